@@ -1,0 +1,89 @@
+"""Values that go into and come out of the engine (the heart of the daemon)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvdepot.core.report import NamespaceStatus, SessionStatus, TierStatus
+
+
+class Liveness(IntEnum):
+    """What is known about a process that an earlier daemon run wrote down."""
+
+    ALIVE = 1
+    DEAD = 2  # proven: pidfd readable, pid gone, other start time, other boot
+    UNKNOWN = 3  # no pid visible from here: its extents stay lent
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    pid: int  # in the daemon's PID namespace, 0 when unknown
+    start_ticks: int  # start time, clock ticks since boot
+    boot_id: bytes  # 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Answer of `Engine.attach`."""
+
+    session: bytes  # the session's token, 16 bytes
+    attachment: int  # slot of the attachment table; the same for a joined attachment
+
+
+@dataclass(frozen=True, slots=True)
+class AttachmentInfo:
+    """One attachment of which the death is still of interest."""
+
+    attachment: int
+    process: ProcessIdentity
+    rank: int  # -1: no worker in this process
+    connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits and policies of one engine. Bytes and seconds as the names say."""
+
+    credit_bytes: int = 2 << 30  # reserved and not yet committed, per session
+    kept_back_share: float = 0.25  # of credit and arena: for state and window objects only
+    lease_deadline_seconds: float = 120.0
+    grace_seconds: float = 60.0
+    provisional_seconds: float = 60.0  # life of a request's unfinished paths without renewal
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+    loads_in_flight: int = 64  # reader leases per session
+    leases_per_session: int = 16384
+    objects_per_call: int = 65536
+    tombstones_per_session: int = 65536
+    evictions_per_tick: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ToSum:
+    """One object for the checksum worker. `summed` answers it."""
+
+    row: int
+    generation: int
+    extents: tuple[tuple[int, int], ...]  # (offset in the arena, length) in bytes, in object order
+    verify: bool  # False: first sum. True: adopted, compared with the stored sum
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptionReport:
+    """What `Engine.adopt` found in the tables, numbers of objects unless named otherwise."""
+
+    kept: int = 0  # committed with a sum: served once verified
+    reserved: int = 0  # still lent to writers that may live
+    pinned: int = 0  # unindexed, but still lent to readers that may live
+    sessions: int = 0
+    leases: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  # by reason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    tier: TierStatus
+    sessions: tuple[SessionStatus, ...]
+    namespaces: tuple[NamespaceStatus, ...]
+    counters: dict[str, float]
