@@ -1,0 +1,69 @@
+"""The arena as this process sees it: one shared mapping, read and written by the copiers."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+from kvdepot.core.arena import PAGE_BYTES, ArenaLayout, Superblock, generations
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class ArenaMap:
+    """A mapping of one arena. `arena_id` says which: extents of one arena mean nothing in another.
+
+    There is no forced unmap: `close` drops this object's references, and the pages go
+    when the last view (a tensor, a copy in progress) is gone. A copy that still runs
+    after the daemon has moved on to another arena therefore writes into memory nobody
+    reads, and never faults.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Map `descriptor` (not taken over: the caller closes it).
+
+        Raises ArenaFormatError (not an arena, or another format) or OSError (cannot be mapped).
+        """
+        page = os.pread(descriptor, PAGE_BYTES, 0)
+        superblock = Superblock.unpack(page)
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, superblock.layout.size_bytes, mmap.MAP_SHARED)
+        self._buffer: memoryview | None = memoryview(self._map)
+        self.arena_id: int = superblock.arena_id
+        self.layout: ArenaLayout = superblock.layout
+        self._generations: memoryview | None = generations(self._buffer, self.layout)
+
+    @property
+    def buffer(self) -> memoryview:
+        """All bytes of the arena, writable. Raises ValueError after `close`."""
+        if self._buffer is None:
+            raise ValueError("this arena mapping was closed")
+        return self._buffer
+
+    @property
+    def closed(self) -> bool:
+        return self._buffer is None
+
+    def generation(self, row: int) -> int:
+        """The generation of an extent row, by one aligned load. 0 (never granted) once closed or out of range."""
+        column = self._generations
+        if column is None or not 0 <= row < len(column):
+            return 0
+        return column[row]
+
+    def check(self, rows: Sequence[int], granted: Sequence[int]) -> bool:
+        """Whether every row still has the generation it was granted with: ask before and after a copy."""
+        column = self._generations
+        if column is None:
+            return False
+        limit = len(column)
+        return all(
+            0 <= row < limit and column[row] == generation for row, generation in zip(rows, granted, strict=True)
+        )
+
+    def close(self) -> None:
+        """Forget the mapping. Views handed out before stay valid."""
+        self._generations = None
+        self._buffer = None
+        self._map = None

@@ -1,0 +1,145 @@
+"""Copies between KV tensors and extents: the one interface for every device.
+
+A copy is a list of pieces. A piece is a run of bytes of one block of one layer, and
+where it lies in the arena. Pieces are columns of numbers, never Python objects: a
+load of a long prompt has tens of thousands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvdepot.client.arena_map import ArenaMap
+    from kvdepot.client.extents import ObjectExtents
+
+Column = npt.NDArray[np.int64]
+BATCH_BYTES = 16 << 20
+"""One native call moves about this much: 2 to 3 ms of one core, so deadlines are looked at that often."""
+
+
+class Direction(Enum):
+    STORE = "store"  # layers -> arena
+    LOAD = "load"  # arena -> layers
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Pieces to copy, as columns of equal length. Offsets and lengths in bytes."""
+
+    layers: Column  # index into the layers that the copier was made with
+    blocks: Column  # block id: index into the layer's first dimension
+    skips: Column  # offset within the block (not 0 only where a fragment splits a block)
+    offsets: Column  # offset in the arena
+    lengths: Column
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.lengths.sum())
+
+    def split(self, batch_bytes: int = BATCH_BYTES) -> Iterator[CopyBatch]:
+        """The same pieces in order, in batches of about `batch_bytes` (at least one piece each)."""
+        group = (np.cumsum(self.lengths) - 1) // batch_bytes
+        cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(self)]
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            if start < end:
+                part = slice(start, end)
+                yield CopyBatch(
+                    self.layers[part], self.blocks[part], self.skips[part], self.offsets[part], self.lengths[part]
+                )
+
+
+class BlockCopier(Protocol):
+    """Made with the layers of one rank; used by one copying thread at a time."""
+
+    def copy(self, arena: ArenaMap, batch: CopyBatch, direction: Direction) -> None:
+        """Start copying one batch. CPU: done on return. Raises CopyError before any byte moved if a piece is out of range."""
+
+    def wait(self) -> None:
+        """Return when everything started before has been copied."""
+
+
+class CopyError(ValueError):
+    """The pieces do not fit the layers or the arena: a broken plan, never copied in part."""
+
+
+EMPTY = CopyBatch(*(np.empty(0, dtype=np.int64) for _ in range(5)))
+
+
+def concatenate(batches: Sequence[CopyBatch]) -> CopyBatch:
+    """All pieces of `batches`, in order."""
+    if not batches:
+        return EMPTY
+    return CopyBatch(
+        np.concatenate([batch.layers for batch in batches]),
+        np.concatenate([batch.blocks for batch in batches]),
+        np.concatenate([batch.skips for batch in batches]),
+        np.concatenate([batch.offsets for batch in batches]),
+        np.concatenate([batch.lengths for batch in batches]),
+    )
+
+
+def object_pieces(
+    extents: ObjectExtents,
+    part_offset: int,
+    layers: Sequence[int],
+    layer_block_bytes: Sequence[int],
+    blocks_in_object: int,
+    block_ids: Sequence[int] | Column,
+    first_block: int = 0,
+) -> CopyBatch:
+    """The pieces of one group's part of one object on one rank.
+
+    The part begins `part_offset` bytes into the object and is layer-major: for each
+    layer `blocks_in_object` blocks of `layer_block_bytes[i]` bytes. `block_ids` are the
+    engine's blocks for the object's blocks `first_block`, `first_block + 1`, ...
+    Raises CopyError if the part does not lie within the extents.
+    """
+    ids = np.asarray(block_ids, dtype=np.int64)
+    if first_block < 0 or first_block + len(ids) > blocks_in_object:
+        raise CopyError(f"blocks {first_block} to {first_block + len(ids)} of an object with {blocks_in_object} blocks")
+    sizes = np.asarray(layer_block_bytes, dtype=np.int64)
+    bases = part_offset + (np.cumsum(sizes) - sizes) * blocks_in_object
+    numbers = np.arange(first_block, first_block + len(ids), dtype=np.int64)
+    logical = (bases[:, None] + sizes[:, None] * numbers[None, :]).ravel()
+    lengths = np.repeat(sizes, len(ids))
+    layer_column = np.repeat(np.asarray(layers, dtype=np.int64), len(ids))
+    if len(logical) and (part_offset < 0 or logical[-1] + lengths[-1] > extents.size_bytes):
+        raise CopyError(
+            f"a part that ends at byte {logical[-1] + lengths[-1]} of an object of {extents.size_bytes} bytes"
+        )
+    whole = CopyBatch(layer_column, np.tile(ids, len(sizes)), np.zeros_like(logical), logical, lengths)
+    return _place(whole, extents)
+
+
+def _place(pieces: CopyBatch, extents: ObjectExtents) -> CopyBatch:
+    """Turn offsets within the object into offsets in the arena, splitting pieces where a fragment ends."""
+    if len(extents.starts) == 1:
+        return CopyBatch(
+            pieces.layers, pieces.blocks, pieces.skips, pieces.offsets + extents.offsets[0], pieces.lengths
+        )
+    starts, lengths = pieces.offsets, pieces.lengths
+    first = np.searchsorted(extents.starts, starts, side="right") - 1
+    last = np.searchsorted(extents.starts, starts + lengths - 1, side="right") - 1
+    counts = last - first + 1
+    piece = np.repeat(np.arange(len(starts)), counts)
+    fragment = first[piece] + (np.arange(len(piece)) - np.repeat(np.cumsum(counts) - counts, counts))
+    begin = np.maximum(starts[piece], extents.starts[fragment])
+    end = np.minimum((starts + lengths)[piece], extents.starts[fragment] + extents.lengths[fragment])
+    return CopyBatch(
+        pieces.layers[piece],
+        pieces.blocks[piece],
+        begin - starts[piece],
+        extents.offsets[fragment] + begin - extents.starts[fragment],
+        end - begin,
+    )

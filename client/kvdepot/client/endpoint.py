@@ -1,0 +1,46 @@
+"""Where the daemon listens: the gRPC socket and the attachment socket beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SCHEME = "unix://"
+PATH_BYTES_MAX = 107  # sun_path of Linux, without its closing zero
+_ATTACH_SUFFIX = ".attach"
+
+
+class EndpointError(ValueError):
+    """The endpoint is not one this client can use. The message says what to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A daemon's gRPC socket by absolute path."""
+
+    path: str
+
+    @staticmethod
+    def parse(text: str) -> Endpoint:
+        """From `unix:///run/kvdepot/kvdepot.sock`. Raises EndpointError."""
+        if not text.startswith(_SCHEME + "/"):
+            raise EndpointError(
+                f"endpoint {text!r}: write unix:// and an absolute path, as unix:///run/kvdepot/kvdepot.sock"
+            )
+        path = text[len(_SCHEME) :]
+        length = len((path + _ATTACH_SUFFIX).encode())
+        if length > PATH_BYTES_MAX:
+            raise EndpointError(
+                f"endpoint {text!r}: {length} bytes with {_ATTACH_SUFFIX}, unix sockets allow {PATH_BYTES_MAX}; use a shorter path"
+            )
+        return Endpoint(path)
+
+    @property
+    def attach_path(self) -> str:
+        return self.path + _ATTACH_SUFFIX
+
+    @property
+    def grpc_target(self) -> str:
+        return "unix:" + self.path
+
+    def __str__(self) -> str:
+        return _SCHEME + self.path
