@@ -1,0 +1,223 @@
+"""Every error kvdepot raises on purpose: a closed set.
+
+Each says who is wrong, whether repeating helps, and what to do; `code` is stable
+and travels in gRPC statuses, counters and `--json` output. `kvdepot.proto.status`
+is the only place that maps the set to gRPC codes.
+"""
+
+# The names say what happened; an "Error" behind each would not say more.
+# ruff: noqa: N818
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import ClassVar
+
+
+class Fault(Enum):
+    """Who has to change something."""
+
+    CLIENT = "client"  # the engine's side: its call or its settings
+    OPERATOR = "operator"  # the daemon's configuration or host
+    DAEMON = "daemon"  # kvdepotd itself, or its momentary state
+    MEDIUM = "medium"  # memory, disk or file system
+
+
+class Retry(Enum):
+    """Whether the same call can succeed when repeated."""
+
+    NEVER = "never"
+    LATER = "later"
+    AFTER_REATTACH = "after_reattach"  # attach again, register the namespaces, declare the leases
+
+
+class KvDepotError(Exception):
+    """Base of the closed set. `message` has the facts and numbers, `advice` says what to do.
+
+    A caller that knows better than the class overrides `advice`; `str()` has both.
+    """
+
+    code: ClassVar[str] = "internal"
+    fault: ClassVar[Fault] = Fault.DAEMON
+    retry: ClassVar[Retry] = Retry.NEVER
+    default_advice: ClassVar[str] = "report this as a bug of kvdepot"
+
+    def __init__(self, message: str, *, advice: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.advice = self.default_advice if advice is None else advice
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.advice}" if self.advice else self.message
+
+
+class InvalidArgument(KvDepotError, ValueError):
+    """A value that no state of the daemon would make acceptable."""
+
+    code = "invalid_argument"
+    fault = Fault.CLIENT
+    default_advice = "correct the call"
+
+
+class UnknownSession(KvDepotError):
+    """The session token is not one of this daemon run."""
+
+    code = "unknown_session"
+    fault = Fault.CLIENT
+    retry = Retry.AFTER_REATTACH
+    default_advice = "attach first: connect to the attachment socket and use the token it answers"
+
+
+class UnknownNamespace(KvDepotError):
+    """The namespace was not registered with this daemon run."""
+
+    code = "unknown_namespace"
+    fault = Fault.CLIENT
+    retry = Retry.AFTER_REATTACH
+    default_advice = "register the namespace in this session"
+
+
+class ProtocolMismatch(KvDepotError):
+    """The protocol ranges of client and daemon do not overlap."""
+
+    code = "protocol_mismatch"
+    fault = Fault.OPERATOR
+    default_advice = "upgrade the older side; versions N and N-1 work together"
+
+    def __init__(self, ours: tuple[int, int], theirs: tuple[int, int], *, advice: str | None = None) -> None:
+        super().__init__(
+            f"this side speaks protocols {ours[0]} to {ours[1]}, the other side {theirs[0]} to {theirs[1]}",
+            advice=advice,
+        )
+        self.ours = ours
+        self.theirs = theirs
+
+
+class EngineIdInUse(KvDepotError):
+    """Another living process is attached in the same place of an engine with this id."""
+
+    code = "engine_id_in_use"
+    fault = Fault.OPERATOR
+    default_advice = "give every engine an engine_id of its own, or end the other process"
+
+
+class NamespaceRefused(KvDepotError):
+    """A namespace spec that contradicts itself or is over a limit. The message has the numbers."""
+
+    code = "namespace_refused"
+    fault = Fault.CLIENT
+    default_advice = "register what the groups imply"
+
+
+class LimitExceeded(KvDepotError):
+    """A bound of `kvdepot.core.limits` or of the configuration. `limit` is its name."""
+
+    code = "limit_exceeded"
+    fault = Fault.CLIENT
+    default_advice = "split the call or hold less at once"
+
+    def __init__(self, limit: str, value: int, maximum: int, *, advice: str | None = None) -> None:
+        super().__init__(f"{limit}: {value} is more than {maximum}", advice=advice)
+        self.limit = limit
+        self.value = value
+        self.maximum = maximum
+
+
+class NoRoom(KvDepotError):
+    """A table or the arena is full and nothing in it can be evicted at the moment."""
+
+    code = "no_room"
+    fault = Fault.MEDIUM
+    retry = Retry.LATER
+    default_advice = "retry later, or give the tier more capacity"
+
+
+class LoadsOff(KvDepotError):
+    """The operator switched loads off, for the namespace or for all."""
+
+    code = "loads_off"
+    fault = Fault.OPERATOR
+    retry = Retry.LATER
+    default_advice = "recompute; the operator switches loads on again"
+
+
+class StoresOff(KvDepotError):
+    """The operator switched stores off, for the namespace or for all."""
+
+    code = "stores_off"
+    fault = Fault.OPERATOR
+    retry = Retry.LATER
+    default_advice = "store nothing; the operator switches stores on again"
+
+
+class NotReady(KvDepotError):
+    """The daemon is starting, adopting or stopping."""
+
+    code = "not_ready"
+    fault = Fault.DAEMON
+    retry = Retry.LATER
+    default_advice = "retry later"
+
+
+class ConfigError(KvDepotError):
+    """A refused setting: `file` (or what stands for it), dotted `key`, and `reason`."""
+
+    code = "config_error"
+    fault = Fault.OPERATOR
+    default_advice = ""
+
+    def __init__(self, file: str, key: str, reason: str, *, advice: str | None = None) -> None:
+        super().__init__(": ".join(part for part in (file, key, reason) if part), advice=advice)
+        self.file = file
+        self.key = key
+        self.reason = reason
+
+
+class ArenaInUse(KvDepotError):
+    """Another daemon holds the lock of this arena."""
+
+    code = "arena_in_use"
+    fault = Fault.OPERATOR
+    retry = Retry.LATER
+    default_advice = "stop the other daemon, or configure another [ram].path or socket"
+
+
+class PlannerError(KvDepotError):
+    """A group geometry or a position in it that cannot work. The message names the numbers."""
+
+    code = "planner_error"
+    fault = Fault.CLIENT
+    default_advice = ""
+
+
+class NamespaceError(KvDepotError):
+    """A part of the engine's identity that has no canonical form. The message names its path."""
+
+    code = "namespace_error"
+    fault = Fault.CLIENT
+    default_advice = "convert the value to plain data, or exclude its path if it cannot change a byte of KV"
+
+    def __init__(self, path: str, reason: str, *, advice: str | None = None) -> None:
+        super().__init__(f"{path or '(the value itself)'}: {reason}", advice=advice)
+        self.path = path
+        self.reason = reason
+
+
+ERRORS: tuple[type[KvDepotError], ...] = (
+    InvalidArgument,
+    UnknownSession,
+    UnknownNamespace,
+    ProtocolMismatch,
+    EngineIdInUse,
+    NamespaceRefused,
+    LimitExceeded,
+    NoRoom,
+    LoadsOff,
+    StoresOff,
+    NotReady,
+    ConfigError,
+    ArenaInUse,
+    PlannerError,
+    NamespaceError,
+)
+"""The closed set: everything else that is raised is a bug."""

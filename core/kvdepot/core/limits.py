@@ -1,0 +1,91 @@
+"""Every limit of the protocol and the engine, with its unit and its reason (DESIGN I4).
+
+Over a limit is an answer (`LimitExceeded`, "later", "no room"), never growth. The
+sizes of the arena's fixed tables (sessions, attachments, namespaces) are part of its
+format and stand in `kvdepot.core.arena`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvdepot.core.errors import LimitExceeded
+
+PROTOCOL_MIN: Final = 1
+PROTOCOL_MAX: Final = 1
+
+# One call.
+KEYS_PER_CALL_MAX: Final = 16_384
+"""Chunk keys of one Locate: 4 million tokens at the default chunk of 256, 256 KiB on the wire."""
+OBJECTS_PER_LEASE_MAX: Final = 16_384
+"""Objects of one Acquire or Reserve: what one Locate can find."""
+FRAGMENTS_PER_REPLY_MAX: Final = 65_536
+"""Extents of one reply, 40 bytes each: 2.5 MiB, within the message limit even when every object is in four pieces."""
+LEASES_PER_CALL_MAX: Final = 4_096
+"""Lease ids or commit items of one Release, Commit, Abandon or Declare."""
+MESSAGE_BYTES_MAX: Final = 4 << 20
+"""One gRPC message either way. gRPC's own default, so that an untuned client is not surprised."""
+ATTACH_DATAGRAM_BYTES_MAX: Final = 4_096
+"""One datagram of the attachment socket: a handful of short fields."""
+
+# Names.
+REQUEST_ID_BYTES_MAX: Final = 512
+"""UTF-8. Engines use UUIDs, gateways prefix them."""
+ENGINE_ID_BYTES_MAX: Final = 256
+"""UTF-8. Host names are at most 253 bytes."""
+LABEL_BYTES_MAX: Final = 96
+"""UTF-8. The width of the label column of the arena's namespace table."""
+TENANT_BYTES_MAX: Final = 128
+"""UTF-8."""
+EPOCH_BYTES_MAX: Final = 128
+"""UTF-8. A random hex value, or the user's name of a weights version."""
+BLOCK_HASH_BYTES_MAX: Final = 64
+"""An engine's block hash: SHA-512 is the longest digest in use."""
+
+# A namespace spec.
+IDENTITY_ENTRIES_MAX: Final = 4_096
+"""A resolved vLLM config has some 600 leaves."""
+SPEC_BYTES_MAX: Final = 1 << 20
+"""Canonical encoding of one spec; kept per namespace in the daemon's private memory."""
+GROUPS_MAX: Final = 64
+"""KV-cache groups of an engine; the largest hybrid seen has 9."""
+LAYERS_PER_GROUP_MAX: Final = 1_024
+RANKS_MAX: Final = 64
+"""Workers (TP x PP) of one engine on one node: four times the accelerators of the largest node."""
+CHUNK_TOKENS_MAX: Final = 1 << 20
+BOUNDARY_TOKENS_MAX: Final = (1 << 32) - 1
+"""Boundaries are u32 in calls and in the arena."""
+OBJECT_BYTES_MAX: Final = 64 << 30
+"""One object; beyond it no arena of a node could hold two."""
+
+# A session.
+LEASES_PER_SESSION_MAX: Final = 8_192
+"""Open leases: 256 running requests with a load and some stores each, times ten."""
+TOMBSTONES_PER_SESSION_MAX: Final = 4_096
+"""Lease ids ended before their call arrived; older ones are forgotten, oldest first."""
+NAMESPACES_PER_SESSION_MAX: Final = 64
+"""An engine has one at a time; each epoch makes another."""
+REQUESTS_PER_SESSION_MAX: Final = 65_536
+"""Requests with provisional nodes that await their EndRequest."""
+
+
+def check_limit(limit: str, value: int, maximum: int) -> None:
+    """Raises LimitExceeded naming `limit` when `value` is above `maximum`."""
+    if value > maximum:
+        raise LimitExceeded(limit, value, maximum)
+
+
+def advertised() -> dict[str, int]:
+    """The limits a client may want to know, by name (Capabilities.limits)."""
+    return {
+        "keys_per_call": KEYS_PER_CALL_MAX,
+        "objects_per_lease": OBJECTS_PER_LEASE_MAX,
+        "fragments_per_reply": FRAGMENTS_PER_REPLY_MAX,
+        "leases_per_call": LEASES_PER_CALL_MAX,
+        "message_bytes": MESSAGE_BYTES_MAX,
+        "request_id_bytes": REQUEST_ID_BYTES_MAX,
+        "leases_per_session": LEASES_PER_SESSION_MAX,
+        "namespaces_per_session": NAMESPACES_PER_SESSION_MAX,
+        "spec_bytes": SPEC_BYTES_MAX,
+        "ranks": RANKS_MAX,
+    }
