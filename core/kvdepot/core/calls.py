@@ -185,3 +185,28 @@ class Capabilities:
     arena_id: int
     ready_bytes: int
     limits: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AttachCall:
+    """The one datagram a process sends on the attachment socket."""
+
+    protocol_min: int
+    protocol_max: int
+    engine_id: str
+    scheduler: bool  # this process runs the engine's scheduler
+    rank: int  # its worker's rank, -1: no worker in this process
+    world_size: int  # workers of the engine
+    client_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AttachReply:
+    """The answer; an accepted one carries the arena's descriptor (SCM_RIGHTS)."""
+
+    protocol: int  # 0: refused
+    error: str = ""
+    session: bytes = b""
+    arena_id: int = 0
+    arena_bytes: int = 0
+    daemon_version: str = ""

@@ -42,6 +42,13 @@ EPOCH_BYTES_MAX: Final = 128
 BLOCK_HASH_BYTES_MAX: Final = 64
 """An engine's block hash: SHA-512 is the longest digest in use."""
 
+VERSION_BYTES_MAX: Final = 64
+"""UTF-8. A client's or daemon's version string."""
+REASON_BYTES_MAX: Final = 4_096
+"""UTF-8. A reason, an error text or a tier's name in a reply."""
+SESSION_TOKEN_BYTES: Final = 16
+NAMESPACE_ID_BYTES: Final = 16
+
 # A namespace spec.
 IDENTITY_ENTRIES_MAX: Final = 4_096
 """A resolved vLLM config has some 600 leaves."""

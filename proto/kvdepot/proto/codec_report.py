@@ -1,0 +1,122 @@
+"""Status and listings for operators, between the wire and `kvdepot.core.report`."""
+
+from __future__ import annotations
+
+from kvdepot.core.report import DaemonStatus, NamespaceStatus, SessionStatus, TierStatus
+from kvdepot.proto.v1 import depot_pb2 as pb
+
+
+def encode_status(status: DaemonStatus) -> pb.GetStatusResponse:
+    return pb.GetStatusResponse(
+        daemon_version=status.version,
+        pid=status.pid,
+        uptime_seconds=status.uptime_seconds,
+        ready=status.ready,
+        reason=status.reason,
+        arena_id=status.arena_id,
+        run=status.run,
+        tiers=[_encode_tier(tier) for tier in status.tiers],
+        sessions=[_encode_session(session) for session in status.sessions],
+        namespaces=[encode_namespace_status(namespace) for namespace in status.namespaces],
+        counters=status.counters,
+    )
+
+
+def decode_status(message: pb.GetStatusResponse) -> DaemonStatus:
+    return DaemonStatus(
+        version=message.daemon_version,
+        pid=message.pid,
+        uptime_seconds=message.uptime_seconds,
+        ready=message.ready,
+        reason=message.reason,
+        arena_id=message.arena_id,
+        run=message.run,
+        tiers=tuple(_decode_tier(tier) for tier in message.tiers),
+        sessions=tuple(_decode_session(session) for session in message.sessions),
+        namespaces=tuple(decode_namespace_status(namespace) for namespace in message.namespaces),
+        counters=dict(message.counters),
+    )
+
+
+def encode_namespace_status(namespace: NamespaceStatus) -> pb.NamespaceStatus:
+    return pb.NamespaceStatus(
+        namespace=namespace.namespace_id,
+        label=namespace.label,
+        tenant=namespace.tenant,
+        epoch=namespace.epoch,
+        chunk_tokens=namespace.chunk_tokens,
+        objects=namespace.objects,
+        bytes=namespace.bytes,
+        identity=namespace.identity,
+    )
+
+
+def decode_namespace_status(message: pb.NamespaceStatus) -> NamespaceStatus:
+    return NamespaceStatus(
+        namespace_id=message.namespace,
+        label=message.label,
+        tenant=message.tenant,
+        epoch=message.epoch,
+        chunk_tokens=message.chunk_tokens,
+        objects=dict(message.objects),
+        bytes=message.bytes,
+        identity=dict(message.identity),
+    )
+
+
+def _encode_tier(tier: TierStatus) -> pb.TierStatus:
+    return pb.TierStatus(
+        name=tier.name,
+        kind=tier.kind,
+        capacity_bytes=tier.capacity_bytes,
+        ready_bytes=tier.ready_bytes,
+        used_bytes=tier.used_bytes,
+        lent_bytes=tier.lent_bytes,
+        objects=tier.objects,
+        unverified_objects=tier.unverified_objects,
+        state=tier.state,
+        reason=tier.reason,
+    )
+
+
+def _decode_tier(message: pb.TierStatus) -> TierStatus:
+    return TierStatus(
+        name=message.name,
+        kind=message.kind,
+        capacity_bytes=message.capacity_bytes,
+        ready_bytes=message.ready_bytes,
+        used_bytes=message.used_bytes,
+        lent_bytes=message.lent_bytes,
+        objects=message.objects,
+        unverified_objects=message.unverified_objects,
+        state=message.state,
+        reason=message.reason,
+    )
+
+
+def _encode_session(session: SessionStatus) -> pb.SessionStatus:
+    return pb.SessionStatus(
+        engine_id=session.engine_id,
+        world_size=session.world_size,
+        ranks_attached=session.ranks_attached,
+        scheduler_attached=session.scheduler_attached,
+        credit_bytes=session.credit_bytes,
+        credit_used_bytes=session.credit_used_bytes,
+        leases=session.leases,
+        lent_objects=session.lent_objects,
+        pids=session.pids,
+    )
+
+
+def _decode_session(message: pb.SessionStatus) -> SessionStatus:
+    return SessionStatus(
+        engine_id=message.engine_id,
+        world_size=message.world_size,
+        ranks_attached=message.ranks_attached,
+        scheduler_attached=message.scheduler_attached,
+        credit_bytes=message.credit_bytes,
+        credit_used_bytes=message.credit_used_bytes,
+        leases=message.leases,
+        lent_objects=message.lent_objects,
+        pids=tuple(message.pids),
+    )
