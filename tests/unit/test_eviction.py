@@ -1,0 +1,180 @@
+"""Least recently used over the leaves of a chunk tree, against a model that searches them all."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.eviction import EvictionPolicy, LeastRecentlyUsed, policy_by_name, policy_names
+
+
+def drain(policy: EvictionPolicy) -> list[int]:
+    order = []
+    while (node := policy.victim()) is not None:
+        order.append(node)
+        policy.on_removed(node)
+    return order
+
+
+def test_a_new_policy_has_no_victim() -> None:
+    assert LeastRecentlyUsed().victim() is None
+
+
+def test_victims_come_in_the_order_of_their_last_use() -> None:
+    policy = LeastRecentlyUsed()
+    for node in range(6):
+        policy.on_commit(node, now=float(node))
+        policy.on_leaf(node)
+    policy.on_hit(0, now=10.0)
+    policy.on_hit(3, now=9.0)
+    assert drain(policy) == [1, 2, 4, 5, 3, 0]
+
+
+def test_victim_is_only_looked_at_until_it_is_removed() -> None:
+    policy = LeastRecentlyUsed()
+    policy.on_commit(4, now=1.0)
+    policy.on_leaf(4)
+    assert [policy.victim(), policy.victim(), policy.evictable_nodes] == [4, 4, 1]
+    policy.on_not_leaf(4)
+    assert [policy.victim(), policy.evictable_nodes] == [None, 0]
+
+
+def test_a_parent_that_becomes_a_leaf_is_ranked_by_its_own_last_use() -> None:
+    policy = LeastRecentlyUsed()
+    policy.on_commit(0, now=1.0)  # parent of 1
+    policy.on_commit(1, now=2.0)
+    policy.on_commit(2, now=3.0)
+    policy.on_hit(0, now=4.0)
+    policy.on_leaf(1)
+    policy.on_leaf(2)
+    assert policy.victim() == 1
+    policy.on_removed(1)
+    policy.on_leaf(0)
+    assert drain(policy) == [2, 0]
+
+
+def test_a_chain_is_eaten_from_its_end() -> None:
+    policy = LeastRecentlyUsed()
+    for node in range(100):
+        policy.on_commit(node, now=float(node))
+        if node:
+            policy.on_not_leaf(node - 1)
+        policy.on_leaf(node)
+    eaten = []
+    while (node_ := policy.victim()) is not None:
+        eaten.append(node_)
+        policy.on_removed(node_)
+        if node_:
+            policy.on_leaf(node_ - 1)
+    assert eaten == list(range(99, -1, -1))
+
+
+def test_a_number_that_comes_back_is_a_new_node() -> None:
+    policy = LeastRecentlyUsed()
+    for node in (7, 8):
+        policy.on_commit(node, now=1.0 + node)
+        policy.on_leaf(node)
+    policy.on_removed(7)
+    policy.on_commit(7, now=20.0)
+    assert policy.victim() == 8
+    policy.on_leaf(7)
+    assert drain(policy) == [8, 7]
+
+
+def test_i4_it_holds_a_few_bytes_a_node() -> None:
+    policy = LeastRecentlyUsed()
+    nodes = 50_000
+    for node in range(nodes):
+        policy.on_commit(node, now=float(node))
+        policy.on_leaf(node)
+    for now in range(nodes, 3 * nodes):
+        policy.on_hit(now % 1000, now=float(now))
+        policy.on_not_leaf(now % 977)
+        policy.on_leaf(now % 977)
+    held = sum(column.itemsize * len(column) for column in (policy._heap, policy._place, policy._used_at))
+    assert held <= 20 * nodes
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
+    assert isinstance(policy_by_name("lru"), LeastRecentlyUsed)
+    with pytest.raises(InvalidArgument, match="fifo.*choose one of: " + ", ".join(policy_names())):
+        policy_by_name("fifo")
+
+
+class AgainstASearch(RuleBasedStateMachine):
+    """A tree grows, is hit and shrinks; the victim is always the least recently used evictable leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = policy_by_name("lru")
+        self.now = 0.0
+        self.used: dict[int, float] = {}
+        self.parent: dict[int, int | None] = {}
+        self.lent: set[int] = set()
+        self.free_numbers: list[int] = []
+
+    def evictable(self, node: int) -> bool:
+        return node not in self.lent and node not in self.parent.values()
+
+    def tell(self, node: int | None) -> None:
+        if node is not None and self.evictable(node):
+            self.policy.on_leaf(node)
+        elif node is not None:
+            self.policy.on_not_leaf(node)
+
+    def pick(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.used)))
+
+    @rule(data=st.data(), root=st.booleans(), passed=st.sampled_from([0.0, 1.0]))
+    def commit(self, data: st.DataObject, root: bool, passed: float) -> None:
+        node = self.free_numbers.pop() if self.free_numbers else len(self.used)
+        parent = None if root or not self.used else self.pick(data)
+        self.now += passed
+        self.used[node] = self.now
+        self.parent[node] = parent
+        self.policy.on_commit(node, self.now)
+        self.tell(parent)
+        self.tell(node)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data(), again=st.booleans())
+    def hit(self, data: st.DataObject, again: bool) -> None:
+        node = self.pick(data)
+        self.now += 1
+        self.used[node] = self.now
+        (self.policy.on_commit if again else self.policy.on_hit)(node, self.now)
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def lend_or_take_back(self, data: st.DataObject) -> None:
+        node = self.pick(data)
+        self.lent ^= {node}
+        self.tell(node)
+
+    @precondition(lambda self: any(self.evictable(node) for node in self.used))
+    @rule(data=st.data(), chosen=st.booleans())
+    def remove(self, data: st.DataObject, chosen: bool) -> None:
+        candidates = [node for node in self.used if self.evictable(node)]
+        node = self.policy.victim() if chosen else data.draw(st.sampled_from(candidates))
+        assert node in candidates
+        del self.used[node]
+        parent = self.parent.pop(node)
+        self.free_numbers.append(node)
+        self.policy.on_removed(node)
+        self.tell(parent)
+
+    @invariant()
+    def victim_is_the_least_recently_used(self) -> None:
+        victim = self.policy.victim()
+        candidates = [node for node in self.used if self.evictable(node)]
+        if victim is None:
+            assert not candidates
+        else:
+            assert victim in candidates
+            assert self.used[victim] == min(self.used[node] for node in candidates)
+
+
+AgainstASearch.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestLruAgainstASearch = AgainstASearch.TestCase
