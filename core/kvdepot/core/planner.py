@@ -1,0 +1,469 @@
+"""Which objects and blocks a boundary needs (DESIGN 3). Pure: counts and sets in, plans out.
+
+Client and daemon use the same code, so that what one stores is what the other offers.
+
+Geometry, for chunk `c`, which covers the tokens from `c * chunk` to `(c + 1) * chunk`:
+
+* `attention` object: every block of every attention group in the chunk. Needed for each chunk
+  up to the boundary.
+* `window` object: of each window group the last `min(chunk, window - 1 rounded up to blocks)`
+  tokens of the chunk. A token attends to the `window - 1` tokens before it, so a group needs
+  that many before the boundary, which may reach over several chunks.
+* `state` object: one block of each state group, the one that ends at the chunk's end. Exactly
+  one is needed, at the boundary.
+
+Within an object: group by group in the order of the engine's groups, within a group rank by
+rank (once when replicated), within a rank's part layer by layer, then block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from math import lcm
+from typing import Final, NamedTuple
+
+from kvdepot.core import limits
+from kvdepot.core.calls import Kind
+from kvdepot.core.errors import PlannerError
+from kvdepot.core.limits import check_limit
+
+DEFAULT_CHUNK_TOKENS_MIN: Final = 256
+
+Presence = Mapping[Kind, bytes | bytearray]
+"""Per kind one byte a chunk, from chunk 0 on: 1 when the object is there, 0 when not.
+
+A missing kind or a chunk beyond the end is absent. Bytes, because their searches run in C.
+"""
+LocalTokens = int | Mapping[Kind, int]
+"""What the engine has in its own cache, in tokens: one count, or one a kind (missing: 0)."""
+Stored = AbstractSet[tuple[int, Kind]]
+Offers = Mapping[int, Mapping[int, int]]
+"""Boundary offers: boundary in tokens -> group index -> the engine's block id."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A KV-cache group of the engine, as far as kvdepot has to know it.
+
+    `rank_block_bytes[r]` are the bytes of one block on rank `r`, all layers of the group
+    together; one entry when the group is `replicated`. A rank without a layer of the group
+    (pipeline parallel) has 0.
+    """
+
+    kind: Kind
+    block_tokens: int
+    window_tokens: int = 0  # WINDOW only: a token attends to itself and window_tokens - 1 before it
+    rank_block_bytes: tuple[int, ...] = ()
+    replicated: bool = False
+    layers: tuple[str, ...] = ()
+
+
+class BlockSpan(NamedTuple):
+    """`blocks` consecutive blocks of one group, in an object and in the request's block table."""
+
+    group: int  # index into the planner's groups
+    object_block: int  # first block within the group's part of the object
+    table_block: int  # first index into the request's block table of that group
+    blocks: int
+
+
+class PlannedObject(NamedTuple):
+    """One object to load or to store.
+
+    `block_ids` is set for stored states only, one a span: the block the engine offered, which
+    is to be used instead of the block table (align mode relocates states).
+    """
+
+    chunk: int
+    kind: Kind
+    spans: tuple[BlockSpan, ...]
+    block_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What the engine lacks to resume at `boundary_tokens`; parents before children."""
+
+    boundary_tokens: int
+    objects: tuple[PlannedObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What can be stored now; parents before children, attention before what depends on it.
+
+    `unused_offers` are the boundaries, in tokens, of offers that cannot make a checkpoint: between
+    two boundaries, beyond the computed tokens, or without one of the state groups.
+    """
+
+    objects: tuple[PlannedObject, ...]
+    unused_offers: tuple[int, ...] = ()
+
+
+class Planner:
+    """The geometry of one engine's groups. Immutable; all counts are tokens unless named otherwise.
+
+    `chunk_tokens` None takes the default of DESIGN 3. `scheduler_block_tokens` is the engine's
+    (the LCM of the groups' blocks when None). `retention_interval` is the engine's
+    `prefix_cache_retention_interval` and `context_tokens` its longest request; None where they
+    are not known, as in the daemon, which plans what a client has already checked.
+
+    Raises PlannerError, with the numbers, for what DESIGN 3 refuses, and LimitExceeded.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        chunk_tokens: int | None = None,
+        *,
+        scheduler_block_tokens: int | None = None,
+        retention_interval: int | None = None,
+        context_tokens: int | None = None,
+    ) -> None:
+        self.groups = tuple(groups)
+        _check_groups(self.groups, context_tokens)
+        self.scheduler_block_tokens = _scheduler_block(self.groups, scheduler_block_tokens)
+        self._members = {kind: tuple(i for i, g in enumerate(self.groups) if g.kind is kind) for kind in Kind}
+        self.kinds = tuple(kind for kind in Kind if self._members[kind])
+        self.path_kind = self.kinds[0]  # Kind is ordered by how well a kind marks a path
+        recurrent = Kind.STATE in self.kinds
+        if chunk_tokens is None:
+            chunk_tokens = _default_chunk(self.scheduler_block_tokens, recurrent)
+        _check_chunk(chunk_tokens, self.scheduler_block_tokens, retention_interval if recurrent else None)
+        self.chunk_tokens = chunk_tokens
+        self._tails = tuple(_tail_tokens(group) for group in self.groups)
+        self._tail_max = max(self._tails)
+        self.window_chunks = -(-self._tail_max // chunk_tokens)
+        self._blocks = tuple(map(self._count_blocks, range(len(self.groups))))
+        self._parts, self._object_bytes = self._lay_out()
+
+    def _count_blocks(self, group: int) -> int:
+        spec = self.groups[group]
+        if spec.kind is Kind.STATE:
+            return 1
+        tokens = self.chunk_tokens if spec.kind is Kind.ATTENTION else min(self.chunk_tokens, self._tails[group])
+        return tokens // spec.block_tokens
+
+    def _lay_out(self) -> tuple[tuple[tuple[tuple[int, int], ...], ...], dict[Kind, int]]:
+        """Per group the byte range of each rank's part, and the bytes of an object of each kind."""
+        at = dict.fromkeys(self.kinds, 0)
+        parts = []
+        for spec, blocks in zip(self.groups, self._blocks, strict=True):
+            ranges = []
+            for block_bytes in spec.rank_block_bytes:
+                start = at[spec.kind]
+                at[spec.kind] = start + blocks * block_bytes
+                ranges.append((start, at[spec.kind]))
+            parts.append(tuple(ranges))
+        for kind, size_bytes in at.items():
+            check_limit(f"bytes of one {kind.name.lower()} object", size_bytes, limits.OBJECT_BYTES_MAX)
+        return tuple(parts), at
+
+    def groups_of(self, kind: Kind) -> tuple[int, ...]:
+        """Indices of the groups of `kind`, in object order."""
+        return self._members[kind]
+
+    def object_bytes(self, kind: Kind) -> int:
+        """Bytes of one object of `kind`; 0 when the engine has no group of it."""
+        return self._object_bytes.get(kind, 0)
+
+    def blocks_in_object(self, group: int) -> int:
+        """Blocks of the group in one object of its kind."""
+        return self._blocks[group]
+
+    def part_range(self, kind: Kind, group: int, rank: int) -> tuple[int, int]:
+        """Byte range, within an object of `kind`, of the rank's part of the group. Every rank shares a replicated part.
+
+        Raises PlannerError for a group of another kind or a rank that the group does not have.
+        """
+        spec = self.groups[group]
+        if spec.kind is not kind:
+            raise PlannerError(f"group {group} is of kind {spec.kind.name.lower()}, not {kind.name.lower()}")
+        parts = self._parts[group]
+        if spec.replicated:
+            return parts[0]
+        if not 0 <= rank < len(parts):
+            raise PlannerError(f"group {group} has ranks 0 to {len(parts) - 1}, not rank {rank}")
+        return parts[rank]
+
+    def high_boundary(self, num_tokens: int) -> int:
+        """The deepest boundary that may be offered for a prompt: the last token is always computed (C2)."""
+        return max(num_tokens - 1, 0) // self.chunk_tokens * self.chunk_tokens
+
+    def objects(self, boundary_tokens: int) -> list[tuple[int, Kind]]:
+        """(chunk, kind) of everything needed to resume at the boundary from nothing.
+
+        Raises PlannerError when it is not a boundary.
+        """
+        chunks = self._chunks(boundary_tokens)
+        if not chunks:
+            return []
+        needed = []
+        if self._members[Kind.ATTENTION]:
+            needed += [(chunk, Kind.ATTENTION) for chunk in range(chunks)]
+        needed += [(chunk, Kind.WINDOW) for chunk in range(max(chunks - self.window_chunks, 0), chunks)]
+        if self._members[Kind.STATE]:
+            needed.append((chunks - 1, Kind.STATE))
+        return needed
+
+    def longest_boundary(self, presence: Presence, low_tokens: LocalTokens, high_tokens: int) -> int:
+        """The deepest boundary up to `high_tokens` whose load plan is all present; 0 when there is none.
+
+        `low_tokens` is what the engine has already: the answer is deeper than the least of it, and
+        only what the engine lacks has to be present. Linear in the chunks.
+        """
+        local = self._local(low_tokens)
+        end = self._attention_end(presence, local, max(high_tokens, 0) // self.chunk_tokens)
+        states = bytearray(presence.get(Kind.STATE, b"")[:end])
+        windows = presence.get(Kind.WINDOW, b"")[:end].ljust(end, b"\0")
+        lowest = self._lowest_chunk(local)
+        own = local.get(Kind.STATE, 0)
+        if own and own % self.chunk_tokens == 0 and own // self.chunk_tokens <= len(states):
+            states[own // self.chunk_tokens - 1] = 1  # the engine's own checkpoint serves its boundary
+        chunk = end - 1
+        while True:
+            if Kind.STATE in local:
+                chunk = states.rfind(1, lowest, max(chunk, -1) + 1)
+            if chunk < lowest:
+                return 0
+            gap = self._window_gap(windows, local, chunk)
+            if gap < 0:
+                return (chunk + 1) * self.chunk_tokens
+            chunk = gap - 1  # the windows of every boundary from the gap to here have the gap in them
+
+    def _attention_end(self, presence: Presence, local: Mapping[Kind, int], end: int) -> int:
+        """Chunks, at most `end`, up to which no attention is missing."""
+        if Kind.ATTENTION not in local:
+            return end
+        start = local[Kind.ATTENTION] // self.chunk_tokens
+        if start >= end:
+            return end
+        flags = presence.get(Kind.ATTENTION, b"")
+        missing = flags.find(0, start, end)
+        return missing if missing >= 0 else min(end, max(len(flags), start))
+
+    def _lowest_chunk(self, local: Mapping[Kind, int]) -> int:
+        """The first chunk whose end lies beyond what the engine can resume at by itself.
+
+        Windows and states that are local at a depth say nothing about a shallower one.
+        """
+        least = min(local.values()) // self.chunk_tokens
+        deepest = max((tokens for kind, tokens in local.items() if kind is not Kind.ATTENTION), default=0)
+        return max(least, -(-deepest // self.chunk_tokens) - 1)
+
+    def _window_gap(self, windows: bytes | bytearray, local: Mapping[Kind, int], chunk: int) -> int:
+        """The last chunk whose window object is needed at the end of `chunk` and missing; -1 when there is none."""
+        if Kind.WINDOW not in local:
+            return -1
+        first = max(local[Kind.WINDOW], (chunk + 1) * self.chunk_tokens - self._tail_max) // self.chunk_tokens
+        return windows.rfind(0, max(first, 0), chunk + 1)
+
+    def load_plan(self, local_tokens: LocalTokens, boundary_tokens: int) -> LoadPlan:
+        """What to fetch so that an engine with `local_tokens` in its own cache resumes at the boundary.
+
+        Only missing blocks are named: the first attention object may be used from its middle on,
+        and of windows only what lies within `window - 1` tokens before the boundary. A local hit at
+        or beyond the boundary plans nothing.
+
+        Raises PlannerError when the boundary is none, when local tokens are no multiple of a group's
+        block, or when windows or states alone are local beyond the boundary (they would not serve it).
+        """
+        chunks = self._chunks(boundary_tokens)
+        if isinstance(local_tokens, int) and local_tokens >= boundary_tokens:
+            return LoadPlan(boundary_tokens, ())
+        local = self._local(local_tokens)
+        for kind, tokens in local.items():
+            if kind is not Kind.ATTENTION and tokens > boundary_tokens:
+                raise PlannerError(
+                    f"{kind.name.lower()}: {tokens} local tokens do not serve the boundary at {boundary_tokens}"
+                )
+        planned: list[PlannedObject] = []
+        if Kind.ATTENTION in local:
+            start = local[Kind.ATTENTION]
+            planned += [self._planned(c, Kind.ATTENTION, start) for c in range(start // self.chunk_tokens, chunks)]
+        if Kind.WINDOW in local:
+            planned += self._plan_windows(local[Kind.WINDOW], chunks)
+        if Kind.STATE in local and local[Kind.STATE] != boundary_tokens:
+            planned.append(self._planned(chunks - 1, Kind.STATE, 0))
+        return LoadPlan(boundary_tokens, tuple(planned))
+
+    def _plan_windows(self, local: int, chunks: int) -> list[PlannedObject]:
+        boundary = chunks * self.chunk_tokens
+        planned = []
+        for chunk in range(max(local, boundary - self._tail_max) // self.chunk_tokens, chunks):
+            spans = []
+            for group in self._members[Kind.WINDOW]:
+                span = self._span(group, chunk, max(local, boundary - self._tails[group]))
+                if span.blocks > 0:
+                    spans.append(span)
+            planned.append(PlannedObject(chunk, Kind.WINDOW, tuple(spans)))
+        return planned
+
+    def object_spans(self, chunk: int, kind: Kind) -> tuple[BlockSpan, ...]:
+        """Every block of the object, group by group: what a store of it reads."""
+        return self._planned(chunk, kind, 0).spans
+
+    def _planned(self, chunk: int, kind: Kind, from_tokens: int) -> PlannedObject:
+        spans = tuple([self._span(group, chunk, from_tokens) for group in self._members[kind]])
+        return PlannedObject(chunk, kind, spans)
+
+    def _span(self, group: int, chunk: int, from_tokens: int) -> BlockSpan:
+        """The group's blocks in the object of `chunk` that begin at `from_tokens` or later."""
+        block_tokens = self.groups[group].block_tokens
+        end = (chunk + 1) * self.chunk_tokens // block_tokens
+        start = end - self._blocks[group]
+        first = max(start, from_tokens // block_tokens)
+        return BlockSpan(group, first - start, first, end - first)
+
+    def store_plan(
+        self,
+        stored: Stored,
+        computed_tokens: int,
+        offers: Offers,
+        *,
+        alive_from: Mapping[int, int] | None = None,
+        first_chunk: int = 0,
+    ) -> StorePlan:
+        """What can be stored of a request whose first `computed_tokens` tokens are computed.
+
+        `stored` is what needs no copy (stored, pending or given up), and nothing before `first_chunk`
+        is considered. `alive_from` gives, per window group, the first index of its block table from
+        which on all computed blocks are alive; a window group that is not named has none. A state is
+        stored exactly where every state group was offered (C1); interior chunks go without.
+        """
+        chunks = max(computed_tokens, 0) // self.chunk_tokens
+        checkpoints, unused = self._checkpoints(offers, chunks)
+        alive = self._alive_chunk(alive_from or {})
+        planned: list[PlannedObject] = []
+        for chunk in range(first_chunk, chunks):
+            if self._members[Kind.ATTENTION] and (chunk, Kind.ATTENTION) not in stored:
+                planned.append(self._planned(chunk, Kind.ATTENTION, 0))
+            if alive is not None and chunk >= alive and (chunk, Kind.WINDOW) not in stored:
+                planned.append(self._planned(chunk, Kind.WINDOW, 0))
+            if chunk in checkpoints and (chunk, Kind.STATE) not in stored:
+                planned.append(self._planned(chunk, Kind.STATE, 0)._replace(block_ids=checkpoints[chunk]))
+        return StorePlan(tuple(planned), unused)
+
+    def _checkpoints(self, offers: Offers, chunks: int) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+        """Offered block ids by chunk, in the order of the state groups, and the boundaries of useless offers."""
+        members = self._members[Kind.STATE]
+        usable: dict[int, tuple[int, ...]] = {}
+        unused = []
+        for boundary, blocks in sorted(offers.items()):
+            chunk, rest = divmod(boundary, self.chunk_tokens)
+            if members and not rest and 1 <= chunk <= chunks and all(group in blocks for group in members):
+                usable[chunk - 1] = tuple([blocks[group] for group in members])
+            else:
+                unused.append(boundary)
+        return usable, tuple(unused)
+
+    def _alive_chunk(self, alive_from: Mapping[int, int]) -> int | None:
+        """The first chunk whose window object is wholly alive; None when there never is one."""
+        members = self._members[Kind.WINDOW]
+        if not members or any(group not in alive_from for group in members):
+            return None
+        first = 0
+        for group in members:
+            per_chunk = self.chunk_tokens // self.groups[group].block_tokens
+            # Chunk c's object starts at block (c + 1) * per_chunk - blocks of the table.
+            first = max(first, -(-(alive_from[group] + self._blocks[group]) // per_chunk) - 1)
+        return first
+
+    def _chunks(self, boundary_tokens: int) -> int:
+        chunks, rest = divmod(boundary_tokens, self.chunk_tokens)
+        if rest or not 0 <= boundary_tokens <= limits.BOUNDARY_TOKENS_MAX:
+            raise PlannerError(f"{boundary_tokens} tokens are no boundary: chunks have {self.chunk_tokens} tokens")
+        return chunks
+
+    def _local(self, local_tokens: LocalTokens) -> dict[Kind, int]:
+        """Local tokens of every kind the engine has."""
+        if isinstance(local_tokens, int):
+            local = dict.fromkeys(self.kinds, local_tokens)
+        else:
+            local = {kind: local_tokens.get(kind, 0) for kind in self.kinds}
+        for spec in self.groups:
+            tokens = local[spec.kind]
+            if tokens < 0 or tokens % spec.block_tokens:
+                raise PlannerError(f"{tokens} local tokens are no multiple of a block of {spec.block_tokens} tokens")
+        return local
+
+
+def _tail_tokens(group: GroupSpec) -> int:
+    """How far before a boundary a window group reaches, rounded up to its blocks; 0 for the other kinds."""
+    if group.kind is not Kind.WINDOW:
+        return 0
+    return -(-(group.window_tokens - 1) // group.block_tokens) * group.block_tokens
+
+
+def _default_chunk(scheduler_block: int, recurrent: bool) -> int:
+    if recurrent:
+        return scheduler_block
+    return -(-DEFAULT_CHUNK_TOKENS_MIN // scheduler_block) * scheduler_block
+
+
+def _check_groups(groups: tuple[GroupSpec, ...], context_tokens: int | None) -> None:
+    if not groups:
+        raise PlannerError("the engine has no KV-cache groups: there is nothing to store")
+    check_limit("KV-cache groups of an engine", len(groups), limits.GROUPS_MAX)
+    ranks = {len(group.rank_block_bytes) for group in groups if not group.replicated}
+    if len(ranks) > 1:
+        raise PlannerError(f"groups disagree on the number of ranks: {', '.join(map(str, sorted(ranks)))}")
+    for index, group in enumerate(groups):
+        _check_group(index, group)
+        if group.kind is Kind.STATE and context_tokens is not None and group.block_tokens >= context_tokens:
+            raise PlannerError(
+                f"group {index} is recurrent and its block of {group.block_tokens} tokens is the whole context of "
+                f"{context_tokens}: no boundary has a state",
+                advice='start the engine with enable_prefix_caching=True and mamba_cache_mode="align"',
+            )
+
+
+def _check_group(index: int, group: GroupSpec) -> None:
+    if group.block_tokens <= 0:
+        raise PlannerError(f"group {index}: a block of {group.block_tokens} tokens is not positive")
+    check_limit(f"tokens of a block of group {index}", group.block_tokens, limits.CHUNK_TOKENS_MAX)
+    if group.kind is Kind.WINDOW and group.window_tokens < 2:
+        raise PlannerError(f"group {index}: a window of {group.window_tokens} tokens needs no stored token")
+    if group.kind is not Kind.WINDOW and group.window_tokens:
+        raise PlannerError(
+            f"group {index}: kind {group.kind.name.lower()} has no window, but window_tokens is {group.window_tokens}"
+        )
+    sizes = group.rank_block_bytes
+    check_limit(f"ranks of group {index}", len(sizes), limits.RANKS_MAX)
+    check_limit(f"layers of group {index}", len(group.layers), limits.LAYERS_PER_GROUP_MAX)
+    if not sizes or min(sizes) < 0 or not sum(sizes):
+        raise PlannerError(f"group {index}: blocks of {list(sizes)} bytes per rank are not positive")
+    if group.replicated and len(sizes) != 1:
+        raise PlannerError(f"group {index} is replicated: it has one part, not {len(sizes)}")
+
+
+def _scheduler_block(groups: tuple[GroupSpec, ...], given: int | None) -> int:
+    blocks = sorted({group.block_tokens for group in groups})
+    common = lcm(*blocks)
+    if given is None:
+        return common
+    if given <= 0 or given % common:
+        raise PlannerError(
+            f"a scheduler block of {given} tokens is no multiple of {common}, the LCM of the groups' blocks {blocks}"
+        )
+    return given
+
+
+def _check_chunk(chunk_tokens: int, scheduler_block: int, retention_interval: int | None) -> None:
+    if chunk_tokens <= 0:
+        raise PlannerError(f"chunk_tokens {chunk_tokens} is not positive")
+    if chunk_tokens % scheduler_block:
+        nearest = max(round(chunk_tokens / scheduler_block), 1) * scheduler_block
+        raise PlannerError(
+            f"chunk_tokens {chunk_tokens} is no multiple of {scheduler_block}, the LCM of the groups' blocks",
+            advice=f"the nearest multiple is {nearest}",
+        )
+    check_limit("chunk_tokens", chunk_tokens, limits.CHUNK_TOKENS_MAX)
+    if retention_interval == 0 and chunk_tokens > scheduler_block:
+        raise PlannerError(
+            f"the engine keeps one checkpoint a prompt, at its last block of {scheduler_block} tokens "
+            f"(prefix_cache_retention_interval 0), which is seldom a multiple of chunk_tokens {chunk_tokens}",
+            advice=f"set chunk_tokens to {scheduler_block}, or prefix_cache_retention_interval to {chunk_tokens}",
+        )
