@@ -21,15 +21,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from math import lcm
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from kvdepot.core import limits
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import PlannerError
+from kvdepot.core.groups import GroupSpec, check_chunk, check_groups, default_chunk, scheduler_block, tail_tokens
 from kvdepot.core.limits import check_limit
 
-DEFAULT_CHUNK_TOKENS_MIN: Final = 256
+__all__ = ["GroupSpec", "Planner", "PlannerError", "BlockSpan", "PlannedObject", "LoadPlan", "StorePlan"]
 
 Presence = Mapping[Kind, bytes | bytearray]
 """Per kind one byte a chunk, from chunk 0 on: 1 when the object is there, 0 when not.
@@ -41,23 +41,6 @@ LocalTokens = int | Mapping[Kind, int]
 Stored = AbstractSet[tuple[int, Kind]]
 Offers = Mapping[int, Mapping[int, int]]
 """Boundary offers: boundary in tokens -> group index -> the engine's block id."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """A KV-cache group of the engine, as far as kvdepot has to know it.
-
-    `rank_block_bytes[r]` are the bytes of one block on rank `r`, all layers of the group
-    together; one entry when the group is `replicated`. A rank without a layer of the group
-    (pipeline parallel) has 0.
-    """
-
-    kind: Kind
-    block_tokens: int
-    window_tokens: int = 0  # WINDOW only: a token attends to itself and window_tokens - 1 before it
-    rank_block_bytes: tuple[int, ...] = ()
-    replicated: bool = False
-    layers: tuple[str, ...] = ()
 
 
 class BlockSpan(NamedTuple):
@@ -110,6 +93,10 @@ class Planner:
     `prefix_cache_retention_interval` and `context_tokens` its longest request; None where they
     are not known, as in the daemon, which plans what a client has already checked.
 
+    `kinds` are those the engine has; `path_kind` is the one whose objects mark the path to a
+    boundary (attention where there is any); `ranks` is 0 when every group is replicated;
+    `window_chunks` is how many chunks the windows that end at a boundary reach into.
+
     Raises PlannerError, with the numbers, for what DESIGN 3 refuses, and LimitExceeded.
     """
 
@@ -123,17 +110,18 @@ class Planner:
         context_tokens: int | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        _check_groups(self.groups, context_tokens)
-        self.scheduler_block_tokens = _scheduler_block(self.groups, scheduler_block_tokens)
+        check_groups(self.groups, context_tokens)
+        self.scheduler_block_tokens = scheduler_block(self.groups, scheduler_block_tokens)
+        self.ranks = max((len(group.rank_block_bytes) for group in self.groups if not group.replicated), default=0)
         self._members = {kind: tuple(i for i, g in enumerate(self.groups) if g.kind is kind) for kind in Kind}
         self.kinds = tuple(kind for kind in Kind if self._members[kind])
         self.path_kind = self.kinds[0]  # Kind is ordered by how well a kind marks a path
         recurrent = Kind.STATE in self.kinds
         if chunk_tokens is None:
-            chunk_tokens = _default_chunk(self.scheduler_block_tokens, recurrent)
-        _check_chunk(chunk_tokens, self.scheduler_block_tokens, retention_interval if recurrent else None)
+            chunk_tokens = default_chunk(self.scheduler_block_tokens, recurrent)
+        check_chunk(chunk_tokens, self.scheduler_block_tokens, retention_interval if recurrent else None)
         self.chunk_tokens = chunk_tokens
-        self._tails = tuple(_tail_tokens(group) for group in self.groups)
+        self._tails = tuple(tail_tokens(group) for group in self.groups)
         self._tail_max = max(self._tails)
         self.window_chunks = -(-self._tail_max // chunk_tokens)
         self._blocks = tuple(map(self._count_blocks, range(len(self.groups))))
@@ -388,82 +376,3 @@ class Planner:
             if tokens < 0 or tokens % spec.block_tokens:
                 raise PlannerError(f"{tokens} local tokens are no multiple of a block of {spec.block_tokens} tokens")
         return local
-
-
-def _tail_tokens(group: GroupSpec) -> int:
-    """How far before a boundary a window group reaches, rounded up to its blocks; 0 for the other kinds."""
-    if group.kind is not Kind.WINDOW:
-        return 0
-    return -(-(group.window_tokens - 1) // group.block_tokens) * group.block_tokens
-
-
-def _default_chunk(scheduler_block: int, recurrent: bool) -> int:
-    if recurrent:
-        return scheduler_block
-    return -(-DEFAULT_CHUNK_TOKENS_MIN // scheduler_block) * scheduler_block
-
-
-def _check_groups(groups: tuple[GroupSpec, ...], context_tokens: int | None) -> None:
-    if not groups:
-        raise PlannerError("the engine has no KV-cache groups: there is nothing to store")
-    check_limit("KV-cache groups of an engine", len(groups), limits.GROUPS_MAX)
-    ranks = {len(group.rank_block_bytes) for group in groups if not group.replicated}
-    if len(ranks) > 1:
-        raise PlannerError(f"groups disagree on the number of ranks: {', '.join(map(str, sorted(ranks)))}")
-    for index, group in enumerate(groups):
-        _check_group(index, group)
-        if group.kind is Kind.STATE and context_tokens is not None and group.block_tokens >= context_tokens:
-            raise PlannerError(
-                f"group {index} is recurrent and its block of {group.block_tokens} tokens is the whole context of "
-                f"{context_tokens}: no boundary has a state",
-                advice='start the engine with enable_prefix_caching=True and mamba_cache_mode="align"',
-            )
-
-
-def _check_group(index: int, group: GroupSpec) -> None:
-    if group.block_tokens <= 0:
-        raise PlannerError(f"group {index}: a block of {group.block_tokens} tokens is not positive")
-    check_limit(f"tokens of a block of group {index}", group.block_tokens, limits.CHUNK_TOKENS_MAX)
-    if group.kind is Kind.WINDOW and group.window_tokens < 2:
-        raise PlannerError(f"group {index}: a window of {group.window_tokens} tokens needs no stored token")
-    if group.kind is not Kind.WINDOW and group.window_tokens:
-        raise PlannerError(
-            f"group {index}: kind {group.kind.name.lower()} has no window, but window_tokens is {group.window_tokens}"
-        )
-    sizes = group.rank_block_bytes
-    check_limit(f"ranks of group {index}", len(sizes), limits.RANKS_MAX)
-    check_limit(f"layers of group {index}", len(group.layers), limits.LAYERS_PER_GROUP_MAX)
-    if not sizes or min(sizes) < 0 or not sum(sizes):
-        raise PlannerError(f"group {index}: blocks of {list(sizes)} bytes per rank are not positive")
-    if group.replicated and len(sizes) != 1:
-        raise PlannerError(f"group {index} is replicated: it has one part, not {len(sizes)}")
-
-
-def _scheduler_block(groups: tuple[GroupSpec, ...], given: int | None) -> int:
-    blocks = sorted({group.block_tokens for group in groups})
-    common = lcm(*blocks)
-    if given is None:
-        return common
-    if given <= 0 or given % common:
-        raise PlannerError(
-            f"a scheduler block of {given} tokens is no multiple of {common}, the LCM of the groups' blocks {blocks}"
-        )
-    return given
-
-
-def _check_chunk(chunk_tokens: int, scheduler_block: int, retention_interval: int | None) -> None:
-    if chunk_tokens <= 0:
-        raise PlannerError(f"chunk_tokens {chunk_tokens} is not positive")
-    if chunk_tokens % scheduler_block:
-        nearest = max(round(chunk_tokens / scheduler_block), 1) * scheduler_block
-        raise PlannerError(
-            f"chunk_tokens {chunk_tokens} is no multiple of {scheduler_block}, the LCM of the groups' blocks",
-            advice=f"the nearest multiple is {nearest}",
-        )
-    check_limit("chunk_tokens", chunk_tokens, limits.CHUNK_TOKENS_MAX)
-    if retention_interval == 0 and chunk_tokens > scheduler_block:
-        raise PlannerError(
-            f"the engine keeps one checkpoint a prompt, at its last block of {scheduler_block} tokens "
-            f"(prefix_cache_retention_interval 0), which is seldom a multiple of chunk_tokens {chunk_tokens}",
-            advice=f"set chunk_tokens to {scheduler_block}, or prefix_cache_retention_interval to {chunk_tokens}",
-        )
