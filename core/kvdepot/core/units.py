@@ -7,7 +7,7 @@ All parsers raise InvalidArgument (a ValueError), saying what is accepted.
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from fractions import Fraction
 from typing import Final
 
 from kvdepot.core.errors import InvalidArgument
@@ -20,15 +20,15 @@ SIZE_UNITS_BYTES: Final[dict[str, int]] = {
     "TiB": 1 << 40,
     "PiB": 1 << 50,
 }
-DURATION_UNITS_SECONDS: Final[dict[str, Decimal]] = {
-    "us": Decimal("0.000001"),
-    "ms": Decimal("0.001"),
-    "s": Decimal(1),
-    "m": Decimal(60),
-    "h": Decimal(3600),
-    "d": Decimal(86400),
+DURATION_UNITS_SECONDS: Final[dict[str, Fraction]] = {
+    "us": Fraction(1, 1_000_000),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "m": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
 }
-_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", re.ASCII)
+_NUMBER = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", re.ASCII)
 _SIZES = 'a size such as "64GiB", "4MiB" or "512KiB" (B, KiB, MiB, GiB, TiB, PiB)'
 _DURATIONS = 'a duration such as "50ms", "120s", "5m" or "7d" (us, ms, s, m, h, d)'
 _RATES = 'a rate such as "50MiB/s" (a size, then /s)'
@@ -89,7 +89,7 @@ def format_duration(seconds: float) -> str:
     """The largest unit in which the value is whole, to the microsecond ("120s" is "2m")."""
     if seconds < 0:
         raise InvalidArgument(f"a duration of {seconds} seconds is negative")
-    exact = Decimal(round(seconds * 1_000_000)) / 1_000_000
+    exact = Fraction(round(seconds * 1_000_000), 1_000_000)
     for unit, unit_seconds in reversed(DURATION_UNITS_SECONDS.items()):
         if exact and exact % unit_seconds == 0:
             return f"{int(exact / unit_seconds)}{unit}"
@@ -100,12 +100,12 @@ def format_rate(bytes_per_second: int) -> str:
     return f"{format_size(bytes_per_second)}/s"
 
 
-def _split(text: str | int, accepted: str) -> tuple[Decimal, str]:
+def _split(text: str | int, accepted: str) -> tuple[Fraction, str]:
     """Number and unit; the unit is empty for 0 only."""
     match = None if isinstance(text, bool) else _NUMBER.fullmatch(str(text).strip())
     if match is None:
         raise InvalidArgument(f"{text!r} is not understood", advice=f"write {accepted}")
-    number, unit = Decimal(match[1]), match[2]
+    number, unit = Fraction(match[1]), match[2]
     if number and not unit:
         raise InvalidArgument(f"{text!r} has no unit", advice=f"write {accepted}")
     return number, unit
