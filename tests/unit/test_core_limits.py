@@ -20,7 +20,7 @@ def test_the_largest_calls_and_replies_fit_a_message() -> None:
 
 
 def test_label_is_as_wide_as_its_column() -> None:
-    widths = {name: int(dtype[1:]) for name, dtype, _ in arena.NAMESPACE_COLUMNS if dtype.startswith("V")}
+    widths = {name: int(dtype[1:]) for name, dtype in arena.NAMESPACE_COLUMNS if dtype.startswith("V")}
     assert widths["label"] == limits.LABEL_BYTES_MAX
 
 
