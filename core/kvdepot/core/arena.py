@@ -5,8 +5,8 @@ data region. The tables *are* the daemon's columns: there is no second copy in i
 heap, so a restarted daemon finds what the last one knew (docs/formats/arena.md).
 
 Only the daemon writes the tables. Engines map the same file and read generations.
-Every store that publishes something is one aligned 8-byte store made last, so a
-SIGKILL between any two instructions leaves either the old or the new truth.
+Every store that publishes something is one aligned store of at most 8 bytes, made
+last, so a SIGKILL between any two instructions leaves either the old or the new truth.
 """
 
 from __future__ import annotations
@@ -24,11 +24,20 @@ MAGIC = b"KVDARENA"
 FORMAT_VERSION = 1
 COMPATIBLE_SINCE = 1
 PAGE_BYTES = 4096
+COLUMN_ALIGN_BYTES = 64
 DATA_ALIGN_BYTES = 2 << 20
 NO_ROW = 0xFFFF_FFFF
+ROW_BYTES_MEAN = 64 << 10
+"""Rows are planned for objects of this size and more; smaller ones run out of rows before bytes."""
+ROWS_MAX = 8 << 20
+LENT_ROWS_MAX = 1 << 18
+SIZE_BYTES_MAX = 1 << 47
+"""More than a process can map."""
 
 Buffer = memoryview
 Column = npt.NDArray[Any]
+Columns = tuple[tuple[str, str], ...]
+"""(name, numpy dtype) in file order."""
 
 
 class RowState(IntEnum):
@@ -53,53 +62,55 @@ class LentMode(IntEnum):
     CHECKSUM = 3  # the daemon's own I/O worker reads it
 
 
-# name, dtype, components. `generation` is first: engines read it by (offset, row) alone.
-EXTENT_COLUMNS: tuple[tuple[str, str, int], ...] = (
-    ("generation", "<u8", 1),
-    ("offset", "<u8", 1),  # bytes from the start of the arena
-    ("length", "<u8", 1),  # bytes of payload in this extent (the extent itself is rounded up to pages)
-    ("key", "V16", 1),  # chunk key
-    ("parent", "V16", 1),  # chunk key of the parent chunk, zeros for the root
-    ("sum_lo", "<u8", 1),
-    ("sum_hi", "<u8", 1),
-    ("boundary", "<u4", 1),  # tokens
-    ("next", "<u4", 1),  # row of the object's next extent, NO_ROW at its end
-    ("run", "<u4", 1),  # the daemon run that verified it
-    ("namespace", "<u2", 1),  # slot of the namespace table
-    ("kind", "u1", 1),
-    ("flags", "u1", 1),
-    ("state", "u1", 1),
+# `generation` is first: engines read it knowing only the offset of the table and the row.
+EXTENT_COLUMNS: Columns = (
+    ("generation", "<u8"),
+    ("offset", "<u8"),  # bytes from the start of the arena
+    ("length", "<u8"),  # bytes of payload in this extent (the extent itself is rounded up to pages)
+    ("key", "V16"),  # chunk key
+    ("parent", "V16"),  # chunk key of the parent chunk, zeros for the root
+    ("sum_lo", "<u8"),
+    ("sum_hi", "<u8"),
+    ("boundary", "<u4"),  # tokens
+    ("next", "<u4"),  # row of the object's next extent, NO_ROW at its end
+    ("run", "<u4"),  # the daemon run that verified it
+    ("namespace", "<u2"),  # slot of the namespace table
+    ("kind", "u1"),
+    ("flags", "u1"),
+    ("state", "u1"),
 )
-LENT_COLUMNS: tuple[tuple[str, str, int], ...] = (
-    ("lease", "<u8", 1),
-    ("row", "<u4", 1),  # head row of the object
-    ("index", "<u4", 1),  # the object's index within the call that made the lease
-    ("session", "<u2", 1),  # slot of the session table
-    ("mode", "u1", 1),  # LentMode; written last, FREE means the entry is empty
+LENT_COLUMNS: Columns = (
+    ("lease", "<u8"),
+    ("row", "<u4"),  # head row of the object
+    ("index", "<u4"),  # the object's index within the call that made the lease
+    ("session", "<u2"),  # slot of the session table
+    ("mode", "u1"),  # LentMode; written last, FREE means the entry is empty
 )
-SESSION_COLUMNS: tuple[tuple[str, str, int], ...] = (
-    ("engine", "V16", 1),  # digest of the engine's id
-    ("used", "u1", 1),
+SESSION_COLUMNS: Columns = (
+    ("engine", "V16"),  # digest of the engine's id
+    ("used", "u1"),
 )
-ATTACHMENT_COLUMNS: tuple[tuple[str, str, int], ...] = (
-    ("boot", "V16", 1),  # the kernel's boot id
-    ("start", "<u8", 1),  # start time of the process, clock ticks since boot
-    ("pid", "<u4", 1),  # in the daemon's PID namespace, 0 when unknown
-    ("rank", "<i4", 1),  # -1: scheduler only
-    ("session", "<u2", 1),
-    ("used", "u1", 1),
+ATTACHMENT_COLUMNS: Columns = (
+    ("boot", "V16"),  # the kernel's boot id
+    ("start", "<u8"),  # start time of the process, clock ticks since boot
+    ("pid", "<u4"),  # in the daemon's PID namespace, 0 when unknown
+    ("rank", "<i4"),  # -1: scheduler only
+    ("session", "<u2"),
+    ("used", "u1"),
 )
-NAMESPACE_COLUMNS: tuple[tuple[str, str, int], ...] = (
-    ("id", "V16", 1),
-    ("label", "V96", 1),  # UTF-8, zero padded; for people
-    ("used", "u1", 1),
+NAMESPACE_COLUMNS: Columns = (
+    ("id", "V16"),
+    ("label", "V96"),  # UTF-8, zero padded; for people
+    ("used", "u1"),
 )
 SESSIONS_MAX = 1024
 ATTACHMENTS_MAX = 8192
 NAMESPACES_MAX = 1024
 
-_SUPERBLOCK = struct.Struct("<8sIIQQIIQQ16s")
-_SUM = struct.Struct("<Q")
+# magic, version, compatible since, arena id, size, rows, lent rows, boot id; then their XXH3-64; then the run.
+_IDENTITY = struct.Struct("<8sIIQQII16s")
+_SUM_AND_RUN = struct.Struct("<QQ")
+SUPERBLOCK_BYTES = _IDENTITY.size + _SUM_AND_RUN.size
 
 
 class ArenaFormatError(ValueError):
@@ -110,33 +121,46 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _table_bytes(columns: tuple[tuple[str, str, int], ...], rows: int) -> int:
-    return sum(_round_up(np.dtype(dtype).itemsize * rows, 64) for _, dtype, _ in columns)
+def _column_bytes(dtype: str, rows: int) -> int:
+    return _round_up(np.dtype(dtype).itemsize * rows, COLUMN_ALIGN_BYTES)
+
+
+def _table_bytes(columns: Columns, rows: int) -> int:
+    """Whole pages, so that the next table starts on one."""
+    return _round_up(sum(_column_bytes(dtype, rows) for _, dtype in columns), PAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """Sizes and offsets, all derived from three numbers (bytes unless named otherwise)."""
+    """Sizes and offsets in bytes, all derived from three numbers. ArenaFormatError if these cannot be."""
 
     size_bytes: int
     rows: int
     lent_rows: int
 
+    def __post_init__(self) -> None:
+        for name, value, most in (
+            ("size_bytes", self.size_bytes, SIZE_BYTES_MAX),
+            ("rows", self.rows, ROWS_MAX),
+            ("lent_rows", self.lent_rows, LENT_ROWS_MAX),
+        ):
+            if not 1 <= value <= most:
+                raise ArenaFormatError(f"arena layout: {name} is {value}, not 1 to {most}")
+        if self.size_bytes % PAGE_BYTES:
+            raise ArenaFormatError(f"arena layout: size_bytes is {self.size_bytes}, no multiple of {PAGE_BYTES}")
+        if self.data_bytes < PAGE_BYTES:
+            raise ArenaFormatError(
+                f"arena layout: {self.size_bytes} bytes have no room beside tables of {self.data_offset} bytes"
+            )
+
     @staticmethod
     def plan(size_bytes: int, rows: int | None = None, lent_rows: int | None = None) -> ArenaLayout:
-        """Layout of an arena file of exactly `size_bytes`; one row per 64 KiB unless told otherwise."""
+        """Layout of an arena file of `size_bytes`, rounded down to pages: a capacity is never exceeded."""
         if rows is None:
-            rows = min(max(size_bytes // (64 << 10), 1024), 8 << 20)
+            rows = min(max(size_bytes // ROW_BYTES_MEAN, 1024), ROWS_MAX)
         if lent_rows is None:
-            lent_rows = min(rows, 1 << 18)
-        layout = ArenaLayout(
-            _round_up(size_bytes, PAGE_BYTES) if size_bytes % PAGE_BYTES else size_bytes, rows, lent_rows
-        )
-        if layout.data_bytes < PAGE_BYTES:
-            raise ArenaFormatError(
-                f"an arena of {size_bytes} bytes has no room beside its tables of {layout.data_offset} bytes"
-            )
-        return layout
+            lent_rows = min(rows, LENT_ROWS_MAX)
+        return ArenaLayout(size_bytes // PAGE_BYTES * PAGE_BYTES, rows, lent_rows)
 
     @property
     def extents_offset(self) -> int:
@@ -144,83 +168,95 @@ class ArenaLayout:
 
     @property
     def lent_offset(self) -> int:
-        return self.extents_offset + _round_up(_table_bytes(EXTENT_COLUMNS, self.rows), PAGE_BYTES)
+        return self.extents_offset + _table_bytes(EXTENT_COLUMNS, self.rows)
 
     @property
     def sessions_offset(self) -> int:
-        return self.lent_offset + _round_up(_table_bytes(LENT_COLUMNS, self.lent_rows), PAGE_BYTES)
+        return self.lent_offset + _table_bytes(LENT_COLUMNS, self.lent_rows)
 
     @property
     def attachments_offset(self) -> int:
-        return self.sessions_offset + _round_up(_table_bytes(SESSION_COLUMNS, SESSIONS_MAX), PAGE_BYTES)
+        return self.sessions_offset + _table_bytes(SESSION_COLUMNS, SESSIONS_MAX)
 
     @property
     def namespaces_offset(self) -> int:
-        return self.attachments_offset + _round_up(_table_bytes(ATTACHMENT_COLUMNS, ATTACHMENTS_MAX), PAGE_BYTES)
+        return self.attachments_offset + _table_bytes(ATTACHMENT_COLUMNS, ATTACHMENTS_MAX)
 
     @property
     def data_offset(self) -> int:
-        end = self.namespaces_offset + _round_up(_table_bytes(NAMESPACE_COLUMNS, NAMESPACES_MAX), PAGE_BYTES)
+        end = self.namespaces_offset + _table_bytes(NAMESPACE_COLUMNS, NAMESPACES_MAX)
         return _round_up(end, DATA_ALIGN_BYTES)
 
     @property
     def data_bytes(self) -> int:
-        return (self.size_bytes - self.data_offset) // PAGE_BYTES * PAGE_BYTES
+        return self.size_bytes - self.data_offset
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
+    """The first page. All but `run` is written once, when the arena is made."""
+
     arena_id: int  # random; extents of one arena mean nothing in another
     layout: ArenaLayout
     run: int  # counts daemon runs on this arena
     boot: bytes  # boot id, 16 bytes
 
     def pack(self) -> bytes:
-        body = _SUPERBLOCK.pack(
-            MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE, self.arena_id, self.layout.size_bytes,
-            self.layout.rows, self.layout.lent_rows, self.run, 0, self.boot,
+        """SUPERBLOCK_BYTES, to be written at offset 0.
+
+        The run stands behind the sum, as an aligned word of its own: writing a later run
+        over an earlier one can be cut short anywhere and still leaves a sound superblock.
+        """
+        layout = self.layout
+        identity = _IDENTITY.pack(
+            MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE,
+            self.arena_id, layout.size_bytes, layout.rows, layout.lent_rows, self.boot,
         )  # fmt: skip
-        return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
+        return identity + _SUM_AND_RUN.pack(xxhash.xxh3_64_intdigest(identity), self.run)
 
     @staticmethod
     def unpack(page: bytes | memoryview) -> Superblock:
         """Raises ArenaFormatError naming the first field that is wrong."""
-        if len(page) < _SUPERBLOCK.size + _SUM.size:
+        if len(page) < SUPERBLOCK_BYTES:
             raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
-        body = bytes(page[: _SUPERBLOCK.size])
-        magic, version, compatible, arena_id, size, rows, lent_rows, run, _, boot = _SUPERBLOCK.unpack(body)
+        identity = bytes(page[: _IDENTITY.size])
+        magic, version, compatible, arena_id, size, rows, lent_rows, boot = _IDENTITY.unpack(identity)
         if magic != MAGIC:
             raise ArenaFormatError("superblock: magic is not KVDARENA")
+        # Before the sum: a later format may have another one.
         if compatible > FORMAT_VERSION:
             raise ArenaFormatError(
                 f"superblock: format {version} is readable since {compatible}, this is {FORMAT_VERSION}"
             )
-        (total,) = _SUM.unpack(bytes(page[_SUPERBLOCK.size : _SUPERBLOCK.size + _SUM.size]))
-        if total != xxhash.xxh3_64_intdigest(body):
+        total, run = _SUM_AND_RUN.unpack(bytes(page[_IDENTITY.size : SUPERBLOCK_BYTES]))
+        if total != xxhash.xxh3_64_intdigest(identity):
             raise ArenaFormatError("superblock: checksum does not match")
         return Superblock(arena_id, ArenaLayout(size, rows, lent_rows), run, boot)
 
 
 class Table:
-    """Named columns over a slice of the arena; `table.name` is a numpy view, never a copy."""
+    """Named columns over a slice of the arena; `table[name]` is a numpy view, never a copy."""
 
-    def __init__(self, buffer: Buffer, offset_bytes: int, columns: tuple[tuple[str, str, int], ...], rows: int) -> None:
+    def __init__(self, buffer: Buffer, offset_bytes: int, columns: Columns, rows: int) -> None:
         self.rows = rows
         self._columns: dict[str, Column] = {}
-        at = offset_bytes
-        for name, dtype, _ in columns:
-            kind = np.dtype(dtype)
-            self._columns[name] = np.frombuffer(buffer, dtype=kind, count=rows, offset=at)
-            at += _round_up(kind.itemsize * rows, 64)
+        for name, dtype in columns:
+            self._columns[name] = np.frombuffer(buffer, dtype=np.dtype(dtype), count=rows, offset=offset_bytes)
+            offset_bytes += _column_bytes(dtype, rows)
 
     def __getitem__(self, name: str) -> Column:
         return self._columns[name]
 
 
 class ArenaTables:
-    """The five tables of a mapped arena. `buffer` must stay alive and, for the daemon, be writable."""
+    """The five tables of a mapped arena. `buffer` must stay alive and, for the daemon, be writable.
+
+    The data region need not be mapped. ArenaFormatError when the tables are not all in `buffer`.
+    """
 
     def __init__(self, buffer: Buffer, layout: ArenaLayout) -> None:
+        if len(buffer) < layout.data_offset:
+            raise ArenaFormatError(f"arena: {len(buffer)} bytes are mapped, its tables end at {layout.data_offset}")
         self.layout = layout
         self.extents = Table(buffer, layout.extents_offset, EXTENT_COLUMNS, layout.rows)
         self.lent = Table(buffer, layout.lent_offset, LENT_COLUMNS, layout.lent_rows)
