@@ -204,11 +204,11 @@ class Planner:
         """
         local = self._local(low_tokens)
         end = self._attention_end(presence, local, max(high_tokens, 0) // self.chunk_tokens)
-        states = bytearray(presence.get(Kind.STATE, b"")[:end])
+        states = bytearray(presence.get(Kind.STATE, b"")[:end].ljust(end, b"\0"))
         windows = presence.get(Kind.WINDOW, b"")[:end].ljust(end, b"\0")
         lowest = self._lowest_chunk(local)
         own = local.get(Kind.STATE, 0)
-        if own and own % self.chunk_tokens == 0 and own // self.chunk_tokens <= len(states):
+        if own and own % self.chunk_tokens == 0 and own // self.chunk_tokens <= end:
             states[own // self.chunk_tokens - 1] = 1  # the engine's own checkpoint serves its boundary
         chunk = end - 1
         while True:
