@@ -21,7 +21,6 @@ from kvdepot.core.errors import InvalidArgument, NamespaceError, NamespaceRefuse
 from kvdepot.core.limits import check_limit
 from kvdepot.core.planner import GroupSpec, Planner
 
-NAMESPACE_ID_BYTES: Final = 16
 NAMESPACE_FORMAT: Final = b"kvdepot namespace 1\n"
 """First bytes of the canonical encoding: another encoding is another format, and no id is shared."""
 _CHUNK_PERSON: Final = b"kvdepot chunk 1"
@@ -198,7 +197,7 @@ class NamespaceSpec:
 
     def namespace_id(self) -> bytes:
         """16 bytes; equal exactly when every field is."""
-        return blake2b(self.canonical(), digest_size=NAMESPACE_ID_BYTES).digest()
+        return blake2b(self.canonical(), digest_size=limits.NAMESPACE_ID_BYTES).digest()
 
     def differences(self, other: NamespaceSpec) -> list[str]:
         """One line a differing path, `path: ours != theirs`, sorted; empty when the ids are equal."""
