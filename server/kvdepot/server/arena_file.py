@@ -1,0 +1,252 @@
+"""The file that is the arena: created, or adopted from the daemon before (DESIGN 4 and 5).
+
+An orderly stop and a SIGKILL both leave the file, and with it its memory: the next daemon
+adopts it. Its pages are given back by removing the file while no daemon runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+
+from kvdepot.core.arena import (
+    FORMAT_VERSION,
+    PAGE_BYTES,
+    ArenaFormatError,
+    ArenaLayout,
+    ArenaTables,
+    LentMode,
+    Superblock,
+)
+from kvdepot.core.errors import ConfigError
+from kvdepot.server.engine.types import Liveness, ProcessIdentity
+from kvdepot.server.memory_room import MIB, directory_room, memory_room
+
+_FALLOC_FL_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
+
+
+class Origin(Enum):
+    CREATED = "created"
+    ADOPTED = "adopted"
+    RECREATED = "recreated"
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaRequest:
+    """What the configuration asks for. `capacity_bytes` is only for messages; the file has `size_bytes`."""
+
+    path: Path
+    size_bytes: int
+    capacity_bytes: int
+    config_file: str
+
+
+class ArenaFile:
+    """A mapped arena with its superblock. The daemon's own descriptor; engines get fresh opens of it."""
+
+    def __init__(self, path: Path, fd: int, superblock: Superblock, origin: Origin, note: str) -> None:
+        self.path = path
+        self.fd = fd
+        self.superblock = superblock
+        self.layout = superblock.layout
+        self.origin = origin
+        self.note = note
+        self._map = mmap.mmap(fd, self.layout.size_bytes)
+        self.buffer = memoryview(self._map)
+        self.tables = ArenaTables(self.buffer, self.layout)
+
+    @property
+    def address(self) -> int:
+        """Where the arena is mapped in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+
+    def populated_bytes(self) -> int:
+        """How far from its start the file has all its pages: up to its first hole."""
+        try:
+            return os.lseek(self.fd, 0, os.SEEK_HOLE)
+        except OSError:  # hugetlbfs knows no holes: everything is populated again, which changes no byte
+            return 0
+
+    def open_descriptor(self) -> int:
+        """A description of its own for another process: no offset, flag or lock is shared with the daemon."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Ends this process's use of it. The mapping itself ends with the process: numpy views still point into it."""
+        os.close(self.fd)
+
+
+def open_arena(
+    request: ArenaRequest,
+    *,
+    boot_id: bytes,
+    random_bytes: Callable[[int], bytes],
+    alive: Callable[[ProcessIdentity], Liveness],
+) -> ArenaFile:
+    """Adopt the arena at `request.path`, or create it. The caller holds its lock.
+
+    Never a second arena beside an old one: what cannot be adopted gives its pages back first
+    (engines that still map it see zeros, whose generations match no grant).
+
+    Raises ConfigError when the size does not fit, or changes while extents are lent to living processes.
+    """
+    old = _open_existing(request)
+    if old is None:
+        _check_room(request, held_bytes=0)
+        return _create(request, boot_id, random_bytes, Origin.CREATED, "")
+    try:
+        superblock = _read_superblock(old)
+        reason = _why_not(superblock, request, boot_id)
+        if reason and superblock.boot == boot_id:
+            _refuse_if_lent(old, superblock, request, alive)
+    except ArenaFormatError as error:
+        superblock, reason = None, str(error)
+    if superblock is not None and not reason:
+        adopted = replace(superblock, run=superblock.run + 1)
+        _write_superblock(old, adopted)
+        return ArenaFile(request.path, old, adopted, Origin.ADOPTED, "")
+    _check_room(request, held_bytes=os.fstat(old).st_blocks * 512)
+    _discard(old, request.path)
+    return _create(request, boot_id, random_bytes, Origin.RECREATED, reason)
+
+
+def _open_existing(request: ArenaRequest) -> int | None:
+    try:
+        fd = os.open(request.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(request.config_file, "ram.path", f"cannot open {request.path}: {error.strerror}") from error
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(fd)
+        raise ConfigError(
+            request.config_file, "ram.path", f"{request.path} is no regular file of uid {os.geteuid()}",
+            advice="remove it or configure another directory",
+        )  # fmt: skip
+    return fd
+
+
+def _read_superblock(fd: int) -> Superblock:
+    superblock = Superblock.unpack(os.pread(fd, PAGE_BYTES, 0))
+    size_bytes = os.fstat(fd).st_size
+    if size_bytes != superblock.layout.size_bytes:
+        raise ArenaFormatError(f"the file has {size_bytes} bytes, its superblock says {superblock.layout.size_bytes}")
+    return superblock
+
+
+def _why_not(superblock: Superblock, request: ArenaRequest, boot_id: bytes) -> str:
+    """Why a sound arena cannot be adopted; empty when it can."""
+    if superblock.boot != boot_id:
+        return "it is from before the last boot"
+    if superblock.layout.size_bytes != request.size_bytes:
+        return f"its size changes from {superblock.layout.size_bytes} to {request.size_bytes} bytes"
+    return ""
+
+
+def _refuse_if_lent(
+    fd: int, superblock: Superblock, request: ArenaRequest, alive: Callable[[ProcessIdentity], Liveness]
+) -> None:
+    holders = lent_to(fd, superblock.layout, alive)
+    if holders:
+        pids = ", ".join(str(pid) if pid else "unknown" for pid in sorted(holders))
+        raise ConfigError(
+            request.config_file, "ram.capacity",
+            f"the arena {request.path} has {superblock.layout.size_bytes} bytes, {request.size_bytes} are configured,"
+            f" and extents of it are lent to living processes (pid {pids})",
+            advice="keep the capacity until these engines have ended, or end them",
+        )  # fmt: skip
+
+
+def lent_to(fd: int, layout: ArenaLayout, alive: Callable[[ProcessIdentity], Liveness]) -> set[int]:
+    """The pids not proven dead (0: unknown) of sessions that extents of this arena are lent to."""
+    tables = ArenaTables(memoryview(mmap.mmap(fd, layout.data_offset, access=mmap.ACCESS_READ)), layout)
+    lent = tables.lent["mode"]
+    borrowers = (lent == LentMode.READ) | (lent == LentMode.WRITE)
+    sessions = {int(session) for session in tables.lent["session"][borrowers]}
+    attachments = tables.attachments
+    found = set()
+    for slot in attachments["used"].nonzero()[0]:
+        if int(attachments["session"][slot]) in sessions:
+            process = ProcessIdentity(
+                pid=int(attachments["pid"][slot]),
+                start_ticks=int(attachments["start"][slot]),
+                boot_id=attachments["boot"][slot].tobytes(),
+            )
+            if alive(process) is not Liveness.DEAD:
+                found.add(process.pid)
+    return found
+
+
+def _create(
+    request: ArenaRequest, boot_id: bytes, random_bytes: Callable[[int], bytes], origin: Origin, note: str
+) -> ArenaFile:
+    """The superblock is written last: a file without one is no arena yet and is made anew."""
+    layout = ArenaLayout.plan(request.size_bytes)
+    fd = os.open(request.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, layout.size_bytes)
+        os.posix_fallocate(fd, 0, layout.data_offset)
+    except OSError as error:
+        os.close(fd)
+        request.path.unlink()
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            raise
+        raise ConfigError(
+            request.config_file, "ram.capacity", f"no room in {request.path.parent} even for the arena's tables"
+        ) from error
+    superblock = Superblock(int.from_bytes(random_bytes(8), "little") | 1, layout, run=1, boot=boot_id)
+    _write_superblock(fd, superblock)
+    return ArenaFile(request.path, fd, superblock, origin, note)
+
+
+def _write_superblock(fd: int, superblock: Superblock) -> None:
+    """One system call within one page: a SIGKILL finds the old superblock or the new one, never half of each."""
+    page = superblock.pack()
+    try:
+        os.pwrite(fd, page, 0)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        with mmap.mmap(fd, PAGE_BYTES) as mapped:  # hugetlbfs has no write(2)
+            mapped[: len(page)] = page
+
+
+def _discard(fd: int, path: Path) -> None:
+    """Punched, not truncated: an engine that still maps it reads zeros instead of getting SIGBUS."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size_bytes = os.fstat(fd).st_size
+    if size_bytes:
+        libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size_bytes))
+    path.unlink()
+    os.close(fd)
+
+
+def _check_room(request: ArenaRequest, held_bytes: int) -> None:
+    """Refuses, with the numbers, an arena that file system, cgroup or host have no room for.
+
+    `held_bytes` are those of the old file that goes.
+    """
+    for room in (directory_room(request.path.parent), memory_room()):
+        available = room.available_bytes + held_bytes
+        if request.size_bytes > available:
+            raise ConfigError(
+                request.config_file, "ram.capacity",
+                f"a capacity of {request.capacity_bytes // MIB} MiB needs an arena of {request.size_bytes // MIB} MiB,"
+                f" and the {room.limit} is {available // MIB} MiB",
+                advice="lower [ram].capacity or give it more room",
+            )  # fmt: skip
+
+
+def describe(arena: ArenaFile) -> str:
+    """One line for the log."""
+    why = f" ({arena.note})" if arena.note else ""
+    size = f"{arena.layout.size_bytes // MIB} MiB, format {FORMAT_VERSION}, run {arena.superblock.run}"
+    return f"arena {arena.path} {arena.origin.value}{why}: {size}"

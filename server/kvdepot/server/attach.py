@@ -1,0 +1,263 @@
+"""The attachment socket: who an engine's processes are, the arena's descriptor for them, their death (DESIGN 4).
+
+One SOCK_SEQPACKET connection a process: a datagram in, a datagram with the descriptor out, then
+the open connection is the proof of life. Everything runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import kvdepot.server.processes as processes
+from kvdepot.core import limits
+from kvdepot.core.calls import AttachCall, AttachReply
+from kvdepot.core.errors import InvalidArgument, KvDepotError, LimitExceeded, NotReady, ProtocolMismatch
+from kvdepot.proto import codec
+from kvdepot.server.engine.engine import Engine
+from kvdepot.server.engine.types import Liveness, ProcessIdentity
+
+CONNECTIONS_MAX = 8192
+STRANGERS_MAX = 64
+"""Connections that have not attached yet: one more and the oldest is closed."""
+STRANGER_SECONDS = 5.0
+_ACCEPTS_PER_EVENT = 64
+_BACKLOG = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaOffer:
+    """What an accepted process gets: `open_descriptor` makes a fresh descriptor of the arena."""
+
+    arena_id: int
+    arena_bytes: int
+    daemon_version: str
+    open_descriptor: Callable[[], int]
+
+
+class AttachListener:
+    """Owns the listening socket, the connections and the pidfds of attached processes.
+
+    `admit` says whether attachments are taken at the moment (a stopping daemon takes none).
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        offer: ArenaOffer,
+        loop: asyncio.AbstractEventLoop,
+        log: logging.Logger,
+        boot_id: bytes,
+    ) -> None:
+        self._engine = engine
+        self._offer = offer
+        self._loop = loop
+        self._log = log
+        self._boot_id = boot_id
+        self._listeners: dict[Path, socket.socket] = {}
+        self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
+        self._strangers: dict[int, asyncio.TimerHandle] = {}  # the same order
+        self._watched: dict[int, tuple[ProcessIdentity, int]] = {}  # attachment -> process, its pidfd
+        self._admits = True
+
+    def listen(self, path: Path, mode: int, group_id: int) -> None:
+        """Bind and accept. The caller holds the socket's lock, so an old socket file is nobody's. Raises OSError."""
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        self._listeners[path] = listener
+        listener.bind(os.fspath(path))
+        os.chown(path, -1, group_id)
+        path.chmod(mode)
+        listener.listen(_BACKLOG)
+        self._loop.add_reader(listener.fileno(), self._accept, listener)
+
+    def watch_adopted(self) -> None:
+        """Notice the death of processes that attached to an earlier run and may never connect again."""
+        for info in self._engine.attachments():
+            state, pidfd = processes.watch_process(info.process, self._boot_id)
+            if pidfd is not None:
+                self._watch(info.attachment, info.process, pidfd)
+            elif state is Liveness.DEAD:
+                self._died(info.attachment)
+
+    def refuse_new(self) -> None:
+        """From now on attachments are answered "not ready"."""
+        self._admits = False
+
+    def close(self) -> None:
+        """Close everything. Engines see end of file and come back to the next daemon; nothing is freed."""
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        for attachment in list(self._watched):
+            self._unwatch(attachment)
+        for path, listener in self._listeners.items():
+            self._loop.remove_reader(listener.fileno())
+            listener.close()
+            path.unlink(missing_ok=True)
+        self._listeners.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_PER_EVENT):
+            try:
+                peer, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:  # out of descriptors: the peer stays in the backlog and is met again
+                self._log.warning("attach: cannot accept: %s", error)
+                return
+            peer.setblocking(False)
+            connection = _Connection(peer)
+            if len(self._connections) >= CONNECTIONS_MAX:
+                self._refuse(connection, LimitExceeded("attach connections", CONNECTIONS_MAX + 1, CONNECTIONS_MAX))
+                continue
+            if len(self._strangers) >= STRANGERS_MAX:
+                self._drop(self._connections[next(iter(self._strangers))])
+            self._connections[connection.fd] = connection
+            self._strangers[connection.fd] = self._loop.call_later(STRANGER_SECONDS, self._drop, connection)
+            self._loop.add_reader(connection.fd, self._readable, connection)
+
+    def _readable(self, connection: _Connection) -> None:
+        try:
+            datagram, _, flags, _ = connection.socket.recvmsg(limits.ATTACH_DATAGRAM_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except OSError:  # reset by the peer
+            datagram, flags = b"", 0
+        if not datagram:
+            self._ended(connection)
+            return
+        try:
+            if flags & socket.MSG_TRUNC:
+                raise InvalidArgument(f"datagram: longer than {limits.ATTACH_DATAGRAM_BYTES_MAX} bytes")
+            self._attach(connection, codec.decode_attach_call(datagram))
+        except KvDepotError as error:
+            self._refuse(connection, error)
+
+    def _attach(self, connection: _Connection, call: AttachCall) -> None:
+        if connection.attachment is not None:
+            raise InvalidArgument("this connection is attached already", advice="send one datagram a connection")
+        if not self._admits:
+            raise NotReady("the daemon is stopping")
+        protocol = min(call.protocol_max, limits.PROTOCOL_MAX)
+        if protocol < max(call.protocol_min, limits.PROTOCOL_MIN):
+            raise ProtocolMismatch(
+                (limits.PROTOCOL_MIN, limits.PROTOCOL_MAX), (call.protocol_min, call.protocol_max)
+            )  # fmt: skip
+        process, pidfd = self._identify(connection.socket)
+        try:
+            attached = self._engine.attach(
+                process, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size
+            )
+        except KvDepotError:
+            _close(pidfd)
+            raise
+        connection.attachment = attached.attachment
+        self._strangers.pop(connection.fd).cancel()
+        if pidfd is not None:
+            self._watch(attached.attachment, process, pidfd)
+        self._answer(connection, attached.session, protocol)
+        self._log.info(
+            "attached engine=%s pid=%d rank=%d scheduler=%s", call.engine_id, process.pid, call.rank, call.scheduler
+        )
+
+    def _identify(self, peer: socket.socket) -> tuple[ProcessIdentity, int | None]:
+        """Who connected, and a pidfd of it. The start time is read while the pidfd proves that the pid is its."""
+        pid, _ = processes.peer_credentials(peer)
+        pidfd = processes.peer_pidfd(peer, pid)
+        ticks = processes.start_ticks(pid) if pid > 0 else None
+        if pid > 0 and (ticks is None or (pidfd is not None and processes.has_ended(pidfd))):
+            _close(pidfd)
+            raise InvalidArgument(f"the process {pid} that connected has ended", advice="connect from a living process")
+        return ProcessIdentity(pid, ticks or 0, self._boot_id), pidfd
+
+    def _answer(self, connection: _Connection, session: bytes, protocol: int) -> None:
+        reply = AttachReply(
+            protocol=protocol,
+            session=session,
+            arena_id=self._offer.arena_id,
+            arena_bytes=self._offer.arena_bytes,
+            daemon_version=self._offer.daemon_version,
+        )
+        descriptor = self._offer.open_descriptor()
+        try:
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+            connection.socket.sendmsg([codec.encode_attach_reply(reply)], [rights])
+        except OSError:  # gone already, or it does not read: it is as good as disconnected
+            self._ended(connection)
+        finally:
+            os.close(descriptor)
+
+    def _refuse(self, connection: _Connection, error: KvDepotError) -> None:
+        self._log.warning("attach refused: %s", error)
+        text = str(error).encode()[: limits.REASON_BYTES_MAX // 2].decode("utf-8", "ignore")
+        reply = AttachReply(protocol=0, error=text, daemon_version=self._offer.daemon_version)
+        with contextlib.suppress(OSError):  # it is closed next, whether or not it hears why
+            connection.socket.send(codec.encode_attach_reply(reply))
+        self._ended(connection)
+
+    def _ended(self, connection: _Connection) -> None:
+        """End of a connection: death when the kernel proves it, else only a disconnection."""
+        self._drop(connection)
+        attachment = connection.attachment
+        if attachment is None:
+            return
+        _, pidfd = self._watched.get(attachment, (None, -1))
+        if pidfd >= 0 and processes.has_ended(pidfd):
+            self._died(attachment)
+        else:
+            self._engine.disconnected(attachment)
+
+    def _watch(self, attachment: int, process: ProcessIdentity, pidfd: int) -> None:
+        """Takes the pidfd over. A slot's watch is replaced when another process has got the slot."""
+        known = self._watched.get(attachment)
+        if known is not None and known[0] == process:
+            os.close(pidfd)
+            return
+        self._unwatch(attachment)
+        self._watched[attachment] = (process, pidfd)
+        self._loop.add_reader(pidfd, self._died, attachment)
+
+    def _unwatch(self, attachment: int) -> None:
+        _, pidfd = self._watched.pop(attachment, (None, -1))
+        if pidfd >= 0:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _died(self, attachment: int) -> None:
+        self._unwatch(attachment)
+        for connection in [one for one in self._connections.values() if one.attachment == attachment]:
+            self._drop(connection)
+        orphans = set(self._engine.process_dead(attachment))
+        self._log.info("process of attachment %d ended, %d others attach anew", attachment, len(orphans))
+        for connection in [one for one in self._connections.values() if one.attachment in orphans]:
+            self._drop(connection)
+            assert connection.attachment is not None
+            self._engine.disconnected(connection.attachment)
+
+    def _drop(self, connection: _Connection) -> None:
+        timer = self._strangers.pop(connection.fd, None)
+        if timer is not None:
+            timer.cancel()
+        if self._connections.pop(connection.fd, None) is not None:
+            self._loop.remove_reader(connection.fd)
+        connection.socket.close()
+
+
+class _Connection:
+    def __init__(self, peer: socket.socket) -> None:
+        self.socket = peer
+        self.fd = peer.fileno()
+        self.attachment: int | None = None
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)

@@ -1,0 +1,155 @@
+"""The daemon's end of the checksum worker: what it is handed, what it answers, its replacement."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+
+from kvdepot.server.arena_file import ArenaFile
+from kvdepot.server.engine.engine import Engine
+from kvdepot.server.io.checksum_wire import ANSWER, pack_job
+
+_JOBS_MAX = 64
+_JOB_BYTES_MAX = 256 << 20
+"""What the worker has before it: deep enough that it never waits for the loop, bounded because it stays lent."""
+_BACKOFF_SECONDS_MIN = 0.1
+_BACKOFF_SECONDS_MAX = 30.0
+_STABLE_SECONDS = 10.0
+_MODULE = "kvdepot.server.io.checksum_worker"
+
+
+class ChecksumService:
+    """Owns the worker process. `wake` hands it what there is; everything runs on the loop's thread.
+
+    A dead worker's death is proven (it is a child, reaped here) before its objects go to the next one.
+    """
+
+    def __init__(
+        self, *, arena: ArenaFile, engine: Engine, loop: asyncio.AbstractEventLoop, log: logging.Logger
+    ) -> None:
+        self._arena = arena
+        self._engine = engine
+        self._loop = loop
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._pidfd = -1
+        self._jobs: dict[int, int] = {}  # row -> bytes
+        self._unsent = bytearray()
+        self._received = bytearray()
+        self._backoff = _BACKOFF_SECONDS_MIN
+        self._started_at = 0.0
+        self._respawn: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def idle(self) -> bool:
+        """Nothing handed out and nothing to hand out."""
+        self.wake()
+        return not self._jobs
+
+    def start(self) -> None:
+        self._respawn = None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        arguments = (self._arena.fd, theirs.fileno(), self._arena.layout.size_bytes, os.getpid())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, *map(str, arguments)],
+                pass_fds=(self._arena.fd, theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+            )
+        self._socket = ours
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._started_at = self._loop.time()
+        self._loop.add_reader(ours.fileno(), self._readable)
+        self._loop.add_reader(self._pidfd, self._died)
+        self.wake()
+
+    def wake(self) -> None:
+        """Hand out objects while the worker has room before it."""
+        if self._socket is None:
+            return
+        while len(self._jobs) < _JOBS_MAX and sum(self._jobs.values()) < _JOB_BYTES_MAX:
+            job = self._engine.next_to_sum()
+            if job is None:
+                break
+            self._jobs[job.row] = sum(length for _, length in job.extents)
+            self._unsent += pack_job(job.row, job.generation, job.extents)
+        self._send()
+
+    def close(self) -> None:
+        """End the worker. What it was lent stays written down as lent, as after a crash."""
+        if self._respawn is not None:
+            self._respawn.cancel()
+        if self._process is not None:
+            self._detach()
+            self._process.kill()
+            self._process.wait()
+            self._engine.sum_worker_died()
+            self._process = None
+
+    def _send(self) -> None:
+        if self._socket is None or not self._unsent:
+            return
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # it died: the pidfd says so next
+            return
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._socket.fileno(), self._send)
+        else:
+            self._loop.remove_writer(self._socket.fileno())
+
+    def _readable(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:  # its end: the pidfd is what proves it
+            self._loop.remove_reader(self._socket.fileno())
+            return
+        self._received += data
+        whole = len(self._received) // ANSWER.size * ANSWER.size
+        for row, generation, low, high in ANSWER.iter_unpack(bytes(self._received[:whole])):
+            self._jobs.pop(row, None)
+            self._engine.summed(row, generation, low, high)
+        del self._received[:whole]
+        self.wake()
+
+    def _died(self) -> None:
+        assert self._process is not None
+        self._detach()
+        status = self._process.wait()
+        self._process = None
+        self._engine.sum_worker_died()
+        if self._loop.time() - self._started_at > _STABLE_SECONDS:
+            self._backoff = _BACKOFF_SECONDS_MIN
+        self._log.warning("checksum worker ended with %d, replaced in %.1f s", status, self._backoff)
+        self._respawn = self._loop.call_later(self._backoff, self.start)
+        self._backoff = min(self._backoff * 2, _BACKOFF_SECONDS_MAX)
+
+    def _detach(self) -> None:
+        if self._socket is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop.remove_writer(self._socket.fileno())
+            self._socket.close()
+            self._socket = None
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._jobs.clear()
+        self._unsent.clear()
+        self._received.clear()

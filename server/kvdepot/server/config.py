@@ -1,0 +1,189 @@
+"""The configuration: read strictly, refused with file, key and reason (DESIGN 8).
+
+`load` reads a file, `embedded` is what `kvdepotd serve` uses without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from kvdepot.core.errors import ConfigError
+from kvdepot.server.config_schema import AUTO, Tables
+from kvdepot.server.memory_room import (
+    CAPACITY_BYTES_MIN,
+    MIB,
+    arena_bytes_of,
+    cgroup_limits,
+    directory_bytes,
+    host_bytes,
+)
+from pydantic import BaseModel, ValidationError
+
+EMBEDDED = "embedded default"
+AUTO_CAPACITY_BYTES_MAX = 4 << 30
+DEFAULT_ARENA_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the arena is memory, its name carries the uid
+_NOT_AVAILABLE = {
+    "tier": "tiers beside RAM are",
+    "tls": "TLS is",
+    "quota": "quotas are",
+    "scrub": "the scrubber is",
+    "breaker": "breakers are",
+    "policy.prefetch_share": "prefetching is",
+    "policy.negative_ttl": "the negative cache is",
+    "policy.audit_sample": "the audit is",
+}
+_NOT_AVAILABLE_VALUES = {("policy.eviction", "gdsf"): "the policy gdsf is"}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A checked configuration. `file` names its source in messages."""
+
+    file: str
+    tables: Tables
+    capacity_bytes: int
+    arena_path: Path
+
+    @property
+    def arena_bytes(self) -> int:
+        return arena_bytes_of(self.capacity_bytes)
+
+    @property
+    def credit_bytes(self) -> int:
+        """The configured credit, or half of a smaller arena when none is configured."""
+        credit = self.tables.sessions.credit
+        return credit if "credit" in self.tables.sessions.model_fields_set else min(credit, self.arena_bytes // 2)
+
+
+def load(path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """Raises ConfigError for the first thing that is wrong."""
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), "", f"is not UTF-8: {error.reason} at byte {error.start}") from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(str(path), "", f"is no TOML: {error}") from error
+    return check(str(path), document, overrides)
+
+
+def embedded(overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """A quarter of the memory, sockets under the runtime directory, metrics on a free port."""
+    document: dict[str, Any] = {"daemon": {"metrics": "127.0.0.1:0", "mode": "0600"}}
+    if "listen" not in (overrides or {}).get("daemon", {}):
+        document["daemon"]["listen"] = [f"unix://{runtime_directory() / 'kvdepot.sock'}"]
+    return check(EMBEDDED, document, overrides)
+
+
+def check(file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+    """A parsed file, with single keys of the command line over it."""
+    for table, keys in (overrides or {}).items():
+        document = {**document, table: {**document.get(table, {}), **keys}}
+    _refuse_unavailable(file, document)
+    try:
+        tables = Tables.model_validate(document)
+    except ValidationError as error:
+        raise _config_error(file, error) from error
+    arena_path = _arena_path(file, tables)
+    capacity_bytes = tables.ram.capacity
+    if capacity_bytes == AUTO:
+        capacity_bytes = _auto_capacity_bytes(arena_path.parent)
+    assert isinstance(capacity_bytes, int)
+    _check_combinations(file, tables, capacity_bytes)
+    return Config(file, tables, capacity_bytes, arena_path)
+
+
+def runtime_directory() -> Path:
+    """A directory of this user alone. Raises ConfigError when somebody else could put things there."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(base, "kvdepot") if base else Path(tempfile.gettempdir(), f"kvdepot-{os.geteuid()}")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(EMBEDDED, "daemon.listen", f"cannot make {folder}: {error.strerror}") from error
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            EMBEDDED, "daemon.listen", f"{folder} is no directory that only uid {os.geteuid()} can write to",
+            advice="remove it or set XDG_RUNTIME_DIR",
+        )  # fmt: skip
+    return folder
+
+
+def _auto_capacity_bytes(directory: Path) -> int:
+    """A quarter of what host, cgroup and file system have in all, at most 4 GiB.
+
+    Totals, not what is free now: the size has to be the same at the next start, or the arena could not be adopted.
+    """
+    totals = [host_bytes(), directory_bytes(directory), *(limit for _, limit, _ in cgroup_limits())]
+    return max(min(min(totals) // 4, AUTO_CAPACITY_BYTES_MAX) // MIB * MIB, CAPACITY_BYTES_MIN)
+
+
+def _arena_path(file: str, tables: Tables) -> Path:
+    directory = Path(tables.ram.path) if tables.ram.path else DEFAULT_ARENA_DIRECTORY
+    if not directory.is_dir():
+        raise ConfigError(file, "ram.path", f"{directory} is no directory")
+    digest = hashlib.blake2b(os.fsencode(tables.daemon.sockets[0]), digest_size=6).hexdigest()
+    return directory / f"kvdepot-{os.geteuid()}-{digest}.arena"
+
+
+def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:
+    if capacity_bytes < CAPACITY_BYTES_MIN:
+        raise ConfigError(
+            file, "ram.capacity",
+            f"{capacity_bytes // MIB} MiB are less than {CAPACITY_BYTES_MIN // MIB} MiB: the capacity covers the"
+            f" private memory of daemon and checksum worker too",
+        )  # fmt: skip
+    credit_bytes = tables.sessions.credit
+    if "credit" in tables.sessions.model_fields_set and credit_bytes > arena_bytes_of(capacity_bytes):
+        raise ConfigError(
+            file, "sessions.credit",
+            f"{credit_bytes // MIB} MiB are more than the whole arena of {arena_bytes_of(capacity_bytes) // MIB} MiB",
+        )  # fmt: skip
+
+
+def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
+    for key, what in _NOT_AVAILABLE.items():
+        if _lookup(document, key) is not None:
+            raise ConfigError(file, key, f"{what} not available in this version", advice="remove it")
+    for (key, value), what in _NOT_AVAILABLE_VALUES.items():
+        if _lookup(document, key) == value:
+            raise ConfigError(file, key, f"{what} not available in this version", advice='use "lru"')
+
+
+def _lookup(document: Mapping[str, Any], key: str) -> object:
+    found: object = document
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _config_error(file: str, error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"] if isinstance(part, str)]
+    key = ".".join(location)
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(location[-1], _keys_beside(location), n=1, cutoff=0.0)
+        return ConfigError(file, key, "is no known key", advice=f"did you mean {near[0]!r}?" if near else "remove it")
+    return ConfigError(file, key, first["msg"].removeprefix("Value error, "))
+
+
+def _keys_beside(location: list[str]) -> list[str]:
+    model: type[BaseModel] = Tables
+    for part in location[:-1]:
+        table = model.model_fields[part].annotation
+        assert isinstance(table, type) and issubclass(table, BaseModel)
+        model = table
+    return list(model.model_fields)

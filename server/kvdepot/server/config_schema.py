@@ -1,0 +1,147 @@
+"""The tables of the configuration file: every key, its type, default and range (DESIGN 8)."""
+
+from __future__ import annotations
+
+import grp
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+from kvdepot.core.units import parse_duration_seconds, parse_size_bytes
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"
+ATTACH_SUFFIX = ".attach"
+SOCKET_PATH_BYTES_MAX = 107
+"""sockaddr_un (unix(7)), without its final zero."""
+AUTO: Literal["auto"] = "auto"
+
+
+def _text(parse: Callable[[str], object]) -> BeforeValidator:
+    """Sizes and durations are strings with a unit; a bare number is refused by name."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, str):
+            raise ValueError(f"{value!r} is no string with a unit")
+        return parse(value)
+
+    return BeforeValidator(check)
+
+
+def _auto_or_size(text: str) -> int | Literal["auto"]:
+    return AUTO if text == AUTO else parse_size_bytes(text)
+
+
+Size = Annotated[int, _text(parse_size_bytes), Field(gt=0)]
+AutoSize = Annotated[int | Literal["auto"], _text(_auto_or_size)]
+Seconds = Annotated[float, _text(parse_duration_seconds), Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DaemonTable(_Table):
+    listen: list[str] = Field(default=[DEFAULT_SOCKET], min_length=1, max_length=8)
+    metrics: str = "127.0.0.1:9421"  # empty: off
+    mode: str = Field(default="0660", pattern=r"^0?[0-7]{3}$")
+    group: str = ""
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            _check_url(url)
+        if len(set(urls)) != len(urls):
+            raise ValueError("an address is listed twice")
+        return urls
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_metrics(cls, address: str) -> str:
+        host, colon, port = address.rpartition(":")
+        if address and (not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535):
+            raise ValueError(f'{address!r} is no "host:port"')
+        return address
+
+    @field_validator("group")
+    @classmethod
+    def _check_group(cls, name: str) -> str:
+        if name:
+            try:
+                grp.getgrnam(name)
+            except KeyError:
+                raise ValueError(f"there is no group {name!r}") from None
+        return name
+
+    @property
+    def sockets(self) -> tuple[Path, ...]:
+        return tuple(Path(url.removeprefix("unix://")) for url in self.listen)
+
+    @property
+    def mode_bits(self) -> int:
+        return int(self.mode, 8)
+
+    @property
+    def group_id(self) -> int:
+        """-1: leave as it is."""
+        return grp.getgrnam(self.group).gr_gid if self.group else -1
+
+
+class RamTable(_Table):
+    capacity: AutoSize = AUTO
+    path: str = ""
+    high_watermark: Share = 0.95
+    low_watermark: Share = 0.90
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if path and not Path(path).is_absolute():
+            raise ValueError(f"{path!r} is no absolute path of a directory")
+        return path
+
+    @model_validator(mode="after")
+    def _check_watermarks(self) -> RamTable:
+        if self.low_watermark >= self.high_watermark:
+            raise ValueError(f"low_watermark {self.low_watermark} is not below high_watermark {self.high_watermark}")
+        return self
+
+
+class SessionsTable(_Table):
+    credit: Size = 2 << 30
+    grace: Seconds = 60.0
+
+
+class PolicyTable(_Table):
+    eviction: Literal["lru"] = "lru"
+    loads_in_flight: int = Field(default=64, ge=1, le=4096)
+    lease_deadline: Annotated[Seconds, Field(gt=0)] = 120.0
+
+
+class LogTable(_Table):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class Tables(_Table):
+    """The whole file."""
+
+    daemon: DaemonTable = DaemonTable()
+    ram: RamTable = RamTable()
+    sessions: SessionsTable = SessionsTable()
+    policy: PolicyTable = PolicyTable()
+    log: LogTable = LogTable()
+
+
+def _check_url(url: str) -> None:
+    if url.startswith("tcp://"):
+        raise ValueError(f"{url!r} needs [tls], which is not available in this version; listen on unix:// sockets")
+    if not url.startswith("unix:///"):
+        raise ValueError(f"{url!r} is no unix:///absolute/path")
+    length = len(url.removeprefix("unix://").encode()) + len(ATTACH_SUFFIX)
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise ValueError(
+            f"with {ATTACH_SUFFIX!r} the path has {length} bytes, a socket's path at most {SOCKET_PATH_BYTES_MAX}"
+        )

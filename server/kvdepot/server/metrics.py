@@ -1,0 +1,75 @@
+"""Counters and gauges in the exposition format, read from the engine when asked (row P10)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from kvdepot.core.report import DaemonStatus, TierStatus
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStatus], float]], ...] = (
+    ("capacity_bytes", "Configured capacity, everything included.", lambda tier: tier.capacity_bytes),
+    ("ready_bytes", "Bytes of the arena that are populated and serve.", lambda tier: tier.ready_bytes),
+    ("used_bytes", "Bytes in extents that hold or will hold an object.", lambda tier: tier.used_bytes),
+    ("lent_bytes", "Bytes in extents lent to processes.", lambda tier: tier.lent_bytes),
+    ("objects", "Committed objects.", lambda tier: tier.objects),
+    ("unverified_objects", "Adopted objects that await their checksum.", lambda tier: tier.unverified_objects),
+)
+
+
+class StatusCollector(Collector):
+    """One scrape is one consistent status: nothing is kept between scrapes, counters live in the engine."""
+
+    def __init__(self, status: Callable[[], DaemonStatus]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        yield _gauge("kvdepot_ready", "1 while the daemon serves.", float(status.ready))
+        yield _gauge("kvdepot_uptime_seconds", "Seconds since start.", status.uptime_seconds)
+        yield _gauge("kvdepot_arena_runs", "Daemon runs on this arena.", status.run)
+        yield _gauge("kvdepot_sessions", "Engines attached.", len(status.sessions))
+        yield _gauge("kvdepot_leases", "Open leases of all sessions.", sum(one.leases for one in status.sessions))
+        used = sum(one.credit_used_bytes for one in status.sessions)
+        yield _gauge("kvdepot_credit_used_bytes", "Reserved and not yet committed, all sessions.", used)
+        yield from _tiers(status.tiers)
+        yield from _counters(status)
+
+
+def exposition(status: Callable[[], DaemonStatus]) -> Callable[[], bytes]:
+    """A function that renders /metrics, over a registry of its own."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector(status))
+    return lambda: generate_latest(registry)
+
+
+def _tiers(tiers: tuple[TierStatus, ...]) -> Iterator[Metric]:
+    for name, text, value in _TIER_GAUGES:
+        gauge = GaugeMetricFamily(f"kvdepot_tier_{name}", text, labels=["tier"])
+        for tier in tiers:
+            gauge.add_metric([tier.name], value(tier))
+        yield gauge
+
+
+def _counters(status: DaemonStatus) -> Iterator[Metric]:
+    """`family` or `family.label` in the engine; a family's label stands under "reason"."""
+    families: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for name, value in status.counters.items():
+        family, _, label = name.partition(".")
+        families[family][label] = value
+    for family, values in sorted(families.items()):
+        text = family.replace("_", " ")
+        if set(values) == {""}:
+            yield CounterMetricFamily(f"kvdepot_{family}", text, value=values[""])
+            continue
+        counter = CounterMetricFamily(f"kvdepot_{family}", text, labels=["reason"])
+        for label, value in sorted(values.items()):
+            counter.add_metric([label], value)
+        yield counter
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)

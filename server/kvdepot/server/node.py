@@ -1,0 +1,278 @@
+"""The composition root: everything the daemon is made of, put together, started and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from kvdepot.core import limits
+from kvdepot.core.calls import Capabilities
+from kvdepot.core.errors import ConfigError
+from kvdepot.core.report import DaemonStatus, TierStatus
+from kvdepot.server import processes
+from kvdepot.server.arena_file import ArenaFile, ArenaRequest, describe, open_arena
+from kvdepot.server.attach import ArenaOffer, AttachListener
+from kvdepot.server.checksums import ChecksumService
+from kvdepot.server.config import Config
+from kvdepot.server.config_schema import ATTACH_SUFFIX
+from kvdepot.server.engine.engine import Engine
+from kvdepot.server.engine.types import EngineConfig, Liveness, ProcessIdentity
+from kvdepot.server.file_lock import FileLock
+from kvdepot.server.health import HttpListener, Readiness, readiness
+from kvdepot.server.memory_room import is_memory_file_system
+from kvdepot.server.metrics import exposition
+from kvdepot.server.populate import Growth, Populator
+from kvdepot.server.rpc.depot_service import DepotService
+from kvdepot.server.rpc.listener import GrpcListener
+from kvdepot.server.rpc.operator_service import OperatorService
+
+TICK_SECONDS = 0.1
+DRAIN_SECONDS = 5.0
+"""What an orderly stop waits for outstanding checksums: without them the next daemon drops the objects."""
+GRACE_SECONDS = 1.0
+"""What calls in flight get at a stop."""
+_THREADS_MAX = 4
+_DRAIN_STEP_SECONDS = 0.01
+
+
+class Node:
+    """One daemon. Locks and arena are taken in the constructor, which is where a start is refused.
+
+    `notify` gets what a supervisor wants to know (sd_notify(3)).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        log: logging.Logger,
+        loop: asyncio.AbstractEventLoop,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._notify = notify
+        self._config = config
+        self._log = log
+        self._loop = loop
+        self._started_at = time.monotonic()
+        self._boot_id = processes.read_boot_id()
+        self._version = version("kvdepot")
+        self._locks = [FileLock(_lock_path(config.arena_path), f"the arena {config.arena_path}")]
+        for path in config.tables.daemon.sockets:
+            self._locks.append(_socket_lock(config, path))
+        self._arena = self._open_arena()
+        self._growth = Growth(0, done=False)
+        self._serving = False
+        self._stopping = False
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._compose()
+
+    def _compose(self) -> None:
+        arena, superblock = self._arena, self._arena.superblock
+        self._engine = Engine(
+            arena.tables,
+            arena_id=superblock.arena_id,
+            run=superblock.run,
+            clock=time.monotonic,
+            random_bytes=secrets.token_bytes,
+            config=engine_config(self._config),
+        )
+        offer = ArenaOffer(superblock.arena_id, arena.layout.size_bytes, self._version, arena.open_descriptor)
+        self._attach = AttachListener(
+            engine=self._engine, offer=offer, loop=self._loop, log=self._log, boot_id=self._boot_id
+        )
+        self._checksums = ChecksumService(arena=arena, engine=self._engine, loop=self._loop, log=self._log)
+        depot = DepotService(
+            self._engine, capabilities=self.capabilities, committed=self._checksums.wake, log=self._log
+        )
+        self._grpc = GrpcListener(depot, OperatorService(self.status, self._log))
+        self._http = HttpListener(metrics=exposition(self.status), health=self.readiness)
+
+    async def start(self) -> None:
+        """Adopt, populate, listen. Raises ConfigError when an address cannot be had."""
+        self._log.info("%s", describe(self._arena))
+        report = self._engine.adopt(self._alive)
+        self._log.info("adopted %s", report)
+        self._checksums.start()
+        self._populate()
+        tables = self._config.tables.daemon
+        try:
+            for path in tables.sockets:
+                self._attach.listen(_attach_path(path), tables.mode_bits, tables.group_id)
+            self._attach.watch_adopted()
+            await self._grpc.listen(tables.sockets, tables.mode_bits, tables.group_id)
+        except OSError as error:
+            raise ConfigError(self._config.file, "daemon.listen", f"cannot listen: {error}") from error
+        self._log.info("listening on %s", ", ".join(tables.listen))
+        await self._listen_http(tables.metrics)
+        self._serving = True
+        await self._grpc.set_serving(self.readiness().ready)
+        self._tick()
+        self._notify("READY=1")
+        # What lives now lives long: the collector need not look at it again (DESIGN 5, no pauses above 5 ms).
+        gc.collect()
+        gc.freeze()
+
+    async def stop(self) -> None:
+        """Stop granting, let calls in flight end, drain the sums, leave the arena to the next daemon."""
+        self._stopping = True
+        self._log.info("stopping")
+        self._notify("STOPPING=1")
+        self._attach.refuse_new()
+        await self._grpc.set_serving(False)
+        await self._grpc.stop(GRACE_SECONDS)
+        drained = await self._drain()
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+        self._http.close()
+        self._attach.close()
+        self._checksums.close()
+        await self._loop.run_in_executor(None, self._populator.stop)
+        kept = "" if drained else ", some objects without a checksum will be dropped"
+        self._log.info("stopped; the arena %s stays for the next daemon%s", self._arena.path, kept)
+
+    def readiness(self) -> Readiness:
+        return readiness(
+            serving=self._serving,
+            stopping=self._stopping,
+            ready_bytes=max(self._growth.ready_bytes - self._arena.layout.data_offset, 0),
+            growth_reason=self._growth.reason,
+        )
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            protocol_min=limits.PROTOCOL_MIN,
+            protocol_max=limits.PROTOCOL_MAX,
+            version=self._version,
+            arena_id=self._arena.superblock.arena_id,
+            ready_bytes=self._growth.ready_bytes,
+            limits=limits.advertised(),
+        )
+
+    def status(self) -> DaemonStatus:
+        health = self.readiness()
+        engine = self._engine.status()
+        return DaemonStatus(
+            version=self._version,
+            pid=os.getpid(),
+            uptime_seconds=time.monotonic() - self._started_at,
+            ready=health.ready,
+            reason=health.reason,
+            arena_id=self._arena.superblock.arena_id,
+            run=self._arena.superblock.run,
+            tiers=(self._tier(engine.tier),),
+            sessions=engine.sessions,
+            namespaces=engine.namespaces,
+            counters=engine.counters,
+        )
+
+    def _open_arena(self) -> ArenaFile:
+        config = self._config
+        folder = config.arena_path.parent
+        if not is_memory_file_system(folder):
+            self._log.warning("%s is on a disk: the arena belongs on tmpfs or hugetlbfs", folder)
+        request = ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file)
+        return open_arena(request, boot_id=self._boot_id, random_bytes=secrets.token_bytes, alive=self._alive)
+
+    def _alive(self, process: ProcessIdentity) -> Liveness:
+        return processes.liveness(process, self._boot_id)
+
+    def _tier(self, tier: TierStatus) -> TierStatus:
+        state = "ready" if self._growth.done and not self._growth.reason else "growing"
+        return replace(
+            tier,
+            capacity_bytes=self._config.capacity_bytes,
+            ready_bytes=self._growth.ready_bytes,
+            state="degraded" if self._growth.reason else state,
+            reason=self._growth.reason,
+        )
+
+    def _populate(self) -> None:
+        arena = self._arena
+        populated = arena.populated_bytes()
+        self._grew(Growth(populated, done=False))
+        self._populator = Populator(
+            fd=arena.fd,
+            address=arena.address,
+            start_bytes=populated,
+            size_bytes=arena.layout.size_bytes,
+            threads=min(os.cpu_count() or 1, _THREADS_MAX),
+            report=self._report_growth,
+        )
+        self._populator.start()
+
+    def _report_growth(self, growth: Growth) -> None:
+        """Called by the populating threads."""
+        self._loop.call_soon_threadsafe(self._grew, growth)
+
+    def _grew(self, growth: Growth) -> None:
+        was_ready = self.readiness().ready
+        self._growth = replace(growth, ready_bytes=max(growth.ready_bytes, self._growth.ready_bytes))
+        self._engine.ready(self._growth.ready_bytes)
+        if growth.reason:
+            self._log.error("the arena stopped growing: %s", growth.reason)
+        elif growth.done:
+            self._log.info("arena populated, %s", "locked into memory" if growth.locked else "not locked into memory")
+        if self.readiness().ready != was_ready:
+            self._health_task = self._loop.create_task(self._grpc.set_serving(not was_ready))
+
+    def _tick(self) -> None:
+        self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
+        self._engine.tick()
+        self._checksums.wake()
+        self._notify("WATCHDOG=1")
+
+    async def _drain(self) -> bool:
+        """Whether every committed object has its sum now."""
+        until = self._loop.time() + DRAIN_SECONDS
+        while not self._checksums.idle:
+            if self._loop.time() > until:
+                return False
+            await asyncio.sleep(_DRAIN_STEP_SECONDS)
+        return True
+
+    async def _listen_http(self, address: str) -> None:
+        if not address:
+            return
+        host, _, port = address.rpartition(":")
+        try:
+            bound = await self._http.listen(host.strip("[]"), int(port))
+        except OSError as error:
+            raise ConfigError(self._config.file, "daemon.metrics", f"cannot listen on {address}: {error}") from error
+        self._log.info("metrics on http://%s:%d/metrics, health on /healthz", *bound)
+
+
+def engine_config(config: Config) -> EngineConfig:
+    tables = config.tables
+    return EngineConfig(
+        credit_bytes=config.credit_bytes,
+        lease_deadline_seconds=tables.policy.lease_deadline,
+        grace_seconds=tables.sessions.grace,
+        high_watermark=tables.ram.high_watermark,
+        low_watermark=tables.ram.low_watermark,
+        loads_in_flight=tables.policy.loads_in_flight,
+        eviction=tables.policy.eviction,
+    )
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _attach_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}{ATTACH_SUFFIX}")
+
+
+def _socket_lock(config: Config, path: Path) -> FileLock:
+    """Only its holder may unlink the socket file. Raises ConfigError where there can be none."""
+    try:
+        return FileLock(_lock_path(path), f"the socket {path}")
+    except OSError as error:
+        raise ConfigError(config.file, "daemon.listen", f"cannot use {path.parent}: {error.strerror}") from error

@@ -1,0 +1,64 @@
+"""The gRPC server: services, health, reflection and its unix sockets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import _async as health_aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from kvdepot.core import limits
+from kvdepot.proto.v1 import depot_pb2 as pb
+from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
+from kvdepot.server.rpc.depot_service import DepotService
+from kvdepot.server.rpc.operator_service import OperatorService
+
+SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
+_STREAMS_MAX = 256
+"""Calls in flight a connection; further ones wait at the client."""
+_OPTIONS = (
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
+    ("grpc.max_concurrent_streams", _STREAMS_MAX),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class GrpcListener:
+    """Owns the grpc.aio server. The caller holds the lock of every socket path."""
+
+    def __init__(self, depot: DepotService, operator: OperatorService) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health_aio.HealthServicer()
+        pb_grpc.add_DepotServicer_to_server(depot, self._server)  # type: ignore[no-untyped-call]
+        pb_grpc.add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def listen(self, paths: Sequence[Path], mode: int, group_id: int) -> None:
+        """Bind, give the socket files mode and group, and serve. Raises OSError.
+
+        The process's umask keeps strangers out until the mode is set.
+        """
+        for path in paths:
+            path.unlink(missing_ok=True)
+            try:
+                self._server.add_insecure_port(f"unix:{path}")
+            except RuntimeError as error:
+                raise OSError(f"cannot listen on {path}: {error}") from error
+        await self._server.start()
+        for path in paths:
+            os.chown(path, -1, group_id)
+            path.chmod(mode)
+
+    async def set_serving(self, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for service in ("", *SERVICES):
+            await self._health.set(service, status)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Calls in flight get `grace_seconds` to end; new ones are refused at once."""
+        await self._server.stop(grace_seconds)
