@@ -1,0 +1,123 @@
+"""A real `kvdepotd serve` process on directories of its own, for every test that needs one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Self
+
+START_SECONDS = 30.0
+STOP_SECONDS = 20.0
+_MEMORY = Path("/dev/shm")
+
+
+class DaemonProcess:
+    """Start, stop, kill and restart one daemon. Sockets and arena live in `directory`, arena pages in memory."""
+
+    def __init__(self, *, ram: str = "384MiB", config: str | None = None, options: tuple[str, ...] = ()) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"))
+        self.arena_directory = Path(tempfile.mkdtemp(prefix="kvd", dir=_MEMORY if _MEMORY.is_dir() else "/tmp"))
+        self.socket = self.directory / "d.sock"
+        self.log_path = self.directory / "log"
+        self._ram = ram
+        self._options = options
+        self._config = config
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"unix://{self.socket}"
+
+    @property
+    def attach_socket(self) -> Path:
+        return self.socket.with_name("d.sock.attach")
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text() if self.log_path.exists() else ""
+
+    @property
+    def arena(self) -> Path:
+        (path,) = self.arena_directory.glob("*.arena")
+        return path
+
+    @property
+    def metrics(self) -> str:
+        """Base URL of the HTTP listener of the latest run."""
+        line = [line for line in self.log.splitlines() if "metrics on http://" in line][-1]
+        return line.split("metrics on ")[1].split("/metrics")[0]
+
+    def command(self, *options: str) -> list[str]:
+        config = []
+        if self._config is not None:
+            path = self.directory / "kvdepot.toml"
+            path.write_text(self._config)
+            config = [str(path)]
+        own = ["--socket", str(self.socket), "--arena-dir", str(self.arena_directory)]
+        own += ["--ram", self._ram, "--metrics", "127.0.0.1:0"]
+        return [sys.executable, "-m", "kvdepot.server.app", "serve", *config, *own, *self._options, *options]
+
+    def start(self, *, ready: bool = True) -> Self:
+        """Returns when the daemon is ready to serve. Raises AssertionError with its log when it is not."""
+        assert self.process is None
+        before = len(self.log)
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        if ready:
+            self.wait_for_log("metrics on http://", before)
+            self.wait_for_log("arena populated", before)
+        return self
+
+    def wait_for_log(self, text: str, start: int = 0) -> None:
+        """Wait until `text` is in the log after its first `start` characters."""
+        until = time.monotonic() + START_SECONDS
+        while text not in self.log[start:]:
+            assert self.process is None or self.process.poll() is None, f"the daemon ended:\n{self.log}"
+            assert time.monotonic() < until, f"no {text!r} in:\n{self.log}"
+            time.sleep(0.01)
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        return self._end(signal.SIGTERM)
+
+    def kill(self) -> int:
+        """SIGKILL; returns the exit code."""
+        return self._end(signal.SIGKILL)
+
+    def suspend(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _end(self, number: signal.Signals) -> int:
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(STOP_SECONDS)
+        self.process = None
+        return code
+
+    def close(self) -> None:
+        """End it and remove what it left."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+        self.process = None
+        shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(self.arena_directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
