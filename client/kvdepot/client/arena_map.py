@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -10,6 +11,11 @@ from kvdepot.core.arena import PAGE_BYTES, ArenaLayout, Superblock, generations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+_MADV_POPULATE_WRITE = 23
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL, unlike mmap.madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class ArenaMap:
@@ -61,6 +67,18 @@ class ArenaMap:
         return all(
             0 <= row < limit and column[row] == generation for row, generation in zip(rows, granted, strict=True)
         )
+
+    def populate(self, offset: int, length: int) -> int:
+        """Make `length` bytes from `offset` (whole pages) present in this process; returns how many bytes that covers.
+
+        Advice only: a kernel before 5.14, or a refusal, leaves the pages to their first touch.
+        """
+        buffer = self._buffer
+        if buffer is None:
+            return length
+        length = min(length, self.layout.size_bytes - offset)
+        _madvise(ctypes.addressof(ctypes.c_char.from_buffer(buffer, offset)), length, _MADV_POPULATE_WRITE)
+        return length
 
     def close(self) -> None:
         """Forget the mapping. Views handed out before stay valid."""

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import random
+import select
+import socket
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.backoff import Backoff
+from kvdepot.client.transports.attach import AttachError, attach
+from kvdepot.core.arena import ArenaFormatError
+from kvdepot.core.calls import AttachCall
+from kvdepot.core.limits import PROTOCOL_MAX, PROTOCOL_MIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvdepot.client.arena_map import ArenaMap
     from kvdepot.client.endpoint import Endpoint
+    from kvdepot.core.calls import AttachReply
+
+BACKOFF_FIRST_SECONDS = 0.05
+BACKOFF_MAX_SECONDS = 5.0
+HANDSHAKE_SECONDS_MAX = 5.0
+POPULATE_PIECE_BYTES = 32 << 20
+"""Populated between two looks at the connection: some 5 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +40,18 @@ class EngineProcess:
     scheduler: bool
     rank: int = -1  # -1: no worker in this process
     world_size: int = 1  # workers of the engine
+
+    def call(self, client_version: str) -> AttachCall:
+        return AttachCall(
+            PROTOCOL_MIN, PROTOCOL_MAX, self.engine_id, self.scheduler, self.rank, self.world_size, client_version
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    session: bytes | None = None
+    arena: ArenaMap | None = None
+    refusal: str = ""
 
 
 class Attachment:
@@ -35,24 +67,137 @@ class Attachment:
         *,
         map_arena: bool = True,
         on_change: Callable[[], None] | None = None,
+        client_version: str = "",
+        backoff: Backoff | None = None,
+        log: logging.Logger | None = None,
     ) -> None:
         """`on_change` is called on the attachment's thread after each attach and each loss."""
+        self._endpoint = endpoint
+        self._call = process.call(client_version)
+        self._map_arena = map_arena
+        self._on_change = on_change
+        self._backoff = backoff or Backoff(BACKOFF_FIRST_SECONDS, BACKOFF_MAX_SECONDS, random.random)
+        self._log = log or logging.getLogger(__name__)
+        self._state = _State()  # replaced as a whole by the thread, read by anybody
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = False
+        self._stale: bytes | None = None
+        self._thread = threading.Thread(target=self._run, name="kvdepot-attachment", daemon=True)
 
     def start(self) -> None:
         """Start the thread. Returns at once."""
+        self._thread.start()
 
     @property
     def arena(self) -> ArenaMap | None:
         """The arena of the last attach; kept while disconnected. Compare `arena_id` with the grant's before use."""
+        return self._state.arena
 
     @property
     def session(self) -> bytes | None:
         """The session's token, None while not attached."""
+        return self._state.session
 
     @property
     def refusal(self) -> str:
         """Why the daemon refused the last attach, in its words; empty if it did not."""
-        return ""
+        return self._state.refusal
+
+    def renew(self, session: bytes) -> None:
+        """The daemon does not know `session` any more: attach again, unless that has happened already."""
+        self._stale = session
+        self._signal()
 
     def close(self) -> None:
         """End the thread and the connection (the daemon sees the end of file). Safe to call twice."""
+        if self._closing:
+            return
+        self._closing = True
+        self._signal()
+        if self._thread.is_alive():
+            self._thread.join(HANDSHAKE_SECONDS_MAX + 1)
+        self._state = _State()
+
+    def _signal(self) -> None:
+        # Closed by the thread as its last act: nobody is left to be woken.
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                connection = self._attach()
+                if connection is None:
+                    self._pause(self._backoff.next_seconds())
+                    continue
+                with connection:
+                    self._hold(connection)
+                self._publish(_State(None, self._state.arena))
+        finally:
+            wake, self._wake = self._wake, -1
+            os.close(wake)
+
+    def _attach(self) -> socket.socket | None:
+        """One attempt. None if it failed; why is in `refusal` or, for a missing daemon, nowhere."""
+        try:
+            accepted = attach(self._endpoint.attach_path, self._call, HANDSHAKE_SECONDS_MAX)
+        except AttachError as error:
+            self._refused(str(error) if error.by_daemon else "")
+            return None
+        try:
+            arena = self._adopt(accepted.reply, accepted.descriptor)
+        except (ArenaFormatError, OSError) as error:
+            accepted.connection.close()
+            self._refused(f"the arena cannot be mapped: {error}")
+            return None
+        finally:
+            os.close(accepted.descriptor)
+        self._backoff.reset()
+        self._publish(_State(accepted.reply.session, arena))
+        return accepted.connection
+
+    def _refused(self, reason: str) -> None:
+        if reason and reason != self._state.refusal:
+            self._log.warning("kvdepot: not attached: %s", reason)
+        if reason != self._state.refusal:
+            self._publish(_State(None, self._state.arena, reason))
+
+    def _adopt(self, reply: AttachReply, descriptor: int) -> ArenaMap | None:
+        """The mapping to use from now on: the one there is if it is of the same arena."""
+        if not self._map_arena:
+            return None
+        known = self._state.arena
+        if known is not None and known.arena_id == reply.arena_id:
+            return known
+        arena = ArenaMap(descriptor)
+        if arena.arena_id != reply.arena_id:
+            raise ArenaFormatError(f"superblock: arena {arena.arena_id:016x}, the daemon said {reply.arena_id:016x}")
+        return arena  # the old mapping goes with the last copy that uses it
+
+    def _hold(self, connection: socket.socket) -> None:
+        """Return when the connection has ended, is to be renewed, or this is closing."""
+        poller = select.poll()
+        poller.register(connection, select.POLLIN | select.POLLHUP)
+        poller.register(self._wake, select.POLLIN)
+        populated = 0
+        arena = self._state.arena
+        while not self._closing and self._stale != self._state.session:
+            # A first touch costs a fault for every page: take them here, not in a copy.
+            left = arena is not None and populated < arena.layout.size_bytes
+            if left:
+                assert arena is not None
+                populated += arena.populate(populated, POPULATE_PIECE_BYTES)
+            ready = dict(poller.poll(0 if left else None))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if connection.fileno() in ready:
+                return  # the daemon sends nothing after its reply: this is the end of file
+
+    def _pause(self, seconds: float) -> None:
+        if select.select([self._wake], [], [], seconds)[0]:
+            os.eventfd_read(self._wake)
+
+    def _publish(self, state: _State) -> None:
+        self._state = state
+        if self._on_change is not None and not self._closing:
+            self._on_change()

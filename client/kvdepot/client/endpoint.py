@@ -30,7 +30,8 @@ class Endpoint:
         length = len((path + _ATTACH_SUFFIX).encode())
         if length > PATH_BYTES_MAX:
             raise EndpointError(
-                f"endpoint {text!r}: {length} bytes with {_ATTACH_SUFFIX}, unix sockets allow {PATH_BYTES_MAX}; use a shorter path"
+                f"endpoint {text!r}: {length} bytes with {_ATTACH_SUFFIX}, unix sockets allow {PATH_BYTES_MAX}; "
+                "use a shorter path"
             )
         return Endpoint(path)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
 from kvdepot.core.calls import EXTENT_WORDS
 
 Words = npt.NDArray[np.int64]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import queue
+import random
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvdepot.client.failures import CallFailure
+from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.client.leases import LEASE_BITS, LeaseIds
+from kvdepot.client.session_loop import Completion, LoopState, SessionLoop
 from kvdepot.core.calls import (
     AcquireCall,
     AcquireReply,
@@ -14,8 +20,11 @@ from kvdepot.core.calls import (
     ReserveCall,
     ReserveReply,
 )
+from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
 if TYPE_CHECKING:
+    import logging
+
     from kvdepot.client.endpoint import Endpoint
     from kvdepot.core.keys import NamespaceSpec
 
@@ -33,74 +42,155 @@ class DepotSession:
     `new_lease_id`.
     """
 
-    def __init__(self, endpoint: Endpoint, engine_id: str, world_size: int = 1) -> None: ...
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        engine_id: str,
+        world_size: int = 1,
+        *,
+        client_version: str = "",
+        open_leases_max: int = LEASES_PER_SESSION_MAX,
+        clock: Callable[[], float] = time.monotonic,
+        rng: random.Random | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        """`rng` draws lease ids and jitter (default: seeded by the system)."""
+        rng = rng or random.SystemRandom()
+        self._clock = clock
+        self._open_leases_max = open_leases_max
+        self._lease_ids = LeaseIds(rng.getrandbits(LEASE_BITS))
+        self._completions: queue.SimpleQueue[Completion] = queue.SimpleQueue()
+        self._attachment = Attachment(
+            endpoint,
+            EngineProcess(engine_id, scheduler=True, world_size=world_size),
+            map_arena=False,
+            on_change=self._attachment_changed,
+            client_version=client_version,
+            log=log,
+        )
+        self._loop = SessionLoop(endpoint, self._attachment, self._completions, world_size, clock, rng, log)
+        self._leases_asked = 0
+        self._closed = False
+
+    def _attachment_changed(self) -> None:
+        self._loop.post(self._loop.attachment_changed)
 
     def start(self) -> None:
         """Start the threads. Returns at once; `attached` turns True when the daemon was reached."""
+        self._loop.start()
+        self._attachment.start()
 
     @property
     def attached(self) -> bool:
-        """Attached, leases declared, every registered namespace known to this daemon."""
-        return False
+        """Attached, leases declared, and the daemon answers. Calls fail at once while it is False."""
+        return self._state.attached
 
     @property
     def ranks_attached(self) -> int:
-        """Ranks the daemon has seen attach (it grants nothing before all have)."""
-        return 0
+        """Ranks the daemon has seen attach; it grants nothing before all have. Kept up while a namespace is registered."""
+        return self._state.ranks_attached
 
     @property
     def refusal(self) -> str:
         """Why the daemon refused to attach this engine, or to register a namespace, in its words; empty if not."""
-        return ""
+        return self._attachment.refusal or self._state.refusal
+
+    @property
+    def _state(self) -> LoopState:
+        return self._loop.state
 
     def register(self, spec: NamespaceSpec) -> None:
         """Make a namespace known, now and after every re-attach, until `forget`. Returns at once."""
+        self._loop.post(self._loop.register, spec)
 
     def forget(self, namespace: bytes) -> None:
         """Stop registering a namespace (an epoch has ended)."""
+        self._loop.post(self._loop.forget, namespace)
 
     def registered(self, namespace: bytes) -> bool:
         """Whether the daemon of this attach has accepted it."""
-        return False
+        return namespace in self._state.registered
 
     def new_lease_id(self) -> int:
         """A lease id no other session of this engine draws (63 bits, random start)."""
-        return 0
+        return self._lease_ids.draw()
 
     def submit(self, call: Call, timeout_seconds: float, done: Done) -> None:
         """Start a Locate, Acquire or Reserve; `done` gets the reply or a CallFailure within the timeout, in `poll`.
 
         An Acquire or Reserve is repeated with the same lease id while time is left.
-        After a failure its lease is ended here: the caller owes nothing for it.
+        After a failure its lease is ended here: the caller owes nothing for it. The same
+        holds for a reply that grants nothing.
         """
+        if not isinstance(call, LocateCall):
+            self._leases_asked += 1
+            if self.open_leases > self._open_leases_max:
+                self._leases_asked -= 1
+                self._fail(done, "too_many_leases", f"{self._open_leases_max} leases are open")
+                return
+        if self._closed:
+            self._fail(done, "closed", "the session is closed")
+            return
+        self._loop.post(self._loop.submit, call, self._clock() + timeout_seconds, done)
+
+    def _fail(self, done: Done, code: str, message: str) -> None:
+        self._completions.put((done, CallFailure(FailureReason.UNAVAILABLE, code, message)))
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Every rank is done with these reader leases. Repeated until the daemon confirms."""
+        self._loop.post(self._loop.release, tuple(lease_ids))
 
     def commit(self, lease_id: int, indices: Sequence[int], done: CommitDone | None = None) -> None:
         """All ranks have written these objects of a reservation. `done` gets one CommitOutcome an index, in `poll`.
 
         Repeated until the daemon answers, in the order of the calls; LOST if the daemon lost the lease.
         """
+        self._loop.post(self._loop.commit, lease_id, tuple(indices), done)
 
     def abandon(self, lease_id: int, indices: Sequence[int] = ()) -> None:
         """No rank touches these granted objects any more (none named: the whole lease). Repeated until confirmed."""
+        self._loop.post(self._loop.abandon, lease_id, tuple(indices))
 
     def end_request(self, request_id: str) -> None:
         """The request is over: sent after the commits asked for before it."""
+        self._loop.post(self._loop.end_request, request_id)
 
     def poll(self) -> int:
         """Run the callbacks that are due, on this thread. Returns how many."""
-        return 0
+        count = 0
+        for _ in range(self._completions.qsize()):
+            done, value = self._completions.get_nowait()
+            done(value)
+            count += 1
+        return count
 
     def wait(self, timeout_seconds: float) -> int:
         """For tools and tests: wait until a callback is due, then `poll`. An engine never calls this."""
-        return 0
+        try:
+            done, value = self._completions.get(timeout=timeout_seconds)
+        except queue.Empty:
+            return 0
+        done(value)
+        return 1 + self.poll()
 
     @property
     def open_leases(self) -> int:
         """Leases asked for whose end the daemon has not confirmed."""
-        return 0
+        return self._leases_asked - self._state.leases_ended
+
+    @property
+    def unconfirmed(self) -> int:
+        """Releases, commits, abandons and request ends not confirmed yet, as of the loop's last turn."""
+        return self._state.unconfirmed
+
+    def counters(self) -> dict[str, int]:
+        """Events since the start, by name; none ever decreases."""
+        return dict(self._state.counters)
 
     def close(self, timeout_seconds: float = 1.0) -> None:
         """Send what is queued for at most `timeout_seconds`, then detach; the daemon ends what is left."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.close(timeout_seconds)
+        self._attachment.close()

@@ -7,6 +7,7 @@ load of a long prompt has tens of thousands.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
@@ -51,7 +52,7 @@ class CopyBatch:
         """The same pieces in order, in batches of about `batch_bytes` (at least one piece each)."""
         group = (np.cumsum(self.lengths) - 1) // batch_bytes
         cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(self)]
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in itertools.pairwise(cuts):
             if start < end:
                 part = slice(start, end)
                 yield CopyBatch(
@@ -63,7 +64,10 @@ class BlockCopier(Protocol):
     """Made with the layers of one rank; used by one copying thread at a time."""
 
     def copy(self, arena: ArenaMap, batch: CopyBatch, direction: Direction) -> None:
-        """Start copying one batch. CPU: done on return. Raises CopyError before any byte moved if a piece is out of range."""
+        """Start copying one batch. CPU: done on return.
+
+        Raises CopyError before any byte moved if a piece is out of range.
+        """
 
     def wait(self) -> None:
         """Return when everything started before has been copied."""

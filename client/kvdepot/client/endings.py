@@ -1,0 +1,161 @@
+"""What ends leases and requests, queued until the daemon confirms it: pure, no clock, no I/O.
+
+Each kind has one call in flight at a time. What is queued meanwhile goes with the next
+call, so that a busy engine sends few large ones. A call that failed is sent again as it
+was, in front of what came later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+from kvdepot.core.calls import (
+    AbandonCall,
+    CommitCall,
+    CommitItem,
+    CommitOutcome,
+    EndRequestCall,
+    ReleaseCall,
+)
+
+if TYPE_CHECKING:
+    from kvdepot.core.calls import CommitReply
+
+EndingCall = ReleaseCall | CommitCall | AbandonCall | EndRequestCall
+CommitDone = Callable[[bytes], None]
+
+LEASES_PER_CALL = 512
+INDICES_PER_CALL = 16_384
+REQUESTS_QUEUED_MAX = 65_536
+"""EndRequests beyond it are dropped, oldest first: the daemon ends those requests by itself after 60 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a confirmed call has ended, for the lease book, and whose callback is due."""
+
+    leases: tuple[int, ...] = ()
+    objects: tuple[tuple[int, tuple[int, ...]], ...] = ()  # lease, indices
+    committed: tuple[tuple[CommitDone, bytes], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    lease_id: int
+    indices: tuple[int, ...]
+    done: CommitDone | None = None
+
+    def packed(self) -> CommitItem:
+        return CommitItem(self.lease_id, np.array(self.indices, dtype="<u4").tobytes())
+
+
+class Endings:
+    """Queues of Release, Commit, Abandon and EndRequest."""
+
+    def __init__(self) -> None:
+        self._releases: deque[int] = deque()
+        self._commits: deque[_Item] = deque()
+        self._abandons: deque[_Item] = deque()
+        self._requests: deque[tuple[str, int]] = deque(maxlen=REQUESTS_QUEUED_MAX)
+        self._commits_asked = 0
+        self._commits_ended = 0
+        self._in_flight: dict[type[EndingCall], int] = {}  # kind -> how many of the queue's head are under way
+        self._single: set[type[EndingCall]] = set()  # kinds whose last call was refused: one item a call, to find it
+
+    def release(self, lease_ids: Iterable[int]) -> None:
+        self._releases.extend(lease_ids)
+
+    def commit(self, lease_id: int, indices: tuple[int, ...], done: CommitDone | None) -> None:
+        self._commits.append(_Item(lease_id, indices, done))
+        self._commits_asked += 1
+
+    def abandon(self, lease_id: int, indices: tuple[int, ...]) -> None:
+        self._abandons.append(_Item(lease_id, indices))
+
+    def end_request(self, request_id: str) -> None:
+        """Due when everything committed so far has been answered."""
+        self._requests.append((request_id, self._commits_asked))
+
+    def __len__(self) -> int:
+        return len(self._releases) + len(self._commits) + len(self._abandons) + len(self._requests)
+
+    def next_calls(self, session: bytes) -> list[EndingCall]:
+        """The calls to send now: at most one of each kind, none of a kind that has one in flight."""
+        calls: list[EndingCall] = []
+        if self._releases and ReleaseCall not in self._in_flight:
+            leases = tuple(islice(self._releases, 1 if ReleaseCall in self._single else LEASES_PER_CALL))
+            self._in_flight[ReleaseCall] = len(leases)
+            calls.append(ReleaseCall(session, leases))
+        if self._commits and CommitCall not in self._in_flight:
+            calls.append(CommitCall(session, self._take(CommitCall, self._commits)))
+        if self._abandons and AbandonCall not in self._in_flight:
+            calls.append(AbandonCall(session, self._take(AbandonCall, self._abandons)))
+        if self._requests and EndRequestCall not in self._in_flight and self._requests[0][1] <= self._commits_ended:
+            self._in_flight[EndRequestCall] = 1
+            calls.append(EndRequestCall(session, self._requests[0][0]))
+        return calls
+
+    def _take(self, kind: type[EndingCall], queue: deque[_Item]) -> tuple[CommitItem, ...]:
+        items: list[CommitItem] = []
+        indices = 0
+        for item in islice(queue, 1 if kind in self._single else LEASES_PER_CALL):
+            indices += len(item.indices)
+            if items and indices > INDICES_PER_CALL:
+                break
+            items.append(item.packed())
+        self._in_flight[kind] = len(items)
+        return tuple(items)
+
+    def unconfirmed(self, kind: type[EndingCall]) -> None:
+        """The call of this kind failed: it stays queued."""
+        self._in_flight.pop(kind)
+
+    def refused(self, kind: type[EndingCall]) -> Ended:
+        """The daemon will never take this call. One of several: they go singly from now on; a single one is dropped."""
+        if self._in_flight[kind] > 1:
+            self._in_flight.pop(kind)
+            self._single.add(kind)
+            return Ended()
+        return self._ended(kind, None)
+
+    def confirmed(self, kind: type[EndingCall], reply: CommitReply | None = None) -> Ended:
+        """The daemon has done it. `reply`: a Commit's."""
+        self._single.discard(kind)
+        return self._ended(kind, reply)
+
+    def _ended(self, kind: type[EndingCall], reply: CommitReply | None) -> Ended:
+        count = self._in_flight.pop(kind)
+        if kind is ReleaseCall:
+            return Ended(leases=tuple(self._releases.popleft() for _ in range(count)))
+        if kind is EndRequestCall:
+            self._requests.popleft()
+            return Ended()
+        queue = self._commits if kind is CommitCall else self._abandons
+        items = [queue.popleft() for _ in range(count)]
+        if kind is AbandonCall:
+            return Ended(
+                leases=tuple(item.lease_id for item in items if not item.indices),
+                objects=tuple((item.lease_id, item.indices) for item in items if item.indices),
+            )
+        self._commits_ended += count
+        outcomes = _outcomes(items, reply)
+        return Ended(
+            objects=tuple((item.lease_id, item.indices) for item in items),
+            committed=tuple((i.done, o) for i, o in zip(items, outcomes, strict=True) if i.done is not None),
+        )
+
+
+def _outcomes(items: list[_Item], reply: CommitReply | None) -> list[bytes]:
+    """One CommitOutcome an index; LOST for what the answer does not cover."""
+    answered = reply.outcomes if reply is not None else ()
+    found: list[bytes] = []
+    for number, item in enumerate(items):
+        outcomes = answered[number] if number < len(answered) else b""
+        missing = len(item.indices) - len(outcomes)
+        found.append(outcomes[: len(item.indices)] + bytes([CommitOutcome.LOST]) * missing)
+    return found

@@ -1,0 +1,92 @@
+"""The namespaces a session wants known, and how many ranks the daemon has seen: kept true across re-attachments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.client.transports.control import Answer, RegisterCall, RegisterReply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvdepot.client.backoff import Backoff
+    from kvdepot.core.keys import NamespaceSpec
+
+
+class Caller(Protocol):
+    """The loop that owns this."""
+
+    def call(self, call: Any, done: Callable[[Answer], None]) -> None: ...
+    def after(self, seconds: float, event: Callable[[], None]) -> None: ...
+    def noted(self, answer: Answer) -> None: ...
+
+
+class Registrations:
+    """Registers each namespace after every attach, and asks again until all ranks are there."""
+
+    def __init__(self, caller: Caller, world_size: int, backoff: Backoff) -> None:
+        self.accepted: frozenset[bytes] = frozenset()
+        self.refusal = ""
+        self.ranks_attached = 0
+        self._caller = caller
+        self._world_size = world_size
+        self._backoff = backoff
+        self._specs: dict[bytes, NamespaceSpec] = {}
+        self._token: bytes | None = None
+        self._armed = False
+
+    def add(self, spec: NamespaceSpec) -> None:
+        namespace = spec.namespace_id()
+        self._specs[namespace] = spec
+        self._ask(namespace)
+
+    def remove(self, namespace: bytes) -> None:
+        self._specs.pop(namespace, None)
+        self.accepted -= {namespace}
+
+    def attached(self, token: bytes, ranks_attached: int) -> None:
+        self._token = token
+        self.ranks_attached = ranks_attached
+        self._backoff.reset()
+        for namespace in self._specs:
+            self._ask(namespace)
+
+    def detached(self) -> None:
+        self._token = None
+        self.accepted = frozenset()
+        self.refusal = ""
+        self.ranks_attached = 0
+
+    def again(self) -> None:
+        """Something the daemon answered says that it knows less than we thought."""
+        if not self._armed and self._specs:
+            self._armed = True
+            self._caller.after(self._backoff.next_seconds(), self._ask_all)
+
+    def _ask_all(self) -> None:
+        self._armed = False
+        for namespace in self._specs:
+            self._ask(namespace)
+
+    def _ask(self, namespace: bytes) -> None:
+        token = self._token
+        if token is not None:
+            call = RegisterCall(token, self._specs[namespace])
+            self._caller.call(call, lambda answer: self._answered(token, namespace, answer))
+
+    def _answered(self, token: bytes, namespace: bytes, answer: Answer) -> None:
+        if token != self._token or namespace not in self._specs:
+            return
+        if isinstance(answer, RegisterReply):
+            self.accepted |= {namespace}
+            self.refusal = ""
+            self.ranks_attached = answer.ranks_attached
+            if answer.ranks_attached < self._world_size:
+                self.again()
+        elif isinstance(answer, CallFailure) and answer.reason is FailureReason.REFUSED:
+            self.accepted -= {namespace}
+            self.refusal = answer.message
+        else:
+            self.again()
+        self._caller.noted(answer)

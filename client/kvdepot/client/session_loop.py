@@ -1,0 +1,402 @@
+"""The session's own thread: owner of everything about the daemon that changes.
+
+All events (calls of the engine, answers of gRPC, changes of the attachment, timers) come
+through one queue and run here, one after the other, so nothing needs a lock. Readers on
+other threads see `LoopState`, plain fields that only this thread writes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from kvdepot.client.backoff import Backoff
+from kvdepot.client.breaker import Breaker
+from kvdepot.client.endings import CommitDone, Ended, EndingCall, Endings
+from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.client.leases import LeaseBook
+from kvdepot.client.registrations import Registrations
+from kvdepot.client.transports.control import Answer, ControlChannel, ProbeCall
+from kvdepot.core.calls import (
+    AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
+    CommitReply,
+    DeclareCall,
+    DeclareReply,
+    LocateCall,
+    ReserveCall,
+    ReserveOutcome,
+    ReserveReply,
+)
+
+if TYPE_CHECKING:
+    import random
+
+    from kvdepot.client.attachment import Attachment
+    from kvdepot.client.endpoint import Endpoint
+    from kvdepot.core.keys import NamespaceSpec
+
+Completion = tuple[Callable[[Any], None], Any]
+Call = LocateCall | AcquireCall | ReserveCall
+
+CALLS_IN_FLIGHT_MAX = 256
+ENDING_SECONDS_MAX = 2.0
+"""Deadline of one Release, Commit, Abandon, EndRequest or Declare: then it is sent again."""
+RETRY_FIRST_SECONDS = 0.02
+RETRY_MAX_SECONDS = 1.0
+REPEAT_SECONDS_MIN = 0.005
+"""With less than this left, a lost reply is not asked for again."""
+UNANSWERED_MAX = 3
+UNANSWERED_SECONDS_MIN = 1.0
+PROBE_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class LoopState:
+    """What other threads may read, without a lock and a moment late."""
+
+    attached: bool = False
+    ranks_attached: int = 0
+    registered: frozenset[bytes] = frozenset()
+    refusal: str = ""
+    leases_ended: int = 0
+    unconfirmed: int = 0
+    counters: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A call of the engine that has not been answered."""
+
+    call: Call
+    deadline: float
+    done: Callable[[Any], None]
+    attempts: int = 0
+
+
+class SessionLoop:
+    """See the module. Public methods but `post`, `start` and `close` run on the loop's thread."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        attachment: Attachment,
+        completions: queue.SimpleQueue[Completion],
+        world_size: int,
+        clock: Callable[[], float],
+        rng: random.Random,
+        log: logging.Logger | None = None,
+    ) -> None:
+        self.state = LoopState()
+        self._endpoint = endpoint
+        self._attachment = attachment
+        self._completions = completions
+        self._clock = clock
+        self._log = log or logging.getLogger(__name__)
+        self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_numbers = itertools.count()
+        self._token: bytes | None = None
+        self._declared = False
+        self._channel: ControlChannel | None = None
+        self._leases = LeaseBook()
+        self._endings = Endings()
+        self._pending: dict[int, _Pending] = {}
+        self._numbers = itertools.count()
+        self._breaker = Breaker(UNANSWERED_MAX, UNANSWERED_SECONDS_MIN, clock)
+        self._retry = Backoff(RETRY_FIRST_SECONDS, RETRY_MAX_SECONDS, rng.random)
+        self._resend_armed = False
+        self._registrations = Registrations(self, world_size, Backoff(0.1, 2.0, rng.random))
+        self._close_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="kvdepot-session", daemon=True)
+
+    # --- any thread ---
+
+    def post(self, event: Callable[..., None], *arguments: Any) -> None:
+        """Have the loop's thread run `event(*arguments)`. Never blocks."""
+        self._inbox.put((event, arguments))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Send what is queued, for at most `timeout_seconds`, and end the thread."""
+        if self._thread.is_alive():
+            self.post(self._close, self._clock() + timeout_seconds)
+            self._thread.join(timeout_seconds + ENDING_SECONDS_MAX)
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while self._close_at is None or (self._owes() and self._clock() < self._close_at):
+            due = self._timers[0][0] - self._clock() if self._timers else None
+            try:
+                event, arguments = self._inbox.get(timeout=None if due is None else max(due, 0.0))
+            except queue.Empty:
+                pass
+            else:
+                event(*arguments)
+            while self._timers and self._timers[0][0] <= self._clock():
+                heapq.heappop(self._timers)[2]()
+            self._send_endings()
+        self.state.attached = False
+        if self._channel is not None:
+            self._channel.close()
+
+    def _close(self, close_at: float) -> None:
+        self._close_at = close_at
+        self.after(max(close_at - self._clock(), 0.0), lambda: None)
+        for number in list(self._pending):
+            self._fail(number, CallFailure(FailureReason.UNAVAILABLE, "closed", "the session is closed"))
+
+    def _owes(self) -> bool:
+        return self._declared and len(self._endings) > 0
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        """Run `event` on this thread in `seconds`."""
+        heapq.heappush(self._timers, (self._clock() + seconds, next(self._timer_numbers), event))
+
+    def count(self, name: str, amount: int = 1) -> None:
+        self.state.counters[name] += amount
+
+    # --- attaching ---
+
+    def attachment_changed(self) -> None:
+        """The attachment has a new token, or none."""
+        token = self._attachment.session
+        if token == self._token and self._channel is not None:
+            return
+        self._token = token
+        self._declared = False
+        self._registrations.detached()
+        self._publish()
+        if token is None:
+            self.count("detached")
+            return
+        self.count("attached")
+        # A channel of its own: calls made to the daemon before this one end with its channel.
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = ControlChannel(self._endpoint)
+        self._breaker.answered()
+        self._declare(token)
+
+    def _declare(self, token: bytes) -> None:
+        if token == self._token:
+            self.call(DeclareCall(token, self._leases.ids()), lambda answer: self._declare_answered(token, answer))
+
+    def _declare_answered(self, token: bytes, answer: Answer) -> None:
+        if token != self._token:
+            return
+        if isinstance(answer, DeclareReply):
+            # Lost leases stay in the book: their owner still ends them, and the daemon answers that they are lost.
+            self.count("leases_lost", len(answer.lost))
+            self._declared = True
+            self._registrations.attached(token, answer.ranks_attached)
+            self._publish()
+            return
+        self.noted(answer)
+        self.after(self._retry.next_seconds(), lambda: self._declare(token))
+
+    def call(self, call: Any, done: Callable[[Answer], None]) -> None:
+        """A call of the loop's own; `done` runs on this thread."""
+        assert self._channel is not None
+        self._channel.start(call, ENDING_SECONDS_MAX, lambda answer: self.post(done, answer), wait_for_ready=True)
+
+    def noted(self, answer: Answer) -> None:
+        """Draw the consequences of an answer that concern the whole session."""
+        if not isinstance(answer, CallFailure):
+            self._answered()
+            return
+        self.count(f"failed_{answer.reason.value}")
+        if answer.code == "unknown_session" and self._token is not None:
+            self._attachment.renew(self._token)
+        elif answer.code == "unknown_namespace":
+            self._registrations.again()
+        if answer.reason is not FailureReason.DEADLINE:
+            self._breaker.answered()
+        elif self._breaker.unanswered():
+            self._log.warning("kvdepot: the daemon at %s does not answer", self._endpoint)
+            self.count("breaker_opened")
+            self._probe()
+        self._publish()
+
+    def _probe(self) -> None:
+        if self._breaker.open and self._channel is not None:
+            self._channel.start(ProbeCall(), PROBE_SECONDS, lambda answer: self.post(self._probed, answer))
+
+    def _probed(self, answer: Answer) -> None:
+        if isinstance(answer, CallFailure) and answer.reason in (FailureReason.DEADLINE, FailureReason.UNAVAILABLE):
+            self.after(PROBE_SECONDS, self._probe)
+            return
+        self._answered()
+
+    def _answered(self) -> None:
+        if self._breaker.open:
+            self._log.warning("kvdepot: the daemon at %s answers again", self._endpoint)
+        self._breaker.answered()
+        self._publish()
+
+    def _publish(self) -> None:
+        self.state.attached = self._declared and not self._breaker.open
+        self.state.registered = self._registrations.accepted
+        self.state.refusal = self._registrations.refusal
+        self.state.ranks_attached = self._registrations.ranks_attached
+
+    def register(self, spec: NamespaceSpec) -> None:
+        self._registrations.add(spec)
+        self._publish()
+
+    def forget(self, namespace: bytes) -> None:
+        self._registrations.remove(namespace)
+        self._publish()
+
+    # --- calls of the engine ---
+
+    def submit(self, call: Call, deadline: float, done: Callable[[Any], None]) -> None:
+        self.count("calls")
+        number = next(self._numbers)
+        self._pending[number] = _Pending(call, deadline, done)
+        if not isinstance(call, LocateCall):
+            self._leases.ask(call.lease_id)
+        if not self.state.attached:
+            self._not_sent(number, "not_attached", self._attachment.refusal or "no daemon answers")
+        elif len(self._pending) > CALLS_IN_FLIGHT_MAX:
+            self._not_sent(number, "too_many_calls", f"{CALLS_IN_FLIGHT_MAX} calls are in flight")
+        else:
+            self._attempt(number)
+
+    def _not_sent(self, number: int, code: str, message: str) -> None:
+        """Fail a call that the daemon cannot have seen: there is no lease to end."""
+        pending = self._pending.pop(number)
+        if not isinstance(pending.call, LocateCall):
+            self._ended(pending.call.lease_id)
+        self.count(code)
+        self._completions.put((pending.done, CallFailure(FailureReason.UNAVAILABLE, code, message)))
+
+    def _attempt(self, number: int) -> None:
+        pending = self._pending.get(number)
+        if pending is None:
+            return
+        left = pending.deadline - self._clock()
+        if not self._declared or self._token is None or self._channel is None:
+            self._fail(number, CallFailure(FailureReason.UNAVAILABLE, "not_attached", "the daemon went away"))
+            return
+        pending.attempts += 1
+        # The first half of the time is for the first attempt, so that a lost reply can be asked for again.
+        repeatable = pending.attempts == 1 and not isinstance(pending.call, LocateCall)
+        call = replace(pending.call, session=self._token)
+        timeout_seconds = max(left / 2 if repeatable else left, REPEAT_SECONDS_MIN)
+        self._channel.start(call, timeout_seconds, lambda answer: self.post(self._call_answered, number, answer))
+
+    def _call_answered(self, number: int, answer: Answer) -> None:
+        pending = self._pending.get(number)
+        if pending is None:
+            return
+        if isinstance(answer, CallFailure):
+            self.noted(answer)
+            left = pending.deadline - self._clock()
+            lost = answer.reason in (FailureReason.DEADLINE, FailureReason.UNAVAILABLE)
+            if lost and left > REPEAT_SECONDS_MIN and not isinstance(pending.call, LocateCall):
+                self.count("repeated")
+                pause = 0.0 if answer.reason is FailureReason.DEADLINE else min(RETRY_FIRST_SECONDS, left / 2)
+                self.after(pause, lambda: self._attempt(number))
+                return
+            self._fail(number, answer)
+            return
+        self._answered()
+        del self._pending[number]
+        self._note_grant(pending.call, answer)
+        self._completions.put((pending.done, answer))
+
+    def _fail(self, number: int, failure: CallFailure) -> None:
+        """Fail a call whose lease the daemon may or may not have made: end it by its id."""
+        pending = self._pending.pop(number)
+        if isinstance(pending.call, AcquireCall):
+            self._endings.release((pending.call.lease_id,))
+        elif isinstance(pending.call, ReserveCall):
+            self._endings.abandon(pending.call.lease_id, ())
+        self._completions.put((pending.done, failure))
+
+    def _note_grant(self, call: Call, answer: Answer) -> None:
+        if isinstance(call, AcquireCall) and isinstance(answer, AcquireReply):
+            if answer.outcome is not AcquireOutcome.GRANTED:
+                self._ended(call.lease_id)
+            if answer.outcome is AcquireOutcome.REFUSED:
+                self._registrations.again()
+        elif isinstance(call, ReserveCall) and isinstance(answer, ReserveReply):
+            outcomes = np.frombuffer(answer.outcomes, dtype=np.uint8)
+            self._leases.granted(call.lease_id, np.flatnonzero(outcomes == ReserveOutcome.GRANTED).tolist())
+            self._note_ended(call.lease_id)
+            if (outcomes == ReserveOutcome.REFUSED).any():
+                self._registrations.again()
+
+    # --- ends ---
+
+    def release(self, lease_ids: tuple[int, ...]) -> None:
+        self._endings.release(lease_ids)
+
+    def commit(self, lease_id: int, indices: tuple[int, ...], done: CommitDone | None) -> None:
+        self._endings.commit(lease_id, indices, done)
+
+    def abandon(self, lease_id: int, indices: tuple[int, ...]) -> None:
+        self._endings.abandon(lease_id, indices)
+
+    def end_request(self, request_id: str) -> None:
+        self._endings.end_request(request_id)
+
+    def _send_endings(self) -> None:
+        self.state.unconfirmed = len(self._endings)
+        if not self._declared or self._token is None or self._resend_armed or not self.state.unconfirmed:
+            return
+        token = self._token
+        for call in self._endings.next_calls(token):
+            self.call(call, lambda answer, call=call: self._ending_answered(call, answer))  # type: ignore[misc]
+
+    def _ending_answered(self, call: EndingCall, answer: Answer) -> None:
+        kind = type(call)
+        if isinstance(answer, CallFailure):
+            self.noted(answer)
+            if answer.reason is FailureReason.REFUSED:
+                self._log.warning("kvdepot: %s refused: %s", kind.__name__, answer.message)
+                self._close_book(self._endings.refused(kind))
+                return
+            self._endings.unconfirmed(kind)
+            if not self._resend_armed:
+                self._resend_armed = True
+                self.after(self._retry.next_seconds(), self._resend)
+            return
+        self._retry.reset()
+        self._answered()
+        self._close_book(self._endings.confirmed(kind, answer if isinstance(answer, CommitReply) else None))
+
+    def _resend(self) -> None:
+        self._resend_armed = False
+
+    def _close_book(self, ended: Ended) -> None:
+        for lease_id in ended.leases:
+            self._ended(lease_id)
+        for lease_id, indices in ended.objects:
+            if lease_id in self._leases:
+                self._leases.settled(lease_id, indices)
+                self._note_ended(lease_id)
+        for done, outcomes in ended.committed:
+            self._completions.put((done, outcomes))
+
+    def _ended(self, lease_id: int) -> None:
+        if lease_id in self._leases:
+            self._leases.ended(lease_id)
+            self.state.leases_ended += 1
+
+    def _note_ended(self, lease_id: int) -> None:
+        if lease_id not in self._leases:
+            self.state.leases_ended += 1

@@ -1,0 +1,82 @@
+"""The attachment socket: one datagram each way, and the arena's descriptor with the answer."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvdepot.core.calls import AttachCall, AttachReply
+from kvdepot.core.errors import KvDepotError
+from kvdepot.core.limits import ATTACH_DATAGRAM_BYTES_MAX
+from kvdepot.proto import codec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_DESCRIPTORS_MAX = 8
+"""Room for more than the one that is due, so that an unexpected one is closed and not lost."""
+
+
+class AttachError(Exception):
+    """Not attached. `by_daemon`: the daemon said no; otherwise it is not there, or did not answer."""
+
+    def __init__(self, message: str, *, by_daemon: bool) -> None:
+        super().__init__(message)
+        self.by_daemon = by_daemon
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """An accepted attachment. The connection is the liveness; the descriptor is the caller's to close."""
+
+    connection: socket.socket
+    reply: AttachReply
+    descriptor: int
+
+
+def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
+    """Connect, ask, and take the answer. Raises AttachError; blocks for at most about `timeout_seconds` a step."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    descriptors: list[int] = []
+    try:
+        connection.settimeout(timeout_seconds)
+        connection.connect(path)
+        connection.send(codec.encode_attach_call(call))
+        datagram, descriptors = _receive(connection)
+        if not datagram:
+            raise AttachError(f"{path}: the daemon closed the connection", by_daemon=False)
+        reply = codec.decode_attach_reply(datagram)
+        if not reply.protocol:
+            raise AttachError(reply.error or "refused without a reason", by_daemon=True)
+        if len(descriptors) != 1:
+            raise AttachError(f"the answer carries {len(descriptors)} descriptors, not 1", by_daemon=True)
+    except AttachError:
+        _close(connection, descriptors)
+        raise
+    except (OSError, KvDepotError) as error:
+        _close(connection, descriptors)
+        raise AttachError(f"{path}: {error}", by_daemon=isinstance(error, KvDepotError)) from error
+    connection.settimeout(None)
+    return Attached(connection, reply, descriptors[0])
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Like `socket.recv_fds`, but the descriptors are closed on exec from the beginning."""
+    room = socket.CMSG_LEN(_DESCRIPTORS_MAX * 4)
+    data, ancillary, _, _ = connection.recvmsg(ATTACH_DATAGRAM_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    return data, list(descriptors)
+
+
+def _close(connection: socket.socket, descriptors: Iterable[int]) -> None:
+    connection.close()
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
