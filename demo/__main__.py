@@ -1,0 +1,79 @@
+"""`python -m demo`: two toy models, a real vLLM, a real kvdepotd, one table.
+
+Exit status 1 if tokens differ or an expected hit is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from demo.daemon import Daemon
+from demo.engine import ROOT
+from demo.scenarios import PROMPT_TOKENS, Demo, Row, ToyRun
+from demo.toys import DENSE, HYBRID
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title=f"kvdepot demo: prompts of {PROMPT_TOKENS} tokens, one at a time")
+    for heading in ("model", "scenario"):
+        table.add_column(heading)
+    for heading in ("prompt tokens", "own cache", "from kvdepot", "daemon says", "first token"):
+        table.add_column(heading, justify="right")
+    table.add_column("tokens equal")
+    for row in rows:
+        hit = (
+            f"{row.kvdepot_tokens}"
+            if row.hit_as_expected
+            else f"[red]{row.kvdepot_tokens}, not {row.expected_tokens}[/]"
+        )
+        table.add_row(
+            row.model, row.scenario, f"{row.prompt_tokens}", f"{row.local_tokens}", hit, f"{row.served_tokens}",
+            f"{row.first_token_seconds * 1000:.0f} ms", "[green]yes[/]" if row.tokens_equal else "[red]NO[/]",
+        )  # fmt: skip
+    return table
+
+
+def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    started = time.monotonic()
+    progress = Console(stderr=True, highlight=False)
+
+    def say(text: str) -> None:
+        progress.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {text}")
+
+    build = ROOT / "build"
+    logs = build / "demo-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    say("making two toy models and starting kvdepotd on its embedded default")
+    with Daemon() as daemon:
+        say(f"kvdepotd serves at {daemon.endpoint}, {daemon.status().tiers[0].capacity_bytes >> 20} MiB of RAM")
+        runs = [ToyRun.make(toy, build / "toys", daemon.endpoint) for toy in (DENSE, HYBRID)]
+        demo = Demo(daemon, runs, logs, say)
+        try:
+            demo.run()
+        finally:
+            demo.close()
+            (logs / "kvdepotd.log").write_bytes(daemon.log.read_bytes())
+    return _report(demo.rows, build / "demo.json")
+
+
+def _report(rows: list[Row], file: Path) -> int:
+    console = Console()
+    file.write_text(json.dumps({"rows": [row.as_json() for row in rows]}, indent=2) + "\n")
+    console.print(_table(rows))
+    failed = [row for row in rows if not row.passed]
+    for row in failed:
+        console.print(f"[red]failed:[/] {row.model}, {row.scenario}")
+    console.print(f"{len(rows) - len(failed)} of {len(rows)} rows as expected; {file.relative_to(ROOT)}")
+    return 1 if failed or not rows else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

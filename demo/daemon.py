@@ -1,0 +1,212 @@
+"""kvdepotd as a process that can be watched, stopped, killed and started again on its arena."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from kvdepot.core.report import DaemonStatus
+from kvdepot.proto.codec_report import decode_status
+from kvdepot.proto.v1 import depot_pb2 as pb
+from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
+
+START_TIMEOUT_SECONDS = 60.0
+SETTLE_TIMEOUT_SECONDS = 30.0
+QUIET_SECONDS = 0.3
+_POLL_SECONDS = 0.02
+
+
+class DaemonProcessError(RuntimeError):
+    """kvdepotd did not start, stop or settle in time. The message says where its log is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the daemon has given to engines since its start, by its own counters."""
+
+    tokens: int
+    bytes: int
+
+    def since(self, earlier: Served) -> Served:
+        return Served(self.tokens - earlier.tokens, self.bytes - earlier.bytes)
+
+
+class Daemon:
+    """One kvdepotd and the folder it lives in; `close` removes both, and the arena.
+
+    Without a configuration the daemon runs on its embedded default, with the folder as
+    runtime directory; else `configuration` is TOML that starts inside the `[ram]` table.
+    """
+
+    def __init__(self, configuration: str | None = None) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvd-"))
+        self.memory = Path(tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm"))
+        self.log = self.directory / "kvdepotd.log"
+        self.socket = self.directory / "kvdepot" / "kvdepot.sock"
+        self.socket.parent.mkdir(mode=0o700)
+        self._arguments: list[str] = []
+        if configuration is not None:
+            file = self.directory / "kvdepot.toml"
+            file.write_text(
+                f'[daemon]\nlisten = ["{self.endpoint}"]\nmetrics = "127.0.0.1:0"\n'
+                f'[ram]\npath = "{self.memory}"\n{configuration}'
+            )
+            self._arguments = [str(file)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: grpc.Channel | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return f"unix://{self.socket}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> Self:
+        """Returns once the daemon says that it is ready."""
+        assert self._process is None
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(Path(sys.executable).parent / "kvdepotd"), "serve", *self._arguments],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | {"XDG_RUNTIME_DIR": str(self.directory), "XDG_CACHE_HOME": str(self.directory)},
+            )  # fmt: skip
+        self.wait(lambda status: status.ready, START_TIMEOUT_SECONDS, "ready")
+        return self
+
+    def status(self, timeout_seconds: float = 5.0) -> DaemonStatus:
+        """Raises grpc.RpcError while the daemon does not answer."""
+        if self._channel is None:
+            self._channel = grpc.insecure_channel(
+                f"unix:{self.socket}",
+                options=[("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)],
+            )
+        operator: Any = pb_grpc.OperatorStub(self._channel)  # type: ignore[no-untyped-call]
+        return decode_status(operator.GetStatus(pb.GetStatusRequest(), timeout=timeout_seconds))
+
+    def served(self) -> Served:
+        counters = self.status().counters
+        return Served(int(counters.get("hit_tokens", 0)), int(counters.get("granted_read_bytes", 0)))
+
+    def wait(self, condition: Callable[[DaemonStatus], bool], timeout_seconds: float, what: str) -> DaemonStatus:
+        """The first status for which `condition` holds. Raises DaemonProcessError after the timeout."""
+        until = time.monotonic() + timeout_seconds
+        status: DaemonStatus | None = None
+        while time.monotonic() < until:
+            if self._process is not None and self._process.poll() is not None:
+                raise DaemonProcessError(f"kvdepotd exited with {self._process.returncode}:\n{self.log_tail()}")
+            with contextlib.suppress(grpc.RpcError):
+                status = self.status()
+                if condition(status):
+                    return status
+            time.sleep(_POLL_SECONDS)
+        raise DaemonProcessError(f"not {what} within {timeout_seconds} s; last status: {status}\n{self.log_tail()}")
+
+    def settle(
+        self, objects_min: int = 0, *, summed: bool = False, timeout_seconds: float = SETTLE_TIMEOUT_SECONDS
+    ) -> DaemonStatus:
+        """Wait until nothing is lent, reserved or unverified, for a while, with at least `objects_min` objects there.
+
+        Stores happen after a request's last token: whoever resets or restarts something
+        and expects hits has to wait for the commits first; and, with `summed`, for the
+        checksums, without which a killed daemon's successor keeps nothing.
+        """
+        quiet_since: float | None = None
+
+        def settled(status: DaemonStatus) -> bool:
+            nonlocal quiet_since
+            enough = status.tiers[0].objects >= objects_min and (not summed or unsummed_objects(status) <= 0)
+            if not enough or not is_idle(status):
+                quiet_since = None
+                return False
+            quiet_since = quiet_since or time.monotonic()
+            return time.monotonic() - quiet_since >= QUIET_SECONDS
+
+        return self.wait(settled, timeout_seconds, f"settled with {objects_min} objects or more")
+
+    def wait_attached(self, engines: int, timeout_seconds: float = START_TIMEOUT_SECONDS) -> DaemonStatus:
+        """Wait until `engines` sessions have a scheduler and all their ranks."""
+
+        def attached(status: DaemonStatus) -> bool:
+            complete = [s for s in status.sessions if s.scheduler_attached and s.ranks_attached == s.world_size]
+            return len(complete) == len(status.sessions) == engines
+
+        return self.wait(attached, timeout_seconds, f"attached to {engines} engines")
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL to the daemon alone; its checksum worker has to notice by itself."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(30)
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        process, self._process = self._process, None
+        assert process is not None
+        process.terminate()
+        return process.wait(60)
+
+    def log_tail(self, lines: int = 20) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
+
+    def close(self) -> None:
+        arenas = self._arena_files()
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(signal.SIGCONT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.stop()
+        self.kill()
+        if self._channel is not None:
+            self._channel.close()
+        for file in arenas:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self.memory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _arena_files(self) -> list[Path]:
+        """With the embedded default the arena lies beside everybody's: ask the daemon's own rule for its name."""
+        if self._arguments:
+            return list(self.memory.iterdir())
+        from kvdepot.server.config import embedded
+
+        arena = embedded({"daemon": {"listen": [self.endpoint]}}).arena_path
+        return [arena, arena.with_name(arena.name + ".lock")]
+
+    def __enter__(self) -> Self:
+        if self._process is None:
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def is_idle(status: DaemonStatus) -> bool:
+    """Nothing lent or reserved, and every adopted object verified."""
+    sessions_idle = all(not s.leases and not s.credit_used_bytes and not s.lent_objects for s in status.sessions)
+    tier = status.tiers[0]
+    return sessions_idle and not tier.lent_bytes and not tier.unverified_objects
+
+
+def unsummed_objects(status: DaemonStatus) -> int:
+    """Committed by this run of the daemon and not summed yet (while nothing was evicted or dropped)."""
+    counters = status.counters
+    return int(counters.get("committed_objects.committed", 0) - counters.get("summed_objects", 0))

@@ -1,0 +1,282 @@
+"""A vLLM engine as a process that can be driven, restarted and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from demo.toys import CONTEXT_TOKENS_MAX, Toy
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_SECONDS = 240.0
+CALL_TIMEOUT_SECONDS = 120.0
+POOL_BYTES = 1 << 28
+
+
+class EngineProcessError(RuntimeError):
+    """The engine process died, or answered a command with an error. The message says where its log is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished request. `cached_tokens` is vLLM's own figure, local and external together."""
+
+    name: str
+    tokens: tuple[int, ...] = ()
+    cached_tokens: int = 0
+    first_token_seconds: float = 0.0
+    seconds: float = 0.0
+    finish_reason: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Where prompt tokens came from, as vLLM counts them."""
+
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    local_tokens: int = 0
+    external_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished: int = 0
+
+    def since(self, earlier: PromptTokens) -> PromptTokens:
+        return PromptTokens(
+            self.prompt_tokens - earlier.prompt_tokens,
+            self.computed_tokens - earlier.computed_tokens,
+            self.local_tokens - earlier.local_tokens,
+            self.external_tokens - earlier.external_tokens,
+            self.generated_tokens - earlier.generated_tokens,
+            self.preemptions - earlier.preemptions,
+            self.finished - earlier.finished,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to start an engine. `connector` is vLLM's kv_transfer_config, None for an engine without one."""
+
+    toy: Toy
+    model: Path
+    connector: dict[str, Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def engine_arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "model": str(self.model),
+            "dtype": self.toy.dtype,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "max_model_len": CONTEXT_TOKENS_MAX,
+            "max_num_batched_tokens": CONTEXT_TOKENS_MAX,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": POOL_BYTES,
+            "disable_log_stats": True,
+        }
+        arguments |= self.toy.engine | self.arguments
+        if self.connector is not None:
+            arguments["kv_transfer_config"] = self.connector
+        return arguments
+
+    def process_environment(self) -> dict[str, str]:
+        fixed = {
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+        return inherited | fixed | self.environment
+
+
+def depot_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
+    """The kv_transfer_config of DESIGN 7 for a daemon at `endpoint`."""
+    return {
+        "kv_connector": "KVDepotConnector",
+        "kv_connector_module_path": "kvdepot.client.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"endpoint": endpoint} | extra,
+    }
+
+
+class Engine:
+    """One engine process group. Not thread-safe, but commands may overlap (`begin`)."""
+
+    def __init__(self, options: EngineOptions, log: Path) -> None:
+        self.options = options
+        self.log = log
+        self.ready: dict[str, Any] = {}
+        self._ids = itertools.count(1)
+        self._names = itertools.count(1)
+        self._waiting: dict[int, Future[Any]] = {}
+        self._finished = 0
+        self._process: subprocess.Popen[str] | None = None
+
+    def launch(self) -> Future[Any]:
+        """Start the process; the future resolves when the engine serves."""
+        assert self._process is None
+        ready: Future[Any] = Future()
+        self._waiting[0] = ready
+        with self.log.open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "demo.engine_process", json.dumps(self.options.engine_arguments())],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
+                env=self.options.process_environment(), start_new_session=True,
+            )  # fmt: skip
+        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        return ready
+
+    def wait_ready(self, launched: Future[Any]) -> None:
+        self.ready = self._result(launched, START_TIMEOUT_SECONDS)
+
+    def start(self) -> Self:
+        self.wait_ready(self.launch())
+        return self
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            answer = json.loads(line)
+            waiting = self._waiting.pop(answer["id"])
+            if "error" in answer:
+                waiting.set_exception(EngineProcessError(f"{answer['error']} (log: {self.log})"))
+            else:
+                waiting.set_result(answer["ok"])
+        for waiting in list(self._waiting.values()):
+            waiting.set_exception(EngineProcessError(f"the engine process ended; its log is {self.log}"))
+        self._waiting.clear()
+
+    def _send(self, do: str, **arguments: Any) -> Future[Any]:
+        process = self._process
+        if process is None or process.stdin is None:
+            raise EngineProcessError("the engine is not running")
+        answer: Future[Any] = Future()
+        identity = next(self._ids)
+        self._waiting[identity] = answer
+        try:
+            process.stdin.write(json.dumps({"id": identity, "do": do} | arguments) + "\n")
+            process.stdin.flush()
+        except BrokenPipeError as error:
+            raise EngineProcessError(f"the engine process ended; its log is {self.log}") from error
+        return answer
+
+    def _result(self, answer: Future[Any], timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> Any:
+        try:
+            return answer.result(timeout_seconds)
+        except TimeoutError as error:
+            raise EngineProcessError(f"no answer within {timeout_seconds} s; the engine's log is {self.log}") from error
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, names: Sequence[str] = (), serial: bool = False
+    ) -> Future[Any]:
+        """Send prompts, all at once unless `serial`; pass the future to `finish`."""
+        names = names or [f"r{next(self._names)}" for _ in prompts]
+        requests = [{"name": name, "prompt": list(ids)} for name, ids in zip(names, prompts, strict=True)]
+        return self._send("generate", requests=requests, max_tokens=max_tokens, serial=serial)
+
+    def finish(self, begun: Future[Any], timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> list[Completion]:
+        answers = self._result(begun, timeout_seconds)
+        completions = [Completion(**answer | {"tokens": tuple(answer.get("tokens", ()))}) for answer in answers]
+        self._finished += sum(1 for completion in completions if completion.finish_reason == "length")
+        return completions
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, serial: bool = False) -> list[Completion]:
+        return self.finish(self.begin(prompts, max_tokens, serial=serial))
+
+    def ask(self, prompt: Sequence[int], max_tokens: int = 16) -> Answer:
+        """One request alone: its completion and where its prompt tokens came from."""
+        before = self.totals()
+        (completion,) = self.generate([prompt], max_tokens)
+        if completion.error:
+            raise EngineProcessError(f"{completion.error} (log: {self.log})")
+        return Answer(completion, self.totals().since(before))
+
+    def totals(self) -> PromptTokens:
+        return PromptTokens(**self._result(self._send("totals", finished=self._finished)))
+
+    def abort(self, names: Sequence[str]) -> None:
+        self._result(self._send("abort", names=list(names)))
+
+    def reset_prefix_cache(self, *, reset_connector: bool = False, timeout_seconds: float = 20.0) -> None:
+        """Empty the engine's own cache; repeated while blocks are pinned (vLLM then answers False)."""
+        until = time.monotonic() + timeout_seconds
+        while not self._result(self._send("reset_prefix_cache", reset_connector=reset_connector)):
+            if time.monotonic() > until:
+                raise EngineProcessError(
+                    f"reset_prefix_cache still refused after {timeout_seconds} s (log: {self.log})"
+                )
+            time.sleep(0.02)
+
+    def processes(self) -> list[int]:
+        """The pids of the engine's process group: front end, scheduler (engine core), workers."""
+        assert self._process is not None
+        group = self._process.pid
+        members = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                    if os.getpgid(int(entry.name)) == group:
+                        members.append(int(entry.name))
+        return sorted(members)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the engine at once."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+
+    def close(self) -> None:
+        """Ask the engine to shut down; kill what is left."""
+        if self._process is None:
+            return
+        with contextlib.suppress(EngineProcessError, subprocess.TimeoutExpired):
+            self._result(self._send("close"), 5)
+            self._process.wait(30)
+        self.kill()
+
+    def __enter__(self) -> Self:
+        if self._process is None:
+            self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What `Engine.ask` saw of one request."""
+
+    completion: Completion
+    prompt: PromptTokens
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.completion.tokens
+
+    @property
+    def external_tokens(self) -> int:
+        return self.prompt.external_tokens
+
+    @property
+    def local_tokens(self) -> int:
+        return self.prompt.local_tokens
