@@ -1,16 +1,21 @@
 """The heart of the daemon: index, leases and sessions over the arena's tables.
 
-Plain synchronous code with one owner thread; no call blocks.
+Plain synchronous code with one owner thread; no call blocks. This module decides who
+may call what, deals with repeats and deadlines, and delegates the rest.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from typing import Final
 
+from kvdepot.core import limits
 from kvdepot.core.arena import ArenaTables
 from kvdepot.core.calls import (
     AbandonCall,
     AcquireCall,
+    AcquireOutcome,
     AcquireReply,
     CommitCall,
     CommitReply,
@@ -21,10 +26,24 @@ from kvdepot.core.calls import (
     LocateReply,
     ReleaseCall,
     ReserveCall,
+    ReserveOutcome,
     ReserveReply,
 )
+from kvdepot.core.errors import InvalidArgument, NoRoom, UnknownNamespace
+from kvdepot.core.eviction import policy_by_name
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import check_limit
+from kvdepot.core.report import TierStatus
+from kvdepot.server.engine.adoption import Adoption
 from kvdepot.server.engine.counters import Counters
+from kvdepot.server.engine.leases import Lease, ReadLease, WriteLease
+from kvdepot.server.engine.load import Loads
+from kvdepot.server.engine.namespaces import Namespace, checked_id
+from kvdepot.server.engine.requests import Requests
+from kvdepot.server.engine.sessions import Session, Sessions
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.store import Stores
+from kvdepot.server.engine.sums import Sums
 from kvdepot.server.engine.types import (
     AdoptionReport,
     Attached,
@@ -35,6 +54,9 @@ from kvdepot.server.engine.types import (
     ProcessIdentity,
     ToSum,
 )
+
+_NAMESPACE_EVICTIONS_MAX: Final = 4096
+"""Nodes dropped in one call to make a namespace slot free: some 50 ms."""
 
 
 class Engine:
@@ -55,24 +77,71 @@ class Engine:
         config: EngineConfig,
         counters: Counters | None = None,
     ) -> None:
-        raise NotImplementedError
+        self._tables = tables
+        self._config = config
+        self._clock = clock
+        self.counters = Counters() if counters is None else counters
+        self._space = Space(
+            tables, run=run, clock=clock, random_bytes=random_bytes,
+            policy=policy_by_name(config.eviction), counters=self.counters,
+        )  # fmt: skip
+        self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
+        self._requests = Requests(self._space, config.provisional_seconds)
+        self._sums = Sums(self._space)
+        self._stores = Stores(self._space, self._requests, config, arena_id)
+        self._loads = Loads(self._space, config, arena_id, self._sums.want)
+        self._deadlines: deque[tuple[float, Lease]] = deque()  # all leases last equally long: the first ends first
 
     # Life of the arena
 
     def adopt(self, alive: Callable[[ProcessIdentity], Liveness]) -> AdoptionReport:
         """Take over what an earlier run left in the tables. Call once, before anything else; an empty arena is fine."""
-        raise NotImplementedError
+        report = Adoption(self._space, self._sessions, self._stores, self._loads, self._tables.layout).run(alive)
+        for session in self._sessions.by_slot.values():
+            for lease in session.leases.values():
+                self._start_deadline(lease)
+        self.counters.add("adopted_objects.kept", report.kept)
+        for reason, count in report.dropped.items():
+            self.counters.add(f"adopted_objects.{reason}", count)
+        return report
 
     def ready(self, upto_bytes: int) -> None:
         """The arena file is populated up to this offset (bytes from its start; never shrinks)."""
-        raise NotImplementedError
+        self._space.allocator.grow(upto_bytes)
 
     def tick(self) -> None:
         """Deadlines, grace, provisional paths and watermark eviction, in bounded slices. Call about every 100 ms."""
-        raise NotImplementedError
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self._expire(self._deadlines.popleft()[1])
+        for session in self._sessions.idle_beyond_grace():
+            self._end_service(session)
+        self._requests.expire()
+        self._space.unpark()
+        allocator = self._space.allocator
+        if allocator.used_bytes > self._config.high_watermark * allocator.ready_bytes:
+            low = int(self._config.low_watermark * allocator.ready_bytes)
+            self._space.evict_to(low, self._config.evictions_per_tick)
 
     def status(self) -> EngineStatus:
-        raise NotImplementedError
+        space = self._space
+        tier = TierStatus(
+            name="ram",
+            kind="ram",
+            capacity_bytes=self._tables.layout.data_bytes,
+            ready_bytes=space.allocator.ready_bytes,
+            used_bytes=space.allocator.used_bytes,
+            lent_bytes=space.lent_bytes(),
+            objects=space.objects,
+            unverified_objects=space.unverified,
+            state="populating" if space.growing else "ready",
+        )
+        return EngineStatus(
+            tier=tier,
+            sessions=tuple(s.status(self._config.credit_bytes) for s in self._sessions.by_slot.values()),
+            namespaces=tuple(namespace.status() for namespace in space.namespaces.by_slot.values()),
+            counters=self.counters.snapshot(),
+        )
 
     # Sessions
 
@@ -84,11 +153,14 @@ class Engine:
         Raises the errors of core.errors: another live process is this engine's scheduler
         or rank, world_size is out of range or differs, tables are full.
         """
-        raise NotImplementedError
+        orphan = self._sessions.expired_for(engine_id, process)
+        if orphan is not None:
+            self._end_service(orphan)
+        return self._sessions.attach(process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size)
 
     def disconnected(self, attachment: int) -> None:
         """One connection of the attachment ended while its process lives, or its death cannot be proven."""
-        raise NotImplementedError
+        self._sessions.disconnected(attachment)
 
     def process_dead(self, attachment: int) -> tuple[int, ...]:
         """Its process is proven dead.
@@ -96,52 +168,205 @@ class Engine:
         Returns attachments of the same session whose connections are to be closed, because
         the session ended with its scheduler (clients attach anew).
         """
-        raise NotImplementedError
+        dead = self._sessions.attachments.get(attachment)
+        if dead is None:
+            return ()
+        session = dead.session
+        if len(session.attachments) == 1:
+            self._end_session(session)
+            self._sessions.remove_attachment(dead)
+            self._sessions.remove(session)
+            return ()
+        self._sessions.remove_attachment(dead)
+        if not dead.scheduler:
+            return ()
+        session.scheduler_died = True
+        self._end_service(session)
+        return tuple(other.slot for other in session.attachments.values() if other.connections)
 
     def attachments(self) -> tuple[AttachmentInfo, ...]:
         """All attachments in the table, also those adopted from an earlier run: watch these processes."""
-        raise NotImplementedError
+        return self._sessions.infos()
 
     def register_namespace(self, session: bytes, spec: NamespaceSpec) -> tuple[bytes, int]:
         """(namespace id, ranks attached). Raises when the spec lies about sizes or the table is full."""
-        raise NotImplementedError
+        owner = self._sessions.of(session)
+        namespace_id = checked_id(spec)
+        if namespace_id not in owner.namespaces:
+            check_limit("namespaces of one session", len(owner.namespaces) + 1, limits.NAMESPACES_PER_SESSION_MAX)
+            namespace = self._space.namespaces.by_id.get(namespace_id) or self._new_namespace(namespace_id, spec)
+            if namespace.spec is None:
+                namespace.define(spec)
+            namespace.sessions += 1
+            namespace.used_at = self._clock()
+            owner.namespaces[namespace_id] = namespace
+        return namespace_id, owner.ranks_attached
 
     # Calls; all raise the "attach first" error on an unknown session token
 
     def locate(self, call: LocateCall) -> LocateReply:
-        raise NotImplementedError
+        session = self._sessions.of(call.session)
+        return self._loads.locate(_namespace(session, call.namespace), call)
 
     def acquire(self, call: AcquireCall) -> AcquireReply:
-        raise NotImplementedError
+        session = self._sessions.of(call.session)
+        namespace = _namespace(session, call.namespace)
+        lease = session.leases.get(call.lease_id)
+        if lease is not None:
+            reply = lease.reply if _repeats(lease, ReadLease, call) else None
+            assert reply is None or isinstance(reply, AcquireReply)
+            return reply or AcquireReply(AcquireOutcome.REFUSED)
+        if call.lease_id in session.ended_leases or not session.complete:
+            reply = AcquireReply(AcquireOutcome.REFUSED)
+        else:
+            reply = self._loads.acquire(session, namespace, call)
+        if reply.outcome is AcquireOutcome.GRANTED:
+            self._start_deadline(session.leases[call.lease_id])
+        self.counters.add(f"acquires.{reply.outcome.name.lower()}")
+        return reply
 
     def release(self, call: ReleaseCall) -> None:
-        raise NotImplementedError
+        session = self._sessions.of(call.session)
+        check_limit("leases of one call", len(call.lease_ids), limits.LEASES_PER_CALL_MAX)
+        for lease_id in call.lease_ids:
+            lease = session.leases.get(lease_id)
+            if isinstance(lease, ReadLease):
+                self._loads.release(lease)
+            elif lease is None and lease_id not in session.ended_leases:
+                session.ended_leases.add(lease_id)
 
     def reserve(self, call: ReserveCall) -> ReserveReply:
-        raise NotImplementedError
+        session = self._sessions.of(call.session)
+        namespace = _namespace(session, call.namespace)
+        check_limit("bytes of a request id", len(call.request_id.encode()), limits.REQUEST_ID_BYTES_MAX)
+        lease = session.leases.get(call.lease_id)
+        if lease is not None:
+            reply = lease.reply if _repeats(lease, WriteLease, call) else None
+            assert reply is None or isinstance(reply, ReserveReply)
+            return reply or _all_refused(call, "the lease id is in use, or from an earlier daemon run")
+        if call.lease_id in session.ended_leases:
+            return _all_refused(call, "the lease was given back already")
+        if not session.complete:
+            return _all_refused(call, f"{session.ranks_attached} of {session.world_size} ranks are attached")
+        reply = self._stores.reserve(session, namespace, call)
+        namespace.used_at = self._clock()
+        if call.lease_id in session.leases:
+            self._start_deadline(session.leases[call.lease_id])
+        return reply
 
     def commit(self, call: CommitCall) -> CommitReply:
-        raise NotImplementedError
+        session = self._sessions.of(call.session)
+        check_limit("items of one call", len(call.items), limits.LEASES_PER_CALL_MAX)
+        _check_indices(call)
+        return CommitReply(tuple(self._stores.commit(session, item) for item in call.items))
 
     def abandon(self, call: AbandonCall) -> None:
-        raise NotImplementedError
+        session = self._sessions.of(call.session)
+        check_limit("items of one call", len(call.items), limits.LEASES_PER_CALL_MAX)
+        _check_indices(call)
+        for item in call.items:
+            self._stores.abandon(session, item)
 
     def end_request(self, call: EndRequestCall) -> None:
-        raise NotImplementedError
+        self._requests.end(self._sessions.of(call.session).slot, call.request_id)
 
     def declare(self, call: DeclareCall) -> DeclareReply:
-        raise NotImplementedError
+        session = self._sessions.of(call.session)
+        check_limit("leases of one declaration", len(call.lease_ids), limits.LEASES_PER_SESSION_MAX)
+        held = set(call.lease_ids)
+        for lease_id in session.leases.keys() - held:
+            self._drop(session.leases[lease_id])
+        lost = tuple(lease_id for lease_id in call.lease_ids if lease_id not in session.leases)
+        return DeclareReply(lost, session.ranks_attached)
 
     # Checksums
 
     def next_to_sum(self) -> ToSum | None:
         """The next object for the checksum worker, now lent to it; None when there is none."""
-        raise NotImplementedError
+        return self._sums.next()
 
     def summed(self, row: int, generation: int, sum_lo: int, sum_hi: int) -> None:
         """The worker's answer. A verified object becomes visible, a mismatch drops its subtree."""
-        raise NotImplementedError
+        self._sums.summed(row, generation, sum_lo, sum_hi)
 
     def sum_worker_died(self) -> None:
         """Its death is proven: what it was lent returns and is handed out again."""
-        raise NotImplementedError
+        self._sums.worker_died()
+
+    # Ends
+
+    def _start_deadline(self, lease: Lease) -> None:
+        self._deadlines.append((self._clock() + self._config.lease_deadline_seconds, lease))
+
+    def _expire(self, lease: Lease) -> None:
+        """The deadline ends service, never the loan (I5, I6)."""
+        if lease.expired or lease.session.leases.get(lease.id) is not lease:
+            return
+        if isinstance(lease, WriteLease):
+            self._stores.expire(lease)
+        else:
+            self._loads.expire(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        """Nobody touches its extents any more."""
+        if isinstance(lease, WriteLease):
+            self._stores.drop(lease)
+        else:
+            self._loads.release(lease)
+
+    def _end_service(self, session: Session) -> None:
+        """Its scheduler died or is out of reach; processes that may live keep what they are lent."""
+        self._sessions.end(session)
+        for lease in list(session.leases.values()):
+            self._expire(lease)
+        self._leave_namespaces(session)
+
+    def _end_session(self, session: Session) -> None:
+        """All its processes are dead: everything returns (row T7)."""
+        self._sessions.end(session)
+        for lease in list(session.leases.values()):
+            self._drop(lease)
+        self._leave_namespaces(session)
+
+    def _leave_namespaces(self, session: Session) -> None:
+        self._requests.end_session(session.slot)
+        for namespace in session.namespaces.values():
+            namespace.sessions -= 1
+        session.namespaces.clear()
+
+    def _new_namespace(self, namespace_id: bytes, spec: NamespaceSpec) -> Namespace:
+        """Takes the slot of the least recently used idle namespace when the table is full."""
+        namespaces = self._space.namespaces
+        namespace = namespaces.add(namespace_id, spec.label, self._clock())
+        if namespace is not None:
+            return namespace
+        for idle in namespaces.idle():
+            if self._space.drop_namespace(idle, _NAMESPACE_EVICTIONS_MAX):
+                namespaces.remove(idle)
+                break
+        namespace = namespaces.add(namespace_id, spec.label, self._clock())
+        if namespace is None:
+            raise NoRoom("the namespace table is full, and none could be dropped at once")
+        return namespace
+
+
+def _namespace(session: Session, namespace_id: bytes) -> Namespace:
+    namespace = session.namespaces.get(namespace_id)
+    if namespace is None:
+        raise UnknownNamespace(f"this session has not registered namespace {namespace_id.hex()}")
+    return namespace
+
+
+def _repeats(lease: Lease, kind: type[Lease], call: AcquireCall | ReserveCall) -> bool:
+    return isinstance(lease, kind) and lease.fingerprint == hash(call)
+
+
+def _all_refused(call: ReserveCall, reason: str) -> ReserveReply:
+    return ReserveReply(bytes([ReserveOutcome.REFUSED]) * len(call.kinds), reason=reason)
+
+
+def _check_indices(call: CommitCall | AbandonCall) -> None:
+    for item in call.items:
+        if len(item.indices) % 4:
+            raise InvalidArgument(f"indices has {len(item.indices)} bytes, no multiple of 4")
+        check_limit("indices of one item", len(item.indices) // 4, limits.OBJECTS_PER_LEASE_MAX)

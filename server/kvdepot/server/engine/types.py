@@ -53,10 +53,8 @@ class EngineConfig:
     high_watermark: float = 0.95
     low_watermark: float = 0.90
     loads_in_flight: int = 64  # reader leases per session
-    leases_per_session: int = 16384
-    objects_per_call: int = 65536
-    tombstones_per_session: int = 65536
     evictions_per_tick: int = 256
+    eviction: str = "lru"  # a name of core.eviction.policy_names()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,325 @@
+"""Adopting the tables that an earlier daemon run left, however it ended.
+
+Nothing in them is believed that contradicts itself: such rows are dropped and counted
+by reason. What may still be touched by a living process keeps its bytes whatever else
+is wrong with it. The steps, each safe to be killed in and run again:
+
+1. sessions whose processes are all dead lose their lent entries, then their slots
+2. each object (a head and its continuations) is judged alone, then for overlaps and repeats
+3. the tree is built parents first; what has no path to the root is dropped
+4. objects that are dropped are freed, or stay DYING while lent; bytes that remain are claimed
+5. leases are rebuilt from the lent entries
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core.arena import NO_ROW, ArenaLayout, LentMode
+from kvdepot.core.calls import ROOT_KEY, Kind
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.load import Loads
+from kvdepot.server.engine.rows import COMMITTED, CONTINUATION, DYING, FREE, RESERVED, SUMMED
+from kvdepot.server.engine.sessions import Session, Sessions
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.store import Stores
+from kvdepot.server.engine.types import AdoptionReport, Liveness, ProcessIdentity
+
+_Numbers = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.bool_]
+
+REASONS = (
+    "",  # kept
+    "dying",  # dropped by the earlier run, which did not come to free it
+    "reservation_ended",
+    "no_checksum",
+    "no_parent",
+    "unknown_namespace",
+    "repeated",
+    "overlap",
+    "torn_fields",
+    "torn_generation",
+    "torn_extent",
+    "torn_links",
+)
+_CODE = {name: code for code, name in enumerate(REASONS)}
+
+
+class Adoption:
+    """One use: `run`. Works on arrays over heads, because a Python object per row would not fit the memory limit."""
+
+    def __init__(self, space: Space, sessions: Sessions, stores: Stores, loads: Loads, layout: ArenaLayout) -> None:
+        self._space = space
+        self._sessions = sessions
+        self._stores = stores
+        self._loads = loads
+        self._start, self._end = layout.data_offset, layout.data_offset + layout.data_bytes
+        states = space.rows.states
+        self._heads: _Numbers = np.flatnonzero((states != FREE) & (states != CONTINUATION))
+        self._reasons = np.zeros(len(self._heads), np.uint8)
+        self._chains: dict[int, list[int]] = {}  # of objects with several extents only
+
+    def run(self, alive: Callable[[ProcessIdentity], Liveness]) -> AdoptionReport:
+        repeated = self._space.namespaces.load(self._space.clock())
+        kept_slots = self._sessions.load(lambda process: alive(process) is Liveness.DEAD)
+        self._clear_entries(kept_slots)
+        self._sessions.clear_gone()
+        self._judge_chains()
+        self._judge_fields()
+        self._judge_overlaps()
+        self._judge_repeats()
+        self._plant()
+        states = self._space.rows.states[self._heads[self._reasons == 0]]
+        lent = self._space.lent.pins[self._heads] > 0
+        dropped = Counter({REASONS[c]: int(n) for c, n in enumerate(np.bincount(self._reasons)) if c and n})
+        if repeated:
+            dropped["namespace_repeated"] = repeated
+        self._settle(lent)
+        return AdoptionReport(
+            kept=int((states == COMMITTED).sum()),
+            reserved=int((states == RESERVED).sum()),
+            pinned=int((lent & (self._reasons != 0)).sum()),
+            sessions=len(kept_slots),
+            leases=self._rebuild_leases(),
+            dropped=dict(dropped),
+        )
+
+    # Who may still touch what
+
+    def _clear_entries(self, kept_slots: set[int]) -> None:
+        """Empty the entries of dead sessions, of checksum workers of the earlier run, and senseless ones."""
+        lent, rows = self._space.lent, self._space.rows
+        used = np.flatnonzero(lent.modes != LentMode.FREE)
+        held = np.isin(lent.modes[used], (LentMode.READ, LentMode.WRITE))
+        held &= np.isin(lent.sessions[used], np.array(sorted(kept_slots), np.int64))
+        held &= lent.rows[used] < rows.count
+        senseless = used[~held]
+        lent.modes[senseless] = LentMode.FREE
+        # A FREE or continuation row is lent to nobody: the reply that would tell of it was never sent.
+        used = used[held]
+        states = rows.states[lent.rows[used]]
+        lent.modes[used[(states == FREE) | (states == CONTINUATION)]] = LentMode.FREE
+        lent.rebuild()
+
+    # Judging
+
+    def _blame(self, faulty: _Flags, reason: str) -> None:
+        """The gravest reason counts."""
+        self._reasons[faulty] = np.maximum(self._reasons[faulty], _CODE[reason])
+
+    def _judge_chains(self) -> None:
+        rows = self._space.rows
+        owners: dict[int, int] = {}
+        for at in np.flatnonzero(rows.nexts[self._heads] != NO_ROW).tolist():
+            head = int(self._heads[at])
+            chain, whole = self._chain(head)
+            self._chains[head] = chain
+            if not whole:
+                self._reasons[at] = _CODE["torn_links"]
+            for row in chain[1:]:
+                other = owners.setdefault(row, at)
+                if other != at:
+                    self._reasons[at] = self._reasons[other] = _CODE["torn_links"]
+
+    def _chain(self, head: int) -> tuple[list[int], bool]:
+        """Rows as far as the links can be followed, and whether that is to the end."""
+        rows = self._space.rows
+        chain, seen = [head], {head}
+        while (row := rows.next[chain[-1]]) != NO_ROW:
+            if row >= rows.count or row in seen or rows.state[row] != CONTINUATION:
+                return chain, False
+            chain.append(row)
+            seen.add(row)
+        return chain, True
+
+    def _extents(self) -> tuple[_Numbers, _Numbers]:
+        """All rows of all objects, and for each the index of its head in `_heads`."""
+        owners = np.arange(len(self._heads))
+        more = [(row, at) for at in np.flatnonzero(self._several()) for row in self._chains[int(self._heads[at])][1:]]
+        further = np.array(more, np.int64).reshape(-1, 2)
+        return np.concatenate((self._heads, further[:, 0])), np.concatenate((owners, further[:, 1]))
+
+    def _several(self) -> _Flags:
+        return np.isin(self._heads, np.fromiter(self._chains, np.int64, len(self._chains)))
+
+    def _judge_fields(self) -> None:
+        space, heads = self._space, self._heads
+        rows = space.rows
+        states, kinds = rows.states[heads], rows.kinds[heads]
+        reserved, committed = states == RESERVED, states == COMMITTED
+        known = np.isin(rows.namespaces[heads], np.fromiter(space.namespaces.by_slot, np.int64))
+        self._blame(states == DYING, "dying")
+        self._blame(reserved & (space.lent.pins[heads] == 0), "reservation_ended")
+        self._blame(committed & (rows.flags[heads] & SUMMED == 0), "no_checksum")
+        self._blame((reserved | committed) & ~known, "unknown_namespace")
+        sensible = (kinds >= min(Kind)) & (kinds <= max(Kind)) & (rows.boundaries[heads] > 0) & (states <= DYING)
+        self._blame(~sensible, "torn_fields")
+        all_rows, owners = self._extents()
+        odd = rows.generations[all_rows] & 1 == 1
+        self._blame_owners(owners, (reserved[owners] & ~odd) | (committed[owners] & odd), "torn_generation")
+        self._blame_owners(owners, ~self._in_arena(all_rows), "torn_extent")
+
+    def _blame_owners(self, owners: _Numbers, faulty: _Flags, reason: str) -> None:
+        blamed = np.zeros(len(self._heads), np.bool_)
+        blamed[owners[faulty]] = True
+        self._blame(blamed, reason)
+
+    def _ends(self, all_rows: _Numbers) -> _Numbers:
+        granule = self._space.allocator.granule_bytes
+        lengths = self._space.rows.lengths[all_rows].astype(np.int64)
+        ends: _Numbers = self._space.rows.offsets[all_rows].astype(np.int64) + -(-lengths // granule) * granule
+        return ends
+
+    def _in_arena(self, all_rows: _Numbers) -> _Flags:
+        rows, size = self._space.rows, np.uint64(self._end)
+        offsets, lengths = rows.offsets[all_rows], rows.lengths[all_rows]
+        sane = (offsets >= self._start) & (offsets < size) & (lengths > 0) & (lengths <= size)
+        inside: _Flags = sane & (offsets % self._space.allocator.granule_bytes == 0)
+        inside[inside] = self._ends(all_rows[inside]) <= self._end
+        return inside
+
+    def _judge_overlaps(self) -> None:
+        """Neither of two objects that claim the same bytes can be right."""
+        all_rows, owners = self._extents()
+        sound = self._in_arena(all_rows)
+        all_rows, owners = all_rows[sound], owners[sound]
+        order = np.argsort(self._space.rows.offsets[all_rows], kind="stable")
+        all_rows, owners = all_rows[order], owners[order]
+        if not len(all_rows):
+            return
+        ends = self._ends(all_rows)
+        reach = np.maximum.accumulate(ends)
+        furthest = np.maximum.accumulate(np.where(ends >= reach, np.arange(len(ends)), 0))
+        starts = self._space.rows.offsets[all_rows].astype(np.int64)
+        overlapping = np.flatnonzero(starts[1:] < reach[:-1]) + 1
+        blamed = np.zeros(len(self._heads), np.bool_)
+        blamed[owners[overlapping]] = True
+        blamed[owners[furthest[overlapping - 1]]] = True
+        self._blame(blamed, "overlap")
+
+    def _judge_repeats(self) -> None:
+        """Two objects of one name: at most one could be right, and nothing says which."""
+        rows = self._space.rows
+        at = np.flatnonzero(self._reasons == 0)
+        heads = self._heads[at]
+        keys = rows.keys.view("<u8").reshape(-1, 2)[heads]
+        names = (rows.kinds[heads], keys[:, 0], keys[:, 1], rows.namespaces[heads])
+        order = np.lexsort(names)
+        same = np.ones(max(len(order) - 1, 0), np.bool_)
+        for column in names:
+            ordered = column[order]
+            same &= ordered[1:] == ordered[:-1]
+        blamed = np.zeros(len(self._heads), np.bool_)
+        blamed[at[order[1:][same]]] = True
+        blamed[at[order[:-1][same]]] = True
+        self._blame(blamed, "repeated")
+
+    # The tree
+
+    def _plant(self) -> None:
+        """Nodes for what is kept, parents (which have smaller boundaries) first."""
+        rows = self._space.rows
+        at = np.flatnonzero(self._reasons == 0)
+        heads = self._heads[at]
+        slots, kinds = rows.namespaces[heads], rows.kinds[heads]
+        path_kinds = {int(slot): int(kinds[slots == slot].min()) for slot in np.unique(slots)}
+        for place in np.lexsort((kinds, rows.boundaries[heads])):
+            head = int(heads[place])
+            reason = self._plant_one(head, path_kinds[rows.namespace[head]])
+            if reason:
+                self._reasons[at[place]] = _CODE[reason]
+
+    def _plant_one(self, head: int, path_kind: int) -> str:
+        space = self._space
+        slot, key, parent_key = space.rows.namespace[head], space.rows.key(head), space.rows.parent(head)
+        above = NONE
+        if parent_key != ROOT_KEY:
+            above = space.index.find(slot, parent_key)
+            if above == NONE or space.index.row(above, path_kind) == NO_ROW:
+                return "no_parent"
+            if space.rows.boundary[space.index.rows_of(above)[0]] >= space.rows.boundary[head]:
+                return "torn_fields"
+        node = space.index.find(slot, key)
+        if node == NONE:
+            node = space.add_node(space.namespaces.by_slot[slot], key, above)
+        elif space.index.parent(node) != above:
+            return "torn_fields"
+        space.index.set_row(node, space.rows.kind[head], head)
+        return ""
+
+    # Settling
+
+    def _settle(self, lent: _Flags) -> None:
+        """Carry out the judgement: in the tables, the allocator, the free rows and the policy."""
+        space = self._space
+        space.allocator.grow(self._end)
+        for at in np.flatnonzero(self._reasons).tolist():
+            self._unindex(int(self._heads[at]), REASONS[self._reasons[at]], lent=bool(lent[at]))
+        all_rows, owners = self._extents()
+        held = all_rows[(self._reasons[owners] == 0) | lent[owners]]
+        self._claim(held[self._in_arena(held)])
+        self._free_others(held)
+        for head in self._heads[self._reasons == 0].tolist():
+            self._enter(head)
+
+    def _unindex(self, head: int, reason: str, *, lent: bool) -> None:
+        rows = self._space.rows
+        chain = self._chains.get(head, [head])
+        if lent and reason in ("torn_links", "torn_extent", "overlap"):
+            # Lent all the same: what can be told of its bytes stays out of use in this run.
+            self._space.never_reuse(head)
+        for row in chain:
+            rows.generation[row] = (rows.generation[row] + 2) & ~1
+        rows.next[chain[-1]] = NO_ROW
+        rows.state[head] = DYING
+
+    def _claim(self, held: _Numbers) -> None:
+        """The union of these extents; they overlap only where a table was torn."""
+        starts = self._space.rows.offsets[held].astype(np.int64)
+        order = np.argsort(starts)
+        end = 0
+        for start, upto in zip(starts[order].tolist(), self._ends(held)[order].tolist(), strict=True):
+            if upto > end:
+                unclaimed = max(start, end)
+                self._space.allocator.claim(unclaimed, upto - unclaimed)
+                end = upto
+
+    def _free_others(self, held: _Numbers) -> None:
+        """Heads first, then continuations that nothing links."""
+        rows = self._space.rows
+        keep = np.zeros(rows.count, np.bool_)
+        keep[held] = True
+        gone = np.flatnonzero(~keep & (rows.states != FREE))
+        heads = rows.states[gone] != CONTINUATION
+        rows.states[gone[heads]] = FREE
+        rows.states[gone[~heads]] = FREE
+        rows.reset_free(np.flatnonzero(~keep).astype(np.uint32))
+
+    def _enter(self, head: int) -> None:
+        space = self._space
+        node = space.node_of(head)
+        if space.rows.state[head] == COMMITTED:
+            space.count_committed(head, 1)
+            if space.rows.run_of[head] == space.rows.run:
+                space.rows.run_of[head] = ~space.rows.run & 0xFFFF_FFFF  # the run was not advanced: trust nothing
+            space.unverified += 1
+            space.policy.on_commit(node, space.clock())
+        space.settle_node(node)
+
+    # Leases
+
+    def _rebuild_leases(self) -> int:
+        lent = self._space.lent
+        found: dict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
+        for entry in np.flatnonzero(lent.modes != LentMode.FREE).tolist():
+            found[(lent.sessions[entry], lent.leases[entry], lent.modes[entry])][int(lent.indices[entry])] = entry
+        for (slot, lease_id, mode), entries in found.items():
+            session: Session = self._sessions.by_slot[int(slot)]
+            if mode == LentMode.WRITE:
+                self._stores.adopt(session, int(lease_id), entries)
+            else:
+                self._loads.adopt(session, int(lease_id), np.array(list(entries.values()), np.uint32))
+        return len(found)

@@ -1,0 +1,217 @@
+"""The index: chunk key to node, and the tree of chunks. Columns only, no object per entry.
+
+The hash table is open addressing with linear probing over node numbers (Knuth, TAOCP 3,
+6.4, algorithms L and R), never more than half full, so that thousands of keys are looked
+up in a few numpy operations. A dict from bytes to int would cost 138 bytes an entry and
+pauses of tens of milliseconds when it grows; this costs 8 to 16 and never grows. The
+multipliers are random, so that nobody can choose keys that collide.
+
+A node is one chunk of one namespace. It has at most one row a kind, a parent (NONE: the
+root) and its children in a doubly linked list. Nothing here survives a restart: adoption
+rebuilds it from the extent table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core.arena import NO_ROW
+from kvdepot.core.calls import Kind
+
+NONE: Final = 0xFFFF_FFFF
+"""No node."""
+_MASK64: Final = (1 << 64) - 1
+_U64 = np.uint64
+
+U32 = npt.NDArray[np.uint32]
+Nodes = npt.NDArray[np.int64]
+
+
+class Index:
+    """Nodes 0..capacity-1. `find` and `find_many` answer NONE for an unknown key."""
+
+    def __init__(self, capacity: int, random_bytes: Callable[[int], bytes]) -> None:
+        self.capacity = capacity
+        self.count = 0
+        self._high = 0  # nodes at and above were never used
+        self._free = NONE  # freed nodes, linked by `_parent`
+        self.keys: npt.NDArray[np.uint64] = np.empty((capacity, 2), np.uint64)
+        self._key = self.keys.reshape(-1).data
+        self.namespaces: npt.NDArray[np.uint16] = np.empty(capacity, np.uint16)
+        self._namespace = self.namespaces.data
+        self.rows: tuple[U32, ...] = tuple(np.empty(capacity, np.uint32) for _ in Kind)
+        self._rows = tuple(rows.data for rows in self.rows)
+        self._parent = np.empty(capacity, np.uint32).data
+        self._first_child = np.empty(capacity, np.uint32).data
+        self._following = np.empty(capacity, np.uint32).data
+        self._preceding = np.empty(capacity, np.uint32).data
+        bits = max(4, (2 * capacity - 1).bit_length())
+        self._shift = 64 - bits
+        self._slot_mask = (1 << bits) - 1
+        self._slots: U32 = np.zeros(1 << bits, np.uint32)  # node + 1, 0 is empty
+        self._slot = self._slots.data
+        self._multipliers = tuple(int.from_bytes(random_bytes(8), "little") | 1 for _ in range(3))
+
+    # Looking up
+
+    def find(self, namespace: int, key: bytes) -> int:
+        low = int.from_bytes(key[:8], "little")
+        high = int.from_bytes(key[8:], "little")
+        at = self._home(namespace, low, high)
+        while node := self._slot[at]:
+            node -= 1
+            if self._key[2 * node] == low and self._key[2 * node + 1] == high and self._namespace[node] == namespace:
+                return int(node)
+            at = (at + 1) & self._slot_mask
+        return NONE
+
+    def find_many(self, namespace: int, keys: bytes) -> Nodes:
+        """One node or NONE per 16-byte key."""
+        pairs = np.frombuffer(keys, np.uint64).reshape(-1, 2)
+        low, high = pairs[:, 0], pairs[:, 1]
+        by_low, by_high, by_namespace = self._multipliers
+        mixed = low * _U64(by_low) + high * _U64(by_high) + _U64(namespace * by_namespace & _MASK64)
+        at = (mixed >> _U64(self._shift)).astype(np.int64)
+        found: Nodes = np.full(len(pairs), NONE, np.int64)
+        todo = np.arange(len(pairs))
+        while todo.size:
+            candidates = self._slots[at[todo]].astype(np.int64) - 1
+            occupied = candidates >= 0
+            todo, candidates = todo[occupied], candidates[occupied]
+            same = (self.keys[candidates] == pairs[todo]).all(axis=1) & (self.namespaces[candidates] == namespace)
+            found[todo[same]] = candidates[same]
+            todo = todo[~same]
+            at[todo] = (at[todo] + 1) & self._slot_mask
+        return found
+
+    def row(self, node: int, kind: int) -> int:
+        """Head row of the node's object, or NO_ROW."""
+        return int(self._rows[kind - 1][node])
+
+    def rows_of(self, node: int) -> list[int]:
+        return [rows[node] for rows in self._rows if rows[node] != NO_ROW]
+
+    def key(self, node: int) -> bytes:
+        low_high: bytes = self.keys[node].tobytes()
+        return low_high
+
+    def namespace(self, node: int) -> int:
+        return int(self._namespace[node])
+
+    def parent(self, node: int) -> int:
+        return int(self._parent[node])
+
+    def is_leaf(self, node: int) -> bool:
+        return self._first_child[node] == NONE
+
+    def children(self, node: int) -> Iterator[int]:
+        child = self._first_child[node]
+        while child != NONE:
+            following = self._following[child]
+            yield child
+            child = following
+
+    def leaves_first(self, node: int) -> list[int]:
+        """The subtree, every child before its parent."""
+        order = [node]
+        for at in order:
+            order.extend(self.children(at))
+        return order[::-1]
+
+    # Changing
+
+    def add(self, namespace: int, key: bytes, parent: int) -> int:
+        """A new node without rows. The caller knows that the key is not there and that a row, hence a node, is free."""
+        if self._free != NONE:
+            node = self._free
+            self._free = self._parent[node]
+        else:
+            node = self._high
+            self._high += 1
+        assert node < self.capacity, "more nodes than rows"
+        low = int.from_bytes(key[:8], "little")
+        high = int.from_bytes(key[8:], "little")
+        self._key[2 * node] = low
+        self._key[2 * node + 1] = high
+        self._namespace[node] = namespace
+        for rows in self._rows:
+            rows[node] = NO_ROW
+        self._first_child[node] = NONE
+        self._link(node, parent)
+        at = self._home(namespace, low, high)
+        while self._slot[at]:
+            at = (at + 1) & self._slot_mask
+        self._slot[at] = node + 1
+        self.count += 1
+        return node
+
+    def set_row(self, node: int, kind: int, row: int) -> None:
+        self._rows[kind - 1][node] = row
+
+    def remove(self, node: int) -> None:
+        """Forget a leaf."""
+        assert self._first_child[node] == NONE, "only leaves are removed"
+        self._unhash(node)
+        self._unlink(node)
+        self._parent[node] = self._free
+        self._free = node
+        self.count -= 1
+
+    def nodes_of(self, namespace: int) -> npt.NDArray[np.intp]:
+        """All nodes of a namespace, in no order. O(capacity): for dropping a namespace."""
+        slots = self._slots[self._slots != 0].astype(np.int64) - 1
+        chosen: npt.NDArray[np.intp] = slots[self.namespaces[slots] == namespace]
+        return chosen
+
+    # Within
+
+    def _home(self, namespace: int, low: int, high: int) -> int:
+        by_low, by_high, by_namespace = self._multipliers
+        return ((low * by_low + high * by_high + namespace * by_namespace) & _MASK64) >> self._shift
+
+    def _link(self, node: int, parent: int) -> None:
+        self._parent[node] = parent
+        self._preceding[node] = NONE
+        self._following[node] = NONE
+        if parent == NONE:
+            return
+        first = self._first_child[parent]
+        self._following[node] = first
+        if first != NONE:
+            self._preceding[first] = node
+        self._first_child[parent] = node
+
+    def _unlink(self, node: int) -> None:
+        parent, before, after = self._parent[node], self._preceding[node], self._following[node]
+        if parent == NONE:
+            return
+        if before == NONE:
+            self._first_child[parent] = after
+        else:
+            self._following[before] = after
+        if after != NONE:
+            self._preceding[after] = before
+
+    def _unhash(self, node: int) -> None:
+        """Remove from the hash table, moving back what probed past it."""
+        mask = self._slot_mask
+        hole = self._home(self._namespace[node], self._key[2 * node], self._key[2 * node + 1])
+        while self._slot[hole] != node + 1:
+            hole = (hole + 1) & mask
+        at = hole
+        while True:
+            self._slot[hole] = 0
+            while True:
+                at = (at + 1) & mask
+                other = self._slot[at]
+                if not other:
+                    return
+                other -= 1
+                home = self._home(self._namespace[other], self._key[2 * other], self._key[2 * other + 1])
+                if (at - home) & mask >= (at - hole) & mask:
+                    break
+            self._slot[hole] = other + 1
+            hole = at

@@ -1,0 +1,105 @@
+"""Leases and what is remembered of ended ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core.arena import LentMode
+from kvdepot.core.calls import AcquireReply, CommitOutcome, ReserveReply
+
+if TYPE_CHECKING:
+    from kvdepot.server.engine.sessions import Session
+
+OPEN: Final = 0
+"""No outcome yet for an object of a reservation."""
+NO_ENTRY: Final = -1
+REMEMBERED_BYTES_MAX: Final = 1 << 20
+"""Of commit outcomes of ended leases, per session."""
+
+
+class ReadLease:
+    """A reader's pin: one lent entry an object. `expired`: its service ended, its extents stay lent."""
+
+    __slots__ = ("entries", "expired", "fingerprint", "id", "reply", "session")
+
+    def __init__(
+        self, session: Session, lease_id: int, entries: npt.NDArray[np.uint32], fingerprint: int, reply: AcquireReply
+    ) -> None:
+        self.session = session
+        self.id = lease_id
+        self.entries = entries
+        self.fingerprint = fingerprint
+        self.reply = reply
+        self.expired = False
+
+    mode = LentMode.READ
+
+
+class WriteLease:
+    """A reservation. Per object index: its lent entry (NO_ENTRY: nothing is lent), its outcome, its credit."""
+
+    __slots__ = ("credits", "entries", "expired", "fingerprint", "id", "open", "outcomes", "reply", "session")
+
+    def __init__(self, session: Session, lease_id: int, objects: int, fingerprint: int) -> None:
+        self.session = session
+        self.id = lease_id
+        self.entries = [NO_ENTRY] * objects
+        self.credits = [0] * objects  # bytes; negative: of an attention object
+        self.outcomes = bytearray(objects)  # a CommitOutcome, OPEN or, for what was abandoned, LOST
+        self.open = 0  # entries in use
+        self.fingerprint = fingerprint
+        self.reply: ReserveReply | None = None
+        self.expired = False
+
+    mode = LentMode.WRITE
+
+    def settle(self, index: int, outcome: CommitOutcome) -> None:
+        """The object's entry was cleared; remember why."""
+        self.entries[index] = NO_ENTRY
+        self.credits[index] = 0
+        self.outcomes[index] = outcome
+        self.open -= 1
+
+    def outcome(self, index: int) -> int:
+        """OPEN while lent; LOST for what was never granted."""
+        if index >= len(self.entries):
+            return CommitOutcome.LOST
+        if self.entries[index] != NO_ENTRY:
+            return OPEN
+        return self.outcomes[index] or CommitOutcome.LOST
+
+
+Lease = ReadLease | WriteLease
+
+
+class Ended:
+    """Ids of leases that ended, or that were given back before their call arrived.
+
+    A late original is refused by it, and a repeated commit gets its first answer. Bounded
+    in number and bytes, the oldest is forgotten first.
+    """
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self._outcomes: OrderedDict[int, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def __contains__(self, lease_id: int) -> bool:
+        return lease_id in self._outcomes
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+    def add(self, lease_id: int, outcomes: bytes = b"") -> None:
+        self._bytes += len(outcomes) - len(self._outcomes.pop(lease_id, b""))
+        self._outcomes[lease_id] = outcomes
+        while len(self._outcomes) > self._count_max or self._bytes > REMEMBERED_BYTES_MAX:
+            _, forgotten = self._outcomes.popitem(last=False)
+            self._bytes -= len(forgotten)
+
+    def outcome(self, lease_id: int, index: int) -> int:
+        outcomes = self._outcomes.get(lease_id, b"")
+        return (outcomes[index] if index < len(outcomes) else 0) or CommitOutcome.LOST

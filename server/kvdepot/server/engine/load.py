@@ -1,0 +1,186 @@
+"""Locate, acquire, release: how objects leave the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core import limits
+from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.calls import (
+    EXTENT_WORDS,
+    KEY_BYTES,
+    AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
+    Kind,
+    LocateCall,
+    LocateReply,
+)
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.limits import check_limit
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.leases import ReadLease
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.rows import COMMITTED
+from kvdepot.server.engine.sessions import Session
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.types import EngineConfig
+
+_Rows = npt.NDArray[np.int64]
+_WANTED_PER_LOCATE_MAX = 256
+
+
+class Loads:
+    """Read leases of all sessions. `want(row)` asks for an adopted object to be verified soon."""
+
+    def __init__(self, space: Space, config: EngineConfig, arena_id: int, want: Callable[[int], None]) -> None:
+        self._space = space
+        self._config = config
+        self._arena_id = arena_id
+        self._want = want
+
+    # Locate
+
+    def locate(self, namespace: Namespace, call: LocateCall) -> LocateReply:
+        """The deepest boundary of which every object may be served now. Pins nothing."""
+        counters = self._space.counters
+        counters.add("locates")
+        if len(call.keys) % KEY_BYTES:
+            raise InvalidArgument(f"keys has {len(call.keys)} bytes, no multiple of {KEY_BYTES}")
+        check_limit("keys of one call", len(call.keys) // KEY_BYTES, limits.KEYS_PER_CALL_MAX)
+        planner = namespace.planner
+        assert planner is not None, "only registered namespaces are located in"
+        nodes = self._space.index.find_many(namespace.slot, call.keys)
+        presence = {Kind(kind): self._visible(self._rows_at(nodes, kind)) for kind in namespace.object_bytes}
+        flags = {kind: seen.tobytes() for kind, seen in presence.items()}
+        boundary = planner.longest_boundary(flags, 0, call.high_tokens)
+        attention = flags.get(Kind.ATTENTION, b"")
+        reach = attention.find(0)
+        reach = len(attention) if reach < 0 else reach
+        if boundary:
+            counters.add("located_tokens", boundary)
+            counters.add("locate_hits")
+        else:
+            counters.add(f"misses.{self._miss_reason(nodes, namespace, flags)}")
+        if self._space.unverified:
+            self._want_unverified(nodes, namespace)
+        return LocateReply(boundary, "ram" if boundary else "", reach * planner.chunk_tokens)
+
+    def _rows_at(self, nodes: npt.NDArray[np.int64], kind: int) -> _Rows:
+        rows = np.full(len(nodes), NO_ROW, np.int64)
+        known = nodes != NONE
+        rows[known] = self._space.index.rows[kind - 1][nodes[known]]
+        return rows
+
+    def _visible(self, rows: _Rows) -> npt.NDArray[np.bool_]:
+        table = self._space.rows
+        seen: npt.NDArray[np.bool_] = rows != NO_ROW
+        held = rows[seen]
+        seen[seen] = (table.states[held] == COMMITTED) & (table.runs[held] == table.run)
+        return seen
+
+    def _miss_reason(self, nodes: npt.NDArray[np.int64], namespace: Namespace, flags: dict[Kind, bytes]) -> str:
+        if not len(nodes) or nodes[0] == NONE:
+            return "unknown"
+        first = self._space.index.row(int(nodes[0]), namespace.path_kind)
+        if first != NO_ROW and not self._space.rows.visible(first):
+            return "unverified" if self._space.rows.state[first] == COMMITTED else "being_written"
+        return "no_checkpoint" if flags.get(Kind.STATE, b"\1").find(1) < 0 else "incomplete"
+
+    def _want_unverified(self, nodes: npt.NDArray[np.int64], namespace: Namespace) -> None:
+        """What a request asked for is verified first."""
+        table = self._space.rows
+        for kind in namespace.object_bytes:
+            rows = self._rows_at(nodes, kind)
+            rows = rows[rows != NO_ROW]
+            rows = rows[(table.states[rows] == COMMITTED) & (table.runs[rows] != table.run)]
+            for row in rows[:_WANTED_PER_LOCATE_MAX].tolist():
+                self._want(row)
+
+    # Acquire
+
+    def acquire(self, session: Session, namespace: Namespace, call: AcquireCall) -> AcquireReply:
+        """All or nothing; the facade has dealt with repeats, tombstones and missing ranks."""
+        count = len(call.kinds)
+        check_limit("objects of one acquire", count, limits.OBJECTS_PER_LEASE_MAX)
+        if not count or len(call.keys) != count * KEY_BYTES:
+            raise InvalidArgument(f"keys has {len(call.keys)} bytes for {count} objects")
+        if (
+            session.loads >= self._config.loads_in_flight
+            or len(session.leases) >= limits.LEASES_PER_SESSION_MAX
+            or count > self._space.lent.free_count
+        ):
+            return AcquireReply(AcquireOutcome.LATER)
+        nodes, rows = self._resolve(namespace, call)
+        if not self._visible(rows).all():
+            return AcquireReply(AcquireOutcome.MISSING)
+        entries = self._space.lent.lend_many(call.lease_id, session.slot, LentMode.READ, rows)
+        extents, granted_bytes = self._pack(rows)
+        reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
+        session.leases[call.lease_id] = ReadLease(session, call.lease_id, entries, hash(call), reply)
+        session.loads += 1
+        self._count_hit(namespace, call.kinds, nodes, rows, granted_bytes)
+        return reply
+
+    def _resolve(self, namespace: Namespace, call: AcquireCall) -> tuple[npt.NDArray[np.int64], _Rows]:
+        """Node and head row per object, NONE and NO_ROW where there is none."""
+        nodes = self._space.index.find_many(namespace.slot, call.keys)
+        kinds = np.frombuffer(call.kinds, np.uint8)
+        rows = np.full(len(nodes), NO_ROW, np.int64)
+        for kind in namespace.object_bytes:
+            chosen = (kinds == kind) & (nodes != NONE)
+            rows[chosen] = self._space.index.rows[kind - 1][nodes[chosen]]
+        return nodes, rows
+
+    def _pack(self, rows: _Rows) -> tuple[bytes, int]:
+        """Fragments of these objects, and their bytes."""
+        table = self._space.rows
+        indices = np.arange(len(rows), dtype=np.int64)
+        if (table.nexts[rows] != NO_ROW).any():
+            chains = [table.chain(row) for row in rows.tolist()]
+            indices = np.repeat(indices, [len(chain) for chain in chains])
+            rows = np.array([row for chain in chains for row in chain], np.int64)
+        packed = np.empty((len(rows), EXTENT_WORDS), "<u8")
+        packed[:, 0] = indices
+        packed[:, 1] = rows
+        packed[:, 2] = table.offsets[rows]
+        lengths = table.lengths[rows]
+        packed[:, 3] = lengths
+        packed[:, 4] = table.generations[rows]
+        return packed.tobytes(), int(lengths.sum())
+
+    def _count_hit(
+        self, namespace: Namespace, kinds: bytes, nodes: npt.NDArray[np.int64], rows: _Rows, granted_bytes: int
+    ) -> None:
+        """A hit counts as a use of the end node only: its ancestors are kept by it (DESIGN 5)."""
+        space = self._space
+        end = int(nodes[int(space.rows.boundaries[rows].argmax())])
+        space.policy.on_hit(end, space.clock())
+        namespace.used_at = space.clock()
+        space.counters.add("acquired_objects", len(rows))
+        space.counters.add("granted_read_bytes", granted_bytes)
+        if namespace.spec is not None:
+            space.counters.add("hit_tokens", kinds.count(namespace.path_kind) * namespace.spec.chunk_tokens)
+
+    def adopt(self, session: Session, lease_id: int, entries: npt.NDArray[np.uint32]) -> ReadLease:
+        """A pin of an earlier run."""
+        lease = ReadLease(session, lease_id, entries, 0, AcquireReply(AcquireOutcome.REFUSED))
+        session.leases[lease_id] = lease
+        session.loads += 1
+        return lease
+
+    # Release
+
+    def release(self, lease: ReadLease) -> None:
+        """Every rank is done with it."""
+        session = lease.session
+        del session.leases[lease.id]
+        session.ended_leases.add(lease.id)
+        session.loads -= 1
+        self._space.give_back_many(lease.entries)
+
+    def expire(self, lease: ReadLease) -> None:
+        lease.expired = True
+        self._space.counters.add("expired_leases.read")

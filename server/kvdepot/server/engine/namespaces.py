@@ -1,0 +1,111 @@
+"""The namespaces of the arena: slots, specs and figures."""
+
+from __future__ import annotations
+
+from kvdepot.core.arena import NAMESPACES_MAX, ArenaTables
+from kvdepot.core.calls import Kind
+from kvdepot.core.errors import NamespaceRefused
+from kvdepot.core.keys import NamespaceSpec, check_sizes
+from kvdepot.core.limits import LABEL_BYTES_MAX
+from kvdepot.core.planner import Planner
+from kvdepot.core.report import NamespaceStatus
+
+
+class Namespace:
+    """One slot. `spec` and `planner` are None until an engine registers it in this run."""
+
+    def __init__(self, slot: int, namespace_id: bytes, label: str, now: float) -> None:
+        self.slot = slot
+        self.id = namespace_id
+        self.label = label
+        self.spec: NamespaceSpec | None = None
+        self.planner: Planner | None = None
+        self.path_kind = int(Kind.ATTENTION)  # which kind of object makes a path; known once registered
+        self.object_bytes: dict[int, int] = {}
+        self.nodes = 0
+        self.sessions = 0  # that registered it
+        self.objects = {int(kind): 0 for kind in Kind}  # committed
+        self.bytes = 0  # of committed objects
+        self.used_at = now
+
+    def define(self, spec: NamespaceSpec) -> None:
+        planner = spec.planner()
+        self.spec = spec
+        self.planner = planner
+        self.label = spec.label
+        self.path_kind = int(planner.path_kind)
+        self.object_bytes = {int(kind): planner.object_bytes(kind) for kind in planner.kinds}
+
+    def status(self) -> NamespaceStatus:
+        spec = self.spec
+        return NamespaceStatus(
+            namespace_id=self.id,
+            label=self.label,
+            tenant=spec.tenant if spec else "",
+            epoch=spec.epoch if spec else "",
+            chunk_tokens=spec.chunk_tokens if spec else 0,
+            objects={kind: count for kind, count in self.objects.items() if count},
+            bytes=self.bytes,
+            identity=spec.identity if spec else {},
+        )
+
+
+def checked_id(spec: NamespaceSpec) -> bytes:
+    """The id of a spec that does not lie. Raises NamespaceRefused with the numbers."""
+    check_sizes(spec)
+    empty = [kind.name.lower() for kind in spec.planner().kinds if spec.planner().object_bytes(kind) == 0]
+    if empty:
+        raise NamespaceRefused(f"objects of kind {', '.join(empty)} have 0 bytes")
+    return spec.namespace_id()
+
+
+class Namespaces:
+    """The namespace table: fields first, `used` last."""
+
+    def __init__(self, tables: ArenaTables) -> None:
+        self._ids = tables.namespaces["id"].view("u1").reshape(-1, 16)
+        self._labels = tables.namespaces["label"].view("u1").reshape(-1, LABEL_BYTES_MAX)
+        self._used = tables.namespaces["used"].data
+        self.by_slot: dict[int, Namespace] = {}
+        self.by_id: dict[bytes, Namespace] = {}
+
+    def load(self, now: float) -> int:
+        """Read the table of an adopted arena. Returns how many slots repeat an id; those are not taken."""
+        repeated = 0
+        for slot in range(NAMESPACES_MAX):
+            if not self._used[slot]:
+                continue
+            namespace_id = self._ids[slot].tobytes()
+            if namespace_id in self.by_id:
+                self._used[slot] = 0
+                repeated += 1
+                continue
+            label = self._labels[slot].tobytes().rstrip(b"\0").decode(errors="replace")
+            self._enter(Namespace(slot, namespace_id, label, now))
+        return repeated
+
+    def add(self, namespace_id: bytes, label: str, now: float) -> Namespace | None:
+        """None when the table is full."""
+        slot = next((slot for slot in range(NAMESPACES_MAX) if slot not in self.by_slot), None)
+        if slot is None:
+            return None
+        self._ids[slot] = list(namespace_id)
+        self._labels[slot] = list(label.encode().ljust(LABEL_BYTES_MAX, b"\0"))
+        self._used[slot] = 1
+        namespace = Namespace(slot, namespace_id, label, now)
+        self._enter(namespace)
+        return namespace
+
+    def remove(self, namespace: Namespace) -> None:
+        """No row names its slot any more as part of the index."""
+        self._used[namespace.slot] = 0
+        del self.by_slot[namespace.slot]
+        del self.by_id[namespace.id]
+
+    def idle(self) -> list[Namespace]:
+        """Those that no session registered, least recently used first."""
+        return sorted((n for n in self.by_slot.values() if not n.sessions), key=lambda n: (n.nodes > 0, n.used_at))
+
+    def _enter(self, namespace: Namespace) -> None:
+        self.by_slot[namespace.slot] = namespace
+        self.by_id[namespace.id] = namespace

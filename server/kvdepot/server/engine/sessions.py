@@ -1,0 +1,311 @@
+"""Sessions and attachments: which processes may touch what a session is lent.
+
+In the tables a session exists before its first attachment, and an attachment before
+anything is lent; at the end lent entries go first, then the attachment, then the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from typing import Final
+
+from kvdepot.core import limits
+from kvdepot.core.arena import ATTACHMENTS_MAX, SESSIONS_MAX, ArenaTables
+from kvdepot.core.errors import EngineIdInUse, InvalidArgument, NoRoom, UnknownSession
+from kvdepot.core.limits import check_limit
+from kvdepot.core.report import SessionStatus
+from kvdepot.server.engine.leases import Ended, Lease, WriteLease
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.types import Attached, AttachmentInfo, ProcessIdentity
+
+_NO_RANK: Final = -1
+
+
+class Attachment:
+    """One process of a session (one per rank, should a process have several)."""
+
+    def __init__(self, slot: int, session: Session, process: ProcessIdentity, rank: int, *, scheduler: bool) -> None:
+        self.slot = slot
+        self.session = session
+        self.process = process
+        self.rank = rank
+        self.scheduler = scheduler
+        self.connections = 0
+
+
+class Session:
+    """An engine's liveness. `ended`: no service any more, but processes that may live still hold extents."""
+
+    def __init__(self, slot: int, engine: bytes, now: float) -> None:
+        self.slot = slot
+        self.engine = engine  # digest of the engine id
+        self.engine_id = engine.hex()
+        self.token = b""
+        self.world_size = 0  # 0: not known yet in this run
+        self.attachments: dict[int, Attachment] = {}
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.leases: dict[int, Lease] = {}
+        self.ended_leases = Ended(limits.TOMBSTONES_PER_SESSION_MAX)
+        self.credit_used_bytes = 0
+        self.attention_used_bytes = 0
+        self.loads = 0
+        self.idle_since = now
+        self.ended = False
+        self.scheduler_died = False
+
+    @property
+    def connected(self) -> bool:
+        return any(attachment.connections for attachment in self.attachments.values())
+
+    @property
+    def ranks_attached(self) -> int:
+        return len({a.rank for a in self.attachments.values() if a.connections and a.rank != _NO_RANK})
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank is attached: before that nothing is reserved or acquired."""
+        return self.world_size > 0 and self.ranks_attached == self.world_size
+
+    def status(self, credit_bytes: int) -> SessionStatus:
+        attached = self.attachments.values()
+        return SessionStatus(
+            engine_id=self.engine_id,
+            world_size=self.world_size,
+            ranks_attached=self.ranks_attached,
+            scheduler_attached=any(a.scheduler and a.connections for a in attached),
+            credit_bytes=credit_bytes,
+            credit_used_bytes=self.credit_used_bytes,
+            leases=len(self.leases),
+            lent_objects=sum(_lent_objects(lease) for lease in self.leases.values()),
+            pids=tuple(sorted({a.process.pid for a in attached})),
+        )
+
+
+def _lent_objects(lease: Lease) -> int:
+    return lease.open if isinstance(lease, WriteLease) else len(lease.entries)
+
+
+def engine_digest(engine_id: str) -> bytes:
+    """What the session table knows an engine by, 16 bytes."""
+    return blake2b(engine_id.encode(), digest_size=16).digest()
+
+
+class Sessions:
+    """The session and attachment tables and their live part."""
+
+    def __init__(
+        self, tables: ArenaTables, *, clock: Callable[[], float], random_bytes: Callable[[int], bytes], grace: float
+    ) -> None:
+        self._engines = tables.sessions["engine"].view("u1").reshape(-1, 16)
+        self._session_used = tables.sessions["used"].data
+        columns = tables.attachments
+        self._boots = columns["boot"].view("u1").reshape(-1, 16)
+        self._start = columns["start"].data
+        self._pid = columns["pid"].data
+        self._rank = columns["rank"].data
+        self._session = columns["session"].data
+        self._used = columns["used"].data
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._grace_seconds = grace
+        self.by_slot: dict[int, Session] = {}
+        self.by_token: dict[bytes, Session] = {}
+        self.attachments: dict[int, Attachment] = {}
+
+    # Adopting
+
+    def load(self, dead: Callable[[ProcessIdentity], bool]) -> set[int]:
+        """Read the tables of an earlier run.
+
+        Takes the sessions with a process that may live and returns their slots. `clear_gone`
+        clears the others, after what they were lent was cleared.
+        """
+        now = self._clock()
+        for slot in range(ATTACHMENTS_MAX):
+            if not self._used[slot] or self._session[slot] >= SESSIONS_MAX:
+                continue
+            session_slot = self._session[slot]
+            process = ProcessIdentity(self._pid[slot], self._start[slot], self._boots[slot].tobytes())
+            if not self._session_used[session_slot] or dead(process):
+                continue
+            session = self.by_slot.get(session_slot)
+            if session is None:
+                session = Session(session_slot, self._engines[session_slot].tobytes(), now)
+                self.by_slot[session_slot] = session
+            rank = self._rank[slot]
+            attachment = Attachment(slot, session, process, rank, scheduler=rank == _NO_RANK)
+            session.attachments[slot] = attachment
+            self.attachments[slot] = attachment
+        return set(self.by_slot)
+
+    def clear_gone(self) -> None:
+        """Mark as unused what `load` did not take."""
+        for slot in range(ATTACHMENTS_MAX):
+            if self._used[slot] and slot not in self.attachments:
+                self._used[slot] = 0
+        for slot in range(SESSIONS_MAX):
+            if self._session_used[slot] and slot not in self.by_slot:
+                self._session_used[slot] = 0
+
+    # Attaching
+
+    def of(self, token: bytes) -> Session:
+        """Raises UnknownSession."""
+        session = self.by_token.get(token)
+        if session is None:
+            raise UnknownSession("this daemon run knows no such session")
+        return session
+
+    def expired_for(self, engine_id: str, process: ProcessIdentity) -> Session | None:
+        """The current session of this engine id if it is without connections beyond grace and not this process's."""
+        session = self._current(engine_digest(engine_id))
+        if session is None or session.connected or _has(session, process):
+            return None
+        return session if self._clock() - session.idle_since >= self._grace_seconds else None
+
+    def attach(
+        self, process: ProcessIdentity, engine_id: str, *, scheduler: bool, rank: int, world_size: int
+    ) -> Attached:
+        _check(engine_id, scheduler, rank, world_size)
+        engine = engine_digest(engine_id)
+        session = self._current(engine) or self._revivable(engine, process)
+        if session is not None:
+            self._check_conflicts(session, process, scheduler, rank, world_size)
+        else:
+            session = self._open(engine)
+        session.engine_id = engine_id
+        session.world_size = world_size
+        session.ended = False
+        if not session.token:
+            session.token = self._random_bytes(limits.SESSION_TOKEN_BYTES)
+            self.by_token[session.token] = session
+        attachment = _joinable(session, process, rank) or self._add(session, process, rank)
+        if rank != _NO_RANK and attachment.rank != rank:
+            self._rank[attachment.slot] = rank
+            attachment.rank = rank
+        # What an earlier run knew of a process without a rank is only that it was the scheduler.
+        attachment.scheduler |= scheduler
+        attachment.connections += 1
+        return Attached(session.token, attachment.slot)
+
+    def disconnected(self, slot: int) -> None:
+        attachment = self.attachments.get(slot)
+        if attachment is None or not attachment.connections:
+            return
+        attachment.connections -= 1
+        if not attachment.session.connected:
+            attachment.session.idle_since = self._clock()
+
+    def infos(self) -> tuple[AttachmentInfo, ...]:
+        return tuple(AttachmentInfo(a.slot, a.process, a.rank, a.connections) for a in self.attachments.values())
+
+    # Ending
+
+    def idle_beyond_grace(self) -> Iterable[Session]:
+        now = self._clock()
+        return [
+            session
+            for session in self.by_slot.values()
+            if not session.ended and not session.connected and now - session.idle_since >= self._grace_seconds
+        ]
+
+    def end(self, session: Session) -> None:
+        """No service any more under its token."""
+        session.ended = True
+        self.by_token.pop(session.token, None)
+        session.token = b""
+
+    def remove_attachment(self, attachment: Attachment) -> None:
+        self._used[attachment.slot] = 0
+        del self.attachments[attachment.slot]
+        del attachment.session.attachments[attachment.slot]
+
+    def remove(self, session: Session) -> None:
+        """Nothing is lent to it and it has no attachment."""
+        assert not session.attachments, "a session outlives its attachments"
+        self._session_used[session.slot] = 0
+        del self.by_slot[session.slot]
+
+    # Within
+
+    def _current(self, engine: bytes) -> Session | None:
+        return next((s for s in self.by_slot.values() if s.engine == engine and not s.ended), None)
+
+    def _revivable(self, engine: bytes, process: ProcessIdentity) -> Session | None:
+        """A session that ended only because it was out of reach for longer than grace."""
+        for session in self.by_slot.values():
+            if session.engine == engine and not session.scheduler_died and _has(session, process):
+                return session
+        return None
+
+    def _check_conflicts(
+        self, session: Session, process: ProcessIdentity, scheduler: bool, rank: int, world_size: int
+    ) -> None:
+        if session.world_size not in (0, world_size):
+            raise EngineIdInUse(
+                f"engine {session.engine_id} has {session.world_size} workers, this process says {world_size}"
+            )
+        for other in session.attachments.values():
+            if _same(other.process, process):
+                continue
+            if scheduler and other.scheduler:
+                raise EngineIdInUse(f"process {other.process.pid} is already the scheduler of an engine with this id")
+            if rank != _NO_RANK and other.rank == rank:
+                raise EngineIdInUse(f"process {other.process.pid} is already rank {rank} of an engine with this id")
+
+    def _open(self, engine: bytes) -> Session:
+        slot = next((slot for slot in range(SESSIONS_MAX) if slot not in self.by_slot), None)
+        if slot is None:
+            raise NoRoom(f"all {SESSIONS_MAX} sessions are in use")
+        session = Session(slot, engine, self._clock())
+        self._engines[slot] = list(engine)
+        self._session_used[slot] = 1
+        self.by_slot[slot] = session
+        return session
+
+    def _add(self, session: Session, process: ProcessIdentity, rank: int) -> Attachment:
+        slot = next((slot for slot in range(ATTACHMENTS_MAX) if slot not in self.attachments), None)
+        if slot is None:
+            raise NoRoom(f"all {ATTACHMENTS_MAX} attachments are in use")
+        self._boots[slot] = list(process.boot_id)
+        self._start[slot] = process.start_ticks
+        self._pid[slot] = process.pid
+        self._rank[slot] = rank
+        self._session[slot] = session.slot
+        self._used[slot] = 1
+        attachment = Attachment(slot, session, process, rank, scheduler=False)
+        session.attachments[slot] = attachment
+        self.attachments[slot] = attachment
+        return attachment
+
+
+def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
+    if not engine_id:
+        raise InvalidArgument("engine_id is empty")
+    check_limit("bytes of an engine_id", len(engine_id.encode()), limits.ENGINE_ID_BYTES_MAX)
+    if world_size < 1:
+        raise InvalidArgument(f"world_size is {world_size}")
+    check_limit("ranks of one engine", world_size, limits.RANKS_MAX)
+    if not _NO_RANK <= rank < world_size:
+        raise InvalidArgument(f"rank {rank} is not one of the {world_size} ranks")
+    if rank == _NO_RANK and not scheduler:
+        raise InvalidArgument("the process is neither the scheduler nor a rank")
+
+
+def _same(one: ProcessIdentity, other: ProcessIdentity) -> bool:
+    """A process without a visible pid has no identity that could be compared."""
+    return one.pid != 0 and one == other
+
+
+def _has(session: Session, process: ProcessIdentity) -> bool:
+    return any(_same(attachment.process, process) for attachment in session.attachments.values())
+
+
+def _joinable(session: Session, process: ProcessIdentity, rank: int) -> Attachment | None:
+    """The process's attachment with this rank, else one where either side names no rank."""
+    own = [a for a in session.attachments.values() if _same(a.process, process)]
+    for attachment in own:
+        if attachment.rank == rank:
+            return attachment
+    return next((a for a in own if rank == _NO_RANK or a.rank == _NO_RANK), None)

@@ -1,0 +1,264 @@
+"""Objects in the arena: placing, publishing, dropping and evicting them.
+
+Ties together the extent table, the lent table, the allocator, the index and the
+eviction policy. Everything that leaves the index goes through `drop_row`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core.allocator import Extent, ExtentAllocator
+from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode
+from kvdepot.core.eviction import EvictionPolicy
+from kvdepot.server.engine.counters import Counters
+from kvdepot.server.engine.index import NONE, Index
+from kvdepot.server.engine.lent import LentTable
+from kvdepot.server.engine.namespaces import Namespace, Namespaces
+from kvdepot.server.engine.rows import COMMITTED, DYING, RESERVED, Rows
+
+
+class Space:
+    """The RAM tier's objects. All sizes are bytes."""
+
+    def __init__(
+        self,
+        tables: ArenaTables,
+        *,
+        run: int,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+        policy: EvictionPolicy,
+        counters: Counters,
+    ) -> None:
+        layout = tables.layout
+        self.rows = Rows(tables, run)
+        self.lent = LentTable(tables)
+        self.index = Index(layout.rows, random_bytes)
+        self.namespaces = Namespaces(tables)
+        self.allocator = ExtentAllocator(layout.data_offset, layout.data_bytes)
+        self._data_bytes = layout.data_bytes
+        self.policy = policy
+        self.counters = counters
+        self.clock = clock
+        self.unverified = 0  # adopted objects not yet verified
+        self.unsummed = 0  # committed objects without a sum
+        self.objects = 0  # committed objects
+        self._parked: set[int] = set()  # leaves the policy offered while they were lent
+        self._given_since_parked = False
+        self._placing = NONE  # the node that room is being made for
+        self._unreusable: set[int] = set()  # dying rows whose bytes overlap others' (a torn table)
+
+    @property
+    def growing(self) -> bool:
+        """Whether the arena is still being populated."""
+        return self.allocator.ready_bytes < self._data_bytes
+
+    # Placing and publishing
+
+    def place(
+        self, namespace: Namespace, node: int, *, kind: int, key: bytes, parent: bytes, boundary: int, size_bytes: int
+    ) -> int:
+        """A row of the node in the making, evicting as needed; NO_ROW when nothing evictable is left.
+
+        The caller lends it and calls `rows.publish_reserved`.
+        """
+        self._placing = node
+        try:
+            extents = self._allocate(size_bytes)
+        finally:
+            self._placing = NONE
+        if not extents:
+            return NO_ROW
+        row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
+        self.index.set_row(node, kind, row)
+        self.policy.on_not_leaf(node)
+        return row
+
+    def _allocate(self, size_bytes: int) -> list[Extent]:
+        """Extents, and a free row for each; empty when nothing evictable is left."""
+        rounded = self.allocator.rounded(size_bytes)
+        while self.allocator.free_bytes < rounded or not self.rows.free_count:
+            if not self.evict_one("room"):
+                return []
+        extents = self.allocator.allocate(size_bytes)
+        while extents is None or len(extents) > self.rows.free_count:
+            for offset, length in extents or ():
+                self.allocator.free(offset, length)
+            if not self.evict_one("room"):
+                return []
+            extents = self.allocator.allocate(size_bytes)
+        return extents
+
+    def add_node(self, namespace: Namespace, key: bytes, parent: int) -> int:
+        if parent != NONE:
+            self.policy.on_not_leaf(parent)
+        namespace.nodes += 1
+        return self.index.add(namespace.slot, key, parent)
+
+    def commit(self, row: int, node: int) -> None:
+        """The caller clears the writer's lent entry next and then calls `settle_node`."""
+        self.rows.commit(row)
+        self.unsummed += 1
+        self.count_committed(row, 1)
+        self.policy.on_commit(node, self.clock())
+
+    def count_committed(self, row: int, change: int) -> None:
+        namespace = self.namespaces.by_slot[self.rows.namespace[row]]
+        namespace.objects[self.rows.kind[row]] += change
+        namespace.bytes += change * self.size_bytes(row)
+        self.objects += change
+
+    def settle_node(self, node: int) -> None:
+        """Tell the policy whether the node may be evicted (lent rows are found out when it is its turn)."""
+        if self._evictable(node):
+            self.policy.on_leaf(node)
+        else:
+            self.policy.on_not_leaf(node)
+
+    def node_of(self, row: int) -> int:
+        """The node that has this row, NONE for a row that was unindexed."""
+        if self.rows.state[row] not in (RESERVED, COMMITTED):
+            return NONE
+        node = self.index.find(self.rows.namespace[row], self.rows.key(row))
+        return node if node != NONE and self.index.row(node, self.rows.kind[row]) == row else NONE
+
+    def size_bytes(self, row: int) -> int:
+        return sum(length for _, length in self.rows.extents(row))
+
+    def rounded_bytes(self, row: int) -> int:
+        """What the object takes of the arena."""
+        return sum(self.allocator.rounded(length) for _, length in self.rows.extents(row))
+
+    # Dropping
+
+    def drop_row(self, node: int, kind: int) -> None:
+        """Unindex one object. A node without objects goes, with the subtree that it carried."""
+        self._unindex(node, kind)
+        if self.index.rows_of(node):
+            self.settle_node(node)
+        else:
+            self.drop_subtree(node)
+
+    def drop_subtree(self, node: int) -> int:
+        """Unindex everything at and below the node; bytes that are lent stay until they are given back."""
+        parent = self.index.parent(node)
+        order = self.index.leaves_first(node)
+        for at in order:
+            for kind in (1, 2, 3):
+                if self.index.row(at, kind) != NO_ROW:
+                    self._unindex(at, kind)
+            self._forget(at)
+        if parent != NONE:
+            self.settle_node(parent)
+        return len(order)
+
+    def _unindex(self, node: int, kind: int) -> None:
+        row = self.index.row(node, kind)
+        if self.rows.state[row] == COMMITTED:
+            self.count_committed(row, -1)
+            if self.rows.run_of[row] != self.rows.run:
+                self.unverified -= 1
+            elif not self.rows.summed(row):
+                self.unsummed -= 1
+        self.index.set_row(node, kind, NO_ROW)
+        self.rows.unindex(row)
+        if not self.lent.pinned(row):
+            self.rows.free(row, self.allocator)
+
+    def _forget(self, node: int) -> None:
+        self.namespaces.by_slot[self.index.namespace(node)].nodes -= 1
+        self.policy.on_removed(node)
+        self._parked.discard(node)
+        self.index.remove(node)
+
+    # Giving back
+
+    def give_back(self, entry: int) -> None:
+        """One lent entry ends."""
+        row = self.lent.row_of(entry)
+        self._given_since_parked = True
+        if self.lent.clear(entry):
+            self._given_back(row)
+
+    def give_back_many(self, entries: npt.NDArray[np.uint32]) -> None:
+        last = self.lent.clear_many(entries)
+        self._given_since_parked = True
+        for row in last[self.rows.states[last] == DYING]:
+            self._given_back(int(row))
+
+    def _given_back(self, row: int) -> None:
+        if self.rows.state[row] != DYING:
+            return
+        if row in self._unreusable:
+            self.counters.add("arena.leaked_objects")
+            return
+        self.rows.free(row, self.allocator)
+
+    def never_reuse(self, row: int) -> None:
+        """Its bytes overlap another lent object's: they stay out of use until the next adoption."""
+        self._unreusable.add(row)
+
+    def lent_bytes(self) -> int:
+        """Bytes that somebody may be touching. O(lent table)."""
+        rows = np.unique(self.lent.rows[self.lent.modes != LentMode.FREE])
+        return sum(map(self.size_bytes, rows.tolist()))
+
+    def drop_namespace(self, namespace: Namespace, limit: int) -> bool:
+        """Drop at most about `limit` of its nodes; whether it has none left."""
+        for node in self.index.nodes_of(namespace.slot).tolist():
+            if limit <= 0:
+                break
+            if self.index.parent(node) == NONE and self._unheld(node):
+                limit -= self.drop_subtree(node)
+        return namespace.nodes == 0
+
+    def _unheld(self, node: int) -> bool:
+        rows = [row for at in self.index.leaves_first(node) for row in self.index.rows_of(at)]
+        return not any(map(self.lent.pinned, rows))
+
+    # Evicting
+
+    def evict_one(self, reason: str) -> bool:
+        """Drop the least useful leaf; False when nothing is evictable."""
+        node = self._victim()
+        if node is None and self._parked and self._given_since_parked:
+            self.unpark()
+            node = self._victim()
+        if node is None:
+            return False
+        self.counters.add(f"evicted_objects.{reason}", len(self.index.rows_of(node)))
+        self.counters.add("evicted_bytes", sum(map(self.size_bytes, self.index.rows_of(node))))
+        self.drop_subtree(node)
+        return True
+
+    def evict_to(self, used_bytes: int, limit: int) -> None:
+        """At most `limit` evictions towards `used_bytes`."""
+        while limit > 0 and self.allocator.used_bytes > used_bytes and self.evict_one("watermark"):
+            limit -= 1
+
+    def unpark(self) -> None:
+        """Offer again what was lent when the policy named it."""
+        parked, self._parked = self._parked, set()
+        self._given_since_parked = False
+        for node in parked:
+            self.settle_node(node)
+
+    def _victim(self) -> int | None:
+        while (node := self.policy.victim()) is not None:
+            if not any(map(self.lent.pinned, self.index.rows_of(node))):
+                return node
+            self.policy.on_not_leaf(node)
+            self._parked.add(node)
+        return None
+
+    def _evictable(self, node: int) -> bool:
+        states = [self.rows.state[row] for row in self.index.rows_of(node)]
+        return (
+            node != self._placing
+            and self.index.is_leaf(node)
+            and bool(states)
+            and all(state == COMMITTED for state in states)
+        )

@@ -1,0 +1,310 @@
+"""Reserve, commit, abandon: how objects come into the arena."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from kvdepot.core import limits
+from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.calls import (
+    KEY_BYTES,
+    ROOT_KEY,
+    CommitItem,
+    CommitOutcome,
+    Kind,
+    ReserveCall,
+    ReserveOutcome,
+    ReserveReply,
+)
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.limits import check_limit
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.leases import NO_ENTRY, OPEN, WriteLease
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.requests import Requests
+from kvdepot.server.engine.rows import COMMITTED, RESERVED
+from kvdepot.server.engine.sessions import Session
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.types import EngineConfig
+
+_HERE_WHEN_GRANTED: Final = (ReserveOutcome.GRANTED, ReserveOutcome.PRESENT, ReserveOutcome.PENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """One object of a reservation."""
+
+    index: int
+    key: bytes
+    parent: bytes
+    kind: int
+    boundary: int
+
+
+def parsed(call: ReserveCall, namespace: Namespace) -> list[_Asked]:
+    """The objects of a call. Raises InvalidArgument or LimitExceeded when it cannot be right in any state."""
+    count = len(call.kinds)
+    check_limit("objects of one reservation", count, limits.OBJECTS_PER_LEASE_MAX)
+    for name, packed, width in (
+        ("keys", call.keys, KEY_BYTES), ("parents", call.parents, KEY_BYTES), ("boundaries", call.boundaries, 4),
+    ):  # fmt: skip
+        if len(packed) != count * width:
+            raise InvalidArgument(f"{name} has {len(packed)} bytes, {count} objects need {count * width}")
+    foreign = set(call.kinds) - namespace.object_bytes.keys()
+    if foreign:
+        raise InvalidArgument(f"the namespace has no objects of kind {min(foreign)}")
+    chunk = namespace.spec.chunk_tokens if namespace.spec else 1
+    boundaries = np.frombuffer(call.boundaries, "<u4").tolist()
+    for boundary in boundaries:
+        if not boundary or boundary % chunk:
+            raise InvalidArgument(f"{boundary} is no boundary: chunks have {chunk} tokens")
+    keys, parents = call.keys, call.parents
+    return [
+        _Asked(i, keys[16 * i : 16 * i + 16], parents[16 * i : 16 * i + 16], call.kinds[i], boundaries[i])
+        for i in range(count)
+    ]
+
+
+class Stores:
+    """Write leases of all sessions."""
+
+    def __init__(self, space: Space, requests: Requests, config: EngineConfig, arena_id: int) -> None:
+        self._space = space
+        self._requests = requests
+        self._config = config
+        self._arena_id = arena_id
+        self._attention_reserved_bytes = 0  # of all sessions
+        self._reason = ""  # of the last refusal in the call at hand
+
+    # Reserve
+
+    def reserve(self, session: Session, namespace: Namespace, call: ReserveCall) -> ReserveReply:
+        """A new lease; the facade has dealt with repeats, tombstones and missing ranks."""
+        asked = parsed(call, namespace)
+        lease = WriteLease(session, call.lease_id, len(asked), hash(call))
+        outcomes = bytearray(len(asked))
+        refused: dict[bytes, int] = {}  # keys of this call that got no node: what descends from them shares the answer
+        fragments: list[int] = []
+        self._reason = ""
+        for one in asked:
+            outcome = self._reserve_one(namespace, lease, one, refused, fragments)
+            outcomes[one.index] = outcome
+            if outcome in _HERE_WHEN_GRANTED:
+                if call.request_id:
+                    self._requests.note(session.slot, call.request_id, namespace, one.key, one.parent)
+            else:
+                refused.setdefault(one.key, outcome)
+            self._space.counters.add(f"reserved_objects.{ReserveOutcome(outcome).name.lower()}")
+        reply = ReserveReply(bytes(outcomes), np.array(fragments, "<u8").tobytes(), self._arena_id, self._reason)
+        if lease.open:
+            lease.reply = reply
+            session.leases[lease.id] = lease
+        return reply
+
+    def _reserve_one(
+        self, namespace: Namespace, lease: WriteLease, one: _Asked, refused: dict[bytes, int], fragments: list[int]
+    ) -> int:
+        space = self._space
+        node = space.index.find(namespace.slot, one.key)
+        row = space.index.row(node, one.kind) if node != NONE else NO_ROW
+        if row != NO_ROW:
+            if not space.rows.visible(row):
+                return ReserveOutcome.PENDING  # being written, or adopted and being verified
+            space.policy.on_hit(node, space.clock())
+            return ReserveOutcome.PRESENT
+        above = NONE
+        if one.parent != ROOT_KEY:
+            above = space.index.find(namespace.slot, one.parent)
+            if above == NONE:
+                return refused.get(one.parent, ReserveOutcome.NO_PARENT)
+        if not self._fits_tree(namespace, node, above, one):
+            self._reason = f"boundary {one.boundary} or the parent contradicts what is known of the chunk"
+            return ReserveOutcome.REFUSED
+        refusal = self._over_credit(lease.session, namespace, one.kind)
+        if refusal is not None:
+            return refusal
+        return self._grant(namespace, lease, one, node, above, fragments)
+
+    def _fits_tree(self, namespace: Namespace, node: int, above: int, one: _Asked) -> bool:
+        """A chunk has one parent, and lies one chunk behind it."""
+        space = self._space
+        if node != NONE and space.index.parent(node) != above:
+            return False
+        chunk = namespace.spec.chunk_tokens if namespace.spec else 0
+        before = space.rows.boundary[space.index.rows_of(above)[0]] if above != NONE else 0
+        return one.boundary == before + chunk and one.key != ROOT_KEY
+
+    def _over_credit(self, session: Session, namespace: Namespace, kind: int) -> int | None:
+        """Attention never takes the share that is kept back for what makes it usable (DESIGN 4, Store)."""
+        space, config = self._space, self._config
+        size_bytes = space.allocator.rounded(namespace.object_bytes[kind])
+        arena_bytes = space.allocator.ready_bytes
+        share = 1.0 - (config.kept_back_share if len(namespace.object_bytes) > 1 else 0.0)
+        attention = kind == Kind.ATTENTION
+        credit_bytes = int(config.credit_bytes * share) if attention else config.credit_bytes
+        if size_bytes > credit_bytes:
+            self._reason = f"an object of {size_bytes} bytes is more than the credit for its kind, {credit_bytes} bytes"
+            return ReserveOutcome.REFUSED
+        if session.credit_used_bytes + size_bytes > config.credit_bytes:
+            return ReserveOutcome.LATER
+        if attention and session.attention_used_bytes + size_bytes > credit_bytes:
+            return ReserveOutcome.LATER
+        if attention and self._attention_reserved_bytes + size_bytes > arena_bytes * share:
+            return ReserveOutcome.LATER if arena_bytes * share >= size_bytes else ReserveOutcome.NO_ROOM
+        if not space.lent.free_count or len(session.leases) >= limits.LEASES_PER_SESSION_MAX:
+            return ReserveOutcome.LATER
+        return None
+
+    def _grant(
+        self, namespace: Namespace, lease: WriteLease, one: _Asked, node: int, above: int, fragments: list[int]
+    ) -> int:
+        space = self._space
+        held = node != NONE
+        if not held:
+            if not space.rows.free_count and not space.evict_one("room"):
+                return ReserveOutcome.NO_ROOM
+            # Eviction may have taken the parent, had it no other child: look again.
+            if one.parent != ROOT_KEY and space.index.find(namespace.slot, one.parent) != above:
+                return ReserveOutcome.NO_PARENT
+            node = space.add_node(namespace, one.key, above)
+        else:
+            space.policy.on_not_leaf(node)  # or eviction could take the node that the object is for
+        row = space.place(
+            namespace, node, kind=one.kind, key=one.key, parent=one.parent, boundary=one.boundary,
+            size_bytes=namespace.object_bytes[one.kind],
+        )  # fmt: skip
+        if row == NO_ROW:
+            if held:
+                space.settle_node(node)
+            else:
+                space.drop_subtree(node)
+            # What is not populated yet will be room soon.
+            return ReserveOutcome.LATER if space.growing else ReserveOutcome.NO_ROOM
+        lease.entries[one.index] = space.lent.lend(lease.id, lease.session.slot, LentMode.WRITE, row, one.index)
+        space.rows.publish_reserved(row)
+        self._charge(lease, one.index, one.kind, row)
+        for at in space.rows.chain(row):
+            fragments += (one.index, at, space.rows.offset[at], space.rows.length[at], space.rows.generation[at])
+        space.counters.add("granted_write_bytes", namespace.object_bytes[one.kind])
+        return ReserveOutcome.GRANTED
+
+    def _charge(self, lease: WriteLease, index: int, kind: int, row: int) -> None:
+        size_bytes = self._space.rounded_bytes(row)
+        lease.open += 1
+        lease.session.credit_used_bytes += size_bytes
+        if kind == Kind.ATTENTION:
+            lease.session.attention_used_bytes += size_bytes
+            self._attention_reserved_bytes += size_bytes
+        lease.credits[index] = -size_bytes if kind == Kind.ATTENTION else size_bytes
+
+    def adopt(self, session: Session, lease_id: int, entries: dict[int, int]) -> WriteLease:
+        """A lease of an earlier run, from its lent entries by object index."""
+        lease = WriteLease(session, lease_id, max(entries) + 1, 0)
+        for index, entry in entries.items():
+            row = self._space.lent.row_of(entry)
+            lease.entries[index] = entry
+            self._charge(lease, index, self._space.rows.kind[row], row)
+        session.leases[lease_id] = lease
+        return lease
+
+    # Commit
+
+    def commit(self, session: Session, item: CommitItem) -> bytes:
+        indices = np.frombuffer(item.indices, "<u4").tolist()
+        lease = session.leases.get(item.lease_id)
+        if not isinstance(lease, WriteLease):
+            outcomes = bytes(session.ended_leases.outcome(item.lease_id, index) for index in indices)
+        else:
+            outcomes = bytes(lease.outcome(index) or self._commit_one(lease, index) for index in indices)
+            self._end_if_done(lease)
+        for outcome in outcomes:
+            self._space.counters.add(f"committed_objects.{CommitOutcome(outcome).name.lower()}")
+        return outcomes
+
+    def _commit_one(self, lease: WriteLease, index: int) -> int:
+        space = self._space
+        row = space.lent.row_of(lease.entries[index])
+        if lease.expired:
+            return self._give_back(lease, index, CommitOutcome.EXPIRED)
+        if space.rows.state[row] != RESERVED:
+            # Only the loss of its parent unindexes a live reservation.
+            return self._give_back(lease, index, CommitOutcome.NO_PARENT)
+        if not self._parent_holds(row):
+            return self._give_back(lease, index, CommitOutcome.NO_PARENT)
+        node = space.node_of(row)
+        space.commit(row, node)
+        self._give_back(lease, index, CommitOutcome.COMMITTED)
+        space.settle_node(node)
+        return CommitOutcome.COMMITTED
+
+    def _parent_holds(self, row: int) -> bool:
+        """Whether the chunk before has, or is being given, the object that makes a path."""
+        space = self._space
+        parent = space.rows.parent(row)
+        if parent == ROOT_KEY:
+            return True
+        namespace = space.namespaces.by_slot[space.rows.namespace[row]]
+        node = space.index.find(namespace.slot, parent)
+        if node == NONE:
+            return False
+        above = space.index.row(node, namespace.path_kind)
+        return above != NO_ROW and space.rows.state[above] in (RESERVED, COMMITTED)
+
+    def _give_back(self, lease: WriteLease, index: int, outcome: CommitOutcome) -> CommitOutcome:
+        """The writer's entry ends; what is not committed leaves the index first."""
+        space = self._space
+        entry = lease.entries[index]
+        row = space.lent.row_of(entry)
+        if space.rows.state[row] == RESERVED:
+            space.drop_row(space.node_of(row), space.rows.kind[row])
+        size_bytes = abs(lease.credits[index])
+        lease.session.credit_used_bytes -= size_bytes
+        if lease.credits[index] < 0:
+            lease.session.attention_used_bytes -= size_bytes
+            self._attention_reserved_bytes -= size_bytes
+        space.give_back(entry)
+        lease.settle(index, outcome)
+        return outcome
+
+    def _end_if_done(self, lease: WriteLease) -> None:
+        if not lease.open and lease.session.leases.pop(lease.id, None) is not None:
+            lease.session.ended_leases.add(lease.id, bytes(lease.outcomes))
+
+    # Giving up
+
+    def abandon(self, session: Session, item: CommitItem) -> None:
+        lease = session.leases.get(item.lease_id)
+        if not isinstance(lease, WriteLease):
+            if not item.indices and item.lease_id not in session.ended_leases and lease is None:
+                session.ended_leases.add(item.lease_id)
+            return
+        if item.indices:
+            indices = sorted(set(np.frombuffer(item.indices, "<u4").tolist()), reverse=True)
+        else:
+            indices = list(range(len(lease.entries) - 1, -1, -1))
+        self._abandon(lease, indices)
+
+    def drop(self, lease: WriteLease) -> None:
+        """Nobody touches any of it any more."""
+        self._abandon(lease, list(range(len(lease.entries) - 1, -1, -1)))
+
+    def _abandon(self, lease: WriteLease, indices: list[int]) -> None:
+        """Children before parents, so that each is a leaf when it goes."""
+        for index in indices:
+            if lease.outcome(index) == OPEN:
+                self._give_back(lease, index, CommitOutcome.LOST)
+                self._space.counters.add("abandoned_objects")
+        self._end_if_done(lease)
+
+    def expire(self, lease: WriteLease) -> None:
+        """Service ends: others may store these objects. The extents stay lent until acknowledged (I5, I6)."""
+        lease.expired = True
+        for entry in reversed(lease.entries):
+            if entry == NO_ENTRY:
+                continue
+            row = self._space.lent.row_of(entry)
+            if self._space.rows.state[row] == RESERVED:
+                self._space.drop_row(self._space.node_of(row), self._space.rows.kind[row])
+        self._space.counters.add("expired_leases.write")

@@ -1,0 +1,118 @@
+"""What the checksum worker is to do next, and what its answers change.
+
+Adopted objects are verified first, those a request asked for before the others; then
+committed objects get their sum. There is no queue to grow: the extent table is swept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import numpy as np
+from kvdepot.core.arena import LentMode
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.lent import NO_SESSION
+from kvdepot.server.engine.rows import COMMITTED, SUMMED
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.types import ToSum
+
+SWEEP_ROWS: Final = 1 << 16
+WANTED_MAX: Final = 4096
+_PARALLEL_MAX: Final = 1024
+"""Objects lent to the worker at once."""
+
+
+class Sums:
+    """Rows under summation are lent in CHECKSUM mode, so their bytes stay theirs."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._working: dict[int, int] = {}  # row -> lent entry
+        self._wanted: OrderedDict[int, None] = OrderedDict()
+        self._found: list[int] = []  # candidates of the last swept slice, lowest row last
+        self._at = 0
+
+    def want(self, row: int) -> None:
+        self._wanted[row] = None
+        if len(self._wanted) > WANTED_MAX:
+            self._wanted.popitem(last=False)
+
+    def next(self) -> ToSum | None:
+        space = self._space
+        if len(self._working) >= _PARALLEL_MAX or not space.lent.free_count:
+            return None
+        row = self._next_row()
+        if row is None:
+            return None
+        self._working[row] = space.lent.lend(0, NO_SESSION, LentMode.CHECKSUM, row, 0)
+        verify = space.rows.run_of[row] != space.rows.run
+        return ToSum(row, space.rows.generation[row], space.rows.extents(row), verify)
+
+    def summed(self, row: int, generation: int, sum_lo: int, sum_hi: int) -> None:
+        """An answer for what was unindexed or reused meanwhile only ends the loan."""
+        space = self._space
+        entry = self._working.pop(row, None)
+        if entry is None:
+            return
+        if space.rows.state[row] == COMMITTED and space.rows.generation[row] == generation:
+            self._settle(row, sum_lo, sum_hi)
+        space.give_back(entry)
+
+    def worker_died(self) -> None:
+        entries = list(self._working.values())
+        self._working.clear()
+        for entry in entries:
+            self._space.give_back(entry)
+
+    def _settle(self, row: int, sum_lo: int, sum_hi: int) -> None:
+        space = self._space
+        adopted = space.rows.run_of[row] != space.rows.run
+        if not adopted:
+            space.rows.set_sum(row, sum_lo, sum_hi)
+            space.unsummed -= 1
+            space.counters.add("summed_objects")
+        elif (space.rows.sum_lo[row], space.rows.sum_hi[row]) == (sum_lo, sum_hi):
+            space.rows.set_verified(row)
+            space.unverified -= 1
+            space.counters.add("verified_objects")
+        else:
+            space.counters.add("corrupt_objects")
+            node = space.node_of(row)
+            assert node != NONE, "a committed row without a node"
+            space.counters.add("dropped_objects.below_corrupt", space.drop_subtree(node) - 1)
+
+    def _next_row(self) -> int | None:
+        space = self._space
+        while self._wanted and space.unverified:
+            row, _ = self._wanted.popitem()
+            if self._due(row) and space.rows.run_of[row] != space.rows.run:
+                return row
+        waiting = space.unverified or space.unsummed
+        if waiting <= 0:
+            return None
+        for _ in range(-(-space.rows.count // SWEEP_ROWS) + 1):
+            while self._found:
+                row = self._found.pop()
+                if self._due(row):
+                    return row
+            self._sweep()
+        return None
+
+    def _due(self, row: int) -> bool:
+        rows = self._space.rows
+        if rows.state[row] != COMMITTED or row in self._working:
+            return False
+        return rows.run_of[row] != rows.run or not rows.summed(row)
+
+    def _sweep(self) -> None:
+        """Candidates of the next slice of the table."""
+        rows = self._space.rows
+        part = slice(self._at, min(self._at + SWEEP_ROWS, rows.count))
+        self._at = part.stop if part.stop < rows.count else 0
+        due = rows.states[part] == COMMITTED
+        if self._space.unverified:
+            due &= rows.runs[part] != rows.run
+        else:
+            due &= rows.flags[part] & SUMMED == 0
+        self._found = (np.flatnonzero(due)[::-1] + part.start).tolist()
