@@ -1,0 +1,274 @@
+"""`KVDepotConnector`: vLLM's connector interface, as a thin facade over the two sides (DESIGN 7).
+
+Refusals at start are raised, with what to set. After start nothing is: every method is
+guarded, and answers a miss when anything goes wrong (I3).
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.session import DepotSession
+from kvdepot.client.vllm import compat, identity
+from kvdepot.client.vllm.guard import Failures, guarded, nothing
+from kvdepot.client.vllm.metadata import RankFacts, RankMeta, StepMeta
+from kvdepot.client.vllm.namespaces import Namespaces
+from kvdepot.client.vllm.rank import start_rank
+from kvdepot.client.vllm.refusals import cacheable_groups, check_engine
+from kvdepot.client.vllm.scheduler import SchedulerSide
+from kvdepot.client.vllm.settings import Settings, parse_settings
+from kvdepot.client.vllm.weights import Digests, LoraSalts, WeightsSource, cache_path, weights_source
+from kvdepot.client.vllm.worker import WorkerSide
+from kvdepot.core.errors import ConfigError
+
+LOGGER = logging.getLogger("vllm.kvdepot")  # below vLLM's logger, so that its handlers apply
+
+
+def _no_match(*_args: Any, **_kwargs: Any) -> tuple[int | None, bool]:
+    return 0, False
+
+
+def _empty_step(*_args: Any, **_kwargs: Any) -> StepMeta:
+    return StepMeta()
+
+
+def _free_now(*_args: Any, **_kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
+    return False, None
+
+
+def _no_results(*_args: Any, **_kwargs: Any) -> Any:
+    return compat.KVConnectorTransferResults()
+
+
+def _report_load(self: KVDepotConnector, request: Any, _blocks: Any, num_external_tokens: int) -> None:
+    if self.scheduler_side is not None:
+        self.scheduler_side.allocation_failed(request, num_external_tokens)
+
+
+class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
+    """One in the scheduler process, one in each worker."""
+
+    _cache_hit_source = compat.CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Raises ConfigError or PlannerError for an engine or settings that cannot work."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self.settings: Settings = parse_settings(transfer.kv_connector_extra_config)
+        check_engine(vllm_config, kv_cache_config, self.settings)
+        self.failures = Failures(LOGGER)
+        self.scheduler_side: SchedulerSide | None = None
+        self.worker_side: WorkerSide | None = None
+        self._facts: RankFacts | None = None
+        self._pool: Any = None
+        self._group_ids = cacheable_groups(kv_cache_config)
+        self._world_size = int(vllm_config.parallel_config.world_size)
+        self._engine_id = str(transfer.engine_id)
+        self._digests: Digests | None = None
+        self._weights = WeightsSource()
+        self._loads_on = transfer.kv_load_failure_policy == "recompute"
+        if role == compat.KVConnectorRole.SCHEDULER:
+            self._start_scheduler()
+
+    def _start_scheduler(self) -> None:
+        config = self._vllm_config
+        self._weights = weights_source(config.model_config, config.load_config, self.settings.model_revision)
+        self._digests = Digests(cache_path())
+        if self._weights.folder is not None:
+            self._digests.get(self._weights.folder)
+        if not self._loads_on:
+            LOGGER.warning(
+                "kvdepot: kv_load_failure_policy is %r: it stores and never loads, because a failed load would fail "
+                "the request; set it to 'recompute'",
+                config.kv_transfer_config.kv_load_failure_policy,
+            )
+
+    # --- both sides
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: a store that does not happen is a later miss."""
+        return False
+
+    @guarded(nothing)
+    def shutdown(self) -> None:
+        """End threads and connections, bounded."""
+        worker, self.worker_side = self.worker_side, None
+        scheduler, self.scheduler_side = self.scheduler_side, None
+        if worker is not None:
+            worker.close()
+        if scheduler is not None:
+            LOGGER.info("kvdepot: %s", dict(sorted((scheduler.counters + self.failures.counts).items())))
+            scheduler.close()
+        if self._digests is not None:
+            self._digests.close()
+
+    # --- worker side
+
+    @guarded(nothing)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Learn the layers and begin to attach, in the background."""
+        parallel = self._vllm_config.parallel_config
+        rank = int(parallel.rank)
+        attachment = Attachment(
+            self.settings.endpoint, EngineProcess(self._engine_id, False, rank, self._world_size), map_arena=True
+        )
+        self.worker_side, self._facts = start_rank(
+            rank, kv_caches, self._kv_cache_config, self._group_ids, attachment, self.settings, self.failures
+        )
+        attachment.start()
+
+    @guarded(nothing)
+    def get_handshake_metadata(self) -> RankFacts | None:
+        return self._facts
+
+    @guarded(nothing)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's signature
+        if self.worker_side is not None and isinstance(self._connector_metadata, StepMeta):
+            self.worker_side.start_loads(self._connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous, between steps."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: stores are block by block, after the forward."""
+
+    @guarded(nothing)
+    def wait_for_save(self) -> None:
+        if self.worker_side is not None and isinstance(self._connector_metadata, StepMeta):
+            self.worker_side.start_stores(self._connector_metadata)
+
+    @guarded(_no_results)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ARG002 - vLLM's signature
+        return self.worker_side.results() if self.worker_side is not None else _no_results()
+
+    @guarded(nothing)
+    def build_connector_worker_meta(self) -> RankMeta | None:
+        return self.worker_side.take_meta() if self.worker_side is not None else None
+
+    # --- scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self._pool = gpu_block_pool
+        if self.scheduler_side is not None:
+            self.scheduler_side.bind_pool(gpu_block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Every rank's facts, once, at start: with them the scheduler side can be built.
+
+        Raises PlannerError for a geometry that cannot work; the engine has not started yet.
+        """
+        facts = tuple(sorted((found for found in metadata.values()), key=lambda found: found.rank))
+        problem = identity.check_ranks(facts, self._world_size)
+        if problem:
+            LOGGER.error("kvdepot: stores and loads nothing: %s", problem)
+            return
+        config = self._vllm_config
+        groups = identity.group_specs(self._kv_cache_config, self._group_ids, facts, config.parallel_config)
+        planner = identity.engine_planner(config, self._kv_cache_config, groups, self.settings)
+        session = DepotSession(self.settings.endpoint, self._engine_id, self._world_size)
+        namespaces = Namespaces(
+            session,
+            self._spec_builder(planner, facts),
+            self._world_size,
+            LOGGER,
+            lambda: secrets.token_hex(8),
+            weights_version=self.settings.weights_version,
+            keep_across_sleep=self.settings.keep_across_sleep,
+        )
+        assert self._digests is not None
+        self.scheduler_side = SchedulerSide(
+            session,
+            namespaces,
+            planner,
+            self.settings,
+            LoraSalts(self._digests),
+            hash_block_tokens=compat.hash_block_tokens(self._kv_cache_config, config),
+            group_ids=self._group_ids,
+            world_size=self._world_size,
+            clock=time.monotonic,
+            loads_on=self._loads_on,
+        )
+        if self._pool is not None:
+            self.scheduler_side.bind_pool(self._pool)
+        session.start()
+        namespaces.update()
+
+    def _spec_builder(self, planner: Any, facts: tuple[RankFacts, ...]) -> Callable[[], Any]:
+        """Builds the namespace as soon as the digest of the weights is known."""
+
+        def build() -> Any:
+            weights = self._weights.text
+            if self._weights.folder is not None:
+                assert self._digests is not None
+                digest = self._digests.get(self._weights.folder)
+                if digest is None:
+                    problem = self._digests.problem(self._weights.folder)
+                    if problem:
+                        raise ConfigError("kvdepot", "weights", problem)
+                    return None
+                weights = f"files {digest}"
+            return identity.namespace_spec(
+                self._vllm_config, self._kv_cache_config, planner, facts, self.settings, weights
+            )
+
+        return build
+
+    @guarded(nothing)
+    def on_new_request(self, request: Any) -> None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.new_request(request)
+
+    @guarded(_no_match)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.scheduler_side is None:
+            return 0, False
+        return self.scheduler_side.matched(request, num_computed_tokens)
+
+    @guarded(_report_load)
+    def update_state_after_alloc(
+        self,
+        request: Any,
+        blocks: Any,  # noqa: ARG002 - block ids are read in build_connector_meta only
+        num_external_tokens: int,
+    ) -> None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.allocated(request, num_external_tokens)
+
+    @guarded(_empty_step)
+    def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
+        return self.scheduler_side.build(scheduler_output) if self.scheduler_side is not None else StepMeta()
+
+    @guarded(nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.output(connector_output.kv_connector_worker_meta)
+
+    @guarded(_free_now)
+    def request_finished_all_groups(
+        self,
+        request: Any,
+        block_ids: tuple[list[int], ...],  # noqa: ARG002 - blocks are held already
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Never delays the blocks: they are held weakly, and stay readable until reused."""
+        if self.scheduler_side is not None:
+            self.scheduler_side.finished(request)
+        return False, None
+
+    @guarded(lambda *_: False)
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_side is not None and self.scheduler_side.pending()
+
+    @guarded(nothing)
+    def reset_cache(self) -> bool | None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.reset()
+        return True
+
+    def take_events(self) -> Iterable[Any]:
+        return ()

@@ -1,0 +1,70 @@
+"""A rank's KV tensors as kvdepot copies them: per layer a view [blocks, ...] of whole blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from kvdepot.client.vllm import compat
+from kvdepot.client.vllm.metadata import LayerFacts
+
+
+class LayoutError(ValueError):
+    """A layer's cache is not made of blocks that can be copied. The message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayers:
+    """Views and facts, in step: layer `i` of all belongs to planner group `groups[i]`."""
+
+    views: tuple[torch.Tensor, ...]
+    facts: tuple[LayerFacts, ...]
+
+    def of_group(self, group: int) -> list[int]:
+        """Indices of the group's layers on this rank, in the engine's order."""
+        return [index for index, facts in enumerate(self.facts) if facts.group == group]
+
+
+def rank_layers(kv_caches: Mapping[str, Any], kv_cache_config: Any, group_ids: Sequence[int]) -> RankLayers:
+    """Views of every layer of the groups that are stored. Raises LayoutError.
+
+    A layer's tensor may be split into kernel blocks, several to an engine block, and
+    layers of different groups may share one storage: views never own memory.
+    """
+    views: list[torch.Tensor] = []
+    facts: list[LayerFacts] = []
+    for group, engine_group in enumerate(group_ids):
+        spec = kv_cache_config.kv_cache_groups[engine_group].kv_cache_spec
+        seen: set[tuple[int, tuple[int, ...]]] = set()
+        for name in kv_cache_config.kv_cache_groups[engine_group].layer_names:
+            if name not in kv_caches:
+                continue  # a layer of another pipeline rank
+            view = _block_view(name, kv_caches[name], kv_cache_config.num_blocks)
+            place = (view.data_ptr(), tuple(view.stride()))
+            if place in seen:
+                continue  # a layer that shares the cache of another one in its group
+            seen.add(place)
+            views.append(view)
+            facts.append(
+                LayerFacts(
+                    name=name,
+                    group=group,
+                    dtype=str(view.dtype).removeprefix("torch."),
+                    block_shape=tuple(view.shape[1:]),
+                    block_strides=tuple(view.stride()[1:]),
+                    block_bytes=view[0].numel() * view.element_size(),
+                    spec=repr(compat.layer_spec(spec, name)),
+                )
+            )
+    return RankLayers(tuple(views), tuple(facts))
+
+
+def _block_view(name: str, cache: Any, num_blocks: int) -> torch.Tensor:
+    if not isinstance(cache, torch.Tensor):
+        raise LayoutError(f"layer {name}: its cache is a {type(cache).__name__}, not one tensor")
+    if cache.dim() < 2 or cache.shape[0] % num_blocks:
+        raise LayoutError(f"layer {name}: a cache of shape {tuple(cache.shape)} is not made of {num_blocks} blocks")
+    view: torch.Tensor = compat.group_kernel_blocks(cache, num_blocks)
+    return view

@@ -1,0 +1,127 @@
+"""What travels between the scheduler side and the ranks, inside vLLM's own messages.
+
+Plain numbers and bytes in dataclasses: they are pickled with every step, and most steps
+carry an empty one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvdepot.client.vllm.compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+from kvdepot.core.planner import GroupSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SpanCopy:
+    """Blocks of one group: the object's blocks from `object_block` on are the engine's `block_ids`."""
+
+    group: int  # index into the planner's groups
+    object_block: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCopy:
+    """One object of a copy. `index` is its place in the lease, and in the packed extents."""
+
+    index: int
+    kind: int
+    key: bytes
+    boundary_tokens: int
+    spans: tuple[SpanCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOp:
+    """Copy all objects into the engine's blocks, or report the request failed."""
+
+    op_id: int
+    request_id: str
+    deadline: float  # CLOCK_MONOTONIC, seconds; nothing is written after it
+    arena_id: int
+    extents: bytes
+    objects: tuple[ObjectCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOp:
+    """Copy the engine's blocks into the objects' extents; each object succeeds or fails by itself."""
+
+    op_id: int
+    arena_id: int
+    extents: bytes
+    objects: tuple[ObjectCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What every rank needs to find its part of an object: the other ranks' sizes too."""
+
+    chunk_tokens: int
+    groups: tuple[GroupSpec, ...]
+
+
+@dataclass(slots=True)
+class StepMeta(KVConnectorMetadata):
+    """Scheduler side to every rank, each step."""
+
+    geometry: Geometry | None = None  # in the first step only
+
+    loads: list[LoadOp] = field(default_factory=list)
+    stores: list[StoreOp] = field(default_factory=list)
+    failed_loads: list[str] = field(default_factory=list)  # request ids no rank will see an op for
+    cancelled_loads: list[int] = field(default_factory=list)  # op ids that must not succeed any more
+
+
+@dataclass(slots=True)
+class RankMeta(KVConnectorWorkerMetadata):
+    """Ranks to the scheduler side: what they finished, and which arena each is attached to.
+
+    `loads`: op id -> (ranks that finished, ranks that failed). `stores`: op id -> (ranks that
+    finished, indices of objects that some rank failed).
+    """
+
+    arenas: dict[int, int] = field(default_factory=dict)  # rank -> arena id, 0 while not attached
+    loads: dict[int, tuple[int, int]] = field(default_factory=dict)
+    stores: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> RankMeta:
+        """Both, as vLLM merges the ranks of one step."""
+        assert isinstance(other, RankMeta)
+        merged = RankMeta({**self.arenas, **other.arenas}, dict(self.loads), dict(self.stores))
+        for op_id, (ranks, failed) in other.loads.items():
+            had_ranks, had_failed = merged.loads.get(op_id, (0, 0))
+            merged.loads[op_id] = (had_ranks + ranks, had_failed + failed)
+        for op_id, (ranks, indices) in other.stores.items():
+            had_ranks, had_indices = merged.stores.get(op_id, (0, frozenset()))
+            merged.stores[op_id] = (had_ranks + ranks, had_indices | indices)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """How one layer's blocks lie in memory on one rank. All of it is part of the namespace."""
+
+    name: str
+    group: int
+    dtype: str
+    block_shape: tuple[int, ...]  # of one engine block
+    block_strides: tuple[int, ...]  # elements
+    block_bytes: int  # without padding
+    spec: str  # the engine's description of the layer's cache
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts(KVConnectorHandshakeMetadata):
+    """What a worker knows and the scheduler side does not. Sent once, after the KV tensors exist."""
+
+    rank: int
+    boot_id: str  # of the host: ranks on several nodes are refused
+    layers: tuple[LayerFacts, ...]
+    software: tuple[tuple[str, str], ...]  # torch, device, instruction set, ...: what may change a byte
+    problem: str = ""  # why this rank can copy nothing; empty if it can

@@ -1,0 +1,126 @@
+"""Which namespace the engine's bytes belong to now, and whether anything may be asked about it yet.
+
+Known at different times: what the ranks are (at start), the digest of the weights (some
+seconds later, hashed off-thread), the daemon's acceptance, and the arena of every rank
+(whenever the daemon is there). Nothing is stored or loaded before all of it is known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvdepot.core.errors import KvDepotError
+
+if TYPE_CHECKING:
+    from kvdepot.client.session import DepotSession
+    from kvdepot.core.keys import NamespaceSpec
+
+SpecBuilder = Callable[[], "NamespaceSpec | None"]
+"""The spec without an epoch, once everything about the engine is known; None until then.
+
+Raises KvDepotError for an engine that cannot be described.
+"""
+
+
+class Namespaces:
+    """The current namespace and epoch of one engine. Used on the scheduler's thread only."""
+
+    def __init__(
+        self,
+        session: DepotSession,
+        build: SpecBuilder,
+        world_size: int,
+        logger: logging.Logger,
+        random_text: Callable[[], str],
+        *,
+        weights_version: str = "",
+        keep_across_sleep: bool = False,
+    ) -> None:
+        self._session = session
+        self._build = build
+        self._world_size = world_size
+        self._logger = logger
+        self._random_text = random_text
+        self._fixed = bool(weights_version) or keep_across_sleep
+        self._epoch = f"version:{weights_version}" if weights_version else ""
+        self._spec: NamespaceSpec | None = None
+        self._id: bytes | None = None
+        self._refusal = ""
+        self._arenas: dict[int, int] = {}
+        self.epoch_number = 0  # counts epochs of this process; what began in another is void
+        self.problem = ""  # why this engine stores and loads nothing, for good; empty if it may
+
+    @property
+    def spec(self) -> NamespaceSpec | None:
+        return self._spec
+
+    @property
+    def usable(self) -> bytes | None:
+        """The namespace's id if the daemon knows it at this moment."""
+        namespace = self._id
+        if namespace is None or not self._session.attached or not self._session.registered(namespace):
+            return None
+        return namespace
+
+    @property
+    def coming(self) -> bool:
+        """The daemon is there and `usable` may be answered any moment."""
+        return not self.problem and self._session.attached
+
+    @property
+    def ranks_heard(self) -> bool:
+        """Every rank has said whether it is attached."""
+        return len(self._arenas) >= self._world_size
+
+    @property
+    def arena_id(self) -> int:
+        """The arena every rank has mapped; 0 while one has none or they differ."""
+        arenas = set(self._arenas.values())
+        return next(iter(arenas)) if self.ranks_heard and len(arenas) == 1 else 0
+
+    @property
+    def ranks_ready(self) -> bool:
+        return self.arena_id != 0
+
+    def rank_arena(self, rank: int, arena_id: int) -> None:
+        """A rank says which arena it has mapped, 0 for none."""
+        self._arenas[rank] = arena_id
+
+    def update(self) -> None:
+        """Take one step towards `usable`, without waiting. Called often, does next to nothing."""
+        if self._spec is None and not self.problem:
+            self._describe()
+        if self._session.refusal != self._refusal:
+            self._refusal = self._session.refusal
+            if self._refusal:
+                self._logger.warning("kvdepot: the daemon refuses this engine: %s", self._refusal)
+
+    def _describe(self) -> None:
+        try:
+            spec = self._build()
+            if spec is not None:
+                self._use(replace(spec, epoch=self._epoch))
+        except KvDepotError as error:
+            self.problem = str(error)
+            self._logger.error("kvdepot: stores and loads nothing: %s", error)
+
+    def _use(self, spec: NamespaceSpec) -> None:
+        namespace = spec.namespace_id()
+        self._session.register(spec)
+        self._spec = spec
+        self._id = namespace
+        self._logger.info("kvdepot: namespace %s (%s, epoch %r)", namespace.hex(), spec.label, spec.epoch)
+
+    def reset(self) -> bool:
+        """The engine says that its caches are void. True if that begins a new epoch."""
+        if self._fixed:
+            return False
+        self.epoch_number += 1
+        self._epoch = f"random:{self._random_text()}"
+        if self._spec is not None and self._id is not None:
+            self._session.forget(self._id)
+            self._use(replace(self._spec, epoch=self._epoch))
+        return True

@@ -1,0 +1,59 @@
+"""Starting a rank's worker side: its layers, its facts, its copying thread."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from kvdepot.client.copy.base import CopyError
+from kvdepot.client.copy.cpu import CpuCopier
+from kvdepot.client.vllm.audit import Audit
+from kvdepot.client.vllm.layers import LayoutError, RankLayers, rank_layers
+from kvdepot.client.vllm.metadata import RankFacts
+from kvdepot.client.vllm.worker import Attached, CopyThread, WorkerSide
+
+if TYPE_CHECKING:
+    from kvdepot.client.vllm.guard import Failures
+    from kvdepot.client.vllm.settings import Settings
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def start_rank(
+    rank: int,
+    kv_caches: dict[str, Any],
+    kv_cache_config: Any,
+    group_ids: Sequence[int],
+    attachment: Attached,
+    settings: Settings,
+    failures: Failures,
+) -> tuple[WorkerSide, RankFacts]:
+    """A rank whose memory cannot be copied is started too: it says why, and the engine goes on without kvdepot."""
+    problem = ""
+    layers = RankLayers((), ())
+    copies: CopyThread | None = None
+    audit: Audit | None = None
+    try:
+        layers = rank_layers(kv_caches, kv_cache_config, group_ids)
+        copier = CpuCopier(layers.views)
+        audit = Audit(settings.audit_path, rank, layers) if settings.audit_path else None
+        copies = CopyThread(attachment, copier, failures, audit=audit)
+    except (LayoutError, CopyError, OSError) as error:
+        problem = str(error)
+    facts = RankFacts(rank, _BOOT_ID.read_text().strip(), layers.facts, software_facts(layers), problem)
+    return WorkerSide(rank, attachment, copies, layers, audit), facts
+
+
+def software_facts(layers: RankLayers) -> tuple[tuple[str, str], ...]:
+    """What computes the bytes: kernels are chosen by library, device and instruction set."""
+    device = layers.views[0].device if layers.views else torch.device("cpu")
+    facts = {"torch": torch.__version__, "device": device.type, "machine": platform.machine()}
+    if device.type == "cpu":
+        facts["instruction_set"] = torch.backends.cpu.get_cpu_capability()
+    elif device.type == "cuda":
+        facts["device_name"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = str(torch.version.cuda)
+    return tuple(sorted(facts.items()))

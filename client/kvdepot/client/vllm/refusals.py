@@ -1,0 +1,102 @@
+"""What the connector refuses at start, by name and with the setting to change (DESIGN 7).
+
+All of it is the operator's to correct, so it is raised. Nothing here runs after start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvdepot.client.vllm import compat
+from kvdepot.core.calls import Kind
+from kvdepot.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvdepot.client.vllm.settings import Settings
+
+WHERE = "kvdepot"
+
+
+def check_engine(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raises ConfigError for the first thing that cannot work."""
+    compat.check_version()
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role == "kv_producer" and settings.load_weight > 0:
+        raise ConfigError(
+            WHERE, "kv_role", "kv_producer engines do not load", advice="use kv_both, or set load_weight to 0"
+        )
+    _check_parallel(vllm_config.parallel_config)
+    _check_hashes(vllm_config.cache_config, environment)
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        raise ConfigError(WHERE, "hisparse", "HiSparse uses the same block watchers", advice="switch HiSparse off")
+    kinds = _check_groups(kv_cache_config, cacheable_groups(kv_cache_config))
+    if vllm_config.speculative_config is not None and Kind.STATE in kinds:
+        raise ConfigError(
+            WHERE,
+            "speculative_config",
+            "checkpoints of recurrent models under speculative decoding are not tested",
+            advice="switch speculative decoding off",
+        )
+
+
+def cacheable_groups(kv_cache_config: Any) -> tuple[int, ...]:
+    """The engine's groups that are stored, in its order."""
+    return tuple(kv_cache_config.prefix_cacheable_group_ids)
+
+
+def _check_parallel(parallel: Any) -> None:
+    if parallel.nnodes > 1:
+        raise ConfigError(
+            WHERE, "nnodes", f"ranks on {parallel.nnodes} nodes share no memory", advice="keep an engine on one node"
+        )
+    for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, key, 1)
+        if size > 1:
+            raise ConfigError(WHERE, key, f"{size} is not tested", advice=f"set {key} to 1")
+
+
+def _check_hashes(cache: Any, environment: Mapping[str, str]) -> None:
+    """P3: a chain of hashes with a random seed names other bytes in every process."""
+    algorithm = str(cache.prefix_caching_hash_algo)
+    if algorithm.startswith("xxhash") and environment.get("PYTHONHASHSEED") is None:
+        raise ConfigError(
+            WHERE,
+            "prefix_caching_hash_algo",
+            f"{algorithm} without PYTHONHASHSEED gives every process other hashes, so nothing stored could be found",
+            advice="set PYTHONHASHSEED to the same number for every engine, or prefix_caching_hash_algo to sha256",
+        )
+
+
+def _check_groups(kv_cache_config: Any, group_ids: Sequence[int]) -> set[Kind]:
+    kinds = set()
+    for group_id in group_ids:
+        group = kv_cache_config.kv_cache_groups[group_id]
+        kind = compat.group_kind(group.kv_cache_spec)
+        if kind is None:
+            raise ConfigError(
+                WHERE,
+                f"group {group_id}",
+                f"caches of kind {compat.group_kind_name(group.kv_cache_spec)} are not supported",
+                advice="serve this model without kvdepot",
+            )
+        if compat.is_eagle(group):
+            raise ConfigError(
+                WHERE,
+                f"group {group_id}",
+                "the KV of EAGLE or MTP draft layers depends on the token after a boundary",
+                advice="switch speculative decoding off",
+            )
+        modes = compat.mamba_modes(group.kv_cache_spec) if kind is Kind.STATE else {"align"}
+        if modes != {"align"}:
+            raise ConfigError(
+                WHERE,
+                "mamba_cache_mode",
+                f"group {group_id} is recurrent and in mode {', '.join(sorted(modes))}: no boundary has a state",
+                advice='set enable_prefix_caching=True and mamba_cache_mode="align"',
+            )
+        kinds.add(kind)
+    return kinds

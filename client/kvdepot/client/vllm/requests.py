@@ -1,0 +1,94 @@
+"""What the connector remembers of one request of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvdepot.core.calls import KEY_BYTES, ROOT_KEY, Kind
+from kvdepot.core.keys import chunk_key
+
+
+class EngineRequest(Protocol):
+    """What is used of vLLM's Request (v1/request.py). Read only."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    num_preemptions: int
+    block_hashes: Sequence[bytes]
+    skip_reading_prefix_cache: bool
+    lora_request: Any
+    prompt_embeds: Any
+    prompt_is_token_ids: Any
+    resumable: bool
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One Locate: asked, and what came back."""
+
+    asked_at: float  # seconds, the session's clock
+    epoch: int
+    answered: bool = False
+    boundary_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Loads and stores of one request. Lives from `on_new_request` until it has finished; a key by identity."""
+
+    request: EngineRequest
+    arrived_at: float
+    salt: bytes = b""  # content digest of the LoRA adapter, empty without one
+    excluded: str = ""  # why it is neither stored nor served; empty if it is
+    keys: list[bytes] = field(default_factory=list)  # of chunks 0, 1, ...
+    # loads
+    lookup: Lookup | None = None
+    preemptions: int = 0  # seen at the last lookup
+    offered: tuple[int, int] = (0, 0)  # local tokens and boundary of the last offer
+    load_failed: bool = False  # and so nothing is offered to it again (P8)
+    # stores
+    store_epoch: int = 0  # the epoch in which it began; in any other it stores nothing
+    stored: set[tuple[int, Kind]] = field(default_factory=set)  # needs no copy: there, on its way, or given up
+    next_chunk: int = 0  # all before it have been considered
+    assumed_chunks: int = 0  # whose attention is taken to be there because a lookup or a load said so
+    store_stopped: str = ""  # why no more is stored of it; empty while it goes on
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def update_keys(self, chunk_tokens: int, hash_block_tokens: int) -> int:
+        """Add the keys of chunks whose hashes the engine knows by now; returns how many there are.
+
+        The hash at a chunk's last hash block is chained: it covers the whole prefix, the LoRA
+        name, multimodal content and the salt.
+        """
+        hashes = self.request.block_hashes
+        per_chunk = chunk_tokens // hash_block_tokens
+        known = len(hashes) // per_chunk
+        for chunk in range(len(self.keys), known):
+            self.keys.append(chunk_key(hashes[(chunk + 1) * per_chunk - 1], self.salt))
+        return known
+
+    def packed_keys(self, chunks: int) -> bytes:
+        packed = b"".join(self.keys[:chunks])
+        assert len(packed) == chunks * KEY_BYTES
+        return packed
+
+    def parent_key(self, chunk: int) -> bytes:
+        return self.keys[chunk - 1] if chunk else ROOT_KEY
+
+
+def exclusion(request: EngineRequest) -> str:
+    """Why a request is neither stored nor served, whatever its LoRA: its hashes do not cover its content."""
+    if request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
+        return "prompt_embeds"
+    if request.resumable:
+        return "streaming_input"  # its tokens, and so its hashes, are replaced while it runs
+    return ""

@@ -1,0 +1,201 @@
+"""The connector's scheduler side: what vLLM's scheduler asks, answered without waiting (DESIGN 4, 7).
+
+Everything here runs on the engine's scheduler thread; what the daemon answers arrives
+through `session.poll()` on that same thread, so nothing is shared and nothing is locked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvdepot.client.vllm.loads import Loads, ResolveBlocks
+from kvdepot.client.vllm.metadata import Geometry, RankMeta, StepMeta
+from kvdepot.client.vllm.pins import BlockHolds, BlockPool
+from kvdepot.client.vllm.requests import EngineRequest, RequestState, exclusion
+from kvdepot.client.vllm.stores import BoundaryOffers, Stores
+
+if TYPE_CHECKING:
+    from kvdepot.client.session import DepotSession
+    from kvdepot.client.vllm.namespaces import Namespaces
+    from kvdepot.client.vllm.settings import Settings
+    from kvdepot.core.planner import Planner
+
+
+class Adapters(Protocol):
+    """Content digests of LoRA adapters."""
+
+    def salt(self, lora_request: Any) -> bytes | None:
+        """The salt of a request's keys; None while the digest is not known (or cannot be)."""
+
+
+class SchedulerSide:
+    """One per engine. `loads_on` and `stores_on` say what this engine's role and policy allow."""
+
+    def __init__(
+        self,
+        session: DepotSession,
+        namespaces: Namespaces,
+        planner: Planner,
+        settings: Settings,
+        adapters: Adapters,
+        *,
+        hash_block_tokens: int,
+        group_ids: Sequence[int],
+        world_size: int,
+        clock: Callable[[], float],
+        loads_on: bool = True,
+        stores_on: bool = True,
+    ) -> None:
+        self.session = session
+        self.namespaces = namespaces
+        self.planner = planner
+        self.counters: Counter[str] = Counter()
+        self._settings = settings
+        self._adapters = adapters
+        self._hash_block_tokens = hash_block_tokens
+        self._group_ids = tuple(group_ids)
+        self._world_size = world_size
+        self._clock = clock
+        self._loads_on = loads_on and settings.load_weight > 0
+        self._stores_on = stores_on
+        self._requests: dict[str, RequestState] = {}
+        self._geometry: Geometry | None = Geometry(planner.chunk_tokens, planner.groups)
+        self.loads = Loads(
+            session, namespaces, planner, settings, clock, self.counters, self._group_ids, world_size
+        )  # fmt: skip
+        self.stores: Stores | None = None
+        self.holds: BlockHolds | None = None
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        """The engine's block pool exists: from now on blocks can be held, and so stored."""
+        self.holds = BlockHolds(pool)
+        self.stores = Stores(
+            self.session, self.namespaces, self.planner, self.holds, self._settings, self._clock,
+            self.counters, self._group_ids, self._world_size,
+        )  # fmt: skip
+
+    def _poll(self) -> None:
+        self.session.poll()
+        self.namespaces.update()
+
+    def new_request(self, request: EngineRequest) -> None:
+        """Remember the request and ask the daemon what it has of it."""
+        state = RequestState(request, self._clock(), store_epoch=self.namespaces.epoch_number)
+        state.excluded = exclusion(request)
+        if not state.excluded and request.lora_request is not None:
+            salt = self._adapters.salt(request.lora_request)
+            state.excluded = "adapter_unknown" if salt is None else ""
+            state.salt = salt or b""
+        self._requests[request.request_id] = state
+        if state.excluded:
+            self.counters[f"excluded_{state.excluded}"] += 1
+            return
+        self._poll()
+        self._update_keys(state)
+        if self._loads_on and not request.skip_reading_prefix_cache:
+            self.loads.locate(state)
+
+    def _update_keys(self, state: RequestState) -> int:
+        return state.update_keys(self.planner.chunk_tokens, self._hash_block_tokens)
+
+    def matched(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond the engine's own; None: ask again. Idempotent."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.excluded or not self._loads_on:
+            return 0, False
+        self._poll()
+        self._update_keys(state)
+        return self.loads.offer(state, local_tokens)
+
+    def allocated(self, request: EngineRequest, external_tokens: int) -> None:
+        """Blocks are there for the tokens that were offered: start the load."""
+        if external_tokens > 0:
+            self.loads.allocated(self._requests[request.request_id], external_tokens)
+
+    def allocation_failed(self, request: EngineRequest, external_tokens: int) -> None:
+        """Something went wrong in `allocated`: the engine must still hear of the load."""
+        if external_tokens > 0:
+            state = self._requests.get(request.request_id) or RequestState(request, self._clock())
+            self.loads.fail_allocated(state)
+
+    def build(self, scheduler_output: Any) -> StepMeta:
+        """This step's message to the ranks. The one place where block tables may be read."""
+        meta = StepMeta(geometry=self._geometry)
+        self._geometry = None
+        self._poll()
+        block_state = scheduler_output.kv_connector_block_state
+        resolve: ResolveBlocks | None = block_state.resolve_block_ids if block_state is not None else None
+        self.loads.build(meta, resolve)
+        if self.stores is None or not self._stores_on:
+            return meta
+        if block_state is not None and self.namespaces.ranks_ready and self.namespaces.usable is not None:
+            self._consider(self.stores, scheduler_output.num_scheduled_tokens, block_state)
+        self.stores.ask()
+        self.stores.dispatch(meta)
+        return meta
+
+    def _consider(self, stores: Stores, scheduled: dict[str, int], block_state: Any) -> None:
+        offloads: dict[str, BoundaryOffers] = block_state.boundary_state_offloads
+        for request_id, tokens in scheduled.items():
+            self._consider_request(stores, request_id, tokens, offloads.get(request_id, ()), block_state)
+        for request_id, offers in offloads.items():
+            if request_id not in scheduled:
+                self._consider_request(stores, request_id, 0, offers, block_state)
+
+    def _consider_request(
+        self, stores: Stores, request_id: str, scheduled: int, offers: BoundaryOffers, block_state: Any
+    ) -> None:
+        state = self._requests.get(request_id)
+        if state is None or state.excluded or state.store_stopped:
+            return
+        request = state.request
+        computed = request.num_computed_tokens + scheduled
+        if not self._settings.store_decode:
+            computed = min(computed, request.num_prompt_tokens)
+        if computed // self.planner.chunk_tokens <= state.next_chunk and not offers:
+            return
+        # Only what the hashes cover: with asynchronous scheduling a step runs ahead of its tokens.
+        computed = min(computed, self._update_keys(state) * self.planner.chunk_tokens)
+        stores.consider(state, computed, block_state.resolve_block_ids(request_id), offers)
+
+    def output(self, meta: RankMeta | None) -> None:
+        """What the ranks have finished."""
+        if meta is None:
+            return
+        for rank, arena_id in meta.arenas.items():
+            self.namespaces.rank_arena(rank, arena_id)
+        for op_id, (ranks, failed) in meta.loads.items():
+            self.loads.acknowledged(op_id, ranks, failed)
+        if self.stores is not None:
+            for op_id, (ranks, indices) in meta.stores.items():
+                self.stores.acknowledged(op_id, ranks, indices)
+
+    def finished(self, request: EngineRequest) -> None:
+        """The request is over, done or aborted, at whatever step its load and its stores are."""
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return
+        self.loads.finished(state)
+        if self.stores is not None:
+            self.stores.finished(state)
+
+    def reset(self) -> None:
+        """The engine's caches are void (weights changed in place): begin a new epoch."""
+        if not self.namespaces.reset():
+            return
+        self.counters["epochs"] += 1
+        self.loads.reset()
+        for state in self._requests.values():
+            state.lookup = None
+            state.store_stopped = "epoch"
+        if self.stores is not None:
+            self.stores.reset()
+
+    def pending(self) -> bool:
+        """Whether the engine has to keep stepping although it has no request."""
+        return self.stores is not None and self._stores_on and self.stores.pending()
+
+    def close(self) -> None:
+        self.session.close()

@@ -1,0 +1,195 @@
+"""What the weights are: a digest of their files, taken once and off the engine's threads (DESIGN 2).
+
+A file's digest is kept by (path, inode, mtime_ns, ctime_ns, size) in the user's cache
+directory, so that only files that changed are read again at the next start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+from kvdepot.core.errors import ConfigError
+
+READ_BYTES: Final = 8 << 20
+CACHE_ENTRIES_MAX: Final = 4096
+_SKIPPED_FOLDERS: Final = frozenset({".cache", ".git"})
+
+
+def cache_path(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where file digests are kept between starts."""
+    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "kvdepot" / "file-digests.json"
+
+
+class FileDigests:
+    """XXH3-128 of files, remembered. Used by one thread; a lost or damaged cache only costs reading again."""
+
+    def __init__(self, cache: Path | None) -> None:
+        self._cache = cache
+        self._known: dict[str, str] = {}
+        if cache is not None:
+            with suppress(OSError, ValueError):
+                loaded = json.loads(cache.read_text())
+                self._known = {str(key): str(value) for key, value in loaded.items()}
+
+    def digest(self, path: Path) -> str:
+        """Hex digest of the file's bytes. Raises OSError."""
+        status = path.stat()
+        key = "|".join(
+            map(str, (path.resolve(), status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
+        )
+        if key not in self._known:
+            total = xxhash.xxh3_128()
+            with path.open("rb") as file:
+                while part := file.read(READ_BYTES):
+                    total.update(part)
+            self._known[key] = total.hexdigest()
+        return self._known[key]
+
+    def save(self) -> None:
+        """Keep what is known for the next start. A read-only home is no error."""
+        if self._cache is None:
+            return
+        kept = dict(list(self._known.items())[-CACHE_ENTRIES_MAX:])
+        temporary = self._cache.with_suffix(f".{os.getpid()}.tmp")
+        with suppress(OSError):
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(kept))
+            temporary.replace(self._cache)
+
+
+def folder_digest(folder: Path, digests: FileDigests) -> str:
+    """One digest over every file below a folder: relative names, sizes and contents. Raises OSError."""
+    total = xxhash.xxh3_128()
+    files = 0
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if _SKIPPED_FOLDERS.intersection(relative.parts) or not path.is_file():
+            continue
+        files += 1
+        total.update(json.dumps([relative.as_posix(), path.stat().st_size, digests.digest(path)]).encode())
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no files")
+    return total.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSource:
+    """Where the identity of the weights comes from: `text` if it is known without reading, else `folder`."""
+
+    text: str = ""
+    folder: Path | None = None
+
+
+def weights_source(model_config: Any, load_config: Any, model_revision: str) -> WeightsSource:
+    """Raises ConfigError when the weights cannot be identified: then nothing may be kept beyond the process."""
+    if str(load_config.load_format) == "dummy":
+        return WeightsSource(text=f"dummy seed {model_config.seed}")
+    if model_revision:
+        return WeightsSource(text=f"revision {model_revision}")
+    if getattr(model_config, "model_weights", ""):
+        raise _unidentified(f"weights are streamed from {model_config.model_weights}")
+    if Path(model_config.model).is_dir():
+        return WeightsSource(folder=Path(model_config.model))
+    snapshot = _hub_snapshot(model_config.model, model_config.revision, load_config.download_dir)
+    if snapshot is None:
+        raise _unidentified(f"{model_config.model!r} is neither a folder nor in the local hub cache")
+    return WeightsSource(folder=snapshot)
+
+
+def _unidentified(reason: str) -> ConfigError:
+    return ConfigError(
+        "kv_connector_extra_config",
+        "model_revision",
+        f"{reason}, so its weights cannot be told from others",
+        advice="set model_revision to something that changes whenever the weights do, as a commit",
+    )
+
+
+def _hub_snapshot(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """The folder a hub model was downloaded to, without touching the network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # not a hub name
+        found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+class Digests:
+    """Digests folders on a thread of its own; asks are answered from what is known, never by waiting.
+
+    Used for the weights (once) and for LoRA adapters (whenever a new one comes).
+    """
+
+    def __init__(self, cache: Path | None) -> None:
+        self._files = FileDigests(cache)
+        self._answers: dict[Path, str] = {}
+        self._problems: dict[Path, str] = {}
+        self._wanted: list[Path] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvdepot-digests", daemon=True)
+        self._thread.start()
+
+    def get(self, folder: Path) -> str | None:
+        """The digest, None while it is not known (it is being taken) or cannot be (`problem`)."""
+        with self._wake:
+            if folder not in self._answers and folder not in self._problems and folder not in self._wanted:
+                self._wanted.append(folder)
+                self._wake.notify()
+            return self._answers.get(folder)
+
+    def problem(self, folder: Path) -> str:
+        """Why there will be no digest; empty otherwise."""
+        return self._problems.get(folder, "")
+
+    def close(self) -> None:
+        """Ask the thread to end; a file that is being read does not hold up the engine."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._wanted or self._stopping):
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                folder = self._wanted[0]
+            try:
+                answer, problem = folder_digest(folder, self._files), ""
+            except OSError as error:
+                answer, problem = "", str(error)
+            with self._wake:
+                if answer:
+                    self._answers[folder] = answer
+                else:
+                    self._problems[folder] = problem
+                self._wanted.remove(folder)
+            self._files.save()
+
+
+class LoraSalts:
+    """Key salts of LoRA requests: the engine's hashes cover only an adapter's name and path."""
+
+    def __init__(self, digests: Digests) -> None:
+        self._digests = digests
+
+    def salt(self, lora_request: Any) -> bytes | None:
+        """The content digest, None while unknown, and always for adapters replaced in place."""
+        path = str(getattr(lora_request, "lora_path", "") or "")
+        if not path or getattr(lora_request, "load_inplace", False):
+            return None
+        digest = self._digests.get(Path(path))
+        return bytes.fromhex(digest) if digest else None

@@ -1,0 +1,322 @@
+"""The connector's worker side: one rank's copies between KV blocks and the arena (DESIGN 4).
+
+One copying thread does all copies, loads before stores, in bounded batches. It alone
+reports results, after its last byte: so nothing is written into a block once its load
+was reported, and no extent is touched once a copy was acknowledged.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, concatenate, object_pieces
+from kvdepot.client.extents import ObjectExtents, parse_extents
+from kvdepot.client.vllm.audit import LOADED, STORED, Audit
+from kvdepot.client.vllm.compat import KVConnectorTransferResults
+from kvdepot.client.vllm.metadata import LoadOp, ObjectCopy, RankMeta, StepMeta, StoreOp
+from kvdepot.core.calls import Kind
+from kvdepot.core.planner import Planner
+
+if TYPE_CHECKING:
+    from kvdepot.client.arena_map import ArenaMap
+    from kvdepot.client.copy.base import BlockCopier
+    from kvdepot.client.vllm.guard import Failures
+    from kvdepot.client.vllm.layers import RankLayers
+
+JOIN_SECONDS: Final = 5.0
+"""How long `close` waits for the copy in progress: one batch takes milliseconds."""
+
+
+class Attached(Protocol):
+    """What is used of `kvdepot.client.attachment.Attachment`."""
+
+    @property
+    def arena(self) -> ArenaMap | None: ...
+    @property
+    def session(self) -> bytes | None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What the copying thread has finished. `failed` are object indices; of a load any means all."""
+
+    op: LoadOp | StoreOp
+    failed: frozenset[int]
+
+
+class ObjectPlaces:
+    """Where the parts of an object lie for one rank: the planner's geometry and the rank's layers, combined."""
+
+    def __init__(self, planner: Planner, layers: RankLayers, rank: int) -> None:
+        self._planner = planner
+        self._rank = rank
+        self._layers = {group: layers.of_group(group) for group in range(len(planner.groups))}
+        self._bytes = {
+            group: [layers.facts[index].block_bytes for index in indices] for group, indices in self._layers.items()
+        }
+
+    def pieces(self, copied: ObjectCopy, extents: ObjectExtents, *, writing: bool) -> CopyBatch:
+        """The rank's share of one object. Of a replicated part rank 0 writes, everyone reads. Raises CopyError."""
+        kind = Kind(copied.kind)
+        if extents.size_bytes != self._planner.object_bytes(kind):
+            raise CopyError(f"{extents.size_bytes} granted bytes for an object of {self._planner.object_bytes(kind)}")
+        batches = []
+        for span in copied.spans:
+            if writing and self._rank and self._planner.groups[span.group].replicated:
+                continue
+            batches.append(
+                object_pieces(
+                    extents,
+                    self._planner.part_range(kind, span.group, self._rank)[0],
+                    self._layers[span.group],
+                    self._bytes[span.group],
+                    self._planner.blocks_in_object(span.group),
+                    np.asarray(span.block_ids, dtype=np.int64),
+                    span.object_block,
+                )
+            )
+        return concatenate(batches)
+
+
+class CopyThread:
+    """Copies what it is given, in order, loads first. `submit_*` never wait."""
+
+    def __init__(
+        self,
+        attachment: Attached,
+        copier: BlockCopier,
+        failures: Failures,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        audit: Audit | None = None,
+        name: str = "kvdepot-copy",
+    ) -> None:
+        self._attachment = attachment
+        self._copier = copier
+        self._places: ObjectPlaces | None = None
+        self._failures = failures
+        self._clock = clock
+        self._audit = audit
+        self._loads: deque[LoadOp] = deque()
+        self._stores: deque[StoreOp] = deque()
+        self._done: deque[_Outcome] = deque()  # appended and popped atomically
+        self._cancelled: set[int] = set()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, places: ObjectPlaces) -> None:
+        """Begin copying: the geometry has arrived. What was submitted before waits for it."""
+        self._places = places
+        self._thread.start()
+
+    def submit(self, loads: Sequence[LoadOp], stores: Sequence[StoreOp], cancelled: Sequence[int] = ()) -> None:
+        """Queue operations; ids in `cancelled` must not succeed any more."""
+        with self._wake:
+            self._loads.extend(loads)
+            self._stores.extend(stores)
+            self._cancelled.update(cancelled)
+            self._wake.notify()
+
+    def take_done(self) -> list[_Outcome]:
+        """Everything finished since the last call. Each operation appears once, ever."""
+        done = []
+        while self._done:
+            done.append(self._done.popleft())
+        return done
+
+    def close(self) -> None:
+        """Finish the copy in progress, drop the rest. Bounded by JOIN_SECONDS."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_SECONDS)
+
+    def _next(self) -> LoadOp | StoreOp | None:
+        with self._wake:
+            while not (self._stopping or self._loads or self._stores):
+                self._wake.wait()
+            if self._stopping:
+                return None
+            return self._loads.popleft() if self._loads else self._stores.popleft()
+
+    def _run(self) -> None:
+        while (op := self._next()) is not None:
+            self._do(op)
+
+    def _do(self, op: LoadOp | StoreOp) -> None:
+        failed = frozenset(copied.index for copied in op.objects)
+        try:
+            failed = frozenset(self._load(op) if isinstance(op, LoadOp) else self._store(op))
+        except Exception as error:  # noqa: BLE001 - I3: an operation that fails in any way is a failed copy
+            self._failures.record("copy", error)
+        self._cancelled.discard(op.op_id)
+        self._done.append(_Outcome(op, failed))
+
+    def _arena(self, op: LoadOp | StoreOp) -> ArenaMap | None:
+        arena = self._attachment.arena
+        return arena if arena is not None and arena.arena_id == op.arena_id else None
+
+    def _pieces(self, copied: ObjectCopy, extents: dict[int, ObjectExtents], *, writing: bool) -> CopyBatch:
+        assert self._places is not None
+        if copied.index not in extents:
+            raise CopyError(f"object {copied.index} of the operation has no extents")
+        return self._places.pieces(copied, extents[copied.index], writing=writing)
+
+    def _load(self, op: LoadOp) -> list[int]:
+        """Copy everything into the engine's blocks. Any failure fails all, and stops the writing at once."""
+        everything = [copied.index for copied in op.objects]
+        arena = self._arena(op)
+        if arena is None:
+            return everything
+        extents = parse_extents(op.extents, arena.layout.size_bytes)
+        pieces = concatenate([self._pieces(copied, extents, writing=False) for copied in op.objects])
+        rows, granted = _rows(extents[copied.index] for copied in op.objects)
+        if not arena.check(rows, granted):
+            return everything
+        for batch in pieces.split():
+            if self._clock() >= op.deadline or op.op_id in self._cancelled:
+                return everything
+            self._copier.copy(arena, batch, Direction.LOAD)
+        self._copier.wait()
+        if not arena.check(rows, granted) or op.op_id in self._cancelled:
+            return everything
+        if self._audit is not None:
+            self._audit.record(LOADED, op.request_id, op.objects)
+        return []
+
+    def _store(self, op: StoreOp) -> list[int]:
+        """Copy object by object, in batches over all of them; returns the indices that did not succeed."""
+        arena = self._arena(op)
+        if arena is None:
+            return [copied.index for copied in op.objects]
+        extents = parse_extents(op.extents, arena.layout.size_bytes)
+        failed: list[int] = []
+        good: list[ObjectCopy] = []
+        batches = []
+        for copied in op.objects:
+            found = extents.get(copied.index)
+            if found is None or not arena.check(*_rows([found])):
+                failed.append(copied.index)
+                continue
+            batches.append(self._pieces(copied, extents, writing=True))
+            good.append(copied)
+        for batch in concatenate(batches).split():
+            self._copier.copy(arena, batch, Direction.STORE)
+            self._yield_to_loads()
+        self._copier.wait()
+        lost = [copied.index for copied in good if not arena.check(*_rows([extents[copied.index]]))]
+        if self._audit is not None:
+            self._audit.record(STORED, "", [copied for copied in good if copied.index not in lost])
+        return failed + lost
+
+    def _yield_to_loads(self) -> None:
+        """Between two batches of a store, run the loads that have come in: a request waits for them."""
+        while self._loads:
+            with self._wake:
+                if not self._loads:
+                    return
+                op = self._loads.popleft()
+            self._do(op)
+
+
+def _rows(extents: Iterable[ObjectExtents]) -> tuple[list[int], list[int]]:
+    rows: list[int] = []
+    granted: list[int] = []
+    for found in extents:
+        rows += found.rows.tolist()
+        granted += found.generations.tolist()
+    return rows, granted
+
+
+class WorkerSide:
+    """One rank: takes each step's message, gives back what the copying thread has finished."""
+
+    def __init__(
+        self,
+        rank: int,
+        attachment: Attached,
+        copies: CopyThread | None,
+        layers: RankLayers,
+        audit: Audit | None = None,
+    ) -> None:
+        """`copies` None: this rank can copy nothing, and every operation fails at once."""
+        self._rank = rank
+        self._attachment = attachment
+        self._copies = copies
+        self._layers = layers
+        self._audit = audit
+        self._refused: list[_Outcome] = []  # operations no thread will see
+        self._unloadable: set[str] = set()
+        self._meta = RankMeta()
+        self._told_arena: int | None = None
+
+    def start_loads(self, meta: StepMeta) -> None:
+        """Queue this step's loads. Loads the scheduler side has given up are reported failed."""
+        if meta.geometry is not None and self._copies is not None:
+            planner = Planner(meta.geometry.groups, meta.geometry.chunk_tokens)
+            self._copies.start(ObjectPlaces(planner, self._layers, self._rank))
+        self._unloadable.update(meta.failed_loads)
+        if not (meta.loads or meta.cancelled_loads):
+            return
+        if self._copies is None:
+            self._refused += [_everything(op) for op in meta.loads]
+        else:
+            self._copies.submit(meta.loads, (), meta.cancelled_loads)
+
+    def start_stores(self, meta: StepMeta) -> None:
+        """The step's forward has been submitted: what it wrote may be copied."""
+        if not meta.stores:
+            return
+        if self._copies is None:
+            self._refused += [_everything(op) for op in meta.stores]
+        else:
+            self._copies.submit((), meta.stores)
+
+    def results(self) -> KVConnectorTransferResults:
+        """Loads that are over, for vLLM; the same snapshot goes to the scheduler side by `take_meta`."""
+        failed, self._unloadable = self._unloadable, set()
+        finished = set(failed)
+        done, self._refused = self._refused, []
+        if self._copies is not None:
+            done += self._copies.take_done()
+        for outcome in done:
+            op = outcome.op
+            if isinstance(op, StoreOp):
+                self._meta.stores[op.op_id] = (1, outcome.failed)
+                continue
+            self._meta.loads[op.op_id] = (1, 1 if outcome.failed else 0)
+            finished.add(op.request_id)
+            if outcome.failed:
+                failed.add(op.request_id)
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def take_meta(self) -> RankMeta | None:
+        """This step's message to the scheduler side; None when there is nothing new."""
+        arena = self._attachment.arena
+        told = arena.arena_id if arena is not None and self._attachment.session is not None else 0
+        if told != self._told_arena:
+            self._told_arena = told
+            self._meta.arenas[self._rank] = told
+        meta, self._meta = self._meta, RankMeta()
+        return meta if meta.arenas or meta.loads or meta.stores else None
+
+    def close(self) -> None:
+        """End the copying thread, then the attachment: in this order the daemon never sees a dead rank that copies."""
+        if self._copies is not None:
+            self._copies.close()
+        self._attachment.close()
+        if self._audit is not None:
+            self._audit.close()
+
+
+def _everything(op: LoadOp | StoreOp) -> _Outcome:
+    return _Outcome(op, frozenset(copied.index for copied in op.objects))
