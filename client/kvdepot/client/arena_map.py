@@ -7,13 +7,16 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from kvdepot.core.arena import PAGE_BYTES, ArenaLayout, Superblock, generations
+from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, ArenaLayout, Superblock, generations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 _MADV_POPULATE_WRITE = 23
+POPULATE_AGAIN_SECONDS = 0.2
+"""How soon to look whether the daemon has allocated more."""
+
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL, unlike mmap.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -34,6 +37,8 @@ class ArenaMap:
         """
         page = os.pread(descriptor, PAGE_BYTES, 0)
         superblock = Superblock.unpack(page)
+        if os.fstat(descriptor).st_size < superblock.layout.size_bytes:
+            raise ArenaFormatError(f"superblock: {superblock.layout.size_bytes} bytes, the file is shorter")
         self._map: mmap.mmap | None = mmap.mmap(descriptor, superblock.layout.size_bytes, mmap.MAP_SHARED)
         self._buffer: memoryview | None = memoryview(self._map)
         self.arena_id: int = superblock.arena_id
@@ -68,20 +73,45 @@ class ArenaMap:
             0 <= row < limit and column[row] == generation for row, generation in zip(rows, granted, strict=True)
         )
 
-    def populate(self, offset: int, length: int) -> int:
-        """Make `length` bytes from `offset` (whole pages) present in this process; returns how many bytes that covers.
-
-        Advice only: a kernel before 5.14, or a refusal, leaves the pages to their first touch.
-        """
-        buffer = self._buffer
-        if buffer is None:
-            return length
-        length = min(length, self.layout.size_bytes - offset)
-        _madvise(ctypes.addressof(ctypes.c_char.from_buffer(buffer, offset)), length, _MADV_POPULATE_WRITE)
-        return length
-
     def close(self) -> None:
         """Forget the mapping. Views handed out before stay valid."""
         self._generations = None
         self._buffer = None
         self._map = None
+
+
+class Population:
+    """Makes an arena's pages present in this process, piece by piece: a first touch costs a fault a page.
+
+    Only pages that the daemon has allocated: one touched here first would be charged to the
+    engine, and could be one too many for the file system.
+    """
+
+    def __init__(self, arena: ArenaMap, descriptor: int) -> None:
+        """Takes over `descriptor`, of the arena's file."""
+        self._arena = arena
+        self._descriptor = descriptor
+        self._at_bytes = 0
+
+    def step(self, piece_bytes: int) -> float | None:
+        """One piece. Seconds until the next step is worth it: 0, some, or None: there is none.
+
+        Advice only: a kernel before 5.14, or a refusal, leaves the pages to their first touch.
+        """
+        size_bytes = self._arena.layout.size_bytes
+        if self._arena.closed or self._at_bytes >= size_bytes:
+            return None
+        try:
+            allocated = os.lseek(self._descriptor, self._at_bytes, os.SEEK_HOLE)
+        except OSError:  # hugetlbfs knows no holes, and its pages are few
+            return None
+        length = min(allocated - self._at_bytes, piece_bytes)
+        if length < min(piece_bytes, size_bytes - self._at_bytes):
+            return POPULATE_AGAIN_SECONDS
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._arena.buffer, self._at_bytes))
+        _madvise(start, length, _MADV_POPULATE_WRITE)
+        self._at_bytes += length
+        return 0.0
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.arena_map import ArenaMap, Population
 from kvdepot.client.backoff import Backoff
 from kvdepot.client.transports.attach import AttachError, attach
 from kvdepot.core.arena import ArenaFormatError
@@ -81,6 +81,7 @@ class Attachment:
         self._state = _State()  # replaced as a whole by the thread, read by anybody
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
+        self._population: Population | None = None
         self._stale: bytes | None = None
         self._thread = threading.Thread(target=self._run, name="kvdepot-attachment", daemon=True)
 
@@ -134,6 +135,8 @@ class Attachment:
                     self._hold(connection)
                 self._publish(_State(None, self._state.arena))
         finally:
+            if self._population is not None:
+                self._population.close()
             wake, self._wake = self._wake, -1
             os.close(wake)
 
@@ -148,10 +151,9 @@ class Attachment:
             arena = self._adopt(accepted.reply, accepted.descriptor)
         except (ArenaFormatError, OSError) as error:
             accepted.connection.close()
+            os.close(accepted.descriptor)
             self._refused(f"the arena cannot be mapped: {error}")
             return None
-        finally:
-            os.close(accepted.descriptor)
         self._backoff.reset()
         self._publish(_State(accepted.reply.session, arena))
         return accepted.connection
@@ -163,15 +165,17 @@ class Attachment:
             self._publish(_State(None, self._state.arena, reason))
 
     def _adopt(self, reply: AttachReply, descriptor: int) -> ArenaMap | None:
-        """The mapping to use from now on: the one there is if it is of the same arena."""
-        if not self._map_arena:
-            return None
+        """The mapping to use from now on: the one there is if it is of the same arena. Takes over the descriptor."""
         known = self._state.arena
-        if known is not None and known.arena_id == reply.arena_id:
+        if not self._map_arena or (known is not None and known.arena_id == reply.arena_id):
+            os.close(descriptor)
             return known
         arena = ArenaMap(descriptor)
         if arena.arena_id != reply.arena_id:
             raise ArenaFormatError(f"superblock: arena {arena.arena_id:016x}, the daemon said {reply.arena_id:016x}")
+        if self._population is not None:
+            self._population.close()
+        self._population = Population(arena, descriptor)
         return arena  # the old mapping goes with the last copy that uses it
 
     def _hold(self, connection: socket.socket) -> None:
@@ -179,19 +183,23 @@ class Attachment:
         poller = select.poll()
         poller.register(connection, select.POLLIN | select.POLLHUP)
         poller.register(self._wake, select.POLLIN)
-        populated = 0
-        arena = self._state.arena
         while not self._closing and self._stale != self._state.session:
-            # A first touch costs a fault for every page: take them here, not in a copy.
-            left = arena is not None and populated < arena.layout.size_bytes
-            if left:
-                assert arena is not None
-                populated += arena.populate(populated, POPULATE_PIECE_BYTES)
-            ready = dict(poller.poll(0 if left else None))
+            ready = dict(poller.poll(self._populate()))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             if connection.fileno() in ready:
                 return  # the daemon sends nothing after its reply: this is the end of file
+
+    def _populate(self) -> float | None:
+        """A piece of the mapping; milliseconds until the next one is due, None when it is complete."""
+        if self._population is None:
+            return None
+        seconds = self._population.step(POPULATE_PIECE_BYTES)
+        if seconds is None:
+            self._population.close()
+            self._population = None
+            return None
+        return seconds * 1000
 
     def _pause(self, seconds: float) -> None:
         if select.select([self._wake], [], [], seconds)[0]:

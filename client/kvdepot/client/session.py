@@ -87,7 +87,7 @@ class DepotSession:
 
     @property
     def ranks_attached(self) -> int:
-        """Ranks the daemon has seen attach; it grants nothing before all have. Kept up while a namespace is registered."""
+        """Ranks the daemon has seen attach; none is served before all. Kept up while a namespace is registered."""
         return self._state.ranks_attached
 
     @property
