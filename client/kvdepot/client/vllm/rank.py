@@ -50,7 +50,7 @@ def start_rank(
 def software_facts(layers: RankLayers) -> tuple[tuple[str, str], ...]:
     """What computes the bytes: kernels are chosen by library, device and instruction set."""
     device = layers.views[0].device if layers.views else torch.device("cpu")
-    facts = {"torch": torch.__version__, "device": device.type, "machine": platform.machine()}
+    facts = {"torch": str(torch.__version__), "device": device.type, "machine": platform.machine()}
     if device.type == "cpu":
         facts["instruction_set"] = torch.backends.cpu.get_cpu_capability()
     elif device.type == "cuda":
