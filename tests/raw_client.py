@@ -1,0 +1,196 @@
+"""An engine's side of the protocol by hand: raw sockets, gRPC stubs and a mapped arena, no client library."""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import grpc
+from kvdepot.core.calls import (
+    ROOT_KEY,
+    AcquireCall,
+    AcquireOutcome,
+    AttachCall,
+    AttachReply,
+    CommitCall,
+    CommitItem,
+    CommitOutcome,
+    Kind,
+    LocateCall,
+    ReleaseCall,
+    ReserveCall,
+    ReserveOutcome,
+)
+from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.planner import GroupSpec
+from kvdepot.proto import codec, codec_namespace, codec_report
+from kvdepot.proto.v1 import depot_pb2 as pb
+from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
+
+CHUNK_TOKENS = 256
+OBJECT_BYTES = 256 << 10
+CALL_SECONDS = 10.0
+_EXTENT = struct.Struct("<5Q")
+
+
+def dense_spec(label: str = "dense", object_bytes: int = OBJECT_BYTES) -> NamespaceSpec:
+    """One attention group; an object is `object_bytes`."""
+    group = GroupSpec(kind=Kind.ATTENTION, block_tokens=16, rank_block_bytes=(object_bytes * 16 // CHUNK_TOKENS,))
+    return NamespaceSpec(
+        identity={"model": '"toy"'},
+        chunk_tokens=CHUNK_TOKENS,
+        groups=(group,),
+        object_bytes={Kind.ATTENTION: object_bytes},
+        label=label,
+    )
+
+
+def keys_of(prompt: str, chunks: int) -> list[bytes]:
+    return [f"{prompt:>12.12}{index:04}".encode() for index in range(chunks)]
+
+
+def payload_of(key: bytes, length: int = OBJECT_BYTES) -> bytes:
+    return (key * (length // len(key) + 1))[:length]
+
+
+def attach_socket(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(CALL_SECONDS)
+    connection.connect(os.fspath(path))
+    return connection
+
+
+def exchange(connection: socket.socket, datagram: bytes) -> tuple[AttachReply, list[int]]:
+    """Send one datagram, return the answer and the descriptors that came with it."""
+    connection.send(datagram)
+    answer, ancillary, _, _ = connection.recvmsg(8192, socket.CMSG_SPACE(4))
+    descriptors = array.array("i")
+    for _, kind, data in ancillary:
+        if kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data)
+    return codec.decode_attach_reply(answer), list(descriptors)
+
+
+class RawEngine:
+    """A one-process engine: scheduler and rank 0."""
+
+    def __init__(self, grpc_socket: Path, engine_id: str = "engine", *, label: str = "dense") -> None:
+        self.connection = attach_socket(grpc_socket.with_name(f"{grpc_socket.name}.attach"))
+        call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=1)
+        self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
+        assert self.reply.protocol == 1, self.reply.error
+        (descriptor,) = descriptors
+        self.arena = mmap.mmap(descriptor, self.reply.arena_bytes)
+        os.close(descriptor)
+        self.session = self.reply.session
+        self.channel = grpc.insecure_channel(f"unix:{grpc_socket}")
+        self.stub = pb_grpc.DepotStub(self.channel)  # type: ignore[no-untyped-call]
+        self.operator = pb_grpc.OperatorStub(self.channel)  # type: ignore[no-untyped-call]
+        self.spec = dense_spec(label)
+        register = codec_namespace.encode_register(self.session, self.spec)
+        registered = self.stub.RegisterNamespace(register, timeout=CALL_SECONDS)
+        self.namespace, self.ranks_attached = codec_namespace.decode_registered(registered)
+        self._lease_id = int.from_bytes(os.urandom(4), "little") << 16
+
+    def new_lease_id(self) -> int:
+        self._lease_id += 1
+        return self._lease_id
+
+    def reserve(self, keys: Sequence[bytes], lease_id: int | None = None) -> tuple[int, list[ReserveOutcome], bytes]:
+        """(lease id, outcome per chunk, packed extents) for a prompt's first chunks."""
+        lease_id = lease_id or self.new_lease_id()
+        call = ReserveCall(
+            session=self.session,
+            lease_id=lease_id,
+            namespace=self.namespace,
+            keys=b"".join(keys),
+            parents=b"".join([ROOT_KEY, *keys[:-1]]),
+            kinds=bytes([Kind.ATTENTION]) * len(keys),
+            boundaries=b"".join(struct.pack("<I", (index + 1) * CHUNK_TOKENS) for index in range(len(keys))),
+        )
+        reply = codec.decode_reserve_reply(self.stub.Reserve(codec.encode_reserve_call(call), timeout=CALL_SECONDS))
+        return lease_id, [ReserveOutcome(outcome) for outcome in reply.outcomes], reply.extents
+
+    def commit(self, lease_id: int, count: int) -> list[CommitOutcome]:
+        indices = b"".join(struct.pack("<I", index) for index in range(count))
+        call = CommitCall(self.session, (CommitItem(lease_id, indices),))
+        reply = codec.decode_commit_reply(self.stub.Commit(codec.encode_commit_call(call), timeout=CALL_SECONDS))
+        return [CommitOutcome(outcome) for outcome in reply.outcomes[0]]
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        """Reserve, write and commit; everything must be granted."""
+        lease_id, outcomes, extents = self.reserve(keys)
+        assert set(outcomes) == {ReserveOutcome.GRANTED}, outcomes
+        self.write(keys, extents)
+        assert set(self.commit(lease_id, len(keys))) == {CommitOutcome.COMMITTED}
+
+    def write(self, keys: Sequence[bytes], extents: bytes) -> None:
+        at = dict.fromkeys(range(len(keys)), 0)
+        for index, _, offset, length, _ in _EXTENT.iter_unpack(extents):
+            self.arena[offset : offset + length] = payload_of(keys[index])[at[index] : at[index] + length]
+            at[index] += length
+
+    def locate(self, keys: Sequence[bytes]) -> int:
+        """The boundary in tokens."""
+        call = LocateCall(self.session, self.namespace, b"".join(keys), high_tokens=1 << 30)
+        return codec.decode_locate_reply(self.stub.Locate(codec.encode_locate_call(call))).boundary_tokens
+
+    def acquire(self, keys: Sequence[bytes]) -> tuple[int, AcquireOutcome, bytes]:
+        lease_id = self.new_lease_id()
+        call = AcquireCall(self.session, lease_id, self.namespace, b"".join(keys), bytes([Kind.ATTENTION]) * len(keys))
+        reply = codec.decode_acquire_reply(self.stub.Acquire(codec.encode_acquire_call(call), timeout=CALL_SECONDS))
+        return lease_id, reply.outcome, reply.extents
+
+    def release(self, lease_id: int) -> None:
+        self.stub.Release(codec.encode_release_call(ReleaseCall(self.session, (lease_id,))), timeout=CALL_SECONDS)
+
+    def load(self, keys: Sequence[bytes]) -> list[bytes] | None:
+        """The objects' bytes; None when they are not served."""
+        lease_id, outcome, extents = self.acquire(keys)
+        if outcome is not AcquireOutcome.GRANTED:
+            return None
+        parts = [b""] * len(keys)
+        for index, _, offset, length, _ in _EXTENT.iter_unpack(extents):
+            parts[index] += self.arena[offset : offset + length]
+        self.release(lease_id)
+        return parts
+
+    def status(self) -> pb.GetStatusResponse:
+        status: pb.GetStatusResponse = self.operator.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS)
+        return status
+
+    def counter(self, name: str) -> float:
+        return codec_report.decode_status(self.status()).counters.get(name, 0.0)
+
+    def close(self) -> None:
+        self.connection.close()
+        self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def status_of(grpc_socket: Path) -> pb.GetStatusResponse:
+    with grpc.insecure_channel(f"unix:{grpc_socket}") as channel:
+        stub = pb_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
+        status: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS)
+        return status
+
+
+def wait_until(condition: object, what: str, seconds: float = 10.0) -> None:
+    """Poll a callable until it is true."""
+    assert callable(condition)
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, f"not within {seconds} s: {what}"
+        time.sleep(0.01)

@@ -1,0 +1,181 @@
+"""Configuration: every refusal names file, key and reason (DESIGN 8)."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from kvdepot.core.errors import ConfigError
+from kvdepot.server import app
+from kvdepot.server.config import Config, check, embedded, load
+from kvdepot.server.config_schema import Tables
+from kvdepot.server.memory_room import CAPACITY_BYTES_MIN, PROCESS_RESERVE_BYTES, arena_bytes_of, cgroup_limits
+
+REPOSITORY = Path(__file__).parents[2]
+MIB = 1 << 20
+GOOD = '[daemon]\nlisten = ["unix:///tmp/k.sock"]\n[ram]\ncapacity = "512MiB"\npath = "/tmp"\n'
+
+
+def _load(tmp_path: Path, text: str) -> Config:
+    path = tmp_path / "kvdepot.toml"
+    path.write_text(text)
+    return load(path)
+
+
+def test_a_small_file_gets_the_defaults(tmp_path: Path) -> None:
+    config = _load(tmp_path, GOOD)
+    assert config.capacity_bytes == 512 * MIB
+    assert config.tables.policy.lease_deadline == 120.0
+    assert config.tables.sessions.grace == 60.0
+    assert config.arena_path.parent == Path("/tmp")
+    assert config.credit_bytes == config.arena_bytes // 2  # the default of 2 GiB would be more than the arena
+
+
+def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None:
+    assert _load(tmp_path, GOOD.replace("512MiB", "64GiB")).credit_bytes == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "reason"),
+    [
+        ('[deamon]\nmode = "0660"', "deamon", "did you mean 'daemon'?"),
+        ('[daemon]\nlistenn = ["unix:///tmp/k"]', "daemon.listenn", "did you mean 'listen'?"),
+        ('[ram]\ncapasity = "1GiB"', "ram.capasity", "did you mean 'capacity'?"),
+        ('[ram]\ncapacity = "1GB"', "ram.capacity", "unit 'GB' is not known"),
+        ("[ram]\ncapacity = 1073741824", "ram.capacity", "no string with a unit"),
+        ('[ram]\ncapacity = "100MiB"', "ram.capacity", "100 MiB are less than 320 MiB"),
+        ('[ram]\npath = "relative"', "ram.path", "no absolute path"),
+        ('[ram]\npath = "/nowhere/at/all"', "ram.path", "is no directory"),
+        ("[ram]\nhigh_watermark = 1.5", "ram.high_watermark", "less than or equal to 1"),
+        ("[ram]\nhigh_watermark = 0.5", "ram", "low_watermark 0.9 is not below high_watermark 0.5"),
+        ('[daemon]\nlisten = ["tcp://0.0.0.0:1"]', "daemon.listen", "needs [tls], which is not available"),
+        ('[daemon]\nlisten = ["/tmp/k.sock"]', "daemon.listen", "no unix:///absolute/path"),
+        ("[daemon]\nlisten = []", "daemon.listen", "at least 1 item"),
+        (f'[daemon]\nlisten = ["unix:///{"x" * 120}"]', "daemon.listen", "a socket's path at most 107"),
+        ('[daemon]\nlisten = ["unix:///a", "unix:///a"]', "daemon.listen", "listed twice"),
+        ('[daemon]\nmetrics = "9421"', "daemon.metrics", 'no "host:port"'),
+        ('[daemon]\nmode = "rw-rw----"', "daemon.mode", "match pattern"),
+        ('[daemon]\ngroup = "no such group"', "daemon.group", "there is no group"),
+        ("[policy]\nloads_in_flight = 0", "policy.loads_in_flight", "greater than or equal to 1"),
+        ('[policy]\neviction = "random"', "policy.eviction", "'lru'"),
+        ('[policy]\neviction = "gdsf"', "policy.eviction", "not available in this version"),
+        ('[sessions]\ncredit = "0"', "sessions.credit", "greater than 0"),
+        ('[ram]\ncapacity = "512MiB"\n[sessions]\ncredit = "1GiB"', "sessions.credit", "more than the whole arena"),
+        ('[log]\nlevel = "loud"', "log.level", "'info'"),
+        ('[[tier]]\nname = "nvme"\nkind = "disk"', "tier", "not available in this version"),
+        ('[tls]\ncert = "x"', "tls", "not available in this version"),
+        ('[[quota]]\ntenant = "*"', "quota", "not available in this version"),
+        ('[scrub]\nrate = "50MiB/s"', "scrub", "not available in this version"),
+        ("[breaker]\nfailures = 5", "breaker", "not available in this version"),
+        ("[policy]\nprefetch_share = 0.25", "policy.prefetch_share", "not available in this version"),
+        ("[policy]\naudit_sample = 0.0", "policy.audit_sample", "not available in this version"),
+    ],
+)
+def test_refuses_with_file_key_and_reason(tmp_path: Path, text: str, key: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        _load(tmp_path, text)
+    assert refusal.value.file == str(tmp_path / "kvdepot.toml")
+    assert refusal.value.key == key
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ["[daemon", "\x00", "a = 1\na = 2"])
+def test_refuses_what_is_no_toml(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="is no TOML"):
+        _load(tmp_path, text)
+
+
+def test_refuses_what_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "absent.toml")
+    (tmp_path / "latin").write_bytes(b"# \xe9")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        load(tmp_path / "latin")
+
+
+def test_check_config_says_yes_or_no_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "kvdepot.toml"
+    path.write_text(GOOD)
+    assert app.main(["check-config", str(path)]) == 0
+    assert "ok" in capsys.readouterr().out
+    path.write_text(GOOD + "\n[sesions]\n")
+    assert app.main(["check-config", str(path)]) == 1
+    assert "did you mean 'sessions'?" in capsys.readouterr().err
+
+
+def test_the_reference_file_has_every_key_at_its_default() -> None:
+    document = tomllib.loads((REPOSITORY / "configs" / "kvdepot.toml").read_text())
+    assert Tables.model_validate(document) == Tables()
+    for table, model in Tables():
+        assert set(document[table]) == set(type(model).model_fields), table
+
+
+def test_the_development_file_is_good() -> None:
+    assert load(REPOSITORY / "configs" / "development.toml").capacity_bytes > 0
+
+
+def test_options_override_single_keys(tmp_path: Path) -> None:
+    path = tmp_path / "kvdepot.toml"
+    path.write_text(GOOD)
+    config = load(path, {"ram": {"capacity": "1GiB"}})
+    assert config.capacity_bytes == 1 << 30
+    assert config.tables.daemon.listen == ["unix:///tmp/k.sock"]
+
+
+def test_t1_embedded_default_is_a_quarter_and_at_most_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("kvdepot.server.config.cgroup_limits", lambda: [("/cg", 4 << 30, 0)])
+    config = embedded()
+    assert config.capacity_bytes <= 1 << 30
+    assert config.tables.daemon.sockets == (tmp_path / "kvdepot" / "kvdepot.sock",)
+    monkeypatch.setattr("kvdepot.server.config.cgroup_limits", list)
+    monkeypatch.setattr("kvdepot.server.config.host_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("kvdepot.server.config.directory_bytes", lambda _: 1 << 40)
+    assert embedded().capacity_bytes == 4 << 30
+
+
+def test_embedded_refuses_a_runtime_directory_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder = tmp_path / "kvdepot"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="only uid"):
+        embedded()
+
+
+def test_t1_the_arena_leaves_room_for_the_processes() -> None:
+    for capacity_bytes in (CAPACITY_BYTES_MIN, 1 << 30, 64 << 30):
+        arena_bytes = arena_bytes_of(capacity_bytes)
+        assert 0 < arena_bytes <= capacity_bytes - PROCESS_RESERVE_BYTES
+        assert arena_bytes % (2 * MIB) == 0
+
+
+def test_two_sockets_have_two_arenas() -> None:
+    def arena(socket: str) -> Path:
+        document = {"daemon": {"listen": [f"unix://{socket}"]}, "ram": {"path": "/tmp", "capacity": "512MiB"}}
+        return check("test", document).arena_path
+
+    assert arena("/tmp/a.sock") == arena("/tmp/a.sock") != arena("/tmp/b.sock")
+
+
+def test_t1_reads_limits_of_both_cgroup_versions(tmp_path: Path) -> None:
+    proc = tmp_path / "cgroup"
+    proc.write_text("4:memory:/one\n0::/two/three\n")
+    files = {
+        "memory/one/memory.limit_in_bytes": "1000",
+        "memory/one/memory.usage_in_bytes": "10",
+        "memory/memory.limit_in_bytes": "9223372036854771712",
+        "memory/memory.usage_in_bytes": "10",
+        "two/memory.max": "2000",
+        "two/memory.current": "20",
+        "two/three/memory.max": "max",
+        "two/three/memory.current": "20",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert sorted(cgroup_limits(proc, tmp_path)) == [
+        (str(tmp_path / "memory/one"), 1000, 10),
+        (str(tmp_path / "two"), 2000, 20),
+    ]
