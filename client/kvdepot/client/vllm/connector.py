@@ -33,10 +33,6 @@ def _no_match(*_args: Any, **_kwargs: Any) -> tuple[int | None, bool]:
     return 0, False
 
 
-def _empty_step(*_args: Any, **_kwargs: Any) -> StepMeta:
-    return StepMeta()
-
-
 def _free_now(*_args: Any, **_kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
     return False, None
 
@@ -240,9 +236,22 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         if self.scheduler_side is not None:
             self.scheduler_side.allocated(request, num_external_tokens)
 
-    @guarded(_empty_step)
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
-        return self.scheduler_side.build(scheduler_output) if self.scheduler_side is not None else StepMeta()
+        """Two guarded halves that fill one message: an error in the second must not lose what the first sent."""
+        meta = StepMeta()
+        self._add_loads(meta, scheduler_output)
+        self._add_stores(meta, scheduler_output)
+        return meta
+
+    @guarded(nothing)
+    def _add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.add_loads(meta, scheduler_output)
+
+    @guarded(nothing)
+    def _add_stores(self, meta: StepMeta, scheduler_output: Any) -> None:
+        if self.scheduler_side is not None:
+            self.scheduler_side.add_stores(meta, scheduler_output)
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:

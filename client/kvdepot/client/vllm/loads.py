@@ -214,8 +214,6 @@ class Loads:
             self._fail(load, reply.outcome.name.lower())
 
     def _fail(self, load: Load, reason: str) -> None:
-        if load.phase is LoadPhase.GRANTED:
-            self._session.release([load.lease_id])
         load.phase = LoadPhase.FAILED
         self._counters[f"load_failed_{reason}"] += 1
         if load.state is not None:
@@ -236,11 +234,18 @@ class Loads:
             if load.phase is LoadPhase.GRANTED and resolve is not None:
                 self._dispatch(load, meta, resolve)
             if load.phase is LoadPhase.FAILED:
-                meta.failed_loads.append(load.request_id)
-                del self._active[load.request_id]
+                self._report(load, meta)
+
+    def _report(self, load: Load, meta: StepMeta) -> None:
+        """No rank has seen the extents: give them back, and let the ranks report the request."""
+        del self._active[load.request_id]
+        meta.failed_loads.append(load.request_id)
+        if load.reply is not None:
+            self._session.release([load.lease_id])
 
     def _dispatch(self, load: Load, meta: StepMeta, resolve: ResolveBlocks) -> None:
         assert load.reply is not None and load.plan is not None
+        load.phase = LoadPhase.FAILED  # until it is in the message: whatever happens here, it is reported
         objects = self._object_copies(load, resolve(load.request_id))
         if objects is None:
             self._fail(load, "blocks_moved")

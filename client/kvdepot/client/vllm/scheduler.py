@@ -122,19 +122,28 @@ class SchedulerSide:
 
     def build(self, scheduler_output: Any) -> StepMeta:
         """This step's message to the ranks. The one place where block tables may be read."""
-        meta = StepMeta(geometry=self._geometry)
-        self._geometry = None
+        meta = StepMeta()
+        self.add_loads(meta, scheduler_output)
+        self.add_stores(meta, scheduler_output)
+        return meta
+
+    def add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:
+        """Loads granted or failed since the last step. What is in `meta` is sent even if this raises later."""
+        meta.geometry, self._geometry = self._geometry, None
         self._poll()
         block_state = scheduler_output.kv_connector_block_state
         resolve: ResolveBlocks | None = block_state.resolve_block_ids if block_state is not None else None
         self.loads.build(meta, resolve)
+
+    def add_stores(self, meta: StepMeta, scheduler_output: Any) -> None:
+        """New chunks are held and asked for, granted ones are sent. An error costs stores, never a load."""
         if self.stores is None or not self._stores_on:
-            return meta
+            return
+        block_state = scheduler_output.kv_connector_block_state
+        self.stores.dispatch(meta)
         if block_state is not None and self.namespaces.ranks_ready and self.namespaces.usable is not None:
             self._consider(self.stores, scheduler_output.num_scheduled_tokens, block_state)
         self.stores.ask()
-        self.stores.dispatch(meta)
-        return meta
 
     def _consider(self, stores: Stores, scheduled: dict[str, int], block_state: Any) -> None:
         offloads: dict[str, BoundaryOffers] = block_state.boundary_state_offloads

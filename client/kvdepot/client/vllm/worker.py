@@ -113,7 +113,7 @@ class CopyThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self, places: ObjectPlaces) -> None:
-        """Begin copying: the geometry has arrived. What was submitted before waits for it."""
+        """Begin copying: the geometry has arrived."""
         self._places = places
         self._thread.start()
 
@@ -248,10 +248,14 @@ class WorkerSide:
         layers: RankLayers,
         audit: Audit | None = None,
     ) -> None:
-        """`copies` None: this rank can copy nothing, and every operation fails at once."""
+        """`copies` None: this rank can copy nothing, and every operation fails at once.
+
+        So does everything that comes before the geometry, which the first message carries.
+        """
         self._rank = rank
         self._attachment = attachment
         self._copies = copies
+        self._running: CopyThread | None = None
         self._layers = layers
         self._audit = audit
         self._refused: list[_Outcome] = []  # operations no thread will see
@@ -261,33 +265,33 @@ class WorkerSide:
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads. Loads the scheduler side has given up are reported failed."""
-        if meta.geometry is not None and self._copies is not None:
+        self._unloadable.update(meta.failed_loads)
+        if meta.loads or meta.cancelled_loads:
+            if self._running is None:
+                self._refused += [_everything(op) for op in meta.loads]
+            else:
+                self._running.submit(meta.loads, (), meta.cancelled_loads)
+        if meta.geometry is not None and self._copies is not None and self._running is None:
             planner = Planner(meta.geometry.groups, meta.geometry.chunk_tokens)
             self._copies.start(ObjectPlaces(planner, self._layers, self._rank))
-        self._unloadable.update(meta.failed_loads)
-        if not (meta.loads or meta.cancelled_loads):
-            return
-        if self._copies is None:
-            self._refused += [_everything(op) for op in meta.loads]
-        else:
-            self._copies.submit(meta.loads, (), meta.cancelled_loads)
+            self._running = self._copies
 
     def start_stores(self, meta: StepMeta) -> None:
         """The step's forward has been submitted: what it wrote may be copied."""
         if not meta.stores:
             return
-        if self._copies is None:
+        if self._running is None:
             self._refused += [_everything(op) for op in meta.stores]
         else:
-            self._copies.submit((), meta.stores)
+            self._running.submit((), meta.stores)
 
     def results(self) -> KVConnectorTransferResults:
         """Loads that are over, for vLLM; the same snapshot goes to the scheduler side by `take_meta`."""
         failed, self._unloadable = self._unloadable, set()
         finished = set(failed)
         done, self._refused = self._refused, []
-        if self._copies is not None:
-            done += self._copies.take_done()
+        if self._running is not None:
+            done += self._running.take_done()
         for outcome in done:
             op = outcome.op
             if isinstance(op, StoreOp):
@@ -311,8 +315,8 @@ class WorkerSide:
 
     def close(self) -> None:
         """End the copying thread, then the attachment: in this order the daemon never sees a dead rank that copies."""
-        if self._copies is not None:
-            self._copies.close()
+        if self._running is not None:
+            self._running.close()
         self._attachment.close()
         if self._audit is not None:
             self._audit.close()
