@@ -6,7 +6,6 @@ may call what, deals with repeats and deadlines, and delegates the rest.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -90,16 +89,12 @@ class Engine:
         self._sums = Sums(self._space)
         self._stores = Stores(self._space, self._requests, config, arena_id)
         self._loads = Loads(self._space, config, arena_id, self._sums.want)
-        self._deadlines: deque[tuple[float, Lease]] = deque()  # all leases last equally long: the first ends first
 
     # Life of the arena
 
     def adopt(self, alive: Callable[[ProcessIdentity], Liveness]) -> AdoptionReport:
         """Take over what an earlier run left in the tables. Call once, before anything else; an empty arena is fine."""
         report = Adoption(self._space, self._sessions, self._stores, self._loads, self._tables.layout).run(alive)
-        for session in self._sessions.by_slot.values():
-            for lease in session.leases.values():
-                self._start_deadline(lease)
         self.counters.add("adopted_objects.kept", report.kept)
         for reason, count in report.dropped.items():
             self.counters.add(f"adopted_objects.{reason}", count)
@@ -111,9 +106,9 @@ class Engine:
 
     def tick(self) -> None:
         """Deadlines, grace, provisional paths and watermark eviction, in bounded slices. Call about every 100 ms."""
-        now = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self._expire(self._deadlines.popleft()[1])
+        for session in self._sessions.by_slot.values():
+            for lease in session.due(self._clock()):
+                self._expire(lease)
         for session in self._sessions.idle_beyond_grace():
             self._end_service(session)
         self._requests.expire()
@@ -220,8 +215,6 @@ class Engine:
             reply = AcquireReply(AcquireOutcome.REFUSED)
         else:
             reply = self._loads.acquire(session, namespace, call)
-        if reply.outcome is AcquireOutcome.GRANTED:
-            self._start_deadline(session.leases[call.lease_id])
         self.counters.add(f"acquires.{reply.outcome.name.lower()}")
         return reply
 
@@ -243,15 +236,13 @@ class Engine:
         if lease is not None:
             reply = lease.reply if _repeats(lease, WriteLease, call) else None
             assert reply is None or isinstance(reply, ReserveReply)
-            return reply or _all_refused(call, "the lease id is in use, or from an earlier daemon run")
+            return reply or _all_refused(call, "the lease id is in use, expired, or from an earlier daemon run")
         if call.lease_id in session.ended_leases:
             return _all_refused(call, "the lease was given back already")
         if not session.complete:
             return _all_refused(call, f"{session.ranks_attached} of {session.world_size} ranks are attached")
         reply = self._stores.reserve(session, namespace, call)
         namespace.used_at = self._clock()
-        if call.lease_id in session.leases:
-            self._start_deadline(session.leases[call.lease_id])
         return reply
 
     def commit(self, call: CommitCall) -> CommitReply:
@@ -295,12 +286,9 @@ class Engine:
 
     # Ends
 
-    def _start_deadline(self, lease: Lease) -> None:
-        self._deadlines.append((self._clock() + self._config.lease_deadline_seconds, lease))
-
     def _expire(self, lease: Lease) -> None:
         """The deadline ends service, never the loan (I5, I6)."""
-        if lease.expired or lease.session.leases.get(lease.id) is not lease:
+        if lease.expired:
             return
         if isinstance(lease, WriteLease):
             self._stores.expire(lease)
@@ -358,7 +346,7 @@ def _namespace(session: Session, namespace_id: bytes) -> Namespace:
 
 
 def _repeats(lease: Lease, kind: type[Lease], call: AcquireCall | ReserveCall) -> bool:
-    return isinstance(lease, kind) and lease.fingerprint == hash(call)
+    return isinstance(lease, kind) and not lease.expired and lease.fingerprint == hash(call)
 
 
 def _all_refused(call: ReserveCall, reason: str) -> ReserveReply:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-from kvdepot.core.arena import LentMode
 from kvdepot.core.calls import AcquireReply, CommitOutcome, ReserveReply
 
 if TYPE_CHECKING:
@@ -21,12 +20,21 @@ REMEMBERED_BYTES_MAX: Final = 1 << 20
 
 
 class ReadLease:
-    """A reader's pin: one lent entry an object. `expired`: its service ended, its extents stay lent."""
+    """A reader's pin: one lent entry an object.
 
-    __slots__ = ("entries", "expired", "fingerprint", "id", "reply", "session")
+    `deadline` is monotonic, in seconds. `expired`: its service ended, its extents stay lent.
+    """
+
+    __slots__ = ("deadline", "entries", "expired", "fingerprint", "id", "reply", "session")
 
     def __init__(
-        self, session: Session, lease_id: int, entries: npt.NDArray[np.uint32], fingerprint: int, reply: AcquireReply
+        self,
+        session: Session,
+        lease_id: int,
+        entries: npt.NDArray[np.uint32],
+        fingerprint: int,
+        reply: AcquireReply,
+        deadline: float,
     ) -> None:
         self.session = session
         self.id = lease_id
@@ -34,16 +42,26 @@ class ReadLease:
         self.fingerprint = fingerprint
         self.reply = reply
         self.expired = False
-
-    mode = LentMode.READ
+        self.deadline = deadline
 
 
 class WriteLease:
     """A reservation. Per object index: its lent entry (NO_ENTRY: nothing is lent), its outcome, its credit."""
 
-    __slots__ = ("credits", "entries", "expired", "fingerprint", "id", "open", "outcomes", "reply", "session")
+    __slots__ = (
+        "credits",
+        "deadline",
+        "entries",
+        "expired",
+        "fingerprint",
+        "id",
+        "open",
+        "outcomes",
+        "reply",
+        "session",
+    )
 
-    def __init__(self, session: Session, lease_id: int, objects: int, fingerprint: int) -> None:
+    def __init__(self, session: Session, lease_id: int, objects: int, fingerprint: int, deadline: float) -> None:
         self.session = session
         self.id = lease_id
         self.entries = [NO_ENTRY] * objects
@@ -53,8 +71,7 @@ class WriteLease:
         self.fingerprint = fingerprint
         self.reply: ReserveReply | None = None
         self.expired = False
-
-    mode = LentMode.WRITE
+        self.deadline = deadline
 
     def settle(self, index: int, outcome: CommitOutcome) -> None:
         """The object's entry was cleared; remember why."""

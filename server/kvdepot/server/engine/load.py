@@ -119,7 +119,7 @@ class Loads:
         entries = self._space.lent.lend_many(call.lease_id, session.slot, LentMode.READ, rows)
         extents, granted_bytes = self._pack(rows)
         reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
-        session.leases[call.lease_id] = ReadLease(session, call.lease_id, entries, hash(call), reply)
+        session.leases[call.lease_id] = ReadLease(session, call.lease_id, entries, hash(call), reply, self._deadline())
         session.loads += 1
         self._count_hit(namespace, call.kinds, nodes, rows, granted_bytes)
         return reply
@@ -166,10 +166,13 @@ class Loads:
 
     def adopt(self, session: Session, lease_id: int, entries: npt.NDArray[np.uint32]) -> ReadLease:
         """A pin of an earlier run."""
-        lease = ReadLease(session, lease_id, entries, 0, AcquireReply(AcquireOutcome.REFUSED))
+        lease = ReadLease(session, lease_id, entries, 0, AcquireReply(AcquireOutcome.REFUSED), self._deadline())
         session.leases[lease_id] = lease
         session.loads += 1
         return lease
+
+    def _deadline(self) -> float:
+        return self._space.clock() + self._config.lease_deadline_seconds
 
     # Release
 

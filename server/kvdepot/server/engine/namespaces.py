@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvdepot.core.arena import NAMESPACES_MAX, ArenaTables
 from kvdepot.core.calls import Kind
-from kvdepot.core.errors import NamespaceRefused
 from kvdepot.core.keys import NamespaceSpec, check_sizes
 from kvdepot.core.limits import LABEL_BYTES_MAX
 from kvdepot.core.planner import Planner
@@ -53,9 +52,6 @@ class Namespace:
 def checked_id(spec: NamespaceSpec) -> bytes:
     """The id of a spec that does not lie. Raises NamespaceRefused with the numbers."""
     check_sizes(spec)
-    empty = [kind.name.lower() for kind in spec.planner().kinds if spec.planner().object_bytes(kind) == 0]
-    if empty:
-        raise NamespaceRefused(f"objects of kind {', '.join(empty)} have 0 bytes")
     return spec.namespace_id()
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from kvdepot.core.allocator import ExtentAllocator
 from kvdepot.core.arena import NO_ROW, ArenaTables, Column, RowFlag, RowState
+from kvdepot.core.lifecycle import ObjectEvent, next_state
 
 Extent = tuple[int, int]
 U32 = npt.NDArray[np.uint32]
@@ -134,11 +135,11 @@ class Rows:
             self.run_of[row] = self.run
             self.generation[row] = (self.generation[row] + 1) | 1
             if row != head:
-                self.state[row] = CONTINUATION
+                self._enter(row, ObjectEvent.EXTEND)
         return head
 
     def publish_reserved(self, head: int) -> None:
-        self.state[head] = RESERVED
+        self._enter(head, ObjectEvent.RESERVE)
 
     def commit(self, head: int) -> None:
         self.flag[head] = 0
@@ -146,24 +147,26 @@ class Rows:
         for row in self.chain(head):
             # Even already where an earlier run was killed inside this method.
             self.generation[row] = (self.generation[row] + 1) & ~1
-        self.state[head] = COMMITTED
+        self._enter(head, ObjectEvent.COMMIT)
 
     def unindex(self, head: int) -> None:
         """A reader that checks its generation now reports failure."""
         for row in self.chain(head):
             self.generation[row] = (self.generation[row] + 2) & ~1
-        self.state[head] = DYING
+        self._enter(head, ObjectEvent.DROP)
 
     def free(self, head: int, allocator: ExtentAllocator) -> None:
         """Give rows and bytes back. The object is unindexed and nobody is lent it."""
         rows = self.chain(head)
-        self.state[head] = FREE
-        for row in rows[1:]:
-            self.state[row] = FREE
+        for row in rows:
+            self._enter(row, ObjectEvent.RECLAIM)
         for row in rows:
             allocator.free(self.offset[row], self.length[row])
             self._free_stack[self.free_count] = row
             self.free_count += 1
+
+    def _enter(self, row: int, event: ObjectEvent) -> None:
+        self.state[row] = next_state(RowState(self.state[row]), event)
 
     def set_sum(self, head: int, sum_lo: int, sum_hi: int) -> None:
         self.sum_lo[head] = sum_lo

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Final
 
 from kvdepot.core import limits
@@ -66,6 +67,12 @@ class Session:
     def complete(self) -> bool:
         """Whether every rank is attached: before that nothing is reserved or acquired."""
         return self.world_size > 0 and self.ranks_attached == self.world_size
+
+    def due(self, now: float) -> list[Lease]:
+        """Leases over their deadline. All last equally long, so the dict has them in order of deadline."""
+        return [
+            lease for lease in takewhile(lambda lease: lease.deadline <= now, self.leases.values()) if not lease.expired
+        ]
 
     def status(self, credit_bytes: int) -> SessionStatus:
         attached = self.attachments.values()

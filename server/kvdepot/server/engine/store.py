@@ -83,7 +83,7 @@ class Stores:
     def reserve(self, session: Session, namespace: Namespace, call: ReserveCall) -> ReserveReply:
         """A new lease; the facade has dealt with repeats, tombstones and missing ranks."""
         asked = parsed(call, namespace)
-        lease = WriteLease(session, call.lease_id, len(asked), hash(call))
+        lease = WriteLease(session, call.lease_id, len(asked), hash(call), self._deadline())
         outcomes = bytearray(len(asked))
         refused: dict[bytes, int] = {}  # keys of this call that got no node: what descends from them shares the answer
         fragments: list[int] = []
@@ -201,13 +201,16 @@ class Stores:
 
     def adopt(self, session: Session, lease_id: int, entries: dict[int, int]) -> WriteLease:
         """A lease of an earlier run, from its lent entries by object index."""
-        lease = WriteLease(session, lease_id, max(entries) + 1, 0)
+        lease = WriteLease(session, lease_id, max(entries) + 1, 0, self._deadline())
         for index, entry in entries.items():
             row = self._space.lent.row_of(entry)
             lease.entries[index] = entry
             self._charge(lease, index, self._space.rows.kind[row], row)
         session.leases[lease_id] = lease
         return lease
+
+    def _deadline(self) -> float:
+        return self._space.clock() + self._config.lease_deadline_seconds
 
     # Commit
 

@@ -1,0 +1,64 @@
+"""The hash table against a dict, and the ended leases' bounds."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from kvdepot.core.calls import CommitOutcome
+from kvdepot.server.engine.counters import Counters
+from kvdepot.server.engine.index import NONE, Index
+from kvdepot.server.engine.leases import REMEMBERED_BYTES_MAX, Ended
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_index_equals_a_dict_under_churn_with_colliding_keys(seed: int) -> None:
+    random = Random(seed)
+    index = Index(64, random.randbytes)
+    model: dict[tuple[int, bytes], int] = {}
+    # Few distinct homes: only four values of the second half, so chains form and wrap around.
+    keys = [random.randbytes(8) + bytes([i % 4]) * 8 for i in range(96)]
+    for _ in range(3000):
+        name = (random.randrange(2), random.choice(keys))
+        if name in model:
+            index.remove(model.pop(name))
+        elif len(model) < 64:
+            model[name] = index.add(*name, NONE)
+        for namespace in (0, 1):
+            expected = [model.get((namespace, k), NONE) for k in keys[:12]]
+            assert index.find_many(namespace, b"".join(keys[:12])).tolist() == expected
+        assert index.find(*name) == model.get(name, NONE)
+    assert index.count == len(model)
+    assert sorted(index.nodes_of(0).tolist()) == sorted(node for (n, _), node in model.items() if n == 0)
+
+
+def test_leaves_come_before_their_parents() -> None:
+    index = Index(16, Random(0).randbytes)
+    top = index.add(0, b"t" * 16, NONE)
+    sides = [index.add(0, bytes([i]) * 16, top) for i in range(3)]
+    below = index.add(0, b"b" * 16, sides[1])
+    order = index.leaves_first(top)
+    assert sorted(order) == sorted([top, *sides, below])
+    assert order.index(below) < order.index(sides[1]) < order.index(top)
+    index.remove(below)
+    index.remove(sides[1])
+    assert sorted(index.children(top)) == sorted([sides[0], sides[2]])
+
+
+def test_i4_ended_leases_are_bounded_in_number_and_bytes() -> None:
+    ended = Ended(3)
+    for lease in range(5):
+        ended.add(lease, bytes([CommitOutcome.COMMITTED]))
+    assert [lease in ended for lease in range(5)] == [False, False, True, True, True]
+    assert ended.outcome(4, 0) == CommitOutcome.COMMITTED
+    assert ended.outcome(4, 1) == ended.outcome(0, 0) == CommitOutcome.LOST
+    ended.add(9, b"\x01" * REMEMBERED_BYTES_MAX)
+    assert len(ended) == 1
+
+
+def test_p10_counters_never_decrease() -> None:
+    counters = Counters()
+    counters.add("a.b", 2)
+    with pytest.raises(ValueError, match="decrease"):
+        counters.add("a.b", -1)
+    assert counters.snapshot() == {"a.b": 2}
