@@ -19,6 +19,8 @@ from demo.engine import ROOT
 from demo.scenarios import PROMPT_TOKENS, Demo, Row, ToyRun
 from demo.toys import DENSE, HYBRID
 
+TABLE_COLUMNS = 120  # of a file or a pipe, which have no width of their own
+
 
 def _table(rows: list[Row]) -> Table:
     table = Table(title=f"kvdepot demo: prompts of {PROMPT_TOKENS} tokens, one at a time")
@@ -46,7 +48,7 @@ def main() -> int:
     progress = Console(stderr=True, highlight=False)
 
     def say(text: str) -> None:
-        progress.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {text}")
+        progress.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {text}", soft_wrap=True)
 
     build = ROOT / "build"
     logs = build / "demo-logs"
@@ -65,7 +67,7 @@ def main() -> int:
 
 
 def _report(rows: list[Row], file: Path) -> int:
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=TABLE_COLUMNS)
     file.write_text(json.dumps({"rows": [row.as_json() for row in rows]}, indent=2) + "\n")
     console.print(_table(rows))
     failed = [row for row in rows if not row.passed]

@@ -71,6 +71,10 @@ class Daemon:
         return f"unix://{self.socket}"
 
     @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
@@ -86,6 +90,16 @@ class Daemon:
             )  # fmt: skip
         self.wait(lambda status: status.ready, START_TIMEOUT_SECONDS, "ready")
         return self
+
+    @property
+    def arena(self) -> Path:
+        """The arena's file, by the daemon's own rule."""
+        from kvdepot.server.config import embedded
+
+        place: dict[str, dict[str, Any]] = {"daemon": {"listen": [self.endpoint]}}
+        if self._arguments:
+            place["ram"] = {"path": str(self.memory)}
+        return embedded(place).arena_path
 
     def status(self, timeout_seconds: float = 5.0) -> DaemonStatus:
         """Raises grpc.RpcError while the daemon does not answer."""
@@ -167,7 +181,7 @@ class Daemon:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
 
     def close(self) -> None:
-        arenas = self._arena_files()
+        arena = self.arena
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 self.signal(signal.SIGCONT)
@@ -176,19 +190,10 @@ class Daemon:
         self.kill()
         if self._channel is not None:
             self._channel.close()
-        for file in arenas:
+        for file in (arena, arena.with_name(arena.name + ".lock")):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.memory, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)
-
-    def _arena_files(self) -> list[Path]:
-        """With the embedded default the arena lies beside everybody's: ask the daemon's own rule for its name."""
-        if self._arguments:
-            return list(self.memory.iterdir())
-        from kvdepot.server.config import embedded
-
-        arena = embedded({"daemon": {"listen": [self.endpoint]}}).arena_path
-        return [arena, arena.with_name(arena.name + ".lock")]
 
     def __enter__(self) -> Self:
         if self._process is None:

@@ -76,6 +76,10 @@ class EngineOptions:
     arguments: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def connector_settings(self) -> dict[str, Any]:
+        return dict((self.connector or {}).get("kv_connector_extra_config", {}))
+
     def engine_arguments(self) -> dict[str, Any]:
         arguments: dict[str, Any] = {
             "model": str(self.model),
@@ -211,18 +215,31 @@ class Engine:
     def totals(self) -> PromptTokens:
         return PromptTokens(**self._result(self._send("totals", finished=self._finished)))
 
+    @staticmethod
+    def pause(seconds: float) -> None:
+        """Let requests in flight get somewhere before something is done to them."""
+        time.sleep(seconds)
+
     def abort(self, names: Sequence[str]) -> None:
         self._result(self._send("abort", names=list(names)))
 
-    def reset_prefix_cache(self, *, reset_connector: bool = False, timeout_seconds: float = 20.0) -> None:
+    def reset_prefix_cache(self, timeout_seconds: float = 20.0) -> None:
         """Empty the engine's own cache; repeated while blocks are pinned (vLLM then answers False)."""
         until = time.monotonic() + timeout_seconds
-        while not self._result(self._send("reset_prefix_cache", reset_connector=reset_connector)):
+        while not self._result(self._send("reset_prefix_cache", reset_connector=False)):
             if time.monotonic() > until:
                 raise EngineProcessError(
                     f"reset_prefix_cache still refused after {timeout_seconds} s (log: {self.log})"
                 )
             time.sleep(0.02)
+
+    def reset_connector(self) -> None:
+        """Tell the connector that the weights have changed in place, whatever is running."""
+        self._result(self._send("reset_prefix_cache", reset_connector=True))
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def processes(self) -> list[int]:
         """The pids of the engine's process group: front end, scheduler (engine core), workers."""

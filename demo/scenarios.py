@@ -19,6 +19,7 @@ PROMPTS = 3
 PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 16
 WARM_UP_TOKENS = 400
+LOOKUP_TIMEOUT_SECONDS = 2.0  # a demo may run on a busy machine; the default of 0.05 would turn its delays into misses
 Say = Callable[[str], None]
 
 
@@ -61,7 +62,9 @@ class ToyRun:
 
     @staticmethod
     def make(toy: Toy, models: Path, endpoint: str) -> ToyRun:
-        options = EngineOptions(toy, make_toy(toy, models), depot_connector(endpoint))
+        options = EngineOptions(
+            toy, make_toy(toy, models), depot_connector(endpoint, lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS)
+        )
         chunk_tokens = toy.chunk_tokens
         boundary = (PROMPT_TOKENS - 1) // chunk_tokens * chunk_tokens
         prompts = [prompt(PROMPT_TOKENS, f"demo-{toy.name}-{number}") for number in range(PROMPTS)]

@@ -1,0 +1,72 @@
+"""What an engine may read and write: refusals at start, and weights that change in place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from demo.engine import Engine, EngineOptions, EngineProcessError
+from tests.e2e.fleet import Fleet
+
+
+def refusal(options: EngineOptions, log: Path) -> str:
+    """What an engine that must not start says."""
+    engine = Engine(options, log)
+    try:
+        with pytest.raises(EngineProcessError):
+            engine.start()
+    finally:
+        engine.kill()
+    return log.read_text()
+
+
+def test_c3_a_recurrent_model_that_is_not_in_align_mode_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ensure_daemon()
+    options = fleet.options("hybrid")
+    said = refusal(replace(options, toy=replace(options.toy, engine={})), tmp_path / "log")
+    assert 'mamba_cache_mode="align"' in said
+
+
+@pytest.mark.long
+def test_p3_hashes_that_no_other_process_repeats_are_refused(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.ensure_daemon()
+    options = replace(fleet.options("dense"), arguments={"prefix_caching_hash_algo": "xxhash"})
+    assert "set PYTHONHASHSEED" in refusal(options, tmp_path / "log")
+
+
+def test_i1d_weights_changed_in_place_share_nothing_with_what_was_there(fleet: Fleet) -> None:
+    engine = fleet.engine("dense")
+    base = fleet.prompt(1500)
+    cold = engine.ask(base)
+    fleet.daemon.settle()
+
+    # A plain reset is no change of weights.
+    engine.reset_prefix_cache()
+    assert fleet.ask(engine, base).external_tokens == 1280
+
+    # A request that is alive across the change stores nothing; nothing stored before is served after.
+    before = fleet.daemon.settle().tiers[0].objects
+    alive = engine.begin([fleet.prompt(1540)], 900)
+    fleet.daemon.wait(lambda status: status.tiers[0].objects >= before + 6, 30, "storing the prompt")
+    engine.reset_connector()
+    stored = fleet.daemon.settle().tiers[0].objects
+    assert not alive.done()
+    (done,) = engine.finish(alive)
+    assert (done.error, len(done.tokens)) == ("", 900)
+    assert fleet.daemon.settle().tiers[0].objects == stored
+    engine.reset_prefix_cache()
+    after = fleet.ask(engine, base)
+    assert (after.external_tokens, after.tokens) == (0, cold.tokens)
+    changed = fleet.prompt(1500)
+    engine.ask(changed)
+    fleet.forget(engine)
+    assert fleet.ask(engine, changed).external_tokens == 1280
+    assert fleet.ask(engine, base).local_tokens > 0
+
+    # The same weights' next process is on base weights: it reads what belongs to them, and nothing else.
+    engine = fleet.restart("dense", kill=True)
+    assert fleet.ask(engine, changed).external_tokens == 0
+    again = fleet.ask(engine, base)
+    assert (again.external_tokens, again.tokens) == (1280, cold.tokens)
