@@ -68,12 +68,15 @@ class DaemonProcess:
         own += ["--ram", self._ram, "--metrics", "127.0.0.1:0"]
         return [sys.executable, "-m", "kvdepot.server.app", "serve", *config, *own, *self._options, *options]
 
-    def start(self, *, ready: bool = True) -> Self:
-        """Returns when the daemon is ready to serve. Raises AssertionError with its log when it is not."""
+    def start(self, *, ready: bool = True, options: tuple[str, ...] = ()) -> Self:
+        """Returns when the daemon is ready to serve. Raises AssertionError with its log when it is not.
+
+        `options` come last on its command line.
+        """
         assert self.process is None
         before = len(self.log)
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(self.command(*options), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         if ready:
             self.wait_for_log("metrics on http://", before)
             self.wait_for_log("arena populated", before)

@@ -1,0 +1,194 @@
+"""The daemon as a process: signals, memory, its worker, its supervisor, its refusals at start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon_process import DaemonProcess
+from tests.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
+
+CAPACITY_BYTES = 384 << 20
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess() as running:
+        yield running
+
+
+def _children(daemon: DaemonProcess) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()]
+
+
+def _private_bytes(pid: int) -> int:
+    """Proportional set size without shared memory: the arena is counted by its blocks."""
+    fields = dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return (int(fields["Pss:"]) - int(fields["Pss_Shmem:"])) * 1024
+
+
+def _used_bytes(daemon: DaemonProcess) -> int:
+    processes = sum(_private_bytes(pid) for pid in (daemon.pid, *_children(daemon)))
+    return processes + sum(path.stat().st_blocks * 512 for path in daemon.arena_directory.iterdir())
+
+
+def test_t1_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) -> None:
+    """Filled beyond its room, evicting; then across a crash and an adoption."""
+    stored = 0
+    with RawEngine(daemon.socket) as engine:
+        for number in range(2 * CAPACITY_BYTES // (64 * OBJECT_BYTES)):
+            keys = keys_of(f"prompt{number}", 64)
+            lease_id, outcomes, _ = engine.reserve(keys)
+            stored += len(outcomes)
+            engine.commit(lease_id, len(keys))
+            assert _used_bytes(daemon) <= CAPACITY_BYTES
+        assert stored * OBJECT_BYTES > CAPACITY_BYTES
+        assert engine.status().tiers[0].used_bytes > CAPACITY_BYTES // 3
+        daemon.kill()
+    daemon.start(ready=False)
+    for _ in range(20):
+        wait_until(lambda: _children(daemon), "the worker")
+        assert _used_bytes(daemon) <= CAPACITY_BYTES
+    daemon.wait_for_log("metrics on http://", len(daemon.log) // 2)
+    assert len(list(daemon.arena_directory.glob("*.arena"))) == 1
+
+
+def test_t1_the_arena_is_populated_and_counted(daemon: DaemonProcess) -> None:
+    found = daemon.arena.stat()
+    assert found.st_blocks * 512 == found.st_size < CAPACITY_BYTES
+    assert status_of(daemon.socket).tiers[0].capacity_bytes == CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_orderly_stop_in_the_middle_of_work_exits_with_0(daemon: DaemonProcess, number: signal.Signals) -> None:
+    with RawEngine(daemon.socket) as engine:
+        engine.reserve(keys_of("held", 8))
+        engine.store(keys_of("stored", 8))
+        process = daemon.process
+        assert process is not None
+        process.send_signal(number)
+        assert process.wait(10) == 0
+    assert "stopped; the arena" in daemon.log
+
+
+def test_an_orderly_stop_before_it_is_ready_exits_with_0() -> None:
+    daemon = DaemonProcess()
+    try:
+        daemon.start(ready=False)
+        daemon.wait_for_log("listening on")
+        assert daemon.stop() == 0
+    finally:
+        daemon.close()
+
+
+def test_an_orderly_stop_does_not_wait_for_a_stuck_worker(daemon: DaemonProcess) -> None:
+    (worker,) = _children(daemon)
+    os.kill(worker, signal.SIGSTOP)
+    with RawEngine(daemon.socket) as engine:
+        engine.store(keys_of("unsummed", 2))
+        assert daemon.stop() == 0
+    assert "without a checksum will be dropped" in daemon.log
+    assert not Path(f"/proc/{worker}").exists()
+
+
+def test_sighup_says_that_there_is_no_reload(daemon: DaemonProcess) -> None:
+    os.kill(daemon.pid, signal.SIGHUP)
+    daemon.wait_for_log("reloading is not available in this version")
+    assert status_of(daemon.socket).ready
+
+
+def test_i6_a_dead_checksum_worker_is_replaced_and_the_sums_go_on(daemon: DaemonProcess) -> None:
+    (worker,) = _children(daemon)
+    os.kill(worker, signal.SIGSTOP)
+    keys = keys_of("two workers", 4)
+    with RawEngine(daemon.socket) as engine:
+        engine.store(keys)
+        wait_until(lambda: engine.status().tiers[0].lent_bytes, "objects lent to the worker")
+        os.kill(worker, signal.SIGKILL)
+        wait_until(lambda: engine.counter("summed_objects") == 4, "the sums of the next worker")
+        wait_until(lambda: not engine.status().tiers[0].lent_bytes, "nothing lent")
+        assert _children(daemon) != [worker]
+        assert engine.locate(keys) == 4 * CHUNK_TOKENS
+        assert engine.load(keys) == [payload_of(key) for key in keys]
+
+
+def test_the_supervisor_is_told_ready_and_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = DaemonProcess()
+    supervisor = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    address = str(daemon.directory / "notify")
+    supervisor.bind(address)
+    supervisor.settimeout(30)
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    try:
+        daemon.start()
+        told = {supervisor.recv(100) for _ in range(3)}
+        assert {b"READY=1", b"WATCHDOG=1"} <= told
+        assert daemon.stop() == 0
+        supervisor.setblocking(False)
+        while b"STOPPING=1" not in told:
+            told.add(supervisor.recv(100))
+    finally:
+        supervisor.close()
+        daemon.close()
+
+
+def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "kvdepot.toml"
+    path.write_text('[ram]\ncapasity = "1GiB"\n')
+    for verb in ("serve", "check-config"):
+        found = _run(verb, str(path))
+        assert found.returncode == 1
+        assert found.stderr == f"kvdepotd: {path}: ram.capasity: is no known key; did you mean 'capacity'?\n"
+
+
+def test_an_address_in_use_is_refused_by_key(daemon: DaemonProcess) -> None:
+    other = DaemonProcess()
+    try:
+        address = daemon.metrics.removeprefix("http://")
+        found = subprocess.run(
+            other.command("--metrics", address), capture_output=True, text=True, check=False, timeout=30
+        )
+        assert found.returncode == 1
+        assert f"daemon.metrics: cannot listen on {address}" in found.stderr
+    finally:
+        other.close()
+
+
+def test_without_a_file_it_says_where_everything_is(tmp_path: Path) -> None:
+    daemon = DaemonProcess()
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(daemon.directory)}
+    command = [sys.executable, "-m", "kvdepot.server.app", "serve", "--arena-dir", str(daemon.arena_directory)]
+    try:
+        with daemon.log_path.open("wb") as log:
+            daemon.process = subprocess.Popen([*command, "--ram", "384MiB"], stderr=log, env=environment)
+        daemon.wait_for_log("metrics on http://127.0.0.1:")
+        assert f"listening on unix://{daemon.directory}/kvdepot/kvdepot.sock" in daemon.log
+        assert f"arena {daemon.arena}" in daemon.log
+        assert status_of(daemon.directory / "kvdepot" / "kvdepot.sock").pid == daemon.pid
+    finally:
+        daemon.close()
+
+
+def test_json_logs_are_one_event_a_line() -> None:
+    daemon = DaemonProcess(options=("--log-format", "json"))
+    try:
+        daemon.start()
+        daemon.stop()
+        events = [json.loads(line) for line in daemon.log.splitlines()]
+        assert {"time", "level", "event"} <= set(events[0])
+        assert any(event["event"] == "stopping" for event in events)
+    finally:
+        daemon.close()
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvdepot.server.app", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)

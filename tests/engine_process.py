@@ -1,0 +1,92 @@
+"""An engine in a process of its own that holds what it was lent, for tests that kill or stop it.
+
+`python -m tests.engine_process SOCKET ENGINE_ID reserve|acquire PROMPT CHUNKS`: answers each line on stdin
+with one on stdout. The first line it prints names its extents.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Self
+
+from kvdepot.core.calls import AcquireOutcome, ReserveOutcome
+
+from tests.raw_client import RawEngine, keys_of, payload_of
+
+_EXTENT = struct.Struct("<5Q")
+_ROOT = Path(__file__).parents[1]
+
+
+class EngineProcess:
+    """The test's end of it. `extents` are (offset, length) in the arena, in bytes."""
+
+    def __init__(self, grpc_socket: Path, engine_id: str, verb: str, prompt: str, chunks: int) -> None:
+        arguments = [str(grpc_socket), engine_id, verb, prompt, str(chunks)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engine_process", *arguments],
+            cwd=_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        numbers = [int(number) for number in self._read().split()]
+        self.extents = list(zip(numbers[::2], numbers[1::2], strict=True))
+
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        assert line, "the engine process ended"
+        return line
+
+    def suspend(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def main(grpc_socket: str, engine_id: str, verb: str, prompt: str, chunks: str) -> None:
+    engine = RawEngine(Path(grpc_socket), engine_id)
+    keys = keys_of(prompt, int(chunks))
+    if verb == "reserve":
+        _, outcomes, packed = engine.reserve(keys)
+        assert set(outcomes) == {ReserveOutcome.GRANTED}
+        engine.write(keys, packed)
+    else:
+        _, outcome, packed = engine.acquire(keys)
+        assert outcome is AcquireOutcome.GRANTED
+    extents = [(index, offset, length) for index, _, offset, length, _ in _EXTENT.iter_unpack(packed)]
+    print(*[f"{offset} {length}" for _, offset, length in extents], flush=True)
+    for _ in sys.stdin:  # "check": are the bytes still what they were?
+        at = dict.fromkeys(range(len(keys)), 0)
+        same = True
+        for index, offset, length in extents:
+            expected = payload_of(keys[index])[at[index] : at[index] + length]
+            same = same and engine.arena[offset : offset + length] == expected
+            at[index] += length
+        print("same" if same else "changed", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
