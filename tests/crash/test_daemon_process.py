@@ -158,6 +158,8 @@ def test_an_address_in_use_is_refused_by_key(daemon: DaemonProcess) -> None:
         )
         assert found.returncode == 1
         assert f"daemon.metrics: cannot listen on {address}" in found.stderr
+        assert "Traceback" not in found.stderr
+        assert not other.socket.exists()
     finally:
         other.close()
 

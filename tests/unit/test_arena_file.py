@@ -168,12 +168,11 @@ class _Grown:
             self.done.set()
 
 
-def _populate(arena: ArenaFile, start_bytes: int = 0) -> list[Growth]:
+def _populate(arena: ArenaFile) -> list[Growth]:
     grown = _Grown()
     populator = Populator(
         fd=arena.fd,
         address=arena.address,
-        start_bytes=start_bytes,
         size_bytes=arena.layout.size_bytes,
         threads=3,
         report=grown,

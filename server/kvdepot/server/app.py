@@ -101,9 +101,14 @@ async def _serve(config: Config) -> int:
     log.info("kvdepotd %s, pid %d, configuration: %s", version("kvdepot"), os.getpid(), config.file)
     try:
         node = Node(config, log=log, loop=loop, notify=ServiceNotifier(os.environ.get("NOTIFY_SOCKET")))
+    except (KvDepotError, OSError) as error:
+        log.error("cannot start: %s", error)
+        return 1
+    try:
         await node.start()
     except (KvDepotError, OSError) as error:
         log.error("cannot start: %s", error)
+        await node.stop()
         return 1
     await stop.wait()
     await node.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 MIB = 1 << 20
 PROCESS_RESERVE_BYTES = 160 * MIB
@@ -60,20 +61,32 @@ def is_memory_file_system(directory: Path) -> bool:
 def cgroup_limits(
     proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> list[tuple[str, int, int]]:
-    """(cgroup, limit, used) in bytes of every limited memory cgroup this process is in, v2 and v1."""
+    """(cgroup, limit, used) in bytes of every limited memory cgroup this process is in, v2 and v1.
+
+    Inactive page cache does not count as used: the kernel gives it up (the working set of kubelet's definition).
+    """
     found = []
     for line in proc.read_text().splitlines() if proc.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        root = mount if not controllers else mount / "memory"
-        limit_name, used_name = ("memory.max", "memory.current") if not controllers else (
-            "memory.limit_in_bytes", "memory.usage_in_bytes")  # fmt: skip
-        for folder in _with_parents(root, path):
-            limit, used = _number(folder / limit_name), _number(folder / used_name)
+        names = _VERSION_2 if not controllers else _VERSION_1
+        for folder in _with_parents(mount / controllers, path):
+            limit, used = _number(folder / names.limit), _number(folder / names.used)
             if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
-                found.append((str(folder), limit, used))
+                cache_bytes = _field(folder / "memory.stat", names.cache)
+                found.append((str(folder), limit, max(used - cache_bytes, 0)))
     return found
+
+
+class _Names(NamedTuple):
+    limit: str
+    used: str
+    cache: str
+
+
+_VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def _with_parents(root: Path, path: str) -> list[Path]:
@@ -90,6 +103,15 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _field(path: Path, name: str) -> int:
+    """The number behind `name` in a file of lines "name number"; 0 where it is not."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(number) for key, _, number in (line.partition(" ") for line in lines) if key == name), 0)
 
 
 def _meminfo(field: str) -> int:

@@ -89,6 +89,13 @@ class Node:
             engine=self._engine, offer=offer, loop=self._loop, log=self._log, boot_id=self._boot_id
         )
         self._checksums = ChecksumService(arena=arena, engine=self._engine, loop=self._loop, log=self._log)
+        self._populator = Populator(
+            fd=arena.fd,
+            address=arena.address,
+            size_bytes=arena.layout.size_bytes,
+            threads=min(os.cpu_count() or 1, _THREADS_MAX),
+            report=self._report_growth,
+        )
         depot = DepotService(
             self._engine, capabilities=self.capabilities, committed=self._checksums.wake, log=self._log
         )
@@ -96,12 +103,13 @@ class Node:
         self._http = HttpListener(metrics=exposition(self.status), health=self.readiness)
 
     async def start(self) -> None:
-        """Adopt, populate, listen. Raises ConfigError when an address cannot be had."""
+        """Adopt, populate, listen. Raises ConfigError when an address cannot be had; then `stop` is still due."""
         self._log.info("%s", describe(self._arena))
         report = self._engine.adopt(self._alive)
         self._log.info("adopted %s", report)
         self._checksums.start()
-        self._populate()
+        self._grew(Growth(self._arena.populated_bytes(), done=False))
+        self._populator.start()
         tables = self._config.tables.daemon
         try:
             for path in tables.sockets:
@@ -193,20 +201,6 @@ class Node:
             state="degraded" if self._growth.reason else state,
             reason=self._growth.reason,
         )
-
-    def _populate(self) -> None:
-        arena = self._arena
-        populated = arena.populated_bytes()
-        self._grew(Growth(populated, done=False))
-        self._populator = Populator(
-            fd=arena.fd,
-            address=arena.address,
-            start_bytes=populated,
-            size_bytes=arena.layout.size_bytes,
-            threads=min(os.cpu_count() or 1, _THREADS_MAX),
-            report=self._report_growth,
-        )
-        self._populator.start()
 
     def _report_growth(self, growth: Growth) -> None:
         """Called by the populating threads."""

@@ -30,8 +30,9 @@ class Growth:
 
 
 class Populator:
-    """Populates `[start, size)` of a mapped arena; `report` is called from its threads, in growing order.
+    """Populates a mapped arena from its start; `report` is called from its threads, in growing order.
 
+    What an adopted arena has already costs a fraction of a first touch: it is only mapped and locked here.
     ENOSPC ends the growth with a reason: what is ready stays in service. Pages are locked
     into memory where the limits allow it, best effort.
     """
@@ -41,7 +42,6 @@ class Populator:
         *,
         fd: int,
         address: int,
-        start_bytes: int,
         size_bytes: int,
         threads: int,
         report: Callable[[Growth], None],
@@ -50,10 +50,9 @@ class Populator:
         self._address = address
         self._size = size_bytes
         self._report = report
-        self._start = start_bytes // PIECE_BYTES * PIECE_BYTES
-        self._pieces = iter(range(self._start, size_bytes, PIECE_BYTES))
+        self._pieces = iter(range(0, size_bytes, PIECE_BYTES))
         self._finished: set[int] = set()
-        self._ready = self._start
+        self._ready = 0
         self._reason = ""
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -72,7 +71,8 @@ class Populator:
         """Ends after the pieces in work, each a fraction of a second."""
         self._stop.set()
         for thread in self._threads:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
 
     def _work(self) -> None:
         while not self._stop.is_set():
