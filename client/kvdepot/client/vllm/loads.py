@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.failures import CallFailure
 from kvdepot.client.vllm.metadata import LoadOp, ObjectCopy, SpanCopy, StepMeta
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 ResolveBlocks = Callable[[str], Sequence[Sequence[int]]]
 """Request id -> its block table per engine group, valid only inside one `build_connector_meta`."""
+
+
+PENDING_SECONDS_MAX: Final = 30.0
+"""How long after its deadline a load keeps an otherwise idle engine stepping; ranks answer long before."""
 
 
 class LoadPhase(Enum):
@@ -88,6 +92,13 @@ class Loads:
     def active(self) -> int:
         """Loads the engine waits for."""
         return len(self._active)
+
+    def pending(self) -> bool:
+        """Whether the engine has to keep stepping for a load, with an end to it."""
+        if not self._active:
+            return False
+        now = self._clock()
+        return any(now - load.deadline < PENDING_SECONDS_MAX for load in self._active.values())
 
     def loading(self, request_id: str) -> bool:
         return request_id in self._active

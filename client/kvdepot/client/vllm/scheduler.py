@@ -203,7 +203,12 @@ class SchedulerSide:
             self.stores.reset()
 
     def pending(self) -> bool:
-        """Whether the engine has to keep stepping although it has no request."""
+        """Whether the engine has to keep stepping although it has no request.
+
+        Also for the load of an aborted request: its lease and its blocks wait for the ranks' word.
+        """
+        if self.loads.pending():
+            return True
         return self.stores is not None and self._stores_on and self.stores.pending()
 
     def close(self) -> None:
