@@ -37,7 +37,8 @@ CommitDone = Callable[[bytes], None]
 class DepotSession:
     """All of an engine's control calls. Made and used by the scheduler's thread.
 
-    Callbacks run inside `poll`, on the thread that calls it. Calls are made with
+    Callbacks run inside `poll`, on the thread that calls it. `release`, `commit`, `abandon`,
+    `end_request` and `call_soon` may be called on any thread. Calls are made with
     `session=b""`: the session fills in its current token. Lease ids come from
     `new_lease_id`.
     """
@@ -154,6 +155,10 @@ class DepotSession:
     def end_request(self, request_id: str) -> None:
         """The request is over: sent after the commits asked for before it."""
         self._loop.post(self._loop.end_request, request_id)
+
+    def call_soon(self, done: Callable[[None], None]) -> None:
+        """Have `poll` (or `wait`) call `done(None)`: how another thread hands over to the session's."""
+        self._completions.put((done, None))
 
     def poll(self) -> int:
         """Run the callbacks that are due, on this thread. Returns how many."""

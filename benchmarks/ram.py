@@ -1,0 +1,334 @@
+"""Speed of the RAM tier through the real client: put and get of 4 MiB objects, as a share of plain memcpy.
+
+One thread copies. Objects are what an engine has: 16 blocks of 64 KiB in each of 4 layers,
+scattered over 1 GiB of KV tensors on either side; gets choose from 2.25 GiB of the arena.
+Keys are always fresh, the arena is full and evicts all the time, every byte that was got
+is compared. The baseline is memcpy of 4 MiB between the same tensors and a tmpfs mapping
+made like the arena's, in alternating rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import mmap
+import os
+import queue
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
+
+import numpy as np
+import torch
+from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy.base import Direction, concatenate, object_pieces
+from kvdepot.client.copy.cpu import CpuCopier
+from kvdepot.client.extents import ObjectExtents, parse_extents
+from kvdepot.client.session import DepotSession
+from kvdepot.core.calls import (
+    ROOT_KEY,
+    AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
+    CommitOutcome,
+    Kind,
+    ReserveCall,
+    ReserveOutcome,
+    ReserveReply,
+)
+from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.planner import GroupSpec
+
+from benchmarks.depot import Status, daemon, engine
+from benchmarks.report import Report, arguments, median
+
+LAYERS, BLOCKS_IN_OBJECT, BLOCK_BYTES, CHUNK_TOKENS = 4, 16, 64 << 10, 256
+OBJECT_BYTES = LAYERS * BLOCKS_IN_OBJECT * BLOCK_BYTES
+SOURCE_BYTES, TARGET_BYTES = 1 << 30, 1 << 30
+WORKING_SET_BYTES = 9 << 28  # 2.25 GiB: what gets choose from
+ROUND_BYTES = 1 << 30
+CALL_SECONDS = 10.0
+IN_FLIGHT_BYTES_MAX = 768 << 20  # of reservations, below the default credit
+
+
+def spec() -> NamespaceSpec:
+    group = GroupSpec(
+        Kind.ATTENTION,
+        CHUNK_TOKENS // BLOCKS_IN_OBJECT,
+        rank_block_bytes=(LAYERS * BLOCK_BYTES,),
+        layers=tuple(f"layer.{i}" for i in range(LAYERS)),
+    )
+    return NamespaceSpec({"benchmark": "ram"}, CHUNK_TOKENS, (group,), {Kind.ATTENTION: OBJECT_BYTES}, label="ram.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Chunks stored together: a prompt. `blocks`: the source blocks of each object."""
+
+    keys: tuple[bytes, ...]
+    blocks: np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(slots=True)
+class Copies:
+    """The one copying thread."""
+
+    tasks: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while (task := self.tasks.get()) is not None:
+            task()
+
+    def run(self, task: Callable[[], None]) -> float:
+        """Seconds that `task` took on the copying thread."""
+        done: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+        def timed() -> None:
+            start = time.perf_counter()
+            task()
+            done.put(time.perf_counter() - start)
+
+        self.tasks.put(timed)
+        return done.get()
+
+
+class Depot:
+    """Puts and gets of chains, several calls in flight, copies on one thread."""
+
+    def __init__(self, session: DepotSession, arena: ArenaMap, copies: Copies, rng: random.Random) -> None:
+        self.namespace = spec().namespace_id()
+        self.session, self.arena, self.copies, self.rng = session, arena, copies, rng
+        self.source = [_blocks(SOURCE_BYTES // LAYERS, seed) for seed in range(LAYERS)]
+        self.target = [_blocks(TARGET_BYTES // LAYERS, None) for _ in range(LAYERS)]
+        self.readers, self.writers = CpuCopier(self.source), CpuCopier(self.target)
+        self.chains: deque[Chain] = deque()
+        self.outstanding = 0
+        self.failures: list[str] = []
+
+    def put(self, batch: int, objects: int) -> float:
+        """Seconds from the first reservation to the last confirmed commit."""
+        chains = [self._fresh(batch) for _ in range(objects // batch)]
+        seconds = self._drive(
+            chains, self._reserve, max(2, IN_FLIGHT_BYTES_MAX // (batch * OBJECT_BYTES)) if batch > 1 else 1
+        )
+        self.chains.extend(chains)
+        while sum(len(chain.keys) for chain in self.chains) * OBJECT_BYTES > WORKING_SET_BYTES:
+            self.chains.popleft()
+        return seconds
+
+    def get(self, batch: int, objects: int) -> float:
+        """Seconds from the first acquire to the last copy; every byte is compared afterwards."""
+        order = self.rng.sample(range(len(self.chains)), len(self.chains))
+        chosen = set(order[: objects // batch])
+        chains = [chain for number, chain in enumerate(self.chains) if number in chosen]
+        # A hit renews a chain: keep the same order of use as the daemon, whose oldest goes first.
+        self.chains = deque([chain for number, chain in enumerate(self.chains) if number not in chosen] + chains)
+        self.rng.shuffle(chains)
+        where = np.array(self.rng.sample(range(len(self.target[0])), objects * BLOCKS_IN_OBJECT)).reshape(
+            -1, batch, BLOCKS_IN_OBJECT
+        )
+        pairs = list(zip(chains, where, strict=True))
+        seconds = self._drive(pairs, self._acquire, 4 if batch > 1 else 1)
+        for layer_source, layer_target in zip(self.source, self.target, strict=True):
+            for chain, blocks in pairs:
+                if not torch.equal(layer_target[blocks.ravel()], layer_source[chain.blocks.ravel()]):
+                    raise SystemExit("wrong bytes")
+        return seconds
+
+    def _fresh(self, batch: int) -> Chain:
+        blocks = np.array(self.rng.sample(range(len(self.source[0])), batch * BLOCKS_IN_OBJECT)).reshape(batch, -1)
+        return Chain(tuple(self.rng.randbytes(16) for _ in range(batch)), blocks)
+
+    def _drive(self, work: list[Any], start: Callable[[Any], None], depth: int) -> float:
+        todo = deque(work)
+        began = time.perf_counter()
+        while todo or self.outstanding:
+            while todo and self.outstanding < depth:
+                self.outstanding += 1
+                start(todo.popleft())
+            if not self.session.wait(CALL_SECONDS):
+                raise SystemExit("no answer")
+            if self.failures:
+                raise SystemExit(f"failed: {self.failures}")
+        return time.perf_counter() - began
+
+    def _reserve(self, chain: Chain) -> None:
+        lease = self.session.new_lease_id()
+        count = len(chain.keys)
+        boundaries = (np.arange(1, count + 1) * CHUNK_TOKENS).astype("<u4").tobytes()
+        parents = b"".join((ROOT_KEY, *chain.keys[:-1]))
+        call = ReserveCall(
+            b"", lease, self.namespace, b"".join(chain.keys), parents, bytes([Kind.ATTENTION] * count), boundaries
+        )
+
+        def granted(reply: object) -> None:
+            if not isinstance(reply, ReserveReply) or set(reply.outcomes) != {ReserveOutcome.GRANTED}:
+                self.failures.append(f"reserve: {reply}"[:300])
+                return
+            extents = parse_extents(reply.extents, self.arena.layout.size_bytes)
+            self.copies.tasks.put(lambda: self._store(lease, chain, extents))
+
+        self.session.submit(call, CALL_SECONDS, granted)
+
+    def _store(self, lease: int, chain: Chain, extents: dict[int, ObjectExtents]) -> None:
+        for batch in self._pieces(extents, chain.blocks):
+            self.readers.copy(self.arena, batch, Direction.STORE)
+        self.session.commit(lease, range(len(chain.keys)), self._committed)
+
+    def _committed(self, outcomes: bytes) -> None:
+        self.outstanding -= 1
+        if set(outcomes) != {CommitOutcome.COMMITTED}:
+            self.failures.append(f"commit: {list(outcomes)}")
+
+    def _acquire(self, pair: tuple[Chain, Any]) -> None:
+        chain, blocks = pair
+        lease = self.session.new_lease_id()
+        call = AcquireCall(b"", lease, self.namespace, b"".join(chain.keys), bytes([Kind.ATTENTION] * len(chain.keys)))
+
+        def granted(reply: object) -> None:
+            if not isinstance(reply, AcquireReply) or reply.outcome is not AcquireOutcome.GRANTED:
+                self.failures.append(f"acquire: {reply}"[:300])
+                return
+            extents = parse_extents(reply.extents, self.arena.layout.size_bytes)
+            self.copies.tasks.put(lambda: self._load(lease, blocks, extents))
+
+        self.session.submit(call, CALL_SECONDS, granted)
+
+    def _load(self, lease: int, blocks: Any, extents: dict[int, ObjectExtents]) -> None:
+        rows = list(itertools.chain.from_iterable(held.rows.tolist() for held in extents.values()))
+        generations = list(itertools.chain.from_iterable(held.generations.tolist() for held in extents.values()))
+        for batch in self._pieces(extents, blocks):
+            if not self.arena.check(rows, generations):
+                self.failures.append("a generation changed")
+            self.writers.copy(self.arena, batch, Direction.LOAD)
+        if not self.arena.check(rows, generations):
+            self.failures.append("a generation changed")
+        self.session.release((lease,))
+        self.session.call_soon(self._loaded)
+
+    def _loaded(self, _: None) -> None:
+        self.outstanding -= 1
+
+    def _pieces(self, extents: dict[int, ObjectExtents], blocks: Any) -> Any:
+        layers, sizes = range(LAYERS), [BLOCK_BYTES] * LAYERS
+        return concatenate(
+            [object_pieces(held, 0, layers, sizes, BLOCKS_IN_OBJECT, blocks[i]) for i, held in extents.items()]
+        ).split()
+
+
+def _blocks(size_bytes: int, seed: int | None) -> torch.Tensor:
+    if seed is None:
+        return torch.full((size_bytes // BLOCK_BYTES, BLOCK_BYTES), 1, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(-(2**62), 2**62, (size_bytes // 8,), dtype=torch.int64, generator=generator)
+    return words.view(torch.uint8).reshape(-1, BLOCK_BYTES)
+
+
+class Plain:
+    """memcpy of 4 MiB between the same tensors and a mapping like the arena's."""
+
+    def __init__(self, depot: Depot, size_bytes: int, directory: str) -> None:
+        self.depot = depot
+        with tempfile.NamedTemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, size_bytes)
+            self._map = mmap.mmap(file.fileno(), size_bytes, mmap.MAP_SHARED)
+        self._map.madvise(23)  # MADV_POPULATE_WRITE
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._slots = size_bytes // OBJECT_BYTES
+
+    def copy(self, objects: int, direction: Direction) -> float:
+        tensors = self.depot.source if direction is Direction.STORE else self.depot.target
+        rng = self.depot.rng
+        per_layer = tensors[0].numel() // OBJECT_BYTES
+        pairs = [
+            (
+                tensors[rng.randrange(LAYERS)].data_ptr() + rng.randrange(per_layer) * OBJECT_BYTES,
+                self._base + slot * OBJECT_BYTES,
+            )
+            for slot in rng.sample(range(self._slots), objects)
+        ]
+
+        def run() -> None:
+            for tensor, slot in pairs:
+                into, out = (slot, tensor) if direction is Direction.STORE else (tensor, slot)
+                ctypes.memmove(into, out, OBJECT_BYTES)
+
+        return self.depot.copies.run(run)
+
+
+def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report) -> None:
+    objects = ROUND_BYTES // OBJECT_BYTES // (1 if batch > 1 else 4)
+    while sum(len(chain.keys) for chain in depot.chains) * OBJECT_BYTES < WORKING_SET_BYTES - batch * OBJECT_BYTES:
+        depot.put(batch, objects)
+    ratios: dict[str, list[float]] = {"put": [], "get": []}
+    speeds: dict[str, list[float]] = {"put": [], "get": [], "memcpy_in": [], "memcpy_out": []}
+    size = objects * OBJECT_BYTES / 1e9
+    for _ in range(rounds):
+        for name, run, direction, plain_name in (
+            ("put", depot.put, Direction.STORE, "memcpy_in"),
+            ("get", depot.get, Direction.LOAD, "memcpy_out"),
+        ):
+            before = plain.copy(objects, direction)
+            seconds = run(batch, objects)
+            after = plain.copy(objects, direction)
+            ratios[name].append((before + after) / 2 / seconds)
+            speeds[name].append(size / seconds)
+            speeds[plain_name].append(size / ((before + after) / 2))
+    aim = {8: 0.90, 64: 0.95}.get(batch)
+    for name in ("put", "get"):
+        if batch > 1:
+            report.figure(f"{name}_ratio_{batch}", median(ratios[name]), "", at_least=aim)
+        report.figure(f"{name}_gb_s_{batch}", median(speeds[name]), "GB/s")
+    for name in ("memcpy_in", "memcpy_out"):
+        report.figure(f"{name}_gb_s_{batch}", median(speeds[name]), "GB/s")
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--ram", default="3GiB", help="capacity of the daemon that is started (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 1])
+    parser.add_argument("--seed", type=int, default=None)
+    options: argparse.Namespace = parser.parse_args()
+    seed = options.seed if options.seed is not None else random.randrange(2**32)
+    report = Report("ram: 4 MiB objects through shared memory, one copying thread")
+    report.note("seed", seed)
+    with daemon(options.ram) as started:
+        status = Status(started.endpoint)
+        status.wait_populated(started)
+        with engine(started.endpoint, spec()) as (session, worker):
+            arena = worker.arena
+            assert arena is not None
+            depot = Depot(session, arena, Copies(), random.Random(seed))
+            plain = Plain(depot, WORKING_SET_BYTES, str(started.arena_directory))
+            filled = 0
+            while filled < arena.layout.data_bytes:  # from here on every put evicts
+                depot.put(64, 256)
+                filled += 256 * OBJECT_BYTES
+            for batch in options.batches:
+                depot.chains.clear()
+                measure(depot, plain, batch, options.rounds, report)
+            final = status()
+            report.note(
+                "arena",
+                f"{arena.layout.data_bytes / 2**30:.2f} GiB of data, {final.tiers[0].objects} objects at the end",
+            )
+            report.note("evictions", {k: v for k, v in final.counters.items() if "evict" in k})
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""kvdepotctl: what an operator asks a running daemon.
+
+Exit codes: 0 ok, 1 the daemon is not ready, 2 wrong usage, 3 no daemon answers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+import grpc
+from kvdepot.client.ctl.commands.status import status
+from kvdepot.client.endpoint import Endpoint, EndpointError
+from kvdepot.core.errors import KvDepotError
+
+EXIT_UNREACHABLE = 3
+
+
+def default_endpoint() -> str:
+    """The socket of this user's `kvdepotd serve` without a file, if there is one, else the packaged daemon's."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    own = Path(runtime, "kvdepot") if runtime else Path(tempfile.gettempdir(), f"kvdepot-{os.geteuid()}")
+    return f"unix://{own / 'kvdepot.sock'}" if (own / "kvdepot.sock").exists() else "unix:///run/kvdepot/kvdepot.sock"
+
+
+class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    name = "url"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Endpoint:
+        if isinstance(value, Endpoint):
+            return value
+        try:
+            return Endpoint.parse(str(value))
+        except EndpointError as error:
+            self.fail(str(error), param, ctx)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=(__doc__ or "").split("\n\n")[1])
+@click.option(
+    "--endpoint", type=EndpointType(), envvar="KVDEPOT_ENDPOINT", default=default_endpoint, show_envvar=True,
+    help="The daemon's socket, as unix:///run/kvdepot/kvdepot.sock.",
+)  # fmt: skip
+@click.option(
+    "--timeout", type=click.FloatRange(min=0.01), default=5.0, show_default=True, help="Seconds to wait for an answer."
+)
+@click.pass_context
+def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
+    """Look into a running kvdepotd."""
+    context.obj = (endpoint, timeout)
+
+
+cli.add_command(status)
+
+
+def main() -> None:
+    """The `kvdepotctl` command."""
+    try:
+        code = cli.main(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except grpc.RpcError as error:
+        click.echo(f"kvdepotctl: no answer: {error.code().name}: {error.details()}", err=True)
+        click.echo("Is kvdepotd running, and does --endpoint name its socket?", err=True)
+        sys.exit(EXIT_UNREACHABLE)
+    except KvDepotError as error:
+        click.echo(f"kvdepotctl: {error}", err=True)
+        sys.exit(EXIT_UNREACHABLE)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()
