@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from kvdepot.core.calls import AttachReply
 
 BACKOFF_FIRST_SECONDS = 0.05
-BACKOFF_MAX_SECONDS = 5.0
+BACKOFF_MAX_SECONDS = 1.0
+"""A refused local connection costs microseconds; a daemon that is back should be used soon."""
 HANDSHAKE_SECONDS_MAX = 5.0
 POPULATE_PIECE_BYTES = 32 << 20
 """Populated between two looks at the connection: some 5 ms."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvdepot.client.attachment import Attachment, EngineProcess
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.leases import LEASE_BITS, LeaseIds
-from kvdepot.client.session_loop import Completion, LoopState, SessionLoop
+from kvdepot.client.session_loop import CONFIRM_SECONDS_MAX, Completion, LoopState, SessionLoop
 from kvdepot.core.calls import (
     AcquireCall,
     AcquireReply,
@@ -51,11 +51,15 @@ class DepotSession:
         *,
         client_version: str = "",
         open_leases_max: int = LEASES_PER_SESSION_MAX,
+        confirm_timeout_seconds: float = CONFIRM_SECONDS_MAX,
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         log: logging.Logger | None = None,
     ) -> None:
-        """`rng` draws lease ids and jitter (default: seeded by the system)."""
+        """`rng` draws lease ids and jitter (default: seeded by the system).
+
+        A release, commit, abandon or end of a request not confirmed within `confirm_timeout_seconds` is sent again.
+        """
         rng = rng or random.SystemRandom()
         self._clock = clock
         self._open_leases_max = open_leases_max
@@ -69,7 +73,9 @@ class DepotSession:
             client_version=client_version,
             log=log,
         )
-        self._loop = SessionLoop(endpoint, self._attachment, self._completions, world_size, clock, rng, log)
+        self._loop = SessionLoop(
+            endpoint, self._attachment, self._completions, world_size, clock, rng, confirm_timeout_seconds, log
+        )
         self._leases_asked = 0
         self._closed = False
 

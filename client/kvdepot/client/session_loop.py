@@ -49,7 +49,7 @@ Completion = tuple[Callable[[Any], None], Any]
 Call = LocateCall | AcquireCall | ReserveCall
 
 CALLS_IN_FLIGHT_MAX = 256
-ENDING_SECONDS_MAX = 2.0
+CONFIRM_SECONDS_MAX = 2.0
 """Deadline of one Release, Commit, Abandon, EndRequest or Declare: then it is sent again."""
 RETRY_FIRST_SECONDS = 0.02
 RETRY_MAX_SECONDS = 1.0
@@ -94,6 +94,7 @@ class SessionLoop:
         world_size: int,
         clock: Callable[[], float],
         rng: random.Random,
+        confirm_timeout_seconds: float,
         log: logging.Logger | None = None,
     ) -> None:
         self.state = LoopState()
@@ -101,6 +102,7 @@ class SessionLoop:
         self._attachment = attachment
         self._completions = completions
         self._clock = clock
+        self._confirm_timeout_seconds = confirm_timeout_seconds
         self._log = log or logging.getLogger(__name__)
         self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
@@ -132,7 +134,7 @@ class SessionLoop:
         """Send what is queued, for at most `timeout_seconds`, and end the thread."""
         if self._thread.is_alive():
             self.post(self._close, self._clock() + timeout_seconds)
-            self._thread.join(timeout_seconds + ENDING_SECONDS_MAX)
+            self._thread.join(timeout_seconds + 1.0)
 
     # --- the thread ---
 
@@ -210,7 +212,9 @@ class SessionLoop:
     def call(self, call: Any, done: Callable[[Answer], None]) -> None:
         """A call of the loop's own; `done` runs on this thread."""
         assert self._channel is not None
-        self._channel.start(call, ENDING_SECONDS_MAX, lambda answer: self.post(done, answer), wait_for_ready=True)
+        self._channel.start(
+            call, self._confirm_timeout_seconds, lambda answer: self.post(done, answer), wait_for_ready=True
+        )
 
     def noted(self, answer: Answer) -> None:
         """Draw the consequences of an answer that concern the whole session."""

@@ -1,0 +1,275 @@
+"""The client against a real daemon that is absent, stopped, killed, restarted or replaced (I2, I3, I5, I6)."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.copy.base import Direction
+from kvdepot.client.endpoint import Endpoint
+from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.client.session import Reply
+from kvdepot.core.calls import (
+    AcquireOutcome,
+    AcquireReply,
+    CommitOutcome,
+    LocateCall,
+    LocateReply,
+    ReserveOutcome,
+    ReserveReply,
+)
+
+from tests.daemon_process import DaemonProcess
+from tests.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys, wait_until
+
+COUNT = 3
+SUBMIT_SECONDS_MAX = 0.001
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    process = DaemonProcess()
+    yield process
+    process.close()
+
+
+def store(client: EngineClient, name: str) -> list[bytes]:
+    keys = prompt_keys(name, COUNT)
+    lease, granted = client.reserve(keys)
+    assert isinstance(granted, ReserveReply), granted
+    assert client.copy(granted, 0, Direction.STORE)
+    assert list(client.commit(lease, COUNT)) == [CommitOutcome.COMMITTED] * COUNT
+    client.session.end_request("r")
+    return keys
+
+
+def load_equals(client: EngineClient, keys: list[bytes]) -> bool:
+    """Load into other blocks; whether the bytes are those of the first blocks."""
+    lease, acquired = client.acquire(keys)
+    assert isinstance(acquired, AcquireReply), acquired
+    assert acquired.outcome is AcquireOutcome.GRANTED
+    held = client.copy(acquired, 32, Direction.LOAD)
+    client.session.release([lease])
+    return held and client.equal_blocks(0, 32, COUNT)
+
+
+def test_i3_without_a_daemon_calls_fail_at_once_and_a_late_daemon_is_found(daemon: DaemonProcess) -> None:
+    client = EngineClient(daemon.endpoint).start(attached=False)
+    try:
+        before = time.monotonic()
+        answer = client.locate(prompt_keys("absent", 1), 5.0)
+        assert isinstance(answer, CallFailure)
+        assert answer.reason is FailureReason.UNAVAILABLE
+        assert time.monotonic() - before < 1.0
+        assert client.session.open_leases == 0
+        daemon.start()
+        client.wait_attached()
+        assert load_equals(client, store(client, "late"))
+        client.wait_nothing_owed()
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_i8_a_daemon_restarted_between_reserve_and_commit_keeps_lease_and_bytes(
+    daemon: DaemonProcess, how: str
+) -> None:
+    daemon.start()
+    with EngineClient(daemon.endpoint) as client:
+        client.fill(0, COUNT, seed=1)
+        keys = prompt_keys(how, COUNT)
+        lease, granted = client.reserve(keys)
+        getattr(daemon, how)()
+        arena = client.worker.arena
+        # The mapping outlives the daemon: ranks finish their copies without asking anybody.
+        assert client.copy(granted, 0, Direction.STORE)
+        outcomes: list[bytes] = []
+        client.session.commit(lease, range(COUNT), outcomes.append)
+        daemon.start()
+        client.wait_attached()
+        wait_until(lambda: client.session.poll() > 0 or bool(outcomes), "no outcome after the restart")
+        assert list(outcomes[0]) == [CommitOutcome.COMMITTED] * COUNT
+        assert client.worker.arena is arena
+        assert load_equals(client, keys)
+        client.wait_nothing_owed()
+
+
+def test_i5_a_reservation_given_back_while_the_daemon_is_away_is_given_back_to_the_next(daemon: DaemonProcess) -> None:
+    daemon.start()
+    with EngineClient(daemon.endpoint) as client:
+        lease, _ = client.reserve(prompt_keys("away", COUNT))
+        pinned = store(client, "pinned")
+        reader, _ = client.acquire(pinned)
+        daemon.kill()
+        client.session.abandon(lease)
+        client.session.release([reader])
+        assert client.session.open_leases > 0
+        daemon.start()
+        client.wait_attached()
+        client.wait_nothing_owed()
+
+
+def test_i6_an_arena_that_is_gone_loses_leases_by_name_and_the_old_mapping_still_takes_copies(
+    daemon: DaemonProcess,
+) -> None:
+    daemon.start()
+    with EngineClient(daemon.endpoint) as client:
+        lease, granted = client.reserve(prompt_keys("gone", COUNT))
+        old = client.worker.arena
+        assert old is not None
+        daemon.kill()
+        daemon.arena.unlink()
+        daemon.start()
+        client.wait_attached()
+        wait_until(lambda: client.worker.arena is not old, "the new arena was not mapped")
+        assert isinstance(granted, ReserveReply)
+        assert client.worker.arena is not None
+        assert client.worker.arena.arena_id != granted.arena_id == old.arena_id
+        old.buffer[-1] = 1  # a copy that is still running writes where nobody reads
+        assert list(client.commit(lease, COUNT)) == [CommitOutcome.LOST] * COUNT
+        client.fill(0, COUNT, seed=2)
+        assert load_equals(client, store(client, "new"))
+        client.wait_nothing_owed()
+
+
+def test_p5_i2_a_stopped_daemon_costs_deadlines_and_never_the_calling_thread(daemon: DaemonProcess) -> None:
+    daemon.start()
+    with EngineClient(daemon.endpoint) as client:
+        keys = store(client, "before")
+        daemon.suspend()
+        answers: list[tuple[float, Reply | CallFailure]] = []
+        submitted: list[float] = []
+        for _ in range(40):
+            call = LocateCall(b"", client.namespace, b"".join(keys), 1 << 20)
+            start = time.monotonic()
+            client.session.submit(call, 0.2, lambda answer, at=start: answers.append((time.monotonic() - at, answer)))  # type: ignore[misc]
+            submitted.append(time.monotonic() - start)
+        wait_until(lambda: client.session.wait(0.05) >= 0 and len(answers) == 40, "a deadline did not fire")
+        assert all(isinstance(answer, CallFailure) for _, answer in answers)
+        assert max(seconds for seconds, _ in answers) < 1.2
+        # The median: one sample may hold a slice that the kernel gave to another process.
+        assert sorted(submitted)[20] < SUBMIT_SECONDS_MAX
+        _, answer = client.reserve(prompt_keys("during", COUNT), timeout_seconds=1.5)
+        assert isinstance(answer, CallFailure)
+        wait_until(lambda: client.locate(keys, 0.3) is not None and not client.session.attached, "still in use")
+        before = time.monotonic()
+        assert isinstance(client.locate(keys, 5.0), CallFailure)
+        assert time.monotonic() - before < 0.5, "an unresponsive daemon is not asked for every request"
+        daemon.resume()
+        client.wait_attached()
+        assert isinstance(client.locate(keys), LocateReply)
+        client.wait_nothing_owed()
+
+
+def test_t7_a_closed_session_leaves_nothing_behind(daemon: DaemonProcess) -> None:
+    daemon.start()
+    with EngineClient(daemon.endpoint, engine_id="watching") as watching:
+        leaving = EngineClient(daemon.endpoint, engine_id="leaving").start()
+        lease, _ = leaving.reserve(prompt_keys("left", COUNT))
+        leaving.session.abandon(lease)
+        leaving.close()
+        answer: list[object] = []
+        leaving.session.submit(LocateCall(b"", leaving.namespace, b"", 1), 1.0, answer.append)
+        assert leaving.session.poll() == 1
+        assert isinstance(answer[0], CallFailure)
+        watching.wait_nothing_owed()
+
+
+def test_two_incarnations_never_draw_the_same_lease_id(daemon: DaemonProcess) -> None:
+    sessions = [EngineClient(daemon.endpoint).session for _ in range(3)]
+    drawn = [session.new_lease_id() for session in sessions for _ in range(1000)]
+    assert len(set(drawn)) == 3000
+    assert all(0 < lease < 1 << 63 for lease in drawn)
+
+
+def test_i3_a_socket_that_answers_garbage_is_a_refusal_and_not_an_error() -> None:
+    path = Path(f"/tmp/kvdg{os.getpid()}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"{path}.attach")
+    listener.listen()
+    worker = Attachment(Endpoint.parse(f"unix://{path}"), EngineProcess("e", scheduler=False, rank=0))
+    try:
+        worker.start()
+        peer, _ = listener.accept()
+        peer.recv(4096)
+        peer.send(b"\xff" * 100)
+        wait_until(lambda: worker.refusal != "", "garbage was taken for an answer")
+        assert worker.session is None
+        assert worker.arena is None
+        peer.close()
+    finally:
+        worker.close()
+        listener.close()
+        Path(f"{path}.attach").unlink()
+
+
+def test_attach_refused_by_name_is_told_and_tried_again_later(daemon: DaemonProcess) -> None:
+    """A world of no ranks is refused by the daemon; the reason reaches whoever asks for it."""
+    daemon.start()
+    worker = Attachment(Endpoint.parse(daemon.endpoint), EngineProcess("e", scheduler=False, rank=5, world_size=2))
+    worker.start()
+    try:
+        wait_until(lambda: "rank" in worker.refusal, "no reason")
+        assert worker.session is None
+    finally:
+        worker.close()
+
+
+def kvdepotctl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvdepot.client.ctl.app", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_kvdepotctl_status_shows_what_the_daemon_holds(daemon: DaemonProcess) -> None:
+    daemon.start()
+    with EngineClient(daemon.endpoint, engine_id="shown", name="a-model") as client:
+        store(client, "status")
+        client.wait_nothing_owed()
+        printed = kvdepotctl("--endpoint", daemon.endpoint, "status", "--json")
+        assert printed.returncode == 0, printed.stderr
+        record = json.loads(printed.stdout)
+        assert record["ready"] is True
+        assert record["pid"] == daemon.pid
+        assert record["tiers"][0]["objects"] == COUNT
+        assert record["sessions"][0]["engine_id"] == "shown"
+        assert record["sessions"][0]["ranks_attached"] == 1
+        assert record["namespaces"][0]["namespace_id"] == client.namespace.hex()
+        assert record["namespaces"][0]["objects"] == {"attention": COUNT}
+        table = kvdepotctl("--endpoint", daemon.endpoint, "status", "--counters")
+        assert table.returncode == 0
+        assert all(word in table.stdout for word in ("shown", "a-model", "ram", "ready", "counters"))
+        located = client.locate(prompt_keys("status", COUNT))
+        assert located == LocateReply(COUNT * CHUNK_TOKENS, "ram", COUNT * CHUNK_TOKENS)
+
+
+def test_kvdepotctl_exit_codes_say_what_is_wrong(daemon: DaemonProcess) -> None:
+    missing = kvdepotctl("--endpoint", daemon.endpoint, "status")
+    assert missing.returncode == 3
+    assert "no answer" in missing.stderr
+    wrong = kvdepotctl("--endpoint", "tcp://host:1", "status")
+    assert wrong.returncode == 2
+    assert "unix://" in wrong.stderr
+    assert kvdepotctl("status", "--nothing").returncode == 2
+
+
+def test_reserve_outcomes_of_a_present_object_open_no_lease(daemon: DaemonProcess) -> None:
+    daemon.start()
+    with EngineClient(daemon.endpoint) as client:
+        keys = store(client, "present")
+        _, again = client.reserve(keys)
+        assert isinstance(again, ReserveReply)
+        assert list(again.outcomes) == [ReserveOutcome.PRESENT] * COUNT
+        wait_until(lambda: client.session.open_leases == 0)
+        _, missing = client.acquire(prompt_keys("missing", 1))
+        assert isinstance(missing, AcquireReply)
+        assert missing.outcome is AcquireOutcome.MISSING
+        wait_until(lambda: client.session.open_leases == 0)
+        client.wait_nothing_owed()

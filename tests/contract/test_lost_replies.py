@@ -1,0 +1,109 @@
+"""Any one reply lost, between a real daemon and the real client: no lease stays, no byte is wrong."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import pytest
+from kvdepot.client.copy.base import Direction
+from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.core.calls import AcquireOutcome, AcquireReply, CommitOutcome, LocateReply, ReserveOutcome, ReserveReply
+
+from tests.daemon_process import DaemonProcess
+from tests.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
+from tests.reply_dropper import Loss, ReplyDropper
+
+COUNT = 3
+METHODS = ("RegisterNamespace", "Declare", "Reserve", "Commit", "EndRequest", "Locate", "Acquire", "Release", "Abandon")
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess() as running:
+        yield running
+
+
+def test_i5_nothing_is_lost_when_no_reply_is_lost(daemon: DaemonProcess) -> None:
+    """The control: the same walk without a loss repeats nothing."""
+    with ReplyDropper(daemon.socket) as proxy:
+        counters = walk(proxy, "control")
+    assert proxy.dropped == []
+    assert counters.get("repeated", 0) == 0
+
+
+@pytest.mark.parametrize("loss", Loss, ids=lambda loss: loss.value)
+@pytest.mark.parametrize("method", METHODS)
+def test_i5_any_one_lost_reply_leaves_no_lease_and_no_wrong_byte(
+    daemon: DaemonProcess, method: str, loss: Loss
+) -> None:
+    with ReplyDropper(daemon.socket) as proxy:
+        proxy.drop(method, loss)
+        walk(proxy, f"{method}-{loss.value}")
+        assert proxy.dropped == [method]
+
+
+def walk(proxy: ReplyDropper, name: str) -> dict[str, int]:
+    """Store, look up, load, and give one reservation back; everything must come right in the end."""
+    keys = prompt_keys(name, COUNT)
+    client = EngineClient(proxy.endpoint, engine_id=name, name=name)
+    with client:
+        client.fill(0, COUNT, seed=zlib.crc32(name.encode()))
+        lease, granted = client.reserve(keys)
+        assert isinstance(granted, ReserveReply), granted
+        assert list(granted.outcomes) == [ReserveOutcome.GRANTED] * COUNT
+        assert client.copy(granted, 0, Direction.STORE)
+        assert list(client.commit(lease, COUNT)) == [CommitOutcome.COMMITTED] * COUNT
+        client.session.end_request("r")
+        located = client.locate(keys, 0.5)
+        if isinstance(located, CallFailure):  # a lookup is not repeated for the caller
+            assert proxy.dropped == ["Locate"]
+            located = client.locate(keys)
+        assert located == LocateReply(COUNT * CHUNK_TOKENS, "ram", COUNT * CHUNK_TOKENS)
+        lease, acquired = client.acquire(keys)
+        assert isinstance(acquired, AcquireReply), acquired
+        assert acquired.outcome is AcquireOutcome.GRANTED
+        assert client.copy(acquired, 32, Direction.LOAD)
+        client.session.release([lease])
+        assert client.equal_blocks(0, 32, COUNT)
+        lease, _ = client.reserve(prompt_keys(name + "/other", 2))
+        client.session.abandon(lease)
+        client.wait_nothing_owed()
+        return client.session.counters()
+
+
+@pytest.mark.parametrize("loss", [Loss.CUT, Loss.SILENCE], ids=lambda loss: loss.value)
+def test_i5_a_reservation_whose_answers_are_all_lost_gives_its_extents_back(daemon: DaemonProcess, loss: Loss) -> None:
+    with ReplyDropper(daemon.socket) as proxy, EngineClient(proxy.endpoint, engine_id=f"all-{loss.value}") as client:
+        proxy.drop("Reserve", loss, count=1000)
+        _, answer = client.reserve(prompt_keys(f"never-{loss.value}", COUNT), timeout_seconds=0.5)
+        assert isinstance(answer, CallFailure)
+        assert answer.reason in (FailureReason.UNAVAILABLE, FailureReason.DEADLINE)
+        assert len(proxy.dropped) >= 2
+        client.wait_nothing_owed()
+        proxy.drop("Reserve", loss, count=0)
+        lease, answer = client.reserve(prompt_keys(f"never-{loss.value}", COUNT))
+        assert isinstance(answer, ReserveReply)
+        assert list(answer.outcomes) == [ReserveOutcome.GRANTED] * COUNT
+        client.session.abandon(lease)
+        client.wait_nothing_owed()
+
+
+@pytest.mark.parametrize("loss", [Loss.CUT, Loss.SILENCE], ids=lambda loss: loss.value)
+def test_i5_an_acquire_whose_answers_are_all_lost_leaves_no_pin(daemon: DaemonProcess, loss: Loss) -> None:
+    name = f"pin-{loss.value}"
+    with ReplyDropper(daemon.socket) as proxy, EngineClient(proxy.endpoint, engine_id=name, name=name) as client:
+        keys = prompt_keys(name, COUNT)
+        lease, granted = client.reserve(keys)
+        assert client.copy(granted, 0, Direction.STORE)
+        client.commit(lease, COUNT)
+        proxy.drop("Acquire", loss, count=1000)
+        _, answer = client.acquire(keys, timeout_seconds=0.5)
+        assert isinstance(answer, CallFailure)
+        client.wait_nothing_owed()
+
+
+def test_a_refused_commit_of_an_unknown_lease_is_lost_and_holds_nothing_up(daemon: DaemonProcess) -> None:
+    with EngineClient(daemon.endpoint, engine_id="unknown") as client:
+        assert list(client.commit(client.session.new_lease_id(), 2)) == [CommitOutcome.LOST] * 2
+        client.wait_nothing_owed()

@@ -1,0 +1,172 @@
+"""An engine without a model: the real client, a few KV tensors, and the steps of a store and a load."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.copy.base import Direction, object_pieces
+from kvdepot.client.copy.cpu import CpuCopier
+from kvdepot.client.ctl.commands.status import get_status
+from kvdepot.client.endpoint import Endpoint
+from kvdepot.client.extents import parse_extents
+from kvdepot.client.failures import CallFailure
+from kvdepot.client.session import Call, DepotSession, Reply
+from kvdepot.core.calls import (
+    ROOT_KEY,
+    AcquireCall,
+    AcquireReply,
+    Kind,
+    LocateCall,
+    ReserveCall,
+    ReserveReply,
+)
+from kvdepot.core.keys import NamespaceSpec, chunk_key
+from kvdepot.core.planner import GroupSpec
+from kvdepot.core.report import DaemonStatus
+
+CHUNK_TOKENS, BLOCK_TOKENS, BLOCK_BYTES, LAYERS, BLOCKS = 64, 16, 4096, 2, 64
+IN_OBJECT = CHUNK_TOKENS // BLOCK_TOKENS
+OBJECT_BYTES = IN_OBJECT * BLOCK_BYTES * LAYERS
+PATIENCE_SECONDS = 20.0
+
+
+def spec(label: str = "test") -> NamespaceSpec:
+    group = GroupSpec(Kind.ATTENTION, BLOCK_TOKENS, rank_block_bytes=(LAYERS * BLOCK_BYTES,), layers=("a", "b"))
+    return NamespaceSpec({"model": label}, CHUNK_TOKENS, (group,), {Kind.ATTENTION: OBJECT_BYTES}, label=label)
+
+
+def prompt_keys(name: str, chunks: int) -> list[bytes]:
+    return [chunk_key(f"{name}/{i}".encode().ljust(32, b".")) for i in range(chunks)]
+
+
+def wait_until(what: Callable[[], bool], message: str = "it did not happen") -> None:
+    until = time.monotonic() + PATIENCE_SECONDS
+    while not what():
+        assert time.monotonic() < until, message
+        time.sleep(0.005)
+
+
+class EngineClient:
+    """Scheduler and worker in one process."""
+
+    def __init__(self, endpoint: str, engine_id: str = "engine", name: str = "test") -> None:
+        self.endpoint = Endpoint.parse(endpoint)
+        self.spec = spec(name)
+        self.namespace = self.spec.namespace_id()
+        self.session = DepotSession(self.endpoint, engine_id, confirm_timeout_seconds=0.5)
+        self.worker = Attachment(self.endpoint, EngineProcess(engine_id, scheduler=False, rank=0))
+        self.layers = [torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for _ in range(LAYERS)]
+        self.copier = CpuCopier(self.layers)
+
+    def start(self, *, attached: bool = True) -> Self:
+        self.session.start()
+        self.worker.start()
+        self.session.register(self.spec)
+        if attached:
+            self.wait_attached()
+        return self
+
+    def wait_attached(self) -> None:
+        def ready() -> bool:
+            self.session.poll()
+            session = self.session
+            return (
+                session.attached
+                and session.registered(self.namespace)
+                and session.ranks_attached == 1
+                and self.worker.session is not None
+            )
+
+        wait_until(ready, "not attached")
+
+    def close(self) -> None:
+        self.session.close()
+        self.worker.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def call(self, call: Call, timeout_seconds: float = 5.0) -> Reply | CallFailure:
+        """Submit and wait."""
+        got: list[Reply | CallFailure] = []
+        self.session.submit(call, timeout_seconds, got.append)
+        wait_until(lambda: (self.session.wait(0.05) > 0 and bool(got)) or bool(got), "no answer")
+        return got[0]
+
+    def reserve(self, keys: Sequence[bytes], timeout_seconds: float = 2.0) -> tuple[int, Reply | CallFailure]:
+        count = len(keys)
+        lease = self.session.new_lease_id()
+        boundaries = struct.pack(f"<{count}I", *(CHUNK_TOKENS * (i + 1) for i in range(count)))
+        parents = b"".join((ROOT_KEY, *keys[:-1]))
+        call = ReserveCall(
+            b"", lease, self.namespace, b"".join(keys), parents, bytes([Kind.ATTENTION] * count), boundaries, "r"
+        )
+        return lease, self.call(call, timeout_seconds)
+
+    def acquire(self, keys: Sequence[bytes], timeout_seconds: float = 2.0) -> tuple[int, Reply | CallFailure]:
+        lease = self.session.new_lease_id()
+        call = AcquireCall(b"", lease, self.namespace, b"".join(keys), bytes([Kind.ATTENTION] * len(keys)), "r")
+        return lease, self.call(call, timeout_seconds)
+
+    def locate(self, keys: Sequence[bytes], timeout_seconds: float = 5.0) -> Reply | CallFailure:
+        return self.call(LocateCall(b"", self.namespace, b"".join(keys), 1 << 20, "r"), timeout_seconds)
+
+    def commit(self, lease: int, count: int) -> bytes:
+        got: list[bytes] = []
+        self.session.commit(lease, range(count), got.append)
+        wait_until(lambda: (bool(self.session.wait(0.05)) and bool(got)) or bool(got), "no outcome")
+        return got[0]
+
+    def fill(self, first_block: int, count: int, seed: int) -> None:
+        """Random bytes into `count` objects' worth of blocks."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self.layers:
+            blocks = layer[first_block : first_block + count * IN_OBJECT]
+            blocks.copy_(torch.randint(0, 256, blocks.shape, dtype=torch.uint8, generator=generator))
+
+    def copy(self, reply: Reply | CallFailure, first_block: int, direction: Direction) -> bool:
+        """Copy every object of a grant; whether all generations held."""
+        assert isinstance(reply, AcquireReply | ReserveReply), reply
+        arena = self.worker.arena
+        assert arena is not None
+        assert arena.arena_id == reply.arena_id
+        held = True
+        for index, extents in parse_extents(reply.extents, arena.layout.size_bytes).items():
+            blocks = list(range(first_block + index * IN_OBJECT, first_block + (index + 1) * IN_OBJECT))
+            pieces = object_pieces(extents, 0, range(LAYERS), [BLOCK_BYTES] * LAYERS, IN_OBJECT, blocks)
+            rows, granted = extents.rows.tolist(), extents.generations.tolist()
+            held = held and arena.check(rows, granted)
+            self.copier.copy(arena, pieces, direction)
+            held = held and arena.check(rows, granted)
+        return held
+
+    def equal_blocks(self, first: int, second: int, count: int) -> bool:
+        """Whether two runs of `count` objects' blocks hold the same bytes."""
+        span = count * IN_OBJECT
+        return all(torch.equal(layer[first : first + span], layer[second : second + span]) for layer in self.layers)
+
+    def status(self) -> DaemonStatus:
+        return get_status(self.endpoint, PATIENCE_SECONDS)
+
+    def wait_nothing_owed(self) -> None:
+        """No lease open on either side, no extent lent (to the checksum worker neither), credit back to full."""
+
+        def clean() -> bool:
+            self.session.poll()
+            status = self.status()
+            return (
+                self.session.open_leases == 0
+                and self.session.unconfirmed == 0
+                and all(s.leases == s.lent_objects == s.credit_used_bytes == 0 for s in status.sessions)
+                and status.tiers[0].lent_bytes == 0
+            )
+
+        wait_until(clean, f"still owed: {self.session.open_leases} open leases, {self.session.counters()}")
