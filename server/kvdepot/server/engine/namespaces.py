@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from kvdepot.core.arena import NAMESPACES_MAX, ArenaTables
 from kvdepot.core.calls import Kind
 from kvdepot.core.keys import NamespaceSpec, check_sizes
@@ -68,9 +69,7 @@ class Namespaces:
     def load(self, now: float) -> int:
         """Read the table of an adopted arena. Returns how many slots repeat an id; those are not taken."""
         repeated = 0
-        for slot in range(NAMESPACES_MAX):
-            if not self._used[slot]:
-                continue
+        for slot in np.flatnonzero(np.asarray(self._used)).tolist():
             namespace_id = self._ids[slot].tobytes()
             if namespace_id in self.by_id:
                 self._used[slot] = 0

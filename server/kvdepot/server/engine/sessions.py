@@ -11,6 +11,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import Final
 
+import numpy as np
 from kvdepot.core import limits
 from kvdepot.core.arena import ATTACHMENTS_MAX, SESSIONS_MAX, ArenaTables
 from kvdepot.core.errors import EngineIdInUse, InvalidArgument, NoRoom, UnknownSession
@@ -129,10 +130,10 @@ class Sessions:
         clears the others, after what they were lent was cleared.
         """
         now = self._clock()
-        for slot in range(ATTACHMENTS_MAX):
-            if not self._used[slot] or self._session[slot] >= SESSIONS_MAX:
-                continue
+        for slot in self._used_slots(self._used):
             session_slot = self._session[slot]
+            if session_slot >= SESSIONS_MAX:
+                continue
             process = ProcessIdentity(self._pid[slot], self._start[slot], self._boots[slot].tobytes())
             if not self._session_used[session_slot] or dead(process):
                 continue
@@ -148,12 +149,14 @@ class Sessions:
 
     def clear_gone(self) -> None:
         """Mark as unused what `load` did not take."""
-        for slot in range(ATTACHMENTS_MAX):
-            if self._used[slot] and slot not in self.attachments:
-                self._used[slot] = 0
-        for slot in range(SESSIONS_MAX):
-            if self._session_used[slot] and slot not in self.by_slot:
-                self._session_used[slot] = 0
+        for slot in self._used_slots(self._used) - self.attachments.keys():
+            self._used[slot] = 0
+        for slot in self._used_slots(self._session_used) - self.by_slot.keys():
+            self._session_used[slot] = 0
+
+    @staticmethod
+    def _used_slots(column: memoryview) -> set[int]:
+        return set(np.flatnonzero(np.asarray(column)).tolist())
 
     # Attaching
 
