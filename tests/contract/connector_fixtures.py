@@ -1,0 +1,108 @@
+"""Shared by the connector's contract tests: engines on one depot, prompts, and a gate in the copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvdepot.client.copy.base import CopyBatch, Direction
+from kvdepot.client.copy.cpu import CpuCopier
+from kvdepot.client.vllm import connector as connector_module
+
+from tests.fakes.direct_session import Depot
+from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, model_folder, next_token
+
+Make = Callable[..., ScriptedEngine]
+
+
+def prompt(blocks: float, seed: int = 0) -> list[int]:
+    return [(seed * 131 + i * 7) % 1000 for i in range(int(blocks * BLOCK))]
+
+
+def cold(tokens: list[int], count: int = 4) -> list[int]:
+    """What any correct engine answers."""
+    known = list(tokens)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(tokens) :]
+
+
+@pytest.fixture
+def depot() -> Depot:
+    return Depot()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of all these engines."""
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(depot: Depot, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Starts engines on one depot, and ends them."""
+    monkeypatch.setattr(connector_module, "cache_path", lambda: tmp_path / "digests.json")
+    engines: list[ScriptedEngine] = []
+
+    def start(**options: Any) -> ScriptedEngine:
+        engines.append(ScriptedEngine(depot, folder, monkeypatch, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+class Gate:
+    """Stops the copies of one direction between batches until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._tokens = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._open.set()
+        self._reached = threading.Event()
+        self.copied = 0
+        split, copy = CopyBatch.split, CpuCopier.copy
+        self._bytes = 16 << 20
+        self._direction = Direction.LOAD
+
+        def gated(copier: CpuCopier, arena: Any, batch: Any, direction: Any) -> None:
+            if direction is self._direction and not self._open.is_set():
+                self._reached.set()
+                while not self._open.is_set() and not self._tokens.acquire(timeout=0.01):
+                    pass
+            self.copied += direction is self._direction
+            copy(copier, arena, batch, direction)
+
+        monkeypatch.setattr(CpuCopier, "copy", gated)
+        monkeypatch.setattr(CopyBatch, "split", lambda batch, size=0: split(batch, size or self._bytes))
+
+    def close(self, batch_bytes: int = 16 << 20, direction: Direction = Direction.LOAD) -> None:
+        self._direction = direction
+        self._reached.clear()
+        self._bytes = batch_bytes
+        self.copied = 0
+        self._open.clear()
+
+    def reached(self) -> bool:
+        return self._reached.wait(5)
+
+    def let_through(self, copies: int) -> None:
+        before = self.copied
+        for _ in range(copies):
+            self._tokens.release()
+        deadline = time.monotonic() + 5
+        while self.copied < before + copies and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)

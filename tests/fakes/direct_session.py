@@ -1,0 +1,209 @@
+"""A depot without sockets: the daemon's real engine over a real mapped arena, and a session that calls it directly.
+
+What is scripted is time and failure: replies can be held back, lost, or refused, and the
+whole depot can be absent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.core.arena import ArenaLayout, ArenaTables, Superblock
+from kvdepot.core.calls import (
+    AbandonCall,
+    AcquireCall,
+    CommitCall,
+    CommitItem,
+    EndRequestCall,
+    LocateCall,
+    ReleaseCall,
+    ReserveCall,
+)
+from kvdepot.core.keys import NamespaceSpec
+from kvdepot.server.engine.engine import Engine
+from kvdepot.server.engine.types import EngineConfig, ProcessIdentity
+
+ARENA_ID = 77
+BOOT = b"boot-id-16-bytes"
+
+
+class Depot:
+    """One arena and one engine over it, for any number of sessions."""
+
+    def __init__(self, data_bytes: int = 8 << 20, rows: int = 4096, **config: Any) -> None:
+        tables_bytes = ArenaLayout.plan(64 << 20, rows, rows).data_offset
+        self.layout = ArenaLayout.plan(tables_bytes + data_bytes, rows, rows)
+        self.descriptor = os.memfd_create("depot")
+        os.ftruncate(self.descriptor, self.layout.size_bytes)
+        self._map = mmap.mmap(self.descriptor, self.layout.size_bytes)
+        self.buffer = memoryview(self._map)
+        page = Superblock(ARENA_ID, self.layout, 1, BOOT).pack()
+        self.buffer[: len(page)] = page
+        self.tables = ArenaTables(self.buffer, self.layout)
+        self.now = 0.0
+        self.engine = Engine(
+            self.tables,
+            arena_id=ARENA_ID,
+            run=1,
+            clock=lambda: self.now,
+            random_bytes=Random(1).randbytes,
+            config=EngineConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config)),
+        )
+        self.engine.ready(self.layout.size_bytes)
+        self.present = True
+        self.held: set[type] = set()  # replies of these calls wait for `let_go`
+        self.lost: set[type] = set()  # the engine acts, the reply never comes
+        self.calls: list[Any] = []
+        self._pids = itertools.count(100)
+
+    def arena(self) -> ArenaMap:
+        return ArenaMap(self.descriptor)
+
+    def attach(self, engine_id: str, world_size: int) -> bytes:
+        token = b""
+        for rank in range(world_size):
+            identity = ProcessIdentity(next(self._pids), 1, BOOT)
+            attached = self.engine.attach(identity, engine_id, scheduler=rank == 0, rank=rank, world_size=world_size)
+            token = attached.session
+        return token
+
+    def sum_all(self) -> None:
+        """What the checksum worker does when it has time."""
+        while (job := self.engine.next_to_sum()) is not None:
+            self.engine.summed(job.row, job.generation, 1, 1)
+
+    def lent(self) -> int:
+        """Entries of the lent table: what the daemon believes that somebody may touch."""
+        return int(np.count_nonzero(self.tables.lent["mode"]))
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(call, kind) for call in self.calls)
+
+
+class DirectSession:
+    """Stands in for `DepotSession`. Replies arrive in `poll`, as there."""
+
+    def __init__(self, depot: Depot, engine_id: str, world_size: int) -> None:
+        self.depot = depot
+        self._token = depot.attach(engine_id, world_size)
+        self._registered: set[bytes] = set()
+        self._due: deque[tuple[Callable[[Any], None], Any]] = deque()
+        self._waiting: list[tuple[type, Callable[[Any], None], Any]] = []
+        self._leases = itertools.count(1)
+        self.refusal = ""
+        self.specs: list[NamespaceSpec] = []
+
+    def start(self) -> None: ...
+
+    def close(self, timeout_seconds: float = 1.0) -> None: ...
+
+    @property
+    def attached(self) -> bool:
+        return self.depot.present
+
+    def register(self, spec: NamespaceSpec) -> None:
+        namespace, _ = self.depot.engine.register_namespace(self._token, spec)
+        self._registered.add(namespace)
+        self.specs.append(spec)
+
+    def forget(self, namespace: bytes) -> None:
+        self._registered.discard(namespace)
+
+    def registered(self, namespace: bytes) -> bool:
+        return namespace in self._registered
+
+    def new_lease_id(self) -> int:
+        return next(self._leases)
+
+    def submit(self, call: Any, timeout_seconds: float, done: Callable[[Any], None]) -> None:
+        del timeout_seconds
+        self.depot.calls.append(call)
+        if not self.depot.present:
+            self._due.append((done, CallFailure(FailureReason.UNAVAILABLE)))
+            return
+        reply = self._serve(call)
+        if type(call) in self.depot.lost:
+            self._end_lease(call)
+            self._due.append((done, CallFailure(FailureReason.DEADLINE)))
+        elif type(call) in self.depot.held:
+            self._waiting.append((type(call), done, reply))
+        else:
+            self._due.append((done, reply))
+
+    def _serve(self, call: Any) -> Any:
+        engine = self.depot.engine
+        serve: Any = {LocateCall: engine.locate, AcquireCall: engine.acquire, ReserveCall: engine.reserve}[type(call)]
+        values = {field: getattr(call, field) for field in type(call).__dataclass_fields__}
+        return serve(type(call)(**{**values, "session": self._token}))
+
+    def _end_lease(self, call: Any) -> None:
+        if isinstance(call, AcquireCall):
+            self.release([call.lease_id])
+        elif isinstance(call, ReserveCall):
+            self.abandon(call.lease_id)
+
+    def let_go(self) -> None:
+        """Deliver the replies that were held back, at the next poll."""
+        self._due.extend((done, reply) for _, done, reply in self._waiting)
+        self._waiting.clear()
+
+    def release(self, lease_ids: Sequence[int]) -> None:
+        self.depot.engine.release(ReleaseCall(self._token, tuple(lease_ids)))
+
+    def commit(self, lease_id: int, indices: Sequence[int], done: Callable[[bytes], None] | None = None) -> None:
+        call = CommitCall(self._token, (_item(lease_id, indices),))
+        self.depot.calls.append(call)
+        outcomes = self.depot.engine.commit(call).outcomes[0]
+        self.depot.sum_all()
+        if done is not None:
+            self._due.append((done, outcomes))
+
+    def abandon(self, lease_id: int, indices: Sequence[int] = ()) -> None:
+        call = AbandonCall(self._token, (_item(lease_id, indices),))
+        self.depot.calls.append(call)
+        self.depot.engine.abandon(call)
+
+    def end_request(self, request_id: str) -> None:
+        call = EndRequestCall(self._token, request_id)
+        self.depot.calls.append(call)
+        self.depot.engine.end_request(call)
+
+    def poll(self) -> int:
+        count = len(self._due)
+        for _ in range(count):
+            done, value = self._due.popleft()
+            done(value)
+        return count
+
+
+class DirectAttachment:
+    """Stands in for a rank's `Attachment`."""
+
+    def __init__(self, depot: Depot) -> None:
+        self._depot = depot
+        self._arena = depot.arena()
+
+    def start(self) -> None: ...
+
+    @property
+    def arena(self) -> ArenaMap | None:
+        return self._arena
+
+    @property
+    def session(self) -> bytes | None:
+        return b"token" if self._depot.present else None
+
+    def close(self) -> None: ...
+
+
+def _item(lease_id: int, indices: Sequence[int]) -> CommitItem:
+    return CommitItem(lease_id, np.asarray(list(indices), dtype="<u4").tobytes())
