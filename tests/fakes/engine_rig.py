@@ -91,7 +91,6 @@ class Rig:
         self.config = EngineConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config))  # type: ignore[arg-type]
         self.report = AdoptionReport()
         self.start()
-        self.engine.ready(self.layout.size_bytes)
 
     def start(self) -> None:
         self.run += 1
@@ -104,6 +103,8 @@ class Rig:
             config=self.config,
         )
         self.report = self.engine.adopt(self.liveness)
+        self.ready_bytes_after_adoption = self.engine.status().tier.ready_bytes
+        self.engine.ready(self.layout.size_bytes)
 
     def liveness(self, identity: ProcessIdentity) -> Liveness:
         if identity.pid == 0:

@@ -296,8 +296,9 @@ def test_an_entry_whose_reply_was_never_sent_is_cleared() -> None:
     audit(rig.engine)
 
 
-def test_an_empty_arena_is_adopted_as_empty() -> None:
+def test_an_empty_arena_is_adopted_as_empty_and_is_not_ready_by_that() -> None:
     rig = Rig()
+    assert rig.ready_bytes_after_adoption == 0
     assert rig.report.kept == rig.report.sessions == 0
     assert rig.report.dropped == {}
     audit(rig.engine)

@@ -255,7 +255,6 @@ class Adoption:
     def _settle(self, lent: _Flags) -> None:
         """Carry out the judgement: in the tables, the allocator, the free rows and the policy."""
         space = self._space
-        space.allocator.grow(self._end)
         for at in np.flatnonzero(self._reasons).tolist():
             self._unindex(int(self._heads[at]), REASONS[self._reasons[at]], lent=bool(lent[at]))
         all_rows, owners = self._extents()
@@ -280,6 +279,7 @@ class Adoption:
         """The union of these extents; they overlap only where a table was torn."""
         starts = self._space.rows.offsets[held].astype(np.int64)
         order = np.argsort(starts)
+        self._space.allocator.grow(int(self._ends(held).max(initial=0)))
         end = 0
         for start, upto in zip(starts[order].tolist(), self._ends(held)[order].tolist(), strict=True):
             if upto > end:

@@ -93,7 +93,10 @@ class Engine:
     # Life of the arena
 
     def adopt(self, alive: Callable[[ProcessIdentity], Liveness]) -> AdoptionReport:
-        """Take over what an earlier run left in the tables. Call once, before anything else; an empty arena is fine."""
+        """Take over what an earlier run left in the tables. Call once, before anything else; an empty arena is fine.
+
+        `ready` is still to be told of the rest of the arena.
+        """
         report = Adoption(self._space, self._sessions, self._stores, self._loads, self._tables.layout).run(alive)
         self.counters.add("adopted_objects.kept", report.kept)
         for reason, count in report.dropped.items():
