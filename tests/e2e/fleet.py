@@ -15,7 +15,7 @@ from demo.engine import Answer, Engine, EngineOptions, depot_connector
 from demo.scenarios import await_lookups
 from demo.toys import Toy, make_toy, prompt
 
-CONFIGURATION = 'capacity = "1GiB"\n'
+CONFIGURATION = 'capacity = "512MiB"\n'
 LOOKUP_TIMEOUT_SECONDS = 2.0
 """Tests share their cores: with the default of 0.05 a delay would look like a miss."""
 

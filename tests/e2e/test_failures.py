@@ -12,6 +12,16 @@ from demo.toys import prompt
 from tests.e2e.fleet import Fleet
 
 REQUESTS = 20
+OUTPUT_TOKENS = 32
+Known = tuple[list[list[int]], list[tuple[int, ...]]]
+
+
+@pytest.fixture(scope="module")
+def reference(fleet: Fleet) -> Known:
+    """Prompts and their tokens in a serial cold run."""
+    engine = fleet.engine("dense")
+    prompts = [fleet.prompt(tokens) for tokens in range(400, 400 + 45 * REQUESTS, 45)]
+    return prompts, [done.tokens for done in engine.generate(prompts, OUTPUT_TOKENS, serial=True)]
 
 
 @pytest.fixture
@@ -19,70 +29,73 @@ def engine(fleet: Fleet) -> Engine:
     return fleet.engine("dense")
 
 
+@pytest.fixture
+def known(fleet: Fleet, engine: Engine, reference: Known) -> Known:
+    """The reference's prompts, held and summed by the daemon, forgotten by the engine."""
+    check(engine.generate(reference[0], OUTPUT_TOKENS), reference[1])
+    fleet.daemon.settle(summed=True)
+    engine.reset_prefix_cache()
+    return reference
+
+
 def check(completions: list[Completion], cold: list[tuple[int, ...]]) -> None:
     assert [done.error for done in completions] == [""] * len(cold)
     assert [done.tokens for done in completions] == cold
 
 
-def known_prompts(fleet: Fleet, engine: Engine) -> tuple[list[list[int]], list[tuple[int, ...]]]:
-    """Prompts that the daemon holds and the engine has forgotten, and their tokens in a serial cold run."""
-    prompts = [fleet.prompt(tokens) for tokens in range(600, 600 + 60 * REQUESTS, 60)]
-    cold = [done.tokens for done in engine.generate(prompts, 48, serial=True)]
-    fleet.daemon.settle(summed=True)
-    engine.reset_prefix_cache()
-    return prompts, cold
-
-
-def hits_everywhere(fleet: Fleet, engine: Engine, prompts: list[list[int]], cold: list[tuple[int, ...]]) -> None:
+def hits_everywhere(fleet: Fleet, engine: Engine, known: Known) -> None:
     """After whatever happened: the daemon's bytes serve every prompt, and nothing is lent or reserved."""
+    prompts, cold = known
     fleet.forget(engine)
     vllm, daemon = engine.totals(), fleet.daemon.served()
-    check(engine.generate(prompts, 48), cold)
+    check(engine.generate(prompts, OUTPUT_TOKENS), cold)
     external = engine.totals().since(vllm).external_tokens
     assert external == fleet.daemon.served().since(daemon).tokens == sum((len(ids) - 1) // 256 * 256 for ids in prompts)
     fleet.daemon.settle()
 
 
-@pytest.mark.parametrize("delay_seconds", [0.05, 0.6])
+@pytest.mark.parametrize(
+    "delay_seconds", [0.1, *(pytest.param(0.2 * step, marks=pytest.mark.long) for step in range(1, 8))]
+)
 def test_t6_a_killed_daemon_disturbs_nobody_and_its_ram_is_served_again(
-    fleet: Fleet, engine: Engine, delay_seconds: float
+    fleet: Fleet, engine: Engine, known: Known, delay_seconds: float
 ) -> None:
-    prompts, cold = known_prompts(fleet, engine)
-    begun = engine.begin(prompts, 48)
+    prompts, cold = known
+    begun = engine.begin(prompts, OUTPUT_TOKENS)
     engine.pause(delay_seconds)
     fleet.daemon.kill()
     check(engine.finish(begun), cold)
     engine.reset_prefix_cache()
-    check(engine.generate(prompts[:3], 48), cold[:3])  # absent
+    check(engine.generate(prompts[:3], OUTPUT_TOKENS), cold[:3])  # absent
     fleet.daemon.start()
     fleet.daemon.wait_attached(1)
-    hits_everywhere(fleet, engine, prompts, cold)
+    hits_everywhere(fleet, engine, known)
 
 
-def test_t6_an_orderly_restart_under_load_loses_nothing(fleet: Fleet, engine: Engine) -> None:
-    prompts, cold = known_prompts(fleet, engine)
-    begun = engine.begin(prompts, 48)
+def test_t6_an_orderly_restart_under_load_loses_nothing(fleet: Fleet, engine: Engine, known: Known) -> None:
+    prompts, cold = known
+    begun = engine.begin(prompts, OUTPUT_TOKENS)
     engine.pause(0.2)
     assert fleet.daemon.stop() == 0
     fleet.daemon.start()
     check(engine.finish(begun), cold)
     fleet.daemon.wait_attached(1)
-    hits_everywhere(fleet, engine, prompts, cold)
+    hits_everywhere(fleet, engine, known)
 
 
-def test_t6_a_hung_daemon_disturbs_nobody(fleet: Fleet, engine: Engine) -> None:
-    prompts, cold = known_prompts(fleet, engine)
-    begun = engine.begin(prompts, 48)
+def test_t6_a_hung_daemon_disturbs_nobody(fleet: Fleet, engine: Engine, known: Known) -> None:
+    prompts, cold = known
+    begun = engine.begin(prompts, OUTPUT_TOKENS)
     engine.pause(0.1)
     fleet.daemon.signal(signal.SIGSTOP)
     try:
         check(engine.finish(begun), cold)
         engine.reset_prefix_cache()
-        check(engine.generate(prompts, 48), cold)  # nothing is answered from the start
+        check(engine.generate(prompts, OUTPUT_TOKENS), cold)  # nothing is answered from the start
     finally:
         fleet.daemon.signal(signal.SIGCONT)
     fleet.daemon.wait_attached(1)
-    hits_everywhere(fleet, engine, prompts, cold)
+    hits_everywhere(fleet, engine, known)
 
 
 def test_p8_a_load_that_failed_is_computed_within_its_timeout_and_never_offered_again(
@@ -114,25 +127,39 @@ def test_p8_a_load_that_failed_is_computed_within_its_timeout_and_never_offered_
     assert timeout_seconds <= seconds < timeout_seconds + 1 + cold.completion.seconds + 1
     assert engine.totals().since(before).computed_tokens >= len(ids)
     fleet.daemon.wait_attached(1)
-    hits_everywhere(fleet, engine, [ids], [engine.ask(ids, 48).tokens])
+    again = fleet.ask(engine, ids)
+    assert again.tokens == cold.tokens
+    fleet.daemon.settle()
 
 
-def test_t7_an_engine_killed_in_stores_and_loads_leaves_nothing_and_i8_starts_without_a_daemon(
-    fleet: Fleet, engine: Engine
-) -> None:
-    known, cold = known_prompts(fleet, engine)
+def kill_engine_in_stores_and_loads(fleet: Fleet, engine: Engine, known: Known, delay_seconds: float) -> None:
     fresh = [fleet.prompt(2000) for _ in range(4)]
     stored = fleet.daemon.status().counters["granted_write_bytes"]
-    engine.begin(fresh, 48)
-    engine.begin(known, 48)
+    engine.begin(fresh, OUTPUT_TOKENS)
+    engine.begin(known[0], OUTPUT_TOKENS)
     fleet.daemon.wait(lambda status: status.counters["granted_write_bytes"] > stored, 30, "storing")
+    engine.pause(delay_seconds)
     fleet.end("dense", kill=True)
     status = fleet.daemon.wait(lambda status: not status.sessions, 10, "rid of the dead engine's session")
     assert status.tiers[0].lent_bytes == 0
-    assert fleet.daemon.stop() == 0
 
+
+def test_t7_an_engine_killed_in_stores_and_loads_leaves_nothing_and_i8_starts_without_a_daemon(
+    fleet: Fleet, engine: Engine, known: Known
+) -> None:
+    kill_engine_in_stores_and_loads(fleet, engine, known, 0.0)
+    assert fleet.daemon.stop() == 0
     engine = fleet.start("dense")
-    check(engine.generate(known[:3], 48), cold[:3])  # a daemon has never been there
+    check(engine.generate(known[0][:3], OUTPUT_TOKENS), known[1][:3])  # a daemon has never been there
     fleet.daemon.start()
     fleet.daemon.wait_attached(1)
-    hits_everywhere(fleet, engine, known, cold)
+    hits_everywhere(fleet, engine, known)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("delay_seconds", [0.02 * step for step in range(1, 9)])
+def test_t7_an_engine_killed_at_any_moment_leaves_nothing_and_the_next_one_is_served(
+    fleet: Fleet, engine: Engine, known: Known, delay_seconds: float
+) -> None:
+    kill_engine_in_stores_and_loads(fleet, engine, known, delay_seconds)
+    hits_everywhere(fleet, fleet.engine("dense"), known)

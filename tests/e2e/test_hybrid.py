@@ -189,3 +189,15 @@ def test_p4_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(f
     loaded = {place: found for place, found in digests.items() if found["loaded"]}
     assert {place[3] for place in loaded} == GROUPS
     assert [place for place, found in loaded.items() if not found["loaded"] <= found["stored"]] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_p4_ten_of_ten_across_ten_restarts(fleet: Fleet, engine: Engine) -> None:
+    prompts = [fleet.prompt(tokens) for tokens in LENGTHS]
+    reference = store(fleet, engine, prompts)
+    for number, (ids, tokens) in enumerate(zip(prompts, reference, strict=True)):
+        engine = fleet.restart("hybrid", kill=number % 2 == 0)
+        loaded = fleet.ask(engine, ids)
+        assert loaded.external_tokens == loaded.served.tokens == boundary(len(ids))
+        assert loaded.tokens == tokens
