@@ -254,7 +254,6 @@ class Adoption:
 
     def _settle(self, lent: _Flags) -> None:
         """Carry out the judgement: in the tables, the allocator, the free rows and the policy."""
-        space = self._space
         for at in np.flatnonzero(self._reasons).tolist():
             self._unindex(int(self._heads[at]), REASONS[self._reasons[at]], lent=bool(lent[at]))
         all_rows, owners = self._extents()
