@@ -108,11 +108,19 @@ class Copies:
 class Depot:
     """Puts and gets of chains, several calls in flight, copies on one thread."""
 
-    def __init__(self, session: DepotSession, arena: ArenaMap, copies: Copies, rng: random.Random) -> None:
+    def __init__(
+        self,
+        session: DepotSession,
+        arena: ArenaMap,
+        copies: Copies,
+        rng: random.Random,
+        source_bytes: int = SOURCE_BYTES,
+        target_bytes: int = TARGET_BYTES,
+    ) -> None:
         self.namespace = spec().namespace_id()
         self.session, self.arena, self.copies, self.rng = session, arena, copies, rng
-        self.source = [_blocks(SOURCE_BYTES // LAYERS, seed) for seed in range(LAYERS)]
-        self.target = [_blocks(TARGET_BYTES // LAYERS, None) for _ in range(LAYERS)]
+        self.source = [_blocks(source_bytes // LAYERS, seed) for seed in range(LAYERS)]
+        self.target = [_blocks(target_bytes // LAYERS, None) for _ in range(LAYERS)]
         self.readers, self.writers = CpuCopier(self.source), CpuCopier(self.target)
         self.chains: deque[Chain] = deque()
         self.outstanding = 0
