@@ -41,9 +41,8 @@ def _no_results(*_args: Any, **_kwargs: Any) -> Any:
     return compat.KVConnectorTransferResults()
 
 
-def _report_load(self: KVDepotConnector, request: Any, _blocks: Any, num_external_tokens: int) -> None:
-    if self.scheduler_side is not None:
-        self.scheduler_side.allocation_failed(request, num_external_tokens)
+def _report_load(self: KVDepotConnector, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ARG001 - as the method
+    self.fail_allocated(request, num_external_tokens)
 
 
 class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
@@ -63,6 +62,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._facts: RankFacts | None = None
         self._pool: Any = None
         self._group_ids = cacheable_groups(kv_cache_config)
+        identity.check_geometry(vllm_config, kv_cache_config, self._group_ids, self.settings)
         self._world_size = int(vllm_config.parallel_config.world_size)
         self._engine_id = str(transfer.engine_id)
         self._digests: Digests | None = None
@@ -242,6 +242,12 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._add_loads(meta, scheduler_output)
         self._add_stores(meta, scheduler_output)
         return meta
+
+    @guarded(nothing)
+    def fail_allocated(self, request: Any, num_external_tokens: int) -> None:
+        """The engine has allocated blocks and the load could not begin: it must still hear of it."""
+        if self.scheduler_side is not None:
+            self.scheduler_side.allocation_failed(request, num_external_tokens)
 
     @guarded(nothing)
     def _add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:

@@ -232,6 +232,18 @@ def group_specs(
     return tuple(specs)
 
 
+def check_geometry(vllm_config: Any, kv_cache_config: Any, group_ids: Sequence[int], settings: Settings) -> None:
+    """What `engine_planner` will refuse, before any rank has measured its layers. Raises likewise."""
+    specs = [kv_cache_config.kv_cache_groups[engine_group].kv_cache_spec for engine_group in group_ids]
+    groups = []
+    for spec in specs:
+        kind = compat.group_kind(spec)
+        assert kind is not None  # refused before
+        window = compat.group_window_tokens(spec) if kind is Kind.WINDOW else 0
+        groups.append(GroupSpec(kind, int(spec.block_size), window, (int(spec.page_size_bytes),)))
+    engine_planner(vllm_config, kv_cache_config, groups, settings)
+
+
 def engine_planner(vllm_config: Any, kv_cache_config: Any, groups: Sequence[GroupSpec], settings: Settings) -> Planner:
     """Raises PlannerError for a geometry that cannot work, ConfigError for hashes coarser than a chunk."""
     planner = Planner(

@@ -1,0 +1,203 @@
+"""The namespace of real engine configurations: equal when they should share bytes, different when not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kvdepot.client.endpoint import Endpoint
+from kvdepot.client.vllm import identity
+from kvdepot.client.vllm.identity import EXCLUDED
+from kvdepot.client.vllm.metadata import LayerFacts, RankFacts
+from kvdepot.client.vllm.settings import Settings
+from kvdepot.core.calls import Kind
+
+from tests.fakes.scripted_engine import cache_layout, engine_config, model_folder
+
+SETTINGS = Settings(Endpoint("/tmp/x.sock"), chunk_tokens=16)
+LAYERS = tuple(LayerFacts(name, 0, "float32", (1, 16, 64), (1024, 64, 1), 4096, "full") for name in ("a0", "a1"))
+FACTS = (RankFacts(0, "boot", LAYERS, (("instruction_set", "AVX2"), ("torch", "2"))),)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+def namespace(
+    config: Any, facts: tuple[RankFacts, ...] = FACTS, settings: Settings = SETTINGS, weights: str = "files 1"
+) -> bytes:
+    layout = cache_layout(hybrid=False, blocks=8, retention=None)
+    groups = identity.group_specs(layout, (0,), facts, config.parallel_config)
+    planner = identity.engine_planner(config, layout, groups, settings)
+    return identity.namespace_spec(config, layout, planner, facts, settings, weights).namespace_id()
+
+
+def test_p3_two_builds_of_one_configuration_are_equal(folder: Path) -> None:
+    first, second = engine_config(folder), engine_config(folder)
+    assert first.kv_transfer_config is not None
+    assert second.kv_transfer_config is not None
+    assert first.kv_transfer_config.engine_id != second.kv_transfer_config.engine_id
+    assert identity.engine_identity(first) == identity.engine_identity(second)
+    assert namespace(first) == namespace(second)
+
+
+def test_p3_another_place_of_the_same_model_is_equal(folder: Path) -> None:
+    moved = engine_config(folder)
+    moved.model_config = _copy(moved.model_config)
+    moved.model_config.model = moved.model_config.tokenizer = "/elsewhere"
+    moved.model_config.served_model_name = "other"
+    assert namespace(moved) == namespace(engine_config(folder))
+
+
+def test_p3_the_host_is_no_part_of_it(folder: Path) -> None:
+    config = engine_config(folder)
+    assert namespace(config, (replace(FACTS[0], boot_id="another"),)) == namespace(config)
+
+
+def _copy(value: Any) -> Any:
+    import copy
+
+    return copy.copy(value)
+
+
+def _set(path: str, value: Any) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        *parents, name = path.split(".")
+        at = config
+        for parent in parents:
+            part = _copy(getattr(at, parent))
+            object.__setattr__(at, parent, part)
+            at = part
+        object.__setattr__(at, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.dtype", torch.float16),
+        ("model_config.max_model_len", 2048),
+        ("model_config.quantization", "fp8"),
+        ("model_config.seed", 5),
+        ("model_config.trust_remote_code", True),
+        ("model_config.hf_overrides", {"rope_theta": 7}),
+        ("model_config.disable_sliding_window", True),
+        ("cache_config.cache_dtype", "fp8"),
+        ("cache_config.block_size", 32),
+        ("cache_config.kv_cache_layout", "LBNHC"),
+        ("cache_config.mamba_ssm_cache_dtype", "float16"),
+        ("cache_config.prefix_caching_hash_algo", "sha256_cbor"),
+        ("parallel_config.tensor_parallel_size", 2),
+        ("parallel_config.pipeline_parallel_size", 2),
+        ("parallel_config.enable_expert_parallel", True),
+        ("attention_config.backend", "OTHER"),
+        ("compilation_config.mode", 3),
+        ("additional_config", {"x": 1}),
+    ],
+)
+def test_p2_a_setting_that_can_change_bytes_changes_the_namespace(folder: Path, path: str, value: Any) -> None:
+    config = engine_config(folder)
+    before = namespace(config)
+    _set(path, value)(config)
+    assert namespace(config) != before
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("instance_id", "7"),
+        ("cache_config.num_gpu_blocks", 77),
+        ("cache_config.prefix_cache_retention_interval", 16),
+        ("parallel_config.master_port", 1),
+        ("scheduler_config.max_num_seqs", 1),
+        ("kv_transfer_config.engine_id", "other"),
+    ],
+)
+def test_p3_a_setting_that_cannot_change_bytes_does_not(folder: Path, path: str, value: Any) -> None:
+    config = engine_config(folder)
+    before = namespace(config)
+    _set(path, value)(config)
+    assert namespace(config) == before
+
+
+def test_p2_rope_and_every_other_value_of_the_models_own_configuration_counts(folder: Path) -> None:
+    config = engine_config(folder)
+    config.model_config = _copy(config.model_config)
+    original = config.model_config.hf_config.to_dict()
+    before = identity.engine_identity(config)
+    changed = []
+    for key, value in original.items():
+        if key in identity._PRIVATE_HF:
+            continue
+        config.model_config.hf_config = _Hf(original | {key: "changed" if value != "changed" else "other"})
+        if identity.engine_identity(config) == before:
+            changed.append(key)
+    assert not changed, "a change of these goes unseen"
+
+
+class _Hf:
+    """A model configuration with one value changed."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = values
+        self.architectures = ["Qwen3ForCausalLM"]
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._values
+
+
+def test_p2_what_the_ranks_and_the_operator_say_counts(folder: Path) -> None:
+    config = engine_config(folder)
+    before = namespace(config)
+    layer = LAYERS[0]
+    others = [
+        replace(FACTS[0], software=(("instruction_set", "AVX512"), ("torch", "2"))),
+        replace(FACTS[0], layers=(replace(layer, dtype="bfloat16"), LAYERS[1])),
+        replace(FACTS[0], layers=(replace(layer, block_shape=(2, 16, 32)), LAYERS[1])),
+        replace(FACTS[0], layers=(replace(layer, block_strides=(1, 2, 3)), LAYERS[1])),
+        replace(FACTS[0], layers=(replace(layer, spec="window"), LAYERS[1])),
+        replace(FACTS[0], layers=LAYERS[::-1]),
+        replace(FACTS[0], layers=LAYERS[:1]),
+    ]
+    found = [namespace(config, (facts,)) for facts in others]
+    found += [namespace(config, weights="files 2"), namespace(config, settings=replace(SETTINGS, tenant="b"))]
+    found += [namespace(config, settings=replace(SETTINGS, chunk_tokens=32))]
+    assert len({before, *found}) == len(found) + 1
+
+
+def test_every_exclusion_names_a_field_that_exists_and_gives_a_reason(folder: Path) -> None:
+    config = engine_config(folder)
+    late = {
+        "model_config.encoder_config",
+        "model_config.hf_image_processor_config",
+        "compilation_config.bs_to_padded_graph_size",
+    }
+    for path, reason in EXCLUDED.items():
+        assert reason
+        at: Any = config
+        for name in path.split("."):
+            assert path in late or name in type(at).__dataclass_fields__, path
+            at = getattr(at, name, None)
+
+
+def test_ranks_that_cannot_be_served_together_are_named() -> None:
+    two = (FACTS[0], replace(FACTS[0], rank=1))
+    assert identity.check_ranks(two, 2) == ""
+    assert "several hosts" in identity.check_ranks((FACTS[0], replace(two[1], boot_id="b")), 2)
+    assert "expected" in identity.check_ranks(FACTS, 2)
+    assert "no room" in identity.check_ranks((replace(FACTS[0], problem="no room"),), 1)
+
+
+def test_p12_sizes_of_a_group_come_from_the_ranks_layers(folder: Path) -> None:
+    second = replace(FACTS[0], rank=1, layers=LAYERS[:1])
+    layout = cache_layout(hybrid=False, blocks=8, retention=None)
+    (group,) = identity.group_specs(layout, (0,), (second, FACTS[0]), engine_config(folder).parallel_config)
+    assert group.kind is Kind.ATTENTION
+    assert group.rank_block_bytes == (8192, 4096)
+    assert group.layers == ("a0", "a1")

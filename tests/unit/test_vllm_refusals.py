@@ -1,0 +1,118 @@
+"""What is refused at start: by name, with the setting to change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kvdepot.client.endpoint import Endpoint
+from kvdepot.client.vllm import compat
+from kvdepot.client.vllm.connector import KVDepotConnector
+from kvdepot.client.vllm.refusals import check_engine
+from kvdepot.client.vllm.settings import Settings
+from kvdepot.core.errors import ConfigError
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec
+
+from tests.fakes.scripted_engine import cache_layout, engine_config, model_folder
+
+SETTINGS = Settings(Endpoint("/tmp/x.sock"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+def refused(config: Any, layout: Any, settings: Settings = SETTINGS, environment: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_engine(config, layout, settings, environment or {})
+    return str(caught.value)
+
+
+def dense() -> Any:
+    return cache_layout(hybrid=False, blocks=8, retention=None)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_what_works_is_not_refused(folder: Path, hybrid: bool) -> None:
+    check_engine(engine_config(folder, hybrid=hybrid), cache_layout(hybrid=hybrid, blocks=8, retention=0), SETTINGS, {})
+
+
+def test_c3_a_recurrent_group_that_is_not_in_align_mode(folder: Path) -> None:
+    layout = cache_layout(hybrid=True, blocks=8, retention=0)
+    spec = layout.kv_cache_groups[0].kv_cache_spec
+    assert isinstance(spec, MambaSpec)
+    layout.kv_cache_groups[0] = KVCacheGroupSpec(["s0"], replace(spec, mamba_cache_mode="none"))
+    assert 'mamba_cache_mode="align"' in refused(engine_config(folder), layout)
+
+
+@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
+def test_p3_hashes_that_differ_in_every_process(folder: Path, algorithm: str) -> None:
+    config = engine_config(folder)
+    config.cache_config.prefix_caching_hash_algo = algorithm
+    assert "PYTHONHASHSEED" in refused(config, dense())
+    check_engine(config, dense(), SETTINGS, {"PYTHONHASHSEED": "0"})
+
+
+def test_speculative_decoding_with_checkpoints(folder: Path) -> None:
+    config = SimpleNamespace(**vars(engine_config(folder)))
+    config.speculative_config = object()
+    assert "speculative" in refused(config, cache_layout(hybrid=True, blocks=8, retention=0))
+    check_engine(config, dense(), SETTINGS, {})
+
+
+def test_draft_layers_whose_kv_depends_on_the_next_token(folder: Path) -> None:
+    layout = dense()
+    layout.kv_cache_groups[0].is_eagle_group = True
+    assert "draft" in refused(engine_config(folder), layout)
+
+
+def test_hisparse(folder: Path) -> None:
+    layout = dense()
+    layout.hisparse_host_num_blocks = 8
+    assert "HiSparse" in refused(engine_config(folder), layout)
+
+
+def test_a_kind_of_cache_nobody_has_tested(folder: Path) -> None:
+    layout = dense()
+    local = ChunkedLocalAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=64
+    )
+    layout.kv_cache_groups.append(KVCacheGroupSpec(["c"], local))
+    assert "chunked_local" in refused(engine_config(folder), layout)
+
+
+def test_a_producer_that_loads(folder: Path) -> None:
+    config = engine_config(folder)
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_role = "kv_producer"
+    assert "kv_both" in refused(config, dense())
+    check_engine(config, dense(), replace(SETTINGS, load_weight=0.0), {})
+
+
+@pytest.mark.parametrize("key", ["nnodes", "decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_ranks_that_share_no_memory_or_split_a_context(folder: Path, key: str) -> None:
+    config = engine_config(folder)
+    object.__setattr__(config.parallel_config, key, 2)
+    assert key in refused(config, dense())
+
+
+@pytest.mark.parametrize(
+    ("version", "good"), [("0.32.0", True), ("0.33.1", True), ("0.31.9", False), ("1.0", False), ("dev", True)]
+)
+def test_versions_of_vllm(version: str, good: bool) -> None:
+    if good:
+        compat.check_version(version)
+    else:
+        with pytest.raises(ConfigError, match=r"0\.32 to 0\.33"):
+            compat.check_version(version)
+
+
+def test_p1_a_chunk_that_is_no_multiple_of_the_blocks_is_refused_at_start(folder: Path) -> None:
+    config = engine_config(folder, settings={"chunk_tokens": 24})
+    with pytest.raises(Exception, match="24 is no multiple of 16"):
+        KVDepotConnector(config, compat.KVConnectorRole.WORKER, dense())

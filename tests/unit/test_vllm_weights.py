@@ -1,0 +1,112 @@
+"""Digests of weights and adapters."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvdepot.client.vllm.weights import Digests, FileDigests, LoraSalts, folder_digest, weights_source
+from kvdepot.core.errors import ConfigError
+
+
+def write(folder: Path, **files: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def digest(folder: Path, cache: Path | None = None) -> str:
+    digests = FileDigests(cache)
+    found = folder_digest(folder, digests)
+    digests.save()
+    return found
+
+
+def test_p2_a_swapped_tensor_of_the_same_size_changes_the_digest(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", a=b"x" * 64 + b"y" * 64, b=b"1")
+    cache = tmp_path / "cache.json"
+    before = digest(folder, cache)
+    assert digest(folder, cache) == before
+    write(folder, a=b"y" * 64 + b"x" * 64)
+    assert digest(folder, cache) != before
+
+
+def test_p3_the_digest_is_of_contents_and_relative_names(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "1", a=b"x", b=b"y"), write(tmp_path / "2", a=b"x", b=b"y")
+    assert digest(one) == digest(two)
+    (two / "b").rename(two / "c")
+    assert digest(one) != digest(two)
+
+
+def test_unchanged_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(tmp_path / "m", a=b"x")
+    cache = tmp_path / "cache.json"
+    before = digest(folder, cache)
+    digests = FileDigests(cache)
+    monkeypatch.setattr(Path, "open", lambda *_, **__: pytest.fail("read again"))
+    assert folder_digest(folder, digests) == before
+
+
+def test_a_damaged_cache_is_only_a_loss_of_time(tmp_path: Path) -> None:
+    cache = tmp_path / "cache.json"
+    cache.write_text("{")
+    assert digest(write(tmp_path / "m", a=b"x"), cache) == digest(tmp_path / "m")
+
+
+def engine(**model: Any) -> tuple[Any, Any]:
+    values = {"model": "org/none", "revision": None, "model_weights": "", "seed": 3} | model
+    return SimpleNamespace(**values), SimpleNamespace(load_format=model.get("load_format", "auto"), download_dir=None)
+
+
+def test_p3_weights_that_cannot_be_identified_are_refused_with_the_setting(tmp_path: Path) -> None:
+    model, load = engine()
+    load.download_dir = str(tmp_path)
+    with pytest.raises(ConfigError, match="model_revision"):
+        weights_source(model, load, "")
+    assert weights_source(model, load, "abc").text == "revision abc"
+
+
+def test_local_and_dummy_weights_are_identified(tmp_path: Path) -> None:
+    model, load = engine(model=str(tmp_path))
+    assert weights_source(model, load, "").folder == tmp_path
+    load.load_format = "dummy"
+    assert weights_source(model, load, "").text == "dummy seed 3"
+
+
+def eventually(digests: Digests, folder: Path) -> str:
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        found = digests.get(folder) or digests.problem(folder)
+        if found:
+            return found
+        time.sleep(0.005)
+    raise AssertionError("no digest")
+
+
+def test_i2_a_digest_is_never_waited_for(tmp_path: Path) -> None:
+    digests = Digests(None)
+    folder = write(tmp_path / "m", a=b"x")
+    assert digests.get(tmp_path / "absent") is None
+    assert eventually(digests, folder) == digest(folder)
+    assert "holds no files" in eventually(digests, tmp_path / "absent")
+    digests.close()
+
+
+def test_p2_lora_keys_depend_on_the_adapters_content_and_wait_for_it(tmp_path: Path) -> None:
+    digests = Digests(None)
+    salts = LoraSalts(digests)
+    one, two = write(tmp_path / "1", adapter=b"x"), write(tmp_path / "2", adapter=b"y")
+    requests = [SimpleNamespace(lora_path=str(path), load_inplace=False) for path in (one, two)]
+    first = salts.salt(requests[0])
+    for path in (one, two):
+        eventually(digests, path) if digests.get(path) is None else None
+    assert first is None, "unknown yet: neither stored nor served"
+    known = [salts.salt(request) for request in requests]
+    assert None not in known
+    assert known[0] != known[1]
+    assert salts.salt(SimpleNamespace(lora_path=str(one), load_inplace=True)) is None
+    digests.close()
