@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MADV_POPULATE_WRITE = 23
 POPULATE_AGAIN_SECONDS = 0.2
-"""How soon to look whether the daemon has allocated more."""
+"""How soon to look whether the daemon has populated more."""
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL, unlike mmap.madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -83,8 +83,8 @@ class ArenaMap:
 class Population:
     """Makes an arena's pages present in this process, piece by piece: a first touch costs a fault a page.
 
-    Only pages that the daemon has allocated: one touched here first would be charged to the
-    engine, and could be one too many for the file system.
+    Only pages that the daemon has populated: one touched here first would be charged to the
+    engine, and could be one too many for the file system. To tmpfs all others are holes.
     """
 
     def __init__(self, arena: ArenaMap, descriptor: int) -> None:
@@ -102,10 +102,10 @@ class Population:
         if self._arena.closed or self._at_bytes >= size_bytes:
             return None
         try:
-            allocated = os.lseek(self._descriptor, self._at_bytes, os.SEEK_HOLE)
+            populated = os.lseek(self._descriptor, self._at_bytes, os.SEEK_HOLE)
         except OSError:  # hugetlbfs knows no holes, and its pages are few
             return None
-        length = min(allocated - self._at_bytes, piece_bytes)
+        length = min(populated - self._at_bytes, piece_bytes)
         if length < min(piece_bytes, size_bytes - self._at_bytes):
             return POPULATE_AGAIN_SECONDS
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._arena.buffer, self._at_bytes))
