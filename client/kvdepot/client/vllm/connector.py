@@ -112,7 +112,9 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         parallel = self._vllm_config.parallel_config
         rank = int(parallel.rank)
         attachment = Attachment(
-            self.settings.endpoint, EngineProcess(self._engine_id, False, rank, self._world_size), map_arena=True
+            self.settings.endpoint,
+            EngineProcess(self._engine_id, scheduler=False, rank=rank, world_size=self._world_size),
+            log=LOGGER,
         )
         self.worker_side, self._facts = start_rank(
             rank, kv_caches, self._kv_cache_config, self._group_ids, attachment, self.settings, self.failures
@@ -167,7 +169,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         config = self._vllm_config
         groups = identity.group_specs(self._kv_cache_config, self._group_ids, facts, config.parallel_config)
         planner = identity.engine_planner(config, self._kv_cache_config, groups, self.settings)
-        session = DepotSession(self.settings.endpoint, self._engine_id, self._world_size)
+        session = DepotSession(self.settings.endpoint, self._engine_id, self._world_size, log=LOGGER)
         namespaces = Namespaces(
             session,
             self._spec_builder(planner, facts),
