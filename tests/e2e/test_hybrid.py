@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 from kvdepot.core.calls import Kind
@@ -14,6 +15,7 @@ from tests.e2e.fleet import Fleet
 CHUNK = 384
 LENGTHS = [CHUNK * chunks + rest for chunks, rest in
            [(2, 9), (2, 100), (3, 1), (3, 50), (3, 200), (4, 8), (4, 120), (5, 30), (5, 300), (7, 40)]]  # fmt: skip
+Digests = dict[tuple[str, str, int, int, int], dict[str, set[str]]]
 GROUPS = {0, 1, 2, 3}  # three of recurrent state, one of attention
 
 
@@ -154,8 +156,26 @@ def test_d4_a_full_local_hit_moves_nothing_and_d1_every_group_is_stored(fleet: F
     assert {line["group"] for line in stored} == GROUPS
 
 
+def digests_by_place(lines: list[dict[str, Any]]) -> Digests:
+    """By block of an object: the digests of the ranks' own blocks, when they stored and when they loaded it."""
+    digests: Digests = defaultdict(lambda: {"stored": set(), "loaded": set()})
+    for line in lines:
+        for number, digest in enumerate(line["blocks"]):
+            place = (line["key"], line["kind"], line["rank"], line["group"], line["first_block"] + number)
+            digests[place][line["event"]].add(digest)
+    return digests
+
+
+def wrong(digests: Digests) -> Digests:
+    """What was loaded without having been stored so."""
+    return {place: found for place, found in digests.items() if not found["loaded"] <= found["stored"]}
+
+
 @pytest.mark.parametrize("kind", [Kind.ATTENTION, Kind.STATE])
-def test_control_damaged_bytes_change_the_tokens(fleet: Fleet, engine: Engine, kind: Kind) -> None:
+def test_control_damaged_bytes_change_the_tokens_and_the_audit_sees_them(
+    fleet: Fleet, engine: Engine, kind: Kind
+) -> None:
+    known = len(fleet.audit("hybrid"))
     ids = fleet.prompt(2 * CHUNK + 10)
     before = arena_bytes.committed(fleet.daemon.arena)
     (reference,) = store(fleet, engine, [ids])
@@ -167,9 +187,11 @@ def test_control_damaged_bytes_change_the_tokens(fleet: Fleet, engine: Engine, k
     damaged = fleet.ask(engine, ids)
     assert damaged.external_tokens == 2 * CHUNK
     assert damaged.tokens != reference
+    assert {place[1] for place in wrong(digests_by_place(fleet.audit("hybrid")[known:]))} == {kind.name.lower()}
 
 
 def test_p4_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(fleet: Fleet, engine: Engine) -> None:
+    known = len(fleet.audit("hybrid"))
     shared = fleet.prompt(2 * CHUNK)
     prompts = [shared[: CHUNK * (1 + number % 2)] + fleet.prompt(40 + CHUNK * (number % 3)) for number in range(20)]
     done = engine.generate(prompts, 8)
@@ -180,15 +202,10 @@ def test_p4_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(f
     assert [one.error for one in done] == [""] * len(prompts)
     assert engine.totals().since(before).external_tokens >= CHUNK * len(prompts) // 2
     fleet.forget(engine)
-    digests: dict[tuple[object, ...], dict[str, set[str]]] = defaultdict(lambda: {"stored": set(), "loaded": set()})
-    for name in ("hybrid", "hybrid_dense_checkpoints"):
-        for line in fleet.audit(name):
-            for number, digest in enumerate(line["blocks"]):
-                place = (line["key"], line["kind"], line["rank"], line["group"], line["first_block"] + number)
-                digests[place][line["event"]].add(digest)
+    digests = digests_by_place(fleet.audit("hybrid")[known:])
     loaded = {place: found for place, found in digests.items() if found["loaded"]}
     assert {place[3] for place in loaded} == GROUPS
-    assert [place for place, found in loaded.items() if not found["loaded"] <= found["stored"]] == []
+    assert wrong(digests) == {}
 
 
 @pytest.mark.long

@@ -25,7 +25,8 @@ def refusal(options: EngineOptions, log: Path) -> str:
 def test_c3_a_recurrent_model_that_is_not_in_align_mode_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     fleet.ensure_daemon()
     options = fleet.options("hybrid")
-    said = refusal(replace(options, toy=replace(options.toy, engine={})), tmp_path / "log")
+    none = {"enable_prefix_caching": False, "mamba_cache_mode": "none"}
+    said = refusal(replace(options, arguments=none), tmp_path / "log")
     assert 'mamba_cache_mode="align"' in said
 
 
@@ -63,7 +64,6 @@ def test_i1d_weights_changed_in_place_share_nothing_with_what_was_there(fleet: F
     engine.ask(changed)
     fleet.forget(engine)
     assert fleet.ask(engine, changed).external_tokens == 1280
-    assert fleet.ask(engine, base).local_tokens > 0
 
     # The same weights' next process is on base weights: it reads what belongs to them, and nothing else.
     engine = fleet.restart("dense", kill=True)
