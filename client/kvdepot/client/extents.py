@@ -39,12 +39,15 @@ def parse_extents(packed: bytes | memoryview, arena_bytes: int) -> dict[int, Obj
         return {}
     if table.min() < 0 or (table[:, 2] + table[:, 3]).max() > arena_bytes or not table[:, 3].all():
         raise ExtentError(f"packed extents: a fragment is empty or outside the arena of {arena_bytes} bytes")
-    cuts = np.flatnonzero(np.diff(table[:, 0])) + 1
+    cuts = [0, *(np.flatnonzero(np.diff(table[:, 0])) + 1).tolist(), len(table)]
+    _, rows, offsets, lengths, generations = np.ascontiguousarray(table.T)
+    indices = table[cuts[:-1], 0].tolist()
+    if len(set(indices)) != len(indices):
+        raise ExtentError("packed extents: the fragments of an object are not together")
+    before = np.cumsum(lengths) - lengths
     found: dict[int, ObjectExtents] = {}
-    for part in np.split(table, cuts):
-        index = int(part[0, 0])
-        if index in found:
-            raise ExtentError(f"packed extents: the fragments of object {index} are not together")
-        starts = np.cumsum(part[:, 3]) - part[:, 3]
-        found[index] = ObjectExtents(part[:, 1], part[:, 2], part[:, 3], part[:, 4], starts)
+    for index, first, end in zip(indices, cuts, cuts[1:], strict=False):
+        part = slice(first, end)
+        starts = before[part] - before[first]
+        found[index] = ObjectExtents(rows[part], offsets[part], lengths[part], generations[part], starts)
     return found

@@ -7,6 +7,7 @@ load of a long prompt has tens of thousands.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from enum import Enum
@@ -110,20 +111,39 @@ def object_pieces(
     Raises CopyError if the part does not lie within the extents.
     """
     ids = np.asarray(block_ids, dtype=np.int64)
-    if first_block < 0 or first_block + len(ids) > blocks_in_object:
-        raise CopyError(f"blocks {first_block} to {first_block + len(ids)} of an object with {blocks_in_object} blocks")
-    sizes = np.asarray(layer_block_bytes, dtype=np.int64)
-    bases = part_offset + (np.cumsum(sizes) - sizes) * blocks_in_object
-    numbers = np.arange(first_block, first_block + len(ids), dtype=np.int64)
-    logical = (bases[:, None] + sizes[:, None] * numbers[None, :]).ravel()
-    lengths = np.repeat(sizes, len(ids))
-    layer_column = np.repeat(np.asarray(layers, dtype=np.int64), len(ids))
-    if len(logical) and (part_offset < 0 or logical[-1] + lengths[-1] > extents.size_bytes):
-        raise CopyError(
-            f"a part that ends at byte {logical[-1] + lengths[-1]} of an object of {extents.size_bytes} bytes"
-        )
-    whole = CopyBatch(layer_column, np.tile(ids, len(sizes)), np.zeros_like(logical), logical, lengths)
-    return _place(whole, extents)
+    end_block = first_block + len(ids)
+    if first_block < 0 or end_block > blocks_in_object:
+        raise CopyError(f"blocks {first_block} to {end_block} of an object with {blocks_in_object} blocks")
+    part = _part(part_offset, tuple(layers), tuple(layer_block_bytes), blocks_in_object, first_block, len(ids))
+    if len(ids) and (part_offset < 0 or part.end > extents.size_bytes):
+        raise CopyError(f"a part that ends at byte {part.end} of an object of {extents.size_bytes} bytes")
+    blocks = np.concatenate([ids] * len(layers)) if len(layers) > 1 else ids
+    return _place(CopyBatch(part.layers, blocks, part.skips, part.offsets, part.lengths), extents)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What all objects of a group have in common; offsets within the object."""
+
+    layers: Column
+    skips: Column
+    offsets: Column
+    lengths: Column
+    end: int  # of the last piece, bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def _part(
+    part_offset: int, layers: tuple[int, ...], sizes: tuple[int, ...], blocks_in_object: int, first: int, count: int
+) -> _Part:
+    """Made once a shape: a load of a long prompt asks for the same one hundreds of times."""
+    column = np.array(sizes, dtype=np.int64)
+    bases = part_offset + (np.cumsum(column) - column) * blocks_in_object
+    numbers = np.arange(first, first + count, dtype=np.int64)
+    offsets = (bases[:, None] + column[:, None] * numbers[None, :]).ravel()
+    lengths = np.repeat(column, count)
+    end = int(offsets[-1] + lengths[-1]) if len(offsets) else part_offset
+    return _Part(np.repeat(np.array(layers, dtype=np.int64), count), np.zeros_like(offsets), offsets, lengths, end)
 
 
 def _place(pieces: CopyBatch, extents: ObjectExtents) -> CopyBatch:

@@ -12,6 +12,7 @@ only one as fast as memcpy in both directions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -67,10 +68,36 @@ class _Layer:
             self._inner: Column = inner + start // self.unit_bytes
             self._step: int = stride // self.unit_bytes
 
-    def indices(self, blocks: Column) -> Column:
-        """The units of these blocks, in order."""
-        found: Column = ((blocks * self._step)[:, None] + self._inner).ravel()
-        return found
+    def copy(self, blocks: Column, extent: Bytes, direction: Direction) -> None:
+        """Whole blocks that lie together in the arena: one native call where the layout allows."""
+        if self.units is None:
+            self._copy_one_by_one(blocks, extent, direction)
+            return
+        indices = ((blocks * self._step)[:, None] + self._inner).ravel()
+        if direction is Direction.STORE:
+            # "clip" because numpy buffers the output of any other mode; the indices were checked.
+            self.units.take(indices, out=extent.view(self.units.dtype), mode="clip")
+        else:
+            self.units[indices] = extent.view(self.units.dtype)
+
+    def _copy_one_by_one(self, blocks: Column, extent: Bytes, direction: Direction) -> None:
+        shaped = extent.view(self.view.dtype).reshape(len(blocks), *self.view.shape[1:])
+        for number, block in enumerate(blocks.tolist()):
+            if direction is Direction.STORE:
+                shaped[number] = self.view[block]
+            else:
+                self.view[block] = shaped[number]
+
+    def copy_part(self, block: int, skip: int, extent: Bytes, direction: Direction) -> None:
+        """A piece of a block (a fragment ends inside it), by way of a private copy of the block."""
+        private = np.empty(self.block_bytes, dtype=np.uint8)
+        shaped = private.view(self.view.dtype).reshape(self.view.shape[1:])
+        shaped[...] = self.view[block]
+        if direction is Direction.STORE:
+            extent[:] = private[skip : skip + len(extent)]
+        else:
+            private[skip : skip + len(extent)] = extent
+            self.view[block] = shaped
 
 
 class CpuCopier:
@@ -103,10 +130,16 @@ class CpuCopier:
             & (batch.layers[1:] == batch.layers[:-1])
             & (batch.offsets[1:] == batch.offsets[:-1] + batch.lengths[:-1])
         )
-        starts = np.concatenate(([0], np.flatnonzero(~together) + 1))
-        ends = np.append(starts[1:], len(batch))
-        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-            self._copy_run(target, batch, start, end, direction, bool(whole[start]))
+        cuts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(batch)]
+        begins = batch.offsets.tolist()
+        layers = batch.layers.tolist()
+        for start, end in itertools.pairwise(cuts):
+            layer = self._layers[layers[start]]
+            extent = target[begins[start] : begins[end - 1] + int(batch.lengths[end - 1])]
+            if whole[start]:
+                layer.copy(batch.blocks[start:end], extent, direction)
+            else:
+                layer.copy_part(int(batch.blocks[start]), int(batch.skips[start]), extent, direction)
 
     def wait(self) -> None:
         """Nothing is ever left running."""
@@ -122,38 +155,3 @@ class CpuCopier:
             raise CopyError("a piece ends after its block")
         if batch.offsets.min() < data_offset or (batch.offsets + batch.lengths).max() > arena_bytes:
             raise CopyError(f"a piece lies outside the arena's data, bytes {data_offset} to {arena_bytes}")
-
-    def _copy_run(
-        self, target: Bytes, batch: CopyBatch, start: int, end: int, direction: Direction, whole: bool
-    ) -> None:
-        """Pieces of one layer that lie together in the arena: one native call where the layout allows."""
-        layer = self._layers[batch.layers[start]]
-        extent = target[batch.offsets[start] : batch.offsets[end - 1] + batch.lengths[end - 1]]
-        if not whole:
-            _copy_part(layer, int(batch.blocks[start]), int(batch.skips[start]), extent, direction)
-        elif layer.units is not None:
-            indices = layer.indices(batch.blocks[start:end])
-            if direction is Direction.STORE:
-                # "clip" because numpy buffers the output of any other mode; the indices were checked.
-                layer.units.take(indices, out=extent.view(layer.units.dtype), mode="clip")
-            else:
-                layer.units[indices] = extent.view(layer.units.dtype)
-        else:
-            blocks = extent.view(layer.view.dtype).reshape(end - start, *layer.view.shape[1:])
-            for number, block in enumerate(batch.blocks[start:end].tolist()):
-                if direction is Direction.STORE:
-                    blocks[number] = layer.view[block]
-                else:
-                    layer.view[block] = blocks[number]
-
-
-def _copy_part(layer: _Layer, block: int, skip: int, extent: Bytes, direction: Direction) -> None:
-    """A piece of a block (a fragment ends inside it), by way of a private copy of the block."""
-    private = np.empty(layer.block_bytes, dtype=np.uint8)
-    shaped = private.view(layer.view.dtype).reshape(layer.view.shape[1:])
-    shaped[...] = layer.view[block]
-    if direction is Direction.STORE:
-        extent[:] = private[skip : skip + len(extent)]
-    else:
-        private[skip : skip + len(extent)] = extent
-        layer.view[block] = shaped
