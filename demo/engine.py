@@ -103,6 +103,10 @@ class EngineOptions:
             "TRANSFORMERS_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
+            # One core for scheduler and copies. vLLM reserves one more for an engine with a connector; on two
+            # cores none would be left, so it reserves nothing at all: the engine would run on other cores than
+            # the one without a connector that it is compared with.
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
             "PYTHONPATH": str(ROOT),
         }
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
