@@ -141,12 +141,11 @@ class Depot:
 
     def get(self, batch: int, objects: int) -> float:
         """Seconds from the first acquire to the last copy; every byte is compared afterwards."""
-        order = self.rng.sample(range(len(self.chains)), len(self.chains))
-        chosen = set(order[: objects // batch])
-        chains = [chain for number, chain in enumerate(self.chains) if number in chosen]
+        numbers = self.rng.sample(range(len(self.chains)), objects // batch)
+        chains = [self.chains[number] for number in numbers]
         # A hit renews a chain: keep the same order of use as the daemon, whose oldest goes first.
+        chosen = set(numbers)
         self.chains = deque([chain for number, chain in enumerate(self.chains) if number not in chosen] + chains)
-        self.rng.shuffle(chains)
         where = np.array(self.rng.sample(range(len(self.target[0])), objects * BLOCKS_IN_OBJECT)).reshape(
             -1, batch, BLOCKS_IN_OBJECT
         )
@@ -313,7 +312,7 @@ def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report)
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--ram", default="3GiB", help="capacity of the daemon that is started (default %(default)s)")
+    parser.add_argument("--ram", default="3584MiB", help="capacity of the daemon that is started (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 1])
     parser.add_argument("--seed", type=int, default=None)

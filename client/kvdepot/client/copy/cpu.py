@@ -73,6 +73,14 @@ class _Layer:
         if self.units is None:
             self._copy_one_by_one(blocks, extent, direction)
             return
+        if len(blocks) == len(self._inner) == 1:  # one large run of bytes: a plain assignment is a plain memcpy
+            unit = int(blocks[0]) * self._step + int(self._inner[0])
+            one, shaped = self.units[unit : unit + 1], extent.view(self.units.dtype)
+            if direction is Direction.STORE:
+                shaped[:] = one
+            else:
+                one[:] = shaped
+            return
         indices = ((blocks * self._step)[:, None] + self._inner).ravel()
         if direction is Direction.STORE:
             # "clip" because numpy buffers the output of any other mode; the indices were checked.
@@ -145,13 +153,24 @@ class CpuCopier:
         """Nothing is ever left running."""
 
     def _check(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> None:
-        if batch.layers.min() < 0 or batch.layers.max() >= len(self._layers):
+        # Seen as unsigned, a negative number is a large one: one comparison for both bounds.
+        layers = batch.layers.view(np.uint64)
+        if (layers >= len(self._layers)).any():
             raise CopyError(f"a piece names layer {batch.layers.max()} of {len(self._layers)}")
+        block_bytes = self._block_bytes[batch.layers]
+        wrong = batch.blocks.view(np.uint64) >= self._blocks[batch.layers].view(np.uint64)
+        wrong |= batch.skips.view(np.uint64) >= block_bytes.view(np.uint64)
+        wrong |= (batch.lengths - 1).view(np.uint64) >= (block_bytes - batch.skips).view(np.uint64)
+        wrong |= batch.offsets < data_offset
+        wrong |= batch.offsets + batch.lengths > arena_bytes
+        if wrong.any():
+            raise CopyError(self._what_is_wrong(batch, data_offset, arena_bytes))
+
+    def _what_is_wrong(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> str:
         if batch.blocks.min() < 0 or (batch.blocks >= self._blocks[batch.layers]).any():
-            raise CopyError(f"a piece names block {batch.blocks.max()}, beyond its layer")
+            return f"a piece names block {batch.blocks.max()}, beyond its layer"
         if batch.skips.min() < 0 or batch.lengths.min() <= 0:
-            raise CopyError("a piece is empty or begins before its block")
+            return "a piece is empty or begins before its block"
         if (batch.skips + batch.lengths > self._block_bytes[batch.layers]).any():
-            raise CopyError("a piece ends after its block")
-        if batch.offsets.min() < data_offset or (batch.offsets + batch.lengths).max() > arena_bytes:
-            raise CopyError(f"a piece lies outside the arena's data, bytes {data_offset} to {arena_bytes}")
+            return "a piece ends after its block"
+        return f"a piece lies outside the arena's data, bytes {data_offset} to {arena_bytes}"
