@@ -67,7 +67,7 @@ def test_p3_weights_that_cannot_be_identified_are_refused_with_the_setting(tmp_p
     load.download_dir = str(tmp_path)
     with pytest.raises(ConfigError, match="model_revision"):
         weights_source(model, load, "")
-    assert weights_source(model, load, "abc").text == "revision abc"
+    assert weights_source(model, load, "abc").text == "revision abc of org/none"
 
 
 def test_local_and_dummy_weights_are_identified(tmp_path: Path) -> None:

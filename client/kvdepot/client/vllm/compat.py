@@ -7,7 +7,9 @@ method nobody expected to be called.
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kvdepot.core.calls import Kind
@@ -41,6 +43,34 @@ _KINDS: Final[dict[Any, Kind]] = {
     KVCacheSpecKind.SLIDING_WINDOW: Kind.WINDOW,
     KVCacheSpecKind.MAMBA: Kind.STATE,
 }
+
+
+# Set in an engine's environment, and without influence on a byte of KV: where it runs, talks, logs and is built.
+_ENVIRONMENT_EXCLUDED: Final = re.compile(
+    r"RAY_|MOONCAKE_|VLLM_(RAY|DP|EC|P2P|NIXL|MOONCAKE|BUILD|LOG|DEBUG|USAGE|LORA_RESOLVER|MAX_N|MAX_NUM|MAX_BAD|GC|NIC|GPU_NIC"
+    r"|MQ|MSGPACK|REGEX|TOOL|ENGINE_READY|ELASTIC|XGRAMMAR|PROCESS_NAME|CONFIGURE_LOGGING|ALLOW)_"
+    r"|.*_(HOST|PORT|IP|TIMEOUT|TIMEOUT_S|SO_PATH|INCLUDE_PATH|FOR_PROFILING)$"
+    r"|(CMAKE_BUILD_TYPE|CUDA_HOME|NVCC_THREADS|VERBOSE|VLLM_CPU_OMP_THREADS_BIND|VLLM_CPU_NUM_OF_RESERVED_CPU"
+    r"|VLLM_CPU_CI_ENV|VLLM_DISABLE_REQUEST_ID_RANDOMIZATION|VLLM_DISABLE_COMPILE_CACHE|VLLM_DISABLE_LOG_LOGO"
+    r"|VLLM_DOCKER_BUILD_CONTEXT|VLLM_IMAGE_TAG|VLLM_SYSTEM_START_DATE|VLLM_LOOPBACK_IP)$"
+)
+_ENVIRONMENT_BELOW: Final = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Of the libraries below vLLM: they choose arithmetic."""
+
+
+def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that are set and may choose other kernels or arithmetic: vLLM's, minus those that cannot."""
+    from vllm.envs import compile_factors
+
+    known = [name for name in compile_factors() if not _ENVIRONMENT_EXCLUDED.match(name)]
+    return {name: environment[name] for name in (*known, *_ENVIRONMENT_BELOW) if name in environment}
 
 
 def check_version(version: str = VLLM_VERSION) -> None:
@@ -123,6 +153,7 @@ __all__ = [
     "SupportsHMA",
     "check_version",
     "default_hash_seed",
+    "environment_facts",
     "group_is_replicated",
     "group_kernel_blocks",
     "group_kind",

@@ -161,7 +161,9 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
         Raises PlannerError for a geometry that cannot work; the engine has not started yet.
         """
-        facts = tuple(sorted((found for found in metadata.values()), key=lambda found: found.rank))
+        # Beside another connector the ranks' answers may be that one's: none of ours is a reason to stay idle.
+        own = (found for found in metadata.values() if isinstance(found, RankFacts))
+        facts = tuple(sorted(own, key=lambda found: found.rank))
         problem = identity.check_ranks(facts, self._world_size)
         if problem:
             LOGGER.error("kvdepot: stores and loads nothing: %s", problem)

@@ -103,8 +103,8 @@ class Namespaces:
             spec = self._build()
             if spec is not None:
                 self._use(replace(spec, epoch=self._epoch))
-        except KvDepotError as error:
-            self.problem = str(error)
+        except Exception as error:  # noqa: BLE001 - I3: a configuration is full of foreign objects, any may raise
+            self.problem = str(error) if isinstance(error, KvDepotError) else repr(error)
             self._logger.error("kvdepot: stores and loads nothing: %s", error)
 
     def _use(self, spec: NamespaceSpec) -> None:

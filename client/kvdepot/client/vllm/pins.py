@@ -12,7 +12,8 @@ block nobody holds any more is normal and ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 
 class Block(Protocol):
@@ -49,6 +50,13 @@ class WeakHold:
 
 class BlockHolds:
     """All holds on one engine's block pool. Used on the scheduler's thread only."""
+
+    _of_pool: ClassVar[WeakValueDictionary[int, BlockHolds]] = WeakValueDictionary()  # by the pool's id: it lives on
+
+    @classmethod
+    def of(cls, pool: BlockPool) -> BlockHolds:
+        """The one of this pool: two connectors in one engine must not take each other's callbacks."""
+        return cls._of_pool.setdefault(id(pool), cls(pool))
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvdepot.client.copy.base import CopyError
 from kvdepot.client.copy.cpu import CpuCopier
+from kvdepot.client.vllm import compat
 from kvdepot.client.vllm.audit import Audit
 from kvdepot.client.vllm.layers import LayoutError, RankLayers, rank_layers
 from kvdepot.client.vllm.metadata import RankFacts
@@ -51,6 +52,8 @@ def software_facts(layers: RankLayers) -> tuple[tuple[str, str], ...]:
     """What computes the bytes: kernels are chosen by library, device and instruction set."""
     device = layers.views[0].device if layers.views else torch.device("cpu")
     facts = {"torch": str(torch.__version__), "device": device.type, "machine": platform.machine()}
+    facts |= {f"environment.{name}": value for name, value in compat.environment_facts().items()}
+    facts["float32_matmul"] = torch.get_float32_matmul_precision()
     if device.type == "cpu":
         facts["instruction_set"] = torch.backends.cpu.get_cpu_capability()
     elif device.type == "cuda":

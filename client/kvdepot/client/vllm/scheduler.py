@@ -70,7 +70,7 @@ class SchedulerSide:
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool exists: from now on blocks can be held, and so stored."""
-        self.holds = BlockHolds(pool)
+        self.holds = BlockHolds.of(pool)
         self.stores = Stores(
             self.session, self.namespaces, self.planner, self.holds, self._settings, self._clock,
             self.counters, self._group_ids, self._world_size,

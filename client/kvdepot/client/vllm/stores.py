@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 RESERVE_TIMEOUT_SECONDS: Final = 5.0
 OBJECTS_PER_CALL: Final = 512
 TRIES_MAX: Final = 8
-RETRY_SECONDS: Final = 0.05  # doubled at each try: 8 tries span about six seconds
+RETRY_SECONDS: Final = 0.05  # doubled at each try: 8 tries span about thirteen seconds
 PENDING_SECONDS_MAX: Final = 15.0
 """How long after its last progress a store keeps the engine stepping: a dead daemon costs no more."""
 

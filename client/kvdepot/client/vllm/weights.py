@@ -94,7 +94,9 @@ def weights_source(model_config: Any, load_config: Any, model_revision: str) -> 
     if str(load_config.load_format) == "dummy":
         return WeightsSource(text=f"dummy seed {model_config.seed}")
     if model_revision:
-        return WeightsSource(text=f"revision {model_revision}")
+        # With the model's name: "v1" of two models of one architecture are not the same weights.
+        source = getattr(model_config, "model_weights", "") or model_config.model
+        return WeightsSource(text=f"revision {model_revision} of {source}")
     if getattr(model_config, "model_weights", ""):
         raise _unidentified(f"weights are streamed from {model_config.model_weights}")
     if Path(model_config.model).is_dir():
@@ -133,25 +135,29 @@ class Digests:
 
     def __init__(self, cache: Path | None) -> None:
         self._files = FileDigests(cache)
-        self._answers: dict[Path, str] = {}
-        self._problems: dict[Path, str] = {}
-        self._wanted: list[Path] = []
+        self._answers: dict[tuple[Path, int], str] = {}
+        self._problems: dict[tuple[Path, int], str] = {}
+        self._wanted: list[tuple[Path, int]] = []
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvdepot-digests", daemon=True)
         self._thread.start()
 
-    def get(self, folder: Path) -> str | None:
-        """The digest, None while it is not known (it is being taken) or cannot be (`problem`)."""
-        with self._wake:
-            if folder not in self._answers and folder not in self._problems and folder not in self._wanted:
-                self._wanted.append(folder)
-                self._wake.notify()
-            return self._answers.get(folder)
+    def get(self, folder: Path, load: int = 0) -> str | None:
+        """The digest, None while it is not known (it is being taken) or cannot be (`problem`).
 
-    def problem(self, folder: Path) -> str:
+        `load` tells apart the times that the engine has read the folder: its files may have changed between.
+        """
+        key = (folder, load)
+        with self._wake:
+            if key not in self._answers and key not in self._problems and key not in self._wanted:
+                self._wanted.append(key)
+                self._wake.notify()
+            return self._answers.get(key)
+
+    def problem(self, folder: Path, load: int = 0) -> str:
         """Why there will be no digest; empty otherwise."""
-        return self._problems.get(folder, "")
+        return self._problems.get((folder, load), "")
 
     def close(self) -> None:
         """Ask the thread to end; a file that is being read does not hold up the engine."""
@@ -166,17 +172,17 @@ class Digests:
                     self._wake.wait()
                 if self._stopping:
                     return
-                folder = self._wanted[0]
+                key = self._wanted[0]
             try:
-                answer, problem = folder_digest(folder, self._files), ""
+                answer, problem = folder_digest(key[0], self._files), ""
             except OSError as error:
                 answer, problem = "", str(error)
             with self._wake:
                 if answer:
-                    self._answers[folder] = answer
+                    self._answers[key] = answer
                 else:
-                    self._problems[folder] = problem
-                self._wanted.remove(folder)
+                    self._problems[key] = problem
+                self._wanted.remove(key)
             self._files.save()
 
 
@@ -191,5 +197,6 @@ class LoraSalts:
         path = str(getattr(lora_request, "lora_path", "") or "")
         if not path or getattr(lora_request, "load_inplace", False):
             return None
-        digest = self._digests.get(Path(path))
+        # The engine gives an adapter that is loaded anew another id, under the same name and path.
+        digest = self._digests.get(Path(path), int(getattr(lora_request, "lora_int_id", 0)))
         return bytes.fromhex(digest) if digest else None

@@ -260,12 +260,14 @@ class WorkerSide:
         self._audit = audit
         self._refused: list[_Outcome] = []  # operations no thread will see
         self._unloadable: set[str] = set()
+        self._cancelled: set[int] = set()  # loads whose bytes are void, even if the copy is done and not reported
         self._meta = RankMeta()
         self._told_arena: int | None = None
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads. Loads the scheduler side has given up are reported failed."""
         self._unloadable.update(meta.failed_loads)
+        self._cancelled.update(meta.cancelled_loads)
         if meta.loads or meta.cancelled_loads:
             if self._running is None:
                 self._refused += [_everything(op) for op in meta.loads]
@@ -297,9 +299,11 @@ class WorkerSide:
             if isinstance(op, StoreOp):
                 self._meta.stores[op.op_id] = (1, outcome.failed)
                 continue
-            self._meta.loads[op.op_id] = (1, 1 if outcome.failed else 0)
+            void = bool(outcome.failed) or op.op_id in self._cancelled
+            self._cancelled.discard(op.op_id)
+            self._meta.loads[op.op_id] = (1, int(void))
             finished.add(op.request_id)
-            if outcome.failed:
+            if void:
                 failed.add(op.request_id)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
