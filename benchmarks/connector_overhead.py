@@ -1,9 +1,9 @@
 """What the connector costs on traffic that never hits (row D6): the same engine with and without it.
 
-Two engines of the dense toy run side by side, one of them works at a time. A pair is one
-round on each, in alternating order, with the same fresh prompts; each round ends with the
-last token, and the next begins when the daemon has committed and summed everything. The
-daemon's arena is smaller than what is stored, so it evicts all the time.
+Two engines of the dense toy run side by side, one of them works at a time. A pair is four
+rounds, A B B A, in alternating roles, with fresh prompts that both get; each round ends with
+the last token, and the next begins when the daemon has committed everything. The daemon's
+arena is smaller than what is stored, so it evicts all the time.
 """
 
 from __future__ import annotations
@@ -54,16 +54,28 @@ class Contest:
         self._daemon = daemon
         self._engines = {"with": with_connector, "without": without}
         self._requests = requests
-        self._rounds = 0
+        self._pairs = 0
+        self._drawn = 0
 
     def pair(self) -> dict[str, float]:
-        """Tokens per second of each engine on the same prompts."""
-        self._rounds += 1
-        prompts = [prompt(PROMPT_TOKENS, f"overhead-{self._rounds}-{number}") for number in range(self._requests)]
-        order = ("with", "without") if self._rounds % 2 else ("without", "with")
-        return {name: self._round(self._engines[name], prompts) for name in order}
+        """Tokens per second of each engine, from four rounds A B B A: what drifts, drifts for both."""
+        first, second = ("with", "without") if self._pairs % 2 else ("without", "with")
+        self._pairs += 1
+        tokens, seconds = dict.fromkeys(self._engines, 0), dict.fromkeys(self._engines, 0.0)
+        for half in (first, second), (second, first):
+            prompts = self._prompts()
+            for name in half:
+                counted, elapsed = self._round(self._engines[name], prompts)
+                tokens[name] += counted
+                seconds[name] += elapsed
+        return {name: tokens[name] / seconds[name] for name in self._engines}
 
-    def _round(self, engine: Engine, prompts: list[list[int]]) -> float:
+    def _prompts(self) -> list[list[int]]:
+        self._drawn += 1
+        return [prompt(PROMPT_TOKENS, f"overhead-{self._drawn}-{number}") for number in range(self._requests)]
+
+    def _round(self, engine: Engine, prompts: list[list[int]]) -> tuple[int, float]:
+        """Tokens and seconds. The daemon is idle again when it returns."""
         before = engine.totals()
         started = time.perf_counter()
         done = engine.generate(prompts, OUTPUT_TOKENS)
@@ -73,7 +85,7 @@ class Contest:
         if failed or counted.local_tokens or counted.external_tokens:
             raise SystemExit(f"not traffic that never hits: {failed[:1]} {counted}")
         self._daemon.settle()
-        return (counted.prompt_tokens + counted.generated_tokens) / seconds
+        return counted.prompt_tokens + counted.generated_tokens, seconds
 
 
 def measure(pairs: int, requests: int, report: Report) -> None:
@@ -110,7 +122,7 @@ def measure(pairs: int, requests: int, report: Report) -> None:
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=12, help=f"at least {PAIRS_MIN} (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=32, help="of one round (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=16, help="of one round (default %(default)s)")
     options = parser.parse_args()
     if options.pairs < PAIRS_MIN:
         parser.error(f"--pairs {options.pairs}: below {PAIRS_MIN} the bound says nothing")
