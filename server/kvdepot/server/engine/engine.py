@@ -331,8 +331,10 @@ class Engine:
         namespace = namespaces.add(namespace_id, spec.label, self._clock())
         if namespace is not None:
             return namespace
+        evictions = _NAMESPACE_EVICTIONS_MAX
         for idle in namespaces.idle():
-            if self._space.drop_namespace(idle, _NAMESPACE_EVICTIONS_MAX):
+            evictions -= self._space.drop_namespace(idle, evictions)
+            if not idle.nodes:
                 namespaces.remove(idle)
                 break
         namespace = namespaces.add(namespace_id, spec.label, self._clock())

@@ -160,11 +160,11 @@ class Index:
         self._free = node
         self.count -= 1
 
-    def nodes_of(self, namespace: int) -> npt.NDArray[np.intp]:
-        """All nodes of a namespace, in no order. O(capacity): for dropping a namespace."""
-        slots = self._slots[self._slots != 0].astype(np.int64) - 1
-        chosen: npt.NDArray[np.intp] = slots[self.namespaces[slots] == namespace]
-        return chosen
+    def leaves_of(self, namespace: int) -> Nodes:
+        """All leaves of a namespace, in no order. O(capacity): for dropping a namespace."""
+        nodes = self._slots[self._slots != 0].astype(np.int64) - 1
+        leaves: Nodes = nodes[(self.namespaces[nodes] == namespace) & (np.asarray(self._first_child)[nodes] == NONE)]
+        return leaves
 
     # Within
 

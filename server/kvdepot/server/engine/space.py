@@ -206,18 +206,21 @@ class Space:
         rows = np.unique(self.lent.rows[self.lent.modes != LentMode.FREE])
         return sum(map(self.size_bytes, rows.tolist()))
 
-    def drop_namespace(self, namespace: Namespace, limit: int) -> bool:
-        """Drop at most about `limit` of its nodes; whether it has none left."""
-        for node in self.index.nodes_of(namespace.slot).tolist():
-            if limit <= 0:
-                break
-            if self.index.parent(node) == NONE and self._unheld(node):
-                limit -= self.drop_subtree(node)
-        return namespace.nodes == 0
+    def drop_namespace(self, namespace: Namespace, limit: int) -> int:
+        """Drop at most `limit` of its nodes, from the leaves up, none that is lent; how many were dropped."""
+        before = namespace.nodes
+        for leaf in self.index.leaves_of(namespace.slot).tolist():
+            node = leaf
+            while node != NONE and self.index.is_leaf(node) and not self._held(node):
+                if before - namespace.nodes >= limit:
+                    return limit
+                above = self.index.parent(node)
+                self.drop_subtree(node)
+                node = above
+        return before - namespace.nodes
 
-    def _unheld(self, node: int) -> bool:
-        rows = [row for at in self.index.leaves_first(node) for row in self.index.rows_of(at)]
-        return not any(map(self.lent.pinned, rows))
+    def _held(self, node: int) -> bool:
+        return any(map(self.lent.pinned, self.index.rows_of(node)))
 
     # Evicting
 
@@ -248,7 +251,7 @@ class Space:
 
     def _victim(self) -> int | None:
         while (node := self.policy.victim()) is not None:
-            if not any(map(self.lent.pinned, self.index.rows_of(node))):
+            if not self._held(node):
                 return node
             self.policy.on_not_leaf(node)
             self._parked.add(node)
