@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from kvdepot.core.calls import CommitOutcome, DeclareCall
 from kvdepot.core.errors import NoRoom
 from kvdepot.server.engine import engine as engine_module
 from kvdepot.server.engine import namespaces as namespaces_module
+from kvdepot.server.engine import sessions as sessions_module
+from kvdepot.server.engine.types import ProcessIdentity
 
-from tests.fakes.engine_rig import DENSE, Rig, audit, path
+from tests.fakes.engine_rig import BOOT, DENSE, Client, Rig, audit, path, process
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -31,3 +34,62 @@ def test_i4_a_namespace_of_whole_paths_is_dropped_from_the_leaves_up(
     rig.engine.register_namespace(staying.session, replace(DENSE, epoch="new"))
     assert rig.engine.status().tier.objects == 0
     audit(rig.engine)
+
+
+def test_i4_a_refused_attachment_leaves_no_session_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "ATTACHMENTS_MAX", 1)
+    rig = Rig()
+    rig.attach("first", pid=1)
+    for number in range(3):
+        with pytest.raises(NoRoom, match="attachments"):
+            rig.engine.attach(process(2), f"e{number}", scheduler=True, rank=0, world_size=1)
+    assert len(rig.engine.status().sessions) == 1
+
+
+def test_i4_sessions_of_invisible_processes_end_with_their_loans() -> None:
+    """Their death is never proven, and they are not recognised when they return: only a loan keeps the slots."""
+    rig = Rig(grace_seconds=60.0)
+    hidden = ProcessIdentity(0, 0, BOOT)
+    lenders = Client(rig, rig.engine.attach(hidden, "lent", scheduler=True, rank=0, world_size=1), DENSE)
+    lenders.reserve(path("p", 1))
+    idle = rig.engine.attach(hidden, "idle", scheduler=True, rank=0, world_size=1)
+    rig.engine.tick()
+    assert len(rig.engine.attachments()) == 2
+    for attachment in (lenders.attachment, idle.attachment):
+        rig.engine.disconnected(attachment)
+    rig.now += 61
+    rig.engine.tick()
+    assert [info.attachment for info in rig.engine.attachments()] == [lenders.attachment]
+    assert rig.engine.status().tier.lent_bytes == 8192
+    audit(rig.engine)
+
+
+def test_i6_after_a_restart_a_process_finds_its_own_session_beside_an_orphaned_one() -> None:
+    """Else its leases would be lost and its extents stay lent for as long as it lives."""
+    rig = Rig()
+    for pid, scheduler, rank in ((2, False, 0), (1, True, -1)):
+        attached = rig.engine.attach(process(pid), "e", scheduler=scheduler, rank=rank, world_size=1)
+    orphaned = Client(rig, attached, DENSE)
+    orphaned.reserve(path("orphaned", 1))
+    rig.engine.process_dead(attached.attachment)
+    client = rig.attach("e", pid=3)
+    lease, _ = client.reserve(path("p", 1))
+    rig.dead.add(1)
+    rig.crash()
+    client = rig.attach("e", pid=3)
+    assert rig.engine.declare(DeclareCall(client.session, (lease,))).lost == ()
+    assert client.commit(lease, 0) == bytes([CommitOutcome.COMMITTED])
+    audit(rig.engine)
+
+
+def test_what_the_worker_has_already_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of the whole table at each commit would block the loop for milliseconds in a large arena."""
+    rig = Rig()
+    client = rig.attach()
+    client.store(path("p", 3))
+    assert [rig.engine.next_to_sum() is None for _ in range(4)] == [False, False, False, True]
+    monkeypatch.setattr(rig.engine._sums, "_sweep", lambda: pytest.fail("swept"))
+    assert rig.engine.next_to_sum() is None
+    monkeypatch.undo()
+    client.store(path("q", 1))
+    assert rig.engine.next_to_sum() is not None

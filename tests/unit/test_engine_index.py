@@ -29,7 +29,7 @@ def test_index_equals_a_dict_under_churn_with_colliding_keys(seed: int) -> None:
             assert index.find_many(namespace, b"".join(keys[:12])).tolist() == expected
         assert index.find(*name) == model.get(name, NONE)
     assert index.count == len(model)
-    assert sorted(index.nodes_of(0).tolist()) == sorted(node for (n, _), node in model.items() if n == 0)
+    assert sorted(index.leaves_of(0).tolist()) == sorted(node for (n, _), node in model.items() if n == 0)
 
 
 def test_leaves_come_before_their_parents() -> None:

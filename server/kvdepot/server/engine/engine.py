@@ -114,6 +114,8 @@ class Engine:
                 self._expire(lease)
         for session in self._sessions.idle_beyond_grace():
             self._end_service(session)
+        for session in self._sessions.unreachable():
+            self._remove_session(session)
         self._requests.expire()
         self._space.unpark()
         allocator = self._space.allocator
@@ -172,8 +174,7 @@ class Engine:
         session = dead.session
         if len(session.attachments) == 1:
             self._end_session(session)
-            self._sessions.remove_attachment(dead)
-            self._sessions.remove(session)
+            self._remove_session(session)
             return ()
         self._sessions.remove_attachment(dead)
         if not dead.scheduler:
@@ -318,6 +319,12 @@ class Engine:
         for lease in list(session.leases.values()):
             self._drop(lease)
         self._leave_namespaces(session)
+
+    def _remove_session(self, session: Session) -> None:
+        """It is lent nothing: its slots are free."""
+        for attachment in list(session.attachments.values()):
+            self._sessions.remove_attachment(attachment)
+        self._sessions.remove(session)
 
     def _leave_namespaces(self, session: Session) -> None:
         self._requests.end_session(session.slot)

@@ -169,7 +169,7 @@ class Sessions:
 
     def expired_for(self, engine_id: str, process: ProcessIdentity) -> Session | None:
         """The current session of this engine id if it is without connections beyond grace and not this process's."""
-        session = self._current(engine_digest(engine_id))
+        session = self._current(engine_digest(engine_id), process)
         if session is None or session.connected or _has(session, process):
             return None
         return session if self._clock() - session.idle_since >= self._grace_seconds else None
@@ -179,10 +179,12 @@ class Sessions:
     ) -> Attached:
         _check(engine_id, scheduler, rank, world_size)
         engine = engine_digest(engine_id)
-        session = self._current(engine) or self._revivable(engine, process)
+        session = self._current(engine, process) or self._revivable(engine, process)
         if session is not None:
             self._check_conflicts(session, process, scheduler, rank, world_size)
-        else:
+        attachment = None if session is None else _joinable(session, process, rank)
+        slot = self._free_attachment() if attachment is None else attachment.slot  # a session without one never ends
+        if session is None:
             session = self._open(engine)
         session.engine_id = engine_id
         session.world_size = world_size
@@ -190,7 +192,7 @@ class Sessions:
         if not session.token:
             session.token = self._random_bytes(limits.SESSION_TOKEN_BYTES)
             self.by_token[session.token] = session
-        attachment = _joinable(session, process, rank) or self._add(session, process, rank)
+        attachment = attachment or self._add(slot, session, process, rank)
         if rank != _NO_RANK and attachment.rank != rank:
             self._rank[attachment.slot] = rank
             attachment.rank = rank
@@ -220,6 +222,14 @@ class Sessions:
             if not session.ended and not session.connected and now - session.idle_since >= self._grace_seconds
         ]
 
+    def unreachable(self) -> Iterable[Session]:
+        """Ended sessions that are lent nothing and whose processes, none of them visible, cannot come back to them."""
+        return [
+            session
+            for session in self.by_slot.values()
+            if session.ended and not session.leases and not any(_returns(a) for a in session.attachments.values())
+        ]
+
     def end(self, session: Session) -> None:
         """No service any more under its token."""
         session.ended = True
@@ -239,8 +249,10 @@ class Sessions:
 
     # Within
 
-    def _current(self, engine: bytes) -> Session | None:
-        return next((s for s in self.by_slot.values() if s.engine == engine and not s.ended), None)
+    def _current(self, engine: bytes, process: ProcessIdentity) -> Session | None:
+        """The engine's session in service; of several, as an earlier run can leave them, the process's own."""
+        current = [session for session in self.by_slot.values() if session.engine == engine and not session.ended]
+        return next((session for session in current if _has(session, process)), next(iter(current), None))
 
     def _revivable(self, engine: bytes, process: ProcessIdentity) -> Session | None:
         """A session that ended only because it was out of reach for longer than grace."""
@@ -274,10 +286,13 @@ class Sessions:
         self.by_slot[slot] = session
         return session
 
-    def _add(self, session: Session, process: ProcessIdentity, rank: int) -> Attachment:
+    def _free_attachment(self) -> int:
         slot = next((slot for slot in range(ATTACHMENTS_MAX) if slot not in self.attachments), None)
         if slot is None:
             raise NoRoom(f"all {ATTACHMENTS_MAX} attachments are in use")
+        return slot
+
+    def _add(self, slot: int, session: Session, process: ProcessIdentity, rank: int) -> Attachment:
         self._boots[slot] = list(process.boot_id)
         self._start[slot] = process.start_ticks
         self._pid[slot] = process.pid
@@ -310,6 +325,11 @@ def _same(one: ProcessIdentity, other: ProcessIdentity) -> bool:
 
 def _has(session: Session, process: ProcessIdentity) -> bool:
     return any(_same(attachment.process, process) for attachment in session.attachments.values())
+
+
+def _returns(attachment: Attachment) -> bool:
+    """Whether it is connected, can be recognised when it connects again, or will be seen to die."""
+    return attachment.connections > 0 or attachment.process.pid != 0
 
 
 def _joinable(session: Session, process: ProcessIdentity, rank: int) -> Attachment | None:

@@ -88,9 +88,8 @@ class Sums:
             row, _ = self._wanted.popitem()
             if self._due(row) and space.rows.run_of[row] != space.rows.run:
                 return row
-        waiting = space.unverified or space.unsummed
-        if waiting <= 0:
-            return None
+        if space.unverified + space.unsummed <= len(self._working):
+            return None  # all of it is with the worker: no sweep at each commit to find that out
         for _ in range(-(-space.rows.count // SWEEP_ROWS) + 1):
             while self._found:
                 row = self._found.pop()
