@@ -150,7 +150,7 @@ class Depot:
             -1, batch, BLOCKS_IN_OBJECT
         )
         pairs = list(zip(chains, where, strict=True))
-        seconds = self._drive(pairs, self._acquire, 4 if batch > 1 else 1)
+        seconds = self._drive(pairs, self._acquire, 8 if batch > 1 else 1)
         for layer_source, layer_target in zip(self.source, self.target, strict=True):
             for chain, blocks in pairs:
                 if not torch.equal(layer_target[blocks.ravel()], layer_source[chain.blocks.ravel()]):
