@@ -191,6 +191,23 @@ def test_namespaces_are_listed_by_pages(daemon: DaemonProcess, engine: RawEngine
     assert "page_token" in error.message
 
 
+def test_i4_identities_of_any_size_break_neither_status_nor_listing(engine: RawEngine) -> None:
+    for number in range(6):
+        spec = replace(dense_spec(f"big-{number}"), identity={"model": f'"{"x" * 900_000}"'})
+        engine.stub.RegisterNamespace(codec_namespace.encode_register(engine.session, spec))
+    labels = {namespace.label for namespace in engine.status().namespaces}
+    listed: dict[str, int] = {}
+    token = ""
+    while True:
+        page = engine.operator.ListNamespaces(pb.ListNamespacesRequest(page_token=token))
+        listed |= {namespace.label: len(namespace.identity["model"]) for namespace in page.namespaces}
+        token = page.next_page_token
+        if not token:
+            break
+    assert listed.keys() == labels
+    assert [listed[f"big-{number}"] for number in range(6)] == [900_002] * 6
+
+
 def test_p10_metrics_and_health_over_http(daemon: DaemonProcess, engine: RawEngine) -> None:
     engine.store(keys_of("metrics", 1))
     with urllib.request.urlopen(f"{daemon.metrics}/metrics") as answer:

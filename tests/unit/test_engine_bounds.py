@@ -93,3 +93,23 @@ def test_what_the_worker_has_already_is_not_searched_for(monkeypatch: pytest.Mon
     monkeypatch.undo()
     client.store(path("q", 1))
     assert rig.engine.next_to_sum() is not None
+
+
+def test_i8_at_a_stop_first_sums_come_before_verification() -> None:
+    """What is adopted keeps the sum it has; what has none would be dropped by the next daemon."""
+    rig = Rig()
+    rig.attach().store(path("p", 3))
+    rig.sum_all()
+    rig.crash()
+    client = rig.attach()
+    client.store(path("q", 2))
+    job = rig.engine.next_to_sum()
+    assert job is not None
+    assert job.verify
+    rig.engine.finish_sums()
+    client.locate(path("p", 3))  # asks for verification, in vain
+    assert rig.engine.unsummed == 2
+    assert rig.sum_all() == 2
+    assert rig.engine.unsummed == 0
+    assert rig.engine.status().tier.unverified_objects == 3
+    audit(rig.engine)

@@ -28,6 +28,8 @@ CONNECTIONS_MAX = 8192
 STRANGERS_MAX = 64
 """Connections that have not attached yet: one more and the oldest is closed."""
 STRANGER_SECONDS = 5.0
+ACCEPT_PAUSE_SECONDS = 0.5
+"""Without descriptors left: the listener stays readable, and asking it in a loop would starve everything else."""
 _ACCEPTS_PER_EVENT = 64
 _BACKLOG = 256
 
@@ -112,6 +114,8 @@ class AttachListener:
                 return
             except OSError as error:  # out of descriptors: the peer stays in the backlog and is met again
                 self._log.warning("attach: cannot accept: %s", error)
+                self._loop.remove_reader(listener.fileno())
+                self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume, listener)
                 return
             peer.setblocking(False)
             connection = _Connection(peer)
@@ -123,6 +127,10 @@ class AttachListener:
             self._connections[connection.fd] = connection
             self._strangers[connection.fd] = self._loop.call_later(STRANGER_SECONDS, self._drop, connection)
             self._loop.add_reader(connection.fd, self._readable, connection)
+
+    def _resume(self, listener: socket.socket) -> None:
+        if listener in self._listeners.values():
+            self._loop.add_reader(listener.fileno(), self._accept, listener)
 
     def _readable(self, connection: _Connection) -> None:
         try:
@@ -172,7 +180,11 @@ class AttachListener:
         """Who connected, and a pidfd of it. The start time is read while the pidfd proves that the pid is its."""
         pid, _ = processes.peer_credentials(peer)
         pidfd = processes.peer_pidfd(peer, pid)
-        ticks = processes.start_ticks(pid) if pid > 0 else None
+        try:
+            ticks = processes.start_ticks(pid) if pid > 0 else None
+        except OSError as error:
+            _close(pidfd)
+            raise NotReady(f"cannot read when process {pid} started: {error.strerror}") from error
         if pid > 0 and (ticks is None or (pidfd is not None and processes.has_ended(pidfd))):
             _close(pidfd)
             raise InvalidArgument(f"the process {pid} that connected has ended", advice="connect from a living process")
@@ -186,14 +198,16 @@ class AttachListener:
             arena_bytes=self._offer.arena_bytes,
             daemon_version=self._offer.daemon_version,
         )
-        descriptor = self._offer.open_descriptor()
         try:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
-            connection.socket.sendmsg([codec.encode_attach_reply(reply)], [rights])
-        except OSError:  # gone already, or it does not read: it is as good as disconnected
+            descriptor = self._offer.open_descriptor()
+            try:
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+                connection.socket.sendmsg([codec.encode_attach_reply(reply)], [rights])
+            finally:
+                os.close(descriptor)
+        except OSError as error:  # gone already, it does not read, or no descriptor is left: as good as disconnected
+            self._log.warning("attach: cannot answer: %s", error)
             self._ended(connection)
-        finally:
-            os.close(descriptor)
 
     def _refuse(self, connection: _Connection, error: KvDepotError) -> None:
         self._log.warning("attach refused: %s", error)

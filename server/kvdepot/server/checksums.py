@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -50,28 +51,42 @@ class ChecksumService:
         return None if self._process is None else self._process.pid
 
     @property
-    def idle(self) -> bool:
-        """Nothing handed out and nothing to hand out."""
+    def drained(self) -> bool:
+        """Every committed object has a sum."""
         self.wake()
-        return not self._jobs
+        return not self._engine.unsummed
 
     def start(self) -> None:
+        """Start a worker; where the host has no room for one now, try again later."""
         self._respawn = None
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        ours.setblocking(False)
-        arguments = (self._arena.fd, theirs.fileno(), self._arena.layout.size_bytes, os.getpid())
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *map(str, arguments)],
-                pass_fds=(self._arena.fd, theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-            )
-        self._socket = ours
-        self._pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self._process, self._socket, self._pidfd = self._spawn()
+        except OSError as error:
+            self._start_later(f"cannot start: {error}")
+            return
         self._started_at = self._loop.time()
-        self._loop.add_reader(ours.fileno(), self._readable)
+        self._loop.add_reader(self._socket.fileno(), self._readable)
         self._loop.add_reader(self._pidfd, self._died)
         self.wake()
+
+    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+        """Process, our end of its socket, its pidfd; nothing is left behind when one of them cannot be had."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        arguments = (self._arena.fd, theirs.fileno(), self._arena.layout.size_bytes, os.getpid())
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(ours)
+            ours.setblocking(False)
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", _MODULE, *map(str, arguments)],
+                    pass_fds=(self._arena.fd, theirs.fileno()),
+                    stdin=subprocess.DEVNULL,
+                )
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            pidfd = os.pidfd_open(process.pid)
+            undo.pop_all()
+        return process, ours, pidfd
 
     def wake(self) -> None:
         """Hand out objects while the worker has room before it."""
@@ -138,7 +153,10 @@ class ChecksumService:
         self._engine.sum_worker_died()
         if self._loop.time() - self._started_at > _STABLE_SECONDS:
             self._backoff = _BACKOFF_SECONDS_MIN
-        self._log.warning("checksum worker ended with %d, replaced in %.1f s", status, self._backoff)
+        self._start_later(f"ended with {status}")
+
+    def _start_later(self, why: str) -> None:
+        self._log.warning("checksum worker %s, the next one starts in %.1f s", why, self._backoff)
         self._respawn = self._loop.call_later(self._backoff, self.start)
         self._backoff = min(self._backoff * 2, _BACKOFF_SECONDS_MAX)
 

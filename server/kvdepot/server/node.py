@@ -226,7 +226,8 @@ class Node:
     async def _drain(self) -> bool:
         """Whether every committed object has its sum now."""
         until = self._loop.time() + DRAIN_SECONDS
-        while not self._checksums.idle:
+        self._engine.finish_sums()
+        while not self._checksums.drained:
             if self._loop.time() > until:
                 return False
             await asyncio.sleep(_DRAIN_STEP_SECONDS)

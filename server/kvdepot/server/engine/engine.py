@@ -284,6 +284,15 @@ class Engine:
         """The worker's answer. A verified object becomes visible, a mismatch drops its subtree."""
         self._sums.summed(row, generation, sum_lo, sum_hi)
 
+    @property
+    def unsummed(self) -> int:
+        """Committed objects without a sum: the next daemon would drop them."""
+        return self._space.unsummed
+
+    def finish_sums(self) -> None:
+        """The daemon stops: `next_to_sum` verifies nothing more, so that what has no sum gets one."""
+        self._sums.finish()
+
     def sum_worker_died(self) -> None:
         """Its death is proven: what it was lent returns and is handed out again."""
         self._sums.worker_died()

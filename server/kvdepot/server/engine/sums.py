@@ -32,6 +32,11 @@ class Sums:
         self._wanted: OrderedDict[int, None] = OrderedDict()
         self._found: list[int] = []  # candidates of the last swept slice, lowest row last
         self._at = 0
+        self._verifies = True
+
+    def finish(self) -> None:
+        """Only first sums from now on: what is adopted and not verified keeps the sum it has."""
+        self._verifies = False
 
     def want(self, row: int) -> None:
         self._wanted[row] = None
@@ -84,7 +89,7 @@ class Sums:
 
     def _next_row(self) -> int | None:
         space = self._space
-        while self._wanted and space.unverified:
+        while self._wanted and self._verifies:
             row, _ = self._wanted.popitem()
             if self._due(row) and space.rows.run_of[row] != space.rows.run:
                 return row
@@ -102,7 +107,7 @@ class Sums:
         rows = self._space.rows
         if rows.state[row] != COMMITTED or row in self._working:
             return False
-        return rows.run_of[row] != rows.run or not rows.summed(row)
+        return self._verifies if rows.run_of[row] != rows.run else not rows.summed(row)
 
     def _sweep(self) -> None:
         """Candidates of the next slice of the table."""
@@ -110,7 +115,7 @@ class Sums:
         part = slice(self._at, min(self._at + SWEEP_ROWS, rows.count))
         self._at = part.stop if part.stop < rows.count else 0
         due = rows.states[part] == COMMITTED
-        if self._space.unverified:
+        if self._verifies and self._space.unverified:
             due &= rows.runs[part] != rows.run
         else:
             due &= rows.flags[part] & SUMMED == 0

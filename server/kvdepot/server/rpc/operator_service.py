@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from kvdepot.core.errors import InvalidArgument
-from kvdepot.core.report import DaemonStatus
+from kvdepot.core.report import DaemonStatus, NamespaceStatus
 from kvdepot.proto import codec_report
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 from kvdepot.server.rpc.answer import Context, answer
 
 PAGE_SIZE_MAX = 64
-"""Namespaces a page: an identity has some 100 KiB, a message 4 MiB."""
+"""Namespaces a page."""
+PAGE_BYTES_MAX = 2 << 20
+"""An identity has some 50 KiB, at most 1 MiB, and a message 4 MiB: a page ends with the namespace that passes this."""
 
 
 class OperatorService(pb_grpc.OperatorServicer):
@@ -22,7 +25,14 @@ class OperatorService(pb_grpc.OperatorServicer):
         self._log = log
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802, ARG002
-        return await answer(context, self._log, lambda: codec_report.encode_status(self._status()))
+        """Without the identities of the namespaces, which `ListNamespaces` pages through."""
+
+        def run() -> pb.GetStatusResponse:
+            status = self._status()
+            brief = tuple(replace(namespace, identity={}) for namespace in status.namespaces)
+            return codec_report.encode_status(replace(status, namespaces=brief))
+
+        return await answer(context, self._log, run)
 
     async def ListNamespaces(  # noqa: N802
         self, request: pb.ListNamespacesRequest, context: Context
@@ -31,13 +41,24 @@ class OperatorService(pb_grpc.OperatorServicer):
             namespaces = sorted(self._status().namespaces, key=lambda one: one.namespace_id)
             after = _token(request.page_token)
             rest = [one for one in namespaces if one.namespace_id > after]
-            page = rest[: min(request.page_size or PAGE_SIZE_MAX, PAGE_SIZE_MAX)]
+            page = _page(rest[: min(request.page_size or PAGE_SIZE_MAX, PAGE_SIZE_MAX)])
             return pb.ListNamespacesResponse(
-                namespaces=[codec_report.encode_namespace_status(one) for one in page],
-                next_page_token=page[-1].namespace_id.hex() if len(page) < len(rest) else "",
+                namespaces=page, next_page_token=page[-1].namespace.hex() if len(page) < len(rest) else ""
             )
 
         return await answer(context, self._log, run)
+
+
+def _page(namespaces: Iterable[NamespaceStatus]) -> list[pb.NamespaceStatus]:
+    """As many of them as a message has room for."""
+    page: list[pb.NamespaceStatus] = []
+    page_bytes = 0
+    for namespace in namespaces:
+        page.append(codec_report.encode_namespace_status(namespace))
+        page_bytes += page[-1].ByteSize()
+        if page_bytes > PAGE_BYTES_MAX:
+            break
+    return page
 
 
 def _token(text: str) -> bytes:

@@ -1,0 +1,111 @@
+"""A host that has no descriptor or process left for a moment: nothing spins, and all of it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvdepot.core.calls import AttachCall
+from kvdepot.proto import codec
+from kvdepot.server import attach
+from kvdepot.server.attach import ArenaOffer, AttachListener
+from kvdepot.server.checksums import ChecksumService
+from kvdepot.server.processes import read_boot_id
+
+from tests.fakes.engine_rig import Rig
+
+
+@contextlib.contextmanager
+def _no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def _attach(path: Path) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    client.connect(os.fspath(path))
+    client.send(codec.encode_attach_call(AttachCall(1, 1, "e", scheduler=True, rank=0, world_size=1)))
+    return client
+
+
+def test_i4_without_descriptors_the_listener_waits_instead_of_spinning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attach, "ACCEPT_PAUSE_SECONDS", 0.1)
+    path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
+
+    async def run() -> bytes:
+        loop = asyncio.get_running_loop()
+        offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
+        log = logging.getLogger("scarce")
+        listener = AttachListener(engine=Rig().engine, offer=offer, loop=loop, log=log, boot_id=read_boot_id())
+        listener.listen(path, 0o600, -1)
+        with contextlib.closing(_attach(path)) as client:
+            with _no_descriptor_left():
+                await asyncio.sleep(0.25)
+            answer = await asyncio.wait_for(loop.sock_recv(client, 4096), 5)
+        listener.close()
+        return answer
+
+    with caplog.at_level(logging.WARNING, "scarce"):
+        assert codec.decode_attach_reply(asyncio.run(run())).protocol == 1
+    assert 1 <= sum("cannot accept" in record.message for record in caplog.records) <= 4
+
+
+def test_i4_an_attachment_without_a_descriptor_for_it_ends() -> None:
+    path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
+    rig = Rig()
+
+    def none_left() -> int:
+        raise OSError("no descriptor left")
+
+    async def run() -> bytes:
+        loop = asyncio.get_running_loop()
+        offer = ArenaOffer(1, 4096, "1", none_left)
+        log = logging.getLogger("scarce")
+        listener = AttachListener(engine=rig.engine, offer=offer, loop=loop, log=log, boot_id=read_boot_id())
+        listener.listen(path, 0o600, -1)
+        with contextlib.closing(_attach(path)) as client:
+            answer = await asyncio.wait_for(loop.sock_recv(client, 4096), 5)
+        listener.close()
+        return answer
+
+    assert asyncio.run(run()) == b""
+    assert [info.connections for info in rig.engine.attachments()] == [0]
+
+
+@pytest.mark.parametrize("failing", ["Popen", "pidfd_open"])
+def test_a_checksum_worker_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("not now")
+
+    monkeypatch.setattr(subprocess if failing == "Popen" else os, failing, refuse)
+    later: list[tuple[float, Any]] = []
+    loop: Any = SimpleNamespace(call_later=lambda seconds, what: later.append((seconds, what)))
+    arena: Any = SimpleNamespace(fd=os.open(os.devnull, os.O_RDWR), layout=SimpleNamespace(size_bytes=4096))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    service = ChecksumService(arena=arena, engine=Rig().engine, loop=loop, log=logging.getLogger("scarce"))
+    service.start()
+    service.start()
+    os.close(arena.fd)
+    assert [seconds for seconds, _ in later] == [0.1, 0.2]
+    assert all(what == service.start for _, what in later)
+    assert service.pid is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - 1
