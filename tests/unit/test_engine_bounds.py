@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from kvdepot.core.calls import CommitOutcome, DeclareCall
+from kvdepot.core import limits
+from kvdepot.core.calls import AcquireOutcome, CommitOutcome, DeclareCall, Kind, ReserveOutcome
 from kvdepot.core.errors import NoRoom
+from kvdepot.core.planner import GroupSpec
 from kvdepot.server.engine import engine as engine_module
 from kvdepot.server.engine import namespaces as namespaces_module
 from kvdepot.server.engine import sessions as sessions_module
+from kvdepot.server.engine import store as store_module
 from kvdepot.server.engine.types import ProcessIdentity
 
-from tests.fakes.engine_rig import BOOT, DENSE, Client, Rig, audit, path, process
+from tests.fakes.engine_rig import BOOT, CHUNK, DENSE, Client, Rig, audit, path, process, spec_of
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -112,4 +115,56 @@ def test_i8_at_a_stop_first_sums_come_before_verification() -> None:
     assert rig.sum_all() == 2
     assert rig.engine.unsummed == 0
     assert rig.engine.status().tier.unverified_objects == 3
+    audit(rig.engine)
+
+
+def test_i1d_an_engine_may_change_its_weights_as_often_as_it_likes() -> None:
+    rig = Rig()
+    client = rig.attach()
+    for epoch in range(limits.NAMESPACES_PER_SESSION_MAX + 3):
+        client.namespace, _ = rig.engine.register_namespace(client.session, replace(DENSE, epoch=str(epoch)))
+        client.store(path("p", 1))
+    idle = [namespace for namespace in rig.engine._space.namespaces.by_slot.values() if not namespace.sessions]
+    assert len(idle) == 4  # and may give up their slots; the first one is the rig's own
+    audit(rig.engine)
+
+
+def test_i4_specs_are_bounded_and_those_of_idle_namespaces_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(namespaces_module, "SPECS_BYTES_MAX", 5_000)
+    rig = Rig()
+    leaving = rig.attach("leaving", pid=1, spec=replace(DENSE, identity={"model": "a" * 3_000}))
+    leaving.store(path("p", 2))
+    rig.sum_all()
+    rig.engine.process_dead(leaving.attachment)
+    using = rig.attach("using", pid=2, spec=replace(DENSE, identity={"model": "b" * 3_000}))
+    specs = {namespace.id: namespace.spec for namespace in rig.engine._space.namespaces.by_slot.values()}
+    assert specs == {leaving.namespace: None, using.namespace: using.spec}
+    with pytest.raises(NoRoom, match="specs"):
+        rig.attach("third", pid=3, spec=leaving.spec)
+    rig.engine.process_dead(using.attachment)
+    again = rig.attach("fourth", pid=4, spec=leaving.spec)
+    assert again.locate(path("p", 2)).boundary_tokens == 2 * CHUNK
+    audit(rig.engine)
+
+
+def test_i4_an_object_larger_than_the_arena_evicts_nothing() -> None:
+    rig = Rig(data_pages=8)
+    client = rig.attach()
+    client.store(path("p", 2))
+    huge = spec_of(GroupSpec(Kind.STATE, CHUNK, rank_block_bytes=(9 * 4096,)), name="huge")
+    other = rig.attach("huge", pid=20, spec=huge)
+    assert other.reserve(path("q", 1), (Kind.STATE,))[1].outcomes == bytes([ReserveOutcome.NO_ROOM])
+    assert client.locate(path("p", 2)).boundary_tokens == 2 * CHUNK
+
+
+def test_i4_a_reply_has_no_more_pieces_than_a_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.store(path("p", 3))
+    monkeypatch.setattr(limits, "FRAGMENTS_PER_REPLY_MAX", 2)
+    assert client.acquire(path("p", 3))[1].outcome is AcquireOutcome.REFUSED
+    assert client.acquire(path("p", 2))[1].outcome is AcquireOutcome.GRANTED
+    monkeypatch.setattr(store_module, "_FRAGMENT_WORDS_MAX", 5)
+    later = [ReserveOutcome.GRANTED, ReserveOutcome.LATER, ReserveOutcome.LATER]
+    assert client.reserve(path("q", 3))[1].outcomes == bytes(later)
     audit(rig.engine)

@@ -192,13 +192,15 @@ class Engine:
         owner = self._sessions.of(session)
         namespace_id = checked_id(spec)
         if namespace_id not in owner.namespaces:
-            check_limit("namespaces of one session", len(owner.namespaces) + 1, limits.NAMESPACES_PER_SESSION_MAX)
             namespace = self._space.namespaces.by_id.get(namespace_id) or self._new_namespace(namespace_id, spec)
             if namespace.spec is None:
-                namespace.define(spec)
+                self._space.namespaces.define(namespace, spec)
             namespace.sessions += 1
             namespace.used_at = self._clock()
             owner.namespaces[namespace_id] = namespace
+            if len(owner.namespaces) > limits.NAMESPACES_PER_SESSION_MAX:
+                oldest = next(iter(owner.namespaces))  # of an epoch long gone
+                owner.namespaces.pop(oldest).sessions -= 1
         return namespace_id, owner.ranks_attached
 
     # Calls; all raise the "attach first" error on an unknown session token

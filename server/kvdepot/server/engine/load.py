@@ -116,8 +116,10 @@ class Loads:
         nodes, rows = self._resolve(namespace, call)
         if not self._visible(rows).all():
             return AcquireReply(AcquireOutcome.MISSING)
-        entries = self._space.lent.lend_many(call.lease_id, session.slot, LentMode.READ, rows)
         extents, granted_bytes = self._pack(rows)
+        if len(extents) > limits.FRAGMENTS_PER_REPLY_MAX * EXTENT_WORDS * 8:
+            return AcquireReply(AcquireOutcome.REFUSED)  # in more pieces than a reply holds
+        entries = self._space.lent.lend_many(call.lease_id, session.slot, LentMode.READ, rows)
         reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
         session.leases[call.lease_id] = ReadLease(session, call.lease_id, entries, hash(call), reply, self._deadline())
         session.loads += 1

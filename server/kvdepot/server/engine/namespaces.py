@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 from kvdepot.core.arena import NAMESPACES_MAX, ArenaTables
 from kvdepot.core.calls import Kind
+from kvdepot.core.errors import NoRoom
 from kvdepot.core.keys import NamespaceSpec, check_sizes
 from kvdepot.core.limits import LABEL_BYTES_MAX
 from kvdepot.core.planner import Planner
 from kvdepot.core.report import NamespaceStatus
+
+SPECS_BYTES_MAX: Final = 32 << 20
+"""Of all namespaces, in the daemon's private memory: 600 specs of 50 KiB."""
 
 
 class Namespace:
@@ -19,6 +25,7 @@ class Namespace:
         self.id = namespace_id
         self.label = label
         self.spec: NamespaceSpec | None = None
+        self.spec_bytes = 0  # of the spec's canonical encoding
         self.planner: Planner | None = None
         self.path_kind = int(Kind.ATTENTION)  # which kind of object makes a path; known once registered
         self.object_bytes: dict[int, int] = {}
@@ -31,10 +38,17 @@ class Namespace:
     def define(self, spec: NamespaceSpec) -> None:
         planner = spec.planner()
         self.spec = spec
+        self.spec_bytes = len(spec.canonical())
         self.planner = planner
         self.label = spec.label
         self.path_kind = int(planner.path_kind)
         self.object_bytes = {int(kind): planner.object_bytes(kind) for kind in planner.kinds}
+
+    def forget_spec(self) -> None:
+        """As after a restart: its objects stay, and an engine that registers it again defines it again."""
+        self.spec = None
+        self.spec_bytes = 0
+        self.planner = None
 
     def status(self) -> NamespaceStatus:
         spec = self.spec
@@ -90,6 +104,18 @@ class Namespaces:
         namespace = Namespace(slot, namespace_id, label, now)
         self._enter(namespace)
         return namespace
+
+    def define(self, namespace: Namespace, spec: NamespaceSpec) -> None:
+        """Raises NoRoom when the specs in use leave none; those of idle namespaces are forgotten first."""
+        namespace.define(spec)
+        over = sum(one.spec_bytes for one in self.by_slot.values()) - SPECS_BYTES_MAX
+        for idle in self.idle() if over > 0 else ():
+            if over > 0 and idle is not namespace:
+                over -= idle.spec_bytes
+                idle.forget_spec()
+        if over > 0:
+            namespace.forget_spec()
+            raise NoRoom(f"the specs of the namespaces in use have {SPECS_BYTES_MAX >> 20} MiB already")
 
     def remove(self, namespace: Namespace) -> None:
         """No row names its slot any more as part of the index."""

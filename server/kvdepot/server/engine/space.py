@@ -80,6 +80,8 @@ class Space:
     def _allocate(self, size_bytes: int) -> list[Extent]:
         """Extents, and a free row for each; empty when nothing evictable is left."""
         rounded = self.allocator.rounded(size_bytes)
+        if rounded > self.allocator.ready_bytes:
+            return []  # evicting everything would not make room
         while self.allocator.free_bytes < rounded or not self.rows.free_count:
             if not self.evict_one("room"):
                 return []
@@ -204,7 +206,8 @@ class Space:
     def lent_bytes(self) -> int:
         """Bytes that somebody may be touching. O(lent table)."""
         rows = np.unique(self.lent.rows[self.lent.modes != LentMode.FREE])
-        return sum(map(self.size_bytes, rows.tolist()))
+        several = self.rows.nexts[rows] != NO_ROW
+        return int(self.rows.lengths[rows[~several]].sum()) + sum(map(self.size_bytes, rows[several].tolist()))
 
     def drop_namespace(self, namespace: Namespace, limit: int) -> int:
         """Drop at most `limit` of its nodes, from the leaves up, none that is lent; how many were dropped."""

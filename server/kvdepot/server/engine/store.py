@@ -9,6 +9,7 @@ import numpy as np
 from kvdepot.core import limits
 from kvdepot.core.arena import NO_ROW, LentMode
 from kvdepot.core.calls import (
+    EXTENT_WORDS,
     KEY_BYTES,
     ROOT_KEY,
     CommitItem,
@@ -30,6 +31,9 @@ from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.types import EngineConfig
 
 _HERE_WHEN_GRANTED: Final = (ReserveOutcome.GRANTED, ReserveOutcome.PRESENT, ReserveOutcome.PENDING)
+
+_FRAGMENT_WORDS_MAX: Final = limits.FRAGMENTS_PER_REPLY_MAX // 2 * EXTENT_WORDS
+"""Once a reply has so many words nothing more is granted in it: what the last object adds still fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,8 @@ class Stores:
         if not self._fits_tree(namespace, node, above, one):
             self._reason = f"boundary {one.boundary} or the parent contradicts what is known of the chunk"
             return ReserveOutcome.REFUSED
+        if len(fragments) >= _FRAGMENT_WORDS_MAX:
+            return ReserveOutcome.LATER
         refusal = self._over_credit(lease.session, namespace, one.kind)
         if refusal is not None:
             return refusal
