@@ -208,21 +208,15 @@ class Loads:
             self._fail(load, "error")
 
     def _acquired(self, load: Load, reply: Any) -> None:
-        if isinstance(reply, CallFailure):
-            if load.phase is LoadPhase.ACQUIRING:
-                self._fail(load, reply.reason.value)
-            return
-        assert isinstance(reply, AcquireReply)
-        granted = reply.outcome is AcquireOutcome.GRANTED
         if load.phase is not LoadPhase.ACQUIRING:
-            if granted:
-                self._session.release([load.lease_id])  # no rank has seen it
-            return
-        if granted:
+            return  # given up while the call was under way: `_report` releases it
+        if isinstance(reply, AcquireReply) and reply.outcome is AcquireOutcome.GRANTED:
             load.phase = LoadPhase.GRANTED
             load.reply = reply
-        else:
-            self._fail(load, reply.outcome.name.lower())
+            return
+        load.lease_id = 0  # there is none: not granted, or ended by the session
+        reason = reply.reason.value if isinstance(reply, CallFailure) else reply.outcome.name.lower()
+        self._fail(load, reason)
 
     def _fail(self, load: Load, reason: str) -> None:
         load.phase = LoadPhase.FAILED
@@ -248,10 +242,15 @@ class Loads:
                 self._report(load, meta)
 
     def _report(self, load: Load, meta: StepMeta) -> None:
-        """No rank has seen the extents: give them back, and let the ranks report the request."""
+        """No rank has seen the extents: give them back, and let the ranks report the request.
+
+        The lease is released even before the daemon's answer: an engine that has become idle
+        takes no step in which a late grant would be seen. Of Acquire and Release the daemon may
+        see either first.
+        """
         del self._active[load.request_id]
         meta.failed_loads.append(load.request_id)
-        if load.reply is not None:
+        if load.lease_id:
             self._session.release([load.lease_id])
 
     def _dispatch(self, load: Load, meta: StepMeta, resolve: ResolveBlocks) -> None:
