@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from demo.daemon import Daemon, Served
-from demo.engine import Answer, Engine, EngineOptions, depot_connector
+from demo.daemon import Daemon, DaemonProcessError, Served
+from demo.engine import Answer, Engine, EngineOptions, EngineProcessError, depot_connector
 from demo.scenarios import await_lookups
 from demo.toys import Toy, make_toy, prompt
 
@@ -76,6 +76,17 @@ class Fleet:
         return engine.start()
 
     def engine(self, name: str) -> Engine:
+        try:
+            return self._whole(name)
+        except (DaemonProcessError, EngineProcessError):
+            # A test has left something behind that does not go away: that test's failure, not the next one's.
+            for other in list(self._running):
+                self.end(other, kill=True)
+            self.daemon.kill()
+            self.daemon.arena.unlink(missing_ok=True)
+            return self._whole(name)
+
+    def _whole(self, name: str) -> Engine:
         self.ensure_daemon()
         if name in self._running and not self._running[name].alive:
             self._running.pop(name).kill()
