@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 from kvdepot.core.arena import NO_ROW, LentMode, RowState
-from kvdepot.core.calls import AcquireOutcome, CommitOutcome, DeclareCall, Kind, ReserveOutcome
+from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, CommitOutcome, DeclareCall, Kind, ReserveOutcome
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.engine.rows import Rows
 
-from tests.fakes.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, process, spec_of, unpack
+from tests.fakes.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, audit, key, path, process, spec_of, unpack
 
 BOTH = (Kind.ATTENTION, Kind.STATE)
 
@@ -328,3 +329,45 @@ def test_a_sum_for_what_was_replaced_meanwhile_changes_nothing() -> None:
     rig.engine.summed(job.row, job.generation, 1, 1)
     assert rig.counter("summed_objects") == 0
     audit(rig.engine)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_i8_exactly_what_has_a_sum_and_its_whole_path_is_kept(seed: int) -> None:
+    """Random trees of two namespaces that share keys, random sums; twice, so that what is kept lies scattered."""
+    random = Random(seed)
+    rig = Rig(data_pages=1024, rows=512, lent_rows=512, seed=seed)
+    for _ in range(2):
+        for client in (rig.attach("dense", 10, DENSE), rig.attach("hybrid", 11, HYBRID)):
+            for _ in range(12):
+                turns = [random.choice("ab") for _ in range(random.randrange(1, 8))]
+                prompt = [key(*turns[: depth + 1]) for depth in range(len(turns))]
+                client.store(prompt, BOTH if client.spec is HYBRID else BOTH[:1])
+        for job in iter(rig.engine.next_to_sum, None):
+            if random.random() < 0.8:
+                rig.engine.summed(job.row, job.generation, job.extents[0][0], 1)
+        objects = _objects(rig)
+        expected: set[Name] = set()
+        while len(expected) < len(more := {name for name in objects if _stands(objects, name, expected)}):
+            expected = more
+        rig.crash()
+        assert rig.report.kept == len(expected)
+        assert set(_objects(rig)) == expected
+        assert 0 < len(expected) < len(objects)
+        audit(rig.engine)
+        rig.sum_all()
+        assert rig.counter("corrupt_objects") == 0
+
+
+Name = tuple[int, bytes, int]
+
+
+def _objects(rig: Rig) -> dict[Name, tuple[bytes, bool]]:
+    """Committed objects by namespace slot, key and kind: the parent's key, and whether there is a sum."""
+    rows = rig.engine._space.rows
+    heads = [row for row in range(rows.count) if rows.state[row] == RowState.COMMITTED]
+    return {(rows.namespace[r], rows.key(r), rows.kind[r]): (rows.parent(r), rows.summed(r)) for r in heads}
+
+
+def _stands(objects: dict[Name, tuple[bytes, bool]], name: Name, standing: set[Name]) -> bool:
+    parent, summed = objects[name]
+    return summed and (parent == ROOT_KEY or (name[0], parent, int(Kind.ATTENTION)) in standing)

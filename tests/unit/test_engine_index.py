@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
 from kvdepot.core.calls import CommitOutcome
 from kvdepot.server.engine.counters import Counters
@@ -43,6 +44,29 @@ def test_leaves_come_before_their_parents() -> None:
     index.remove(below)
     index.remove(sides[1])
     assert sorted(index.children(top)) == sorted([sides[0], sides[2]])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_many_nodes_at_once_are_the_same_as_one_by_one(seed: int) -> None:
+    random = Random(seed)
+    index = Index(64, random.randbytes)
+    names = [(random.randrange(3), random.randbytes(8) + bytes([i % 4]) * 8) for i in range(60)]
+    above = [random.randrange(-1, at) for at in range(60)]
+    slots = np.array([slot for slot, _ in names], np.uint16)
+    keys = np.frombuffer(b"".join(key for _, key in names), np.uint64).reshape(-1, 2)
+    nodes = index.add_many(slots, keys)
+    order = random.sample(range(60), 60)
+    index.link_many(nodes[order], np.array([nodes[above[at]] if above[at] >= 0 else NONE for at in order], np.int64))
+    assert [index.find(*name) for name in names] == nodes.tolist()
+    for at, node in enumerate(nodes.tolist()):
+        assert sorted(index.children(node)) == [nodes[child] for child in range(60) if above[child] == at]
+        assert index.parent(node) == (nodes[above[at]] if above[at] >= 0 else NONE)
+    assert sorted(index.leaves(index.nodes()).tolist()) == [node for node in nodes.tolist() if index.is_leaf(node)]
+    for at in reversed(range(60)):
+        index.remove(int(nodes[at]))
+        assert index.find(*names[at]) == NONE
+        assert index.count == at
+    assert index.add(*names[0], NONE) == nodes[0]
 
 
 def test_i4_ended_leases_are_bounded_in_number_and_bytes() -> None:

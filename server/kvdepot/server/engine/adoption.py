@@ -19,9 +19,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.arena import NO_ROW, ArenaLayout, LentMode
-from kvdepot.core.calls import ROOT_KEY, Kind
-from kvdepot.server.engine.index import NONE
+from kvdepot.core.calls import Kind
 from kvdepot.server.engine.load import Loads
+from kvdepot.server.engine.planting import offer_for_eviction, plant
 from kvdepot.server.engine.rows import COMMITTED, CONTINUATION, DYING, FREE, RESERVED, SUMMED
 from kvdepot.server.engine.sessions import Session, Sessions
 from kvdepot.server.engine.space import Space
@@ -220,35 +220,13 @@ class Adoption:
     # The tree
 
     def _plant(self) -> None:
-        """Nodes for what is kept, parents (which have smaller boundaries) first."""
-        rows = self._space.rows
+        """Nodes for what is kept."""
         at = np.flatnonzero(self._reasons == 0)
-        heads = self._heads[at]
-        slots, kinds = rows.namespaces[heads], rows.kinds[heads]
-        path_kinds = {int(slot): int(kinds[slots == slot].min()) for slot in np.unique(slots)}
-        for place in np.lexsort((kinds, rows.boundaries[heads])):
-            head = int(heads[place])
-            reason = self._plant_one(head, path_kinds[rows.namespace[head]])
-            if reason:
-                self._reasons[at[place]] = _CODE[reason]
-
-    def _plant_one(self, head: int, path_kind: int) -> str:
-        space = self._space
-        slot, key, parent_key = space.rows.namespace[head], space.rows.key(head), space.rows.parent(head)
-        above = NONE
-        if parent_key != ROOT_KEY:
-            above = space.index.find(slot, parent_key)
-            if above == NONE or space.index.row(above, path_kind) == NO_ROW:
-                return "no_parent"
-            if space.rows.boundary[space.index.rows_of(above)[0]] >= space.rows.boundary[head]:
-                return "torn_fields"
-        node = space.index.find(slot, key)
-        if node == NONE:
-            node = space.add_node(space.namespaces.by_slot[slot], key, above)
-        elif space.index.parent(node) != above:
-            return "torn_fields"
-        space.index.set_row(node, space.rows.kind[head], head)
-        return ""
+        if not len(at):
+            return
+        no_parent, torn = plant(self._space, self._heads[at])
+        self._reasons[at[no_parent]] = _CODE["no_parent"]
+        self._reasons[at[torn]] = _CODE["torn_fields"]
 
     # Settling
 
@@ -260,8 +238,8 @@ class Adoption:
         held = all_rows[(self._reasons[owners] == 0) | lent[owners]]
         self._claim(held[self._in_arena(held)])
         self._free_others(held)
-        for head in self._heads[self._reasons == 0].tolist():
-            self._enter(head)
+        self._enter(all_rows, owners)
+        offer_for_eviction(self._space)
 
     def _unindex(self, head: int, reason: str, *, lent: bool) -> None:
         rows = self._space.rows
@@ -276,15 +254,18 @@ class Adoption:
 
     def _claim(self, held: _Numbers) -> None:
         """The union of these extents; they overlap only where a table was torn."""
-        starts = self._space.rows.offsets[held].astype(np.int64)
+        if not len(held):
+            return
+        starts, ends = self._space.rows.offsets[held].astype(np.int64), self._ends(held)
+        self._space.allocator.grow(int(ends.max()))
         order = np.argsort(starts)
-        self._space.allocator.grow(int(self._ends(held).max(initial=0)))
-        end = 0
-        for start, upto in zip(starts[order].tolist(), self._ends(held)[order].tolist(), strict=True):
-            if upto > end:
-                unclaimed = max(start, end)
-                self._space.allocator.claim(unclaimed, upto - unclaimed)
-                end = upto
+        starts, reach = starts[order], np.maximum.accumulate(ends[order])
+        begins = np.ones(len(starts), np.bool_)
+        begins[1:] = starts[1:] > reach[:-1]
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:], len(starts)) - 1
+        for start, end in zip(starts[first].tolist(), reach[last].tolist(), strict=True):
+            self._space.allocator.claim(start, end - start)
 
     def _free_others(self, held: _Numbers) -> None:
         """Heads first, then continuations that nothing links."""
@@ -297,16 +278,24 @@ class Adoption:
         rows.states[gone[~heads]] = FREE
         rows.reset_free(np.flatnonzero(~keep).astype(np.uint32))
 
-    def _enter(self, head: int) -> None:
-        space = self._space
-        node = space.node_of(head)
-        if space.rows.state[head] == COMMITTED:
-            space.count_committed(head, 1)
-            if space.rows.run_of[head] == space.rows.run:
-                space.rows.run_of[head] = ~space.rows.run & 0xFFFF_FFFF  # the run was not advanced: trust nothing
-            space.unverified += 1
-            space.policy.on_commit(node, space.clock())
-        space.settle_node(node)
+    def _enter(self, all_rows: _Numbers, owners: _Numbers) -> None:
+        """Count what is kept and committed; nothing of it is visible before it is verified."""
+        space, rows = self._space, self._space.rows
+        counted = (self._reasons == 0) & (rows.states[self._heads] == COMMITTED)
+        sizes = np.zeros(len(self._heads), np.int64)
+        mine = counted[owners]
+        np.add.at(sizes, owners[mine], rows.lengths[all_rows[mine]].astype(np.int64))
+        committed, sizes = self._heads[counted], sizes[counted]
+        # Where the run was not advanced nothing is trusted either.
+        rows.runs[committed[rows.runs[committed] == rows.run]] = ~rows.run & 0xFFFF_FFFF
+        space.unverified += len(committed)
+        space.objects += len(committed)
+        slots, kinds = rows.namespaces[committed], rows.kinds[committed]
+        for slot in np.unique(slots):
+            namespace = space.namespaces.by_slot[int(slot)]
+            namespace.bytes += int(sizes[slots == slot].sum())
+            for kind, count in zip(*np.unique(kinds[slots == slot], return_counts=True), strict=True):
+                namespace.objects[int(kind)] += int(count)
 
     # Leases
 

@@ -71,10 +71,7 @@ class Index:
     def find_many(self, namespace: int, keys: bytes) -> Nodes:
         """One node or NONE per 16-byte key."""
         pairs = np.frombuffer(keys, np.uint64).reshape(-1, 2)
-        low, high = pairs[:, 0], pairs[:, 1]
-        by_low, by_high, by_namespace = self._multipliers
-        mixed = low * _U64(by_low) + high * _U64(by_high) + _U64(namespace * by_namespace & _MASK64)
-        at = (mixed >> _U64(self._shift)).astype(np.int64)
+        at = self._homes(np.full(1, namespace, np.uint64), pairs)
         found: Nodes = np.full(len(pairs), NONE, np.int64)
         todo = np.arange(len(pairs))
         while todo.size:
@@ -148,6 +145,44 @@ class Index:
         self.count += 1
         return node
 
+    def add_many(self, namespaces: npt.NDArray[np.uint16], keys: npt.NDArray[np.uint64]) -> Nodes:
+        """New nodes of distinct names, numbered one after the other, without rows; `link_many` gives them their places.
+
+        Only for an index that nothing was removed from.
+        """
+        count = len(keys)
+        nodes: Nodes = np.arange(self._high, self._high + count)
+        assert self._free == NONE and self._high + count <= self.capacity, "more nodes than rows"
+        self._high += count
+        self.count += count
+        part = slice(self._high - count, self._high)
+        self.keys[part] = keys
+        self.namespaces[part] = namespaces
+        for rows in self.rows:
+            rows[part] = NO_ROW
+        for links in (self._parent, self._first_child, self._following, self._preceding):
+            np.asarray(links)[part] = NONE
+        at = self._homes(namespaces.astype(np.uint64), keys)
+        todo = np.arange(count)
+        while todo.size:
+            empty = todo[self._slots[at[todo]] == 0]
+            self._slots[at[empty]] = nodes[empty] + 1  # of several for one slot, one gets it
+            todo = todo[self._slots[at[todo]] != nodes[todo] + 1]
+            at[todo] = (at[todo] + 1) & self._slot_mask
+        return nodes
+
+    def link_many(self, nodes: Nodes, parents: Nodes) -> None:
+        """Give nodes of `add_many` their parents (NONE: the root)."""
+        np.asarray(self._parent)[nodes] = parents
+        order = np.argsort(parents, kind="stable")
+        order = order[parents[order] != NONE]
+        nodes, parents = nodes[order], parents[order]
+        siblings = parents[1:] == parents[:-1]
+        np.asarray(self._following)[nodes[:-1][siblings]] = nodes[1:][siblings]
+        np.asarray(self._preceding)[nodes[1:][siblings]] = nodes[:-1][siblings]
+        first = np.append(True, ~siblings)[: len(nodes)]
+        np.asarray(self._first_child)[parents[first]] = nodes[first]
+
     def set_row(self, node: int, kind: int, row: int) -> None:
         self._rows[kind - 1][node] = row
 
@@ -160,17 +195,32 @@ class Index:
         self._free = node
         self.count -= 1
 
+    def nodes(self) -> Nodes:
+        """All nodes, in no order. O(capacity)."""
+        nodes: Nodes = self._slots[self._slots != 0].astype(np.int64) - 1
+        return nodes
+
+    def leaves(self, nodes: Nodes) -> Nodes:
+        """Those of these nodes that have no children."""
+        leaves: Nodes = nodes[np.asarray(self._first_child)[nodes] == NONE]
+        return leaves
+
     def leaves_of(self, namespace: int) -> Nodes:
         """All leaves of a namespace, in no order. O(capacity): for dropping a namespace."""
-        nodes = self._slots[self._slots != 0].astype(np.int64) - 1
-        leaves: Nodes = nodes[(self.namespaces[nodes] == namespace) & (np.asarray(self._first_child)[nodes] == NONE)]
-        return leaves
+        nodes = self.nodes()
+        return self.leaves(nodes[self.namespaces[nodes] == namespace])
 
     # Within
 
     def _home(self, namespace: int, low: int, high: int) -> int:
         by_low, by_high, by_namespace = self._multipliers
         return ((low * by_low + high * by_high + namespace * by_namespace) & _MASK64) >> self._shift
+
+    def _homes(self, namespaces: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> Nodes:
+        by_low, by_high, by_namespace = map(_U64, self._multipliers)
+        mixed = keys[:, 0] * by_low + keys[:, 1] * by_high + namespaces * by_namespace
+        homes: Nodes = (mixed >> _U64(self._shift)).astype(np.int64)
+        return homes
 
     def _link(self, node: int, parent: int) -> None:
         self._parent[node] = parent
