@@ -276,8 +276,8 @@ class Engine:
         names: set[str] = set()
         for pid in self.processes():
             with contextlib.suppress(OSError):
-                names.update(re.findall(r"/dev/shm/(psm_\w+)", Path(f"/proc/{pid}/maps").read_text()))  # noqa: S108
-        return {Path("/dev/shm") / name for name in names}  # noqa: S108
+                names.update(re.findall(r"/dev/shm/(psm_\w+)", Path(f"/proc/{pid}/maps").read_text()))
+        return {Path("/dev/shm") / name for name in names}
 
     def close(self) -> None:
         """Ask the engine to shut down; kill what is left."""

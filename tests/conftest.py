@@ -1,4 +1,4 @@
-"""How property tests run: no time limit per example, because the machines are shared; the same examples each time in CI."""
+"""How property tests run: without a limit per example (the machines are shared), and repeatable in CI."""
 
 from __future__ import annotations
 
