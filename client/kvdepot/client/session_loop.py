@@ -65,6 +65,7 @@ class LoopState:
     """What other threads may read, without a lock and a moment late."""
 
     attached: bool = False
+    ended: bool = False  # the loop's thread is over: nothing is sent or answered any more
     ranks_attached: int = 0
     registered: frozenset[bytes] = frozenset()
     refusal: str = ""
@@ -119,6 +120,8 @@ class SessionLoop:
         self._resend_armed = False
         self._registrations = Registrations(self, world_size, Backoff(0.1, 2.0, rng.random))
         self._close_at: float | None = None
+        self._working_on: int | None = None  # the engine's call that the current event is about
+        self._error_logged = False
         self._thread = threading.Thread(target=self._run, name="kvdepot-session", daemon=True)
 
     # --- any thread ---
@@ -126,6 +129,8 @@ class SessionLoop:
     def post(self, event: Callable[..., None], *arguments: Any) -> None:
         """Have the loop's thread run `event(*arguments)`. Never blocks."""
         self._inbox.put((event, arguments))
+        if self.state.ended:
+            self._fail_posted()
 
     def start(self) -> None:
         self._thread.start()
@@ -139,20 +144,61 @@ class SessionLoop:
     # --- the thread ---
 
     def _run(self) -> None:
-        while self._close_at is None or (self._owes() and self._clock() < self._close_at):
-            due = self._timers[0][0] - self._clock() if self._timers else None
-            try:
-                event, arguments = self._inbox.get(timeout=None if due is None else max(due, 0.0))
-            except queue.Empty:
-                pass
-            else:
-                event(*arguments)
-            while self._timers and self._timers[0][0] <= self._clock():
-                heapq.heappop(self._timers)[2]()
-            self._send_endings()
+        try:
+            while self._close_at is None or (self._owes() and self._clock() < self._close_at):
+                self._turn()
+        except Exception:  # noqa: BLE001 - I3: whatever it is, it is said, and nobody is left waiting
+            self._log.exception("kvdepot: the session with the daemon has ended: nothing is stored or loaded any more")
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        """Wait for the next event or timer, and run what is due."""
+        due = self._timers[0][0] - self._clock() if self._timers else None
+        try:
+            event, arguments = self._inbox.get(timeout=None if due is None else max(due, 0.0))
+        except queue.Empty:
+            pass
+        else:
+            self._guarded(event, *arguments)
+        while self._timers and self._timers[0][0] <= self._clock():
+            self._guarded(heapq.heappop(self._timers)[2])
+        self._guarded(self._send_endings)
+
+    def _guarded(self, event: Callable[..., None], *arguments: Any) -> None:
+        """One event that goes wrong costs the call it is about, not the session."""
+        try:
+            event(*arguments)
+        except Exception as error:  # noqa: BLE001 - I3: without this thread every request would wait for its timeouts
+            self.count("errors")
+            if not self._error_logged:
+                self._error_logged = True
+                self._log.exception("kvdepot: an event of the session failed; further ones are only counted")
+            if self._working_on in self._pending:
+                self._fail(self._working_on, CallFailure(FailureReason.UNAVAILABLE, "error", repr(error)))
+        finally:
+            self._working_on = None
+
+    def _end(self) -> None:
+        """Whatever ended the thread: say so, and leave nobody waiting."""
         self.state.attached = False
+        self.state.ended = True
+        for pending in self._pending.values():
+            self._completions.put((pending.done, _ended_failure()))
+        self._pending.clear()
+        self._fail_posted()
         if self._channel is not None:
             self._channel.close()
+
+    def _fail_posted(self) -> None:
+        """Any thread, once the loop has ended: fail the calls that came too late for it."""
+        while True:
+            try:
+                event, arguments = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if event == self.submit:
+                self._completions.put((arguments[2], _ended_failure()))
 
     def _close(self, close_at: float) -> None:
         self._close_at = close_at
@@ -268,7 +314,7 @@ class SessionLoop:
 
     def submit(self, call: Call, deadline: float, done: Callable[[Any], None]) -> None:
         self.count("calls")
-        number = next(self._numbers)
+        number = self._working_on = next(self._numbers)
         self._pending[number] = _Pending(call, deadline, done)
         if not isinstance(call, LocateCall):
             self._leases.ask(call.lease_id)
@@ -288,6 +334,7 @@ class SessionLoop:
         self._completions.put((pending.done, CallFailure(FailureReason.UNAVAILABLE, code, message)))
 
     def _attempt(self, number: int) -> None:
+        self._working_on = number
         pending = self._pending.get(number)
         if pending is None:
             return
@@ -303,6 +350,7 @@ class SessionLoop:
         self._channel.start(call, timeout_seconds, lambda answer: self.post(self._call_answered, number, answer))
 
     def _call_answered(self, number: int, answer: Answer) -> None:
+        self._working_on = number
         pending = self._pending.get(number)
         if pending is None:
             return
@@ -318,8 +366,8 @@ class SessionLoop:
             self._fail(number, answer)
             return
         self._answered()
-        del self._pending[number]
         self._note_grant(pending.call, answer)
+        del self._pending[number]
         self._completions.put((pending.done, answer))
 
     def _fail(self, number: int, failure: CallFailure) -> None:
@@ -379,9 +427,9 @@ class SessionLoop:
                 self._resend_armed = True
                 self.after(self._retry.next_seconds(), self._resend)
             return
+        self._close_book(self._endings.confirmed(kind, answer if isinstance(answer, CommitReply) else None))
         self._retry.reset()
         self._answered()
-        self._close_book(self._endings.confirmed(kind, answer if isinstance(answer, CommitReply) else None))
 
     def _resend(self) -> None:
         self._resend_armed = False
@@ -404,3 +452,7 @@ class SessionLoop:
     def _note_ended(self, lease_id: int) -> None:
         if lease_id not in self._leases:
             self.state.leases_ended += 1
+
+
+def _ended_failure() -> CallFailure:
+    return CallFailure(FailureReason.UNAVAILABLE, "closed", "the session with the daemon is over")

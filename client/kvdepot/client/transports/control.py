@@ -124,8 +124,13 @@ class ControlChannel:
         """
         method, encode, decode = self._methods[type(call)]
         try:
-            future = method.future(encode(call), timeout=timeout_seconds, wait_for_ready=wait_for_ready)
-        except ValueError as error:  # the channel was closed, or a field does not fit the wire
+            message = encode(call)
+        except ValueError as error:  # a field does not fit the wire, and will not at the next attempt
+            done(CallFailure(FailureReason.REFUSED, "not_encodable", f"{type(call).__name__}: {error}"))
+            return
+        try:
+            future = method.future(message, timeout=timeout_seconds, wait_for_ready=wait_for_ready)
+        except ValueError as error:  # the channel was closed
             done(CallFailure(FailureReason.UNAVAILABLE, "channel_closed", str(error)))
             return
         future.add_done_callback(lambda ended: done(_answer(ended, decode)))

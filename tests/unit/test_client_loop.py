@@ -1,0 +1,150 @@
+"""The session's thread: an event that goes wrong costs one call, and a thread that ends leaves nobody waiting."""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import random
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvdepot.client import session_loop
+from kvdepot.client.endpoint import Endpoint
+from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.client.session_loop import SessionLoop
+from kvdepot.client.transports.control import Confirmed, ControlChannel
+from kvdepot.core.calls import (
+    AcquireCall,
+    DeclareCall,
+    DeclareReply,
+    EndRequestCall,
+    LocateCall,
+    LocateReply,
+    ReleaseCall,
+)
+
+TOKEN = b"t" * 16
+ENDPOINT = Endpoint("/tmp/none.sock")
+
+
+class Channel:
+    """Answers at once what the test says; a missing answer never comes."""
+
+    def __init__(self, answers: dict[type, Any]) -> None:
+        self.answers = answers
+        self.calls: list[Any] = []
+
+    def start(self, call: Any, timeout_seconds: float, done: Callable[[Any], None], **_: Any) -> None:
+        del timeout_seconds
+        self.calls.append(call)
+        answer = self.answers.get(type(call))
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is not None:
+            done(answer)
+
+    def close(self) -> None: ...
+
+
+class Session:
+    """A loop that is attached to a scripted channel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.channel = Channel({DeclareCall: DeclareReply((), 1), LocateCall: LocateReply(16, "ram", 16)})
+        monkeypatch.setattr(session_loop, "ControlChannel", lambda _: self.channel)
+        self.completions: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.broken_clock = False
+        attachment: Any = SimpleNamespace(session=TOKEN, refusal="", renew=lambda _: None)
+        self.loop = SessionLoop(
+            ENDPOINT, attachment, self.completions, 1, self._clock, random.Random(1), confirm_timeout_seconds=1.0
+        )
+        self.loop.start()
+        self.loop.post(self.loop.attachment_changed)
+        self.wait(lambda: self.loop.state.attached)
+
+    def _clock(self) -> float:
+        if self.broken_clock:
+            raise OSError("no clock")
+        return time.monotonic()
+
+    def wait(self, what: Callable[[], bool]) -> None:
+        until = time.monotonic() + 5
+        while not what():
+            assert time.monotonic() < until
+            time.sleep(0.002)
+
+    def submit(self, call: Any) -> None:
+        self.loop.post(self.loop.submit, call, time.monotonic() + 5, print)
+
+    def answer(self) -> Any:
+        """What the next callback gets."""
+        return self.completions.get(timeout=2)[1]
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
+    found = Session(monkeypatch)
+    yield found
+    found.broken_clock = False
+    found.loop.close(0.1)
+
+
+def locate() -> LocateCall:
+    return LocateCall(b"", b"n" * 16, b"k" * 16, 16, "r")
+
+
+def raises() -> None:
+    raise KeyError("unexpected")
+
+
+def test_i3_an_event_that_fails_is_counted_and_the_session_goes_on(session: Session) -> None:
+    session.loop.post(raises)
+    session.loop.post(lambda: session.loop.after(0.0, raises))
+    session.submit(locate())
+    assert session.answer() == LocateReply(16, "ram", 16)
+    assert session.loop.state.counters["errors"] == 2
+    assert session.loop.state.attached
+
+
+def test_i3_a_call_whose_event_fails_is_answered(session: Session) -> None:
+    session.channel.answers[AcquireCall] = RuntimeError("unexpected")
+    session.submit(AcquireCall(b"", 7, b"n" * 16, b"k" * 16, b"\0", "r"))
+    answer = session.answer()
+    assert isinstance(answer, CallFailure)
+    assert answer.reason is FailureReason.UNAVAILABLE
+    session.wait(lambda: ReleaseCall(TOKEN, (7,)) in session.channel.calls)  # the daemon may have made the lease
+
+
+def test_i3_when_the_thread_ends_nobody_is_left_waiting(session: Session) -> None:
+    del session.channel.answers[LocateCall]
+    session.submit(locate())
+    session.wait(lambda: any(isinstance(call, LocateCall) for call in session.channel.calls))
+    session.broken_clock = True
+    session.loop.post(lambda: heapq.heappush(session.loop._timers, (0.0, -1, raises)))
+    assert session.answer().code == "closed", "what was pending fails"
+    session.wait(lambda: session.loop.state.ended)
+    assert not session.loop.state.attached
+    session.submit(locate())
+    assert session.answer().code == "closed", "what comes later fails at once"
+
+
+def test_i3_a_call_that_cannot_be_encoded_is_refused_and_not_repeated() -> None:
+    channel = ControlChannel(ENDPOINT)
+    answers: list[Any] = []
+    channel.start(EndRequestCall(TOKEN, "\ud800"), 1.0, answers.append)
+    channel.close()
+    assert answers[0].reason is FailureReason.REFUSED
+    channel.start(EndRequestCall(TOKEN, "r"), 1.0, answers.append)
+    assert answers[1].reason is FailureReason.UNAVAILABLE, "a closed channel is another matter"
+
+
+def test_i5_an_ending_that_is_refused_does_not_hold_up_the_next(session: Session) -> None:
+    session.channel.answers[EndRequestCall] = CallFailure(FailureReason.REFUSED, "not_encodable")
+    session.loop.post(session.loop.end_request, "bad")
+    session.wait(lambda: EndRequestCall(TOKEN, "bad") in session.channel.calls)
+    session.channel.answers[EndRequestCall] = Confirmed()
+    session.loop.post(session.loop.end_request, "good")
+    session.wait(lambda: EndRequestCall(TOKEN, "good") in session.channel.calls)
