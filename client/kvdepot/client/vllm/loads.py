@@ -117,7 +117,7 @@ class Loads:
         if chunks * self._planner.chunk_tokens < self._settings.min_load_tokens:
             lookup.answered = True
             return lookup
-        call = LocateCall(b"", namespace, state.packed_keys(chunks), high, state.request_id)
+        call = LocateCall(b"", namespace, state.packed_keys(chunks), high, state.depot_id)
         self._counters["lookups"] += 1
         timeout = max(self._settings.lookup_timeout_seconds * 20, 1.0)  # a late answer still serves a queued request
         self._session.submit(call, timeout, partial(self._located, state, lookup))
@@ -192,7 +192,7 @@ class Loads:
             namespace=namespace,
             keys=b"".join(state.keys[planned.chunk] for planned in objects),
             kinds=bytes(planned.kind for planned in objects),
-            request_id=state.request_id,
+            request_id=state.depot_id,
         )
         self._counters["loads"] += 1
         self._session.submit(call, self._settings.load_timeout_seconds, partial(self._acquired, load))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from kvdepot.core.calls import KEY_BYTES, ROOT_KEY, Kind
 from kvdepot.core.keys import chunk_key
+from kvdepot.core.limits import REQUEST_ID_BYTES_MAX
 
 
 class EngineRequest(Protocol):
@@ -47,6 +49,7 @@ class RequestState:
     salt: bytes = b""  # content digest of the LoRA adapter, empty without one
     excluded: str = ""  # why it is neither stored nor served; empty if it is
     keys: list[bytes] = field(default_factory=list)  # of chunks 0, 1, ...
+    depot_id: str = field(init=False)  # what the daemon knows it by
     # loads
     lookup: Lookup | None = None
     preemptions: int = 0  # seen at the last lookup
@@ -58,6 +61,9 @@ class RequestState:
     next_chunk: int = 0  # all before it have been considered
     assumed_chunks: int = 0  # whose attention is taken to be there because a lookup or a load said so
     store_stopped: str = ""  # why no more is stored of it; empty while it goes on
+
+    def __post_init__(self) -> None:
+        self.depot_id = depot_id(self.request.request_id)
 
     @property
     def request_id(self) -> str:
@@ -83,6 +89,20 @@ class RequestState:
 
     def parent_key(self, chunk: int) -> bytes:
         return self.keys[chunk - 1] if chunk else ROOT_KEY
+
+
+def depot_id(request_id: str) -> str:
+    """The engine's id, or a digest of it where users chose one that does not fit a call."""
+    encoded = request_id.encode("utf-8", "surrogatepass")
+    try:
+        encoded.decode()
+    except UnicodeDecodeError:
+        return _digest(encoded)
+    return request_id if len(encoded) <= REQUEST_ID_BYTES_MAX else _digest(encoded)
+
+
+def _digest(encoded: bytes) -> str:
+    return "digest-" + blake2b(encoded, digest_size=16).hexdigest()
 
 
 def exclusion(request: EngineRequest) -> str:

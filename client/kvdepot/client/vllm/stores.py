@@ -225,7 +225,7 @@ class Stores:
             parents=b"".join(found.parent for found in batch),
             kinds=bytes(found.planned.kind for found in batch),
             boundaries=np.asarray(boundaries, dtype="<u4").tobytes(),
-            request_id=stores.state.request_id,
+            request_id=stores.state.depot_id,
         )
         stores.asking = stores.asked = True
         self._counters["reserved_objects"] += len(batch)
@@ -418,7 +418,7 @@ class Stores:
         if stores.busy or not stores.finished or self._requests.pop(stores.state, None) is None:
             return
         if stores.asked:
-            self._session.end_request(stores.state.request_id)
+            self._session.end_request(stores.state.depot_id)
 
 
 def _by_object(extents: bytes) -> dict[int, bytes]:
