@@ -90,6 +90,7 @@ class Rig:
         self.random = Random(seed)
         self.config = EngineConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config))  # type: ignore[arg-type]
         self.report = AdoptionReport()
+        self.populated_at_start = True
         self.start()
 
     def start(self) -> None:
@@ -104,7 +105,8 @@ class Rig:
         )
         self.report = self.engine.adopt(self.liveness)
         self.ready_bytes_after_adoption = self.engine.status().tier.ready_bytes
-        self.engine.ready(self.layout.size_bytes)
+        if self.populated_at_start:
+            self.engine.ready(self.layout.size_bytes)
 
     def liveness(self, identity: ProcessIdentity) -> Liveness:
         if identity.pid == 0:

@@ -218,6 +218,12 @@ def test_t1_no_room_ends_the_growth_with_a_reason(folder: Path, monkeypatch: pyt
     assert "No space left" in last.reason
 
 
+def test_i6_a_living_process_that_proc_hides_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = processes.read_boot_id()
+    monkeypatch.setattr(processes, "start_ticks", lambda _: None)
+    assert processes.liveness(ProcessIdentity(os.getpid(), 1, boot), boot) is Liveness.UNKNOWN
+
+
 def test_t7_liveness_of_processes() -> None:
     boot = processes.read_boot_id()
     ticks = processes.start_ticks(os.getpid())

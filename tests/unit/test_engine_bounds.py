@@ -168,3 +168,17 @@ def test_i4_a_reply_has_no_more_pieces_than_a_message_holds(monkeypatch: pytest.
     later = [ReserveOutcome.GRANTED, ReserveOutcome.LATER, ReserveOutcome.LATER]
     assert client.reserve(path("q", 3))[1].outcomes == bytes(later)
     audit(rig.engine)
+
+
+def test_i8_watermarks_evict_nothing_while_the_arena_is_being_populated() -> None:
+    """Else a daemon killed in that time would drop at once what it has just adopted."""
+    rig = Rig(high_watermark=0.95, low_watermark=0.5)
+    rig.attach().store(path("p", 8))
+    rig.sum_all()
+    rig.populated_at_start = False
+    rig.crash()
+    rig.engine.tick()
+    assert rig.engine.status().tier.objects == 8
+    rig.engine.ready(rig.layout.size_bytes)
+    rig.engine.tick()
+    assert rig.engine.status().tier.objects == 8

@@ -71,9 +71,9 @@ LEASES_PER_SESSION_MAX: Final = 8_192
 TOMBSTONES_PER_SESSION_MAX: Final = 4_096
 """Lease ids ended before their call arrived; older ones are forgotten, oldest first."""
 NAMESPACES_PER_SESSION_MAX: Final = 64
-"""An engine has one at a time; each epoch makes another."""
+"""An engine has one at a time; each epoch makes another, and beyond the limit the session leaves its first one."""
 REQUESTS_PER_SESSION_MAX: Final = 65_536
-"""Requests with provisional nodes that await their EndRequest."""
+"""Requests with provisional nodes that await their EndRequest; of all sessions together."""
 
 
 def check_limit(limit: str, value: int, maximum: int) -> None:

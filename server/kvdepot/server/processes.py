@@ -74,6 +74,9 @@ def watch_process(identity: ProcessIdentity, boot_id: bytes) -> tuple[Liveness, 
         return Liveness.UNKNOWN, None
     pidfd = open_pidfd(identity.pid)
     ticks = start_ticks(identity.pid)
+    if ticks is None and pidfd is not None and not has_ended(pidfd):  # /proc hides it (hidepid)
+        _close(pidfd)
+        return Liveness.UNKNOWN, None
     if ticks is None or ticks != identity.start_ticks:
         _close(pidfd)
         return Liveness.DEAD, None

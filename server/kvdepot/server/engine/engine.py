@@ -119,7 +119,8 @@ class Engine:
         self._requests.expire()
         self._space.unpark()
         allocator = self._space.allocator
-        if allocator.used_bytes > self._config.high_watermark * allocator.ready_bytes:
+        # While the arena is populated the ready part is nearly full of what was adopted, and room is on its way.
+        if not self._space.growing and allocator.used_bytes > self._config.high_watermark * allocator.ready_bytes:
             low = int(self._config.low_watermark * allocator.ready_bytes)
             self._space.evict_to(low, self._config.evictions_per_tick)
 
