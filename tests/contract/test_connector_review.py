@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
-from kvdepot.core.calls import EndRequestCall, ReserveCall
+from kvdepot.core.calls import EndRequestCall, ReserveCall, ReserveReply
 
 from tests.contract.connector_fixtures import Make, cold, depot, folder, make, prompt
 from tests.fakes.scripted_engine import BLOCK
@@ -23,4 +26,29 @@ def test_i3_a_request_id_that_fits_no_call_is_shortened(make: Make, name: str) -
     assert ids.pop().encode().startswith(b"digest-")
     assert other.generate(tokens) == cold(tokens)
     assert list(other.hits.values()) == [4 * BLOCK]
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda reply: replace(reply, outcomes=reply.outcomes[:-1]),
+        lambda reply: replace(reply, outcomes=reply.outcomes + reply.outcomes),
+        lambda reply: replace(reply, outcomes=b"\xee" * len(reply.outcomes)),
+        lambda reply: replace(reply, extents=reply.extents[:-1]),
+    ],
+    ids=["few", "many", "unknown", "cut"],
+)
+def test_i5_an_answer_to_reserve_that_makes_no_sense_leaves_no_lease_and_no_hold(make: Make, wrong: Any) -> None:
+    engine = make()
+    serve = engine.session._serve
+
+    def bend(call: Any) -> Any:
+        reply = serve(call)
+        return wrong(reply) if isinstance(reply, ReserveReply) else reply
+
+    engine.session._serve = bend  # type: ignore[method-assign]
+    tokens = prompt(4.5)
+    assert engine.generate(tokens) == cold(tokens)
+    assert engine.side.counters["store_dropped_malformed"] >= 4
     engine.assert_clean()

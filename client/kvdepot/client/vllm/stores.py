@@ -240,30 +240,39 @@ class Stores:
             self._settle(stores)
             return
         assert isinstance(reply, ReserveReply)
-        outcomes = [ReserveOutcome(code) for code in reply.outcomes]
+        try:
+            outcomes, extents = _checked(reply, len(batch))
+        except ValueError:  # before anything is queued, so that nothing that was granted is left in no queue
+            self._give_back(batch, "malformed")
+            self._settle(stores)
+            return
         if stores.epoch != self._namespaces.epoch_number:
-            self._give_back(batch, outcomes, "epoch")
+            self._give_back(batch, "epoch")
         else:
-            self._sort(stores, batch, outcomes, reply)
+            self._sort(stores, batch, outcomes, extents, reply.arena_id)
         self._settle(stores)
 
-    def _give_back(self, batch: list[StoreObject], outcomes: list[ReserveOutcome], reason: str) -> None:
+    def _give_back(self, batch: list[StoreObject], reason: str) -> None:
+        """No rank has seen any of it: the whole lease ends, whatever of it was granted."""
         for found in batch:
             self._drop(found, reason)
-        if ReserveOutcome.GRANTED in outcomes:
-            self._session.abandon(batch[0].lease_id)
+        self._session.abandon(batch[0].lease_id)
 
     def _sort(
-        self, stores: RequestStores, batch: list[StoreObject], outcomes: list[ReserveOutcome], reply: ReserveReply
+        self,
+        stores: RequestStores,
+        batch: list[StoreObject],
+        outcomes: list[ReserveOutcome],
+        extents: dict[int, bytes],
+        arena_id: int,
     ) -> None:
         """Each object to where its outcome sends it."""
-        extents = _by_object(reply.extents)
         again: list[StoreObject] = []
         orphans = 0
         for found, outcome in zip(batch, outcomes, strict=True):
             self._counters[f"reserve_{outcome.name.lower()}"] += 1
             if outcome is ReserveOutcome.GRANTED:
-                found.arena_id, found.extents = reply.arena_id, extents.get(found.index, b"")
+                found.arena_id, found.extents = arena_id, extents.get(found.index, b"")
                 stores.granted.append(found)
             elif outcome in (ReserveOutcome.PRESENT, ReserveOutcome.PENDING):
                 self._holds.drop(found.hold)
@@ -419,6 +428,14 @@ class Stores:
             return
         if stores.asked:
             self._session.end_request(stores.state.depot_id)
+
+
+def _checked(reply: ReserveReply, count: int) -> tuple[list[ReserveOutcome], dict[int, bytes]]:
+    """One outcome an object, and the extents by object. Raises ValueError for an answer that cannot be read."""
+    outcomes = [ReserveOutcome(code) for code in reply.outcomes]
+    if len(outcomes) != count:
+        raise ValueError(f"{len(outcomes)} outcomes for {count} objects")
+    return outcomes, _by_object(reply.extents)
 
 
 def _by_object(extents: bytes) -> dict[int, bytes]:
