@@ -195,6 +195,18 @@ def test_populating_reports_a_growing_ready_part_and_changes_no_byte(folder: Pat
     assert bytes(arena.buffer[-4:]) == b"kept"
 
 
+def test_a_stopped_populator_does_not_claim_to_be_done(folder: Path) -> None:
+    arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
+    grown = _Grown()
+    populator = Populator(
+        fd=arena.fd, address=arena.address, size_bytes=arena.layout.size_bytes, threads=3, report=grown
+    )
+    populator.stop()
+    populator.start()
+    populator.stop()
+    assert grown.steps == []
+
+
 def test_t6_an_arena_populated_in_part_is_ready_up_to_its_first_hole(folder: Path) -> None:
     arena = _open(folder / "a", 4 * PIECE_BYTES)
     assert arena.populated_bytes() < PIECE_BYTES

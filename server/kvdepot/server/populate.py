@@ -84,7 +84,7 @@ class Populator:
             self._finish(piece, self._populate(piece, length))
         with self._lock:
             self._running -= 1
-            if not self._running:
+            if not self._running and not self._stop.is_set():  # a stop is no end of the growth
                 self._tell(done=True)
 
     def _populate(self, offset: int, length: int) -> str:
