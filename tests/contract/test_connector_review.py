@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvdepot.core.calls import EndRequestCall, ReserveCall, ReserveReply
+from kvdepot.core.calls import AcquireCall, EndRequestCall, ReserveCall, ReserveReply
 
-from tests.contract.connector_fixtures import Make, cold, depot, folder, make, prompt
+from tests.contract.connector_fixtures import Gate, Make, cold, depot, folder, gate, make, prompt
 from tests.fakes.scripted_engine import BLOCK
 
-__all__ = ["depot", "folder", "make"]  # fixtures
+__all__ = ["depot", "folder", "gate", "make"]  # fixtures
 
 
 @pytest.mark.parametrize("name", ["x" * 600, "é" * 300, "\ud800"], ids=["long", "long in utf-8", "surrogate"])
@@ -51,4 +52,48 @@ def test_i5_an_answer_to_reserve_that_makes_no_sense_leaves_no_lease_and_no_hold
     tokens = prompt(4.5)
     assert engine.generate(tokens) == cold(tokens)
     assert engine.side.counters["store_dropped_malformed"] >= 4
+    engine.assert_clean()
+
+
+def _stored(make: Make, count: int) -> list[list[int]]:
+    """Prompts that the depot has in full."""
+    prompts = [prompt(4.5, seed) for seed in range(1, count + 1)]
+    first = make()
+    for tokens in prompts:
+        first.generate(tokens)
+    return prompts
+
+
+def test_p7_more_loads_than_may_be_in_flight_wait_and_are_loaded_too(make: Make) -> None:
+    prompts = _stored(make, 5)
+    engine = make(settings={"loads_in_flight": 1, "lookup_timeout_seconds": 5.0})
+    ids = [engine.add(tokens) for tokens in prompts]
+    while engine.scheduler.has_requests():
+        engine.step()
+        assert engine.side.loads.active <= 1
+    assert [engine.outputs[request_id] for request_id in ids] == [cold(tokens) for tokens in prompts]
+    assert [engine.hits[request_id] for request_id in ids] == [4 * BLOCK] * 5
+    assert engine.depot.count(AcquireCall) == 5, "none was refused"
+    assert not engine.failed_reports
+    engine.assert_clean()
+
+
+def test_p7_beyond_the_lookup_timeout_the_answer_is_nothing(make: Make, gate: Gate) -> None:
+    prompts = _stored(make, 2)
+    engine = make(settings={"loads_in_flight": 1, "lookup_timeout_seconds": 0.05})
+    gate.close()
+    blocked = engine.add(prompts[0])
+    engine.step()
+    assert gate.reached()
+    waiting = engine.add(prompts[1])
+    began = time.monotonic()
+    while not engine.outputs[waiting]:
+        engine.step()
+        assert time.monotonic() - began < 2
+    assert engine.hits[waiting] == 0
+    gate.open()
+    engine.run()
+    assert engine.hits[blocked] == 4 * BLOCK
+    assert engine.outputs[waiting] == cold(prompts[1])
+    assert not engine.failed_reports
     engine.assert_clean()

@@ -144,6 +144,7 @@ class Loads:
             # What it needs and what is stored have both changed since the last lookup.
             state.preemptions = request.num_preemptions
             state.lookup = None
+            state.held_since = None
         lookup = state.lookup or self.locate(state)
         now = self._clock()
         if lookup is None:
@@ -158,8 +159,20 @@ class Loads:
         tokens = boundary - local_tokens
         if tokens < self._settings.min_load_tokens or not self._namespaces.ranks_ready:
             return 0, False
+        if len(self._active) >= self._settings.loads_in_flight:
+            return self._held_back(state, now), False
         state.offered = (local_tokens, boundary)
         return tokens, True
+
+    def _held_back(self, state: RequestState, now: float) -> int | None:
+        """As many loads as may be are in flight: later, then nothing (P7). A refused Acquire would cost more."""
+        if state.held_since is None:
+            state.held_since = now
+            self._counters["loads_held_back"] += 1
+        if now - state.held_since < self._settings.lookup_timeout_seconds:
+            return None
+        self._counters["loads_given_up"] += 1
+        return 0
 
     # --- acquire
 

@@ -54,6 +54,7 @@ class RequestState:
     lookup: Lookup | None = None
     preemptions: int = 0  # seen at the last lookup
     offered: tuple[int, int] = (0, 0)  # local tokens and boundary of the last offer
+    held_since: float | None = None  # when too many loads in flight first kept an offer back
     load_failed: bool = False  # and so nothing is offered to it again (P8)
     # stores
     store_epoch: int = 0  # the epoch in which it began; in any other it stores nothing

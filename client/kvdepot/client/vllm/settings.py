@@ -26,6 +26,7 @@ _BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "min_load_tokens": (1, 1 << 24),
     "load_weight": (0.0, 1000.0),
     "max_pinned_blocks": (1, 1 << 24),
+    "loads_in_flight": (1, 4096),
 }
 
 
@@ -39,6 +40,7 @@ class Settings:
     load_timeout_seconds: float = 30.0  # from allocation to the last rank's copy
     min_load_tokens: int = 64  # a shorter hit costs more than recomputing it
     load_weight: float = 1.0  # 0: offer nothing; scales this daemon's offers against others
+    loads_in_flight: int = 48  # below the daemon's own limit (64): it hears of a load's end a moment later
     store_decode: bool = True  # generated tokens are stored too
     max_pinned_blocks: int = 4096  # engine blocks held by copies in progress
     transport: str = "auto"
