@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvdepot.core.calls import AcquireCall, EndRequestCall, ReserveCall, ReserveReply
+from kvdepot.client.vllm.loads import RENEWALS_MAX
+from kvdepot.core.calls import (
+    AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
+    EndRequestCall,
+    LocateCall,
+    ReserveCall,
+    ReserveReply,
+)
 
 from tests.contract.connector_fixtures import Gate, Make, cold, depot, folder, gate, make, prompt
-from tests.fakes.scripted_engine import BLOCK
+from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 
 __all__ = ["depot", "folder", "gate", "make"]  # fixtures
 
@@ -96,4 +106,90 @@ def test_p7_beyond_the_lookup_timeout_the_answer_is_nothing(make: Make, gate: Ga
     assert engine.hits[blocked] == 4 * BLOCK
     assert engine.outputs[waiting] == cold(prompts[1])
     assert not engine.failed_reports
+    engine.assert_clean()
+
+
+class Ageing:
+    """The connector's clock, put forward by the test."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.ahead = 0.0
+        engine.side.loads._clock = lambda: time.monotonic() + self.ahead
+
+
+def _waits(engine: ScriptedEngine, tokens: list[int]) -> tuple[str, Ageing]:
+    """A request whose lookup was answered minutes ago, when it comes out of the queue."""
+    request_id = engine.add(tokens)
+    for _ in range(3):
+        engine.side.loads.build(engine.side.build(_nothing_scheduled()), None)
+    clock = Ageing(engine)
+    clock.ahead = 100.0
+    return request_id, clock
+
+
+def _nothing_scheduled() -> Any:
+    return SimpleNamespace(kv_connector_block_state=None)
+
+
+def test_p8_an_old_answer_is_asked_for_again_before_it_is_offered(make: Make) -> None:
+    (tokens,) = _stored(make, 1)
+    engine = make()
+    request_id, _ = _waits(engine, tokens)
+    serve = engine.session._serve
+
+    def half_is_gone(call: Any) -> Any:
+        if isinstance(call, LocateCall):
+            call = replace(call, keys=call.keys[:32])
+        if isinstance(call, AcquireCall) and len(call.kinds) > 2:
+            return AcquireReply(AcquireOutcome.MISSING)
+        return serve(call)
+
+    engine.session._serve = half_is_gone  # type: ignore[method-assign]
+    engine.run()
+    assert engine.outputs[request_id] == cold(tokens)
+    assert engine.hits[request_id] == 2 * BLOCK
+    assert not engine.failed_reports
+    engine.assert_clean()
+
+
+def test_p5_an_old_answer_that_is_not_renewed_in_time_is_not_used(make: Make) -> None:
+    (tokens,) = _stored(make, 1)
+    engine = make()
+    request_id, _ = _waits(engine, tokens)
+    engine.depot.held.add(LocateCall)
+    began = time.monotonic()
+    while not engine.outputs[request_id]:
+        engine.step()
+        assert time.monotonic() - began < 2
+    assert engine.hits[request_id] == 0
+    engine.depot.held.clear()
+    engine.session.let_go()
+    engine.run()
+    assert engine.depot.count(AcquireCall) == 0
+    engine.assert_clean()
+
+
+def test_p5_steps_slower_than_answers_age_do_not_keep_a_request_for_ever(make: Make) -> None:
+    (tokens,) = _stored(make, 1)
+    engine = make()
+    request_id, clock = _waits(engine, tokens)
+    for _ in range(5):
+        clock.ahead += 10.0
+        engine.step()
+    engine.run()
+    assert engine.hits[request_id] == 4 * BLOCK
+    assert engine.outputs[request_id] == cold(tokens)
+    engine.assert_clean()
+
+
+def test_i2_a_queue_of_old_answers_is_not_asked_for_all_at_once(make: Make) -> None:
+    prompts = _stored(make, 3)
+    engine = make()
+    ids = [_waits(engine, tokens)[0] for tokens in prompts for _ in range(8)]
+    before = engine.depot.count(LocateCall)
+    engine.step()
+    assert 0 < engine.depot.count(LocateCall) - before <= RENEWALS_MAX
+    engine.run()
+    assert all(engine.outputs[request_id] for request_id in ids)
+    assert engine.side.loads._renewals == 0
     engine.assert_clean()

@@ -36,6 +36,12 @@ PENDING_SECONDS_MAX: Final = 30.0
 """How long after its deadline a load keeps an otherwise idle engine stepping; ranks answer long before."""
 
 
+ANSWER_SECONDS_MAX: Final = 1.0
+"""An older answer is asked for again: what is gone meanwhile would cost the request its only load."""
+RENEWALS_MAX: Final = 16
+"""Asked for again at a time: the engine goes through its whole queue in one step when many answers are old."""
+
+
 class LoadPhase(Enum):
     ACQUIRING = "acquiring"
     GRANTED = "granted"
@@ -87,6 +93,8 @@ class Loads:
         self._ops: dict[int, Load] = {}
         self._cancelled: list[int] = []
         self._next_op = 1
+        self._steps = 0
+        self._renewals = 0  # lookups under way
 
     @property
     def active(self) -> int:
@@ -105,26 +113,28 @@ class Loads:
 
     # --- lookup and offer
 
-    def locate(self, state: RequestState) -> Lookup | None:
+    def locate(self, state: RequestState, *, renewal: bool = False) -> Lookup | None:
         """Ask for the request's longest boundary; None when there is nothing to ask or nobody to ask."""
         namespace = self._namespaces.usable
         if namespace is None:
             return None
         high = self._planner.high_boundary(state.request.num_tokens)
         chunks = min(high // self._planner.chunk_tokens, len(state.keys), KEYS_PER_CALL_MAX)
-        lookup = Lookup(asked_at=self._clock(), epoch=self._namespaces.epoch_number)
+        lookup = Lookup(self._clock(), self._namespaces.epoch_number, self._steps, renewal)
         state.lookup = lookup
         if chunks * self._planner.chunk_tokens < self._settings.min_load_tokens:
             lookup.answered = True
             return lookup
         call = LocateCall(b"", namespace, state.packed_keys(chunks), high, state.depot_id)
         self._counters["lookups"] += 1
+        self._renewals += renewal
         timeout = max(self._settings.lookup_timeout_seconds * 20, 1.0)  # a late answer still serves a queued request
         self._session.submit(call, timeout, partial(self._located, state, lookup))
         return lookup
 
     def _located(self, state: RequestState, lookup: Lookup, reply: Any) -> None:
         lookup.answered = True
+        self._renewals -= lookup.renewal
         if isinstance(reply, CallFailure):
             self._counters[f"lookup_failed_{reply.reason.value}"] += 1
             return
@@ -161,8 +171,14 @@ class Loads:
             return 0, False
         if len(self._active) >= self._settings.loads_in_flight:
             return self._held_back(state, now), False
+        if self._old(lookup, now) and self._renewals < RENEWALS_MAX:
+            return (None if self.locate(state, renewal=True) else 0), False
         state.offered = (local_tokens, boundary)
         return tokens, True
+
+    def _old(self, lookup: Lookup, now: float) -> bool:
+        """Whether to ask anew. Never right after asking, however slow the steps are: that would have no end."""
+        return now - lookup.asked_at > ANSWER_SECONDS_MAX and lookup.step < self._steps - 1
 
     def _held_back(self, state: RequestState, now: float) -> int | None:
         """As many loads as may be are in flight: later, then nothing (P7). A refused Acquire would cost more."""
@@ -240,7 +256,8 @@ class Loads:
     # --- dispatch
 
     def build(self, meta: StepMeta, resolve: ResolveBlocks | None) -> None:
-        """Put into this step's message what is granted, and what has failed."""
+        """Put into this step's message what is granted, and what has failed. Once a step."""
+        self._steps += 1
         if not self._active:
             return
         now = self._clock()

@@ -36,6 +36,8 @@ class Lookup:
 
     asked_at: float  # seconds, the session's clock
     epoch: int
+    step: int  # the engine's, in which it was asked
+    renewal: bool = False  # of an answer that had become old
     answered: bool = False
     boundary_tokens: int = 0
 
