@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvdepot.client.vllm import weights
 from kvdepot.client.vllm.weights import Digests, FileDigests, LoraSalts, folder_digest, weights_source
 from kvdepot.core.errors import ConfigError
 
@@ -110,3 +111,42 @@ def test_p2_lora_keys_depend_on_the_adapters_content_and_wait_for_it(tmp_path: P
     assert known[0] != known[1]
     assert salts.salt(SimpleNamespace(lora_path=str(one), load_inplace=True)) is None
     digests.close()
+
+
+def test_i3_an_unexpected_error_is_a_named_problem_and_the_next_folder_is_digested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = write(tmp_path / "good", a=b"x"), write(tmp_path / "bad", a=b"y")
+    real = Path.resolve
+
+    def resolve(path: Path, strict: bool = False) -> Path:
+        if path.parent == bad:
+            raise RuntimeError("Symlink loop")
+        return real(path, strict)
+
+    monkeypatch.setattr(Path, "resolve", resolve)
+    digests = Digests(None)
+    assert "Symlink loop" in eventually(digests, bad)
+    assert eventually(digests, good) == digest(good)
+    digests.close()
+
+
+def test_i4_what_is_remembered_of_files_and_folders_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "ANSWERS_MAX", 3)
+    monkeypatch.setattr(weights, "CACHE_ENTRIES_MAX", 4)
+    digests = Digests(None)
+    folders = [write(tmp_path / f"m{number}", a=bytes([number])) for number in range(8)]
+    found = [eventually(digests, folder) for folder in folders]
+    for number in range(8):
+        eventually(digests, tmp_path / f"absent{number}")
+    assert len(digests._answers) <= 3
+    assert len(digests._problems) <= 3
+    assert len(digests._files._known) <= 4
+    assert eventually(digests, folders[0]) == found[0], "and what was forgotten is found again"
+    digests.close()
+
+
+def test_a_cache_that_is_no_table_is_only_a_loss_of_time(tmp_path: Path) -> None:
+    cache = tmp_path / "cache.json"
+    cache.write_text("[]")
+    assert digest(write(tmp_path / "m", a=b"x"), cache) == digest(tmp_path / "m")

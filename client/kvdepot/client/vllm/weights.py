@@ -13,13 +13,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import xxhash
 from kvdepot.core.errors import ConfigError
 
 READ_BYTES: Final = 8 << 20
 CACHE_ENTRIES_MAX: Final = 4096
+"""Files remembered: a few hundred models or some thousand adapters; the one not used for longest goes first."""
+ANSWERS_MAX: Final = 1024
+"""Folders remembered; another one in use is digested again, from the files that are remembered."""
+WANTED_MAX: Final = 256
+"""Folders waiting to be digested; beyond it an adapter is unknown until it is asked for again."""
+_Key = TypeVar("_Key", str, tuple[Path, int])
 _SKIPPED_FOLDERS: Final = frozenset({".cache", ".git"})
 
 
@@ -36,9 +42,10 @@ class FileDigests:
         self._cache = cache
         self._known: dict[str, str] = {}
         if cache is not None:
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, AttributeError):
                 loaded = json.loads(cache.read_text())
-                self._known = {str(key): str(value) for key, value in loaded.items()}
+                for key, value in loaded.items():
+                    _remember(self._known, str(key), str(value), CACHE_ENTRIES_MAX)
 
     def digest(self, path: Path) -> str:
         """Hex digest of the file's bytes. Raises OSError."""
@@ -46,24 +53,33 @@ class FileDigests:
         key = "|".join(
             map(str, (path.resolve(), status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
         )
-        if key not in self._known:
+        known = self._known.pop(key, None)
+        if known is None:
             total = xxhash.xxh3_128()
             with path.open("rb") as file:
                 while part := file.read(READ_BYTES):
                     total.update(part)
-            self._known[key] = total.hexdigest()
-        return self._known[key]
+            known = total.hexdigest()
+        _remember(self._known, key, known, CACHE_ENTRIES_MAX)
+        return known
 
     def save(self) -> None:
         """Keep what is known for the next start. A read-only home is no error."""
         if self._cache is None:
             return
-        kept = dict(list(self._known.items())[-CACHE_ENTRIES_MAX:])
         temporary = self._cache.with_suffix(f".{os.getpid()}.tmp")
         with suppress(OSError):
             self._cache.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(kept))
+            temporary.write_text(json.dumps(self._known))
             temporary.replace(self._cache)
+
+
+def _remember(known: dict[_Key, str], key: _Key, value: str, count_max: int) -> None:
+    """As the newest entry. The oldest goes when there are too many."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > count_max:
+        del known[next(iter(known))]
 
 
 def folder_digest(folder: Path, digests: FileDigests) -> str:
@@ -150,10 +166,13 @@ class Digests:
         """
         key = (folder, load)
         with self._wake:
-            if key not in self._answers and key not in self._problems and key not in self._wanted:
+            answer = self._answers.get(key)
+            if answer is not None:
+                _remember(self._answers, key, answer, ANSWERS_MAX)
+            elif key not in self._problems and key not in self._wanted and len(self._wanted) < WANTED_MAX:
                 self._wanted.append(key)
                 self._wake.notify()
-            return self._answers.get(key)
+            return answer
 
     def problem(self, folder: Path, load: int = 0) -> str:
         """Why there will be no digest; empty otherwise."""
@@ -173,17 +192,24 @@ class Digests:
                 if self._stopping:
                     return
                 key = self._wanted[0]
-            try:
-                answer, problem = folder_digest(key[0], self._files), ""
-            except OSError as error:
-                answer, problem = "", str(error)
+            answer, problem = self._digest(key[0])
             with self._wake:
                 if answer:
-                    self._answers[key] = answer
+                    _remember(self._answers, key, answer, ANSWERS_MAX)
                 else:
-                    self._problems[key] = problem
+                    _remember(self._problems, key, problem, ANSWERS_MAX)
                 self._wanted.remove(key)
+
+    def _digest(self, folder: Path) -> tuple[str, str]:
+        """The digest, or the problem."""
+        try:
+            answer = folder_digest(folder, self._files)
             self._files.save()
+        except OSError as error:
+            return "", str(error)
+        except Exception as error:  # noqa: BLE001 - I3: without this thread every digest would stay unknown, unsaid
+            return "", f"{folder} cannot be digested: {error!r}"
+        return answer, ""
 
 
 class LoraSalts:
