@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvdepot.client.copy.base import Direction
 from kvdepot.client.vllm.loads import RENEWALS_MAX
 from kvdepot.core.calls import (
     AcquireCall,
@@ -176,6 +177,7 @@ def test_p5_steps_slower_than_answers_age_do_not_keep_a_request_for_ever(make: M
     for _ in range(5):
         clock.ahead += 10.0
         engine.step()
+    assert engine.depot.count(AcquireCall) == 1
     engine.run()
     assert engine.hits[request_id] == 4 * BLOCK
     assert engine.outputs[request_id] == cold(tokens)
@@ -192,4 +194,19 @@ def test_i2_a_queue_of_old_answers_is_not_asked_for_all_at_once(make: Make) -> N
     engine.run()
     assert all(engine.outputs[request_id] for request_id in ids)
     assert engine.side.loads._renewals == 0
+    engine.assert_clean()
+
+
+def test_i2_copies_in_progress_pin_a_quarter_of_a_small_pool_at_most(make: Make, gate: Gate) -> None:
+    engine = make(blocks=24)
+    gate.close(direction=Direction.STORE)
+    engine.add(prompt(12.5), max_tokens=1)
+    most = 0
+    for _ in range(6):
+        engine.step()
+        most = max(most, engine.side.holds.pinned_blocks)
+    assert most == 6
+    gate.open()
+    engine.run()
+    assert engine.side.counters["stored_objects"] == 12
     engine.assert_clean()

@@ -65,6 +65,11 @@ class BlockHolds:
         self._pinned = 0
 
     @property
+    def pool_blocks(self) -> int:
+        """Blocks of the engine's pool, the null block with them."""
+        return len(self._pool.blocks)
+
+    @property
     def pinned_blocks(self) -> int:
         """Strong pins, counted with multiplicity."""
         return self._pinned

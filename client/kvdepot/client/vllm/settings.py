@@ -42,7 +42,7 @@ class Settings:
     load_weight: float = 1.0  # 0: offer nothing; scales this daemon's offers against others
     loads_in_flight: int = 48  # below the daemon's own limit (64): it hears of a load's end a moment later
     store_decode: bool = True  # generated tokens are stored too
-    max_pinned_blocks: int = 4096  # engine blocks held by copies in progress
+    max_pinned_blocks: int = 4096  # engine blocks held by copies in progress; at most a quarter of them all
     transport: str = "auto"
     model_revision: str = ""  # names the weights when their files are not on this node
     weights_version: str = ""  # names weights changed in place; without it each reset draws a new epoch

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 RESERVE_TIMEOUT_SECONDS: Final = 5.0
 OBJECTS_PER_CALL: Final = 512
+PINNED_PART: Final = 4
+"""A quarter of a small pool at most is pinned by copies in progress, or its requests would be preempted for them."""
 TRIES_MAX: Final = 8
 RETRY_SECONDS: Final = 0.05  # doubled at each try: 8 tries span about thirteen seconds
 PENDING_SECONDS_MAX: Final = 15.0
@@ -108,7 +110,7 @@ class Stores:
         self._namespaces = namespaces
         self._planner = planner
         self._holds = holds
-        self._settings = settings
+        self._pinned_max = max(1, min(settings.max_pinned_blocks, holds.pool_blocks // PINNED_PART))
         self._clock = clock
         self._counters = counters
         self._group_ids = tuple(group_ids)
@@ -328,7 +330,7 @@ class Stores:
                 self._drop(found, "reused" if found.arena_id == arena_id else "arena_gone")
                 continue
             blocks = len(found.hold.block_ids)
-            if pinned and pinned + blocks > self._settings.max_pinned_blocks:
+            if pinned and pinned + blocks > self._pinned_max:
                 break
             pinned += blocks
             ready.setdefault(found.lease_id, []).append(stores.granted.popleft())
