@@ -12,7 +12,7 @@ import pytest
 import torch
 from kvdepot.client.vllm.compat import environment_facts
 from kvdepot.client.vllm.connector import KVDepotConnector
-from kvdepot.client.vllm.layers import RankLayers
+from kvdepot.client.vllm.layers import RankLayers, rank_layers
 from kvdepot.client.vllm.metadata import LoadOp, StepMeta
 from kvdepot.client.vllm.namespaces import Namespaces
 from kvdepot.client.vllm.pins import BlockHolds
@@ -20,6 +20,7 @@ from kvdepot.client.vllm.rank import software_facts
 from kvdepot.client.vllm.weights import Digests, LoraSalts, weights_source
 from kvdepot.client.vllm.worker import WorkerSide, _Outcome
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 
 def salt_of(salts: LoraSalts, path: Path, load: int) -> bytes:
@@ -143,3 +144,19 @@ def test_i3_a_configuration_that_cannot_be_read_is_a_problem_and_no_exception() 
     namespaces.update()
     assert "a foreign object" in namespaces.problem
     assert namespaces.usable is None
+
+
+def _facts(blocks: int, cache: torch.Tensor) -> Any:
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    layout = KVCacheConfig(blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
+    return rank_layers({"a": cache}, layout, (0,)).facts
+
+
+def test_p4_how_many_blocks_an_engine_has_is_no_part_of_its_layers_facts() -> None:
+    """Two engines with other amounts of memory share bytes, also where keys and values lie outside the blocks."""
+
+    def outside(blocks: int) -> torch.Tensor:
+        return torch.zeros(2, blocks, 16, 2, 8).transpose(0, 1)
+
+    assert _facts(4, outside(4)) == _facts(7, outside(7))
+    assert _facts(4, outside(4)) != _facts(4, torch.zeros(4, 16, 2, 2, 8).permute(0, 2, 1, 3, 4)), "another order"

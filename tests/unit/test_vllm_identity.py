@@ -19,7 +19,7 @@ from kvdepot.core.calls import Kind
 from tests.fakes.scripted_engine import cache_layout, engine_config, model_folder
 
 SETTINGS = Settings(Endpoint("/tmp/x.sock"), chunk_tokens=16)
-LAYERS = tuple(LayerFacts(name, 0, "float32", (1, 16, 64), (1024, 64, 1), 4096, "full") for name in ("a0", "a1"))
+LAYERS = tuple(LayerFacts(name, 0, "float32", (1, 16, 64), (1, 2), 4096, "full") for name in ("a0", "a1"))
 FACTS = (RankFacts(0, "boot", LAYERS, (("instruction_set", "AVX2"), ("torch", "2"))),)
 
 
@@ -99,6 +99,9 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
         ("attention_config.backend", "OTHER"),
         ("compilation_config.mode", 3),
         ("additional_config", {"x": 1}),
+        ("load_config.load_format", "pt"),
+        ("load_config.ignore_patterns", ["*.pt"]),
+        ("load_config.model_loader_extra_config", {"x": 1}),
     ],
 )
 def test_p2_a_setting_that_can_change_bytes_changes_the_namespace(folder: Path, path: str, value: Any) -> None:
@@ -112,6 +115,7 @@ def test_p2_a_setting_that_can_change_bytes_changes_the_namespace(folder: Path, 
     ("path", "value"),
     [
         ("instance_id", "7"),
+        ("load_config.download_dir", "/elsewhere"),
         ("cache_config.num_gpu_blocks", 77),
         ("cache_config.prefix_cache_retention_interval", 16),
         ("parallel_config.master_port", 1),
@@ -160,7 +164,7 @@ def test_p2_what_the_ranks_and_the_operator_say_counts(folder: Path) -> None:
         replace(FACTS[0], software=(("instruction_set", "AVX512"), ("torch", "2"))),
         replace(FACTS[0], layers=(replace(layer, dtype="bfloat16"), LAYERS[1])),
         replace(FACTS[0], layers=(replace(layer, block_shape=(2, 16, 32)), LAYERS[1])),
-        replace(FACTS[0], layers=(replace(layer, block_strides=(1, 2, 3)), LAYERS[1])),
+        replace(FACTS[0], layers=(replace(layer, block_order=(2, 1)), LAYERS[1])),
         replace(FACTS[0], layers=(replace(layer, spec="window"), LAYERS[1])),
         replace(FACTS[0], layers=LAYERS[::-1]),
         replace(FACTS[0], layers=LAYERS[:1]),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvdepot.client.vllm.settings import Settings
 
 _PLACE = "where files lie; their contents are in the weights digest"
+_READING = "how files are read, not which"
 _SEPARATE = "taken separately, in full"
 _REPORTING = "logging, metrics and profiling only"
 _NETWORK = "addresses and ports of this process"
@@ -119,7 +120,13 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "parallel_config.fault_tolerance_config": "what happens to broken processes",
     "parallel_config.enable_fault_tolerance": "what happens to broken processes",
     "device_config.device": "the worker's facts say what it computes with",
-    "load_config": "how weights are read; a dummy load is part of the weights' identity",
+    "load_config.download_dir": _PLACE,
+    "load_config.safetensors_load_strategy": _READING,
+    "load_config.safetensors_prefetch_num_threads": _READING,
+    "load_config.safetensors_prefetch_block_size": _READING,
+    "load_config.device": _READING,
+    "load_config.use_tqdm_on_load": _REPORTING,
+    "load_config.pt_load_map_location": _READING,
     "offload_config": "where weights lie",
     "compilation_config.debug_dump_path": _REPORTING,
     "compilation_config.cache_dir": "where compiled code is kept",

@@ -53,7 +53,7 @@ def rank_layers(kv_caches: Mapping[str, Any], kv_cache_config: Any, group_ids: S
                     group=group,
                     dtype=str(view.dtype).removeprefix("torch."),
                     block_shape=tuple(view.shape[1:]),
-                    block_strides=tuple(view.stride()[1:]),
+                    block_order=_order(view[0]),
                     block_bytes=view[0].numel() * view.element_size(),
                     spec=repr(compat.layer_spec(spec, name)),
                 )
@@ -68,3 +68,12 @@ def _block_view(name: str, cache: Any, num_blocks: int) -> torch.Tensor:
         raise LayoutError(f"layer {name}: a cache of shape {tuple(cache.shape)} is not made of {num_blocks} blocks")
     view: torch.Tensor = compat.group_kernel_blocks(cache, num_blocks)
     return view
+
+
+def _order(block: torch.Tensor) -> tuple[int, ...]:
+    """How the dimensions lie in memory. Not the strides: where blocks are not outermost, they tell how many there are.
+
+    Dimensions of one element lie nowhere: their strides mean nothing, and they are left out.
+    """
+    dimensions = [number for number, size in enumerate(block.shape) if size > 1]
+    return tuple(sorted(dimensions, key=lambda number: (-block.stride(number), number)))

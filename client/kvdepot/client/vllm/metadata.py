@@ -111,7 +111,7 @@ class LayerFacts:
     group: int
     dtype: str
     block_shape: tuple[int, ...]  # of one engine block
-    block_strides: tuple[int, ...]  # elements
+    block_order: tuple[int, ...]  # its dimensions, the one of the largest stride first
     block_bytes: int  # without padding
     spec: str  # the engine's description of the layer's cache
 
