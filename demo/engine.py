@@ -258,26 +258,26 @@ class Engine:
                         members.append(int(entry.name))
         return sorted(members)
 
+    def _shared_memory(self) -> set[Path]:
+        """vLLM's own message queues in shared memory: a killed engine leaves their files behind."""
+        found = set()
+        for pid in self.processes():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                maps = Path(f"/proc/{pid}/maps").read_text()
+                found.update(re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\w+", maps))
+        return {Path(name) for name in found}
+
     def kill(self) -> None:
         """SIGKILL to every process of the engine at once."""
         if self._process is None:
             return
-        left_over = self._shared_memory()
+        left = self._shared_memory()
         process, self._process = self._process, None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(30)
-        # vLLM's own message queues: their tracker was killed too, and 250 MB a killed engine would fill the machine.
-        for path in left_over:
-            path.unlink(missing_ok=True)
-
-    def _shared_memory(self) -> set[Path]:
-        """The named shared memory of Python's multiprocessing that the engine's processes map."""
-        names: set[str] = set()
-        for pid in self.processes():
-            with contextlib.suppress(OSError):
-                names.update(re.findall(r"/dev/shm/(psm_\w+)", Path(f"/proc/{pid}/maps").read_text()))
-        return {Path("/dev/shm") / name for name in names}
+        for file in left:
+            file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Ask the engine to shut down; kill what is left."""
