@@ -264,7 +264,7 @@ class Engine:
         for pid in self.processes():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 maps = Path(f"/proc/{pid}/maps").read_text()
-                found.update(re.findall(r"/dev/shm/(?:psm_|sem\.mp-)\w+", maps))
+                found.update(re.findall(r"/dev/shm/psm_\w+", maps))
         return {Path(name) for name in found}
 
     def kill(self) -> None:
