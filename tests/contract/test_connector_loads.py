@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
 from kvdepot.core.calls import AcquireCall, LocateCall
 
 from tests.contract.connector_fixtures import Gate, Make, cold, depot, folder, gate, make, prompt
@@ -113,6 +114,31 @@ def test_p8_a_load_that_failed_is_recomputed_and_not_offered_again(make: Make, h
     engine.session.let_go()
     engine.settle()
     engine.assert_clean()
+
+
+def test_p8_a_boundary_whose_load_failed_is_offered_to_nobody_for_a_while(make: Make) -> None:
+    tokens = prompt(9.5)
+    make().generate(tokens)
+    engine = make(settings={"load_timeout_seconds": 0.2})
+    engine.depot.held.add(AcquireCall)
+    first = engine.add(tokens)
+    engine.run()
+    engine.depot.held.clear()
+    engine.session.let_go()
+    engine.settle()
+    engine.reset()
+    second = engine.add(tokens)
+    engine.run()
+    assert engine.depot.count(AcquireCall) == 1
+    assert engine.hits[second] == 0
+    assert engine.side.counters["offers_withheld_negative"] >= 1
+    engine.settle()
+    engine.reset()
+    time.sleep(NEGATIVE_SECONDS)
+    third = engine.add(tokens)
+    engine.run()
+    assert engine.hits[third] > 0, "and then again"
+    assert engine.outputs[first] == engine.outputs[second] == engine.outputs[third] == cold(tokens)
 
 
 def _vanish_before_acquire(engine: ScriptedEngine) -> None:

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
 
 from demo.engine import Completion, Engine
 from demo.toys import prompt
@@ -47,6 +48,7 @@ def hits_everywhere(fleet: Fleet, engine: Engine, known: Known) -> None:
     """After whatever happened: the daemon's bytes serve every prompt, and nothing is lent or reserved."""
     prompts, cold = known
     fleet.forget(engine)
+    engine.pause(NEGATIVE_SECONDS)  # a load that failed is offered to nobody for so long
     vllm, daemon = engine.totals(), fleet.daemon.served()
     check(engine.generate(prompts, OUTPUT_TOKENS), cold)
     external = engine.totals().since(vllm).external_tokens

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.failures import CallFailure
 from kvdepot.client.vllm.metadata import LoadOp, ObjectCopy, SpanCopy, StepMeta
+from kvdepot.client.vllm.negative import NegativeCache
 from kvdepot.client.vllm.requests import Lookup, RequestState
 from kvdepot.core.calls import AcquireCall, AcquireOutcome, AcquireReply, Kind, LocateCall, LocateReply
 from kvdepot.core.limits import KEYS_PER_CALL_MAX
@@ -40,6 +41,10 @@ ANSWER_SECONDS_MAX: Final = 1.0
 """An older answer is asked for again: what is gone meanwhile would cost the request its only load."""
 RENEWALS_MAX: Final = 16
 """Asked for again at a time: the engine goes through its whole queue in one step when many answers are old."""
+
+
+KEYS_AT_FAULT: Final = frozenset({"missing", "deadline", "copy"})
+"""Failures that the next request with this prefix would meet too; not: no room for one more load, an abort, a reset."""
 
 
 class LoadPhase(Enum):
@@ -92,6 +97,7 @@ class Loads:
         self._active: dict[str, Load] = {}
         self._ops: dict[int, Load] = {}
         self._cancelled: list[int] = []
+        self._negative = NegativeCache(clock)
         self._next_op = 1
         self._steps = 0
         self._renewals = 0  # lookups under way
@@ -168,6 +174,9 @@ class Loads:
         boundary = min(lookup.boundary_tokens, self._planner.high_boundary(request.num_tokens))
         tokens = boundary - local_tokens
         if tokens < self._settings.min_load_tokens or not self._namespaces.ranks_ready:
+            return 0, False
+        if state.keys[boundary // self._planner.chunk_tokens - 1] in self._negative:
+            self._counters["offers_withheld_negative"] += 1
             return 0, False
         if len(self._active) >= self._settings.loads_in_flight:
             return self._held_back(state, now), False
@@ -249,9 +258,15 @@ class Loads:
 
     def _fail(self, load: Load, reason: str) -> None:
         load.phase = LoadPhase.FAILED
+        self._count_failure(load, reason)
+
+    def _count_failure(self, load: Load, reason: str) -> None:
+        """It is not offered to its request again, and for a while to no other one."""
         self._counters[f"load_failed_{reason}"] += 1
         if load.state is not None:
             load.state.load_failed = True
+        if reason in KEYS_AT_FAULT and load.plan is not None:
+            self._negative.add(load.keys[load.plan.boundary_tokens // self._planner.chunk_tokens - 1])
 
     # --- dispatch
 
@@ -327,9 +342,7 @@ class Loads:
         del self._active[load.request_id]
         self._session.release([load.lease_id])
         if load.ranks_failed:
-            self._counters["load_failed_copy"] += 1
-            if load.state is not None:
-                load.state.load_failed = True
+            self._count_failure(load, "copy")
             return
         assert load.plan is not None
         self._counters["loads_done"] += 1
