@@ -55,7 +55,14 @@ def test_p3_hashes_that_differ_in_every_process(folder: Path, algorithm: str) ->
     config = engine_config(folder)
     config.cache_config.prefix_caching_hash_algo = algorithm
     assert "PYTHONHASHSEED" in refused(config, dense())
+    assert "PYTHONHASHSEED" in refused(config, dense(), environment={"PYTHONHASHSEED": "random"})
     check_engine(config, dense(), SETTINGS, {"PYTHONHASHSEED": "0"})
+
+
+def test_a_model_of_recurrent_groups_alone(folder: Path) -> None:
+    layout = cache_layout(hybrid=True, blocks=8, retention=0)
+    layout.kv_cache_groups[:] = [g for g in layout.kv_cache_groups if isinstance(g.kv_cache_spec, MambaSpec)]
+    assert "recurrent groups only" in refused(engine_config(folder), layout)
 
 
 def test_speculative_decoding_with_checkpoints(folder: Path) -> None:

@@ -62,7 +62,7 @@ def _check_parallel(parallel: Any) -> None:
 def _check_hashes(cache: Any, environment: Mapping[str, str]) -> None:
     """P3: a chain of hashes with a random seed names other bytes in every process."""
     algorithm = str(cache.prefix_caching_hash_algo)
-    if algorithm.startswith("xxhash") and environment.get("PYTHONHASHSEED") is None:
+    if algorithm.startswith("xxhash") and environment.get("PYTHONHASHSEED", "random") in ("", "random"):
         raise ConfigError(
             WHERE,
             "prefix_caching_hash_algo",
@@ -99,4 +99,11 @@ def _check_groups(kv_cache_config: Any, group_ids: Sequence[int]) -> set[Kind]:
                 advice='set enable_prefix_caching=True and mamba_cache_mode="align"',
             )
         kinds.add(kind)
+    if kinds == {Kind.STATE}:
+        raise ConfigError(
+            WHERE,
+            "model",
+            "it has recurrent groups only, and between two checkpoints nothing to store that would lead to the second",
+            advice="serve this model without kvdepot",
+        )
     return kinds
