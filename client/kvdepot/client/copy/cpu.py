@@ -4,10 +4,10 @@ Each layer's storage is seen as one array of units: the largest run of
 bytes (the greatest common divisor of everything that addresses a block) that lets a
 block be named by a few indices. A run of blocks then is one `take` (store) or one
 indexed assignment (load) of numpy: no temporary, no Python per block, no OpenMP
-threads, and the GIL is released while the bytes move. Measured against
+threads, and the GIL is released while the bytes move. Tried by hand against
 `torch.index_select`/`index_copy_`, `torch._foreach_copy_`, `process_vm_readv` and
-`preadv` of the arena file (docs/benchmarks.md): at 24 KiB to 1 MiB a block it is the
-only one as fast as memcpy in both directions.
+`preadv` of the arena file at blocks of 24 and 64 KiB: it was the only one near memcpy
+in both directions. What it reaches in the whole path: docs/benchmarks.md.
 """
 
 from __future__ import annotations
