@@ -19,6 +19,9 @@ CONFIGURATION = 'capacity = "512MiB"\n'
 LOOKUP_TIMEOUT_SECONDS = 2.0
 """Tests share their cores: with the default of 0.05 a delay would look like a miss."""
 
+AuditMark = dict[Path, int]
+"""Lines by audit file."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -125,10 +128,17 @@ class Fleet:
         """A prompt that no other test of this session uses."""
         return prompt(tokens, f"e2e-{next(self._prompts)}")
 
-    def audit(self, name: str) -> list[dict[str, Any]]:
-        """What the ranks of an engine stored and loaded, with digests of their own blocks."""
-        files = sorted(self.directory.glob(f"audit-{name}.*.jsonl"))
-        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    def audited(self, name: str) -> AuditMark:
+        """How much each of the engine's ranks has written so far: one file a process, in no order."""
+        return {file: len(file.read_text().splitlines()) for file in self.directory.glob(f"audit-{name}.*.jsonl")}
+
+    def audit(self, name: str, since: AuditMark) -> list[dict[str, Any]]:
+        """What the ranks of an engine stored and loaded after the mark, with digests of their own blocks."""
+        return [
+            json.loads(line)
+            for file in self.audited(name)
+            for line in file.read_text().splitlines()[since.get(file, 0) :]
+        ]
 
     def __enter__(self) -> Self:
         return self

@@ -92,11 +92,11 @@ def test_c1_interior_chunks_without_a_checkpoint_serve_deeper_boundaries(fleet: 
 def test_c1_one_state_per_group_is_loaded_into_the_slot_at_the_boundary(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(3 * CHUNK + 20)
     (reference,) = store(fleet, engine, [ids])
-    known = len(fleet.audit("hybrid"))
+    known = fleet.audited("hybrid")
     loaded = fleet.ask(engine, ids)
     assert loaded.tokens == reference
     fleet.forget(engine)
-    lines = [line for line in fleet.audit("hybrid")[known:] if line["event"] == "loaded"]
+    lines = [line for line in fleet.audit("hybrid", known) if line["event"] == "loaded"]
     states = [line for line in lines if line["kind"] == "state"]
     assert {line["group"] for line in lines} == GROUPS
     assert [(line["boundary_tokens"], len(line["blocks"])) for line in states] == [(3 * CHUNK, 1)] * 3
@@ -143,7 +143,7 @@ def test_b1_generated_tokens_and_their_checkpoints_are_loaded_in_the_next_turn(f
 
 
 def test_d4_a_full_local_hit_moves_nothing_and_d1_every_group_is_stored(fleet: Fleet, engine: Engine) -> None:
-    known = len(fleet.audit("hybrid"))
+    known = fleet.audited("hybrid")
     ids = fleet.prompt(2 * CHUNK + 10)
     cold = engine.ask(ids)
     before = fleet.daemon.settle()
@@ -152,7 +152,7 @@ def test_d4_a_full_local_hit_moves_nothing_and_d1_every_group_is_stored(fleet: F
     assert (local.local_tokens, local.external_tokens, local.served.bytes) == (2 * CHUNK, 0, 0)
     assert local.tokens == cold.tokens
     assert after.counters["granted_write_bytes"] == before.counters["granted_write_bytes"]
-    stored = [line for line in fleet.audit("hybrid")[known:] if line["event"] == "stored"]
+    stored = [line for line in fleet.audit("hybrid", known) if line["event"] == "stored"]
     assert {line["group"] for line in stored} == GROUPS
 
 
@@ -175,7 +175,7 @@ def wrong(digests: Digests) -> Digests:
 def test_control_damaged_bytes_change_the_tokens_and_the_audit_sees_them(
     fleet: Fleet, engine: Engine, kind: Kind
 ) -> None:
-    known = len(fleet.audit("hybrid"))
+    known = fleet.audited("hybrid")
     ids = fleet.prompt(2 * CHUNK + 10)
     before = arena_bytes.committed(fleet.daemon.arena)
     (reference,) = store(fleet, engine, [ids])
@@ -187,11 +187,11 @@ def test_control_damaged_bytes_change_the_tokens_and_the_audit_sees_them(
     damaged = fleet.ask(engine, ids)
     assert damaged.external_tokens == 2 * CHUNK
     assert damaged.tokens != reference
-    assert {place[1] for place in wrong(digests_by_place(fleet.audit("hybrid")[known:]))} == {kind.name.lower()}
+    assert {place[1] for place in wrong(digests_by_place(fleet.audit("hybrid", known)))} == {kind.name.lower()}
 
 
 def test_p4_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(fleet: Fleet, engine: Engine) -> None:
-    known = len(fleet.audit("hybrid"))
+    known = fleet.audited("hybrid")
     shared = fleet.prompt(2 * CHUNK)
     prompts = [shared[: CHUNK * (1 + number % 2)] + fleet.prompt(40 + CHUNK * (number % 3)) for number in range(20)]
     done = engine.generate(prompts, 8)
@@ -202,7 +202,7 @@ def test_p4_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(f
     assert [one.error for one in done] == [""] * len(prompts)
     assert engine.totals().since(before).external_tokens >= CHUNK * len(prompts) // 2
     fleet.forget(engine)
-    digests = digests_by_place(fleet.audit("hybrid")[known:])
+    digests = digests_by_place(fleet.audit("hybrid", known))
     loaded = {place: found for place, found in digests.items() if found["loaded"]}
     assert {place[3] for place in loaded} == GROUPS
     assert wrong(digests) == {}
