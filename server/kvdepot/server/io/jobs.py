@@ -1,0 +1,118 @@
+"""What I/O workers are asked and what they answer, as plain values; `wire` packs them.
+
+File names are relative to the directory that the pool was made for: a worker opens them
+itself, so that a hung mount hangs only the worker. All sizes and offsets are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvdepot.core.allocator import Extent
+from kvdepot.server.tiers.base import IoOutcome, ObjectName
+
+
+class Priority(IntEnum):
+    """Lower goes first: loads before stores, everything that serves before everything that tends."""
+
+    LOAD = 0
+    STORE = 1
+    TEND = 2  # scrubbing, probing, checksums
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A byte range of a file."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadObject:
+    """Read an object in the on-medium format (docs/formats/object.md), verify all of it, leave its raw payload.
+
+    `parts` hold header and stored payload, padded to pages, in order. `extents` are where the
+    raw payload goes; None: verify only (the scrubber, fsck).
+    """
+
+    parts: tuple[Part, ...]
+    name: ObjectName
+    sequence: int  # the header must repeat it; 0: any
+    extents: tuple[Extent, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteObject:
+    """Write an object: header, then the payload from the extents through the codec.
+
+    `parts` have room for the raw payload; what a codec saves stays unwritten at their end.
+    `raw_sum`: of the payload when known, compared with what was read from RAM.
+    """
+
+    parts: tuple[Part, ...]
+    name: ObjectName
+    sequence: int
+    codec: int  # a `kvdepot.core.objectfile.Codec`
+    created_at: int  # unix seconds
+    extents: tuple[Extent, ...]
+    raw_sum: int | None
+    sync: bool  # fdatasync before the answer
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Append whole records to a journal. A short write is undone by truncation, or answered as an error."""
+
+    file: str
+    expected_bytes: int  # length of the file before: anything else is an error
+    data: bytes
+    sync: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Make a file of exactly `length` with all its blocks (posix_fallocate)."""
+
+    file: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Unlink files; one that is not there is fine."""
+
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Copy the bytes of a damaged object to a file of its own, then leave them. OK also when they cannot be read."""
+
+    parts: tuple[Part, ...]
+    file: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Write, sync, read back and remove a small file; for a path that was taken out of use."""
+
+    file: str
+    write: bool
+
+
+Job = ReadObject | WriteObject | Append | Allocate | Remove | Quarantine | Probe
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`stored_bytes`, `stored_sum` and `raw_sum` (XXH3-128) are of the payload, where the job had one."""
+
+    outcome: IoOutcome
+    detail: str = ""  # for the log: errno and path, or the field that differed
+    stored_bytes: int = 0
+    stored_sum: int = 0
+    raw_sum: int = 0
+    seconds: float = 0.0  # in the worker

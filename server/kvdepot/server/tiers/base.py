@@ -1,0 +1,184 @@
+"""The one interface of every tier below RAM, as the engine sees it.
+
+A tier lives on the loop's thread and never blocks: what touches a medium is done by I/O
+workers, and answered by a callback on the loop's thread. The engine owns the tree of
+chunks, decides what is written, promoted and evicted, and asks; the tier owns its bytes,
+their format, its journal and its capacity, and answers.
+
+The RAM tier is not one of these: it is the arena itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Protocol
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.report import TierStatus
+
+NO_HANDLE: Final = 0xFFFF_FFFF
+"""No object of this tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """Identity of an object wherever it lies; also what its header on a medium must say."""
+
+    namespace: bytes  # namespace id, 16 bytes
+    key: bytes  # chunk key, 16 bytes
+    parent: bytes  # chunk key of the parent chunk, zeros for a first chunk
+    kind: int  # a `kvdepot.core.calls.Kind`
+    boundary_tokens: int
+    raw_bytes: int  # of the payload in RAM
+
+
+class IoOutcome(StrEnum):
+    """What became of one read or write. The values are labels of counters."""
+
+    OK = "ok"
+    # The medium holds something else than it should: quarantined, never served.
+    TOO_SHORT = "too_short"
+    MAGIC = "magic"
+    VERSION = "version"
+    HEADER = "header"  # the header's own checksum
+    IDENTITY = "identity"
+    LENGTH = "length"
+    CODEC = "codec"
+    CORRUPT = "corrupt"  # the payload's checksum
+    TORN = "torn"  # likewise, but newer than the last synced snapshot: a power loss explains it
+    # The medium did not answer, or refused.
+    GONE = "gone"  # no such file, stale handle
+    UNREADABLE = "unreadable"  # permission
+    IO_ERROR = "io_error"
+    NO_SPACE = "no_space"  # ENOSPC, EDQUOT
+    READ_ONLY = "read_only"  # EROFS
+    TIMEOUT = "timeout"  # the deadline passed; a worker may still hold the extents
+    CANCELLED = "cancelled"  # the loan was refused, the tier closed or its breaker open: nothing was touched
+
+
+DAMAGED: Final = frozenset(
+    {IoOutcome.TOO_SHORT, IoOutcome.MAGIC, IoOutcome.VERSION, IoOutcome.HEADER, IoOutcome.IDENTITY,
+     IoOutcome.LENGTH, IoOutcome.CODEC, IoOutcome.CORRUPT, IoOutcome.TORN}
+)  # fmt: skip
+"""The object is proved bad: its handle is dead."""
+
+
+class Loan(Protocol):
+    """Extents for the time a worker may touch them (I6). The engine writes the lent table."""
+
+    def begin(self, worker: int) -> bool:
+        """Lend them to this worker (a number from `WorkerRegistry.started`), before it is told of them.
+
+        False: they are no longer there or the table is full; the job is answered CANCELLED.
+        """
+
+    def end(self) -> None:
+        """The worker answered, or is proven dead. Called once for every `begin` that was True."""
+
+
+class WorkerRegistry(Protocol):
+    """Where the engine writes down which processes are workers, so that a later daemon run knows (I6)."""
+
+    def started(self, pid: int) -> int:
+        """Number of a worker process that was just made. Raises NoRoom when the attachment table is full."""
+
+    def dead(self, worker: int) -> None:
+        """Its death is proven, and every loan to it has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Answer to a read. `raw_sum`: XXH3-128 of the payload now in the extents, when OK."""
+
+    outcome: IoOutcome
+    raw_sum: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Answer to a write. OK: `handle` is served by the tier from now on, and survives a crash of the daemon."""
+
+    outcome: IoOutcome
+    handle: int = NO_HANDLE
+    raw_sum: int = 0
+    stored_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One object that a tier found on its medium while it opened."""
+
+    handle: int
+    name: ObjectName
+
+
+class TierListener(Protocol):
+    """What a tier tells the engine without being asked, on the loop's thread."""
+
+    def found(self, tier: Tier, objects: Sequence[Found]) -> None:
+        """A slice of what lies on the medium, parents before children. The engine drops what it has no use for."""
+
+    def lost(self, tier: Tier, handles: Sequence[int]) -> None:
+        """These are dead: damaged, or gone with their directory. The engine forgets them; no `drop` follows."""
+
+
+class Tier(Protocol):
+    """Handles are small integers, below `handles_max`, reused after `drop` or `lost`."""
+
+    name: str
+    handles_max: int
+
+    @property
+    def readable(self) -> bool:
+        """False while opening, or while the breaker is open: nothing of it is offered."""
+
+    @property
+    def writable(self) -> bool:
+        """False also when read-only, degraded, or over its daily budget."""
+
+    @property
+    def write_slots(self) -> int:
+        """How many more writes it takes now without queueing them up."""
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What objects may take: the configured capacity less journal, snapshots, quarantine and temporaries."""
+
+    def cost_bytes(self, raw_bytes: int) -> int:
+        """What an object takes at most, header and rounding included."""
+
+    def start(self, listener: TierListener) -> None:
+        """Begin to open; `readable` says when it is done."""
+
+    def tick(self) -> None:
+        """Deadlines, probes, recovery. About every 100 ms."""
+
+    def write(
+        self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
+        done: Callable[[Written], None],
+    ) -> None:  # fmt: skip
+        """Store a committed object. NO_SPACE at once where `cost_bytes` are not free: the caller evicts first.
+
+        `raw_sum` is compared with what is read from the extents, when known (CORRUPT: the RAM copy is bad).
+        """
+
+    def read(
+        self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
+    ) -> None:
+        """Fill unpublished extents (of together `raw_bytes`) and verify everything. Before any write in the queue.
+
+        DAMAGED outcomes: the tier has quarantined it and the handle is dead without `lost`.
+        """
+
+    def drop(self, handle: int) -> None:
+        """Forget an object. Its bytes are reused once readers in flight are done."""
+
+    async def close(self) -> None:
+        """Finish what is in flight within a bounded time, whatever the medium does; persist; end the workers."""
+
+    def status(self) -> TierStatus: ...
