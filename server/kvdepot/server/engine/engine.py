@@ -86,7 +86,7 @@ class Engine:
         )  # fmt: skip
         self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
         self._requests = Requests(self._space, config.provisional_seconds)
-        self._sums = Sums(self._space)
+        self._sums = Sums(self._space, self._sessions.hold_extents)
         self._stores = Stores(self._space, self._requests, config, arena_id)
         self._loads = Loads(self._space, config, arena_id, self._sums.want)
 

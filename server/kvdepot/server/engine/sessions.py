@@ -212,6 +212,10 @@ class Sessions:
     def infos(self) -> tuple[AttachmentInfo, ...]:
         return tuple(AttachmentInfo(a.slot, a.process, a.rank, a.connections) for a in self.attachments.values())
 
+    def hold_extents(self) -> bool:
+        """Whether an engine in service holds a lease: it may be copying."""
+        return any(session.leases and not session.ended for session in self.by_slot.values())
+
     # Ending
 
     def idle_beyond_grace(self) -> Iterable[Session]:

@@ -2,11 +2,16 @@
 
 Adopted objects are verified first, those a request asked for before the others; then
 committed objects get their sum. There is no queue to grow: the extent table is swept.
+
+A first sum waits while engines copy: XXH3 at full speed takes a fifth of the memory bandwidth
+from them (docs/benchmarks.md). It never waits longer than `HELD_BACK_SECONDS_MAX`, because what
+has no sum is lost with the daemon.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -19,15 +24,21 @@ from kvdepot.server.engine.types import ToSum
 
 SWEEP_ROWS: Final = 1 << 16
 WANTED_MAX: Final = 4096
+HELD_BACK_SECONDS_MAX: Final = 2.0
 _PARALLEL_MAX: Final = 1024
 """Objects lent to the worker at once."""
 
 
 class Sums:
-    """Rows under summation are lent in CHECKSUM mode, so their bytes stay theirs."""
+    """Rows under summation are lent in CHECKSUM mode, so their bytes stay theirs.
 
-    def __init__(self, space: Space) -> None:
+    `copying` says whether an engine holds extents it may be copying to or from.
+    """
+
+    def __init__(self, space: Space, copying: Callable[[], bool]) -> None:
         self._space = space
+        self._copying = copying
+        self._rested_at = space.clock()  # when there was last nothing to sum, or no engine copied
         self._working: dict[int, int] = {}  # row -> lent entry
         self._wanted: OrderedDict[int, None] = OrderedDict()
         self._found: list[int] = []  # candidates of the last swept slice, lowest row last
@@ -94,7 +105,10 @@ class Sums:
             if self._due(row) and space.rows.run_of[row] != space.rows.run:
                 return row
         if space.unverified + space.unsummed <= len(self._working):
+            self._rested_at = space.clock()
             return None  # all of it is with the worker: no sweep at each commit to find that out
+        if not (self._verifies and space.unverified) and self._held_back():
+            return None
         for _ in range(-(-space.rows.count // SWEEP_ROWS) + 1):
             while self._found:
                 row = self._found.pop()
@@ -102,6 +116,14 @@ class Sums:
                     return row
             self._sweep()
         return None
+
+    def _held_back(self) -> bool:
+        """Whether first sums wait for the engines."""
+        now = self._space.clock()
+        if not self._verifies or not self._copying():
+            self._rested_at = now
+            return False
+        return now - self._rested_at < HELD_BACK_SECONDS_MAX
 
     def _due(self, row: int) -> bool:
         rows = self._space.rows
