@@ -6,10 +6,11 @@ from random import Random
 
 import numpy as np
 import pytest
-from kvdepot.core.calls import CommitOutcome
+from kvdepot.core.calls import CommitOutcome, Kind
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.index import NONE, Index
 from kvdepot.server.engine.leases import REMEMBERED_BYTES_MAX, Ended
+from kvdepot.server.tiers.base import NO_HANDLE
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -24,7 +25,7 @@ def test_index_equals_a_dict_under_churn_with_colliding_keys(seed: int) -> None:
         if name in model:
             index.remove(model.pop(name))
         elif len(model) < 64:
-            model[name] = index.add(*name, NONE)
+            model[name] = index.add(*name, NONE, 32)
         for namespace in (0, 1):
             expected = [model.get((namespace, k), NONE) for k in keys[:12]]
             assert index.find_many(namespace, b"".join(keys[:12])).tolist() == expected
@@ -35,15 +36,32 @@ def test_index_equals_a_dict_under_churn_with_colliding_keys(seed: int) -> None:
 
 def test_leaves_come_before_their_parents() -> None:
     index = Index(16, Random(0).randbytes)
-    top = index.add(0, b"t" * 16, NONE)
-    sides = [index.add(0, bytes([i]) * 16, top) for i in range(3)]
-    below = index.add(0, b"b" * 16, sides[1])
+    top = index.add(0, b"t" * 16, NONE, 32)
+    sides = [index.add(0, bytes([i]) * 16, top, 64) for i in range(3)]
+    below = index.add(0, b"b" * 16, sides[1], 96)
     order = index.leaves_first(top)
     assert sorted(order) == sorted([top, *sides, below])
     assert order.index(below) < order.index(sides[1]) < order.index(top)
     index.remove(below)
     index.remove(sides[1])
     assert sorted(index.children(top)) == sorted([sides[0], sides[2]])
+
+
+def test_a_node_has_a_row_and_handles_per_kind() -> None:
+    index = Index(4, Random(0).randbytes, tiers=2)
+    node = index.add(0, b"t" * 16, NONE, 32)
+    assert not index.has_objects(node)
+    index.set_handle(1, node, Kind.STATE, 7)
+    assert index.has_objects(node) and index.rows_of(node) == []
+    assert index.handle(1, node, Kind.STATE) == 7
+    assert index.handle(0, node, Kind.STATE) == index.handle(1, node, Kind.ATTENTION) == NO_HANDLE
+    assert index.in_tier(1, node) and not index.in_tier(0, node)
+    index.set_handle(1, node, Kind.STATE, NO_HANDLE)
+    index.set_row(node, Kind.ATTENTION, 3)
+    assert index.has_objects(node)
+    index.remove(node)
+    again = index.add(0, b"u" * 16, NONE, 64)
+    assert again == node and not index.has_objects(again) and index.boundary(again) == 64
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -54,7 +72,8 @@ def test_many_nodes_at_once_are_the_same_as_one_by_one(seed: int) -> None:
     above = [random.randrange(-1, at) for at in range(60)]
     slots = np.array([slot for slot, _ in names], np.uint16)
     keys = np.frombuffer(b"".join(key for _, key in names), np.uint64).reshape(-1, 2)
-    nodes = index.add_many(slots, keys)
+    nodes = index.add_many(slots, keys, np.arange(1, 61, dtype=np.uint32) * 32)
+    assert [index.boundary(node) for node in nodes.tolist()] == list(range(32, 61 * 32, 32))
     order = random.sample(range(60), 60)
     index.link_many(nodes[order], np.array([nodes[above[at]] if above[at] >= 0 else NONE for at in order], np.int64))
     assert [index.find(*name) for name in names] == nodes.tolist()
@@ -66,7 +85,7 @@ def test_many_nodes_at_once_are_the_same_as_one_by_one(seed: int) -> None:
         index.remove(int(nodes[at]))
         assert index.find(*names[at]) == NONE
         assert index.count == at
-    assert index.add(*names[0], NONE) == nodes[0]
+    assert index.add(*names[0], NONE, 32) == nodes[0]
 
 
 def test_i4_ended_leases_are_bounded_in_number_and_bytes() -> None:

@@ -6,9 +6,10 @@ up in a few numpy operations. A dict from bytes to int would cost 138 bytes an e
 pauses of tens of milliseconds when it grows; this costs 8 to 16 and never grows. The
 multipliers are random, so that nobody can choose keys that collide.
 
-A node is one chunk of one namespace. It has at most one row a kind, a parent (NONE: the
-root) and its children in a doubly linked list. Nothing here survives a restart: adoption
-rebuilds it from the extent table.
+A node is one chunk of one namespace. It has at most one row a kind, at most one handle a
+kind and lower tier, a parent (NONE: the root) and its children in a doubly linked list. It
+exists while any tier has an object of it. Nothing here survives a restart: adoption
+rebuilds it from the extent table, and each lower tier says what it found.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from kvdepot.core.arena import NO_ROW
 from kvdepot.core.calls import Kind
+from kvdepot.server.tiers.base import NO_HANDLE
 
 NONE: Final = 0xFFFF_FFFF
 """No node."""
@@ -31,9 +33,9 @@ Nodes = npt.NDArray[np.int64]
 
 
 class Index:
-    """Nodes 0..capacity-1. `find` and `find_many` answer NONE for an unknown key."""
+    """Nodes 0..capacity-1, over RAM and `tiers` lower tiers. `find` and `find_many` answer NONE for an unknown key."""
 
-    def __init__(self, capacity: int, random_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, capacity: int, random_bytes: Callable[[int], bytes], tiers: int = 0) -> None:
         self.capacity = capacity
         self.count = 0
         self._high = 0  # nodes at and above were never used
@@ -44,6 +46,11 @@ class Index:
         self._namespace = self.namespaces.data
         self.rows: tuple[U32, ...] = tuple(np.empty(capacity, np.uint32) for _ in Kind)
         self._rows = tuple(rows.data for rows in self.rows)
+        self.handles: tuple[tuple[U32, ...], ...] = tuple(
+            tuple(np.empty(capacity, np.uint32) for _ in Kind) for _ in range(tiers)
+        )
+        self._handles = tuple(tuple(column.data for column in columns) for columns in self.handles)
+        self._boundary = np.empty(capacity, np.uint32).data
         self._parent = np.empty(capacity, np.uint32).data
         self._first_child = np.empty(capacity, np.uint32).data
         self._following = np.empty(capacity, np.uint32).data
@@ -91,6 +98,24 @@ class Index:
     def rows_of(self, node: int) -> list[int]:
         return [rows[node] for rows in self._rows if rows[node] != NO_ROW]
 
+    def handle(self, tier: int, node: int, kind: int) -> int:
+        """The object's handle in a lower tier, or NO_HANDLE."""
+        return int(self._handles[tier][kind - 1][node])
+
+    def in_tier(self, tier: int, node: int) -> bool:
+        """Whether a lower tier has any object of the node."""
+        return any(column[node] != NO_HANDLE for column in self._handles[tier])
+
+    def has_objects(self, node: int) -> bool:
+        """Whether RAM or any lower tier has one."""
+        return any(rows[node] != NO_ROW for rows in self._rows) or any(
+            column[node] != NO_HANDLE for columns in self._handles for column in columns
+        )
+
+    def boundary(self, node: int) -> int:
+        """The boundary that ends the chunk, in tokens."""
+        return int(self._boundary[node])
+
     def key(self, node: int) -> bytes:
         low_high: bytes = self.keys[node].tobytes()
         return low_high
@@ -120,22 +145,26 @@ class Index:
 
     # Changing
 
-    def add(self, namespace: int, key: bytes, parent: int) -> int:
-        """A new node without rows. The caller knows that the key is not there and that a row, hence a node, is free."""
+    def add(self, namespace: int, key: bytes, parent: int, boundary: int) -> int:
+        """A new node without objects. The caller knows that the key is not there and that `count` is below capacity."""
         if self._free != NONE:
             node = self._free
             self._free = self._parent[node]
         else:
             node = self._high
             self._high += 1
-        assert node < self.capacity, "more nodes than rows"
+        assert node < self.capacity, "more nodes than there is room for"
         low = int.from_bytes(key[:8], "little")
         high = int.from_bytes(key[8:], "little")
         self._key[2 * node] = low
         self._key[2 * node + 1] = high
         self._namespace[node] = namespace
+        self._boundary[node] = boundary
         for rows in self._rows:
             rows[node] = NO_ROW
+        for columns in self._handles:
+            for column in columns:
+                column[node] = NO_HANDLE
         self._first_child[node] = NONE
         self._link(node, parent)
         at = self._home(namespace, low, high)
@@ -145,21 +174,25 @@ class Index:
         self.count += 1
         return node
 
-    def add_many(self, namespaces: npt.NDArray[np.uint16], keys: npt.NDArray[np.uint64]) -> Nodes:
-        """New nodes of distinct names, numbered one after the other, without rows; `link_many` gives them their places.
+    def add_many(self, namespaces: npt.NDArray[np.uint16], keys: npt.NDArray[np.uint64], boundaries: U32) -> Nodes:
+        """New nodes of distinct names, numbered one after the other; `link_many` gives them their places.
 
-        Only for an index that nothing was removed from.
+        They have no objects yet. Only for an index that nothing was removed from.
         """
         count = len(keys)
         nodes: Nodes = np.arange(self._high, self._high + count)
-        assert self._free == NONE and self._high + count <= self.capacity, "more nodes than rows"
+        assert self._free == NONE and self._high + count <= self.capacity, "more nodes than there is room for"
         self._high += count
         self.count += count
         part = slice(self._high - count, self._high)
         self.keys[part] = keys
         self.namespaces[part] = namespaces
+        np.asarray(self._boundary)[part] = boundaries
         for rows in self.rows:
             rows[part] = NO_ROW
+        for columns in self.handles:
+            for column in columns:
+                column[part] = NO_HANDLE
         for links in (self._parent, self._first_child, self._following, self._preceding):
             np.asarray(links)[part] = NONE
         at = self._homes(namespaces.astype(np.uint64), keys)
@@ -185,6 +218,9 @@ class Index:
 
     def set_row(self, node: int, kind: int, row: int) -> None:
         self._rows[kind - 1][node] = row
+
+    def set_handle(self, tier: int, node: int, kind: int, handle: int) -> None:
+        self._handles[tier][kind - 1][node] = handle
 
     def remove(self, node: int) -> None:
         """Forget a leaf."""

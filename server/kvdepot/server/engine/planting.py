@@ -36,7 +36,7 @@ def plant(space: Space, heads: _Numbers) -> tuple[_Flags, _Flags]:
     has_path = np.zeros(len(first), np.bool_)
     has_path[member[~torn & (kinds == path_kinds[slots])]] = True
 
-    nodes = index.add_many(slots[first], keys[first])
+    nodes = index.add_many(slots[first], keys[first], boundaries[first])
     above = _parents(space, slots[first], parents[first], nodes)
     root: _Flags = np.logical_not(parents[first].any(axis=1))
     followed = (above >= 0) & has_path[above]

@@ -94,11 +94,11 @@ class Space:
             extents = self.allocator.allocate(size_bytes)
         return extents
 
-    def add_node(self, namespace: Namespace, key: bytes, parent: int) -> int:
+    def add_node(self, namespace: Namespace, key: bytes, parent: int, boundary: int) -> int:
         if parent != NONE:
             self.policy.on_not_leaf(parent)
         namespace.nodes += 1
-        return self.index.add(namespace.slot, key, parent)
+        return self.index.add(namespace.slot, key, parent, boundary)
 
     def commit(self, row: int, node: int) -> None:
         """The caller clears the writer's lent entry next and then calls `settle_node`."""

@@ -139,7 +139,7 @@ class Stores:
         if node != NONE and space.index.parent(node) != above:
             return False
         chunk = namespace.spec.chunk_tokens if namespace.spec else 0
-        before = space.rows.boundary[space.index.rows_of(above)[0]] if above != NONE else 0
+        before = space.index.boundary(above) if above != NONE else 0
         return one.boundary == before + chunk and one.key != ROOT_KEY
 
     def _over_credit(self, session: Session, namespace: Namespace, kind: int) -> int | None:
@@ -174,7 +174,7 @@ class Stores:
             # Eviction may have taken the parent, had it no other child: look again.
             if one.parent != ROOT_KEY and space.index.find(namespace.slot, one.parent) != above:
                 return ReserveOutcome.NO_PARENT
-            node = space.add_node(namespace, one.key, above)
+            node = space.add_node(namespace, one.key, above, one.boundary)
         else:
             space.policy.on_not_leaf(node)  # or eviction could take the node that the object is for
         row = space.place(
