@@ -16,37 +16,27 @@ from enum import StrEnum
 from typing import Final, Protocol
 
 from kvdepot.core.allocator import Extent
+from kvdepot.core.objectfile import Damage
+from kvdepot.core.objectfile import ObjectName as ObjectName  # part of this interface
 from kvdepot.core.report import TierStatus
 
 NO_HANDLE: Final = 0xFFFF_FFFF
 """No object of this tier."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectName:
-    """Identity of an object wherever it lies; also what its header on a medium must say."""
-
-    namespace: bytes  # namespace id, 16 bytes
-    key: bytes  # chunk key, 16 bytes
-    parent: bytes  # chunk key of the parent chunk, zeros for a first chunk
-    kind: int  # a `kvdepot.core.calls.Kind`
-    boundary_tokens: int
-    raw_bytes: int  # of the payload in RAM
-
-
 class IoOutcome(StrEnum):
     """What became of one read or write. The values are labels of counters."""
 
     OK = "ok"
-    # The medium holds something else than it should: quarantined, never served.
-    TOO_SHORT = "too_short"
-    MAGIC = "magic"
-    VERSION = "version"
-    HEADER = "header"  # the header's own checksum
-    IDENTITY = "identity"
-    LENGTH = "length"
-    CODEC = "codec"
-    CORRUPT = "corrupt"  # the payload's checksum
+    # The medium holds something else than it should: quarantined, never served. `IoOutcome(damage)` converts.
+    TOO_SHORT = Damage.TOO_SHORT.value
+    MAGIC = Damage.MAGIC.value
+    VERSION = Damage.VERSION.value
+    HEADER = Damage.HEADER.value  # the header's own checksum
+    IDENTITY = Damage.IDENTITY.value
+    LENGTH = Damage.LENGTH.value
+    CODEC = Damage.CODEC.value
+    CORRUPT = Damage.CORRUPT.value  # the payload's checksum
     TORN = "torn"  # likewise, but newer than the last synced snapshot: a power loss explains it
     # The medium did not answer, or refused.
     GONE = "gone"  # no such file, stale handle
@@ -58,10 +48,7 @@ class IoOutcome(StrEnum):
     CANCELLED = "cancelled"  # the loan was refused, the tier closed or its breaker open: nothing was touched
 
 
-DAMAGED: Final = frozenset(
-    {IoOutcome.TOO_SHORT, IoOutcome.MAGIC, IoOutcome.VERSION, IoOutcome.HEADER, IoOutcome.IDENTITY,
-     IoOutcome.LENGTH, IoOutcome.CODEC, IoOutcome.CORRUPT, IoOutcome.TORN}
-)  # fmt: skip
+DAMAGED: Final = frozenset({*map(IoOutcome, Damage), IoOutcome.TORN})
 """The object is proved bad: its handle is dead."""
 
 

@@ -1,0 +1,190 @@
+"""The on-medium format of an object: its header, and what a reader checks (docs/formats/object.md).
+
+The same wherever bytes are written: in a segment of the disk tier, in a file of a shared
+one. Pure: nothing here reads a medium, and nothing it is given can make it allocate more
+than a header.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Final
+
+import xxhash
+from kvdepot.core.limits import OBJECT_BYTES_MAX
+
+MAGIC: Final = b"KVDOBJCT"
+FORMAT_VERSION: Final = 1
+COMPATIBLE_SINCE: Final = 1
+READABLE_SINCE: Final = 1
+"""Oldest format version that this code reads."""
+HEADER_BYTES: Final = 4096
+PAGE_BYTES: Final = 4096
+NOT_STATED: Final = bytes(16)
+"""A part table digest that nobody took."""
+
+_PREFIX = struct.Struct("<8sII")  # magic, version, compatible since; then the sum
+_SUM = struct.Struct("<Q")
+_BODY = struct.Struct("<16s16s16sBBHIQQQQ16s16s16s")
+_BODY_AT = _PREFIX.size + _SUM.size
+_REST = bytes(HEADER_BYTES - _BODY_AT - _BODY.size)
+_SLICE_BYTES = 4 << 20
+"""XXH3 runs without the GIL, but a signal is only handled between slices."""
+
+
+class Codec(IntEnum):
+    """How a payload is stored; the number is in every header."""
+
+    NONE = 0
+    LZ4 = 1
+    BITSHUFFLE_LZ4 = 2
+
+
+class Damage(StrEnum):
+    """What is wrong with an object; distinct, because each has another cause and its own counter."""
+
+    TOO_SHORT = "too_short"  # the medium ends before the object does
+    MAGIC = "magic"
+    VERSION = "version"
+    HEADER = "header"  # the header's own checksum
+    IDENTITY = "identity"  # a whole object, but another one
+    LENGTH = "length"  # raw length is not what the namespace says, or the lengths contradict each other
+    CODEC = "codec"  # unknown, or it refuses bytes whose sum held
+    CORRUPT = "corrupt"  # the payload's checksum
+
+
+class ObjectDamageError(ValueError):
+    """The bytes are not the object they should be. `damage` is the counter's label, the message names the field."""
+
+    def __init__(self, damage: Damage, detail: str) -> None:
+        super().__init__(detail)
+        self.damage = damage
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """Identity of an object wherever it lies; also what its header on a medium must say."""
+
+    namespace: bytes  # namespace id, 16 bytes
+    key: bytes  # chunk key, 16 bytes
+    parent: bytes  # chunk key of the parent chunk, zeros for a first chunk
+    kind: int  # a `kvdepot.core.calls.Kind`
+    boundary_tokens: int
+    raw_bytes: int  # of the payload in RAM
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHeader:
+    """All that a header says; sums are XXH3-128 as integers, `created_at` is unix seconds."""
+
+    name: ObjectName
+    codec: Codec
+    stored_bytes: int
+    raw_sum: int
+    stored_sum: int
+    sequence: int
+    created_at: int
+    parts_digest: bytes = NOT_STATED
+
+    def pack(self) -> bytes:
+        """HEADER_BYTES."""
+        name = self.name
+        prefix = _PREFIX.pack(MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE)
+        body = _BODY.pack(
+            name.namespace, name.key, name.parent, name.kind, self.codec, 0, name.boundary_tokens,
+            self.sequence, self.created_at, name.raw_bytes, self.stored_bytes,
+            self.raw_sum.to_bytes(16, "little"), self.stored_sum.to_bytes(16, "little"), self.parts_digest,
+        ) + _REST  # fmt: skip
+        return prefix + _SUM.pack(_header_sum(prefix, body)) + body
+
+    @staticmethod
+    def unpack(page: bytes | memoryview) -> ObjectHeader:
+        """Checks 1 to 6: all that a header shows by itself. Raises ObjectDamageError."""
+        if len(page) < HEADER_BYTES:
+            raise ObjectDamageError(Damage.TOO_SHORT, f"header: {len(page)} of {HEADER_BYTES} bytes")
+        prefix, body = bytes(page[: _PREFIX.size]), page[_BODY_AT:HEADER_BYTES]
+        magic, version, compatible = _PREFIX.unpack(prefix)
+        if magic != MAGIC:
+            raise ObjectDamageError(Damage.MAGIC, f"header: magic is {magic!r}")
+        if compatible > FORMAT_VERSION or version < READABLE_SINCE:
+            raise ObjectDamageError(
+                Damage.VERSION, f"header: format {version}, readable since {compatible}; this is {FORMAT_VERSION}"
+            )
+        if _SUM.unpack(page[_PREFIX.size : _BODY_AT])[0] != _header_sum(prefix, body):
+            raise ObjectDamageError(Damage.HEADER, "header: checksum does not match")
+        return _parsed(body)
+
+    def check(self, expected: ObjectName, sequence: int = 0) -> None:
+        """Checks 7 and 8: it is the object that was asked for. `sequence` 0: any. Raises ObjectDamageError."""
+        name = self.name
+        for field, found, wanted in (
+            ("namespace", name.namespace, expected.namespace),
+            ("chunk key", name.key, expected.key),
+            ("parent", name.parent, expected.parent),
+            ("kind", name.kind, expected.kind),
+            ("boundary", name.boundary_tokens, expected.boundary_tokens),
+            ("sequence", self.sequence, sequence or self.sequence),
+        ):
+            if found != wanted:
+                raise ObjectDamageError(Damage.IDENTITY, f"{field} is {_shown(found)}, not {_shown(wanted)}")
+        if name.raw_bytes != expected.raw_bytes:
+            raise ObjectDamageError(Damage.LENGTH, f"raw length is {name.raw_bytes}, not {expected.raw_bytes}")
+
+    def check_room(self, payload_bytes: int) -> None:
+        """Check 9: `payload_bytes` lie behind the header. Raises ObjectDamageError."""
+        if self.stored_bytes > payload_bytes:
+            raise ObjectDamageError(Damage.TOO_SHORT, f"payload: {payload_bytes} of {self.stored_bytes} bytes")
+
+
+def object_bytes(stored_bytes: int) -> int:
+    """What an object takes on a medium: header, payload, padding."""
+    return HEADER_BYTES + -(-stored_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def worth_bytes_max(raw_bytes: int) -> int:
+    """The longest stored payload for which a codec is used at all; 0: none is."""
+    return max(raw_bytes - PAGE_BYTES, 0)
+
+
+def payload_sum(parts: Iterable[bytes | bytearray | memoryview]) -> int:
+    """XXH3-128 of a payload's parts in order."""
+    state = xxhash.xxh3_128()
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(view), _SLICE_BYTES):
+            state.update(view[start : start + _SLICE_BYTES])
+    return state.intdigest()
+
+
+def _header_sum(prefix: bytes, body: bytes | memoryview) -> int:
+    state = xxhash.xxh3_64(prefix)
+    state.update(body)
+    return state.intdigest()
+
+
+def _parsed(body: bytes | memoryview) -> ObjectHeader:
+    """The header behind a checksum that held."""
+    (
+        namespace, key, parent, kind, codec, _, boundary, sequence, created_at, raw_bytes, stored_bytes,
+        raw_sum, stored_sum, digest,
+    ) = _BODY.unpack(body[: _BODY.size])  # fmt: skip
+    if codec not in Codec.__members__.values():
+        raise ObjectDamageError(Damage.CODEC, f"header: codec {codec} is unknown")
+    header = ObjectHeader(
+        ObjectName(namespace, key, parent, kind, boundary, raw_bytes),
+        Codec(codec), stored_bytes, int.from_bytes(raw_sum, "little"), int.from_bytes(stored_sum, "little"),
+        sequence, created_at, digest,
+    )  # fmt: skip
+    if not 0 < raw_bytes <= OBJECT_BYTES_MAX:
+        raise ObjectDamageError(Damage.LENGTH, f"header: raw length is {raw_bytes}")
+    exact = header.codec is Codec.NONE
+    if stored_bytes != raw_bytes if exact else not 0 < stored_bytes <= worth_bytes_max(raw_bytes):
+        raise ObjectDamageError(Damage.LENGTH, f"header: {stored_bytes} bytes stored of {raw_bytes} with codec {codec}")
+    return header
+
+
+def _shown(value: bytes | int) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
