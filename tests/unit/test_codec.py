@@ -227,7 +227,7 @@ def test_a_status_comes_back_equal() -> None:
     namespace = NamespaceStatus(bytes(16), "l", "t", "e", 256, {1: 7}, 99, {"model": "toy"})
     value = DaemonStatus(
         version="1", pid=2, uptime_seconds=3.5, ready=True, reason="r", arena_id=2**64 - 1, run=4,
-        tiers=(TierStatus("ram", "ram", 1, 2, 3, 4, 5, 6, "ready", "why"),),
+        tiers=(TierStatus("nvme", "disk", 1, 2, 3, 4, 5, 6, "ready", "why", "open", 7, 8, 9, 10),),
         sessions=(SessionStatus("e", 2, 1, True, 10, 5, 3, 4, (7, 8)),),
         namespaces=(namespace,),
         counters={"evictions": 3.0},

@@ -21,6 +21,12 @@ class TierStatus:
     unverified_objects: int = 0
     state: str = ""
     reason: str = ""
+    # Of tiers below RAM:
+    breaker: str = ""  # closed, open or probing
+    queued_objects: int = 0  # waiting to be written
+    queued_bytes: int = 0
+    written_today_bytes: int = 0  # since midnight UTC, against the write budget
+    quarantined_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,11 @@ def _encode_tier(tier: TierStatus) -> pb.TierStatus:
         unverified_objects=tier.unverified_objects,
         state=tier.state,
         reason=tier.reason,
+        breaker=tier.breaker,
+        queued_objects=tier.queued_objects,
+        queued_bytes=tier.queued_bytes,
+        written_today_bytes=tier.written_today_bytes,
+        quarantined_bytes=tier.quarantined_bytes,
     )
 
 
@@ -91,6 +96,11 @@ def _decode_tier(message: pb.TierStatus) -> TierStatus:
         unverified_objects=message.unverified_objects,
         state=message.state,
         reason=message.reason,
+        breaker=message.breaker,
+        queued_objects=message.queued_objects,
+        queued_bytes=message.queued_bytes,
+        written_today_bytes=message.written_today_bytes,
+        quarantined_bytes=message.quarantined_bytes,
     )
 
 

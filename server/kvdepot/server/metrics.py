@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+_DEGRADED_STATES = ("degraded", "read-only", "unavailable")
+_OPEN_BREAKERS = ("open", "probing")
 _TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStatus], float]], ...] = (
     ("capacity_bytes", "Configured capacity, everything included.", lambda tier: tier.capacity_bytes),
     ("ready_bytes", "Bytes of the arena that are populated and serve.", lambda tier: tier.ready_bytes),
@@ -17,6 +19,12 @@ _TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStatus], float]], ...] = (
     ("lent_bytes", "Bytes in extents lent to processes.", lambda tier: tier.lent_bytes),
     ("objects", "Committed objects.", lambda tier: tier.objects),
     ("unverified_objects", "Adopted objects that await their checksum.", lambda tier: tier.unverified_objects),
+    ("queued_objects", "Objects that wait to be written to the tier.", lambda tier: tier.queued_objects),
+    ("queued_bytes", "Bytes that wait to be written to the tier.", lambda tier: tier.queued_bytes),
+    ("written_today_bytes", "Bytes written since midnight UTC.", lambda tier: tier.written_today_bytes),
+    ("quarantined_bytes", "Bytes kept of what was proved damaged.", lambda tier: tier.quarantined_bytes),
+    ("degraded", "1 while the tier does not do all it should.", lambda tier: tier.state in _DEGRADED_STATES),
+    ("breaker_open", "1 while the path of the tier is out of use.", lambda tier: tier.breaker in _OPEN_BREAKERS),
 )
 
 

@@ -45,6 +45,8 @@ def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> N
     console.print(f"kvdepotd {escape(status.version)}, pid {status.pid}, up {status.uptime_seconds:.0f} s, {state}")
     console.print(f"arena {status.arena_id:016x}, run {status.run}")
     console.print(_tiers(status))
+    if any(tier.kind != "ram" for tier in status.tiers):
+        console.print(_media(status))
     console.print(_sessions(status) if status.sessions else "no engine is attached")
     console.print(_namespaces(status) if status.namespaces else "no namespace is known")
     if counters:
@@ -65,6 +67,18 @@ def _tiers(status: DaemonStatus) -> Table:
         sizes = (tier.used_bytes, tier.lent_bytes, tier.ready_bytes, tier.capacity_bytes)
         counts = (str(tier.objects), str(tier.unverified_objects))
         table.add_row(escape(tier.name), escape(state), *map(size_text, sizes), *counts)
+    return table
+
+
+def _media(status: DaemonStatus) -> Table:
+    """What only tiers below RAM have."""
+    table = _table("media", "tier", "breaker", "queued objects", "queued", "written today", "quarantined")
+    for tier in status.tiers:
+        if tier.kind != "ram":
+            sizes = (tier.queued_bytes, tier.written_today_bytes, tier.quarantined_bytes)
+            table.add_row(
+                escape(tier.name), escape(tier.breaker), str(tier.queued_objects), *map(size_text, sizes)
+            )  # fmt: skip
     return table
 
 

@@ -658,6 +658,11 @@ class TierStatus(google.protobuf.message.Message):
     UNVERIFIED_OBJECTS_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    BREAKER_FIELD_NUMBER: builtins.int
+    QUEUED_OBJECTS_FIELD_NUMBER: builtins.int
+    QUEUED_BYTES_FIELD_NUMBER: builtins.int
+    WRITTEN_TODAY_BYTES_FIELD_NUMBER: builtins.int
+    QUARANTINED_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     capacity_bytes: builtins.int
@@ -668,6 +673,12 @@ class TierStatus(google.protobuf.message.Message):
     unverified_objects: builtins.int
     state: builtins.str
     reason: builtins.str
+    breaker: builtins.str
+    """Of tiers below RAM."""
+    queued_objects: builtins.int
+    queued_bytes: builtins.int
+    written_today_bytes: builtins.int
+    quarantined_bytes: builtins.int
     def __init__(
         self,
         *,
@@ -681,8 +692,13 @@ class TierStatus(google.protobuf.message.Message):
         unverified_objects: builtins.int = ...,
         state: builtins.str = ...,
         reason: builtins.str = ...,
+        breaker: builtins.str = ...,
+        queued_objects: builtins.int = ...,
+        queued_bytes: builtins.int = ...,
+        written_today_bytes: builtins.int = ...,
+        quarantined_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capacity_bytes", b"capacity_bytes", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "objects", b"objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "objects", b"objects", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
 
