@@ -152,7 +152,7 @@ class Adoption:
         reserved, committed = states == RESERVED, states == COMMITTED
         known = np.isin(rows.namespaces[heads], np.fromiter(space.namespaces.by_slot, np.int64))
         self._blame(states == DYING, "dying")
-        self._blame(reserved & (space.lent.pins[heads] == 0), "reservation_ended")
+        self._blame(reserved & ~self._has_writer()[heads], "reservation_ended")
         self._blame(committed & (rows.flags[heads] & SUMMED == 0), "no_checksum")
         self._blame((reserved | committed) & ~known, "unknown_namespace")
         sensible = (kinds >= min(Kind)) & (kinds <= max(Kind)) & (rows.boundaries[heads] > 0) & (states <= DYING)
@@ -161,6 +161,15 @@ class Adoption:
         odd = rows.generations[all_rows] & 1 == 1
         self._blame_owners(owners, (reserved[owners] & ~odd) | (committed[owners] & odd), "torn_generation")
         self._blame_owners(owners, ~self._in_arena(all_rows), "torn_extent")
+
+    def _has_writer(self) -> _Flags:
+        """Rows that an engine may still commit. What an I/O worker was to fill nobody commits any more."""
+        lent = self._space.lent
+        used = np.flatnonzero(lent.modes == LentMode.WRITE)
+        workers = [slot for slot, session in self._sessions.by_slot.items() if session.worker]
+        writing = np.zeros(self._space.rows.count, np.bool_)
+        writing[lent.rows[used[~np.isin(lent.sessions[used], np.array(workers, np.int64))]]] = True
+        return writing
 
     def _blame_owners(self, owners: _Numbers, faulty: _Flags, reason: str) -> None:
         blamed = np.zeros(len(self._heads), np.bool_)
@@ -306,7 +315,7 @@ class Adoption:
             found[(lent.sessions[entry], lent.leases[entry], lent.modes[entry])][int(lent.indices[entry])] = entry
         for (slot, lease_id, mode), entries in found.items():
             session: Session = self._sessions.by_slot[int(slot)]
-            if mode == LentMode.WRITE:
+            if mode == LentMode.WRITE and not session.worker:
                 self._stores.adopt(session, int(lease_id), entries)
             else:
                 self._loads.adopt(session, int(lease_id), np.array(list(entries.values()), np.uint32))

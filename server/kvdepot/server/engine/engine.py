@@ -139,7 +139,9 @@ class Engine:
         )
         return EngineStatus(
             tier=tier,
-            sessions=tuple(s.status(self._config.credit_bytes) for s in self._sessions.by_slot.values()),
+            sessions=tuple(
+                s.status(self._config.credit_bytes) for s in self._sessions.by_slot.values() if not s.worker
+            ),
             namespaces=tuple(namespace.status() for namespace in space.namespaces.by_slot.values()),
             counters=self.counters.snapshot(),
         )

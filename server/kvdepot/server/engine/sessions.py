@@ -22,6 +22,10 @@ from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.types import Attached, AttachmentInfo, ProcessIdentity
 
 _NO_RANK: Final = -1
+WORKER_PREFIX: Final = "kvdepotd/io/"
+"""Engine ids of the daemon's own I/O workers; no engine may have one."""
+WORKERS_MAX: Final = 256
+"""Worker processes that live at once, those of earlier runs included."""
 
 
 class Attachment:
@@ -55,6 +59,7 @@ class Session:
         self.idle_since = now
         self.ended = False
         self.scheduler_died = False
+        self.worker = engine in _WORKER_NUMBERS  # an I/O worker of this or an earlier run
 
     @property
     def connected(self) -> bool:
@@ -97,6 +102,9 @@ def _lent_objects(lease: Lease) -> int:
 def engine_digest(engine_id: str) -> bytes:
     """What the session table knows an engine by, 16 bytes."""
     return blake2b(engine_id.encode(), digest_size=16).digest()
+
+
+_WORKER_NUMBERS: Final = {engine_digest(f"{WORKER_PREFIX}{number}"): number for number in range(WORKERS_MAX)}
 
 
 class Sessions:
@@ -201,6 +209,17 @@ class Sessions:
         attachment.connections += 1
         return Attached(session.token, attachment.slot)
 
+    def open_worker(self, process: ProcessIdentity) -> Attachment:
+        """A session for an I/O worker of this run. Raises NoRoom."""
+        taken = {session.engine for session in self.by_slot.values() if session.worker}
+        engine = next((engine for engine in _WORKER_NUMBERS if engine not in taken), None)
+        if engine is None:
+            raise NoRoom(f"{WORKERS_MAX} I/O workers live already")
+        slot = self._free_attachment()
+        attachment = self._add(slot, self._open(engine), process, _NO_RANK)
+        attachment.connections = 1  # the daemon holds its pipe: no grace runs out
+        return attachment
+
     def disconnected(self, slot: int) -> None:
         attachment = self.attachments.get(slot)
         if attachment is None or not attachment.connections:
@@ -223,7 +242,10 @@ class Sessions:
         return [
             session
             for session in self.by_slot.values()
-            if not session.ended and not session.connected and now - session.idle_since >= self._grace_seconds
+            if not session.ended
+            and not session.worker
+            and not session.connected
+            and now - session.idle_since >= self._grace_seconds
         ]
 
     def unreachable(self) -> Iterable[Session]:
@@ -312,6 +334,8 @@ class Sessions:
 def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
     if not engine_id:
         raise InvalidArgument("engine_id is empty")
+    if engine_id.startswith(WORKER_PREFIX):
+        raise InvalidArgument(f"engine_id {engine_id!r} is one of the daemon's own")
     check_limit("bytes of an engine_id", len(engine_id.encode()), limits.ENGINE_ID_BYTES_MAX)
     if world_size < 1:
         raise InvalidArgument(f"world_size is {world_size}")

@@ -1,0 +1,85 @@
+"""I/O workers as processes that may touch extents: sessions of their own, loans in the lent table (I6).
+
+A worker process is the one attachment of a session `kvdepotd/io/N`, so that a daemon that
+adopts the arena treats a worker of the last run like any process it was lent to: what it
+holds comes back at its proven death and not before (row I1a). What such a worker was to
+fill is not waited for: nobody commits it any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.core.arena import LentMode, RowState
+from kvdepot.server.engine.rows import COMMITTED, RESERVED
+from kvdepot.server.engine.sessions import Sessions
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.types import ProcessIdentity
+
+_STATE: Final = {LentMode.WRITE: RESERVED, LentMode.READ: COMMITTED}
+"""What a worker writes is not published; what it reads is."""
+
+
+class Workers:
+    """The registry of worker processes, and the maker of loans. `identify` names a child by its pid."""
+
+    def __init__(self, space: Space, sessions: Sessions, identify: Callable[[int], ProcessIdentity]) -> None:
+        self._space = space
+        self._sessions = sessions
+        self._identify = identify
+        self._loans = 0
+
+    def started(self, pid: int) -> int:
+        """Write the process down, before it is lent anything. Raises NoRoom when a table is full."""
+        return self._sessions.open_worker(self._identify(pid)).slot
+
+    def dead(self, worker: int) -> None:
+        """Its death is proven and its loans have ended."""
+        attachment = self._sessions.attachments[worker]
+        self._sessions.remove_attachment(attachment)
+        self._sessions.remove(attachment.session)
+
+    def loan(self, row: int, mode: LentMode) -> ObjectLoan:
+        """For the object as it is now: once it is dropped, nobody begins to touch it."""
+        return ObjectLoan(self, row, self._space.rows.generation[row], mode)
+
+    def lend(self, worker: int, row: int, mode: LentMode) -> int:
+        self._loans += 1
+        slot = self._sessions.attachments[worker].session.slot
+        return self._space.lent.lend(self._loans, slot, mode, row, 0)
+
+    def alive(self, row: int, generation: int, mode: LentMode) -> bool:
+        rows = self._space.rows
+        return rows.generation[row] == generation and RowState(rows.state[row]) == _STATE[mode]
+
+    def can_lend(self) -> bool:
+        return self._space.lent.free_count > 0
+
+    def give_back(self, entry: int) -> None:
+        self._space.give_back(entry)
+
+
+class ObjectLoan:
+    """One object's extents, for as long as a worker may touch them."""
+
+    __slots__ = ("_entries", "_generation", "_mode", "_row", "_workers")
+
+    def __init__(self, workers: Workers, row: int, generation: int, mode: LentMode) -> None:
+        self._workers = workers
+        self._row = row
+        self._generation = generation
+        self._mode = mode
+        self._entries: list[int] = []  # of several where the job was given to another worker
+
+    def begin(self, worker: int) -> bool:
+        """Lend it to this worker. False when it was dropped meanwhile, or the lent table is full."""
+        workers = self._workers
+        if not workers.alive(self._row, self._generation, self._mode) or not workers.can_lend():
+            return False
+        self._entries.append(workers.lend(worker, self._row, self._mode))
+        return True
+
+    def end(self) -> None:
+        """One worker answered or is proven dead."""
+        self._workers.give_back(self._entries.pop())
