@@ -103,6 +103,19 @@ class Probe:
     write: bool
 
 
+def job_bytes(job: Job) -> int:
+    """Payload bytes that a job moves; what a queue is bounded by."""
+    match job:
+        case ReadObject() | WriteObject():
+            return job.name.raw_bytes
+        case Append():
+            return len(job.data)
+        case Quarantine():
+            return sum(part.length for part in job.parts)
+        case _:
+            return 0
+
+
 Job = ReadObject | WriteObject | Append | Allocate | Remove | Quarantine | Probe
 
 
@@ -116,3 +129,4 @@ class Answer:
     stored_sum: int = 0
     raw_sum: int = 0
     seconds: float = 0.0  # in the worker
+    direct: bool = True  # False: through the page cache, because the path refuses O_DIRECT

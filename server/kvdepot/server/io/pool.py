@@ -1,0 +1,493 @@
+"""The I/O workers of one path: who gets which job when, what becomes of those that do not answer.
+
+Everything here runs on the loop's thread and never blocks. What a worker was lent comes
+back only when it answered or is proven dead (I6): a worker that misses a deadline is killed
+and left to the kernel, its loans stay, and another takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvdepot.core.errors import NoRoom
+from kvdepot.server.io.breaker import Breaker, BreakerState
+from kvdepot.server.io.jobs import Answer, Append, Job, Priority, Probe, ReadObject, WriteObject, job_bytes
+from kvdepot.server.io.wire import pack_job
+from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
+from kvdepot.server.tiers.base import IoOutcome, Loan, WorkerRegistry
+
+JOBS_PER_WORKER: Final = 2
+"""A worker has two threads: one reads or writes while the other verifies (`worker`)."""
+FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.UNREADABLE})
+"""Outcomes that speak against the path, not against an object."""
+_ANSWERING: Final = frozenset({IoOutcome.OK, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY})
+"""Answers to a probe of a path that can be read at least; whether it can be written is the tier's to find out."""
+_PROBE: Final = Probe(".probe", write=True)
+_NO_NUMBER: Final = -1
+_BACKOFF_SECONDS_MIN = 0.1
+_BACKOFF_SECONDS_MAX = 30.0
+_STABLE_SECONDS = 10.0
+_DEATH_SECONDS = 1.0
+"""How long `close` waits for killed workers: they die at once, or hang in the kernel."""
+
+
+def processes_max(workers: int) -> int:
+    """How many processes a pool of so many workers may have: hanging ones, their successors, one that probes."""
+    return 2 * workers + 1
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    number: int
+    job: Job
+    frame: bytes
+    priority: Priority
+    done: Callable[[Answer], None]
+    loan: Loan | None
+    deadline_seconds: float
+    tried: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def repeatable(self) -> bool:
+        """Once more, after a worker died of it. An Append may have been done already."""
+        return self.tried < 2 and not isinstance(self.job, Append)
+
+
+@dataclass(eq=False, slots=True)
+class _Worker:
+    process: WorkerProcess
+    number: int  # of the registry
+    started_at: float
+    hand: dict[int, _Task] = field(default_factory=dict)
+    kept: dict[int, Loan] = field(default_factory=dict)  # of jobs that were answered TIMEOUT
+    killed: bool = False
+
+
+class IoPool:
+    """I/O workers of one path; see `submit`.
+
+    Counts: `io_answers.<outcome>`, `io_read_bytes`, `io_written_bytes`, `io_seconds` (in workers),
+    `io_workers.started`, `.abandoned`, `.crashed`, `io_breaker.opened`.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: WorkerSettings,
+        workers: int,
+        deadline_seconds: float,
+        breaker: Breaker,
+        registry: WorkerRegistry | None,
+        loop: asyncio.AbstractEventLoop,
+        log: logging.Logger,
+        count: Callable[[str, float], None],
+        changed: Callable[[], None],
+        failing: frozenset[IoOutcome] = FAILING,
+        probe: Probe = _PROBE,
+    ) -> None:
+        """`registry` None is for a pool that is never given a loan (a journal's).
+
+        `deadline_seconds` count from the moment a worker is handed a job.
+        `changed` is called when `usable` or `direct` changed.
+        `failing` outcomes, so many in a row as the breaker says, take the path out of use; `probe` brings it back.
+        """
+        self.breaker = breaker
+        self.direct = True
+        """False: the path refused O_DIRECT, its files go through the page cache."""
+        self._settings = settings
+        self._workers_max = workers
+        self._deadline_seconds = deadline_seconds
+        self._registry = registry
+        self._loop = loop
+        self._log = log
+        self._count = count
+        self._changed = changed
+        self._failing = failing
+        self._probe_job = probe
+        self._queues: dict[Priority, deque[_Task]] = {priority: deque() for priority in Priority}
+        self._queued_bytes = 0
+        self._numbers = 0
+        self._workers: dict[WorkerProcess, _Worker] = {}
+        self._serving: list[_Worker] = []
+        self._leaving: list[_Worker] = []  # get nothing more; killed, or finishing what they have
+        self._prober: _Worker | None = None
+        self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self._respawn: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._moved = asyncio.Event()
+        self._told_usable = False
+
+    @property
+    def in_flight(self) -> int:
+        """Jobs in workers' hands, not answered."""
+        return sum(len(worker.hand) for worker in self._workers.values())
+
+    @property
+    def queued(self) -> int:
+        """Jobs that no worker has yet."""
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def queued_bytes(self) -> int:
+        """Their payload."""
+        return self._queued_bytes
+
+    @property
+    def free_hands(self) -> int:
+        """How many more jobs would be handed out at once."""
+        return max(JOBS_PER_WORKER * len(self._serving) - self.in_flight - self.queued, 0)
+
+    @property
+    def usable(self) -> bool:
+        """False: every job is answered CANCELLED, because `why_unusable`."""
+        return not self.why_unusable
+
+    @property
+    def why_unusable(self) -> str:
+        """Empty while jobs are taken."""
+        if self._closed:
+            return "the pool is closed"
+        if not self.breaker.closed:
+            return f"out of use: {self.breaker.reason}"
+        if not self._serving and self._respawn is None:
+            return f"all {len(self._leaving)} workers hang in the kernel"
+        return ""
+
+    @property
+    def abandoned(self) -> int:
+        """Workers that were killed and still hang in the kernel; what they were lent stays lent."""
+        return sum(worker.killed for worker in self._leaving)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Every process that may still touch something."""
+        return tuple(process.pid for process in self._workers)
+
+    def start(self) -> None:
+        """Make the workers; where the host has no room for one now, try again later."""
+        self._respawn = None
+        self._fill()
+
+    def submit(
+        self,
+        job: Job,
+        *,
+        priority: Priority,
+        done: Callable[[Answer], None],
+        loan: Loan | None = None,
+        deadline_seconds: float | None = None,
+    ) -> None:
+        """Queue a job behind those of its priority. `done` is called once, on the loop's thread, never from in here.
+
+        `loan` (of the job's extents) begins when a worker gets the job, and has ended when `done` is called. Except:
+        TIMEOUT: the worker may still touch the extents; the loan ends when it is proven dead.
+        CANCELLED: the loan was refused, or the path is out of use; no worker was told of the job.
+        IO_ERROR: also when a worker died over it, after a second try (no second try for an Append).
+        Raises WireError when the job is over a limit of `wire`.
+        """
+        self._numbers += 1
+        task = _Task(
+            self._numbers, job, pack_job(self._numbers, job), priority, done, loan,
+            self._deadline_seconds if deadline_seconds is None else deadline_seconds,
+        )  # fmt: skip
+        if not self.usable:
+            self._answer_soon(task, Answer(IoOutcome.CANCELLED, self.why_unusable))
+            return
+        self._queue(task)
+        self._dispatch()
+
+    async def close(self, seconds: float = 3.0) -> int:
+        """Cancel the queue, let what workers have in hand finish for `seconds`, end the workers.
+
+        Takes at most `seconds` and one more, whatever the kernel does. Returns how many workers hang on, killed; what
+        they were lent stays written down as lent, as after a crash.
+        """
+        self._closed = True
+        for timer in (self._respawn, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
+        self._cancel_queue()
+        await self._until(lambda: not self.in_flight, seconds)
+        for worker in tuple(self._workers.values()):
+            for task in tuple(worker.hand.values()):
+                self._expire(worker, task, "the pool was closed")
+            self._kill(worker)
+        await self._until(lambda: not self._workers, _DEATH_SECONDS)
+        for process in self._workers:
+            process.forget()
+        return len(self._workers)
+
+    async def _until(self, reached: Callable[[], bool], seconds: float) -> None:
+        until = self._loop.time() + seconds
+        while not reached() and (left := until - self._loop.time()) > 0:
+            self._moved.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._moved.wait(), left)
+
+    # Jobs: queue, hand out, answer.
+
+    def _queue(self, task: _Task, *, first: bool = False) -> None:
+        queue = self._queues[task.priority]
+        (queue.appendleft if first else queue.append)(task)
+        self._queued_bytes += job_bytes(task.job)
+
+    def _next(self) -> _Task | None:
+        for queue in self._queues.values():
+            if queue:
+                task = queue.popleft()
+                self._queued_bytes -= job_bytes(task.job)
+                return task
+        return None
+
+    def _dispatch(self) -> None:
+        while (worker := self._free_worker()) is not None and (task := self._next()) is not None:
+            if task.loan is not None and not task.loan.begin(worker.number):
+                self._answer_soon(task, Answer(IoOutcome.CANCELLED, "the loan was refused"))
+            else:
+                self._hand(worker, task)
+
+    def _free_worker(self) -> _Worker | None:
+        free = [worker for worker in self._serving if len(worker.hand) < JOBS_PER_WORKER]
+        return min(free, key=lambda worker: len(worker.hand), default=None)
+
+    def _hand(self, worker: _Worker, task: _Task) -> None:
+        task.tried += 1
+        task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
+        worker.hand[task.number] = task
+        worker.process.send(task.frame)
+
+    def _cancel_queue(self) -> None:
+        while (task := self._next()) is not None:
+            self._answer_soon(task, Answer(IoOutcome.CANCELLED, self.why_unusable))
+
+    def _answer_soon(self, task: _Task, answer: Answer) -> None:
+        self._loop.call_soon(self._answer, task, answer)
+
+    def _answer(self, task: _Task, answer: Answer) -> None:
+        self._count(f"io_answers.{answer.outcome}", 1)
+        self._moved.set()
+        task.done(answer)
+
+    def _judge(self, outcome: IoOutcome, why: str) -> None:
+        """What an answer says about the path."""
+        if outcome not in self._failing:
+            self.breaker.worked()
+        elif self.breaker.failed(f"{outcome}: {why}" if why else outcome):
+            self._take_out_of_use()
+
+    # What becomes of jobs in workers' hands.
+
+    def answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None:
+        its = self._workers[worker]
+        task = its.hand.pop(number, None)
+        if task is None:  # too late for its deadline, but not for the loan
+            loan = its.kept.pop(number, None)
+            if loan is not None:
+                loan.end()
+            return
+        self._take_back(task)
+        self._note(task.job, answer)
+        self._judge(answer.outcome, answer.detail)
+        if its in self._leaving and not its.hand:
+            self._kill(its)
+        self._answer(task, answer)
+        self._dispatch()
+
+    def broken(self, worker: WorkerProcess, why: str) -> None:
+        """Ended like one that crashed."""
+        self._log.error("I/O worker %d of %s: %s", worker.pid, self._settings.directory, why)
+        self._move(self._workers[worker], self._leaving)
+        worker.kill()
+
+    def died(self, worker: WorkerProcess, status: int) -> None:
+        its = self._workers.pop(worker)
+        self._move(its, None)
+        for loan in its.kept.values():
+            loan.end()
+        for task in its.hand.values():
+            self._take_back(task)
+        if self._registry is not None and its.number != _NO_NUMBER:
+            self._registry.dead(its.number)
+        why = f"I/O worker {worker.pid} ended with {status}"
+        for task in its.hand.values():
+            self._orphaned(task, why)
+        self._moved.set()
+        if not its.killed:
+            self._count("io_workers.crashed", 1)
+            self._start_later(its, why)
+        self._fill()
+
+    def _orphaned(self, task: _Task, why: str) -> None:
+        """Its worker is gone, and so nobody else touches what it is about."""
+        if self.usable and task.repeatable:
+            self._queue(task, first=True)
+            return
+        self._judge(IoOutcome.IO_ERROR, why)
+        self._answer(task, Answer(IoOutcome.IO_ERROR, why))
+
+    def _take_back(self, task: _Task) -> None:
+        if task.timer is not None:
+            task.timer.cancel()
+        if task.loan is not None:
+            task.loan.end()
+
+    def _overdue(self, worker: _Worker, task: _Task) -> None:
+        why = f"no answer from I/O worker {worker.process.pid} within {task.deadline_seconds:g} s"
+        if not worker.killed:
+            self._count("io_workers.abandoned", 1)
+            self._log.warning("%s: %s; it is killed and left to the kernel", self._settings.directory, why)
+        self._kill(worker)
+        self._judge(IoOutcome.TIMEOUT, why)
+        self._expire(worker, task, why)
+        self._fill()
+
+    def _expire(self, worker: _Worker, task: _Task, why: str) -> None:
+        """Answer without the worker, who keeps the loan."""
+        if task.timer is not None:
+            task.timer.cancel()
+        del worker.hand[task.number]
+        if task.loan is not None:
+            worker.kept[task.number] = task.loan
+        self._answer(task, Answer(IoOutcome.TIMEOUT, why))
+
+    def _note(self, job: Job, answer: Answer) -> None:
+        self._count("io_seconds", answer.seconds)
+        if answer.outcome is IoOutcome.OK:
+            if isinstance(job, ReadObject):
+                self._count("io_read_bytes", answer.stored_bytes)
+            elif isinstance(job, WriteObject | Append):
+                self._count("io_written_bytes", answer.stored_bytes)
+        if self.direct and not answer.direct:
+            self.direct = False
+            self._log.warning("%s refuses O_DIRECT: its files go through the page cache", self._settings.directory)
+            self._loop.call_soon(self._changed)
+
+    # Workers: made, replaced, ended.
+
+    def _fill(self) -> None:
+        """As many workers as there should be, unless too many processes hang already."""
+        while (
+            self.breaker.closed and not self._closed and self._respawn is None
+            and len(self._serving) < self._workers_max
+            and len(self._workers) < 2 * self._workers_max
+        ):  # fmt: skip
+            worker = self._spawn()
+            if worker is None:
+                break
+            self._serving.append(worker)
+        if self.usable:
+            self._dispatch()
+        else:
+            self._cancel_queue()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.usable != self._told_usable:
+            self._told_usable = self.usable
+            self._loop.call_soon(self._changed)
+
+    def _spawn(self) -> _Worker | None:
+        """None where there is no room for another process now; tried again later."""
+        now = self._loop.time()
+        try:
+            process = WorkerProcess(self._settings, self._loop, self)
+        except OSError as error:
+            self._start_later(None, f"no I/O worker can be started: {error}")
+            return None
+        worker = _Worker(process, _NO_NUMBER, now)
+        self._workers[process] = worker
+        try:
+            if self._registry is not None:
+                worker.number = self._registry.started(process.pid)
+        except NoRoom as error:
+            self._kill(worker)
+            self._start_later(None, f"no I/O worker can be registered: {error.message}")
+            return None
+        self._count("io_workers.started", 1)
+        return worker
+
+    def _start_later(self, crashed: _Worker | None, why: str) -> None:
+        if self._closed or self._respawn is not None:
+            return
+        if crashed is not None and self._loop.time() - crashed.started_at > _STABLE_SECONDS:
+            self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        seconds = self._backoff_seconds
+        self._log.warning("%s: %s; the next one starts in %.1f s", self._settings.directory, why, seconds)
+        self._respawn = self._loop.call_later(seconds, self.start)
+        self._backoff_seconds = min(seconds * 2, _BACKOFF_SECONDS_MAX)
+
+    def _kill(self, worker: _Worker) -> None:
+        """Its death is not waited for."""
+        self._move(worker, self._leaving)
+        if not worker.killed:
+            worker.killed = True
+            worker.process.kill()
+
+    def _move(self, worker: _Worker, to: list[_Worker] | None) -> None:
+        for workers in (self._serving, self._leaving):
+            if worker in workers:
+                workers.remove(worker)
+        if worker is self._prober:
+            self._prober = None
+        if to is not None:
+            to.append(worker)
+
+    # The breaker.
+
+    def _take_out_of_use(self) -> None:
+        """Workers end too: those that come after the probe open their files anew."""
+        self._count("io_breaker.opened", 1)
+        self._log.warning("%s is out of use: %s", self._settings.directory, self.breaker.reason)
+        for worker in tuple(self._serving):
+            if worker.hand:
+                self._move(worker, self._leaving)
+            else:
+                self._kill(worker)
+        self._cancel_queue()
+        self._probe_later()
+        self._tell()
+
+    def _probe_later(self) -> None:
+        if not self._closed:
+            self._probe_timer = self._loop.call_later(self.breaker.probe_in_seconds, self._probe)
+
+    def _probe(self) -> None:
+        """By a worker of its own: others may hang, or hold files of a mount that is gone."""
+        self.breaker.start_probe()
+        if len(self._workers) >= processes_max(self._workers_max):
+            self._probed(Answer(IoOutcome.TIMEOUT, f"all {len(self._workers)} workers hang in the kernel"))
+            return
+        self._prober = worker = self._spawn()
+        if worker is None:
+            self._probed(Answer(IoOutcome.IO_ERROR, "no worker can be started"))
+            return
+        self._numbers += 1
+        task = _Task(
+            self._numbers, self._probe_job, pack_job(self._numbers, self._probe_job), Priority.TEND, self._probed, None,
+            self._deadline_seconds, tried=1,
+        )  # fmt: skip
+        self._hand(worker, task)
+
+    def _probed(self, answer: Answer) -> None:
+        prober, self._prober = self._prober, None
+        if self._closed or self.breaker.state is not BreakerState.PROBING:
+            return
+        if answer.outcome not in _ANSWERING:
+            self.breaker.probe_failed(f"{answer.outcome}: {answer.detail}")
+            if prober is not None:
+                self._kill(prober)
+            self._probe_later()
+            return
+        self.breaker.probe_worked()
+        self._log.warning("%s is in use again", self._settings.directory)
+        if prober is not None:
+            self._serving.append(prober)
+        self._fill()

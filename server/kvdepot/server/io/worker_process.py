@@ -1,0 +1,157 @@
+"""The daemon's end of one I/O worker process: made, told, listened to, ended, and proven dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvdepot.server.io.jobs import Answer
+from kvdepot.server.io.wire import WireError, take_answers
+
+_MODULE = "kvdepot.server.io.worker"
+_RECEIVE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker inherits. Descriptors stay the caller's; -1: none.
+
+    `lock_fd`: an OFD lock whose open file description every worker shares, so that it is held until the last is dead.
+    """
+
+    directory: Path
+    arena_fd: int = -1
+    arena_bytes: int = 0
+    lock_fd: int = -1
+
+
+class WorkerListener(Protocol):
+    """What a worker process says, on the loop's thread."""
+
+    def answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None: ...
+
+    def broken(self, worker: WorkerProcess, why: str) -> None:
+        """It said something that no worker says: it is not to be trusted with anything."""
+
+    def died(self, worker: WorkerProcess, status: int) -> None:
+        """Every thread of it has ended, and it is reaped: nothing it was lent can change any more."""
+
+
+class WorkerProcess:
+    """One process. Raises OSError where the host has no room for one; nothing is left behind then."""
+
+    def __init__(self, settings: WorkerSettings, loop: asyncio.AbstractEventLoop, listener: WorkerListener) -> None:
+        self._loop = loop
+        self._listener = listener
+        self._unsent = bytearray()
+        self._received = bytearray()
+        self._process, self._socket, self._pidfd = _spawn(settings)
+        self._open = True
+        loop.add_reader(self._socket.fileno(), self._readable)
+        loop.add_reader(self._pidfd, self._ended)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, frame: bytes) -> None:
+        """Never blocks: what the socket does not take is kept and sent later."""
+        self._unsent += frame
+        self._flush()
+
+    def kill(self) -> None:
+        """SIGKILL; not waited for. `died` follows when the kernel lets go of it."""
+        self._process.kill()
+
+    def forget(self) -> None:
+        """Stop listening, its death unproven."""
+        if self._open:
+            self._detach()
+
+    def _flush(self) -> None:
+        try:
+            sent = self._socket.send(self._unsent)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # it died: the pidfd says so next
+            self._loop.remove_writer(self._socket.fileno())
+            return
+        del self._unsent[:sent]
+        if self._unsent:
+            self._loop.add_writer(self._socket.fileno(), self._flush)
+        else:
+            self._loop.remove_writer(self._socket.fileno())
+
+    def _readable(self) -> None:
+        if not self._receive():  # its end: the pidfd is what proves it
+            self._loop.remove_reader(self._socket.fileno())
+
+    def _receive(self) -> bool:
+        """Take what is there. False at the end of the stream."""
+        try:
+            data = self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self._received += data
+        try:
+            answers = take_answers(self._received)
+        except WireError as error:
+            self._loop.remove_reader(self._socket.fileno())
+            self._listener.broken(self, str(error))
+            return False
+        for number, answer in answers:
+            self._listener.answered(self, number, answer)
+        return bool(data)
+
+    def _ended(self) -> None:
+        while self._open and self._pending() and self._receive():  # what it said before it died still counts
+            pass
+        if self._open:
+            status = self._process.wait()
+            self._detach()
+            self._listener.died(self, status)
+
+    def _pending(self) -> bool:
+        with contextlib.suppress(OSError):
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        return False
+
+    def _detach(self) -> None:
+        self._open = False
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+
+
+def _spawn(settings: WorkerSettings) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
+    """Process, our end of its socket, its pidfd. Half a millisecond, measured: not worth a thread,
+
+    which would also have to outlive it (prctl(2): the parent of PR_SET_PDEATHSIG is a thread).
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(ours)
+        ours.setblocking(False)
+        with theirs:
+            numbers = (settings.arena_fd, settings.arena_bytes, theirs.fileno(), settings.lock_fd, os.getpid())
+            process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, *map(str, numbers), os.fspath(settings.directory)],
+                pass_fds=[fd for fd in (settings.arena_fd, theirs.fileno(), settings.lock_fd) if fd >= 0],
+                stdin=subprocess.DEVNULL,
+            )
+        undo.callback(process.wait)
+        undo.callback(process.kill)
+        pidfd = os.pidfd_open(process.pid)
+        undo.pop_all()
+    return process, ours, pidfd
