@@ -30,9 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 import numpy as np
 import torch
 from kvdepot.client.arena_map import ArenaMap
-from kvdepot.client.copy.base import CopyBatch, Direction, concatenate, object_pieces
+from kvdepot.client.copy.base import CopyBatch, Direction, object_pieces
 from kvdepot.client.copy.cpu import CpuCopier
-from kvdepot.client.extents import ObjectExtents, parse_extents
+from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.client.session import DepotSession
 from kvdepot.core.calls import (
     ROOT_KEY,
@@ -213,8 +213,7 @@ class Depot:
                 self.failures.append(f"acquire: {reply}"[:300])
                 return
             extents = parse_extents(reply.extents, self.arena.layout.size_bytes)
-            rows = np.concatenate([held.rows for held in extents.values()]).tolist()
-            generations = np.concatenate([held.generations for held in extents.values()]).tolist()
+            rows, generations = extents.rows.tolist(), extents.generations.tolist()
             pieces = self._pieces(extents, blocks)
             self.copies.tasks.put(lambda: self._load(lease, pieces, rows, generations))
 
@@ -233,10 +232,9 @@ class Depot:
     def _loaded(self, _: None) -> None:
         self.outstanding -= 1
 
-    def _pieces(self, extents: dict[int, ObjectExtents], blocks: Any) -> list[CopyBatch]:
+    def _pieces(self, extents: Extents, blocks: Any) -> list[CopyBatch]:
         layers, sizes = range(LAYERS), [BLOCK_BYTES] * LAYERS
-        parts = [object_pieces(held, 0, layers, sizes, BLOCKS_IN_OBJECT, blocks[i]) for i, held in extents.items()]
-        return list(concatenate(parts).split())
+        return list(object_pieces(extents, range(len(blocks)), 0, layers, sizes, BLOCKS_IN_OBJECT, blocks).split())
 
 
 def _blocks(size_bytes: int, seed: int | None) -> torch.Tensor:

@@ -138,15 +138,14 @@ class EngineClient:
         arena = self.worker.arena
         assert arena is not None
         assert arena.arena_id == reply.arena_id
-        held = True
-        for index, extents in parse_extents(reply.extents, arena.layout.size_bytes).items():
-            blocks = list(range(first_block + index * IN_OBJECT, first_block + (index + 1) * IN_OBJECT))
-            pieces = object_pieces(extents, 0, range(LAYERS), [BLOCK_BYTES] * LAYERS, IN_OBJECT, blocks)
-            rows, granted = extents.rows.tolist(), extents.generations.tolist()
-            held = held and arena.check(rows, granted)
-            self.copier.copy(arena, pieces, direction)
-            held = held and arena.check(rows, granted)
-        return held
+        extents = parse_extents(reply.extents, arena.layout.size_bytes)
+        objects = list(extents.fragments)
+        blocks = [range(first_block + index * IN_OBJECT, first_block + (index + 1) * IN_OBJECT) for index in objects]
+        pieces = object_pieces(extents, objects, 0, range(LAYERS), [BLOCK_BYTES] * LAYERS, IN_OBJECT, blocks)
+        rows, granted = extents.granted(objects)
+        before = arena.check(rows, granted)
+        self.copier.copy(arena, pieces, direction)
+        return before and arena.check(rows, granted)
 
     def equal_blocks(self, first: int, second: int, count: int) -> bool:
         """Whether two runs of `count` objects' blocks hold the same bytes."""

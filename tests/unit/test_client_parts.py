@@ -64,12 +64,12 @@ def packed(*fragments: tuple[int, int, int, int, int]) -> bytes:
 
 def test_packed_extents_become_fragments_by_object() -> None:
     found = parse_extents(packed((2, 9, 4096, 100, 3), (2, 11, 8192, 50, 5), (4, 1, 0, 10, 7)), 1 << 20)
-    assert list(found) == [2, 4]
-    assert found[2].rows.tolist() == [9, 11]
-    assert found[2].starts.tolist() == [0, 100]
-    assert found[2].size_bytes == 150
-    assert found[4].generations.tolist() == [7]
-    assert parse_extents(b"", 1 << 20) == {}
+    assert found.fragments == {2: (0, 2), 4: (2, 3)}
+    assert found.fragmented
+    assert found.starts.tolist() == [0, 100, 150]
+    assert [found.size_bytes(index) for index in (2, 4)] == [150, 10]
+    assert found.granted([4, 2]) == ([1, 9, 11], [7, 3, 5])
+    assert parse_extents(b"", 1 << 20).fragments == {}
 
 
 @pytest.mark.parametrize(

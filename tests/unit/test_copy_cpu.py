@@ -12,7 +12,7 @@ import torch
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, concatenate, object_pieces
 from kvdepot.client.copy.cpu import UNIT_BYTES_MIN, CpuCopier
-from kvdepot.client.extents import ObjectExtents, parse_extents
+from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.core.arena import PAGE_BYTES, ArenaLayout, Superblock
 
 ARENA_BYTES = 16 << 20
@@ -34,9 +34,9 @@ def arena() -> Iterator[ArenaMap]:
     os.close(descriptor)
 
 
-def extents(*fragments: tuple[int, int]) -> ObjectExtents:
+def extents(*fragments: tuple[int, int]) -> Extents:
     words = [word for row, (offset, length) in enumerate(fragments) for word in (0, row, offset, length, 2)]
-    return parse_extents(np.array(words, dtype="<u8").tobytes(), ARENA_BYTES)[0]
+    return parse_extents(np.array(words, dtype="<u8").tobytes(), ARENA_BYTES)
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -93,10 +93,10 @@ def test_stored_bytes_are_the_blocks_bytes_and_come_back_into_other_blocks(
     expected = b"".join(block_bytes_of(layer, block) for layer in layers for block in source)
     before = [layer.clone() for layer in layers]
     args = (list(range(len(layers))), sizes, len(source))
-    for batch in object_pieces(held, 0, *args, source).split(8192):
+    for batch in object_pieces(held, [0], 0, *args, [source]).split(8192):
         copier.copy(arena, batch, Direction.STORE)
     assert b"".join(bytes(arena.buffer[o : o + n]) for o, n in cut) == expected
-    for batch in object_pieces(held, 0, *args, target).split(8192):
+    for batch in object_pieces(held, [0], 0, *args, [target]).split(8192):
         copier.copy(arena, batch, Direction.LOAD)
     for layer, old in zip(layers, before, strict=True):
         for wrote, came_from in zip(target, source, strict=True):
@@ -110,7 +110,7 @@ def test_padding_between_blocks_is_neither_stored_nor_written(arena: ArenaMap) -
     layer = storage[:, :4096]
     copier = CpuCopier([layer])
     arena.buffer[arena.layout.data_offset : arena.layout.data_offset + 8192] = b"\x55" * 8192
-    pieces = object_pieces(extents((arena.layout.data_offset, 8192)), 0, [0], [4096], 2, [1, 6])
+    pieces = object_pieces(extents((arena.layout.data_offset, 8192)), [0], 0, [0], [4096], 2, [[1, 6]])
     copier.copy(arena, pieces, Direction.LOAD)
     assert (storage[:, 4096:] == 7).all()
     assert (storage[[1, 6], :4096] == 0x55).all()
@@ -122,7 +122,8 @@ def test_a_part_within_an_object_takes_only_its_missing_blocks(arena: ArenaMap) 
     layers = [filled((10, 1024), torch.uint8, seed) for seed in (1, 2)]
     copier = CpuCopier(layers)
     base = arena.layout.data_offset
-    pieces = object_pieces(extents((base, 4096 + 2 * 3 * 1024)), 4096, [0, 1], [1024, 1024], 3, [8, 4], first_block=1)
+    held = extents((base, 4096 + 2 * 3 * 1024))
+    pieces = object_pieces(held, [0], 4096, [0, 1], [1024, 1024], 3, [[8, 4]], first_block=1)
     assert (pieces.offsets - base).tolist() == [
         4096 + 1024,
         4096 + 2048,
@@ -134,33 +135,41 @@ def test_a_part_within_an_object_takes_only_its_missing_blocks(arena: ArenaMap) 
         assert bytes(arena.buffer[offset : offset + 1024]) == block_bytes_of(layers[layer], block)
 
 
+@pytest.mark.parametrize("most_fragments", [1, 12])
 @pytest.mark.parametrize("seed", range(20))
-def test_any_cut_into_fragments_covers_every_byte_once(seed: int) -> None:
+def test_any_objects_in_any_cut_have_every_byte_covered_once(seed: int, most_fragments: int) -> None:
     rng = random.Random(seed)
-    lengths = [rng.randrange(1, 9000) for _ in range(rng.randrange(1, 12))]
-    gaps = [rng.randrange(0, 5000) for _ in lengths]
-    offsets, at = [], 4096
-    for length, gap in zip(lengths, gaps, strict=True):
-        offsets.append(at + gap)
-        at += gap + length
-    order = list(zip(offsets, lengths, strict=True))
-    rng.shuffle(order)
-    held = extents(*order)
-    block_bytes = rng.randrange(1, 3000)
-    blocks = held.size_bytes // block_bytes
-    if not blocks:
-        block_bytes, blocks = held.size_bytes, 1
-    pieces = object_pieces(held, 0, [0], [block_bytes], blocks, list(range(blocks)))
-    logical_to_arena = np.concatenate([np.arange(o, o + n) for o, n in order])[: blocks * block_bytes]
-    walked = np.concatenate([np.arange(o, o + n) for o, n in zip(pieces.offsets, pieces.lengths, strict=True)])
-    assert (walked == logical_to_arena).all()
-    where = np.concatenate(
-        [
-            np.arange(b * block_bytes + s, b * block_bytes + s + n)
-            for b, s, n in zip(pieces.blocks, pieces.skips, pieces.lengths, strict=True)
-        ]
-    )
-    assert (where == np.arange(blocks * block_bytes)).all()
+    block_bytes, blocks = rng.randrange(1, 3000), rng.randrange(1, 6)
+    size_bytes = block_bytes * blocks + rng.choice([0, 7])
+    names = rng.sample(range(9), rng.randrange(1, 5))
+    cut: dict[int, list[tuple[int, int]]] = {}
+    at, words = 4096, []
+    for name in names:
+        ends = sorted(
+            {*rng.sample(range(1, size_bytes + 1), min(rng.randrange(most_fragments), size_bytes)), size_bytes}
+        )
+        lengths = np.diff([0, *ends]).tolist()
+        at += sum(lengths) + rng.randrange(5000)
+        cut[name] = [(at - sum(lengths[: i + 1]), length) for i, length in enumerate(lengths)]  # backwards
+        words += [word for row, (offset, length) in enumerate(cut[name]) for word in (name, row, offset, length, 2)]
+    held = parse_extents(np.array(words, dtype="<u8").tobytes(), ARENA_BYTES)
+    asked = rng.sample(names, rng.randrange(1, len(names) + 1))
+    first = rng.randrange(blocks)
+    ids = [[100 * name + block for block in range(first, blocks)] for name in asked]
+    pieces = object_pieces(held, asked, 0, [0], [block_bytes], blocks, ids, first)
+    walked = [o + i for o, n in zip(pieces.offsets, pieces.lengths, strict=True) for i in range(n)]
+    part = slice(first * block_bytes, blocks * block_bytes)
+    assert walked == [b for name in asked for b in [o + i for o, n in cut[name] for i in range(n)][part]]
+    where = [(b, s + i) for b, s, n in zip(pieces.blocks, pieces.skips, pieces.lengths, strict=True) for i in range(n)]
+    assert where == [(block, i) for of_one in ids for block in of_one for i in range(block_bytes)]
+
+
+def test_parts_beyond_an_object_are_refused() -> None:
+    held = extents((4096, 100))
+    for part_offset, blocks, first in ((1, 10, 0), (-1, 9, 0), (0, 10, 1), (0, 10, -1)):
+        with pytest.raises(CopyError):
+            object_pieces(held, [0], part_offset, [0], [10], 10, [range(blocks)], first)
+    assert len(object_pieces(held, [0], 0, [0], [10], 10, [[]])) == 0
 
 
 def test_batches_are_bounded_and_in_order() -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvdepot.client.arena_map import ArenaMap
-    from kvdepot.client.extents import ObjectExtents
+    from kvdepot.client.extents import Extents
 
 Column = npt.NDArray[np.int64]
 BATCH_BYTES = 32 << 20
@@ -95,30 +95,41 @@ def concatenate(batches: Sequence[CopyBatch]) -> CopyBatch:
 
 
 def object_pieces(
-    extents: ObjectExtents,
+    extents: Extents,
+    objects: Sequence[int],
     part_offset: int,
     layers: Sequence[int],
     layer_block_bytes: Sequence[int],
     blocks_in_object: int,
-    block_ids: Sequence[int] | Column,
+    block_ids: Sequence[Sequence[int]] | npt.NDArray[np.int64],
     first_block: int = 0,
 ) -> CopyBatch:
-    """The pieces of one group's part of one object on one rank.
+    """The pieces of one group's part of some objects on one rank, object after object.
 
-    The part begins `part_offset` bytes into the object and is layer-major: for each
-    layer `blocks_in_object` blocks of `layer_block_bytes[i]` bytes. `block_ids` are the
-    engine's blocks for the object's blocks `first_block`, `first_block + 1`, ...
-    Raises CopyError if the part does not lie within the extents.
+    `objects` are indices within the grant; `block_ids`, [objects, n], are the engine's blocks
+    for the objects' blocks `first_block`, `first_block + 1`, ... The part begins `part_offset`
+    bytes into an object and is layer-major: for each layer `blocks_in_object` blocks of
+    `layer_block_bytes[i]` bytes. Raises CopyError if the part does not lie within the extents.
     """
-    ids = np.asarray(block_ids, dtype=np.int64)
-    end_block = first_block + len(ids)
-    if first_block < 0 or end_block > blocks_in_object:
-        raise CopyError(f"blocks {first_block} to {end_block} of an object with {blocks_in_object} blocks")
-    part = _part(part_offset, tuple(layers), tuple(layer_block_bytes), blocks_in_object, first_block, len(ids))
-    if len(ids) and (part_offset < 0 or part.end > extents.size_bytes):
-        raise CopyError(f"a part that ends at byte {part.end} of an object of {extents.size_bytes} bytes")
-    blocks = np.concatenate([ids] * len(layers)) if len(layers) > 1 else ids
-    return _place(CopyBatch(part.layers, blocks, part.skips, part.offsets, part.lengths), extents)
+    ids = np.asarray(block_ids, dtype=np.int64).reshape(len(objects), -1)
+    count = ids.shape[1]
+    if first_block < 0 or first_block + count > blocks_in_object:
+        raise CopyError(f"blocks {first_block} to {first_block + count} of an object with {blocks_in_object} blocks")
+    if not ids.size:
+        return EMPTY
+    part = _part(part_offset, tuple(layers), tuple(layer_block_bytes), blocks_in_object, first_block, count)
+    smallest = min(map(extents.size_bytes, objects))
+    if part_offset < 0 or part.end > smallest:
+        raise CopyError(f"a part that ends at byte {part.end} of an object of {smallest} bytes")
+    firsts = extents.firsts(objects)
+    pieces = CopyBatch(
+        np.tile(part.layers, len(ids)),
+        np.repeat(ids[:, None, :], len(layers), axis=1).ravel(),
+        np.zeros(len(ids) * len(part.layers), dtype=np.int64),
+        (extents.starts[firsts][:, None] + part.offsets).ravel(),
+        np.tile(part.lengths, len(ids)),
+    )
+    return _split_at_fragments(pieces, extents) if extents.fragmented else _moved(pieces, extents, firsts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +137,6 @@ class _Part:
     """What all objects of a group have in common; offsets within the object."""
 
     layers: Column
-    skips: Column
     offsets: Column
     lengths: Column
     end: int  # of the last piece, bytes
@@ -136,22 +146,24 @@ class _Part:
 def _part(
     part_offset: int, layers: tuple[int, ...], sizes: tuple[int, ...], blocks_in_object: int, first: int, count: int
 ) -> _Part:
-    """Made once a shape: a load of a long prompt asks for the same one hundreds of times."""
+    """Made once a shape: every load asks for the same few."""
     column = np.array(sizes, dtype=np.int64)
     bases = part_offset + (np.cumsum(column) - column) * blocks_in_object
     numbers = np.arange(first, first + count, dtype=np.int64)
     offsets = (bases[:, None] + column[:, None] * numbers[None, :]).ravel()
     lengths = np.repeat(column, count)
     end = int(offsets[-1] + lengths[-1]) if len(offsets) else part_offset
-    return _Part(np.repeat(np.array(layers, dtype=np.int64), count), np.zeros_like(offsets), offsets, lengths, end)
+    return _Part(np.repeat(np.array(layers, dtype=np.int64), count), offsets, lengths, end)
 
 
-def _place(pieces: CopyBatch, extents: ObjectExtents) -> CopyBatch:
-    """Turn offsets within the object into offsets in the arena, splitting pieces where a fragment ends."""
-    if len(extents.starts) == 1:
-        return CopyBatch(
-            pieces.layers, pieces.blocks, pieces.skips, pieces.offsets + extents.offsets[0], pieces.lengths
-        )
+def _moved(pieces: CopyBatch, extents: Extents, firsts: Column) -> CopyBatch:
+    """Turn places in the grant into offsets in the arena, where each object is one extent."""
+    shifts = np.repeat(extents.offsets[firsts] - extents.starts[firsts], len(pieces) // len(firsts))
+    return CopyBatch(pieces.layers, pieces.blocks, pieces.skips, pieces.offsets + shifts, pieces.lengths)
+
+
+def _split_at_fragments(pieces: CopyBatch, extents: Extents) -> CopyBatch:
+    """Likewise where fragments end within pieces."""
     starts, lengths = pieces.offsets, pieces.lengths
     first = np.searchsorted(extents.starts, starts, side="right") - 1
     last = np.searchsorted(extents.starts, starts + lengths - 1, side="right") - 1

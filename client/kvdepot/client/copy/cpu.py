@@ -7,14 +7,17 @@ indexed assignment (load) of numpy: no temporary, no Python per block, no OpenMP
 threads, and the GIL is released while the bytes move. Tried by hand against
 `torch.index_select`/`index_copy_`, `torch._foreach_copy_`, `process_vm_readv` and
 `preadv` of the arena file at blocks of 24 and 64 KiB: it was the only one near memcpy
-in both directions. What it reaches in the whole path: docs/benchmarks.md.
+in both directions. Large runs go through memmove itself: at 1 MiB the few microseconds
+that numpy spends around each piece are 5 % of it, below 512 KiB memmove is the slower
+one. What it reaches in the whole path: docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +31,10 @@ if TYPE_CHECKING:
     from kvdepot.client.copy.base import Column, CopyBatch
 
 Bytes = npt.NDArray[np.uint8]
+_MEMMOVE_BYTES_MIN: Final = 512 << 10
+_memmove = ctypes.CDLL(None).memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
 UNIT_BYTES_MIN = 512
 """Below this an index costs more than the bytes it names: such layers go block by block."""
 
@@ -55,6 +62,10 @@ class _Layer:
         stride = tensor.stride(0) * tensor.element_size()
         shape, strides, run = _runs_of(tensor)
         storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+        # Where blocks are large single runs of bytes: address of the first one, and from one to the next.
+        self.large_runs = run == self.block_bytes >= _MEMMOVE_BYTES_MIN
+        self.address = tensor.data_ptr()
+        self.stride_bytes = stride
         void = np.dtype(f"V{run}")
         self.view = np.ndarray((self.blocks, *shape), void, storage, start, (stride, *strides))
         self.unit_bytes = math.gcd(start, stride, run, *strides)
@@ -72,14 +83,6 @@ class _Layer:
         """Whole blocks that lie together in the arena: one native call where the layout allows."""
         if self.units is None:
             self._copy_one_by_one(blocks, extent, direction)
-            return
-        if len(blocks) == len(self._inner) == 1:  # one large run of bytes: a plain assignment is a plain memcpy
-            unit = int(blocks[0]) * self._step + int(self._inner[0])
-            one, shaped = self.units[unit : unit + 1], extent.view(self.units.dtype)
-            if direction is Direction.STORE:
-                shaped[:] = one
-            else:
-                one[:] = shaped
             return
         indices = ((blocks * self._step)[:, None] + self._inner).ravel()
         if direction is Direction.STORE:
@@ -120,6 +123,9 @@ class CpuCopier:
         self._layers = [_Layer(layer) for layer in layers]
         self._blocks = np.array([layer.blocks for layer in self._layers], dtype=np.int64)
         self._block_bytes = np.array([layer.block_bytes for layer in self._layers], dtype=np.int64)
+        self._large_runs = np.array([layer.large_runs for layer in self._layers], dtype=np.bool_)
+        self._addresses = np.array([layer.address for layer in self._layers], dtype=np.int64)
+        self._strides = np.array([layer.stride_bytes for layer in self._layers], dtype=np.int64)
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of one block of a layer, without padding."""
@@ -131,6 +137,9 @@ class CpuCopier:
             return
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
         self._check(batch, arena.layout.data_offset, len(target))
+        if self._large_runs[batch.layers].all():
+            self._copy_runs(target, batch, direction)
+            return
         whole = (batch.skips == 0) & (batch.lengths == self._block_bytes[batch.layers])
         together = (
             whole[1:]
@@ -148,6 +157,14 @@ class CpuCopier:
                 layer.copy(batch.blocks[start:end], extent, direction)
             else:
                 layer.copy_part(int(batch.blocks[start]), int(batch.skips[start]), extent, direction)
+
+    def _copy_runs(self, target: Bytes, batch: CopyBatch, direction: Direction) -> None:
+        """One memmove a piece, whole or part of its block."""
+        blocks = (self._addresses[batch.layers] + self._strides[batch.layers] * batch.blocks + batch.skips).tolist()
+        extents = (batch.offsets + target.ctypes.data).tolist()
+        into, out = (extents, blocks) if direction is Direction.STORE else (blocks, extents)
+        for to_address, from_address, length in zip(into, out, batch.lengths.tolist(), strict=True):
+            _memmove(to_address, from_address, length)
 
     def wait(self) -> None:
         """Nothing is ever left running."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-import numpy as np
 from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, concatenate, object_pieces
-from kvdepot.client.extents import ObjectExtents, parse_extents
+from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.client.vllm.audit import LOADED, STORED, Audit
 from kvdepot.client.vllm.compat import KVConnectorTransferResults
 from kvdepot.client.vllm.metadata import LoadOp, ObjectCopy, RankMeta, StepMeta, StoreOp
@@ -62,27 +61,40 @@ class ObjectPlaces:
             group: [layers.facts[index].block_bytes for index in indices] for group, indices in self._layers.items()
         }
 
-    def pieces(self, copied: ObjectCopy, extents: ObjectExtents, *, writing: bool) -> CopyBatch:
-        """The rank's share of one object. Of a replicated part rank 0 writes, everyone reads. Raises CopyError."""
-        kind = Kind(copied.kind)
-        if extents.size_bytes != self._planner.object_bytes(kind):
-            raise CopyError(f"{extents.size_bytes} granted bytes for an object of {self._planner.object_bytes(kind)}")
-        batches = []
-        for span in copied.spans:
-            if writing and self._rank and self._planner.groups[span.group].replicated:
-                continue
-            batches.append(
+    def pieces(self, objects: Sequence[ObjectCopy], extents: Extents, *, writing: bool) -> CopyBatch:
+        """The rank's share of these objects. Of a replicated part rank 0 writes, everyone reads. Raises CopyError."""
+        alike: dict[tuple[int, int, int, int], tuple[list[int], list[tuple[int, ...]]]] = {}
+        for copied in objects:
+            self._check(copied, extents)
+            for span in copied.spans:
+                if writing and self._rank and self._planner.groups[span.group].replicated:
+                    continue
+                shape = (copied.kind, span.group, span.object_block, len(span.block_ids))
+                indices, block_ids = alike.setdefault(shape, ([], []))
+                indices.append(copied.index)
+                block_ids.append(span.block_ids)
+        return concatenate(
+            [
                 object_pieces(
                     extents,
-                    self._planner.part_range(kind, span.group, self._rank)[0],
-                    self._layers[span.group],
-                    self._bytes[span.group],
-                    self._planner.blocks_in_object(span.group),
-                    np.asarray(span.block_ids, dtype=np.int64),
-                    span.object_block,
+                    indices,
+                    self._planner.part_range(Kind(kind), group, self._rank)[0],
+                    self._layers[group],
+                    self._bytes[group],
+                    self._planner.blocks_in_object(group),
+                    block_ids,
+                    object_block,
                 )
-            )
-        return concatenate(batches)
+                for (kind, group, object_block, _), (indices, block_ids) in alike.items()
+            ]
+        )
+
+    def _check(self, copied: ObjectCopy, extents: Extents) -> None:
+        if copied.index not in extents.fragments:
+            raise CopyError(f"object {copied.index} of the operation has no extents")
+        granted, needed = extents.size_bytes(copied.index), self._planner.object_bytes(Kind(copied.kind))
+        if granted != needed:
+            raise CopyError(f"{granted} granted bytes for an object of {needed}")
 
 
 class CopyThread:
@@ -165,21 +177,16 @@ class CopyThread:
         arena = self._attachment.arena
         return arena if arena is not None and arena.arena_id == op.arena_id else None
 
-    def _pieces(self, copied: ObjectCopy, extents: dict[int, ObjectExtents], *, writing: bool) -> CopyBatch:
-        assert self._places is not None
-        if copied.index not in extents:
-            raise CopyError(f"object {copied.index} of the operation has no extents")
-        return self._places.pieces(copied, extents[copied.index], writing=writing)
-
     def _load(self, op: LoadOp) -> list[int]:
         """Copy everything into the engine's blocks. Any failure fails all, and stops the writing at once."""
         everything = [copied.index for copied in op.objects]
         arena = self._arena(op)
         if arena is None:
             return everything
+        assert self._places is not None
         extents = parse_extents(op.extents, arena.layout.size_bytes)
-        pieces = concatenate([self._pieces(copied, extents, writing=False) for copied in op.objects])
-        rows, granted = _rows(extents[copied.index] for copied in op.objects)
+        pieces = self._places.pieces(op.objects, extents, writing=False)
+        rows, granted = extents.granted(everything)
         if not arena.check(rows, granted):
             return everything
         for batch in pieces.split():
@@ -198,25 +205,20 @@ class CopyThread:
         arena = self._arena(op)
         if arena is None:
             return [copied.index for copied in op.objects]
+        assert self._places is not None
         extents = parse_extents(op.extents, arena.layout.size_bytes)
-        failed: list[int] = []
-        good: list[ObjectCopy] = []
-        batches = []
-        for copied in op.objects:
-            found = extents.get(copied.index)
-            if found is None or not arena.check(*_rows([found])):
-                failed.append(copied.index)
-                continue
-            batches.append(self._pieces(copied, extents, writing=True))
-            good.append(copied)
-        for batch in concatenate(batches).split():
+        good = [copied for copied in op.objects if self._still_granted(arena, extents, copied)]
+        for batch in self._places.pieces(good, extents, writing=True).split():
             self._copier.copy(arena, batch, Direction.STORE)
             self._yield_to_loads()
         self._copier.wait()
-        lost = [copied.index for copied in good if not arena.check(*_rows([extents[copied.index]]))]
+        written = [copied for copied in good if self._still_granted(arena, extents, copied)]
         if self._audit is not None:
-            self._audit.record(STORED, "", [copied for copied in good if copied.index not in lost])
-        return failed + lost
+            self._audit.record(STORED, "", written)
+        return sorted({copied.index for copied in op.objects} - {copied.index for copied in written})
+
+    def _still_granted(self, arena: ArenaMap, extents: Extents, copied: ObjectCopy) -> bool:
+        return copied.index in extents.fragments and arena.check(*extents.granted([copied.index]))
 
     def _yield_to_loads(self) -> None:
         """Between two batches of a store, run the loads that have come in: a request waits for them."""
@@ -226,15 +228,6 @@ class CopyThread:
                     return
                 op = self._loads.popleft()
             self._do(op)
-
-
-def _rows(extents: Iterable[ObjectExtents]) -> tuple[list[int], list[int]]:
-    rows: list[int] = []
-    granted: list[int] = []
-    for found in extents:
-        rows += found.rows.tolist()
-        granted += found.generations.tolist()
-    return rows, granted
 
 
 class WorkerSide:
