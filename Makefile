@@ -53,7 +53,7 @@ test-long: venv ## what takes longer than `make test` may
 	$(BIN)/python -m pytest -m long
 
 bench: venv ## every benchmark, one table each
-	for b in ram index start connector_overhead; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
+	for b in ram index start connector_overhead codec; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
 
 $(PROTO_VENV)/.ready: requirements/proto.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON="; exit 1; }
