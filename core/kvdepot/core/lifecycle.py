@@ -1,7 +1,7 @@
-"""The life cycle of an object, as a table (after h11's `_state.py`).
+"""The life cycles of objects and leases, as tables (after h11's `_state.py`).
 
-The table names every transition there is. Whoever changes a state asks `next_state`; a
-pair that is not in the table is a broken invariant of the caller, never a matter of
+The tables name every transition there is. Whoever changes a state asks for the next one; a
+pair that is not in its table is a broken invariant of the caller, never a matter of
 timing or of what a client sends.
 
 Object: the state of its head row in the arena; its further rows are CONTINUATION.
@@ -16,13 +16,21 @@ Object: the state of its head row in the arena; its further rows are CONTINUATIO
     COMMITTED     RECLAIM  FREE          evicted or found corrupt; nobody is lent it
     CONTINUATION  RECLAIM  FREE          together with its head
     DYING         RECLAIM  FREE          the last process it was lent to acknowledged or is proven dead
+
+Lease: what its session may still ask of it. The extents are another matter: they return object by
+object, as the table above says (I5, I6).
+
+    state         event    next          when
+    HELD          EXPIRE   EXPIRED       its deadline passed, or its scheduler is gone: it is served no more
+    HELD          END      ENDED         released, or all its objects are settled; its id is remembered
+    EXPIRED       END      ENDED         likewise, late: acknowledged by all ranks, or these are proven dead
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Final
+from typing import Final, TypeVar
 
 from kvdepot.core.arena import RowState
 
@@ -39,6 +47,17 @@ class ObjectEvent(Enum):
     RECLAIM = auto()
 
 
+class LeaseState(Enum):
+    HELD = auto()
+    EXPIRED = auto()
+    ENDED = auto()
+
+
+class LeaseEvent(Enum):
+    EXPIRE = auto()
+    END = auto()
+
+
 OBJECT_TRANSITIONS: Final[Mapping[tuple[RowState, ObjectEvent], RowState]] = {
     (RowState.FREE, ObjectEvent.RESERVE): RowState.RESERVED,
     (RowState.FREE, ObjectEvent.EXTEND): RowState.CONTINUATION,
@@ -52,9 +71,28 @@ OBJECT_TRANSITIONS: Final[Mapping[tuple[RowState, ObjectEvent], RowState]] = {
 }
 
 
+LEASE_TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseEvent], LeaseState]] = {
+    (LeaseState.HELD, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
+    (LeaseState.HELD, LeaseEvent.END): LeaseState.ENDED,
+    (LeaseState.EXPIRED, LeaseEvent.END): LeaseState.ENDED,
+}
+
+_State = TypeVar("_State", RowState, LeaseState)
+_Event = TypeVar("_Event", ObjectEvent, LeaseEvent)
+
+
 def next_state(state: RowState, event: ObjectEvent) -> RowState:
     """The state after `event`. BrokenLifecycle for a pair that the table does not have; nothing changed then."""
-    following = OBJECT_TRANSITIONS.get((state, event))
+    return _next(OBJECT_TRANSITIONS, state, event)
+
+
+def next_lease_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
+    """Likewise for a lease."""
+    return _next(LEASE_TRANSITIONS, state, event)
+
+
+def _next(table: Mapping[tuple[_State, _Event], _State], state: _State, event: _Event) -> _State:
+    following = table.get((state, event))
     if following is None:
         raise BrokenLifecycle(f"there is no transition from {state!r} on {event!r}")
     return following

@@ -306,7 +306,7 @@ class Engine:
 
     def _expire(self, lease: Lease) -> None:
         """The deadline ends service, never the loan (I5, I6)."""
-        if lease.expired:
+        if not lease.held:
             return
         if isinstance(lease, WriteLease):
             self._stores.expire(lease)
@@ -372,7 +372,7 @@ def _namespace(session: Session, namespace_id: bytes) -> Namespace:
 
 
 def _repeats(lease: Lease, kind: type[Lease], call: AcquireCall | ReserveCall) -> bool:
-    return isinstance(lease, kind) and not lease.expired and lease.fingerprint == hash(call)
+    return isinstance(lease, kind) and lease.held and lease.fingerprint == hash(call)
 
 
 def _all_refused(call: ReserveCall, reason: str) -> ReserveReply:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.calls import AcquireReply, CommitOutcome, ReserveReply
+from kvdepot.core.lifecycle import LeaseEvent, LeaseState, next_lease_state
 
 if TYPE_CHECKING:
+    from kvdepot.server.engine.acquires import PendingAcquire
     from kvdepot.server.engine.sessions import Session
 
 OPEN: Final = 0
@@ -19,13 +21,32 @@ REMEMBERED_BYTES_MAX: Final = 1 << 20
 """Of commit outcomes of ended leases, per session."""
 
 
-class ReadLease:
-    """A reader's pin: one lent entry an object.
+class _Lease:
+    """What both kinds have. `deadline` is monotonic, in seconds."""
 
-    `deadline` is monotonic, in seconds. `expired`: its service ended, its extents stay lent.
-    """
+    __slots__ = ("deadline", "fingerprint", "id", "session", "state")
 
-    __slots__ = ("deadline", "entries", "expired", "fingerprint", "id", "reply", "session")
+    def __init__(self, session: Session, lease_id: int, fingerprint: int, deadline: float) -> None:
+        self.session = session
+        self.id = lease_id
+        self.fingerprint = fingerprint
+        self.deadline = deadline
+        self.state = LeaseState.HELD
+
+    @property
+    def held(self) -> bool:
+        """Whether it is still served; its extents stay lent either way."""
+        return self.state is LeaseState.HELD
+
+    def enter(self, event: LeaseEvent) -> None:
+        """Raises BrokenLifecycle for what cannot happen to it."""
+        self.state = next_lease_state(self.state, event)
+
+
+class ReadLease(_Lease):
+    """A reader's pin: one lent entry an object."""
+
+    __slots__ = ("entries", "reply")
 
     def __init__(
         self,
@@ -33,45 +54,26 @@ class ReadLease:
         lease_id: int,
         entries: npt.NDArray[np.uint32],
         fingerprint: int,
-        reply: AcquireReply,
+        reply: AcquireReply | None,
         deadline: float,
     ) -> None:
-        self.session = session
-        self.id = lease_id
+        super().__init__(session, lease_id, fingerprint, deadline)
         self.entries = entries
-        self.fingerprint = fingerprint
         self.reply = reply
-        self.expired = False
-        self.deadline = deadline
 
 
-class WriteLease:
+class WriteLease(_Lease):
     """A reservation. Per object index: its lent entry (NO_ENTRY: nothing is lent), its outcome, its credit."""
 
-    __slots__ = (
-        "credits",
-        "deadline",
-        "entries",
-        "expired",
-        "fingerprint",
-        "id",
-        "open",
-        "outcomes",
-        "reply",
-        "session",
-    )
+    __slots__ = ("credits", "entries", "open", "outcomes", "reply")
 
     def __init__(self, session: Session, lease_id: int, objects: int, fingerprint: int, deadline: float) -> None:
-        self.session = session
-        self.id = lease_id
+        super().__init__(session, lease_id, fingerprint, deadline)
         self.entries = [NO_ENTRY] * objects
         self.credits = [0] * objects  # bytes; negative: of an attention object
         self.outcomes = bytearray(objects)  # a CommitOutcome, OPEN or, for what was abandoned, LOST
         self.open = 0  # entries in use
-        self.fingerprint = fingerprint
         self.reply: ReserveReply | None = None
-        self.expired = False
-        self.deadline = deadline
 
     def settle(self, index: int, outcome: CommitOutcome) -> None:
         """The object's entry was cleared; remember why."""

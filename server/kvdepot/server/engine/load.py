@@ -19,6 +19,7 @@ from kvdepot.core.calls import (
     LocateReply,
 )
 from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.leases import ReadLease
@@ -101,8 +102,11 @@ class Loads:
 
     # Acquire
 
-    def acquire(self, session: Session, namespace: Namespace, call: AcquireCall) -> AcquireReply:
-        """All or nothing; the facade has dealt with repeats, tombstones and missing ranks."""
+    def acquire(self, session: Session, namespace: Namespace, call: AcquireCall, answer: Answer) -> None:
+        """All or nothing; the facade has dealt with repeats, tombstones and missing ranks.
+
+        Answered before it returns, unless something has to be read from a lower tier first.
+        """
         count = len(call.kinds)
         check_limit("objects of one acquire", count, limits.OBJECTS_PER_LEASE_MAX)
         if not count or len(call.keys) != count * KEY_BYTES:
@@ -112,10 +116,21 @@ class Loads:
             or len(session.leases) >= limits.LEASES_PER_SESSION_MAX
             or count > self._space.lent.free_count
         ):
-            return AcquireReply(AcquireOutcome.LATER)
+            answer(AcquireReply(AcquireOutcome.LATER))
+            return
         nodes, rows = self._resolve(namespace, call)
-        if not self._visible(rows).all():
-            return AcquireReply(AcquireOutcome.MISSING)
+        visible = self._visible(rows)
+        if visible.all():
+            answer(self._grant(session, namespace, call, nodes, rows))
+        elif self._promotions is None:
+            answer(AcquireReply(AcquireOutcome.MISSING))
+        else:
+            asked = Asked(session, namespace, call, nodes, rows)
+            self._begin(asked, visible, answer)
+
+    def _grant(
+        self, session: Session, namespace: Namespace, call: AcquireCall, nodes: _Rows, rows: _Rows
+    ) -> AcquireReply:
         extents, granted_bytes = self._pack(rows)
         if len(extents) > limits.FRAGMENTS_PER_REPLY_MAX * EXTENT_WORDS * 8:
             return AcquireReply(AcquireOutcome.REFUSED)  # in more pieces than a reply holds
@@ -181,11 +196,13 @@ class Loads:
     def release(self, lease: ReadLease) -> None:
         """Every rank is done with it."""
         session = lease.session
+        lease.enter(LeaseEvent.END)
         del session.leases[lease.id]
         session.ended_leases.add(lease.id)
         session.loads -= 1
         self._space.give_back_many(lease.entries)
 
     def expire(self, lease: ReadLease) -> None:
-        lease.expired = True
+        """Service ends; the pins stay (I5, I6)."""
+        lease.enter(LeaseEvent.EXPIRE)
         self._space.counters.add("expired_leases.read")

@@ -76,9 +76,7 @@ class Session:
 
     def due(self, now: float) -> list[Lease]:
         """Leases over their deadline. All last equally long, so the dict has them in order of deadline."""
-        return [
-            lease for lease in takewhile(lambda lease: lease.deadline <= now, self.leases.values()) if not lease.expired
-        ]
+        return [lease for lease in takewhile(lambda lease: lease.deadline <= now, self.leases.values()) if lease.held]
 
     def status(self, credit_bytes: int) -> SessionStatus:
         attached = self.attachments.values()

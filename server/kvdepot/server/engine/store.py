@@ -20,6 +20,7 @@ from kvdepot.core.calls import (
     ReserveReply,
 )
 from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.leases import NO_ENTRY, OPEN, WriteLease
@@ -235,7 +236,7 @@ class Stores:
     def _commit_one(self, lease: WriteLease, index: int) -> int:
         space = self._space
         row = space.lent.row_of(lease.entries[index])
-        if lease.expired:
+        if not lease.held:
             return self._give_back(lease, index, CommitOutcome.EXPIRED)
         if space.rows.state[row] != RESERVED:
             # Only the loss of its parent unindexes a live reservation.
@@ -279,6 +280,7 @@ class Stores:
 
     def _end_if_done(self, lease: WriteLease) -> None:
         if not lease.open and lease.session.leases.pop(lease.id, None) is not None:
+            lease.enter(LeaseEvent.END)
             lease.session.ended_leases.add(lease.id, bytes(lease.outcomes))
 
     # Giving up
@@ -309,7 +311,7 @@ class Stores:
 
     def expire(self, lease: WriteLease) -> None:
         """Service ends: others may store these objects. The extents stay lent until acknowledged (I5, I6)."""
-        lease.expired = True
+        lease.enter(LeaseEvent.EXPIRE)
         for entry in reversed(lease.entries):
             if entry == NO_ENTRY:
                 continue
