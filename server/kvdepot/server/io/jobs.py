@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.server.tiers.base import IoOutcome, ObjectName
+
+JOBS_PER_WORKER: Final = 2
+"""In a worker's hands at once: it has a thread for each, and one reads or writes while the other verifies."""
 
 
 class Priority(IntEnum):

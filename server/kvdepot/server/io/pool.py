@@ -17,13 +17,21 @@ from typing import Final
 
 from kvdepot.core.errors import NoRoom
 from kvdepot.server.io.breaker import Breaker, BreakerState
-from kvdepot.server.io.jobs import Answer, Append, Job, Priority, Probe, ReadObject, WriteObject, job_bytes
+from kvdepot.server.io.jobs import (
+    JOBS_PER_WORKER,
+    Answer,
+    Append,
+    Job,
+    Priority,
+    Probe,
+    ReadObject,
+    WriteObject,
+    job_bytes,
+)
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
 from kvdepot.server.tiers.base import IoOutcome, Loan, WorkerRegistry
 
-JOBS_PER_WORKER: Final = 2
-"""A worker has two threads: one reads or writes while the other verifies (`worker`)."""
 FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.UNREADABLE})
 """Outcomes that speak against the path, not against an object."""
 _ANSWERING: Final = frozenset({IoOutcome.OK, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY})

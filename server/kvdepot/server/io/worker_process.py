@@ -144,7 +144,7 @@ def _spawn(settings: WorkerSettings) -> tuple[subprocess.Popen[bytes], socket.so
         undo.enter_context(ours)
         ours.setblocking(False)
         with theirs:
-            numbers = (settings.arena_fd, settings.arena_bytes, theirs.fileno(), settings.lock_fd, os.getpid())
+            numbers = (settings.arena_fd, settings.arena_bytes, theirs.fileno(), os.getpid())
             process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, *map(str, numbers), os.fspath(settings.directory)],
                 pass_fds=[fd for fd in (settings.arena_fd, theirs.fileno(), settings.lock_fd) if fd >= 0],

@@ -1,0 +1,233 @@
+"""Files of one directory, read and written past the page cache (O_DIRECT) where the path allows it.
+
+Offsets, lengths and memory are multiples of a page (4096 bytes) throughout: no device in use asks for more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from kvdepot.core.objectfile import PAGE_BYTES
+from kvdepot.server.io.jobs import Part
+from kvdepot.server.tiers.base import IoOutcome
+
+OPEN_FILES_MAX: Final = 64
+REQUEST_BYTES_MAX: Final = 16 << 20
+"""One system call: large enough for every device, short enough that a slow one lets a killed process go."""
+_BUFFERS_MAX = 1024  # IOV_MAX
+_OUTCOMES: Final = {
+    errno.ENOSPC: IoOutcome.NO_SPACE,
+    errno.EDQUOT: IoOutcome.NO_SPACE,
+    errno.EROFS: IoOutcome.READ_ONLY,
+    errno.EACCES: IoOutcome.UNREADABLE,
+    errno.EPERM: IoOutcome.UNREADABLE,
+    errno.ENOENT: IoOutcome.GONE,
+    errno.ENOTDIR: IoOutcome.GONE,
+    errno.ESTALE: IoOutcome.GONE,
+}
+_SYNC_FILE_RANGE_WRITE_AND_WAIT = 1 | 2 | 4  # WAIT_BEFORE | WRITE | WAIT_AFTER
+_REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+
+def outcome_of(error: OSError) -> IoOutcome:
+    return _OUTCOMES.get(error.errno or 0, IoOutcome.IO_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenFile:
+    fd: int
+    writable: bool
+    device: int
+    inode: int
+
+
+class DirectFiles:
+    """Open files of a directory, for one thread. Everything raises OSError, with the path in it.
+
+    Whether O_DIRECT works is found out by the first file that refuses it, at open or at the first request; then
+    every file goes through the page cache, and what was moved is put on the medium and dropped from the cache at once:
+    what is answered has then met the same errors, and the cache stays the engines'.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.direct = True
+        self._open: dict[str, _OpenFile] = {}  # the least recently used first
+
+    def path(self, file: str) -> str:
+        return os.path.join(self.directory, file)  # noqa: PTH118 - names, and in the way of every job
+
+    def read(self, parts: Sequence[Part], buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers from the parts, as far as these go; how many bytes that are. Less: a file ends there."""
+        return self._move(parts, buffers, writing=False)
+
+    def write(self, parts: Sequence[Part], buffers: Sequence[memoryview]) -> None:
+        """Write all of the buffers to where the parts are; the files exist."""
+        self._move(parts, buffers, writing=True)
+
+    def sync(self, parts: Sequence[Part]) -> None:
+        for file in dict.fromkeys(part.file for part in parts):
+            os.fdatasync(self._file(file, writable=True).fd)
+
+    def sync_folder(self, file: str) -> None:
+        """Make the name of a new file durable."""
+        fd = os.open(os.path.dirname(self.path(file)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # noqa: PTH120
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1].fd)
+
+    def open_buffered(self, file: str, *, create: bool, flags: int = 0) -> int:
+        """A descriptor, the caller's, without O_DIRECT. `create`: with its folders, but not the directory itself."""
+        wanted = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0) | flags
+        try:
+            return os.open(self.path(file), wanted, 0o600)
+        except FileNotFoundError:
+            if not create:
+                raise
+            folder = self.directory
+            for name in file.split("/")[:-1]:
+                folder = os.path.join(folder, name)  # noqa: PTH118
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(folder, 0o700)  # noqa: PTH102
+            return os.open(self.path(file), wanted, 0o600)
+
+    def _move(self, parts: Sequence[Part], buffers: Sequence[memoryview], *, writing: bool) -> int:
+        moved = 0
+        for part, pieces in _split(parts, buffers):
+            length = sum(map(len, pieces))
+            done = self._move_part(part, pieces, writing=writing)
+            moved += done
+            if done < length:
+                break
+        return moved
+
+    def _move_part(self, part: Part, pieces: list[memoryview], *, writing: bool) -> int:
+        moved = 0
+        for request in _requests(pieces):
+            length = sum(map(len, request))
+            done = self._move_request(part.file, part.offset + moved, request, writing=writing)
+            moved += done
+            if done < length:
+                break
+        return moved
+
+    def _move_request(self, file: str, offset: int, request: list[memoryview], *, writing: bool) -> int:
+        try:
+            moved = self._move_all(file, offset, request, writing=writing)
+            if not self.direct:
+                past_the_cache(self._file(file, writable=writing).fd, offset, moved, written=writing)
+        except OSError as error:
+            if self.direct and error.errno in _REFUSES_DIRECT:
+                self.close()
+                self.direct = False
+                return self._move_request(file, offset, request, writing=writing)
+            error.filename = error.filename or self.path(file)
+            raise
+        return moved
+
+    def _move_all(self, file: str, offset: int, request: list[memoryview], *, writing: bool) -> int:
+        """One request, repeated where the kernel does less than all of it."""
+        fd = self._file(file, writable=writing).fd
+        left, moved, length = request, 0, sum(map(len, request))
+        while moved < length:
+            done = os.pwritev(fd, left, offset + moved) if writing else os.preadv(fd, left, offset + moved)
+            if writing and done < min(length - moved, PAGE_BYTES):
+                raise OSError(errno.EIO, "nothing was written", self.path(file))
+            if not writing and (done == 0 or done % PAGE_BYTES):  # the end of the file
+                return moved + done
+            done -= done % PAGE_BYTES if done < length - moved else 0
+            moved += done
+            left = list(_behind(left, done))
+        return moved
+
+    def _file(self, file: str, *, writable: bool) -> _OpenFile:
+        """Open, and still what is found under this name: its directory may have been removed or mounted over."""
+        path = self.path(file)
+        known = self._open.pop(file, None)
+        if known is not None:
+            if (known.writable or not writable) and _identity(path) == (known.device, known.inode):
+                self._open[file] = known
+                return known
+            os.close(known.fd)
+        elif len(self._open) >= OPEN_FILES_MAX:
+            os.close(self._open.pop(next(iter(self._open))).fd)
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0))
+        status = os.fstat(fd)
+        self._open[file] = opened = _OpenFile(fd, writable, status.st_dev, status.st_ino)
+        return opened
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """None where it cannot be had: opening it anew says why."""
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _split(parts: Iterable[Part], buffers: Sequence[memoryview]) -> Iterator[tuple[Part, list[memoryview]]]:
+    """Which pieces of the buffers lie in which part."""
+    left = list(buffers)
+    for part in parts:
+        if not left:
+            return
+        pieces = list(first_bytes(left, part.length))
+        left = list(_behind(left, part.length))
+        yield part, pieces
+    if left:
+        raise ValueError(f"{sum(map(len, left))} bytes more than the parts hold")
+
+
+def _requests(pieces: list[memoryview]) -> Iterator[list[memoryview]]:
+    while pieces:
+        request = list(first_bytes(pieces[:_BUFFERS_MAX], REQUEST_BYTES_MAX))
+        yield request
+        pieces = list(_behind(pieces, sum(map(len, request))))
+
+
+def first_bytes(buffers: Iterable[memoryview], length: int) -> Iterator[memoryview]:
+    """The first `length` bytes."""
+    for buffer in buffers:
+        if length <= 0:
+            return
+        yield buffer[:length]
+        length -= len(buffer)
+
+
+def _behind(buffers: Iterable[memoryview], length: int) -> Iterator[memoryview]:
+    """All but the first `length` bytes."""
+    for buffer in buffers:
+        if length < len(buffer):
+            yield buffer[max(length, 0) :]
+        length -= len(buffer)
+
+
+def past_the_cache(fd: int, offset: int, length: int, *, written: bool) -> None:
+    if length and written and _libc().sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE_AND_WAIT):
+        number = ctypes.get_errno()
+        if number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):  # others say that it cannot be done here
+            raise OSError(number, os.strerror(number))
+    if length:
+        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """os has no sync_file_range(2)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return libc

@@ -1,0 +1,98 @@
+"""The I/O worker: a process that reads and writes objects between a directory and the arena.
+
+Started by the daemon as `python -m kvdepot.server.io.worker ARENA_FD ARENA_BYTES SOCKET_FD PARENT_PID DIRECTORY`
+(ARENA_FD -1: its jobs have no extents). It does what it is told, and ends with its parent, with its socket, or
+killed: it has nothing to tidy up. Descriptors that it inherits beside those named (a lock) it keeps until then.
+
+Its first thread reads the socket, so that the end of the stream ends the process whatever else hangs. Two more do the
+jobs, each all of one: while one waits for the medium, the other verifies (both happen without the GIL).
+Measured on the test machine, 4 MiB objects, in ratio to fio with O_DIRECT at the same depth: see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from typing import Final
+
+from kvdepot.server.io.jobs import JOBS_PER_WORKER, Job
+from kvdepot.server.io.perform import Context, perform
+from kvdepot.server.io.wire import FRAME, JOB_BYTES_MAX, body_bytes, pack_answer, unpack_job
+
+_PR_SET_PDEATHSIG = 1
+_NICENESS: Final = 5
+"""Behind the engines and the daemon; loads still wait for it, so not far."""
+_IDLE_SECONDS: Final = 5.0
+"""Then files are closed: an open one keeps the blocks of what was removed."""
+
+
+def main(arguments: list[str]) -> int:
+    arena_fd, arena_bytes, socket_fd, parent = map(int, arguments[:4])
+    directory = arguments[4]
+    _die_with(parent)
+    os.nice(_NICENESS)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which drains first, and then ends this process
+        signal.signal(ending, signal.SIG_IGN)
+    arena = None if arena_fd < 0 else memoryview(mmap.mmap(arena_fd, arena_bytes))
+    threading.excepthook = _end
+    daemon = socket.socket(fileno=socket_fd)
+    jobs: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()
+    sending = threading.Lock()
+    for _ in range(JOBS_PER_WORKER):
+        context = Context(directory, arena)
+        threading.Thread(target=_serve, args=(jobs, context, daemon, sending), daemon=True).start()
+    while head := _read(daemon, FRAME.size):
+        number, length = body_bytes(head, JOB_BYTES_MAX)
+        jobs.put((number, unpack_job(_read(daemon, length))))
+    return 0
+
+
+def _serve(
+    jobs: queue.SimpleQueue[tuple[int, Job]], context: Context, daemon: socket.socket, sending: threading.Lock
+) -> None:
+    while True:
+        try:
+            number, job = jobs.get(timeout=_IDLE_SECONDS)
+        except queue.Empty:
+            context.close()
+            continue
+        frame = pack_answer(number, perform(job, context))
+        with sending:
+            daemon.sendall(frame)
+
+
+def _end(failure: threading.ExceptHookArgs) -> None:
+    """A job that raised: the daemon finds out like from any other death."""
+    sys.excepthook(failure.exc_type, failure.exc_value or failure.exc_type(), failure.exc_traceback)
+    os._exit(1)
+
+
+def _read(daemon: socket.socket, length: int) -> bytes:
+    """Exactly `length` bytes, or none at the end of the stream."""
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        received = daemon.recv_into(view)
+        if not received:
+            return b""
+        view = view[received:]
+    return bytes(data)
+
+
+def _die_with(parent: int) -> None:
+    """The kernel kills this process when the daemon ends; a parent already gone ends it here."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # not waiting for threads that hang
