@@ -7,6 +7,7 @@ worker that outlived its upgrade, and neither must do harm to the other.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -320,6 +321,8 @@ def unpack_answer(body: bytes | bytearray | memoryview) -> Answer:
     outcome, stored_bytes, stored_sum, raw_sum, seconds, direct, length = reader.take(_ANSWER)
     if outcome >= len(_OUTCOMES):
         raise WireError(f"outcome {outcome} is unknown")
+    if not 0 <= seconds < math.inf:
+        raise WireError(f"{seconds} seconds")
     detail = reader.text(length)
     reader.end()
     sums = (int.from_bytes(stored_sum, "little"), int.from_bytes(raw_sum, "little"))

@@ -1,0 +1,89 @@
+"""The breaker: when a path goes out of use, and what brings it back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvdepot.server.io.breaker import Breaker, BreakerState
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def breaker(clock: Clock, failures_max: int = 3) -> Breaker:
+    return Breaker(failures_max=failures_max, probe_every_seconds=5.0, clock=clock)
+
+
+def test_it_opens_after_failures_in_a_row_only() -> None:
+    one = breaker(Clock())
+    assert [one.failed("a"), one.failed("b")] == [False, False]
+    one.worked()
+    assert [one.failed("c"), one.failed("d"), one.failed("e")] == [False, False, True]
+    assert (one.state, one.reason) == (BreakerState.OPEN, "e")
+    assert one.failed("late") is False
+    assert one.reason == "e"
+
+
+def test_only_a_probe_closes_it() -> None:
+    clock = Clock()
+    one = breaker(clock, 1)
+    one.failed("hung")
+    one.worked()  # an answer to what was sent before
+    assert not one.closed
+    assert one.probe_in_seconds == 5.0
+    clock.now += 4
+    assert one.probe_in_seconds == 1.0
+    clock.now += 4
+    assert one.probe_in_seconds == 0.0
+    one.start_probe()
+    one.worked()
+    assert one.state is BreakerState.PROBING
+    one.probe_failed("still hung")
+    assert (one.state, one.reason, one.probe_in_seconds) == (BreakerState.OPEN, "still hung", 5.0)
+    one.start_probe()
+    one.probe_worked()
+    assert (one.closed, one.reason) == (True, "")
+
+
+def test_the_failures_before_it_opened_are_forgotten_when_it_closes() -> None:
+    one = breaker(Clock(), 2)
+    one.failed("a")
+    one.failed("b")
+    one.start_probe()
+    one.failed("of something sent before")
+    one.probe_worked()
+    assert one.failed("c") is False
+    assert one.failed("d") is True
+
+
+@pytest.mark.parametrize(("failures", "seconds"), [(0, 5.0), (3, 0.0), (3, -1.0)])
+def test_impossible_settings_are_refused(failures: int, seconds: float) -> None:
+    with pytest.raises(ValueError, match="breaker"):
+        Breaker(failures_max=failures, probe_every_seconds=seconds, clock=Clock())
+
+
+@given(st.lists(st.sampled_from(["failed", "worked", "probe_ok", "probe_bad"]), max_size=60), st.integers(1, 4))
+def test_it_is_closed_exactly_when_no_run_of_failures_went_unprobed(events: list[str], failures_max: int) -> None:
+    one = breaker(Clock(), failures_max)
+    run, closed = 0, True
+    for event in events:
+        if event == "failed":
+            run += 1
+            opened = closed and run >= failures_max
+            assert one.failed("x") is opened
+            closed = closed and not opened
+        elif event == "worked":
+            run = 0 if closed else run
+            one.worked()
+        elif not closed:
+            one.start_probe()
+            (one.probe_worked if event == "probe_ok" else lambda: one.probe_failed("y"))()
+            closed = event == "probe_ok"
+            run = 0 if closed else run
+        assert one.closed is closed
