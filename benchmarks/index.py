@@ -101,7 +101,9 @@ class Index:
         lease = self.lease()
         call = AcquireCall(self.session, lease, self.namespace, keys, bytes([Kind.ATTENTION]) * (len(keys) // 16))
         wire = codec.encode_acquire_call(call).SerializeToString()
-        reply = self.engine.acquire(codec.decode_acquire_call(pb.AcquireRequest.FromString(wire)))
+        replies: list[AcquireReply] = []
+        self.engine.acquire(codec.decode_acquire_call(pb.AcquireRequest.FromString(wire)), replies.append)
+        (reply,) = replies
         answer = codec.encode_acquire_reply(reply).SerializeToString()
         return lease, codec.decode_acquire_reply(pb.AcquireResponse.FromString(answer))
 

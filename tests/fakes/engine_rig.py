@@ -191,7 +191,15 @@ class Client:
     ) -> tuple[int, AcquireReply]:
         lease = self.lease() if lease is None else lease
         packed = bytes(kinds or [Kind.ATTENTION] * len(keys))
-        return lease, self.rig.engine.acquire(AcquireCall(self.session, lease, self.namespace, b"".join(keys), packed))
+        (reply,) = self.acquire_later(keys, packed, lease)
+        return lease, reply
+
+    def acquire_later(self, keys: Sequence[bytes], kinds: bytes, lease: int) -> list[AcquireReply]:
+        """Gets the answer when there is one."""
+        answers: list[AcquireReply] = []
+        call = AcquireCall(self.session, lease, self.namespace, b"".join(keys), kinds)
+        self.rig.engine.acquire(call, answers.append)
+        return answers
 
     def release(self, *leases: int) -> None:
         self.rig.engine.release(ReleaseCall(self.session, leases))

@@ -6,6 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
+from kvdepot.core.arena import NO_ROW
 from kvdepot.core.calls import CommitOutcome, Kind
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.index import NONE, Index
@@ -59,6 +60,17 @@ def test_a_node_has_a_row_and_handles_per_kind() -> None:
     index.set_handle(1, node, Kind.STATE, NO_HANDLE)
     index.set_row(node, Kind.ATTENTION, 3)
     assert index.has_objects(node)
+    child = index.add(0, b"c" * 16, node, 64)
+    index.set_row(child, Kind.STATE, 4)
+    index.set_row(child, Kind.ATTENTION, 5)
+    index.set_handle(0, child, Kind.STATE, 1)
+    assert (index.children_in_ram(node), index.children_in_tier(0, node), index.children_in_tier(1, node)) == (1, 1, 0)
+    index.set_row(child, Kind.STATE, NO_ROW)
+    index.set_row(child, Kind.ATTENTION, NO_ROW)
+    index.set_handle(0, child, Kind.STATE, NO_HANDLE)
+    assert (index.children_in_ram(node), index.children_in_tier(0, node)) == (0, 0)
+    index.remove(child)
+    index.set_row(node, Kind.ATTENTION, NO_ROW)
     index.remove(node)
     again = index.add(0, b"u" * 16, NONE, 64)
     assert again == node and not index.has_objects(again) and index.boundary(again) == 64

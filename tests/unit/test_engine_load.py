@@ -155,7 +155,6 @@ def test_garbage_is_refused_by_name() -> None:
         rig.engine.locate(LocateCall(client.session, client.namespace, b"short", 100))
     for keys, kinds in ((b"", b""), (b"x" * 15, b"\x01"), (b"x" * 16, b"\x01\x01")):
         with pytest.raises(InvalidArgument, match="keys"):
-            rig.engine.acquire(AcquireCall(client.session, 1, client.namespace, keys, kinds))
-    call = AcquireCall(client.session, 1, client.namespace, b"x" * 16, b"\xff")
-    assert rig.engine.acquire(call).outcome is AcquireOutcome.MISSING
+            rig.engine.acquire(AcquireCall(client.session, 1, client.namespace, keys, kinds), lambda _: None)
+    assert [one.outcome for one in client.acquire_later([b"x" * 16], b"\xff", 1)] == [AcquireOutcome.MISSING]
     audit(rig.engine)

@@ -24,7 +24,7 @@ from kvdepot.core.lifecycle import (
 Table = Mapping[tuple[Any, Any], Any]
 TABLES = [
     (OBJECT_TRANSITIONS, RowState, ObjectEvent, next_state, RowState.FREE),
-    (LEASE_TRANSITIONS, LeaseState, LeaseEvent, next_lease_state, LeaseState.HELD),
+    (LEASE_TRANSITIONS, LeaseState, LeaseEvent, next_lease_state, LeaseState.PENDING),
 ]
 names = pytest.mark.parametrize(("table", "states", "events", "following", "first"), TABLES, ids=["object", "lease"])
 

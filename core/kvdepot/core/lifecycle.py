@@ -21,6 +21,8 @@ Lease: what its session may still ask of it. The extents are another matter: the
 object, as the table above says (I5, I6).
 
     state         event    next          when
+    PENDING       GRANT    HELD          everything it names is in RAM (most are granted at once)
+    PENDING       END      ENDED         given up, or something could not be read: no rank has seen it
     HELD          EXPIRE   EXPIRED       its deadline passed, or its scheduler is gone: it is served no more
     HELD          END      ENDED         released, or all its objects are settled; its id is remembered
     EXPIRED       END      ENDED         likewise, late: acknowledged by all ranks, or these are proven dead
@@ -48,12 +50,14 @@ class ObjectEvent(Enum):
 
 
 class LeaseState(Enum):
+    PENDING = auto()
     HELD = auto()
     EXPIRED = auto()
     ENDED = auto()
 
 
 class LeaseEvent(Enum):
+    GRANT = auto()
     EXPIRE = auto()
     END = auto()
 
@@ -72,6 +76,8 @@ OBJECT_TRANSITIONS: Final[Mapping[tuple[RowState, ObjectEvent], RowState]] = {
 
 
 LEASE_TRANSITIONS: Final[Mapping[tuple[LeaseState, LeaseEvent], LeaseState]] = {
+    (LeaseState.PENDING, LeaseEvent.GRANT): LeaseState.HELD,
+    (LeaseState.PENDING, LeaseEvent.END): LeaseState.ENDED,
     (LeaseState.HELD, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
     (LeaseState.HELD, LeaseEvent.END): LeaseState.ENDED,
     (LeaseState.EXPIRED, LeaseEvent.END): LeaseState.ENDED,

@@ -6,7 +6,8 @@ may call what, deals with repeats and deadlines, and delegates the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvdepot.core import limits
@@ -31,8 +32,10 @@ from kvdepot.core.calls import (
 from kvdepot.core.errors import InvalidArgument, NoRoom, UnknownNamespace
 from kvdepot.core.eviction import policy_by_name
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.lifecycle import LeaseState
 from kvdepot.core.limits import check_limit
 from kvdepot.core.report import TierStatus
+from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.adoption import Adoption
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.leases import Lease, ReadLease, WriteLease
@@ -43,6 +46,7 @@ from kvdepot.server.engine.sessions import Session, Sessions
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.store import Stores
 from kvdepot.server.engine.sums import Sums
+from kvdepot.server.engine.tiering import Tiering
 from kvdepot.server.engine.types import (
     AdoptionReport,
     Attached,
@@ -51,18 +55,28 @@ from kvdepot.server.engine.types import (
     EngineStatus,
     Liveness,
     ProcessIdentity,
+    TierConfig,
     ToSum,
 )
+from kvdepot.server.engine.workers import Workers
+from kvdepot.server.tiers.base import Tier
 
 _NAMESPACE_EVICTIONS_MAX: Final = 4096
 """Nodes dropped in one call to make a namespace slot free: some 50 ms."""
+
+
+def unknown_process(pid: int) -> ProcessIdentity:
+    """For an engine without tiers, hence without worker processes."""
+    raise AssertionError(f"process {pid}: no tier has workers")
 
 
 class Engine:
     """Answers every call of `kvdepot.core.calls`. Errors are classes of `kvdepot.core.errors`.
 
     `run` counts daemon runs on this arena (superblock), `arena_id` names the arena in
-    grants. `clock` is CLOCK_MONOTONIC seconds. Nothing is allocated before `ready`.
+    grants. `clock` is CLOCK_MONOTONIC seconds, `wall_clock` unix seconds. `tiers` lie below RAM; `identify`
+    names their worker processes by pid. Nothing is allocated before `ready`, nothing of a tier known before
+    `start_tiers`.
     """
 
     def __init__(
@@ -75,6 +89,9 @@ class Engine:
         random_bytes: Callable[[int], bytes],
         config: EngineConfig,
         counters: Counters | None = None,
+        tiers: Sequence[tuple[Tier, TierConfig]] = (),
+        identify: Callable[[int], ProcessIdentity] = unknown_process,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._tables = tables
         self._config = config
@@ -83,12 +100,16 @@ class Engine:
         self._space = Space(
             tables, run=run, clock=clock, random_bytes=random_bytes,
             policy=policy_by_name(config.eviction), counters=self.counters,
+            tiers=[(tier, settings, policy_by_name(config.eviction)) for tier, settings in tiers],
         )  # fmt: skip
         self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
         self._requests = Requests(self._space, config.provisional_seconds)
         self._sums = Sums(self._space, self._sessions.hold_extents)
-        self._stores = Stores(self._space, self._requests, config, arena_id)
-        self._loads = Loads(self._space, config, arena_id, self._sums.want)
+        self.workers = Workers(self._space, self._sessions, identify)
+        self._tiering = Tiering(self._space, self.workers, wall_clock)
+        self._sums.verified = self._tiering.committed
+        self._stores = Stores(self._space, self._requests, config, arena_id, self._tiering)
+        self._loads = Loads(self._space, config, arena_id, self._tiering, self._sums.want)
 
     # Life of the arena
 
@@ -107,6 +128,10 @@ class Engine:
         """The arena file is populated up to this offset (bytes from its start; never shrinks)."""
         self._space.allocator.grow(upto_bytes)
 
+    def start_tiers(self) -> None:
+        """Have the tiers below RAM open. After `adopt`, so that they find a tree to hang on."""
+        self._tiering.start()
+
     def tick(self) -> None:
         """Deadlines, grace, provisional paths and watermark eviction, in bounded slices. Call about every 100 ms."""
         for session in self._sessions.by_slot.values():
@@ -123,6 +148,7 @@ class Engine:
         if not self._space.growing and allocator.used_bytes > self._config.high_watermark * allocator.ready_bytes:
             low = int(self._config.low_watermark * allocator.ready_bytes)
             self._space.evict_to(low, self._config.evictions_per_tick)
+        self._tiering.tick()
 
     def status(self) -> EngineStatus:
         space = self._space
@@ -139,6 +165,7 @@ class Engine:
         )
         return EngineStatus(
             tier=tier,
+            lower_tiers=self._tiering.statuses(),
             sessions=tuple(
                 s.status(self._config.credit_bytes) for s in self._sessions.by_slot.values() if not s.worker
             ),
@@ -212,20 +239,29 @@ class Engine:
         session = self._sessions.of(call.session)
         return self._loads.locate(_namespace(session, call.namespace), call)
 
-    def acquire(self, call: AcquireCall) -> AcquireReply:
+    def acquire(self, call: AcquireCall, answer: Answer) -> None:
+        """`answer` is called once: before this returns, or when a lower tier has been read, or the lease has ended.
+
+        A repeat of a call that is not answered yet waits with it.
+        """
         session = self._sessions.of(call.session)
         namespace = _namespace(session, call.namespace)
+
+        def ended(reply: AcquireReply) -> None:
+            self.counters.add(f"acquires.{reply.outcome.name.lower()}")
+            answer(reply)
+
         lease = session.leases.get(call.lease_id)
-        if lease is not None:
+        if isinstance(lease, ReadLease) and lease.pending is not None and lease.fingerprint == hash(call):
+            lease.pending.answers.append(answer)
+        elif lease is not None:
             reply = lease.reply if _repeats(lease, ReadLease, call) else None
             assert reply is None or isinstance(reply, AcquireReply)
-            return reply or AcquireReply(AcquireOutcome.REFUSED)
-        if call.lease_id in session.ended_leases or not session.complete:
-            reply = AcquireReply(AcquireOutcome.REFUSED)
+            answer(reply or AcquireReply(AcquireOutcome.REFUSED))
+        elif call.lease_id in session.ended_leases or not session.complete:
+            ended(AcquireReply(AcquireOutcome.REFUSED))
         else:
-            reply = self._loads.acquire(session, namespace, call)
-        self.counters.add(f"acquires.{reply.outcome.name.lower()}")
-        return reply
+            self._loads.acquire(session, namespace, call, ended)
 
     def release(self, call: ReleaseCall) -> None:
         session = self._sessions.of(call.session)
@@ -258,7 +294,9 @@ class Engine:
         session = self._sessions.of(call.session)
         check_limit("items of one call", len(call.items), limits.LEASES_PER_CALL_MAX)
         _check_indices(call)
-        return CommitReply(tuple(self._stores.commit(session, item) for item in call.items))
+        reply = CommitReply(tuple(self._stores.commit(session, item) for item in call.items))
+        self._tiering.pump()
+        return reply
 
     def abandon(self, call: AbandonCall) -> None:
         session = self._sessions.of(call.session)
@@ -306,7 +344,7 @@ class Engine:
 
     def _expire(self, lease: Lease) -> None:
         """The deadline ends service, never the loan (I5, I6)."""
-        if not lease.held:
+        if lease.state is LeaseState.EXPIRED:
             return
         if isinstance(lease, WriteLease):
             self._stores.expire(lease)

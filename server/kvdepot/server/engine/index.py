@@ -50,6 +50,8 @@ class Index:
             tuple(np.empty(capacity, np.uint32) for _ in Kind) for _ in range(tiers)
         )
         self._handles = tuple(tuple(column.data for column in columns) for columns in self.handles)
+        # How many children of a node have objects in RAM (first) and in each lower tier.
+        self._children_in = tuple(np.empty(capacity, np.uint32).data for _ in range(1 + tiers))
         self._boundary = np.empty(capacity, np.uint32).data
         self._parent = np.empty(capacity, np.uint32).data
         self._first_child = np.empty(capacity, np.uint32).data
@@ -106,11 +108,20 @@ class Index:
         """Whether a lower tier has any object of the node."""
         return any(column[node] != NO_HANDLE for column in self._handles[tier])
 
+    def in_ram(self, node: int) -> bool:
+        return any(rows[node] != NO_ROW for rows in self._rows)
+
+    def children_in_ram(self, node: int) -> int:
+        """How many children have a row."""
+        return int(self._children_in[0][node])
+
+    def children_in_tier(self, tier: int, node: int) -> int:
+        """How many children have an object in a lower tier."""
+        return int(self._children_in[1 + tier][node])
+
     def has_objects(self, node: int) -> bool:
         """Whether RAM or any lower tier has one."""
-        return any(rows[node] != NO_ROW for rows in self._rows) or any(
-            column[node] != NO_HANDLE for columns in self._handles for column in columns
-        )
+        return self.in_ram(node) or any(column[node] != NO_HANDLE for columns in self._handles for column in columns)
 
     def boundary(self, node: int) -> int:
         """The boundary that ends the chunk, in tokens."""
@@ -165,6 +176,8 @@ class Index:
         for columns in self._handles:
             for column in columns:
                 column[node] = NO_HANDLE
+        for counts in self._children_in:
+            counts[node] = 0
         self._first_child[node] = NONE
         self._link(node, parent)
         at = self._home(namespace, low, high)
@@ -193,6 +206,8 @@ class Index:
         for columns in self.handles:
             for column in columns:
                 column[part] = NO_HANDLE
+        for counts in self._children_in:
+            np.asarray(counts)[part] = 0
         for links in (self._parent, self._first_child, self._following, self._preceding):
             np.asarray(links)[part] = NONE
         at = self._homes(namespaces.astype(np.uint64), keys)
@@ -216,14 +231,35 @@ class Index:
         first = np.append(True, ~siblings)[: len(nodes)]
         np.asarray(self._first_child)[parents[first]] = nodes[first]
 
+    def set_rows(self, kind: int, nodes: Nodes, rows: Nodes) -> None:
+        """First rows of this kind for linked nodes; `count_children_in_ram` follows once, after all kinds."""
+        self.rows[kind - 1][nodes] = rows
+
+    def count_children_in_ram(self) -> None:
+        nodes = self.nodes()
+        held = np.zeros(len(nodes), np.bool_)
+        for rows in self.rows:
+            held |= rows[nodes] != NO_ROW
+        parents = np.asarray(self._parent)[nodes[held]]
+        np.add.at(np.asarray(self._children_in[0]), parents[parents != NONE], 1)
+
     def set_row(self, node: int, kind: int, row: int) -> None:
+        before = self.in_ram(node)
         self._rows[kind - 1][node] = row
+        self._count_child(0, node, before, self.in_ram(node))
 
     def set_handle(self, tier: int, node: int, kind: int, handle: int) -> None:
+        before = self.in_tier(tier, node)
         self._handles[tier][kind - 1][node] = handle
+        self._count_child(1 + tier, node, before, self.in_tier(tier, node))
+
+    def _count_child(self, place: int, node: int, before: bool, after: bool) -> None:
+        parent = self._parent[node]
+        if before != after and parent != NONE:
+            self._children_in[place][parent] += 1 if after else -1
 
     def remove(self, node: int) -> None:
-        """Forget a leaf."""
+        """Forget a leaf without objects."""
         assert self._first_child[node] == NONE, "only leaves are removed"
         self._unhash(node)
         self._unlink(node)

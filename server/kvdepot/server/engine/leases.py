@@ -44,9 +44,9 @@ class _Lease:
 
 
 class ReadLease(_Lease):
-    """A reader's pin: one lent entry an object."""
+    """A reader's pin: one lent entry an object. `pending` while some of them are being read into RAM."""
 
-    __slots__ = ("entries", "reply")
+    __slots__ = ("entries", "pending", "reply")
 
     def __init__(
         self,
@@ -59,6 +59,7 @@ class ReadLease(_Lease):
     ) -> None:
         super().__init__(session, lease_id, fingerprint, deadline)
         self.entries = entries
+        self.pending: PendingAcquire | None = None
         self.reply = reply
 
 

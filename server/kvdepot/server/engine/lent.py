@@ -66,14 +66,16 @@ class LentTable:
         self._pin[row] += 1
         return int(entry)
 
-    def lend_many(self, lease: int, session: int, mode: LentMode, rows: npt.NDArray[np.integer]) -> U32:
-        """Entries for rows of indices 0..n-1; the caller checked `free_count`."""
+    def lend_many(
+        self, lease: int, session: int, mode: LentMode, rows: npt.NDArray[np.integer], indices: U32 | None = None
+    ) -> U32:
+        """Entries for rows of these indices (none: 0..n-1); the caller checked `free_count`."""
         first = self.free_count - len(rows)
         entries = self._free[first : self.free_count].copy()
         self.free_count = first
         self.leases[entries] = lease
         self.rows[entries] = rows
-        self.indices[entries] = np.arange(len(rows), dtype=np.uint32)
+        self.indices[entries] = np.arange(len(rows), dtype=np.uint32) if indices is None else indices
         self.sessions[entries] = session
         self.modes[entries] = mode
         np.add.at(self.pins, rows, 1)

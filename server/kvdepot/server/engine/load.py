@@ -21,13 +21,16 @@ from kvdepot.core.calls import (
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
+from kvdepot.server.engine.acquires import Answer, Asked, PendingAcquires
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.leases import ReadLease
 from kvdepot.server.engine.namespaces import Namespace
-from kvdepot.server.engine.rows import COMMITTED
+from kvdepot.server.engine.rows import COMMITTED, RESERVED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.tiering import Tiering
 from kvdepot.server.engine.types import EngineConfig
+from kvdepot.server.tiers.base import NO_HANDLE
 
 _Rows = npt.NDArray[np.int64]
 _WANTED_PER_LOCATE_MAX = 256
@@ -36,8 +39,12 @@ _WANTED_PER_LOCATE_MAX = 256
 class Loads:
     """Read leases of all sessions. `want(row)` asks for an adopted object to be verified soon."""
 
-    def __init__(self, space: Space, config: EngineConfig, arena_id: int, want: Callable[[int], None]) -> None:
+    def __init__(
+        self, space: Space, config: EngineConfig, arena_id: int, tiering: Tiering, want: Callable[[int], None]
+    ) -> None:
         self._space = space
+        self._tiering = tiering
+        self._pending = PendingAcquires(space, tiering.promotions, self._grant_pending)
         self._config = config
         self._arena_id = arena_id
         self._want = want
@@ -53,8 +60,10 @@ class Loads:
         check_limit("keys of one call", len(call.keys) // KEY_BYTES, limits.KEYS_PER_CALL_MAX)
         planner = namespace.planner
         assert planner is not None, "only registered namespaces are located in"
-        nodes = self._space.index.find_many(namespace.slot, call.keys)
-        presence = {Kind(kind): self._visible(self._rows_at(nodes, kind)) for kind in namespace.object_bytes}
+        space = self._space
+        nodes = space.index.find_many(namespace.slot, call.keys)
+        ram = {Kind(kind): self._visible(self._rows_at(nodes, kind)) for kind in namespace.object_bytes}
+        presence = {kind: seen | self._promotable(nodes, kind) for kind, seen in ram.items()} if space.tiers else ram
         flags = {kind: seen.tobytes() for kind, seen in presence.items()}
         boundary = planner.longest_boundary(flags, 0, call.high_tokens)
         attention = flags.get(Kind.ATTENTION, b"")
@@ -67,7 +76,22 @@ class Loads:
             counters.add(f"misses.{self._miss_reason(nodes, namespace, flags)}")
         if self._space.unverified:
             self._want_unverified(nodes, namespace)
-        return LocateReply(boundary, "ram" if boundary else "", reach * planner.chunk_tokens)
+        in_ram = presence is ram or boundary == planner.longest_boundary(
+            {kind: seen.tobytes() for kind, seen in ram.items()}, 0, call.high_tokens
+        )
+        tier = "" if not boundary else "ram" if in_ram else self._tiering.readable[0].tier.name
+        return LocateReply(boundary, tier, reach * planner.chunk_tokens)
+
+    def _promotable(self, nodes: npt.NDArray[np.int64], kind: int) -> npt.NDArray[np.bool_]:
+        """Which objects a lower tier would give, RAM having none, or one on its way."""
+        table, rows = self._space.rows, self._rows_at(nodes, kind)
+        known = nodes != NONE
+        found = np.zeros(len(nodes), np.bool_)
+        for tier in self._tiering.readable:
+            found[known] |= self._space.index.handles[tier.number][kind - 1][nodes[known]] != NO_HANDLE
+        held = found & (rows != NO_ROW)
+        found[held] = table.states[rows[held]] == RESERVED
+        return found
 
     def _rows_at(self, nodes: npt.NDArray[np.int64], kind: int) -> _Rows:
         rows = np.full(len(nodes), NO_ROW, np.int64)
@@ -122,11 +146,8 @@ class Loads:
         visible = self._visible(rows)
         if visible.all():
             answer(self._grant(session, namespace, call, nodes, rows))
-        elif self._promotions is None:
-            answer(AcquireReply(AcquireOutcome.MISSING))
         else:
-            asked = Asked(session, namespace, call, nodes, rows)
-            self._begin(asked, visible, answer)
+            self._pending.begin(Asked(session, namespace, call, nodes, rows), visible, self._deadline(), answer)
 
     def _grant(
         self, session: Session, namespace: Namespace, call: AcquireCall, nodes: _Rows, rows: _Rows
@@ -140,6 +161,20 @@ class Loads:
         session.loads += 1
         self._count_hit(namespace, call.kinds, nodes, rows, granted_bytes)
         return reply
+
+    def _grant_pending(self, lease: ReadLease, asked: Asked) -> AcquireReply:
+        """Everything of it is in RAM and pinned: from now on its time runs as any other lease's."""
+        session = lease.session
+        lease.enter(LeaseEvent.GRANT)
+        extents, granted_bytes = self._pack(asked.rows)
+        if len(extents) > limits.FRAGMENTS_PER_REPLY_MAX * EXTENT_WORDS * 8:
+            self.release(lease)
+            return AcquireReply(AcquireOutcome.REFUSED)
+        lease.reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
+        lease.deadline = self._deadline()
+        session.leases[lease.id] = session.leases.pop(lease.id)  # in order of deadline
+        self._count_hit(asked.namespace, asked.call.kinds, asked.nodes, asked.rows, granted_bytes)
+        return lease.reply
 
     def _resolve(self, namespace: Namespace, call: AcquireCall) -> tuple[npt.NDArray[np.int64], _Rows]:
         """Node and head row per object, NONE and NO_ROW where there is none."""
@@ -178,6 +213,7 @@ class Loads:
         namespace.used_at = space.clock()
         space.counters.add("acquired_objects", len(rows))
         space.counters.add("granted_read_bytes", granted_bytes)
+        self._tiering.used_again(nodes, kinds)
         if namespace.spec is not None:
             space.counters.add("hit_tokens", kinds.count(namespace.path_kind) * namespace.spec.chunk_tokens)
 
@@ -197,12 +233,17 @@ class Loads:
         """Every rank is done with it."""
         session = lease.session
         lease.enter(LeaseEvent.END)
+        if lease.pending is not None:
+            self._pending.cancel(lease)
         del session.leases[lease.id]
         session.ended_leases.add(lease.id)
         session.loads -= 1
         self._space.give_back_many(lease.entries)
 
     def expire(self, lease: ReadLease) -> None:
-        """Service ends; the pins stay (I5, I6)."""
+        """Service ends; the pins stay (I5, I6), unless no rank can have seen them."""
+        if lease.pending is not None:
+            self.release(lease)
+            return
         lease.enter(LeaseEvent.EXPIRE)
         self._space.counters.add("expired_leases.read")

@@ -44,6 +44,16 @@ class Namespace:
         self.path_kind = int(planner.path_kind)
         self.object_bytes = {int(kind): planner.object_bytes(kind) for kind in planner.kinds}
 
+    def accepts(self, kind: int, raw_bytes: int) -> bool:
+        """Whether it can have an object of this kind and size, as far as is known."""
+        return raw_bytes == self.object_bytes.get(kind, raw_bytes if self.spec is None else 0)
+
+    def learn(self, kind: int, raw_bytes: int) -> None:
+        """An object of it was found on a medium. What an engine registers says more."""
+        if self.spec is None:
+            self.object_bytes.setdefault(kind, raw_bytes)
+            self.path_kind = min(*self.object_bytes, *(kind for kind, count in self.objects.items() if count), kind)
+
     def forget_spec(self) -> None:
         """As after a restart: its objects stay, and an engine that registers it again defines it again."""
         self.spec = None

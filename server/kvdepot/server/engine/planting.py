@@ -50,7 +50,8 @@ def plant(space: Space, heads: _Numbers) -> tuple[_Flags, _Flags]:
     kept = ~orphaned[member] & ~torn
     for kind in Kind:
         chosen = kept & (kinds == kind)
-        index.rows[kind - 1][nodes[member[chosen]]] = heads[chosen]
+        index.set_rows(kind, nodes[member[chosen]], heads[chosen])
+    index.count_children_in_ram()
     for slot, count in zip(*np.unique(slots[first][~orphaned], return_counts=True), strict=True):
         namespace = space.namespaces.by_slot[int(slot)]
         namespace.nodes += int(count)

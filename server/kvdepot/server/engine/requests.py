@@ -104,6 +104,8 @@ class Requests:
             return False
         held = [index.row(node, kind) for kind in namespace.object_bytes]
         present = [row for row in held if row != NO_ROW]
+        if len(present) < len(held) and any(self._space.elsewhere(node, kind) for kind in namespace.object_bytes):
+            return False
         if len(present) == len(held) and all(rows.state[row] == COMMITTED for row in present):
             return False
         return all(rows.state[row] == COMMITTED and not self._space.lent.pinned(row) for row in present)

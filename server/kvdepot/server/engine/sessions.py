@@ -15,6 +15,7 @@ import numpy as np
 from kvdepot.core import limits
 from kvdepot.core.arena import ATTACHMENTS_MAX, SESSIONS_MAX, ArenaTables
 from kvdepot.core.errors import EngineIdInUse, InvalidArgument, NoRoom, UnknownSession
+from kvdepot.core.lifecycle import LeaseState
 from kvdepot.core.limits import check_limit
 from kvdepot.core.report import SessionStatus
 from kvdepot.server.engine.leases import Ended, Lease, WriteLease
@@ -76,7 +77,11 @@ class Session:
 
     def due(self, now: float) -> list[Lease]:
         """Leases over their deadline. All last equally long, so the dict has them in order of deadline."""
-        return [lease for lease in takewhile(lambda lease: lease.deadline <= now, self.leases.values()) if lease.held]
+        return [
+            lease
+            for lease in takewhile(lambda lease: lease.deadline <= now, self.leases.values())
+            if lease.state is not LeaseState.EXPIRED
+        ]
 
     def status(self, credit_bytes: int) -> SessionStatus:
         attached = self.attachments.values()
@@ -231,7 +236,7 @@ class Sessions:
 
     def hold_extents(self) -> bool:
         """Whether an engine in service holds a lease: it may be copying."""
-        return any(session.leases and not session.ended for session in self.by_slot.values())
+        return any(session.leases and not session.ended and not session.worker for session in self.by_slot.values())
 
     # Ending
 

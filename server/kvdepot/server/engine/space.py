@@ -6,18 +6,27 @@ eviction policy. Everything that leaves the index goes through `drop_row`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.allocator import Extent, ExtentAllocator
 from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode
+from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import EvictionPolicy
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.index import NONE, Index
 from kvdepot.server.engine.lent import LentTable
+from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace, Namespaces
 from kvdepot.server.engine.rows import COMMITTED, DYING, RESERVED, Rows
+from kvdepot.server.engine.types import TierConfig
+from kvdepot.server.tiers.base import Tier
+
+_MASK64: Final = (1 << 64) - 1
+NODES_MAX: Final = 16 << 20
+"""Chunks of all tiers together, some 100 bytes each; objects of further ones are not taken in."""
 
 
 class Space:
@@ -32,11 +41,15 @@ class Space:
         random_bytes: Callable[[int], bytes],
         policy: EvictionPolicy,
         counters: Counters,
+        tiers: Sequence[tuple[Tier, TierConfig, EvictionPolicy]] = (),
     ) -> None:
         layout = tables.layout
         self.rows = Rows(tables, run)
         self.lent = LentTable(tables)
-        self.index = Index(layout.rows, random_bytes)
+        nodes = layout.rows + sum(tier.handles_max for tier, _, _ in tiers)
+        self.index = Index(min(nodes, NODES_MAX), random_bytes, len(tiers))
+        self.tiers = tuple(LowerTier(self, number, *one) for number, one in enumerate(tiers))
+        self.demoting: Callable[[int], bool] = lambda _: False  # whether a node is being written to a lower tier first
         self.namespaces = Namespaces(tables)
         self.allocator = ExtentAllocator(layout.data_offset, layout.data_bytes)
         self._data_bytes = layout.data_bytes
@@ -55,6 +68,19 @@ class Space:
     def growing(self) -> bool:
         """Whether the arena is still being populated."""
         return self.allocator.ready_bytes < self._data_bytes
+
+    def in_ram(self, node: int, kind: int) -> bool:
+        """Whether RAM has the object and may serve it."""
+        row = self.index.row(node, kind)
+        return row != NO_ROW and self.rows.visible(row)
+
+    def path_kind(self, node: int) -> int:
+        """The kind of object that makes a path in the node's namespace."""
+        return self.namespaces.by_slot[self.index.namespace(node)].path_kind
+
+    def elsewhere(self, node: int, kind: int) -> bool:
+        """Whether a lower tier has the object: then dropping it from RAM is a demotion (DESIGN 5)."""
+        return any(tier.has(node, kind) for tier in self.tiers)
 
     # Placing and publishing
 
@@ -98,7 +124,10 @@ class Space:
         if parent != NONE:
             self.policy.on_not_leaf(parent)
         namespace.nodes += 1
-        return self.index.add(namespace.slot, key, parent, boundary)
+        node = self.index.add(namespace.slot, key, parent, boundary)
+        if parent != NONE:
+            self._settle_tiers(parent)
+        return node
 
     def commit(self, row: int, node: int) -> None:
         """The caller clears the writer's lent entry next and then calls `settle_node`."""
@@ -106,6 +135,16 @@ class Space:
         self.unsummed += 1
         self.count_committed(row, 1)
         self.policy.on_commit(node, self.clock())
+
+    def commit_summed(self, row: int, node: int, raw_sum: int) -> None:
+        """Likewise, of an object whose bytes were just verified: `raw_sum` is their XXH3-128."""
+        self.commit(row, node)
+        self.set_sum(row, raw_sum)
+
+    def set_sum(self, row: int, raw_sum: int) -> None:
+        """The sum of an object of this run that has none yet."""
+        self.rows.set_sum(row, raw_sum & _MASK64, raw_sum >> 64)
+        self.unsummed -= 1
 
     def count_committed(self, row: int, change: int) -> None:
         namespace = self.namespaces.by_slot[self.rows.namespace[row]]
@@ -119,6 +158,11 @@ class Space:
             self.policy.on_leaf(node)
         else:
             self.policy.on_not_leaf(node)
+        self._settle_tiers(node)
+
+    def _settle_tiers(self, node: int) -> None:
+        for tier in self.tiers:
+            tier.settle(node)
 
     def node_of(self, row: int) -> int:
         """The node that has this row, NONE for a row that was unindexed."""
@@ -137,21 +181,50 @@ class Space:
     # Dropping
 
     def drop_row(self, node: int, kind: int) -> None:
-        """Unindex one object. A node without objects goes, with the subtree that it carried."""
+        """Unindex one object in RAM. A node without objects goes, with the subtree that it carried."""
         self._unindex(node, kind)
-        if self.index.rows_of(node):
-            self.settle_node(node)
+        if self.index.has_objects(node):
+            self._settle_path(node)
         else:
             self.drop_subtree(node)
 
+    def drop_corrupt(self, row: int) -> None:
+        """Drop a committed object of RAM that is proved bad, with what nobody can reach without it."""
+        node, kind = self.node_of(row), self.rows.kind[row]
+        assert node != NONE, "a committed row without a node"
+        self.counters.add("corrupt_objects")
+        self._unindex(node, kind)
+        self.counters.add("dropped_objects.below_corrupt", max(self.lost(node, kind) - 1, 0))
+
+    def lost(self, node: int, kind: int) -> int:
+        """A copy of the object is gone. Where it made the path and nobody else has it, the subtree goes.
+
+        Returns how many nodes went.
+        """
+        makes_path = kind == self.path_kind(node) or not self.index.has_objects(node)
+        if makes_path and self.index.row(node, kind) == NO_ROW and not self.elsewhere(node, kind):
+            return self.drop_subtree(node)
+        self._settle_path(node)
+        return 0
+
+    def _settle_path(self, node: int) -> None:
+        """The node and its parent, which may have become a leaf of a tier."""
+        self.settle_node(node)
+        parent = self.index.parent(node)
+        if parent != NONE:
+            self.settle_node(parent)
+
     def drop_subtree(self, node: int) -> int:
-        """Unindex everything at and below the node; bytes that are lent stay until they are given back."""
+        """Drop everything at and below the node in every tier; bytes that are lent stay until they are given back."""
         parent = self.index.parent(node)
         order = self.index.leaves_first(node)
         for at in order:
-            for kind in (1, 2, 3):
+            for kind in Kind:
                 if self.index.row(at, kind) != NO_ROW:
                     self._unindex(at, kind)
+                for tier in self.tiers:
+                    if tier.has(at, kind):
+                        tier.drop(at, kind)
             self._forget(at)
         if parent != NONE:
             self.settle_node(parent)
@@ -173,6 +246,8 @@ class Space:
     def _forget(self, node: int) -> None:
         self.namespaces.by_slot[self.index.namespace(node)].nodes -= 1
         self.policy.on_removed(node)
+        for tier in self.tiers:
+            tier.policy.on_removed(node)
         self._parked.discard(node)
         self.index.remove(node)
 
@@ -237,13 +312,29 @@ class Space:
             return False
         self.counters.add(f"evicted_objects.{reason}", len(self.index.rows_of(node)))
         self.counters.add("evicted_bytes", sum(map(self.size_bytes, self.index.rows_of(node))))
-        self.drop_subtree(node)
+        self._drop_from_ram(node)
         return True
+
+    def _drop_from_ram(self, node: int) -> None:
+        """Where a lower tier has something of the node, it stays in the tree."""
+        if not any(self.elsewhere(node, kind) for kind in Kind):
+            self.drop_subtree(node)
+            return
+        for kind in Kind:
+            if self.index.row(node, kind) != NO_ROW:
+                self._unindex(node, kind)
+        self._settle_path(node)
 
     def evict_to(self, used_bytes: int, limit: int) -> None:
         """At most `limit` evictions towards `used_bytes`."""
-        while limit > 0 and self.allocator.used_bytes > used_bytes and self.evict_one("watermark"):
+        while limit > 0 and self.allocator.used_bytes > used_bytes:
             limit -= 1
+            node = self._victim()
+            if node is not None and self.demoting(node):
+                self.policy.on_not_leaf(node)
+                self._parked.add(node)
+            elif not self.evict_one("watermark"):
+                return
 
     def unpark(self) -> None:
         """Offer again what was lent when the policy named it."""
@@ -264,7 +355,14 @@ class Space:
         states = [self.rows.state[row] for row in self.index.rows_of(node)]
         return (
             node != self._placing
-            and self.index.is_leaf(node)
             and bool(states)
             and all(state == COMMITTED for state in states)
+            and (self.index.is_leaf(node) or self._demotable(node))
         )
+
+    def _demotable(self, node: int) -> bool:
+        """A leaf of RAM whose place on the path a lower tier keeps."""
+        if not self.tiers or self.index.children_in_ram(node):
+            return False
+        path_kind = self.path_kind(node)
+        return self.index.row(node, path_kind) == NO_ROW or self.elsewhere(node, path_kind)

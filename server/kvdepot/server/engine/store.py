@@ -29,6 +29,7 @@ from kvdepot.server.engine.requests import Requests
 from kvdepot.server.engine.rows import COMMITTED, RESERVED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.tiering import Tiering
 from kvdepot.server.engine.types import EngineConfig
 
 _HERE_WHEN_GRANTED: Final = (ReserveOutcome.GRANTED, ReserveOutcome.PRESENT, ReserveOutcome.PENDING)
@@ -75,8 +76,9 @@ def parsed(call: ReserveCall, namespace: Namespace) -> list[_Asked]:
 class Stores:
     """Write leases of all sessions."""
 
-    def __init__(self, space: Space, requests: Requests, config: EngineConfig, arena_id: int) -> None:
+    def __init__(self, space: Space, requests: Requests, config: EngineConfig, arena_id: int, tiering: Tiering) -> None:
         self._space = space
+        self._tiering = tiering
         self._requests = requests
         self._config = config
         self._arena_id = arena_id
@@ -118,6 +120,9 @@ class Stores:
             if not space.rows.visible(row):
                 return ReserveOutcome.PENDING  # being written, or adopted and being verified
             space.policy.on_hit(node, space.clock())
+            self._tiering.used_again(np.array([node]), bytes([one.kind]))
+            return ReserveOutcome.PRESENT
+        if node != NONE and self._tiering.promotions.source(node, one.kind) is not None:
             return ReserveOutcome.PRESENT
         above = NONE
         if one.parent != ROOT_KEY:
@@ -171,6 +176,8 @@ class Stores:
         held = node != NONE
         if not held:
             if not space.rows.free_count and not space.evict_one("room"):
+                return ReserveOutcome.NO_ROOM
+            if space.index.count >= space.index.capacity:
                 return ReserveOutcome.NO_ROOM
             # Eviction may have taken the parent, had it no other child: look again.
             if one.parent != ROOT_KEY and space.index.find(namespace.slot, one.parent) != above:
@@ -247,6 +254,7 @@ class Stores:
         space.commit(row, node)
         self._give_back(lease, index, CommitOutcome.COMMITTED)
         space.settle_node(node)
+        self._tiering.committed(row)
         return CommitOutcome.COMMITTED
 
     def _parent_holds(self, row: int) -> bool:
@@ -260,7 +268,8 @@ class Stores:
         if node == NONE:
             return False
         above = space.index.row(node, namespace.path_kind)
-        return above != NO_ROW and space.rows.state[above] in (RESERVED, COMMITTED)
+        in_ram = above != NO_ROW and space.rows.state[above] in (RESERVED, COMMITTED)
+        return in_ram or space.elsewhere(node, namespace.path_kind)
 
     def _give_back(self, lease: WriteLease, index: int, outcome: CommitOutcome) -> CommitOutcome:
         """The writer's entry ends; what is not committed leaves the index first."""

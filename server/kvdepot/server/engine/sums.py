@@ -16,7 +16,6 @@ from typing import Final
 
 import numpy as np
 from kvdepot.core.arena import LentMode
-from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.lent import NO_SESSION
 from kvdepot.server.engine.rows import COMMITTED, SUMMED
 from kvdepot.server.engine.space import Space
@@ -44,6 +43,7 @@ class Sums:
         self._found: list[int] = []  # candidates of the last swept slice, lowest row last
         self._at = 0
         self._verifies = True
+        self.verified: Callable[[int], None] = lambda _: None  # told of each adopted object that may be served now
 
     def finish(self) -> None:
         """Only first sums from now on: what is adopted and not verified keeps the sum it has."""
@@ -84,19 +84,17 @@ class Sums:
     def _settle(self, row: int, sum_lo: int, sum_hi: int) -> None:
         space = self._space
         adopted = space.rows.run_of[row] != space.rows.run
-        if not adopted:
-            space.rows.set_sum(row, sum_lo, sum_hi)
-            space.unsummed -= 1
+        if not adopted and not space.rows.summed(row):
+            space.set_sum(row, sum_hi << 64 | sum_lo)
             space.counters.add("summed_objects")
         elif (space.rows.sum_lo[row], space.rows.sum_hi[row]) == (sum_lo, sum_hi):
-            space.rows.set_verified(row)
-            space.unverified -= 1
-            space.counters.add("verified_objects")
+            if adopted:  # else a write to a lower tier has summed it meanwhile
+                space.rows.set_verified(row)
+                space.unverified -= 1
+                space.counters.add("verified_objects")
+                self.verified(row)
         else:
-            space.counters.add("corrupt_objects")
-            node = space.node_of(row)
-            assert node != NONE, "a committed row without a node"
-            space.counters.add("dropped_objects.below_corrupt", space.drop_subtree(node) - 1)
+            space.drop_corrupt(row)
 
     def _next_row(self) -> int | None:
         space = self._space

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 from kvdepot.core.report import NamespaceStatus, SessionStatus, TierStatus
 
@@ -57,6 +57,26 @@ class EngineConfig:
     eviction: str = "lru"  # a name of core.eviction.policy_names()
 
 
+class WritePolicy(StrEnum):
+    """When a lower tier is given an object."""
+
+    COMMIT = "commit"
+    EVICT = "evict"  # when RAM is about to drop it
+    SECOND_USE = "second_use"  # when its path is used again
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """What the engine does with one lower tier."""
+
+    write: WritePolicy = WritePolicy.SECOND_USE
+    write_budget_bytes: int | None = None  # per day (UTC) and daemon run
+    queue_bytes: int = 256 << 20  # of objects that wait to be written; further ones are dropped and counted
+    load_weight: float = 1.0  # of several tiers that have an object, the heaviest is read
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+
+
 @dataclass(frozen=True, slots=True)
 class ToSum:
     """One object for the checksum worker. `summed` answers it."""
@@ -82,6 +102,7 @@ class AdoptionReport:
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     tier: TierStatus
+    lower_tiers: tuple[TierStatus, ...]
     sessions: tuple[SessionStatus, ...]
     namespaces: tuple[NamespaceStatus, ...]
     counters: dict[str, float]

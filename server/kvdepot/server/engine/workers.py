@@ -63,20 +63,22 @@ class Workers:
 class ObjectLoan:
     """One object's extents, for as long as a worker may touch them."""
 
-    __slots__ = ("_entries", "_generation", "_mode", "_row", "_workers")
+    __slots__ = ("_entries", "_generation", "_mode", "_row", "_workers", "begun")
 
     def __init__(self, workers: Workers, row: int, generation: int, mode: LentMode) -> None:
         self._workers = workers
         self._row = row
         self._generation = generation
         self._mode = mode
-        self._entries: list[int] = []  # of several where the job was given to another worker
+        self.begun = False
+        self._entries: list[int] = []  # several where the job was given to another worker
 
     def begin(self, worker: int) -> bool:
         """Lend it to this worker. False when it was dropped meanwhile, or the lent table is full."""
         workers = self._workers
         if not workers.alive(self._row, self._generation, self._mode) or not workers.can_lend():
             return False
+        self.begun = True
         self._entries.append(workers.lend(worker, self._row, self._mode))
         return True
 

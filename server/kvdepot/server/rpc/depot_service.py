@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 
 from kvdepot.core import limits
-from kvdepot.core.calls import Capabilities
+from kvdepot.core.calls import AcquireReply, Capabilities
 from kvdepot.core.errors import ProtocolMismatch
 from kvdepot.proto import codec, codec_namespace
 from kvdepot.proto.v1 import depot_pb2 as pb
@@ -65,10 +66,15 @@ class DepotService(pb_grpc.DepotServicer):
         return await answer(context, self._log, run)
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:  # noqa: N802
-        def run() -> pb.AcquireResponse:
-            return codec.encode_acquire_reply(self._engine.acquire(codec.decode_acquire_call(request)))
+        """What has to be read first is waited for, beside other calls. Who gave up waiting asks again, or releases."""
+        answered: asyncio.Future[AcquireReply] = asyncio.get_running_loop().create_future()
 
-        return await answer(context, self._log, run)
+        def settle(reply: AcquireReply) -> None:
+            if not answered.done():
+                answered.set_result(reply)
+
+        await answer(context, self._log, lambda: self._engine.acquire(codec.decode_acquire_call(request), settle))
+        return codec.encode_acquire_reply(await answered)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:  # noqa: N802
         def run() -> pb.ReleaseResponse:

@@ -1,0 +1,141 @@
+"""Acquires that are answered later, because a lower tier has some of their objects.
+
+Such a lease exists from the call on: it pins all its objects, a repeat of the call waits
+for the same answer, and whatever ends a lease ends it too. No rank has seen it yet, so its
+end gives everything back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.calls import AcquireCall, AcquireOutcome, AcquireReply
+from kvdepot.core.lifecycle import LeaseEvent, LeaseState
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.leases import ReadLease
+from kvdepot.server.engine.lower_tier import LowerTier
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.promotions import Promotion, Promotions
+from kvdepot.server.engine.sessions import Session
+from kvdepot.server.engine.space import Space
+
+Answer = Callable[[AcquireReply], None]
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A call, and what the index says of its objects: node and head row each. Rows are filled in as they are made."""
+
+    session: Session
+    namespace: Namespace
+    call: AcquireCall
+    nodes: Numbers
+    rows: Numbers
+
+
+class PendingAcquire:
+    """One of them; `answers` are owed."""
+
+    def __init__(self, asked: Asked, answer: Answer) -> None:
+        self.asked = asked
+        self.answers = [answer]
+        self.promotion: Promotion | None = None
+
+    def answer(self, reply: AcquireReply) -> None:
+        answers, self.answers = self.answers, []
+        for answer in answers:
+            answer(reply)
+
+
+class PendingAcquires:
+    """`grant` makes a lease of which everything is there into a granted one, and says the answer."""
+
+    def __init__(self, space: Space, promotions: Promotions, grant: Callable[[ReadLease, Asked], AcquireReply]) -> None:
+        self._space = space
+        self._promotions = promotions
+        self._grant = grant
+
+    def begin(self, asked: Asked, visible: npt.NDArray[np.bool_], deadline: float, answer: Answer) -> None:
+        """`visible`: which of its objects are in RAM. The caller has checked that the lent table has room."""
+        missing = np.flatnonzero(~visible)
+        sources = self._sources(asked, missing.tolist())
+        if sources is None:
+            answer(AcquireReply(AcquireOutcome.MISSING))
+            return
+        entries = np.empty(len(visible), np.uint32)
+        entries[visible] = self._pin(asked, np.flatnonzero(visible))
+        if not self._place(asked, sources):
+            self._space.give_back_many(entries[visible])
+            answer(AcquireReply(AcquireOutcome.LATER))
+            return
+        entries[missing] = self._pin(asked, missing)
+        lease = ReadLease(asked.session, asked.call.lease_id, entries, hash(asked.call), None, deadline)
+        lease.state = LeaseState.PENDING
+        lease.pending = PendingAcquire(asked, answer)
+        asked.session.leases[lease.id] = lease
+        asked.session.loads += 1
+        promotion = lease.pending.promotion = Promotion(partial(self._ended, lease))
+        self._promotions.start(promotion, list(dict.fromkeys(asked.rows[missing].tolist())))
+
+    def cancel(self, lease: ReadLease) -> None:
+        """Its end has come first: nobody needs it any more, and no rank has seen it."""
+        pending, lease.pending = lease.pending, None
+        assert pending is not None and pending.promotion is not None
+        self._promotions.cancel(pending.promotion)
+        pending.answer(AcquireReply(AcquireOutcome.REFUSED))
+
+    def _sources(self, asked: Asked, missing: list[int]) -> dict[int, LowerTier | None] | None:
+        """Where to read each missing object from; None for what is being read already. None: one is nowhere."""
+        sources: dict[int, LowerTier | None] = {}
+        for at in missing:
+            node, kind, row = int(asked.nodes[at]), asked.call.kinds[at], int(asked.rows[at])
+            if node == NONE or kind not in asked.namespace.object_bytes:
+                return None
+            if row != NO_ROW:
+                if not self._promotions.reading(row):
+                    return None  # being stored, or adopted and not yet verified
+                sources[at] = None
+                continue
+            source = self._promotions.source(node, kind)
+            if source is None:
+                return None
+            sources[at] = source
+        return sources
+
+    def _place(self, asked: Asked, sources: dict[int, LowerTier | None]) -> bool:
+        """Rows for everything that is to be read, or for nothing."""
+        placed: list[int] = []
+        for at, source in sources.items():
+            node, kind = int(asked.nodes[at]), asked.call.kinds[at]
+            row = self._space.index.row(node, kind)  # made a moment ago if the call names the object twice
+            if row == NO_ROW:
+                assert source is not None
+                row = self._promotions.place(asked.namespace, node, kind, source)
+                if row == NO_ROW:
+                    self._promotions.abandon(placed)
+                    return False
+                placed.append(row)
+            asked.rows[at] = row
+        return True
+
+    def _pin(self, asked: Asked, at: npt.NDArray[np.intp]) -> npt.NDArray[np.uint32]:
+        lent, call = self._space.lent, asked.call
+        return lent.lend_many(call.lease_id, asked.session.slot, LentMode.READ, asked.rows[at], at.astype(np.uint32))
+
+    def _ended(self, lease: ReadLease, whole: bool) -> None:
+        pending, lease.pending = lease.pending, None
+        assert pending is not None, "a cancelled acquire ends once"
+        if whole:
+            pending.answer(self._grant(lease, pending.asked))
+            return
+        lease.enter(LeaseEvent.END)
+        del lease.session.leases[lease.id]  # not remembered: there is nothing that a repeat could not ask anew
+        lease.session.loads -= 1
+        self._space.give_back_many(lease.entries)
+        pending.answer(AcquireReply(AcquireOutcome.MISSING))

@@ -1,0 +1,163 @@
+"""Acquires that wait for a lower tier: all their objects at once, each read once for all who want it.
+
+An acquire pins what RAM has, reserves rows for the rest and has them read; nothing is
+answered before every object is verified and published. A row stays RESERVED while a worker
+may write to it; failed or given up it is unindexed and DYING until the last loan ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.calls import ROOT_KEY
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.lower_tier import LowerTier
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.rows import RESERVED
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.workers import ObjectLoan, Workers
+from kvdepot.server.tiers.base import DAMAGED, IoOutcome, ObjectName, Read
+
+Ended = Callable[[bool], None]
+"""True: every object is in RAM. Called once, unless it was cancelled first."""
+
+
+@dataclass(eq=False, slots=True)
+class _Reading:
+    """One object on its way into RAM."""
+
+    tier: LowerTier
+    node: int
+    kind: int
+    row: int
+    handle: int
+    epoch: int
+    name: ObjectName
+    loan: ObjectLoan
+    generation: int
+    waiting: list[Promotion] = field(default_factory=list)
+
+
+class Promotion:
+    """What one acquire waits for."""
+
+    def __init__(self, ended: Ended) -> None:
+        self._ended = ended
+        self.readings: list[_Reading] = []
+
+    def end(self, whole: bool) -> None:
+        self._ended(whole)
+
+
+class Promotions:
+    """Objects being read, by row. `tiers` in the order in which they are preferred."""
+
+    def __init__(self, space: Space, workers: Workers, tiers: Sequence[LowerTier]) -> None:
+        self._space = space
+        self._workers = workers
+        self._tiers = tiers
+        self._readings: dict[int, _Reading] = {}
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def reading(self, row: int) -> bool:
+        """Whether the row is being filled from a lower tier."""
+        return row in self._readings
+
+    def source(self, node: int, kind: int) -> LowerTier | None:
+        """The tier to read the object from."""
+        return next((tier for tier in self._tiers if tier.tier.readable and tier.has(node, kind)), None)
+
+    def place(self, namespace: Namespace, node: int, kind: int, source: LowerTier) -> int:
+        """A reserved row for an object that `source` has; NO_ROW when nothing evictable is left. `start` reads it."""
+        space, index = self._space, self._space.index
+        parent = index.parent(node)
+        name = ObjectName(
+            namespace.id, index.key(node), ROOT_KEY if parent == NONE else index.key(parent), kind,
+            index.boundary(node), namespace.object_bytes[kind],
+        )  # fmt: skip
+        row = space.place(
+            namespace, node, kind=kind, key=name.key, parent=name.parent, boundary=name.boundary_tokens,
+            size_bytes=name.raw_bytes,
+        )  # fmt: skip
+        if row == NO_ROW:
+            space.settle_node(node)
+            return NO_ROW
+        space.rows.publish_reserved(row)
+        handle = source.handle(node, kind)
+        loan = self._workers.loan(row, LentMode.WRITE)
+        generation = space.rows.generation[row]
+        self._readings[row] = _Reading(
+            source, node, kind, row, handle, source.epoch(handle), name, loan, generation
+        )  # fmt: skip
+        return row
+
+    def abandon(self, rows: Sequence[int]) -> None:
+        """Rows of `place` that are not to be read after all."""
+        for row in rows:
+            self._drop(self._readings.pop(row))
+
+    def start(self, promotion: Promotion, rows: Sequence[int]) -> None:
+        """Wait for these rows, reading those that nobody reads yet. They are pinned by the caller."""
+        promotion.readings = [self._readings[row] for row in rows]
+        fresh = [reading for reading in promotion.readings if not reading.waiting]
+        for reading in promotion.readings:
+            reading.waiting.append(promotion)
+        for reading in fresh:
+            if reading.waiting:  # else an earlier one failed at once, and nobody wants this one any more
+                extents = self._space.rows.extents(reading.row)
+                reading.tier.tier.read(reading.handle, reading.name, extents, reading.loan, self._answer(reading))
+
+    def cancel(self, promotion: Promotion) -> None:
+        """Nobody waits for it any more. What no worker has begun is not read."""
+        readings, promotion.readings = promotion.readings, []
+        for reading in readings:
+            reading.waiting.remove(promotion)
+            if not reading.waiting and not reading.loan.begun and self._readings.get(reading.row) is reading:
+                del self._readings[reading.row]
+                self._drop(reading)
+
+    def _answer(self, reading: _Reading) -> Callable[[Read], None]:
+        return lambda read: self._ended(reading, read)
+
+    def _ended(self, reading: _Reading, read: Read) -> None:
+        space, row, tier = self._space, reading.row, reading.tier
+        space.counters.add(f"tier_reads.{tier.tier.name}/{read.outcome}")
+        if self._readings.get(row) is reading:
+            del self._readings[row]
+        whole = read.outcome is IoOutcome.OK and self._alive(reading)
+        if whole:
+            space.commit_summed(row, reading.node, read.raw_sum)
+            space.settle_node(reading.node)
+            space.counters.add("promoted_objects")
+            space.counters.add("promoted_bytes", reading.name.raw_bytes)
+        else:
+            self._drop(reading)
+        if read.outcome in DAMAGED:
+            self._damaged(reading, read.outcome)
+        waiting, reading.waiting = reading.waiting, []
+        for promotion in waiting:
+            promotion.readings.remove(reading)
+            if not whole:
+                self.cancel(promotion)
+            if not promotion.readings:
+                promotion.end(whole)
+
+    def _alive(self, reading: _Reading) -> bool:
+        rows = self._space.rows
+        return rows.generation[reading.row] == reading.generation and rows.state[reading.row] == RESERVED
+
+    def _drop(self, reading: _Reading) -> None:
+        if self._alive(reading):
+            self._space.drop_row(reading.node, reading.kind)
+
+    def _damaged(self, reading: _Reading, outcome: IoOutcome) -> None:
+        """The tier has quarantined it, and its handle is dead, unless it left the tier while it was read."""
+        tier = reading.tier
+        self._space.counters.add(f"tier_damaged_objects.{tier.tier.name}/{outcome}")
+        if tier.epoch(reading.handle) == reading.epoch:
+            tier.forget(reading.node, reading.kind)
+            self._space.lost(reading.node, reading.kind)

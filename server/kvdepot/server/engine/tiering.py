@@ -1,0 +1,164 @@
+"""The tiers below RAM, as the engine drives them: what they found, what they lost, what they are given.
+
+Nothing here waits: a tier answers later, on the loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core.calls import ROOT_KEY, Kind
+from kvdepot.core.report import TierStatus
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.lower_tier import LowerTier
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.promotions import Promotions
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.types import WritePolicy
+from kvdepot.server.engine.workers import Workers
+from kvdepot.server.engine.write_queue import WriteQueue
+from kvdepot.server.tiers.base import NO_HANDLE, Found, Tier
+
+_EVICTIONS_PER_TICK: Final = 256
+_KINDS: Final = frozenset(map(int, Kind))
+
+
+class Tiering:
+    """All lower tiers of the engine; a `TierListener`."""
+
+    def __init__(self, space: Space, workers: Workers, wall_clock: Callable[[], float]) -> None:
+        self._space = space
+        self._by_name = {tier.tier.name: tier for tier in space.tiers}
+        self._queues = {tier.number: WriteQueue(space, workers, tier, wall_clock) for tier in space.tiers}
+        self._preferred = sorted(space.tiers, key=lambda tier: -tier.config.load_weight)
+        self.promotions = Promotions(space, workers, self._preferred)
+        self._at_commit = self._with_policy(WritePolicy.COMMIT)
+        self._at_second_use = self._with_policy(WritePolicy.SECOND_USE)
+        self._at_eviction = self._with_policy(WritePolicy.EVICT)
+        space.demoting = self._demoting
+
+    def _with_policy(self, policy: WritePolicy) -> list[tuple[LowerTier, WriteQueue]]:
+        return [(tier, self._queues[tier.number]) for tier in self._space.tiers if tier.config.write is policy]
+
+    @property
+    def readable(self) -> list[LowerTier]:
+        """Those that serve now, the preferred one first."""
+        return [tier for tier in self._preferred if tier.tier.readable]
+
+    def start(self) -> None:
+        for tier in self._space.tiers:
+            tier.tier.start(self)
+
+    def tick(self) -> None:
+        for tier in self._space.tiers:
+            tier.tier.tick()
+            capacity_bytes, config = tier.tier.capacity_bytes, tier.config
+            if tier.tier.writable and tier.tier.used_bytes > config.high_watermark * capacity_bytes:
+                tier.evict_to(int(config.low_watermark * capacity_bytes), _EVICTIONS_PER_TICK, "watermark")
+        self.pump()
+
+    def pump(self) -> None:
+        for queue in self._queues.values():
+            queue.pump()
+
+    def statuses(self) -> tuple[TierStatus, ...]:
+        return tuple(
+            replace(
+                tier.tier.status(),
+                objects=tier.objects,
+                queued_objects=len(self._queues[tier.number]),
+                queued_bytes=self._queues[tier.number].waiting_bytes,
+                written_today_bytes=self._queues[tier.number].written_today_bytes,
+            )
+            for tier in self._space.tiers
+        )
+
+    # What is written when
+
+    def committed(self, row: int) -> None:
+        """RAM has a new object, or may serve an adopted one."""
+        if not self._at_commit:
+            return
+        space = self._space
+        node, kind = space.node_of(row), space.rows.kind[row]
+        for _, queue in self._at_commit:
+            queue.offer(node, kind)
+            if kind == space.path_kind(node) and not space.index.is_leaf(node):
+                queue.offer_below(node)
+
+    def used_again(self, nodes: npt.NDArray[np.int64], kinds: bytes) -> None:
+        """These objects serve a further request."""
+        for tier, queue in self._at_second_use:
+            for kind in set(kinds):
+                chosen = nodes[np.frombuffer(kinds, np.uint8) == kind]
+                absent = chosen[self._space.index.handles[tier.number][kind - 1][chosen] == NO_HANDLE]
+                for node in absent.tolist():
+                    queue.offer(node, kind)
+
+    def _demoting(self, node: int) -> bool:
+        """Whether the node is to stay in RAM until a tier has taken it. Asked ahead of need only."""
+        space = self._space
+        kinds = [kind for kind in Kind if space.in_ram(node, kind) and not space.elsewhere(node, kind)]
+        for tier, queue in self._at_eviction if kinds else ():
+            if tier.tier.writable and sum(self._demote(queue, node, kind) for kind in kinds):  # every kind of them
+                return True
+        return False
+
+    def _demote(self, queue: WriteQueue, node: int, kind: int) -> bool:
+        return queue.has(self._space.index.row(node, kind)) or queue.offer(node, kind)
+
+    # What tiers say
+
+    def found(self, tier: Tier, objects: Sequence[Found]) -> None:
+        """Take in what has a place in the tree; the tier drops the rest."""
+        lower = self._by_name[tier.name]
+        for one in objects:
+            reason = self._take_in(lower, one)
+            self._space.counters.add(f"tier_found_objects.{tier.name}/{reason or 'kept'}")
+            if reason:
+                tier.drop(one.handle)
+
+    def _take_in(self, lower: LowerTier, one: Found) -> str:
+        """Empty, or why the engine has no use for it."""
+        space, name = self._space, one.name
+        namespace = self._namespace(name.namespace)
+        if namespace is None or name.kind not in _KINDS or not name.boundary_tokens or name.key == ROOT_KEY:
+            return "no_namespace" if namespace is None else "senseless"
+        if not namespace.accepts(name.kind, name.raw_bytes):
+            return "length"
+        above = NONE if name.parent == ROOT_KEY else space.index.find(namespace.slot, name.parent)
+        if above == NONE and name.parent != ROOT_KEY:
+            return "no_parent"
+        node = space.index.find(namespace.slot, name.key)
+        if node == NONE:
+            if space.index.count >= space.index.capacity:
+                return "index_full"
+            if above != NONE and space.index.boundary(above) >= name.boundary_tokens:
+                return "senseless"
+            node = space.add_node(namespace, name.key, above, name.boundary_tokens)
+        elif space.index.parent(node) != above or space.index.boundary(node) != name.boundary_tokens:
+            return "senseless"
+        elif lower.has(node, name.kind):
+            return "repeated"
+        namespace.learn(name.kind, name.raw_bytes)
+        lower.keep(node, name.kind, one.handle)
+        return ""
+
+    def _namespace(self, namespace_id: bytes) -> Namespace | None:
+        """One that no engine has registered yet gets a slot all the same."""
+        namespaces = self._space.namespaces
+        return namespaces.by_id.get(namespace_id) or namespaces.add(namespace_id, "", self._space.clock())
+
+    def lost(self, tier: Tier, handles: Sequence[int]) -> None:
+        """Their objects are no longer there."""
+        lower = self._by_name[tier.name]
+        for handle in handles:
+            owner = lower.owner(handle)
+            if owner is not None:
+                lower.forget(*owner)
+                self._space.lost(*owner)
+        self._space.counters.add(f"tier_lost_objects.{tier.name}", len(handles))

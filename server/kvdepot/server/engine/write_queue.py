@@ -1,0 +1,190 @@
+"""What waits to be written to one lower tier: weak, bounded in bytes, parents before children.
+
+An object that waits is not held: RAM may drop it, and then it is not written. From its
+dispatch to the answer it is lent to a worker. What the queue has no room for, what its tier
+refuses and what would exceed the daily budget is dropped and counted, never waited for (I4).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.calls import Kind
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.lower_tier import LowerTier
+from kvdepot.server.engine.rows import COMMITTED
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.workers import Workers
+from kvdepot.server.tiers.base import IoOutcome, ObjectName, Written
+
+DAY_SECONDS: Final = 86400
+
+
+class WriteQueue:
+    """By row: one object waits or is written at most once. `wall_clock`: unix seconds, for the budget's days."""
+
+    def __init__(self, space: Space, workers: Workers, tier: LowerTier, wall_clock: Callable[[], float]) -> None:
+        self._space = space
+        self._workers = workers
+        self._tier = tier
+        self._wall_clock = wall_clock
+        self._waiting: OrderedDict[int, tuple[int, int]] = OrderedDict()  # row -> its generation, bytes
+        self._writing: dict[int, int] = {}  # row -> its generation
+        self._day = 0
+        self._pumping = False
+        self.waiting_bytes = 0
+        self.written_today_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def has(self, row: int) -> bool:
+        """Whether the object waits or is being written."""
+        generation = self._space.rows.generation[row]
+        return self._waiting.get(row, (None, 0))[0] == generation or self._writing.get(row) == generation
+
+    # In
+
+    def offer(self, node: int, kind: int) -> bool:
+        """Queue an object of RAM behind what is missing of its path. False when it cannot be, or need not."""
+        space, path_kind = self._space, self._space.path_kind(node)
+        missing = [] if kind == path_kind else [kind]
+        path: list[int] = []
+        at = node
+        while at != NONE and not self._tier.has(at, path_kind):
+            row = space.index.row(at, path_kind)
+            if row == NO_ROW or not space.rows.visible(row):
+                self._refuse("no_parent")
+                return False
+            if self.has(row):
+                break
+            path.append(row)
+            at = space.index.parent(at)
+        rows = path[::-1] + [space.index.row(node, kind) for kind in missing if not self._tier.has(node, kind)]
+        return bool(rows) and all(self._enter(row) for row in rows if row != NO_ROW and space.rows.visible(row))
+
+    def _enter(self, row: int) -> bool:
+        if self.has(row):
+            return True
+        size_bytes = self._space.size_bytes(row)
+        if self.waiting_bytes + size_bytes > self._tier.config.queue_bytes:
+            self._refuse("queue_full")
+            return False
+        self._forget(row)  # an earlier object of this row
+        self._waiting[row] = (self._space.rows.generation[row], size_bytes)
+        self.waiting_bytes += size_bytes
+        return True
+
+    def _forget(self, row: int) -> None:
+        _, size_bytes = self._waiting.pop(row, (0, 0))
+        self.waiting_bytes -= size_bytes
+
+    # Out
+
+    def pump(self) -> None:
+        """Hand to the tier what it takes now."""
+        if self._pumping:
+            return
+        self._pumping = True
+        tier = self._tier.tier
+        try:
+            while self._waiting and tier.writable and tier.write_slots > 0:
+                row, (generation, size_bytes) = next(iter(self._waiting.items()))
+                if not self._due(row, generation):
+                    self._forget(row)
+                elif not self._affordable(tier.cost_bytes(size_bytes)):
+                    self._forget(row)
+                    self._refuse("budget")
+                elif not self._tier.make_room(tier.cost_bytes(size_bytes)):
+                    return  # what was dropped for it is not free yet, or nothing may go: later
+                else:
+                    self._forget(row)
+                    self._write(row, generation)
+        finally:
+            self._pumping = False
+
+    def _due(self, row: int, generation: int) -> bool:
+        """Whether it is still in RAM, still missing in the tier, and its parent there or on its way."""
+        space = self._space
+        if not self._live(row, generation) or not space.rows.visible(row):
+            return False
+        node, kind = space.node_of(row), space.rows.kind[row]
+        return not self._tier.has(node, kind) and self._has_path(node, kind)
+
+    def _live(self, row: int, generation: int) -> bool:
+        return self._space.rows.generation[row] == generation and self._space.rows.state[row] == COMMITTED
+
+    def _has_path(self, node: int, kind: int) -> bool:
+        """Whether the objects before it on its path are in the tier, or being written."""
+        space, path_kind = self._space, self._space.path_kind(node)
+        before = node if kind != path_kind else space.index.parent(node)
+        if before == NONE or self._tier.has(before, path_kind):
+            return True
+        row = space.index.row(before, path_kind)
+        if row != NO_ROW and self._writing.get(row) == space.rows.generation[row]:
+            return True
+        self._refuse("no_parent")
+        return False
+
+    def _affordable(self, cost_bytes: int) -> bool:
+        day = int(self._wall_clock() // DAY_SECONDS)
+        if day != self._day:
+            self._day, self.written_today_bytes = day, 0
+        budget_bytes = self._tier.config.write_budget_bytes
+        return budget_bytes is None or self.written_today_bytes + cost_bytes <= budget_bytes
+
+    def _write(self, row: int, generation: int) -> None:
+        space, rows = self._space, self._space.rows
+        namespace = space.namespaces.by_slot[rows.namespace[row]]
+        name = ObjectName(
+            namespace.id, rows.key(row), rows.parent(row), rows.kind[row], rows.boundary[row], space.size_bytes(row)
+        )
+        raw_sum = rows.sum_hi[row] << 64 | rows.sum_lo[row] if rows.summed(row) else None
+        self._writing[row] = generation
+        loan = self._workers.loan(row, LentMode.READ)
+        self._tier.tier.write(
+            name, rows.extents(row), loan, raw_sum, lambda written: self._written(row, generation, written)
+        )
+
+    def _written(self, row: int, generation: int, written: Written) -> None:
+        space, tier = self._space, self._tier
+        space.counters.add(f"tier_writes.{tier.tier.name}/{written.outcome}")
+        if self._writing.get(row) == generation:
+            del self._writing[row]
+        self.written_today_bytes += written.stored_bytes
+        live = self._live(row, generation)
+        if written.outcome is IoOutcome.OK:
+            space.counters.add(f"tier_written_bytes.{tier.tier.name}", written.stored_bytes)
+            self._take_in(row, written, live=live)
+        elif live and written.outcome is IoOutcome.CORRUPT:
+            space.drop_corrupt(row)
+        elif live:
+            space.settle_node(space.node_of(row))
+        self.pump()
+
+    def _take_in(self, row: int, written: Written, *, live: bool) -> None:
+        space, tier = self._space, self._tier
+        node = space.node_of(row) if live else NONE
+        if node == NONE or tier.has(node, space.rows.kind[row]) or not self._has_path(node, space.rows.kind[row]):
+            tier.tier.drop(written.handle)
+            return
+        if not space.rows.summed(row):
+            space.set_sum(row, written.raw_sum)
+        tier.keep(node, space.rows.kind[row], written.handle)
+
+    def _refuse(self, reason: str) -> None:
+        self._space.counters.add(f"tier_writes_dropped.{self._tier.tier.name}/{reason}")
+
+    # Children that were committed before their parent
+
+    def offer_below(self, node: int) -> None:
+        """Queue what below the node is in RAM and could not be queued before it."""
+        index = self._space.index
+        below = list(index.children(node))
+        for at in below:
+            if index.in_ram(at) and not index.in_tier(self._tier.number, at):
+                offered = [self.offer(at, kind) for kind in Kind if self._space.in_ram(at, kind)]
+                below.extend(index.children(at) if any(offered) else ())
