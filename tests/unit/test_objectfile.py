@@ -22,6 +22,7 @@ from kvdepot.core.objectfile import (
     ObjectDamageError,
     ObjectHeader,
     ObjectName,
+    fields_as_found,
     object_bytes,
     payload_sum,
     worth_bytes_max,
@@ -199,6 +200,16 @@ def test_p6_a_cut_payload_is_too_short() -> None:
     with pytest.raises(ObjectDamageError) as refused:
         HEADER.check_room(HEADER.stored_bytes - 1)
     assert refused.value.damage is Damage.TOO_SHORT
+
+
+@given(headers())
+def test_a_header_that_is_not_believed_is_still_shown(header: ObjectHeader) -> None:
+    page = bytearray(header.pack())
+    page[SUM_AT] ^= 1
+    found = fields_as_found(bytes(page))
+    assert (found["sequence"], found["raw_bytes"]) == (header.sequence, header.name.raw_bytes)
+    assert (found["key"], found["stored_sum"]) == (header.name.key.hex(), f"{header.stored_sum:032x}")
+    assert fields_as_found(page[:159]) == {}
 
 
 @given(st.lists(st.binary(max_size=100), max_size=5))

@@ -29,6 +29,10 @@ NOT_STATED: Final = bytes(16)
 _PREFIX = struct.Struct("<8sII")  # magic, version, compatible since; then the sum
 _SUM = struct.Struct("<Q")
 _BODY = struct.Struct("<16s16s16sBBHIQQQQ16s16s16s")
+_FIELDS = (
+    "namespace", "key", "parent", "kind", "codec", "zeros", "boundary_tokens", "sequence", "created_at", "raw_bytes",
+    "stored_bytes", "raw_sum", "stored_sum", "parts_digest",
+)  # fmt: skip
 _BODY_AT = _PREFIX.size + _SUM.size
 _REST = bytes(HEADER_BYTES - _BODY_AT - _BODY.size)
 _SLICE_BYTES = 4 << 20
@@ -137,6 +141,24 @@ class ObjectHeader:
         """Check 9: `payload_bytes` lie behind the header. Raises ObjectDamageError."""
         if self.stored_bytes > payload_bytes:
             raise ObjectDamageError(Damage.TOO_SHORT, f"payload: {payload_bytes} of {self.stored_bytes} bytes")
+
+
+def fields_as_found(page: bytes | memoryview) -> dict[str, int | str]:
+    """What stands in a header that is not believed, for people: ids and sums in hexadecimal; empty when it is cut."""
+    if len(page) < _BODY_AT + _BODY.size:
+        return {}
+    magic, version, compatible = _PREFIX.unpack(page[: _PREFIX.size])
+    values = _BODY.unpack(page[_BODY_AT : _BODY_AT + _BODY.size])
+    found = {
+        "magic": magic,
+        "version": version,
+        "compatible_since": compatible,
+        **dict(zip(_FIELDS, values, strict=True)),
+    }
+    for total in ("raw_sum", "stored_sum"):
+        found[total] = found[total][::-1]  # as xxhsum prints it
+    del found["zeros"]
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in found.items()}
 
 
 def object_bytes(stored_bytes: int) -> int:
