@@ -28,7 +28,10 @@ from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec, Planner
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.index import NONE
-from kvdepot.server.engine.types import AdoptionReport, Attached, EngineConfig, Liveness, ProcessIdentity
+from kvdepot.server.engine.types import AdoptionReport, Attached, EngineConfig, Liveness, ProcessIdentity, TierConfig
+from kvdepot.server.tiers.base import Tier, WorkerRegistry
+
+from tests.fakes.memory_tier import Medium, MemoryTier
 
 CHUNK = 32
 BOOT = b"boot-id-16-bytes"
@@ -78,7 +81,15 @@ class Rig:
     """One arena and, at a time, one engine over it. `crash` starts the next daemon run on the same bytes."""
 
     def __init__(
-        self, data_pages: int = 64, rows: int = 128, lent_rows: int = 128, *, seed: int = 0, **config: object
+        self,
+        data_pages: int = 64,
+        rows: int = 128,
+        lent_rows: int = 128,
+        *,
+        seed: int = 0,
+        tier: TierConfig | None = None,
+        tier_bytes: int = 1 << 20,
+        **config: object,
     ) -> None:
         tables_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).data_offset
         self.layout = ArenaLayout.plan(tables_bytes + data_pages * 4096, rows, lent_rows)
@@ -90,6 +101,10 @@ class Rig:
         self.random = Random(seed)
         self.config = EngineConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config))  # type: ignore[arg-type]
         self.report = AdoptionReport()
+        self.tier_config = tier
+        self.tier_bytes = tier_bytes
+        self.medium = Medium()
+        self.worker_pids = 5000  # each run's tier has a worker process of its own
         self.populated_at_start = True
         self.start()
 
@@ -102,11 +117,23 @@ class Rig:
             clock=lambda: self.now,
             random_bytes=self.random.randbytes,
             config=self.config,
+            tiers=self._tiers,
+            identify=process,
         )
         self.report = self.engine.adopt(self.liveness)
         self.ready_bytes_after_adoption = self.engine.status().tier.ready_bytes
         if self.populated_at_start:
             self.engine.ready(self.layout.size_bytes)
+        self.engine.start_tiers()
+
+    def _tiers(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
+        if self.tier_config is None:
+            return []
+        self.worker_pids += 1
+        self.tier = MemoryTier(
+            self.buffer, registry, medium=self.medium, capacity_bytes=self.tier_bytes, pid=self.worker_pids
+        )
+        return [(self.tier, self.tier_config)]
 
     def liveness(self, identity: ProcessIdentity) -> Liveness:
         if identity.pid == 0:
@@ -229,7 +256,9 @@ def audit(engine: Engine) -> None:
     for head in heads:
         state, odd = rows.state[head], [rows.generation[row] & 1 for row in rows.chain(head)]
         assert set(odd) == {1 if state == RowState.RESERVED else 0}
-        assert state != RowState.RESERVED or pins[head] == 1
+        writers = np.flatnonzero((lent.rows == head) & (lent.modes == LentMode.WRITE))
+        assert state != RowState.RESERVED or len(writers) <= 1
+        assert state != RowState.RESERVED or pins[head] == len(writers) == 1 or engine._tiering.promotions.reading(head)
         assert state != RowState.DYING or pins[head] > 0, "dying, and nobody is lent it"
     _audit_leases(engine)
 
@@ -248,14 +277,19 @@ def _audit_index(engine: Engine, heads: list[int]) -> None:
     space = engine._space
     rows, index = space.rows, space.index
     indexed = [head for head in heads if rows.state[head] in (RowState.RESERVED, RowState.COMMITTED)]
-    nodes = {space.node_of(head) for head in indexed}
-    assert NONE not in nodes, "an object that the index does not know"
+    with_rows = {space.node_of(head) for head in indexed}
+    assert NONE not in with_rows, "an object that the index does not know"
+    nodes = set(index.nodes().tolist())
+    assert with_rows <= nodes
+    _audit_tiers(engine, nodes)
     assert index.count == len(nodes) == sum(n.nodes for n in space.namespaces.by_slot.values())
     for node in nodes:
         parent = index.parent(node)
         assert parent == NONE or (parent in nodes and node in index.children(parent))
         for row in index.rows_of(node):
             assert rows.parent(row) == (ROOT_KEY if parent == NONE else index.key(parent))
+        assert index.in_ram(node) == (node in with_rows)
+        assert index.children_in_ram(node) == sum(map(index.in_ram, index.children(node)))
     committed = [head for head in heads if rows.state[head] == RowState.COMMITTED]
     assert space.objects == len(committed) == sum(sum(n.objects.values()) for n in space.namespaces.by_slot.values())
     assert sum(n.bytes for n in space.namespaces.by_slot.values()) == sum(map(space.size_bytes, committed))
@@ -265,6 +299,22 @@ def _audit_index(engine: Engine, heads: list[int]) -> None:
     offered = {node for node in evictable if space.policy._place[node] >= 0}  # type: ignore[attr-defined]
     assert offered | space._parked >= evictable, "an evictable node that the policy will never name"
     assert all(row == NO_ROW or row in heads for node in nodes for row in index.rows_of(node))
+
+
+def _audit_tiers(engine: Engine, nodes: set[int]) -> None:
+    """Every node has an object somewhere, and every object of a tier has a node."""
+    space, index = engine._space, engine._space.index
+    for node in nodes:
+        assert index.has_objects(node), "a node without objects"
+        for tier in space.tiers:
+            below = sum(index.in_tier(tier.number, child) for child in index.children(node))
+            assert index.children_in_tier(tier.number, node) == below
+    for tier in space.tiers:
+        held = {(node, kind): tier.handle(node, kind) for node in nodes for kind in Kind if tier.has(node, kind)}
+        assert tier.objects == len(held) == len(set(held.values()))
+        assert all(tier.owner(handle) == owner for owner, handle in held.items())
+        if isinstance(tier.tier, MemoryTier) and tier.tier.readable:
+            assert set(held.values()) == set(tier.tier.medium.stored), "the medium holds something else"
 
 
 def _audit_leases(engine: Engine) -> None:
@@ -283,4 +333,7 @@ def _audit_leases(engine: Engine) -> None:
             known += entries
         assert session.credit_used_bytes == credit
         assert 0 <= session.attention_used_bytes <= credit
-    assert sorted(known) == np.flatnonzero(space.lent.modes != LentMode.FREE).tolist()
+    used = np.flatnonzero(space.lent.modes != LentMode.FREE)
+    workers = [slot for slot, session in engine._sessions.by_slot.items() if session.worker and not session.leases]
+    loans = used[np.isin(space.lent.sessions[used], workers)].tolist()
+    assert sorted(known + loans) == used.tolist()

@@ -6,7 +6,6 @@ may call what, deals with repeats and deadlines, and delegates the rest.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -59,7 +58,7 @@ from kvdepot.server.engine.types import (
     ToSum,
 )
 from kvdepot.server.engine.workers import Workers
-from kvdepot.server.tiers.base import Tier
+from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
 _NAMESPACE_EVICTIONS_MAX: Final = 4096
 """Nodes dropped in one call to make a namespace slot free: some 50 ms."""
@@ -74,8 +73,8 @@ class Engine:
     """Answers every call of `kvdepot.core.calls`. Errors are classes of `kvdepot.core.errors`.
 
     `run` counts daemon runs on this arena (superblock), `arena_id` names the arena in
-    grants. `clock` is CLOCK_MONOTONIC seconds, `wall_clock` unix seconds. `tiers` lie below RAM; `identify`
-    names their worker processes by pid. Nothing is allocated before `ready`, nothing of a tier known before
+    grants. `clock` is CLOCK_MONOTONIC seconds. `tiers` makes those below RAM;
+    `identify` names their worker processes by pid. Nothing is allocated before `ready`, nothing of a tier known before
     `start_tiers`.
     """
 
@@ -89,24 +88,24 @@ class Engine:
         random_bytes: Callable[[int], bytes],
         config: EngineConfig,
         counters: Counters | None = None,
-        tiers: Sequence[tuple[Tier, TierConfig]] = (),
+        tiers: Callable[[WorkerRegistry], Sequence[tuple[Tier, TierConfig]]] = lambda _: (),
         identify: Callable[[int], ProcessIdentity] = unknown_process,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._tables = tables
         self._config = config
         self._clock = clock
         self.counters = Counters() if counters is None else counters
+        self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
+        workers = Workers(self._sessions, identify)
         self._space = Space(
             tables, run=run, clock=clock, random_bytes=random_bytes,
             policy=policy_by_name(config.eviction), counters=self.counters,
-            tiers=[(tier, settings, policy_by_name(config.eviction)) for tier, settings in tiers],
+            tiers=[(tier, settings, policy_by_name(config.eviction)) for tier, settings in tiers(workers)],
         )  # fmt: skip
-        self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
+        workers.lend_from(self._space)
         self._requests = Requests(self._space, config.provisional_seconds)
         self._sums = Sums(self._space, self._sessions.hold_extents)
-        self.workers = Workers(self._space, self._sessions, identify)
-        self._tiering = Tiering(self._space, self.workers, wall_clock)
+        self._tiering = Tiering(self._space, workers)
         self._sums.verified = self._tiering.committed
         self._stores = Stores(self._space, self._requests, config, arena_id, self._tiering)
         self._loads = Loads(self._space, config, arena_id, self._tiering, self._sums.want)

@@ -5,7 +5,7 @@ Nothing here waits: a tier answers later, on the loop's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -30,10 +30,10 @@ _KINDS: Final = frozenset(map(int, Kind))
 class Tiering:
     """All lower tiers of the engine; a `TierListener`."""
 
-    def __init__(self, space: Space, workers: Workers, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, space: Space, workers: Workers) -> None:
         self._space = space
         self._by_name = {tier.tier.name: tier for tier in space.tiers}
-        self._queues = {tier.number: WriteQueue(space, workers, tier, wall_clock) for tier in space.tiers}
+        self._queues = {tier.number: WriteQueue(space, workers, tier) for tier in space.tiers}
         self._preferred = sorted(space.tiers, key=lambda tier: -tier.config.load_weight)
         self.promotions = Promotions(space, workers, self._preferred)
         self._at_commit = self._with_policy(WritePolicy.COMMIT)
@@ -72,7 +72,6 @@ class Tiering:
                 objects=tier.objects,
                 queued_objects=len(self._queues[tier.number]),
                 queued_bytes=self._queues[tier.number].waiting_bytes,
-                written_today_bytes=self._queues[tier.number].written_today_bytes,
             )
             for tier in self._space.tiers
         )

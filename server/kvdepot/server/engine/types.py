@@ -70,7 +70,6 @@ class TierConfig:
     """What the engine does with one lower tier."""
 
     write: WritePolicy = WritePolicy.SECOND_USE
-    write_budget_bytes: int | None = None  # per day (UTC) and daemon run
     queue_bytes: int = 256 << 20  # of objects that wait to be written; further ones are dropped and counted
     load_weight: float = 1.0  # of several tiers that have an object, the heaviest is read
     high_watermark: float = 0.95

@@ -22,13 +22,20 @@ _STATE: Final = {LentMode.WRITE: RESERVED, LentMode.READ: COMMITTED}
 
 
 class Workers:
-    """The registry of worker processes, and the maker of loans. `identify` names a child by its pid."""
+    """The registry of worker processes, and the maker of loans. `identify` names a child by its pid.
 
-    def __init__(self, space: Space, sessions: Sessions, identify: Callable[[int], ProcessIdentity]) -> None:
-        self._space = space
+    Tiers are made with the registry, and the space with the tiers: `lend_from` comes third.
+    """
+
+    _space: Space
+
+    def __init__(self, sessions: Sessions, identify: Callable[[int], ProcessIdentity]) -> None:
         self._sessions = sessions
         self._identify = identify
         self._loans = 0
+
+    def lend_from(self, space: Space) -> None:
+        self._space = space
 
     def started(self, pid: int) -> int:
         """Write the process down, before it is lent anything. Raises NoRoom when a table is full."""

@@ -8,8 +8,6 @@ refuses and what would exceed the daily budget is dropped and counted, never wai
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Final
 
 from kvdepot.core.arena import NO_ROW, LentMode
 from kvdepot.core.calls import Kind
@@ -20,23 +18,18 @@ from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.workers import Workers
 from kvdepot.server.tiers.base import IoOutcome, ObjectName, Written
 
-DAY_SECONDS: Final = 86400
-
 
 class WriteQueue:
-    """By row: one object waits or is written at most once. `wall_clock`: unix seconds, for the budget's days."""
+    """By row: one object waits or is written at most once."""
 
-    def __init__(self, space: Space, workers: Workers, tier: LowerTier, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, space: Space, workers: Workers, tier: LowerTier) -> None:
         self._space = space
         self._workers = workers
         self._tier = tier
-        self._wall_clock = wall_clock
         self._waiting: OrderedDict[int, tuple[int, int]] = OrderedDict()  # row -> its generation, bytes
         self._writing: dict[int, int] = {}  # row -> its generation
-        self._day = 0
         self._pumping = False
         self.waiting_bytes = 0
-        self.written_today_bytes = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -95,7 +88,7 @@ class WriteQueue:
                 row, (generation, size_bytes) = next(iter(self._waiting.items()))
                 if not self._due(row, generation):
                     self._forget(row)
-                elif not self._affordable(tier.cost_bytes(size_bytes)):
+                elif tier.budget_spent:
                     self._forget(row)
                     self._refuse("budget")
                 elif not self._tier.make_room(tier.cost_bytes(size_bytes)):
@@ -129,13 +122,6 @@ class WriteQueue:
         self._refuse("no_parent")
         return False
 
-    def _affordable(self, cost_bytes: int) -> bool:
-        day = int(self._wall_clock() // DAY_SECONDS)
-        if day != self._day:
-            self._day, self.written_today_bytes = day, 0
-        budget_bytes = self._tier.config.write_budget_bytes
-        return budget_bytes is None or self.written_today_bytes + cost_bytes <= budget_bytes
-
     def _write(self, row: int, generation: int) -> None:
         space, rows = self._space, self._space.rows
         namespace = space.namespaces.by_slot[rows.namespace[row]]
@@ -154,7 +140,6 @@ class WriteQueue:
         space.counters.add(f"tier_writes.{tier.tier.name}/{written.outcome}")
         if self._writing.get(row) == generation:
             del self._writing[row]
-        self.written_today_bytes += written.stored_bytes
         live = self._live(row, generation)
         if written.outcome is IoOutcome.OK:
             space.counters.add(f"tier_written_bytes.{tier.tier.name}", written.stored_bytes)

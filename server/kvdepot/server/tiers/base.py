@@ -53,7 +53,10 @@ DAMAGED: Final = frozenset({*map(IoOutcome, Damage), IoOutcome.TORN})
 
 
 class Loan(Protocol):
-    """Extents for the time a worker may touch them (I6). The engine writes the lent table."""
+    """Extents for the time a worker may touch them (I6). The engine writes the lent table.
+
+    On an answer `end` comes first, then `done`; after a TIMEOUT `done` at once, and `end` at the worker's death.
+    """
 
     def begin(self, worker: int) -> bool:
         """Lend them to this worker (a number from `WorkerRegistry.started`), before it is told of them.
@@ -123,14 +126,19 @@ class Tier(Protocol):
 
     @property
     def writable(self) -> bool:
-        """False also when read-only, degraded, or over its daily budget."""
+        """False also when read-only or degraded."""
+
+    @property
+    def budget_spent(self) -> bool:
+        """Whether it has written what it may a day: the engine drops and counts what is due meanwhile."""
 
     @property
     def write_slots(self) -> int:
         """How many more writes it takes now without queueing them up."""
 
     @property
-    def used_bytes(self) -> int: ...
+    def used_bytes(self) -> int:
+        """Falls at `drop`, although the bytes may not be reusable yet."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -149,7 +157,9 @@ class Tier(Protocol):
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
         done: Callable[[Written], None],
     ) -> None:  # fmt: skip
-        """Store a committed object. NO_SPACE at once where `cost_bytes` are not free: the caller evicts first.
+        """Store a committed object; `done` may be called before this returns.
+
+        NO_SPACE at once where `cost_bytes` are not free: the caller evicts first.
 
         `raw_sum` is compared with what is read from the extents, when known (CORRUPT: the RAM copy is bad).
         """
@@ -159,6 +169,7 @@ class Tier(Protocol):
     ) -> None:
         """Fill unpublished extents (of together `raw_bytes`) and verify everything. Before any write in the queue.
 
+        `done` may be called before this returns. A handle that is dropped meanwhile does not change the answer.
         DAMAGED outcomes: the tier has quarantined it and the handle is dead without `lost`.
         """
 
