@@ -1,0 +1,129 @@
+"""Who may touch a tier's directory: one daemon, and no worker of another (docs/formats/disk.md, Opening).
+
+Locks are OFD locks (fcntl(2)): they belong to the open file, so the kernel drops them with the
+process. None of them is ever held by the daemon itself: closing a descriptor on a mount that
+hangs would keep it from ending. On a file system that cannot be written to, a read lock must do:
+nobody else can write to it either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdepot.server.processes import read_boot_id, start_ticks
+
+_FLOCK = struct.Struct("hhqqi4x")
+_CONTENT_BYTES_MAX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The daemon for which a directory is locked, as far as the lock file says."""
+
+    pid: int
+    living: bool
+
+
+class DirectoryHeldError(Exception):
+    """Another process holds the lock."""
+
+    def __init__(self, holder: Holder) -> None:
+        super().__init__(f"held for the daemon with pid {holder.pid}")
+        self.holder = holder
+
+
+def hold_for_daemon(path: Path, daemon_pid: int) -> int:
+    """Lock `path` for a daemon; the descriptor holds it. Raises DirectoryHeldError, and OSError as open(2) does."""
+    fd = _open(path)
+    if not _lock(fd, exclusive=True):
+        holder = _holder(_content(fd))
+        os.close(fd)
+        raise DirectoryHeldError(holder)
+    if _writable(fd):
+        with contextlib.suppress(OSError):  # no room even for this: the lock alone must do
+            _write(fd, f"{daemon_pid} {start_ticks(daemon_pid)} {read_boot_id().hex()}\n")
+    return fd
+
+
+def renew_token(path: Path, token: str) -> str | None:
+    """Write a new token; None while a worker with the old one lives. Raises OSError.
+
+    Answers the token that is in force: the old one where the file system cannot be written to at all.
+    """
+    fd = _open(path)
+    try:
+        if not _lock(fd, exclusive=True):
+            return None
+        if not _writable(fd):
+            return _content(fd)
+        _write(fd, f"{token}\n")
+        return token
+    finally:
+        os.close(fd)
+
+
+def read_token(path: Path) -> str:
+    """Empty where there is none. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return _content(fd)
+    finally:
+        os.close(fd)
+
+
+def enter(path: Path, token: str) -> int | None:
+    """A worker's lock, for as long as the descriptor is open. None: the token has changed, or is being changed.
+
+    Raises OSError. The lock first, the token after: nobody changes it while somebody holds the lock.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if _lock(fd, exclusive=False) and _content(fd) == token:
+        return fd
+    os.close(fd)
+    return None
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _lock(fd: int, *, exclusive: bool) -> bool:
+    kind = fcntl.F_WRLCK if exclusive and _writable(fd) else fcntl.F_RDLCK
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody holds it
+        return False
+    return True
+
+
+def _writable(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+
+
+def _write(fd: int, text: str) -> None:
+    os.pwrite(fd, text.encode(), 0)
+    os.ftruncate(fd, len(text))
+
+
+def _content(fd: int) -> str:
+    return os.pread(fd, _CONTENT_BYTES_MAX, 0).decode("ascii", "replace").strip()
+
+
+def _holder(content: str) -> Holder:
+    """A lock without a readable holder was just taken: somebody lives."""
+    words = content.split()
+    if len(words) != 3 or not words[0].isdigit():
+        return Holder(0, living=True)
+    pid = int(words[0])
+    return Holder(pid, living=words[2] == read_boot_id().hex() and str(start_ticks(pid)) == words[1])

@@ -1,0 +1,78 @@
+"""Segments are made when they are first needed, one ahead; where the file system has no room, what is there must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.server.io.jobs import Allocate, Answer, Priority
+from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.tiers.disk.layout import DiskLayout, segment_name
+from kvdepot.server.tiers.disk.space import Space
+from kvdepot.server.tiers.disk.workers import Hold, Workers
+
+_RETRY_SECONDS: Final = 60.0
+
+
+class Growth:
+    """`grown` is called when there is more, or when it is known that there is not."""
+
+    def __init__(
+        self, workers: Workers, space: Space, layout: DiskLayout, *,
+        clock: Callable[[], float], grown: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._workers = workers
+        self._space = space
+        self._layout = layout
+        self._clock = clock
+        self._grown = grown
+        self._under_way = False
+        self._held = False
+        self._retry_at = 0.0
+        self.segments = 0
+        self.refused = ""
+        """Why the last segment could not be made; empty while all is well."""
+
+    @property
+    def left_bytes(self) -> int:
+        """What can still be made, as far as is known."""
+        return 0 if self.refused else self._layout.data_bytes - self.ready_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        return min(self.segments * self._layout.segment_bytes, self._layout.data_bytes)
+
+    def start(self, layout: DiskLayout, segments: int) -> None:
+        self._layout = layout
+        self.segments = segments
+        self.refused = ""
+
+    def run_once(self, wanted_bytes: int = 0) -> None:
+        """Make the next segment if less than one is free, or less than what is waited for."""
+        if self._under_way or self._held or self.segments >= self._layout.segments or not self._workers.usable:
+            return
+        if self.refused and self._clock() < self._retry_at:
+            return
+        if self._space.free_bytes >= max(wanted_bytes, self._layout.segment_bytes):
+            return
+        self._under_way = self._held = True
+        number = self.segments
+        job = Allocate(segment_name(number), self._layout.length_of(number))
+        self._workers.submit(job, priority=Priority.STORE, done=self._allocated, loan=Hold(None, self._released))
+
+    def _released(self) -> None:
+        self._held = False
+
+    def _allocated(self, answer: Answer) -> None:
+        self._under_way = False
+        self._held = self._held and answer.outcome is IoOutcome.TIMEOUT
+        if answer.outcome is IoOutcome.CANCELLED:
+            return
+        if answer.outcome is IoOutcome.OK:
+            self.refused = ""
+            self.segments += 1
+            self._space.grow(self.ready_bytes)
+        else:
+            self.refused = f"segment {self.segments} cannot be made: {answer.detail or answer.outcome}"
+            self._retry_at = self._clock() + _RETRY_SECONDS
+        self._grown()

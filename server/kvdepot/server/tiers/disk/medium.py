@@ -1,0 +1,79 @@
+"""What reading, writing and opening a disk tier share: its parts, and how an object ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvdepot.core.calls import Kind
+from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.server.io.jobs import Part
+from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.tiers.disk.budget import WriteBudget
+from kvdepot.server.tiers.disk.catalog import Catalog
+from kvdepot.server.tiers.disk.config import DiskConfig
+from kvdepot.server.tiers.disk.journal import Journal
+from kvdepot.server.tiers.disk.layout import DiskLayout
+from kvdepot.server.tiers.disk.quarantine import QuarantineRoom
+from kvdepot.server.tiers.disk.records import Mark, RecordType
+from kvdepot.server.tiers.disk.space import Space
+from kvdepot.server.tiers.disk.workers import Workers
+
+EVENTS = "kvdepot.events"
+"""Name of the logger that is told what became durable and what is gone, at level debug."""
+
+
+@dataclass(slots=True)
+class Medium:
+    config: DiskConfig
+    layout: DiskLayout
+    catalog: Catalog
+    space: Space
+    journal: Journal
+    data: Workers
+    quarantine: QuarantineRoom
+    budget: WriteBudget
+    wall_clock: Callable[[], float]
+    freed: Callable[[], None]  # there may be room for a write that waits
+    events: logging.Logger = field(default_factory=lambda: logging.getLogger(EVENTS))
+    sequence: int = 0  # of the next write
+
+    def take_sequence(self) -> int:
+        self.sequence += 1
+        return self.sequence - 1
+
+    def parts(self, handle: int) -> tuple[Part, ...]:
+        return self.layout.parts(self.catalog.fragments(handle), object_bytes(self.catalog.stored_bytes(handle)))
+
+    def unindex(self, handle: int, event: str, reason: str = "") -> int:
+        """Serve it no more. `kill` is due. Answers its sequence.
+
+        The event comes before the KILL: whoever follows the events never misses an object that he was not told of.
+        """
+        sequence = self.catalog.sequence(handle)
+        self.tell(event, sequence, self.catalog.name(handle), reason)
+        self.space.retire(sequence, self.catalog.fragments(handle))
+        self.catalog.remove(handle)
+        return sequence
+
+    def kill(self, sequence: int) -> None:
+        """Append the KILL; its bytes are free when that is done and nobody reads them. Failed: the next opening's."""
+
+        def appended(outcome: IoOutcome) -> None:
+            if outcome is IoOutcome.OK:
+                self.space.killed(sequence)
+                self.freed()
+
+        self.journal.append(Mark(RecordType.KILL, sequence, 0), appended)
+
+    def kill_all(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            self.kill(sequence)
+
+    def tell(self, event: str, sequence: int, name: ObjectName, reason: str = "") -> None:
+        self.events.debug(
+            "%s tier=%s sequence=%d key=%s kind=%s%s",
+            event, self.config.name, sequence, name.key.hex(), Kind(name.kind).name.lower(),
+            f" reason={reason}" if reason else "",
+        )  # fmt: skip

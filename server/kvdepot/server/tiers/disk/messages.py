@@ -1,0 +1,216 @@
+"""What a disk tier and its opening process say to each other, over a socketpair of streams.
+
+A frame is the length of its body (u32), a type (u8) and the body: JSON, but for objects (packed
+PUT records) and claims (pairs of u64), of which there are many.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from kvdepot.core.allocator import Extent
+from kvdepot.server.tiers.disk.records import Put, pack_put, unpack_record
+
+FRAME: Final = struct.Struct("<IB")
+BODY_BYTES_MAX: Final = 64 << 20
+CLAIMS_PER_MESSAGE: Final = 2_000
+OBJECTS_PER_MESSAGE: Final = 500
+"""What the loop takes in at once: some 4 ms."""
+_PAIR = struct.Struct("<QQ")
+
+
+# To the opening process.
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Take the locks. `token`: of the workers this daemon has already, empty at its start.
+
+    `device`: of the file system that the directory was on before; 0: not known, and the directory may be made.
+    """
+
+    token: str = ""
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Recover, write the next generation, tell what there is.
+
+    `held`: fragments that are not free although no object has them.
+    """
+
+    held: tuple[Extent, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Compact:
+    generation: int
+    synced_sequence: int  # every write up to it is done
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Make everything durable that was written to segments."""
+
+
+# From it.
+
+
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """The directory is this daemon's, and no worker of another lives."""
+
+    token: str
+    device: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """By a living daemon. The process ends."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """For processes of a daemon that is dead."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """It cannot be had now. The process ends. `outcome` is an `IoOutcome`."""
+
+    reason: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Claims, then objects, then Done follow. `refused`: why nothing can be written, and there is no new generation."""
+
+    store_id: str
+    segment_bytes: int
+    segments: int  # there, from the first one on
+    generation: int
+    objects: int
+    synced_sequence: int
+    scrub_position: int
+    day: int
+    day_bytes: int
+    snapshot_bytes: int
+    quarantined: tuple[tuple[str, int], ...]  # file below the directory, bytes; oldest first
+    notes: tuple[str, ...]
+    refused: str = ""
+    outcome: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """Used fragments, in ascending order."""
+
+    fragments: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    puts: tuple[Put, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """`generation` of the snapshot made, or why there is none."""
+
+    generation: int
+    synced_sequence: int
+    snapshot_bytes: int
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The opening process is gone, and with it the lock. Not sent: its socket says so."""
+
+
+Request = Begin | Open | Compact | Sync
+Message = Locked | Held | Waiting | Failed | Opened | Claims | Objects | Done | Compacted | Synced | Ended
+_TYPES: tuple[type[Any], ...] = (
+    Begin, Open, Compact, Sync, Locked, Held, Waiting, Failed, Opened, Claims, Objects, Done, Compacted, Synced,
+)  # fmt: skip
+
+
+class MessageError(ValueError):
+    """A frame that nobody sends."""
+
+
+def pack(message: Request | Message) -> bytes:
+    match message:
+        case Claims(fragments):
+            body = b"".join(_PAIR.pack(*fragment) for fragment in fragments)
+        case Objects(puts):
+            body = b"".join(map(pack_put, puts))
+        case _:
+            body = json.dumps(asdict(message)).encode()
+    return FRAME.pack(len(body), _TYPES.index(type(message))) + body
+
+
+def take_messages(received: bytearray) -> Iterator[Any]:
+    """The whole messages at the start of `received`, which loses each as it is taken. Raises MessageError."""
+    while len(received) >= FRAME.size:
+        length, kind = FRAME.unpack_from(received)
+        if kind >= len(_TYPES) or length > BODY_BYTES_MAX:
+            raise MessageError(f"a message of type {kind} with {length} bytes")
+        end = FRAME.size + length
+        if len(received) < end:
+            return
+        body = bytes(received[FRAME.size : end])
+        del received[:end]
+        yield _unpack(_TYPES[kind], body)
+
+
+def _unpack(kind: type[Any], body: bytes) -> Any:
+    if kind is Claims:
+        return Claims(tuple(_PAIR.iter_unpack(body)))
+    if kind is Objects:
+        return Objects(tuple(_puts(body)))
+    values = json.loads(body)
+    return kind(**{name: _tuples(value) for name, value in values.items()})
+
+
+def _puts(body: bytes) -> Iterator[Put]:
+    view, at = memoryview(body), 0
+    while at < len(view):
+        put, at = unpack_record(view, at)
+        if not isinstance(put, Put):
+            raise MessageError("a mark among objects")
+        yield put
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def claims_of(fragments: Sequence[Extent]) -> Iterator[Claims]:
+    for start in range(0, len(fragments), CLAIMS_PER_MESSAGE):
+        yield Claims(tuple(fragments[start : start + CLAIMS_PER_MESSAGE]))
+
+
+def objects_of(puts: Sequence[Put]) -> Iterator[Objects]:
+    for start in range(0, len(puts), OBJECTS_PER_MESSAGE):
+        yield Objects(tuple(puts[start : start + OBJECTS_PER_MESSAGE]))

@@ -1,0 +1,156 @@
+"""What the opening process does with each request; free of processes, so that tests and offline verbs call it too.
+
+Blocking. Answers are yielded, in the order in which the daemon needs them.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.errors import ConfigError
+from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.tiers.disk import layout as names
+from kvdepot.server.tiers.disk.layout import DiskLayout, Store
+from kvdepot.server.tiers.disk.messages import (
+    Compact,
+    Compacted,
+    Done,
+    Failed,
+    Message,
+    Opened,
+    Sync,
+    Synced,
+    claims_of,
+    objects_of,
+)
+from kvdepot.server.tiers.disk.messages import Open as OpenRequest
+from kvdepot.server.tiers.disk.records import BadFile
+from kvdepot.server.tiers.disk.recovery import (
+    Index,
+    SnapshotFacts,
+    compact,
+    complete_segments,
+    make_store,
+    read_index,
+    read_store,
+    remove_temporaries,
+    sync_segments,
+    write_generation,
+)
+
+_OUTCOMES = {
+    errno.ENOENT: IoOutcome.GONE,
+    errno.ENOTDIR: IoOutcome.GONE,
+    errno.ESTALE: IoOutcome.GONE,
+    errno.EACCES: IoOutcome.UNREADABLE,
+    errno.EPERM: IoOutcome.UNREADABLE,
+    errno.ENOSPC: IoOutcome.NO_SPACE,
+    errno.EDQUOT: IoOutcome.NO_SPACE,
+    errno.EROFS: IoOutcome.READ_ONLY,
+}
+
+
+class Opener:
+    """One directory, whose locks the caller holds."""
+
+    def __init__(
+        self,
+        root: Path,
+        capacity_bytes: int,
+        quarantine_bytes: int,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self._root = root
+        self._capacity_bytes = capacity_bytes
+        self._quarantine_bytes = quarantine_bytes
+        self._random_bytes = random_bytes
+        self._store: Store | None = None
+
+    def answer(self, request: OpenRequest | Compact | Sync) -> Iterator[Message]:
+        match request:
+            case OpenRequest(held):
+                yield from self._open(held)
+            case Compact():
+                yield self._compact(request)
+            case Sync():
+                yield self._sync()
+
+    def _open(self, held: Sequence[Extent]) -> Iterator[Message]:
+        try:
+            store, layout = self._open_store()
+            index = read_index(self._root, store, layout)
+        except (BadFile, ConfigError) as error:
+            yield Failed(f"{self._root}: {error}", IoOutcome.IO_ERROR)
+            return
+        except OSError as error:
+            yield failed(error)
+            return
+        yield self._write(store, layout, index)
+        used = {fragment for put in index.puts for fragment in put.fragments}
+        yield from claims_of(sorted(used.union(held)))
+        yield from objects_of(index.puts)
+        yield Done()
+
+    def _open_store(self) -> tuple[Store, DiskLayout]:
+        store = read_store(self._root)
+        layout = self._layout(store)
+        for folder in names.FOLDERS:
+            (self._root / folder).mkdir(mode=0o700, exist_ok=True)
+        if store is None:
+            store = make_store(self._root, layout, self._random_bytes)
+        self._store = store
+        return store, layout
+
+    def _layout(self, store: Store | None) -> DiskLayout:
+        segment_bytes = store.segment_bytes if store else None
+        return DiskLayout.plan(self._capacity_bytes, self._quarantine_bytes, segment_bytes)
+
+    def _write(self, store: Store, layout: DiskLayout, index: Index) -> Opened:
+        """Make the next generation. Where that fails, what was found is served, and nothing is taken."""
+        found = index.replayed
+        size_bytes, refused, outcome = 0, "", ""
+        segments = layout.segments
+        try:
+            segments = complete_segments(self._root, layout, index.puts)
+            sync_segments(self._root)
+            facts = SnapshotFacts(
+                found.highest_sequence, found.highest_sequence, found.scrub_position, found.day, found.day_bytes
+            )
+            size_bytes = write_generation(self._root, store, index.generation, index.puts, facts)
+            remove_temporaries(self._root)
+        except OSError as error:
+            why = failed(error)
+            refused, outcome = why.reason, why.outcome
+        return Opened(
+            store.store_id.hex(), store.segment_bytes, segments, index.generation, len(index.puts),
+            found.highest_sequence, found.scrub_position, found.day, found.day_bytes, size_bytes,
+            self._quarantined(), index.notes, refused, outcome,
+        )  # fmt: skip
+
+    def _quarantined(self) -> tuple[tuple[str, int], ...]:
+        files = sorted((self._root / names.QUARANTINE).glob("*.kvd"))
+        return tuple((f"{names.QUARANTINE}/{path.name}", path.stat().st_size) for path in files)
+
+    def _compact(self, request: Compact) -> Compacted:
+        assert self._store is not None, "compaction before opening"
+        try:
+            size_bytes = compact(self._root, self._store, request.generation, request.synced_sequence)
+        except (OSError, BadFile) as error:
+            return Compacted(request.generation, request.synced_sequence, 0, str(error))
+        return Compacted(request.generation + 1, request.synced_sequence, size_bytes)
+
+    def _sync(self) -> Synced:
+        try:
+            sync_segments(self._root)
+        except OSError as error:
+            return Synced(str(error))
+        return Synced()
+
+
+def failed(error: OSError) -> Failed:
+    outcome = _OUTCOMES.get(error.errno or 0, IoOutcome.IO_ERROR)
+    return Failed(f"{error.filename or 'the directory'}: {error.strerror or error}", outcome)

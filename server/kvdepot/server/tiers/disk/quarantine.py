@@ -1,0 +1,98 @@
+"""Damaged objects, kept for whoever wants to know why: bounded in bytes, number and age, oldest removed first."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import Final
+
+from kvdepot.core.allocator import GRANULE_BYTES
+from kvdepot.server.io.jobs import Answer, Part, Priority, Quarantine, Remove
+from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.tiers.disk.layout import quarantine_name
+from kvdepot.server.tiers.disk.workers import Hold, Workers
+
+FILES_MAX: Final = 4_096
+
+
+class QuarantineRoom:
+    """Copies damaged objects into files. One at a time: damage comes in heaps, and what serves goes first."""
+
+    def __init__(
+        self, workers: Workers, *, capacity_bytes: int, keep_seconds: float, wall_clock: Callable[[], float]
+    ) -> None:
+        self._workers = workers
+        self._capacity_bytes = capacity_bytes
+        self._keep_seconds = keep_seconds
+        self._wall_clock = wall_clock
+        self._files: deque[tuple[str, int]] = deque()  # oldest first
+        self._removing: set[str] = set()
+        self.used_bytes = 0
+
+    def recover(self, files: Iterable[tuple[str, int]]) -> None:
+        """What an opening found, oldest first."""
+        self._files = deque((file, _rounded(size)) for file, size in files)
+        self._removing.clear()
+        self.used_bytes = sum(size for _, size in self._files)
+        self.tend()
+
+    def take(self, parts: tuple[Part, ...], sequence: int, reason: IoOutcome, left: Callable[[], None]) -> None:
+        """Copy an object; `left` is called when nobody reads its place any more, whether or not there is a copy."""
+        size_bytes = _rounded(sum(part.length for part in parts))
+        if size_bytes > self._capacity_bytes:
+            left()
+            return
+        file = quarantine_name(int(self._wall_clock()), sequence, reason)
+        self._files.append((file, size_bytes))
+        self.used_bytes += size_bytes
+        too_old = self._oldest(self._capacity_bytes, keep=1)
+
+        def copy(_: Answer) -> None:
+            held = True
+
+            def answered(answer: Answer) -> None:
+                if held and answer.outcome is not IoOutcome.TIMEOUT:
+                    released()
+
+            def released() -> None:
+                nonlocal held
+                if held:
+                    held = False
+                    left()
+
+            job = Quarantine(parts, file)
+            self._workers.submit(job, priority=Priority.TEND, done=answered, loan=Hold(None, released))
+
+        if too_old:
+            self._remove(too_old, copy)
+        else:
+            copy(Answer(IoOutcome.OK))
+
+    def tend(self) -> None:
+        """Remove what is too old or too much."""
+        files = self._oldest(self._capacity_bytes, keep=0)
+        oldest = quarantine_name(max(int(self._wall_clock() - self._keep_seconds), 0), 0, "")
+        while self._files and PurePath(self._files[0][0]).name < PurePath(oldest).name:
+            files.append(self._pop())
+        if files:
+            self._remove(files, lambda _: None)
+
+    def _oldest(self, capacity_bytes: int, *, keep: int) -> list[str]:
+        files = []
+        while len(self._files) > keep and (self.used_bytes > capacity_bytes or len(self._files) > FILES_MAX):
+            files.append(self._pop())
+        return files
+
+    def _pop(self) -> str:
+        file, size_bytes = self._files.popleft()
+        self.used_bytes -= size_bytes
+        return file
+
+    def _remove(self, files: list[str], done: Callable[[Answer], None]) -> None:
+        self._workers.submit(Remove(tuple(files)), priority=Priority.TEND, done=done)
+
+
+def _rounded(size_bytes: int) -> int:
+    """With a page for what the file system keeps about a file."""
+    return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES + GRANULE_BYTES

@@ -1,0 +1,93 @@
+"""The way of an object out of the tier, and what becomes of one that is not what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.objectfile import ObjectName
+from kvdepot.server.io.jobs import Answer, Priority, ReadObject
+from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, Read
+from kvdepot.server.tiers.disk.medium import Medium
+from kvdepot.server.tiers.disk.workers import Hold
+
+
+class Reading:
+    """`refused(outcome, detail)` is told of outcomes that concern more than one object, `damaged` of each that does."""
+
+    def __init__(
+        self, medium: Medium, *, refused: Callable[[IoOutcome, str], None],
+        damaged: Callable[[ObjectName, IoOutcome, str], None],
+    ) -> None:  # fmt: skip
+        self._medium = medium
+        self._refused = refused
+        self._damaged = damaged
+        self.in_flight = 0
+
+    def read(
+        self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
+    ) -> None:
+        self._submit(handle, name, tuple(extents), loan, Priority.LOAD, done)
+
+    def verify(self, handle: int, lost: Callable[[int], None], done: Callable[[], None]) -> None:
+        """Read an object for its own sake. `lost` is told its handle if that is dead now."""
+        name = self._medium.catalog.name(handle)
+
+        def verified(read: Read) -> None:
+            if read.outcome in DAMAGED:
+                lost(handle)
+            done()
+
+        self._submit(handle, name, None, None, Priority.TEND, verified)
+
+    def _submit(
+        self, handle: int, name: ObjectName, extents: tuple[Extent, ...] | None, loan: Loan | None,
+        priority: Priority, done: Callable[[Read], None],
+    ) -> None:  # fmt: skip
+        medium = self._medium
+        sequence = medium.catalog.sequence(handle)
+        medium.space.read(sequence)
+        self.in_flight += 1
+        reading = True
+
+        def ended() -> None:
+            """Nobody reads its place any more: answered, or the worker is dead, or no worker was told."""
+            nonlocal reading
+            if reading:
+                reading = False
+                self.in_flight -= 1
+                medium.space.read_done(sequence)
+                medium.freed()
+
+        def answered(answer: Answer) -> None:
+            read = self._judge(handle, sequence, name, answer)
+            if answer.outcome is not IoOutcome.TIMEOUT:
+                ended()
+            done(read)
+
+        job = ReadObject(medium.parts(handle), name, sequence, extents)
+        medium.data.submit(job, priority=priority, done=answered, loan=Hold(loan, ended))
+
+    def _judge(self, handle: int, sequence: int, name: ObjectName, answer: Answer) -> Read:
+        catalog = self._medium.catalog
+        served = handle in catalog and catalog.sequence(handle) == sequence
+        outcome = answer.outcome
+        if outcome is IoOutcome.OK and served and answer.stored_sum != catalog.stored_sum(handle):
+            outcome = IoOutcome.CORRUPT  # whole, but not what the index says
+        if outcome in DAMAGED and served:
+            outcome = self._bury(handle, name, outcome, answer.detail)
+        elif outcome is IoOutcome.OK and served:
+            catalog.prove(handle)
+        else:
+            self._refused(outcome, answer.detail)
+        return Read(outcome, answer.raw_sum if outcome is IoOutcome.OK else 0)
+
+    def _bury(self, handle: int, name: ObjectName, outcome: IoOutcome, detail: str) -> IoOutcome:
+        medium = self._medium
+        if medium.catalog.unproven(handle):
+            outcome = IoOutcome.TORN
+        parts = medium.parts(handle)
+        sequence = medium.unindex(handle, "lost", outcome)
+        self._damaged(name, outcome, detail)
+        medium.quarantine.take(parts, sequence, outcome, lambda: medium.kill(sequence))
+        return outcome

@@ -1,0 +1,312 @@
+"""The files of a disk tier, read and made while nobody writes to them: opening and compaction (docs/formats/disk.md).
+
+Blocking file operations, called by the opening process and by offline verbs, never by the daemon's loop.
+Everything here raises OSError as the system calls do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import xxhash
+from kvdepot.core.allocator import Extent
+from kvdepot.server.tiers.disk import layout as names
+from kvdepot.server.tiers.disk.layout import DiskLayout, Store
+from kvdepot.server.tiers.disk.records import (
+    GENERATION_MAX,
+    SEQUENCE_BITS,
+    SNAPSHOT_HEADER_BYTES,
+    BadFile,
+    Put,
+    SnapshotHeader,
+    pack_journal_header,
+    pack_put,
+    pack_snapshot_header,
+    record_bytes,
+)
+from kvdepot.server.tiers.disk.replay import Replayed, replay
+
+_FILE_BYTES_MAX: Final = 2 << 30
+"""Of a journal or snapshot: above what any capacity makes. More is not read."""
+_WRITE_BYTES = 1 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What lies on the medium. `notes` are for the log: what did not count, and why."""
+
+    replayed: Replayed
+    puts: tuple[Put, ...]  # parents before children
+    generation: int  # above every one that a file name has
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFacts:
+    """What a snapshot says beside its records."""
+
+    synced_sequence: int
+    highest_sequence: int
+    scrub_position: int
+    day: int
+    day_bytes: int
+
+
+def read_store(root: Path) -> Store | None:
+    """None where there is no store yet. Raises BadFile for one that this version cannot open."""
+    try:
+        return Store.unpack((root / names.STORE).read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def make_store(root: Path, layout: DiskLayout, random_bytes: Callable[[int], bytes]) -> Store:
+    """A new store. What lies in the folders belongs to none: nothing could tell what it is."""
+    for folder in (names.SEGMENTS, names.JOURNALS, names.SNAPSHOTS):
+        for path in (root / folder).iterdir():
+            path.unlink()
+    store = Store(random_bytes(16), layout.segment_bytes)
+    publish(root / names.STORE, [store.pack()])
+    return store
+
+
+def read_index(root: Path, store: Store, layout: DiskLayout) -> Index:
+    """Replay what is there, less what lies outside the capacity or the files. Writes nothing."""
+    snapshots, journals = _numbered(root / names.SNAPSHOTS), _numbered(root / names.JOURNALS)
+    whole = sorted(number for number, path in snapshots.items() if path.suffix != names.TEMPORARY)
+    notes: list[str] = []
+    found: Replayed | None = None
+    for number in reversed(whole):
+        try:
+            data = _read(snapshots[number])
+            found = replay(data, _row(journals, number), store.store_id, number)
+            break
+        except BadFile as error:
+            notes.append(f"snapshot {number} does not count: {error}")
+    if found is None:
+        found = replay(None, _row(journals, _row_start(journals)), store.store_id, 0)
+        if whole:
+            notes.append("no snapshot counts: only what the journals say is known")
+    if found.stopped:
+        notes.append(f"replay stopped: {found.stopped}")
+    puts, gone = _servable(root, found, layout)
+    notes += gone
+    highest = max([*snapshots, *journals, found.highest_sequence >> SEQUENCE_BITS], default=0)
+    if highest >= GENERATION_MAX:
+        raise BadFile(f"generation {highest} is the last one there is")
+    return Index(found, puts, highest + 1, tuple(notes))
+
+
+def write_generation(root: Path, store: Store, generation: int, puts: Iterable[Put], facts: SnapshotFacts) -> int:
+    """The snapshot of a generation and its empty journal, durable; then all others are removed. Snapshot's bytes."""
+    size_bytes = _write_snapshot(root, store, generation, puts, facts)
+    journal = root / names.journal_name(generation)
+    publish(journal, [pack_journal_header(store.store_id, generation)])
+    remove_others(root, generation)
+    return size_bytes
+
+
+def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> int:
+    """Snapshot generation + 1 out of snapshot and journal `generation`, both of which go. Answers its bytes.
+
+    Raises BadFile when these are not what the daemon has written: nothing is changed then.
+    """
+    snapshot = _read(root / names.snapshot_name(generation))
+    journal = _read(root / names.journal_name(generation))
+    found = replay(snapshot, [(generation, journal)], store.store_id, generation)
+    if found.stopped:
+        raise BadFile(found.stopped)
+    sync_segments(root)
+    puts = sorted(found.live.values(), key=lambda put: put.name.boundary_tokens)
+    facts = SnapshotFacts(
+        synced_sequence, found.highest_sequence, found.scrub_position, found.day, found.day_bytes
+    )  # fmt: skip
+    size_bytes = _write_snapshot(root, store, generation + 1, puts, facts)
+    remove_others(root, generation + 1)
+    return size_bytes
+
+
+def sync_segments(root: Path) -> None:
+    """Everything that was written to a segment is on the medium after it."""
+    for path in sorted((root / names.SEGMENTS).glob("*.seg")):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+
+def complete_segments(root: Path, layout: DiskLayout, puts: Iterable[Put]) -> int:
+    """Allocate what is missing up to the last segment that is there; cut off what is beyond the capacity. How many.
+
+    Where the file system has no room for segments that no object is in, they go.
+    """
+    there = _segment_sizes(root)
+    for number in [number for number in there if number >= layout.segments]:
+        (root / names.segment_name(number)).unlink()
+        del there[number]
+    count = max(there, default=-1) + 1
+    for number in range(count):
+        length = layout.length_of(number)
+        if there.get(number) == length:
+            continue
+        try:
+            _allocate(root / names.segment_name(number), length)
+        except OSError as error:
+            end = max((address + length for put in puts for address, length in put.fragments), default=0)
+            if error.errno not in _NO_ROOM or end > number * layout.segment_bytes:
+                raise
+            for beyond in range(number, count):
+                (root / names.segment_name(beyond)).unlink(missing_ok=True)
+            return number
+    return count
+
+
+def remove_others(root: Path, generation: int) -> None:
+    """Journals and snapshots of older generations, and their temporaries."""
+    for folder in (names.SNAPSHOTS, names.JOURNALS):
+        for path in (root / folder).iterdir():
+            number = names.generation_of(path.name)
+            if number is not None and (number < generation or path.suffix == names.TEMPORARY):
+                path.unlink(missing_ok=True)
+
+
+def remove_temporaries(root: Path) -> None:
+    """What a worker that was killed has left. Only while there is none."""
+    for path in (root / names.PROBE, *(root / names.QUARANTINE).glob("*" + names.TEMPORARY)):
+        path.unlink(missing_ok=True)
+
+
+def publish(path: Path, pieces: Iterable[bytes]) -> None:
+    """A file that is whole and durable as soon as its name is there."""
+    temporary = path.with_name(path.name + names.TEMPORARY)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        with open(fd, "wb", buffering=_WRITE_BYTES) as file:  # noqa: PTH123 - a descriptor
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(fd)
+        temporary.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def _write_snapshot(root: Path, store: Store, generation: int, puts: Iterable[Put], facts: SnapshotFacts) -> int:
+    """Two passes over the records: their sum stands before them."""
+    records = [pack_put(put) for put in puts]
+    total = xxhash.xxh3_128()
+    for record in records:
+        total.update(record)
+    body_bytes = sum(map(len, records))
+    header = SnapshotHeader(
+        store.store_id, generation, facts.synced_sequence, facts.highest_sequence, facts.scrub_position,
+        facts.day, facts.day_bytes, len(records), body_bytes, total.intdigest(),
+    )  # fmt: skip
+    publish(root / names.snapshot_name(generation), [pack_snapshot_header(header), *records])
+    return SNAPSHOT_HEADER_BYTES + body_bytes
+
+
+def _numbered(folder: Path) -> dict[int, Path]:
+    """A generation's file rather than its temporary."""
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir(), reverse=True):  # temporaries first
+        number = names.generation_of(path.name)
+        if number is not None:
+            found[number] = path
+    return found
+
+
+def _row(journals: dict[int, Path], start: int) -> list[tuple[int, bytes]]:
+    row = []
+    while start in journals:
+        row.append((start, _read(journals[start])))
+        start += 1
+    return row
+
+
+def _row_start(journals: dict[int, Path]) -> int:
+    start = max(journals, default=0)
+    while start - 1 in journals:
+        start -= 1
+    return start
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(_FILE_BYTES_MAX + 1)
+    if len(data) > _FILE_BYTES_MAX:
+        raise BadFile(f"{path.name} has more than {_FILE_BYTES_MAX} bytes")
+    return data
+
+
+def _segment_sizes(root: Path) -> dict[int, int]:
+    return {
+        int(path.stem): path.stat().st_size
+        for path in (root / names.SEGMENTS).glob("*.seg")
+        if path.stem.isdigit() and path.name == Path(names.segment_name(int(path.stem))).name
+    }
+
+
+def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[tuple[Put, ...], list[str]]:
+    """Objects inside the files and the capacity, parents first, as many as the index has room for."""
+    sizes = _segment_sizes(root)
+    unproven = not found.closed
+    inside = [
+        replace(put, unproven=True) if unproven and sequence > found.synced_sequence else put
+        for sequence, put in found.live.items()
+        if _inside(put.fragments, sizes, layout)
+    ]
+    inside.sort(key=lambda put: put.name.boundary_tokens)
+    fitting = _fitting(inside, layout)
+    notes = []
+    if len(inside) < len(found.live):
+        notes.append(f"{len(found.live) - len(inside)} objects lie outside the segments or the capacity")
+    if fitting < len(inside):
+        notes.append(f"{len(inside) - fitting} objects do not fit the index of this capacity")
+    return tuple(inside[:fitting]), notes
+
+
+def _inside(fragments: Sequence[Extent], sizes: dict[int, int], layout: DiskLayout) -> bool:
+    if any(address + length > layout.data_bytes for address, length in fragments):
+        return False
+    length = sum(length for _, length in fragments)
+    return all(
+        part.offset + part.length <= sizes.get(int(Path(part.file).stem), 0) for part in layout.parts(fragments, length)
+    )
+
+
+def _fitting(puts: Sequence[Put], layout: DiskLayout) -> int:
+    left_bytes = layout.snapshot_bytes - SNAPSHOT_HEADER_BYTES
+    for count, put in enumerate(puts[: layout.handles]):
+        left_bytes -= record_bytes(len(put.fragments))
+        if left_bytes < 0:
+            return count
+    return min(len(puts), layout.handles)
+
+
+def _allocate(path: Path, length_bytes: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.ftruncate(fd, length_bytes)
+        os.posix_fallocate(fd, 0, length_bytes)
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

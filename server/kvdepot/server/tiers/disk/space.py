@@ -1,0 +1,229 @@
+"""Which bytes of the segments are free, and which are not free yet although no object is served from them.
+
+The rules (DESIGN 6): a place is reused only when the KILL of its object is in the journal and
+nobody reads it any more; a place that is being written only when its writer has answered or is dead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvdepot.core.allocator import GRANULE_BYTES, Extent, ExtentAllocator
+from kvdepot.server.tiers.disk.records import FRAGMENTS_MAX
+
+
+@dataclass(slots=True)
+class _Held:
+    """A place without an object. `killed`: its KILL is in the journal, or it never had a PUT."""
+
+    fragments: tuple[Extent, ...]
+    dying: bool = False
+    killed: bool = False
+    streamed: bool = False  # in the index that is being read again
+
+
+@dataclass(slots=True)
+class _Reopening:
+    """The allocator to come. Until `finish`, nothing is allocated, and what is released waits."""
+
+    allocator: ExtentAllocator
+    held: set[int]
+    released: dict[int, _Held] = field(default_factory=dict)
+
+
+class Space:
+    """One owner; places are named by the sequence of their write."""
+
+    def __init__(self, data_bytes: int) -> None:
+        self._data_bytes = data_bytes
+        self._allocator = ExtentAllocator(0, data_bytes)
+        self._held: dict[int, _Held] = {}
+        self._readers: dict[int, int] = {}
+        self._reopening: _Reopening | None = None
+        self.coming_bytes = 0
+        """On their way to be free: dead objects whose KILL or readers are not done."""
+
+    @property
+    def free_bytes(self) -> int:
+        return self._allocator.free_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Without what is on its way to be free."""
+        return self._allocator.used_bytes - self.coming_bytes
+
+    @property
+    def ready_bytes(self) -> int:
+        return self._allocator.ready_bytes
+
+    def grow(self, upto_bytes: int) -> None:
+        self._allocator.grow(upto_bytes)
+
+    # A write.
+
+    def allocate(self, sequence: int, size_bytes: int) -> tuple[Extent, ...] | None:
+        """None: so many bytes are not free, or only in more pieces than a record has."""
+        found = self._allocator.allocate(size_bytes)
+        if found is None:
+            return None
+        if len(found) > FRAGMENTS_MAX:
+            for fragment in found:
+                self._allocator.free(*fragment)
+            return None
+        fragments = tuple((address, self._allocator.rounded(length)) for address, length in found)
+        self._held[sequence] = _Held(fragments, killed=True)
+        return fragments
+
+    def trim(self, sequence: int, size_bytes: int) -> tuple[Extent, ...]:
+        """Give back what lies behind the first `size_bytes` (whole pages) of a place that was just written."""
+        assert self._reopening is None
+        held = self._held[sequence]
+        kept: list[Extent] = []
+        for address, length in held.fragments:
+            keep = min(length, size_bytes)
+            size_bytes -= keep
+            if keep:
+                kept.append((address, keep))
+            if keep < length:
+                self._allocator.free(address + keep, length - keep)
+        held.fragments = tuple(kept)
+        return held.fragments
+
+    def keep(self, sequence: int) -> None:
+        """It is an object's place now."""
+        del self._held[sequence]
+
+    def unsure(self, sequence: int) -> None:
+        """Whether its PUT is in the journal nobody knows: an opening finds out."""
+        held = self._held[sequence]
+        held.killed = False
+        held.dying = True
+        self.coming_bytes += _bytes(held)
+
+    def oldest_writing(self, otherwise: int) -> int:
+        """The lowest sequence that is being written."""
+        return min((sequence for sequence, held in self._held.items() if not held.dying), default=otherwise)
+
+    def abandon(self, sequence: int) -> None:
+        """Nothing was written that anybody will ever read, and nobody writes it any more."""
+        self._release(sequence)
+
+    # The end of an object.
+
+    def retire(self, sequence: int, fragments: tuple[Extent, ...]) -> None:
+        """It is not served any more. `killed` is next."""
+        held = _Held(fragments, dying=True)
+        self._held[sequence] = held
+        self.coming_bytes += _bytes(held)
+
+    def killed(self, sequence: int) -> None:
+        """No effect when an opening has found that out already."""
+        held = self._held.get(sequence)
+        if held is not None:
+            held.killed = True
+            self._settle(sequence)
+
+    def unkilled(self) -> list[int]:
+        """Dead objects whose KILL is not in the journal."""
+        return [sequence for sequence, held in self._held.items() if held.dying and not held.killed]
+
+    def read(self, sequence: int) -> None:
+        self._readers[sequence] = self._readers.get(sequence, 0) + 1
+
+    def read_done(self, sequence: int) -> None:
+        self._readers[sequence] -= 1
+        if not self._readers[sequence]:
+            del self._readers[sequence]
+            self._settle(sequence)
+
+    def _settle(self, sequence: int) -> None:
+        held = self._held.get(sequence)
+        if held is not None and held.dying and held.killed and sequence not in self._readers:
+            self._release(sequence)
+
+    def _release(self, sequence: int) -> None:
+        held = self._held.pop(sequence)
+        if held.dying:
+            self.coming_bytes -= _bytes(held)
+        if self._reopening is not None:
+            self._reopening.released[sequence] = held
+            return
+        self._free_all(held)
+
+    # Opening, and opening again while reads go on.
+
+    def reopen(self) -> list[Extent]:
+        """The index is read again: what must not be free whatever it says."""
+        self.give_up()
+        for held in self._held.values():
+            held.streamed = False
+        self._reopening = _Reopening(ExtentAllocator(0, self._data_bytes), set(self._held))
+        return [fragment for held in self._held.values() for fragment in held.fragments]
+
+    def resize(self, data_bytes: int, ready_bytes: int) -> None:
+        """How much there is, before the claims."""
+        assert self._reopening is not None
+        self._data_bytes = data_bytes
+        self._reopening.allocator = ExtentAllocator(0, data_bytes)
+        self._reopening.allocator.grow(ready_bytes)
+
+    def claim(self, fragments: Iterable[Extent]) -> None:
+        """In ascending order. Raises ExtentError when they overlap."""
+        assert self._reopening is not None
+        for address, length in fragments:
+            self._reopening.allocator.claim(address, length)
+
+    def stream(self, sequence: int) -> bool:
+        """The index has this write. True: it is not an object's any more, and its KILL is still to be appended."""
+        held = self._held.get(sequence)
+        if held is not None:
+            held.streamed = True
+        return held is not None
+
+    def give_up(self) -> None:
+        """The opening failed. What was released meanwhile is free in the allocator that stays."""
+        reopening, self._reopening = self._reopening, None
+        if reopening is not None:
+            for held in reopening.released.values():
+                self._free_all(held)
+
+    def finish(self, streamed: Sequence[int]) -> list[int]:
+        """Use the new allocator. `streamed`: writes that died while it was filled. Answers what is yet to be killed."""
+        reopening, self._reopening = self._reopening, None
+        assert reopening is not None
+        self._allocator = reopening.allocator
+        there = reopening.held.union(streamed)
+        for sequence, held in reopening.released.items():
+            if held.streamed or sequence in there:
+                self._free_all(held)
+        unkilled = []
+        for sequence in self.unkilled():
+            held = self._held[sequence]
+            if held.streamed or sequence in streamed:
+                unkilled.append(sequence)
+            else:
+                self._forget(sequence, claimed=sequence in there)
+        return unkilled
+
+    def _forget(self, sequence: int, *, claimed: bool) -> None:
+        held = self._held[sequence]
+        if not claimed:  # the index has lost it: its place is free or another's
+            del self._held[sequence]
+            self.coming_bytes -= _bytes(held)
+        else:
+            held.killed = True
+            self._settle(sequence)
+
+    def _free_all(self, held: _Held) -> None:
+        for fragment in held.fragments:
+            self._allocator.free(*fragment)
+
+
+def _bytes(held: _Held) -> int:
+    return sum(length for _, length in held.fragments)
+
+
+def pages(size_bytes: int) -> int:
+    """Rounded up to whole pages."""
+    return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES

@@ -1,0 +1,422 @@
+"""The disk tier: an arena on disk (DESIGN 6, docs/formats/disk.md). One owner, the loop's thread; nothing here blocks.
+
+Its parts: `medium` (catalog, space, journal, quarantine), `writing`, `reading`, `growth`, `scrub`,
+`health`; the opening process, which holds the directory; two pools of I/O workers, one of
+them for the journal alone, so that no append queues behind payload.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvdepot.core.allocator import Extent, ExtentError
+from kvdepot.core.errors import ConfigError
+from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.core.report import TierStatus
+from kvdepot.core.units import format_size_rounded
+from kvdepot.server.io.jobs import Answer, Priority, Probe
+from kvdepot.server.tiers.base import Found, IoOutcome, Loan, Read, TierListener, Written
+from kvdepot.server.tiers.disk.budget import WriteBudget
+from kvdepot.server.tiers.disk.catalog import Catalog
+from kvdepot.server.tiers.disk.config import DiskConfig
+from kvdepot.server.tiers.disk.growth import Growth
+from kvdepot.server.tiers.disk.health import STOPS_WRITING, Health, State
+from kvdepot.server.tiers.disk.journal import Journal
+from kvdepot.server.tiers.disk.layout import PROBE, DiskLayout
+from kvdepot.server.tiers.disk.medium import Medium
+from kvdepot.server.tiers.disk.messages import (
+    Begin,
+    Claims,
+    Compact,
+    Compacted,
+    Done,
+    Ended,
+    Failed,
+    Held,
+    Locked,
+    Message,
+    Objects,
+    Open,
+    Opened,
+    Sync,
+    Synced,
+    Waiting,
+)
+from kvdepot.server.tiers.disk.quarantine import QuarantineRoom
+from kvdepot.server.tiers.disk.reading import Reading
+from kvdepot.server.tiers.disk.records import Mark, RecordType
+from kvdepot.server.tiers.disk.reopening import Reopening
+from kvdepot.server.tiers.disk.scrub import Scrubber
+from kvdepot.server.tiers.disk.space import Space
+from kvdepot.server.tiers.disk.workers import OpenerLink, Workers
+from kvdepot.server.tiers.disk.writing import Writing
+
+_VERDICT_SECONDS: Final = 5.0
+"""How long `start` waits to hear whether another daemon has the directory. A hung one is not waited for."""
+_CLOSE_SECONDS: Final = 3.0
+_STEP_SECONDS: Final = 0.02
+_TEND_SECONDS: Final = 60.0
+
+
+class DiskTier:
+    """A `Tier`. What it refuses at once is answered before `read` or `write` return, everything else later."""
+
+    def __init__(
+        self, config: DiskConfig, *, data: Workers, journal: Workers, opener: OpenerLink, log: logging.Logger,
+        clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """`data` and `journal` do nothing before they are renewed. Raises ConfigError for an impossible capacity."""
+        self.name = config.name
+        self._config = config
+        self._data = data
+        self._journal_workers = journal
+        self._opener = opener
+        self._log = log
+        self._clock = clock
+        layout = DiskLayout.plan(config.capacity_bytes, config.quarantine_bytes)
+        self.handles_max = layout.handles
+        self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
+        space = Space(layout.data_bytes)
+        self._medium = medium = Medium(
+            config, layout, Catalog(layout.handles), space,
+            Journal(
+                journal, limit_bytes=layout.journal_bytes, sync=config.fsync, closed=self._compact,
+                broken=self._journal_broken,
+            ),
+            data,
+            QuarantineRoom(
+                data, capacity_bytes=layout.quarantine_bytes, keep_seconds=config.quarantine_keep_seconds,
+                wall_clock=wall_clock,
+            ),
+            WriteBudget(config.write_budget_bytes, wall_clock), wall_clock, self._freed,
+        )  # fmt: skip
+        self._growth = Growth(data, space, layout, clock=clock, grown=self._freed)
+        self._writing = Writing(medium, self._growth, clock=clock, refused=self._refused)
+        self._reading = Reading(medium, refused=self._refused, damaged=self._damaged)
+        self._scrubber = Scrubber(
+            medium.catalog, bytes_per_second=config.scrub_bytes_per_second, clock=clock,
+            verify=self._verify, note=self._note_scrubbed,
+        )  # fmt: skip
+        self._listener: TierListener | None = None
+        self._reopening: Reopening | None = None
+        self._locked = False
+        self._token = ""
+        self._device = 0
+        self._serves = False  # opened once, and the directory has not gone since
+        self._tend_at = 0.0
+        self._probing = False
+        self._synced: bool | None = None
+        self._closing = False
+
+    # What the engine asks
+
+    @property
+    def readable(self) -> bool:
+        return self._serves and self._data.usable and self._health.state is not State.CLOSED
+
+    @property
+    def writable(self) -> bool:
+        return not self._why_not_writable()
+
+    @property
+    def budget_spent(self) -> bool:
+        return self._medium.budget.spent
+
+    @property
+    def write_slots(self) -> int:
+        return max(self._config.write_slots - self._writing.in_flight, 0) if self.writable else 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self._medium.space.used_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._growth.ready_bytes + self._growth.left_bytes
+
+    def cost_bytes(self, raw_bytes: int) -> int:
+        return object_bytes(raw_bytes)
+
+    def start(self, listener: TierListener) -> None:
+        """Raises ConfigError when a living daemon has the directory."""
+        self._listener = listener
+        self._spawn_opener()
+        if self._opener.running:
+            message = self._opener.wait(_VERDICT_SECONDS)
+            if isinstance(message, Held):
+                self._opener.end()
+                raise ConfigError(
+                    "", f"tier.{self.name}.path",
+                    f"{self._config.path} is held by the daemon with pid {message.pid}",
+                    advice="stop the other daemon, or configure another path",
+                )  # fmt: skip
+            if message is not None:
+                self._heard(message)
+
+    def tick(self) -> None:
+        if self._health.state is State.CLOSED or self._listener is None:
+            return
+        self._writing.expire()
+        if self._health.state is State.READY:
+            self._growth.run_once()
+            self._scrubber.run_once()
+        if self._clock() >= self._tend_at:
+            self._tend_at = self._clock() + _TEND_SECONDS
+            if self._serves:
+                self._medium.quarantine.tend()
+        if self._health.retry_due:
+            self._retry()
+
+    def write(
+        self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
+        done: Callable[[Written], None],
+    ) -> None:  # fmt: skip
+        if not self.writable or self.budget_spent:
+            done(Written(IoOutcome.CANCELLED))
+            return
+        self._writing.write(name, extents, loan, raw_sum, done)
+
+    def read(
+        self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
+    ) -> None:
+        if handle not in self._medium.catalog or not self.readable:
+            done(Read(IoOutcome.CANCELLED))
+            return
+        self._reading.read(handle, name, extents, loan, done)
+
+    def drop(self, handle: int) -> None:
+        sequence = self._medium.unindex(handle, "evicted")
+        if self._reopening is not None:
+            self._reopening.dropped(handle, sequence)
+        self._medium.kill(sequence)
+
+    async def close(self) -> None:
+        """At most some seconds. What is on the medium is served by the next daemon, also after a crash in here."""
+        if self._health.state is State.CLOSED:
+            return
+        self._closing = True
+        self._writing.cancel_waiting()
+        until = self._clock() + _CLOSE_SECONDS
+        await self._until(lambda: self._medium.journal.idle and not self._writing.in_flight, until)
+        await self._close_journal(until)
+        self._health.close()
+        self._writing.stop()
+        await asyncio.gather(self._data.close(), self._journal_workers.close())
+        self._opener.end()
+
+    def status(self) -> TierStatus:
+        return TierStatus(
+            self.name, "disk", self._config.capacity_bytes,
+            ready_bytes=self._growth.ready_bytes,
+            used_bytes=self.used_bytes,
+            objects=self._medium.catalog.count,
+            state=self._health.state,
+            reason=self._reason(),
+            breaker=self._data.breaker.state,
+            queued_objects=self._writing.in_flight,
+            queued_bytes=self._writing.waiting_bytes,
+            written_today_bytes=self._medium.budget.written_bytes,
+            quarantined_bytes=self._medium.quarantine.used_bytes,
+        )  # fmt: skip
+
+    def _why_not_writable(self) -> str:
+        if self._health.state is not State.READY or self._closing:
+            return self._health.reason or str(self._health.state)
+        if not self._data.usable:
+            return self._data.why_unusable
+        if not self._journal_workers.usable:
+            return f"journal: {self._journal_workers.why_unusable}"
+        if self._medium.journal.stalled:
+            return "the journal is full and the one before it is not compacted yet"
+        return ""
+
+    def _reason(self) -> str:
+        budget = "the write budget of this day is spent" if self.budget_spent else ""
+        return "; ".join(reason for reason in (self._why_not_writable(), self._growth.refused, budget) if reason)
+
+    # What goes wrong
+
+    def _refused(self, outcome: IoOutcome, detail: str) -> None:
+        """An outcome of one operation that says something of all others."""
+        if outcome is IoOutcome.GONE:
+            self._gone(detail or "a file of it is gone")
+        elif outcome in (IoOutcome.NO_SPACE, IoOutcome.READ_ONLY):
+            self._stop_writing(f"{STOPS_WRITING[outcome]}: {detail}")
+
+    def _damaged(self, name: ObjectName, outcome: IoOutcome, detail: str) -> None:
+        self._log.warning("tier %s: object %s is %s: %s", self.name, name.key.hex(), outcome, detail)
+
+    def _journal_broken(self, answer: Answer) -> None:
+        if answer.outcome is IoOutcome.GONE:
+            self._gone(answer.detail)
+        else:
+            why = STOPS_WRITING.get(answer.outcome, str(answer.outcome))
+            self._stop_writing(f"the journal cannot be appended: {why}: {answer.detail}")
+
+    def _gone(self, reason: str) -> None:
+        """Nothing is served until the index was read again."""
+        self._serves = False
+        self._worsen(State.OFFLINE, reason)
+
+    def _stop_writing(self, reason: str) -> None:
+        self._worsen(State.READ_ONLY if self._serves else State.OFFLINE, reason)
+
+    def _worsen(self, state: State, reason: str) -> None:
+        if self._health.state is State.CLOSED:
+            return
+        self._health.worsen(state, reason)
+        self._writing.stop()
+        self._medium.journal.abandon()
+
+    def _retry(self) -> None:
+        """Get out of a bad state: by an opening, once a small write works."""
+        self._health.retried()
+        if not self._opener.running:
+            self._spawn_opener()
+        elif self._locked and self._reopening is None and not self._probing:
+            self._probing = True
+            self._data.submit(Probe(PROBE, write=True), priority=Priority.TEND, done=self._probed)
+
+    def _probed(self, answer: Answer) -> None:
+        self._probing = False
+        if self._health.state not in (State.READ_ONLY, State.OFFLINE) or not self._locked:
+            return
+        if answer.outcome is not IoOutcome.OK:
+            self._health.note(f"{STOPS_WRITING.get(answer.outcome, answer.outcome)}: {answer.detail}")
+        elif self._medium.journal.idle and self._reopening is None:
+            self._open()
+
+    # Opening
+
+    def _spawn_opener(self) -> None:
+        self._locked = False
+        try:
+            self._opener.start(self._heard)
+        except OSError as error:
+            self._stop_writing(f"the opening process cannot be started: {error}")
+            return
+        self._opener.send(Begin(self._token, self._device))
+
+    def _open(self) -> None:
+        self._reopening = Reopening(self._medium, self._tell_found, self._tell_lost)
+        self._opener.send(Open(self._reopening.begin()))
+
+    def _heard(self, message: Message) -> None:
+        match message:
+            case Locked(token, device):
+                self._admitted(token, device)
+            case Waiting(reason):
+                self._health.note(reason)
+            case Held(pid):
+                self._lost_opener(f"the directory is held by the daemon with pid {pid}")
+            case Failed(reason, outcome):
+                self._serves = self._serves and outcome != IoOutcome.GONE
+                self._lost_opener(reason)
+            case Ended():
+                self._lost_opener("the opening process ended")
+            case Opened() if self._reopening is not None:
+                self._reopening.opened(message)
+            case Claims(fragments) if self._reopening is not None:
+                self._claim(fragments)
+            case Objects(puts) if self._reopening is not None:
+                self._reopening.objects(puts)
+            case Done() if self._reopening is not None:
+                self._opened(self._reopening)
+            case Compacted():
+                self._compacted(message)
+            case Synced(failed):
+                self._synced = not failed
+
+    def _admitted(self, token: str, device: int) -> None:
+        self._token, self._device, self._locked = token, device, True
+        if self._medium.journal.idle:
+            self._open()
+
+    def _claim(self, fragments: Sequence[Extent]) -> None:
+        try:
+            self._medium.space.claim(fragments)
+        except ExtentError as error:
+            self._lost_opener(f"the index contradicts itself: {error}")
+
+    def _opened(self, reopening: Reopening) -> None:
+        """The index is complete. Workers are made, or made anew: they may have files open that are gone."""
+        self._reopening = None
+        facts = reopening.facts
+        assert facts is not None
+        unkilled = reopening.finish()
+        medium = self._medium
+        self._serves = True
+        self._scrubber.recover(facts.scrub_position)
+        self._growth.start(medium.layout, facts.segments)
+        for note in facts.notes:
+            self._log.warning("tier %s: %s", self.name, note)
+        self._data.renew(self._token)
+        self._journal_workers.renew(self._token)
+        if facts.refused:
+            self._health.worsen(State.READ_ONLY, facts.refused)
+            return
+        medium.journal.open(bytes.fromhex(facts.store_id), facts.generation, medium.layout.journal_bytes)
+        size = format_size_rounded(medium.layout.data_bytes)
+        self._health.ready(f"{medium.catalog.count} objects, generation {facts.generation}, {size} for objects")
+        self._writing.open = True
+        medium.kill_all(unkilled)
+        self._growth.run_once()
+
+    def _lost_opener(self, reason: str) -> None:
+        """Its lock is gone with it: nothing is written until the next one has it."""
+        self._opener.end()
+        self._locked = False
+        self._medium.space.give_up()
+        self._reopening = None
+        self._worsen(State.READ_ONLY if self._serves else State.OFFLINE, reason)
+
+    def _tell_found(self, objects: Sequence[Found]) -> None:
+        assert self._listener is not None
+        self._listener.found(self, objects)
+
+    def _tell_lost(self, handles: Sequence[int]) -> None:
+        assert self._listener is not None
+        self._listener.lost(self, handles)
+
+    # Tending
+
+    def _freed(self) -> None:
+        self._writing.pump()
+
+    def _compact(self, generation: int) -> None:
+        """The journal of that generation is complete."""
+        self._opener.send(Compact(generation, self._medium.space.oldest_writing(self._medium.sequence) - 1))
+
+    def _compacted(self, message: Compacted) -> None:
+        if message.failed:
+            self._stop_writing(f"the journal cannot be compacted: {message.failed}")
+        else:
+            self._medium.journal.resume()
+
+    def _verify(self, handle: int, done: Callable[[], None]) -> None:
+        self._reading.verify(handle, lambda lost: self._tell_lost([lost]), done)
+
+    def _note_scrubbed(self, sequence: int) -> None:
+        self._medium.journal.append(Mark(RecordType.SCRUB, sequence, 0), lambda _: None)
+
+    # The end
+
+    async def _close_journal(self, until: float) -> None:
+        """Say that everything is on the medium, if that can be had in time: damage then is no torn write."""
+        if self._health.state is not State.READY or not self._medium.journal.idle or self._writing.in_flight:
+            return
+        self._note_scrubbed(self._scrubber.position)
+        self._opener.send(Sync())
+        await self._until(lambda: self._synced is not None and self._medium.journal.idle, until)
+        if self._synced:
+            closed: list[IoOutcome] = []
+            self._medium.journal.close_synced(closed.append)
+            await self._until(lambda: bool(closed), until)
+
+    async def _until(self, reached: Callable[[], bool], until: float) -> None:
+        while not reached() and self._clock() < until:  # noqa: ASYNC110 - several things, and only at the end
+            await asyncio.sleep(_STEP_SECONDS)

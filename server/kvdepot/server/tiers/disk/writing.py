@@ -1,0 +1,179 @@
+"""The way of an object into the tier: room, sequence, bytes, PUT, and only then a handle."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.server.io.jobs import Answer, Priority, WriteObject
+from kvdepot.server.tiers.base import IoOutcome, Loan, Written
+from kvdepot.server.tiers.disk.growth import Growth
+from kvdepot.server.tiers.disk.medium import Medium
+from kvdepot.server.tiers.disk.records import SNAPSHOT_HEADER_BYTES, Put, record_bytes
+from kvdepot.server.tiers.disk.workers import Hold
+
+_RECORD_BYTES: Final = record_bytes(4)
+"""What is kept free in the index for a write that is under way: more fragments are rare."""
+
+
+@dataclass(eq=False, slots=True)
+class _Write:
+    name: ObjectName
+    extents: tuple[Extent, ...]
+    loan: Loan
+    raw_sum: int | None
+    done: Callable[[Written], None]
+    until: float  # when it has waited for room long enough
+    sequence: int = 0
+    overdue: bool = False  # answered TIMEOUT: its place is free when its worker is gone
+
+    @property
+    def cost_bytes(self) -> int:
+        return object_bytes(self.name.raw_bytes)
+
+
+class Writing:
+    """`refused(outcome, detail)` is told of outcomes that concern more than one object."""
+
+    def __init__(
+        self, medium: Medium, growth: Growth, *, clock: Callable[[], float], refused: Callable[[IoOutcome, str], None]
+    ) -> None:
+        self._medium = medium
+        self._growth = growth
+        self._clock = clock
+        self._refused = refused
+        self._waiting: deque[_Write] = deque()
+        self._waiting_bytes = 0
+        self._writing: set[_Write] = set()
+        self.open = False
+        """False: nothing that is written now can be put into the index."""
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._writing) + len(self._waiting)
+
+    @property
+    def waiting_bytes(self) -> int:
+        return self._waiting_bytes
+
+    def write(
+        self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
+        done: Callable[[Written], None],
+    ) -> None:  # fmt: skip
+        until = self._clock() + self._medium.config.deadline_seconds
+        write = _Write(name, tuple(extents), loan, raw_sum, done, until)
+        if not self._has_room(write.cost_bytes):
+            done(Written(IoOutcome.NO_SPACE))
+            return
+        self._waiting.append(write)
+        self._waiting_bytes += write.cost_bytes
+        self.pump()
+
+    def pump(self) -> None:
+        """Begin the writes that there is room for now, in order."""
+        space = self._medium.space
+        while self.open and self._waiting and self._waiting[0].cost_bytes <= space.free_bytes:
+            self._begin(self._unqueue())
+        self._growth.run_once(self._waiting_bytes)
+
+    def expire(self) -> None:
+        """End the waiting of those for which room was expected, and did not come."""
+        while self._waiting and (self._waiting[0].until <= self._clock() or not self._could_come()):
+            self._unqueue().done(Written(IoOutcome.NO_SPACE))
+
+    def stop(self) -> None:
+        """Nothing more is begun; what is under way fails when its worker answers."""
+        self.open = False
+        self.cancel_waiting()
+
+    def cancel_waiting(self) -> None:
+        while self._waiting:
+            self._unqueue().done(Written(IoOutcome.CANCELLED))
+
+    def _has_room(self, cost_bytes: int) -> bool:
+        medium = self._medium
+        handles = medium.catalog.count + self.in_flight
+        record_room = medium.layout.snapshot_bytes - SNAPSHOT_HEADER_BYTES - medium.catalog.record_bytes
+        return (
+            handles < medium.catalog.handles_max
+            and (1 + self.in_flight) * _RECORD_BYTES <= record_room
+            and cost_bytes <= self._room_bytes() - self._waiting_bytes
+        )
+
+    def _room_bytes(self) -> int:
+        space = self._medium.space
+        return space.free_bytes + space.coming_bytes + self._growth.left_bytes
+
+    def _could_come(self) -> bool:
+        return self._waiting[0].cost_bytes <= self._room_bytes()
+
+    def _unqueue(self) -> _Write:
+        write = self._waiting.popleft()
+        self._waiting_bytes -= write.cost_bytes
+        return write
+
+    def _begin(self, write: _Write) -> None:
+        medium = self._medium
+        write.sequence = medium.take_sequence()
+        fragments = medium.space.allocate(write.sequence, write.cost_bytes)
+        if fragments is None:  # free, but in too many pieces
+            write.done(Written(IoOutcome.NO_SPACE))
+            return
+        self._writing.add(write)
+        job = WriteObject(
+            medium.layout.parts(fragments, write.cost_bytes), write.name, write.sequence, medium.config.codec,
+            int(medium.wall_clock()), write.extents, write.raw_sum, medium.config.fsync,
+        )  # fmt: skip
+
+        def ended() -> None:
+            if write.overdue:
+                self._give_up(write)
+
+        def answered(answer: Answer) -> None:
+            self._answered(write, job, answer)
+
+        medium.data.submit(job, priority=Priority.STORE, done=answered, loan=Hold(write.loan, ended))
+
+    def _answered(self, write: _Write, job: WriteObject, answer: Answer) -> None:
+        if answer.outcome is IoOutcome.OK and self.open:
+            self._put(write, job, answer)
+            return
+        outcome = IoOutcome.CANCELLED if answer.outcome is IoOutcome.OK else answer.outcome
+        if outcome is IoOutcome.TIMEOUT:
+            write.overdue = True
+        else:
+            self._give_up(write)
+        self._refused(outcome, answer.detail)
+        write.done(Written(outcome))
+
+    def _give_up(self, write: _Write) -> None:
+        self._writing.discard(write)
+        self._medium.space.abandon(write.sequence)
+        self._medium.freed()
+
+    def _put(self, write: _Write, job: WriteObject, answer: Answer) -> None:
+        medium = self._medium
+        medium_bytes = object_bytes(answer.stored_bytes)
+        medium.budget.spend(medium_bytes)
+        stored_as = job.codec if answer.stored_bytes < write.name.raw_bytes else 0
+        put = Put(
+            write.name, write.sequence, 0, stored_as, answer.stored_bytes, answer.stored_sum, answer.raw_sum,
+            job.created_at, medium.space.trim(write.sequence, medium_bytes),
+        )  # fmt: skip
+        medium.journal.append(put, lambda outcome: self._appended(write, put, outcome))
+
+    def _appended(self, write: _Write, put: Put, outcome: IoOutcome) -> None:
+        medium = self._medium
+        self._writing.discard(write)
+        if outcome is not IoOutcome.OK:
+            medium.space.unsure(put.sequence)
+            write.done(Written(outcome))
+            return
+        medium.space.keep(put.sequence)
+        handle = medium.catalog.add(put)
+        medium.tell("durable", put.sequence, put.name)
+        write.done(Written(IoOutcome.OK, handle, put.raw_sum, put.stored_bytes))
