@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -157,6 +158,17 @@ def test_p6_a_chunk_that_contradicts_what_is_known_never_reaches_its_library(
     stored = bytearray(encoded(Codec.BITSHUFFLE_LZ4, raw))
     struct.pack_into("<" + form, stored, 4 + offset, value)
     assert decoded(Codec.BITSHUFFLE_LZ4, bytes(stored), len(raw))[0] is IoOutcome.CODEC
+
+
+@each_codec
+def test_threads_of_a_worker_do_not_disturb_each_other(codec: Codec) -> None:
+    payloads = [bf16_like(1 << 14, seed) * 20 for seed in range(4)]
+
+    def there_and_back(raw: bytes) -> bool:
+        return all(decoded(codec, encoded(codec, raw), len(raw)) == (IoOutcome.OK, raw) for _ in range(10))
+
+    with ThreadPoolExecutor(len(payloads)) as pool:
+        assert all(pool.map(there_and_back, payloads))
 
 
 def test_codec_none_is_moved_not_coded() -> None:
