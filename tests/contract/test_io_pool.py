@@ -1,0 +1,347 @@
+"""The pool with real worker processes: order, deadlines, death (I6), the breaker, an end in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from shutil import move
+
+import pytest
+from kvdepot.core.objectfile import Codec
+from kvdepot.server.io import pool as pooling
+from kvdepot.server.io.jobs import Allocate, Append, Priority, Probe, Remove
+from kvdepot.server.io.pool import processes_max
+from kvdepot.server.tiers.base import IoOutcome
+
+from tests.io_pool_rig import Lent, pool_on, state, stop, until
+from tests.io_rig import MIB, IoRig, pattern, verify_only
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[IoRig]:
+    rig = IoRig(tmp_path)
+    yield rig
+    rig.close()
+
+
+@pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.name)
+def test_objects_go_out_and_come_back(rig: IoRig, codec: Codec) -> None:
+    async def run() -> None:
+        async with pool_on(rig, workers=2) as under:
+            write = rig.write(1, 2 * MIB + 5, codec, fragments=2)
+            out = under.lent()
+            written = await under.ask(write, out, priority=Priority.STORE)
+            assert (written.outcome, written.raw_sum, written.direct) == (IoOutcome.OK, write.raw_sum, True)
+            read = rig.read_of(write)
+            back = under.lent()
+            answer = await under.ask(read, back)
+            assert (answer.outcome, answer.raw_sum) == (IoOutcome.OK, write.raw_sum)
+            assert read.extents is not None
+            assert rig.taken(read.extents) == pattern(2 * MIB + 5, 1)
+            assert (out.begun, out.held_by, back.begun, back.held_by) == (1, None, 1, None)
+            assert under.counts["io_written_bytes"] == under.counts["io_read_bytes"] == answer.stored_bytes
+            assert under.counts["io_answers.ok"] == 2
+        assert not under.registry.pids
+
+    asyncio.run(run())
+
+
+def test_every_kind_of_job_is_done(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            for job in (
+                Allocate("segments/1.seg", MIB),
+                Append("journal/1.log", 0, b"record", sync=True),
+                Probe(".probe", write=True),
+                Remove(("segments/1.seg",)),
+            ):
+                assert (await under.ask(job, priority=Priority.TEND)).outcome is IoOutcome.OK
+            assert (await under.ask(verify_only(rig.read_of(rig.write(1, MIB))))).outcome is IoOutcome.MAGIC
+
+    asyncio.run(run())
+
+
+def test_loads_go_before_stores_and_both_before_tending(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            await under.ask(Probe(".probe", write=True))
+            stop(under.pid)
+            order: list[str] = []
+            read = rig.read_of(rig.write(1, MIB))
+            names = ["first", "second", "tend", "store", "load", "load2"]
+            priorities = [Priority.TEND] * 3 + [Priority.STORE, Priority.LOAD, Priority.LOAD]
+            asked = [
+                under.ask(read, under.lent(log=order, name=name), priority=priority)
+                for name, priority in zip(names, priorities, strict=True)
+            ]
+            assert order == ["first", "second"], "more than two jobs in a worker's hands"
+            assert (under.pool.in_flight, under.pool.queued, under.pool.queued_bytes) == (2, 4, 4 * MIB)
+            os.kill(under.pid, signal.SIGCONT)
+            await asyncio.gather(*asked)
+            assert order == ["first", "second", "load", "load2", "store", "tend"]
+            assert (under.pool.in_flight, under.pool.queued, under.pool.queued_bytes) == (0, 0, 0)
+            assert under.pool.free_hands == 2
+
+    asyncio.run(run())
+
+
+def test_i6_a_refused_loan_means_that_no_worker_hears_of_the_job(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            write = rig.write(1, MIB)
+            answer = await under.ask(write, under.lent(refuse=True))
+            assert answer.outcome is IoOutcome.CANCELLED
+            assert not any(rig.segment.read_bytes()[:MIB])
+
+    asyncio.run(run())
+
+
+# Workers that die.
+
+
+def test_i6_what_a_dead_worker_had_is_done_by_the_next_one(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            first = under.pid
+            stop(first)
+            loans = [under.lent(), under.lent()]
+            asked = [under.ask(rig.read_of(write), loans[0]), under.ask(write, loans[1])]
+            assert [loan.held_by for loan in loans] == [1, 1]
+            os.kill(first, signal.SIGKILL)
+            assert [(await future).outcome for future in asked] == [IoOutcome.OK] * 2
+            assert [loan.begun for loan in loans] == [2, 2]
+            assert under.pid != first
+            assert under.counts["io_workers.crashed"] == 1
+
+    asyncio.run(run())
+
+
+def test_an_append_is_not_tried_again(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            await under.ask(Append("j", 0, b"1", sync=False))
+            stop(under.pid)
+            asked = under.ask(Append("j", 1, b"2", sync=False))
+            os.kill(under.pid, signal.SIGKILL)
+            assert (await asked).outcome is IoOutcome.IO_ERROR
+
+    asyncio.run(run())
+
+
+def test_a_job_that_kills_two_workers_is_given_up(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooling, "_BACKOFF_SECONDS_MIN", 0.01)
+
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            loan = under.lent(begins=lambda pid: os.kill(pid, signal.SIGKILL))
+            asked = under.ask(rig.read_of(rig.write(1, MIB)), loan)
+            assert (await asked).outcome is IoOutcome.IO_ERROR
+            assert (loan.begun, loan.held_by) == (2, None)
+            assert under.pool.usable
+
+    asyncio.run(run())
+
+
+def test_workers_that_die_at_once_are_not_made_without_end(rig: IoRig) -> None:
+    pipe, other = os.pipe()  # cannot be mapped: every worker ends with an error
+
+    async def run() -> None:
+        async with pool_on(rig, arena_fd=pipe, probe_seconds=30) as under:
+            read = rig.read_of(rig.write(1, MIB))
+            asked = [under.ask(read) for _ in range(6)]
+            outcomes = [(await future).outcome for future in asked]
+            assert outcomes == [IoOutcome.IO_ERROR] * 4 + [IoOutcome.CANCELLED] * 2
+            assert not under.breaker.closed
+            assert under.counts["io_workers.started"] == 4
+
+    asyncio.run(run())
+    os.close(pipe)
+    os.close(other)
+
+
+def test_i4_without_room_in_the_attachment_table_workers_come_later(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            under.registry.full = True
+            os.kill(under.pid, signal.SIGKILL)
+            asked = under.ask(verify_only(rig.read_of(rig.write(1, MIB))), under.lent())
+            await asyncio.sleep(0.5)
+            assert not asked.done()
+            under.registry.full = False
+            assert (await asked).outcome is IoOutcome.MAGIC
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_talks_nonsense_is_ended(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvdepot.server.io import worker_process
+
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            first = under.pid
+            with monkeypatch.context() as patch:
+                patch.setattr(worker_process, "take_answers", _no_answer)
+                asked = under.ask(rig.write(1, MIB), under.lent())
+                await until(lambda: first not in under.pool.pids, "the worker is gone")
+            assert (await asked).outcome is IoOutcome.OK
+
+    asyncio.run(run())
+
+
+def _no_answer(received: bytearray) -> None:
+    from kvdepot.server.io.wire import WireError
+
+    raise WireError("nonsense")
+
+
+# Workers that do not answer.
+
+
+def test_i6_a_worker_that_misses_a_deadline_is_replaced_and_its_loan_ends_with_it(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, workers=2, deadline=0.5) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            both = under.pool.pids
+            for pid in both:
+                stop(pid)
+            loans: list[Lent] = [under.lent() for _ in range(4)]
+            started = time.monotonic()
+            asked = [under.ask(rig.read_of(write), loan) for loan in loans]
+            assert (await asked[0]).outcome is IoOutcome.TIMEOUT
+            assert 0.4 < time.monotonic() - started < 2
+            await asyncio.gather(*asked)
+            await until(lambda: not set(both) & set(under.pool.pids), "the stopped workers are dead")
+            assert [loan.held_by for loan in loans] == [None] * 4
+            assert under.counts["io_workers.abandoned"] == 2
+            assert under.pool.abandoned == 0
+
+    asyncio.run(run())
+
+
+def test_the_other_job_of_a_killed_worker_is_done_by_the_next_one(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, deadline=20) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            stop(under.pid)
+            late = under.ask(rig.read_of(write), under.lent(), deadline_seconds=0.2)
+            loan = under.lent()
+            other = under.ask(rig.read_of(write), loan)
+            assert (await late).outcome is IoOutcome.TIMEOUT
+            assert (await other).outcome is IoOutcome.OK
+            assert loan.begun == 2
+
+    asyncio.run(run())
+
+
+def test_t5_failures_in_a_row_take_the_path_out_of_use_until_a_probe_works(rig: IoRig, tmp_path: Path) -> None:
+    async def run() -> None:
+        failing = pooling.FAILING | {IoOutcome.GONE}
+        elsewhere = tmp_path.with_name("elsewhere")
+        async with pool_on(rig, workers=2, failing=failing) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            assert under.pool.usable
+            before = set(under.pool.pids)
+            read = rig.read_of(write)
+            move(tmp_path, elsewhere)
+            asked = [under.ask(read, under.lent()) for _ in range(30)]
+            outcomes = [(await future).outcome for future in asked]
+            assert set(outcomes) == {IoOutcome.GONE, IoOutcome.CANCELLED}
+            assert 3 <= outcomes.count(IoOutcome.GONE) <= 6
+            assert (await under.ask(read)).outcome is IoOutcome.CANCELLED
+            assert under.pool.why_unusable.startswith("out of use: gone")
+            await asyncio.sleep(0.7)  # several probes fail
+            assert under.pool.why_unusable
+
+            move(elsewhere, tmp_path)
+            await until(lambda: under.pool.usable, "a probe worked")
+            assert (await under.ask(read, under.lent())).outcome is IoOutcome.OK
+            assert not before & set(under.pool.pids), "files of before are still open"
+            assert under.changes == [True, False, True]
+            assert under.counts["io_breaker.opened"] == 1
+
+    asyncio.run(run())
+
+
+def test_what_is_wrong_with_objects_does_not_take_the_path_out_of_use(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            read = rig.read_of(rig.write(1, MIB))
+            for _ in range(10):
+                assert (await under.ask(read)).outcome is IoOutcome.MAGIC
+            assert under.pool.usable
+
+    asyncio.run(run())
+
+
+# The end.
+
+
+def test_close_lets_jobs_in_hand_finish_and_cancels_the_others(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            await under.ask(Probe(".probe", write=True))
+            pid = under.pid
+            stop(pid)
+            asked = [under.ask(replace(rig.write(seed, MIB), raw_sum=None), under.lent()) for seed in range(4)]
+            closing = asyncio.ensure_future(under.pool.close(10))
+            await asyncio.sleep(0.05)
+            os.kill(pid, signal.SIGCONT)
+            assert await closing == 0
+            outcomes = [(await future).outcome for future in asked]
+            assert outcomes == [IoOutcome.OK] * 2 + [IoOutcome.CANCELLED] * 2
+            assert state(pid) == ""
+            assert (await under.ask(Probe(".probe", write=True))).outcome is IoOutcome.CANCELLED
+            assert not under.registry.pids
+
+    asyncio.run(run())
+
+
+def test_close_does_not_wait_for_workers_that_do_not_answer(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            await under.ask(Probe(".probe", write=True))
+            stop(under.pid)
+            loan = under.lent()
+            asked = under.ask(rig.write(1, MIB), loan)
+            started = time.monotonic()
+            assert await under.pool.close(0.3) == 0  # a stopped process dies of SIGKILL
+            assert time.monotonic() - started < 1.3
+            assert (await asked).outcome is IoOutcome.TIMEOUT
+            assert loan.held_by is None
+
+    asyncio.run(run())
+
+
+def test_the_lock_is_held_until_the_last_worker_is_dead(rig: IoRig) -> None:
+    path = rig.directory / "workers.lock"
+    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.fcntl(lock, fcntl.F_OFD_SETLK, wanted)
+    other = os.open(path, os.O_RDWR)
+
+    async def run() -> None:
+        async with pool_on(rig, workers=2, lock_fd=lock) as under:
+            await under.ask(Probe(".probe", write=True))
+            os.close(lock)  # the daemon's own is gone with it
+            with pytest.raises(BlockingIOError):
+                fcntl.fcntl(other, fcntl.F_OFD_SETLK, wanted)
+        fcntl.fcntl(other, fcntl.F_OFD_SETLK, wanted)
+
+    asyncio.run(run())
+    os.close(other)
+
+
+def test_i4_the_number_of_processes_is_bounded() -> None:
+    assert [processes_max(workers) for workers in (1, 2)] == [3, 5]
