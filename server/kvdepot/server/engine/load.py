@@ -112,6 +112,8 @@ class Loads:
         first = self._space.index.row(int(nodes[0]), namespace.path_kind)
         if first != NO_ROW and not self._space.rows.visible(first):
             return "unverified" if self._space.rows.state[first] == COMMITTED else "being_written"
+        if first == NO_ROW and not flags[Kind(namespace.path_kind)][0]:
+            return "tier_unavailable"
         return "no_checkpoint" if flags.get(Kind.STATE, b"\1").find(1) < 0 else "incomplete"
 
     def _want_unverified(self, nodes: npt.NDArray[np.int64], namespace: Namespace) -> None:

@@ -152,7 +152,7 @@ class Promotions:
 
     def _drop(self, reading: _Reading) -> None:
         if self._alive(reading):
-            self._space.drop_row(reading.node, reading.kind)
+            self._space.drop_copy(reading.node, reading.kind)
 
     def _damaged(self, reading: _Reading, outcome: IoOutcome) -> None:
         """The tier has quarantined it, and its handle is dead, unless it left the tier while it was read."""

@@ -193,8 +193,12 @@ class Space:
         node, kind = self.node_of(row), self.rows.kind[row]
         assert node != NONE, "a committed row without a node"
         self.counters.add("corrupt_objects")
+        self.counters.add("dropped_objects.below_corrupt", max(self.drop_copy(node, kind) - 1, 0))
+
+    def drop_copy(self, node: int, kind: int) -> int:
+        """Unindex an object in RAM that is no good, and what cannot be reached without it; how many nodes went."""
         self._unindex(node, kind)
-        self.counters.add("dropped_objects.below_corrupt", max(self.lost(node, kind) - 1, 0))
+        return self.lost(node, kind)
 
     def lost(self, node: int, kind: int) -> int:
         """A copy of the object is gone. Where it made the path and nobody else has it, the subtree goes.

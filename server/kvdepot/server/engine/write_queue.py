@@ -82,15 +82,18 @@ class WriteQueue:
         if self._pumping:
             return
         self._pumping = True
-        tier = self._tier.tier
+        tier, space = self._tier.tier, self._space
         try:
             while self._waiting and tier.writable and tier.write_slots > 0:
                 row, (generation, size_bytes) = next(iter(self._waiting.items()))
-                if not self._due(row, generation):
+                if not self._missing(row, generation):
                     self._forget(row)
                 elif tier.budget_spent:
                     self._forget(row)
                     self._refuse("budget")
+                elif not self._has_path(space.node_of(row), space.rows.kind[row]):
+                    self._forget(row)
+                    self._refuse("no_parent")
                 elif not self._tier.make_room(tier.cost_bytes(size_bytes)):
                     return  # what was dropped for it is not free yet, or nothing may go: later
                 else:
@@ -99,13 +102,12 @@ class WriteQueue:
         finally:
             self._pumping = False
 
-    def _due(self, row: int, generation: int) -> bool:
-        """Whether it is still in RAM, still missing in the tier, and its parent there or on its way."""
+    def _missing(self, row: int, generation: int) -> bool:
+        """Whether it is still in RAM, and still not in the tier."""
         space = self._space
         if not self._live(row, generation) or not space.rows.visible(row):
             return False
-        node, kind = space.node_of(row), space.rows.kind[row]
-        return not self._tier.has(node, kind) and self._has_path(node, kind)
+        return not self._tier.has(space.node_of(row), space.rows.kind[row])
 
     def _live(self, row: int, generation: int) -> bool:
         return self._space.rows.generation[row] == generation and self._space.rows.state[row] == COMMITTED
@@ -117,10 +119,7 @@ class WriteQueue:
         if before == NONE or self._tier.has(before, path_kind):
             return True
         row = space.index.row(before, path_kind)
-        if row != NO_ROW and self._writing.get(row) == space.rows.generation[row]:
-            return True
-        self._refuse("no_parent")
-        return False
+        return row != NO_ROW and self._writing.get(row) == space.rows.generation[row]
 
     def _write(self, row: int, generation: int) -> None:
         space, rows = self._space, self._space.rows

@@ -1,0 +1,60 @@
+"""What tests of the engine over a lower tier share: bytes that are told apart, and a reboot."""
+
+from __future__ import annotations
+
+from kvdepot.core.calls import AcquireReply, Kind, ReserveOutcome
+from kvdepot.server.engine.types import TierConfig, WritePolicy
+
+from tests.fakes.engine_rig import Client, Rig, audit, unpack
+
+COMMIT = TierConfig(WritePolicy.COMMIT)
+EVICT = TierConfig(WritePolicy.EVICT)
+SECOND_USE = TierConfig(WritePolicy.SECOND_USE)
+BOTH = (Kind.ATTENTION, Kind.STATE)
+ATTENTION = bytes([Kind.ATTENTION])
+
+
+def write(rig: Rig, reply_extents: bytes, fill: int) -> None:
+    for _, _, offset, length, _ in unpack(reply_extents):
+        rig.buffer[offset : offset + length] = bytes([fill]) * length
+
+
+def read(rig: Rig, reply: AcquireReply) -> set[int]:
+    return {byte for _, _, offset, length, _ in unpack(reply.extents) for byte in rig.buffer[offset : offset + length]}
+
+
+def store(client: Client, keys: list[bytes], fill: int = 7, kinds: tuple[Kind, ...] = (Kind.ATTENTION,)) -> None:
+    lease, reply = client.reserve(keys, kinds)
+    write(client.rig, reply.extents, fill)
+    granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
+    assert set(client.commit(lease, *granted)) <= {1}
+
+
+def on_tier_only(rig: Rig, keys: list[bytes], fill: int = 7) -> Client:
+    """These objects are in the lower tier and not in RAM, as after a reboot."""
+    client = rig.attach()
+    store(client, keys, fill)
+    rig.tier.run()
+    reboot(rig)
+    return rig.attach()
+
+
+def reboot(rig: Rig) -> None:
+    """The arena is gone, the medium is not."""
+    rig.buffer[:] = bytes(len(rig.buffer))
+    rig.start()
+
+
+def settle(rig: Rig) -> None:
+    for _ in range(20):
+        rig.engine.tick()
+        rig.tier.run()
+    audit(rig.engine)
+
+
+def in_ram(rig: Rig) -> int:
+    return rig.engine.status().tier.objects
+
+
+def in_tier(rig: Rig) -> int:
+    return rig.engine.status().lower_tiers[0].objects

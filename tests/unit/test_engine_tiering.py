@@ -1,0 +1,316 @@
+"""The engine over a lower tier: write policies, demotion, eviction, opening, workers."""
+
+from __future__ import annotations
+
+import pytest
+from kvdepot.core.arena import LentMode
+from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, DeclareCall, Kind, ReserveOutcome
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.server.engine.types import TierConfig, WritePolicy
+from kvdepot.server.tiers.base import IoOutcome
+
+from tests.fakes.engine_rig import CHUNK, DENSE, HYBRID, Rig, audit, path, process
+from tests.fakes.tier_rig import (
+    ATTENTION,
+    BOTH,
+    COMMIT,
+    EVICT,
+    SECOND_USE,
+    in_tier,
+    on_tier_only,
+    read,
+    reboot,
+    settle,
+    store,
+)
+
+# Writing
+
+
+def test_at_commit_everything_is_written_parents_first() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach(spec=HYBRID)
+    lease, _ = client.reserve(path("p", 3), BOTH)
+    client.commit(lease, 2, 3, 4, 5)  # children before the first chunk
+    assert rig.tier.jobs == []
+    client.commit(lease, 0, 1)
+    written: list[tuple[bytes, int]] = []
+    while rig.tier.jobs:
+        name = rig.tier.jobs[0].name
+        if name.kind == Kind.STATE:
+            assert (name.key, Kind.ATTENTION) in written
+        assert name.parent == ROOT_KEY or (name.parent, Kind.ATTENTION) in written
+        written.append((name.key, name.kind))
+        rig.tier.finish(rig.tier.jobs[0])
+    assert len(written) == in_tier(rig) == 6
+    audit(rig.engine)
+
+
+def test_at_second_use_a_path_is_written_with_all_that_it_needs() -> None:
+    rig = Rig(tier=SECOND_USE)
+    client = rig.attach(spec=HYBRID)
+    keys = path("p", 3)
+    client.store(keys, BOTH)
+    client.store(path("other", 2), BOTH)
+    settle(rig)
+    assert in_tier(rig) == 0
+    lease, reply = client.acquire([keys[2], keys[2]], [Kind.ATTENTION, Kind.STATE])  # the rest is in the engine's cache
+    assert reply.outcome is AcquireOutcome.GRANTED
+    client.release(lease)
+    settle(rig)
+    assert in_tier(rig) == 4, "three of attention, and the state that was used"
+
+
+def test_a_write_holds_its_extents_until_it_is_answered() -> None:
+    rig = Rig(data_pages=4, tier=COMMIT)
+    client = rig.attach()
+    store(client, path("p", 1))
+    rig.tier.begin(rig.tier.jobs[0])
+    audit(rig.engine)
+    assert rig.engine.status().tier.lent_bytes == 2 * 4096
+    assert list(client.reserve(path("q", 2))[1].outcomes) == [ReserveOutcome.GRANTED, ReserveOutcome.NO_ROOM]
+    rig.tier.finish(rig.tier.jobs[0], IoOutcome.TIMEOUT)
+    assert rig.engine.status().tier.lent_bytes == 4 * 4096
+    rig.tier.worker_dies()
+    audit(rig.engine)
+
+
+def test_what_waits_is_weak() -> None:
+    rig = Rig(data_pages=4, tier=COMMIT)
+    client = rig.attach()
+    rig.tier.writable = False
+    store(client, path("p", 2))
+    assert rig.engine.status().lower_tiers[0].queued_objects == 2
+    store(client, path("q", 2))  # evicts the first path
+    rig.tier.writable = True
+    settle(rig)
+    assert set(rig.tier.medium.stored) == {0, 1}
+    assert client.locate(path("p", 2)).boundary_tokens == 0
+
+
+def test_i4_the_queue_is_bounded_in_bytes_and_what_it_drops_is_counted() -> None:
+    rig = Rig(tier=TierConfig(WritePolicy.COMMIT, queue_bytes=3 * 8192))
+    client = rig.attach()
+    rig.tier.writable = False
+    store(client, path("p", 6))
+    status = rig.engine.status().lower_tiers[0]
+    assert (status.queued_objects, status.queued_bytes) == (3, 3 * 8192)
+    assert rig.counter("tier_writes_dropped.memory/queue_full") >= 1
+    rig.tier.writable = True
+    settle(rig)
+    assert in_tier(rig) == 3
+
+
+def test_a_spent_budget_drops_and_counts() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    rig.tier.budget_spent = True
+    store(client, path("p", 2))
+    settle(rig)
+    assert in_tier(rig) == 0
+    assert rig.counter("tier_writes_dropped.memory/budget") == 2
+    rig.tier.budget_spent = False
+    store(client, path("p", 3))
+    settle(rig)
+    assert in_tier(rig) == 3, "the path is made up for"
+
+
+@pytest.mark.parametrize("outcome", [IoOutcome.IO_ERROR, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY, IoOutcome.CANCELLED])
+def test_t5_a_failed_write_is_counted_and_ram_serves_on(outcome: IoOutcome) -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    rig.tier.fail_next(outcome)
+    store(client, path("p", 2))
+    settle(rig)
+    assert rig.counter(f"tier_writes.memory/{outcome}") == 1
+    assert client.locate(path("p", 2)).boundary_tokens == 2 * CHUNK
+    assert in_tier(rig) == 0, "the child alone is of no use after a restart"
+
+
+def test_i1_a_write_that_finds_bad_bytes_in_ram_drops_the_object() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    rig.tier.writable = False
+    store(client, path("p", 2))
+    rig.sum_all()  # sums that are not the bytes'
+    rig.tier.writable = True
+    settle(rig)
+    assert rig.counter("corrupt_objects") == 1
+    assert client.locate(path("p", 2)).boundary_tokens == 0
+
+
+def test_a_write_leaves_its_sum_behind() -> None:
+    rig = Rig(tier=COMMIT)
+    store(rig.attach(), path("p", 2))
+    assert rig.engine.unsummed == 2
+    rig.tier.run()
+    assert rig.engine.unsummed == 0
+    audit(rig.engine)
+
+
+# Demotion and eviction
+
+
+def test_ram_gives_up_leaf_by_leaf_what_the_tier_has() -> None:
+    rig = Rig(data_pages=8, tier=COMMIT)
+    client = rig.attach()
+    store(client, path("p", 4))
+    rig.tier.run()
+    store(client, path("q", 3), 9)
+    rig.tier.run()
+    audit(rig.engine)
+    assert client.locate(path("p", 4)).boundary_tokens == 4 * CHUNK, "demoted, not dropped"
+    assert client.locate(path("p", 4)).tier == "memory"
+    answers = client.acquire_later(path("p", 4), ATTENTION * 4, 1)
+    rig.tier.run()
+    assert answers[0].outcome is AcquireOutcome.GRANTED
+    assert read(rig, answers[0]) == {7}
+    audit(rig.engine)
+
+
+def test_at_eviction_what_ram_is_about_to_drop_is_written_first() -> None:
+    rig = Rig(data_pages=20, tier=EVICT, high_watermark=0.8, low_watermark=0.4)
+    client = rig.attach()
+    store(client, path("p", 4))
+    rig.now += 1
+    store(client, path("q", 5), 9)
+    assert rig.tier.jobs == []
+    settle(rig)
+    assert client.locate(path("p", 4)).boundary_tokens == 4 * CHUNK
+    assert client.locate(path("q", 5)).boundary_tokens == 5 * CHUNK
+    assert in_tier(rig) > 0 and rig.engine.status().tier.used_bytes <= 8 * 4096
+    assert rig.counter("evicted_objects.watermark") > 0
+
+
+def test_demotions_beyond_the_queue_are_dropped_and_counted() -> None:
+    rig = Rig(
+        data_pages=20, tier=TierConfig(WritePolicy.EVICT, queue_bytes=8192), high_watermark=0.5, low_watermark=0.2
+    )
+    client = rig.attach()
+    rig.tier.writable = False
+    store(client, path("p", 8))
+    settle(rig)
+    assert rig.engine.status().tier.used_bytes <= 4 * 4096, "a tier that takes nothing holds nothing up"
+
+
+def test_t2_the_tier_evicts_its_own_leaves_and_stays_closed_under_prefixes() -> None:
+    rig = Rig(data_pages=200, rows=300, tier=COMMIT, tier_bytes=20 * 12288)
+    client = rig.attach()
+    for number in range(12):
+        rig.now += 1
+        store(client, path(number, 4))
+        settle(rig)
+        assert rig.tier.used_bytes <= rig.tier.capacity_bytes
+    assert rig.counter("tier_evicted_objects.memory/watermark") + rig.counter("tier_evicted_objects.memory/room") > 0
+    reboot(rig)
+    audit(rig.engine)
+    assert rig.counter("tier_found_objects.memory/kept") == in_tier(rig) > 10, "each found its parent"
+    assert rig.counter("tier_found_objects.memory/no_parent") == 0
+
+
+# Opening
+
+
+def test_what_has_no_place_in_the_tree_is_dropped_when_found() -> None:
+    rig = Rig(tier=COMMIT)
+    keys = path("p", 3)
+    store(rig.attach(), keys)
+    rig.tier.run()
+    del rig.medium.stored[1]
+    reboot(rig)
+    audit(rig.engine)
+    assert rig.counter("tier_found_objects.memory/no_parent") == 1
+    assert rig.attach().locate(keys).boundary_tokens == CHUNK
+
+
+def test_t6_after_a_daemon_crash_ram_and_tier_tell_one_story() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    store(client, path("p", 3))
+    rig.tier.run()
+    rig.crash()
+    audit(rig.engine)
+    client = rig.attach()
+    assert client.locate(path("p", 3)).boundary_tokens == 0, "RAM is not verified yet"
+    rig.sum_all(lambda _: 0)  # none of the sums holds
+    audit(rig.engine)
+    reply = client.locate(path("p", 3))
+    assert (reply.boundary_tokens, reply.tier) == (3 * CHUNK, "memory"), "the tier has what RAM lost"
+
+
+def test_a_foreign_namespace_is_taken_in_before_any_engine_registers_it() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach(spec=HYBRID)
+    store(client, path("p", 2), kinds=BOTH)
+    settle(rig)
+    reboot(rig)
+    audit(rig.engine)
+    assert in_tier(rig) == 4
+    assert rig.attach("dense", 11, DENSE).locate(path("p", 2)).boundary_tokens == 0
+    assert rig.attach(spec=HYBRID).locate(path("p", 2)).boundary_tokens == 2 * CHUNK
+
+
+# Workers (I6, I1a)
+
+
+def test_i1a_a_worker_of_the_last_run_keeps_what_it_was_lent_until_its_death() -> None:
+    rig = Rig(tier=COMMIT)
+    keys = path("p", 2)
+    client = on_tier_only(rig, keys)
+    client.acquire_later(keys, ATTENTION * 2, 1)
+    for job in list(rig.tier.jobs):
+        rig.tier.begin(job)
+    worker, extents = rig.worker_pids, [job.extents[0] for job in rig.tier.jobs]
+    rig.crash()
+    audit(rig.engine)
+    status = rig.engine.status()
+    assert status.tier.lent_bytes == 4 * 4096
+    assert [one.engine_id for one in status.sessions if one.engine_id.startswith("kvdepotd")] == []
+    client = rig.attach()
+    rig.engine.declare(DeclareCall(client.session, ()))  # the engine gives up its half
+    assert rig.engine.status().tier.lent_bytes == 4 * 4096
+    store(rig.attach("other", 11), path("q", 30), 1)
+    for offset, length in extents:
+        assert set(rig.buffer[offset : offset + length]) == {0}, "given to somebody else while a worker may write"
+    (attachment,) = [one.attachment for one in rig.engine.attachments() if one.process.pid == worker]
+    rig.engine.process_dead(attachment)
+    audit(rig.engine)
+    rig.tier.run()
+    audit(rig.engine)
+    assert rig.engine.status().tier.lent_bytes == 0
+
+
+def test_i1a_a_dead_worker_of_the_last_run_holds_nothing() -> None:
+    rig = Rig(tier=COMMIT)
+    keys = path("p", 1)
+    client = on_tier_only(rig, keys)
+    client.acquire_later(keys, ATTENTION, 1)
+    rig.tier.begin(rig.tier.jobs[0])
+    rig.dead |= {rig.worker_pids, 10}
+    rig.crash()
+    audit(rig.engine)
+    assert rig.engine.status().tier.used_bytes == 0
+
+
+def test_a_worker_is_no_engine() -> None:
+    rig = Rig(tier=COMMIT)
+    with pytest.raises(InvalidArgument, match="the daemon's own"):
+        rig.engine.attach(process(20), "kvdepotd/io/3", scheduler=True, rank=0, world_size=1)
+    rig.now += 1000
+    rig.engine.tick()
+    assert rig.engine.status().sessions == ()
+    rig.tier.stop()
+    assert rig.engine.attachments() == ()
+
+
+def test_a_full_lent_table_cancels_and_does_not_lend() -> None:
+    rig = Rig(lent_rows=3, tier=COMMIT)
+    keys = path("p", 2)
+    client = on_tier_only(rig, keys)
+    answers = client.acquire_later(keys, ATTENTION * 2, 1)
+    rig.tier.begin(rig.tier.jobs[0])
+    rig.tier.run()
+    audit(rig.engine)
+    assert len(answers) == 1
+    modes = rig.engine._space.lent.modes
+    assert not (modes == LentMode.WRITE).any()
