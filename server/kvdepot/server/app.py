@@ -1,6 +1,7 @@
 """`kvdepotd`: the daemon's command line.
 
-`kvdepotd serve [CONFIG]` runs it; `kvdepotd check-config CONFIG` only says whether the file would do.
+`kvdepotd serve [CONFIG]` runs it; `kvdepotd check-config CONFIG` only says whether the file would do;
+`kvdepotd fsck` and `kvdepotd inspect` look at a disk tier's directory while no daemon runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvdepot.core.errors import KvDepotError
 from kvdepot.server.config import Config, embedded, load
 from kvdepot.server.logs import make_log
 from kvdepot.server.node import Node
+from kvdepot.server.offline import verbs as offline
 from kvdepot.server.service_notify import ServiceNotifier
 
 _UMASK = 0o177
@@ -36,6 +38,8 @@ back, remove that file while no daemon runs; its name is in the log's last line.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    if options.verb in offline.VERBS:
+        return offline.run(options)
     try:
         config = _config(options)
     except KvDepotError as error:
@@ -66,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--log-format", help="instead of [log].format")
     check = verbs.add_parser("check-config", help="say whether a configuration file is good; exit code 1 if not")
     check.add_argument("config", type=Path, metavar="CONFIG")
+    offline.add_verbs(verbs)
     return parser
 
 
