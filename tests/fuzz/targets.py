@@ -1,0 +1,180 @@
+"""Everything kvdepot parses, as functions of any bytes: they return or refuse, and nothing else.
+
+Where a checksum would stop a fuzzer at the first byte, the target puts a right one: what stands behind it
+has to hold too.
+"""
+
+from __future__ import annotations
+
+import struct
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+from google.protobuf.message import DecodeError, Message
+from kvdepot.core.errors import KvDepotError
+from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, fields_as_found
+from kvdepot.proto import codec, codec_namespace
+from kvdepot.proto.v1 import depot_pb2 as pb
+from kvdepot.server import config
+from kvdepot.server.io.codecs import decode
+from kvdepot.server.io.wire import WireError, unpack_answer, unpack_job
+from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.tiers.disk.layout import Store
+from kvdepot.server.tiers.disk.records import (
+    MARK_BYTES,
+    RECORD_BYTES_MAX,
+    BadFile,
+    SnapshotHeader,
+    pack_journal_header,
+    pack_snapshot_header,
+)
+from kvdepot.server.tiers.disk.replay import replay
+
+STORE_ID = bytes(16)
+_MAGIC_AND_VERSION = struct.pack("<8sII", b"KVDOBJCT", 1, 1)
+_REQUESTS: tuple[tuple[type[Message], Callable[..., object]], ...] = (
+    (pb.RegisterNamespaceRequest, codec_namespace.decode_register),
+    (pb.DeclareRequest, codec.decode_declare_call),
+    (pb.LocateRequest, codec.decode_locate_call),
+    (pb.AcquireRequest, codec.decode_acquire_call),
+    (pb.ReleaseRequest, codec.decode_release_call),
+    (pb.ReserveRequest, codec.decode_reserve_call),
+    (pb.CommitRequest, codec.decode_commit_call),
+    (pb.AbandonRequest, codec.decode_abandon_call),
+    (pb.EndRequestRequest, codec.decode_end_request_call),
+)
+
+
+def header(data: bytes) -> None:
+    """An object's header, as it is, and with a right magic, version and checksum."""
+    body = data[:HEADER_BYTES].ljust(HEADER_BYTES - 24, b"\0")[: HEADER_BYTES - 24]
+    total = xxhash.xxh3_64_intdigest(_MAGIC_AND_VERSION + body)
+    for page in (data, _MAGIC_AND_VERSION + struct.pack("<Q", total) + body):
+        fields_as_found(page)
+        try:
+            found = ObjectHeader.unpack(page)
+        except ObjectDamageError:
+            continue
+        assert 0 < found.stored_bytes <= found.name.raw_bytes
+
+
+def lz4(data: bytes) -> None:
+    _decode(Codec.LZ4, data)
+
+
+def bitshuffle_lz4(data: bytes) -> None:
+    """With the lengths in front that let a chunk come to its library."""
+    _decode(Codec.BITSHUFFLE_LZ4, data)
+    if len(data) < 4:
+        return
+    raw_bytes = int.from_bytes(data[:2], "little") + 1
+    stored = 16 + len(data) - 4
+    block = int.from_bytes(data[2:4], "little")
+    chunk = struct.pack("<BBBBIII", 2, 1, 0x24 | (data[0] & 0x10), 2, raw_bytes, block, stored) + data[4:]
+    _decode(Codec.BITSHUFFLE_LZ4, struct.pack("<HI", raw_bytes & 0xFFFF, len(chunk)) + chunk)
+
+
+def _decode(chosen: Codec, data: bytes) -> None:
+    """The first two bytes are the raw length."""
+    raw_bytes = int.from_bytes(data[:2], "little")
+    around = bytearray(b"\xa5" * (raw_bytes + 128))
+    target = memoryview(around)[64 : 64 + raw_bytes]
+    assert decode(chosen, memoryview(data)[2:], [target]) in (IoOutcome.OK, IoOutcome.CODEC)
+    assert around[:64] == around[64 + raw_bytes :] == b"\xa5" * 64
+
+
+def journal(data: bytes) -> None:
+    replay(None, [(1, data)], STORE_ID, 1)
+    replay(None, [(1, pack_journal_header(STORE_ID, 1) + _with_sums(data))], STORE_ID, 1)
+
+
+def snapshot(data: bytes) -> None:
+    body = _with_sums(data)
+    count = data[-1] if data else 0
+    head = SnapshotHeader(STORE_ID, 1, 0, 0, 0, 0, 0, count, len(body), xxhash.xxh3_128_intdigest(body))
+    for content in (data, pack_snapshot_header(head) + body):
+        try:
+            replay(content, [], STORE_ID, 1)
+        except BadFile:
+            continue
+
+
+def _with_sums(data: bytes) -> bytes:
+    """Records whose checksums hold, as far as their lengths let them be told apart."""
+    records = []
+    at = 0
+    while at + MARK_BYTES <= len(data):
+        length = int.from_bytes(data[at : at + 2], "little") % RECORD_BYTES_MAX
+        length = max(MARK_BYTES, length - length % 8)
+        record = struct.pack("<I", length) + data[at + 4 : at + length - 8]
+        record = record.ljust(length - 8, b"\0")
+        records.append(record + struct.pack("<Q", xxhash.xxh3_64_intdigest(record)))
+        at += length
+    return b"".join(records)
+
+
+def store(data: bytes) -> None:
+    try:
+        Store.unpack(data)
+    except BadFile:
+        return
+
+
+def configuration(data: bytes) -> None:
+    """What lies behind TOML; its parser is Python's."""
+    try:
+        document = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError):
+        return
+    try:
+        config.check("fuzzed.toml", document)
+    except KvDepotError:
+        return
+
+
+def request(data: bytes) -> None:
+    """The first byte says which call."""
+    message_class, decode_call = _REQUESTS[data[0] % len(_REQUESTS) if data else 0]
+    message = message_class()
+    try:
+        message.ParseFromString(data[1:])
+        decode_call(message)
+    except (DecodeError, KvDepotError):
+        return
+
+
+def attach_datagram(data: bytes) -> None:
+    try:
+        codec.decode_attach_call(data)
+    except KvDepotError:
+        return
+
+
+def worker_job(data: bytes) -> None:
+    try:
+        unpack_job(data)
+    except WireError:
+        return
+
+
+def worker_answer(data: bytes) -> None:
+    try:
+        unpack_answer(data)
+    except WireError:
+        return
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    target.__name__: target
+    for target in (
+        header, lz4, bitshuffle_lz4, journal, snapshot, store, configuration, request, attach_datagram, worker_job,
+        worker_answer,
+    )
+}  # fmt: skip
+CORPORA = {
+    "configuration": Path(__file__).resolve().parents[2] / "configs",
+    "header": Path(__file__).resolve().parents[1] / "golden" / "object-v1",
+}
+"""Folders of good examples to start from."""
