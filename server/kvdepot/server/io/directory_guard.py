@@ -15,9 +15,12 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from kvdepot.server.processes import read_boot_id, start_ticks
 
+WORKERS_LOCK: Final = "workers.lock"
+"""Name of the file in a guarded directory that every worker locks."""
 _FLOCK = struct.Struct("hhqqi4x")
 _CONTENT_BYTES_MAX = 128
 

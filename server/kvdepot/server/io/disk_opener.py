@@ -20,9 +20,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.server.io.directory_guard import DirectoryHeldError, hold_for_daemon, read_token, renew_token
+from kvdepot.server.io.directory_guard import (
+    WORKERS_LOCK,
+    DirectoryHeldError,
+    hold_for_daemon,
+    read_token,
+    renew_token,
+)
 from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.disk.layout import DAEMON_LOCK, WORKERS_LOCK
+from kvdepot.server.tiers.disk.layout import DAEMON_LOCK
 from kvdepot.server.tiers.disk.messages import (
     Begin,
     Failed,

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvdepot.core.errors import NoRoom
@@ -182,6 +182,15 @@ class IoPool:
     def start(self) -> None:
         """Make the workers; where the host has no room for one now, try again later."""
         self._respawn = None
+        self._fill()
+
+    def renew(self, guard: str) -> None:
+        """New workers, who enter the directory with this token and open their files anew; also the first ones.
+
+        Those that are there finish what they have in hand.
+        """
+        self._settings = replace(self._settings, guard=guard)
+        self._retire()
         self._fill()
 
     def submit(
@@ -455,14 +464,18 @@ class IoPool:
         """Workers end too: those that come after the probe open their files anew."""
         self._count("io_breaker.opened", 1)
         self._log.warning("%s is out of use: %s", self._settings.directory, self.breaker.reason)
+        self._retire()
+        self._cancel_queue()
+        self._probe_later()
+        self._tell()
+
+    def _retire(self) -> None:
+        """Serving workers get nothing more; idle ones end at once."""
         for worker in tuple(self._serving):
             if worker.hand:
                 self._move(worker, self._leaving)
             else:
                 self._kill(worker)
-        self._cancel_queue()
-        self._probe_later()
-        self._tell()
 
     def _probe_later(self) -> None:
         if not self._closed:

@@ -1,8 +1,9 @@
 """The I/O worker: a process that reads and writes objects between a directory and the arena.
 
-Started by the daemon as `python -m kvdepot.server.io.worker ARENA_FD ARENA_BYTES SOCKET_FD PARENT_PID DIRECTORY`
-(ARENA_FD -1: its jobs have no extents). It does what it is told, and ends with its parent, with its socket, or
-killed: it has nothing to tidy up. Descriptors that it inherits beside those named (a lock) it keeps until then.
+Started by the daemon as `python -m kvdepot.server.io.worker ARENA_FD ARENA_BYTES SOCKET_FD PARENT_PID DIRECTORY GUARD`
+(ARENA_FD -1: its jobs have no extents; GUARD: the token of `directory_guard`, may be empty). It does what it is told,
+and ends with its parent, with its socket, or killed: it has nothing to tidy up. Descriptors that it inherits beside
+those named (a lock) it keeps until then.
 
 Its first thread reads the socket, so that the end of the stream ends the process whatever else hangs. Two more do the
 jobs, each all of one: while one waits for the medium, the other verifies (both happen without the GIL).
@@ -19,9 +20,12 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from typing import Final
 
-from kvdepot.server.io.jobs import JOBS_PER_WORKER, Job
+from kvdepot.server.io import directory_guard
+from kvdepot.server.io.direct_io import outcome_of
+from kvdepot.server.io.jobs import JOBS_PER_WORKER, Answer, Job
 from kvdepot.server.io.perform import Context, perform
 from kvdepot.server.io.wire import FRAME, JOB_BYTES_MAX, body_bytes, pack_answer, unpack_job
 
@@ -35,6 +39,7 @@ _IDLE_SECONDS: Final = 5.0
 def main(arguments: list[str]) -> int:
     arena_fd, arena_bytes, socket_fd, parent = map(int, arguments[:4])
     directory = arguments[4]
+    entrance = Entrance(directory, arguments[5])
     _die_with(parent)
     os.nice(_NICENESS)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which drains first, and then ends this process
@@ -46,23 +51,48 @@ def main(arguments: list[str]) -> int:
     sending = threading.Lock()
     for _ in range(JOBS_PER_WORKER):
         context = Context(directory, arena)
-        threading.Thread(target=_serve, args=(jobs, context, daemon, sending), daemon=True).start()
+        threading.Thread(target=_serve, args=(jobs, context, entrance, daemon, sending), daemon=True).start()
     while head := _read(daemon, FRAME.size):
         number, length = body_bytes(head, JOB_BYTES_MAX)
         jobs.put((number, unpack_job(_read(daemon, length))))
     return 0
 
 
+class Entrance:
+    """Into a guarded directory, before the first job; by a thread that does jobs, because it may hang."""
+
+    def __init__(self, directory: str, guard: str) -> None:
+        self._path = Path(directory, directory_guard.WORKERS_LOCK)
+        self._guard = guard
+        self._entering = threading.Lock()
+        self._entered = not guard
+
+    def enter(self) -> Answer | None:
+        """None: inside. Ends the process when the directory belongs to another daemon by now."""
+        with self._entering:
+            if self._entered:
+                return None
+            try:
+                lock_fd = directory_guard.enter(self._path, self._guard)
+            except OSError as error:
+                return Answer(outcome_of(error), str(error))
+            if lock_fd is None:
+                os._exit(1)
+            self._entered = True  # and the descriptor stays open, and with it the lock
+            return None
+
+
 def _serve(
-    jobs: queue.SimpleQueue[tuple[int, Job]], context: Context, daemon: socket.socket, sending: threading.Lock
-) -> None:
+    jobs: queue.SimpleQueue[tuple[int, Job]], context: Context, entrance: Entrance, daemon: socket.socket,
+    sending: threading.Lock,
+) -> None:  # fmt: skip
     while True:
         try:
             number, job = jobs.get(timeout=_IDLE_SECONDS)
         except queue.Empty:
             context.close()
             continue
-        frame = pack_answer(number, perform(job, context))
+        frame = pack_answer(number, entrance.enter() or perform(job, context))
         with sending:
             daemon.sendall(frame)
 

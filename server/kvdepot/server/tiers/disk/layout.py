@@ -17,7 +17,6 @@ from kvdepot.server.tiers.disk.records import FORMAT_VERSION, STORE_ID_BYTES, Ba
 MIB: Final = 1 << 20
 STORE: Final = "store.json"
 DAEMON_LOCK: Final = "daemon.lock"
-WORKERS_LOCK: Final = "workers.lock"
 PROBE: Final = ".probe"
 SEGMENTS: Final = "segments"
 JOURNALS: Final = "journal"
