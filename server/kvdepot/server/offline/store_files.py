@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
-from kvdepot.server.io.directory_guard import DirectoryHeldError, hold_for_daemon, renew_token
+from kvdepot.server.io.directory_guard import WORKERS_LOCK, DirectoryHeldError, hold_for_daemon, renew_token
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
 from kvdepot.server.tiers.disk.records import BadFile
@@ -57,7 +57,7 @@ def locked(root: Path) -> Iterator[None]:
             f"{root} is held by the process with pid {error.holder.pid}; stop the daemon first"
         ) from error
     try:
-        if renew_token(root / names.WORKERS_LOCK, uuid4().hex) is None:
+        if renew_token(root / WORKERS_LOCK, uuid4().hex) is None:
             raise OfflineRefusalError(
                 f"{root}: I/O workers of an earlier daemon still live; wait until they have ended"
             )
