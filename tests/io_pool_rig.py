@@ -143,6 +143,15 @@ def state(pid: int) -> str:
         return ""
 
 
+def is_gone(pid: int) -> bool:
+    """Whether every thread has ended: the first one may be a zombie while another hangs in the kernel."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return True
+    return all(state(int(thread.name)) in ("", "Z", "X") for thread in threads)
+
+
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
     limit = time.monotonic() + 5
