@@ -81,7 +81,9 @@ def exchange(connection: socket.socket, datagram: bytes) -> tuple[AttachReply, l
 class RawEngine:
     """A one-process engine: scheduler and rank 0."""
 
-    def __init__(self, grpc_socket: Path, engine_id: str = "engine", *, label: str = "dense") -> None:
+    def __init__(
+        self, grpc_socket: Path, engine_id: str = "engine", *, label: str = "dense", spec: NamespaceSpec | None = None
+    ) -> None:
         self.connection = attach_socket(grpc_socket.with_name(f"{grpc_socket.name}.attach"))
         call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=1)
         self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
@@ -93,7 +95,7 @@ class RawEngine:
         self.channel = grpc.insecure_channel(f"unix:{grpc_socket}")
         self.stub = pb_grpc.DepotStub(self.channel)  # type: ignore[no-untyped-call]
         self.operator = pb_grpc.OperatorStub(self.channel)  # type: ignore[no-untyped-call]
-        self.spec = dense_spec(label)
+        self.spec = spec or dense_spec(label)
         register = codec_namespace.encode_register(self.session, self.spec)
         registered = self.stub.RegisterNamespace(register, timeout=CALL_SECONDS)
         self.namespace, self.ranks_attached = codec_namespace.decode_registered(registered)
