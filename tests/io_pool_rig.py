@@ -88,7 +88,7 @@ class PoolRig:
         failures, probe_seconds = options.pop("failures", 3), options.pop("probe_seconds", 0.2)
         self.breaker = Breaker(failures_max=failures, probe_every_seconds=probe_seconds, clock=loop.time)
         settings = WorkerSettings(
-            directory, options.pop("arena_fd", rig.arena_fd), ARENA_BYTES, options.pop("lock_fd", -1)
+            directory, options.pop("arena_fd", rig.arena_fd), ARENA_BYTES, options.pop("guard", "")
         )
         self.pool = IoPool(
             settings=settings, workers=options.pop("workers", 1), deadline_seconds=options.pop("deadline", 20.0),

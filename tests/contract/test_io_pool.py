@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +14,7 @@ from shutil import move
 import pytest
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io import pool as pooling
+from kvdepot.server.io.directory_guard import WORKERS_LOCK, renew_token
 from kvdepot.server.io.jobs import Allocate, Append, Priority, Probe, Remove
 from kvdepot.server.io.pool import processes_max
 from kvdepot.server.tiers.base import IoOutcome
@@ -324,23 +323,26 @@ def test_close_does_not_wait_for_workers_that_do_not_answer(rig: IoRig) -> None:
     asyncio.run(run())
 
 
-def test_the_lock_is_held_until_the_last_worker_is_dead(rig: IoRig) -> None:
-    path = rig.directory / "workers.lock"
-    wanted = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT)
-    fcntl.fcntl(lock, fcntl.F_OFD_SETLK, wanted)
-    other = os.open(path, os.O_RDWR)
+def test_a_guarded_directory_is_changed_hands_only_when_the_last_worker_is_dead(rig: IoRig) -> None:
+    lock = rig.directory / WORKERS_LOCK
+    lock.write_text("mine\n")
 
     async def run() -> None:
-        async with pool_on(rig, workers=2, lock_fd=lock) as under:
-            await under.ask(Probe(".probe", write=True))
-            os.close(lock)  # the daemon's own is gone with it
-            with pytest.raises(BlockingIOError):
-                fcntl.fcntl(other, fcntl.F_OFD_SETLK, wanted)
-        fcntl.fcntl(other, fcntl.F_OFD_SETLK, wanted)
+        async with pool_on(rig, workers=2, guard="mine", failures=100) as under:
+            asked = [under.ask(verify_only(rig.read_of(rig.write(1, MIB)))) for _ in range(4)]
+            assert {(await future).outcome for future in asked} == {IoOutcome.MAGIC}
+            assert renew_token(lock, "another daemon's") is None
+            before = set(under.pool.pids)
+            under.pool.renew("mine")  # new workers, same right
+            assert (await under.ask(Probe(".probe", write=True))).outcome is IoOutcome.OK
+            await until(lambda: not before & set(under.pool.pids), "the workers of before have ended")
+        assert renew_token(lock, "another daemon's") == "another daemon's"
+        async with pool_on(rig, guard="mine") as under:
+            write = rig.write(1, MIB)
+            assert (await under.ask(write, under.lent())).outcome is IoOutcome.IO_ERROR
+            assert not any(rig.segment.read_bytes()[:MIB])
 
     asyncio.run(run())
-    os.close(other)
 
 
 def test_i4_the_number_of_processes_is_bounded() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectHeader, object_bytes, payload_sum
 from kvdepot.server.io import direct_io
-from kvdepot.server.io import perform as performing
 from kvdepot.server.io.jobs import Allocate, Append, Part, Probe, Quarantine, ReadObject, Remove
 from kvdepot.server.io.perform import Context, perform
 from kvdepot.server.tiers.base import IoOutcome
@@ -99,7 +98,7 @@ def test_what_a_codec_saves_stays_unwritten(rig: IoRig, context: Context) -> Non
 def test_an_object_too_long_for_the_scratch_memory_is_stored_as_it_is(
     rig: IoRig, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(performing, "SCRATCH_BYTES_MAX", MIB)
+    context.scratch_bytes_max = MIB
     write = rig.write(1, MIB + 2 * PAGE, Codec.LZ4)
     assert perform(write, context).stored_bytes == MIB + 2 * PAGE
     assert perform(rig.read_of(write), context).outcome is IoOutcome.OK

@@ -40,13 +40,18 @@ from kvdepot.server.io.jobs import (
 from kvdepot.server.tiers.base import IoOutcome
 
 SCRATCH_BYTES_MAX: Final = 64 << 20
-"""Of one buffer. Longer objects are stored without a codec: coded bytes are checked as a whole before they are decoded,
-
-and what a worker may take beside the arena has to be known beforehand.
-"""
 SCRATCH_KEPT_BYTES: Final = 8 << 20
+"""Larger scratch memory is given back after the job."""
 _PIECE_BYTES: Final = 4 << 20
 """What is verified or copied without a place in the arena is read piece by piece."""
+
+
+def scratch_limit(arena_bytes: int) -> int:
+    """Longest buffer of scratch memory beside an arena of this size, and so the longest object that is coded.
+
+    Coded bytes are checked as a whole before they are decoded; longer objects are stored as they are.
+    """
+    return min(max(arena_bytes // 256, SCRATCH_KEPT_BYTES), SCRATCH_BYTES_MAX)
 
 
 class Context:
@@ -57,6 +62,7 @@ class Context:
         self.files = DirectFiles(directory)
         self.header = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self.tail = memoryview(mmap.mmap(-1, PAGE_BYTES))
+        self.scratch_bytes_max = scratch_limit(len(arena or b""))
         self._arena = arena
         self._scratch: list[memoryview] = []
 
@@ -74,9 +80,9 @@ class Context:
         return views
 
     def scratch(self, number: int, length: int) -> memoryview:
-        """Page-aligned private memory; what it holds is anything. Raises ValueError beyond SCRATCH_BYTES_MAX."""
-        if length > SCRATCH_BYTES_MAX:
-            raise ValueError(f"{length} bytes of scratch memory; the limit is {SCRATCH_BYTES_MAX}")
+        """Page-aligned private memory; what it holds is anything. Raises ValueError beyond `scratch_bytes_max`."""
+        if length > self.scratch_bytes_max:
+            raise ValueError(f"{length} bytes of scratch memory; the limit is {self.scratch_bytes_max}")
         while len(self._scratch) <= number:
             self._scratch.append(memoryview(b""))
         if len(self._scratch[number]) < length:
@@ -194,7 +200,7 @@ def _encoded(
 ) -> tuple[Codec, list[memoryview], int, int]:
     """What is stored: with what codec, which bytes, how many, their checksum."""
     room = worth_bytes_max(job.name.raw_bytes)
-    if job.codec != Codec.NONE and 0 < room <= SCRATCH_BYTES_MAX:
+    if job.codec != Codec.NONE and 0 < room <= context.scratch_bytes_max:
         coded = context.scratch(0, room)
         stored_bytes = codecs.encode(Codec(job.codec), raw, coded)
         if stored_bytes:

@@ -2,8 +2,7 @@
 
 Started by the daemon as `python -m kvdepot.server.io.worker ARENA_FD ARENA_BYTES SOCKET_FD PARENT_PID DIRECTORY GUARD`
 (ARENA_FD -1: its jobs have no extents; GUARD: the token of `directory_guard`, may be empty). It does what it is told,
-and ends with its parent, with its socket, or killed: it has nothing to tidy up. Descriptors that it inherits beside
-those named (a lock) it keeps until then.
+and ends with its parent, with its socket, or killed: it has nothing to tidy up.
 
 Its first thread reads the socket, so that the end of the stream ends the process whatever else hangs. Two more do the
 jobs, each all of one: while one waits for the medium, the other verifies (both happen without the GIL).

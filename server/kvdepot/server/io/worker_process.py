@@ -24,13 +24,11 @@ class WorkerSettings:
     """What a worker inherits. Descriptors stay the caller's; -1: none.
 
     `guard`: the token with which it enters the directory (`directory_guard`); empty where nobody guards it.
-    `lock_fd`: an OFD lock whose open file description every worker shares, so that it is held until the last is dead.
     """
 
     directory: Path
     arena_fd: int = -1
     arena_bytes: int = 0
-    lock_fd: int = -1
     guard: str = ""
 
 
@@ -149,7 +147,7 @@ def _spawn(settings: WorkerSettings) -> tuple[subprocess.Popen[bytes], socket.so
             numbers = (settings.arena_fd, settings.arena_bytes, theirs.fileno(), os.getpid())
             process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE, *map(str, numbers), os.fspath(settings.directory), settings.guard],
-                pass_fds=[fd for fd in (settings.arena_fd, theirs.fileno(), settings.lock_fd) if fd >= 0],
+                pass_fds=[fd for fd in (settings.arena_fd, theirs.fileno()) if fd >= 0],
                 stdin=subprocess.DEVNULL,
             )
         undo.callback(process.wait)
