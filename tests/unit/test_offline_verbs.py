@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -18,11 +19,15 @@ from hypothesis import strategies as st
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectHeader, ObjectName, object_bytes, payload_sum
 from kvdepot.server.app import main
+from kvdepot.server.io.directory_guard import WORKERS_LOCK, enter, renew_token
 from kvdepot.server.offline import verbs
 from kvdepot.server.offline.inspection import inspect
 from kvdepot.server.offline.store_files import OfflineRefusalError, locked
 from kvdepot.server.tiers.disk import layout as names
+from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
+from kvdepot.server.tiers.disk.messages import Begin, Locked
+from kvdepot.server.tiers.disk.opener_process import OpenerProcess
 from kvdepot.server.tiers.disk.records import Mark, Put, RecordType, pack_mark, pack_put
 from kvdepot.server.tiers.disk.recovery import SnapshotFacts, make_store, write_generation
 
@@ -240,6 +245,36 @@ def test_fsck_refuses_while_a_daemon_has_the_directory(
 ) -> None:
     assert main(["fsck", str(directory.root)]) == 2
     assert f"pid {holder}; stop the daemon first" in capsys.readouterr().err
+
+
+def test_fsck_refuses_while_a_tiers_opening_process_lives(
+    directory: Directory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def beside_a_tier() -> int:
+        opener = OpenerProcess(DiskConfig("nvme", directory.root, CAPACITY_BYTES), asyncio.get_running_loop())
+        opener.start(lambda message: None)
+        try:
+            opener.send(Begin())
+            assert isinstance(opener.wait(20.0), Locked)
+            return main(["fsck", str(directory.root)])
+        finally:
+            opener.end()
+
+    assert asyncio.run(beside_a_tier()) == 2
+    assert f"pid {os.getpid()}; stop the daemon first" in capsys.readouterr().err
+
+
+def test_fsck_refuses_while_a_worker_of_a_dead_daemon_lives(
+    directory: Directory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = directory.root / WORKERS_LOCK
+    renew_token(path, "token of its daemon")
+    worker = enter(path, "token of its daemon")
+    assert worker is not None
+    assert main(["fsck", str(directory.root)]) == 2
+    assert "I/O workers of an earlier daemon still live" in capsys.readouterr().err
+    os.close(worker)
+    assert main(["fsck", str(directory.root)]) == 0
 
 
 def test_the_locks_are_given_back(directory: Directory) -> None:

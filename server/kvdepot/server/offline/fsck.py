@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from kvdepot.core.calls import Kind
 from kvdepot.server.io.jobs import Answer, ReadObject
 from kvdepot.server.io.perform import Context, perform
 from kvdepot.server.offline.store_files import (
@@ -55,7 +54,6 @@ class Verdict:
     index: Index
     outcomes: Counter[IoOutcome] = field(default_factory=Counter)
     bytes_by_outcome: Counter[IoOutcome] = field(default_factory=Counter)
-    kinds: Counter[Kind] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
     quarantine: list[Quarantined] = field(default_factory=list)
 
@@ -93,7 +91,6 @@ def _verify(verdict: Verdict, layout: DiskLayout, progress: Progress | None) -> 
             outcome = answer.outcome
             verdict.outcomes[outcome] += 1
             verdict.bytes_by_outcome[outcome] += put.medium_bytes
-            verdict.kinds[Kind(put.name.kind)] += 1
             if outcome is not IoOutcome.OK and len(verdict.findings) < FINDINGS_MAX:
                 verdict.findings.append(Finding(outcome, answer.detail, put, parts[0].file, parts[0].offset))
     finally:
