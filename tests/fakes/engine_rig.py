@@ -32,6 +32,7 @@ from kvdepot.server.engine.types import AdoptionReport, Attached, EngineConfig, 
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
 from tests.fakes.memory_tier import Medium, MemoryTier
+from tests.fakes.tree_audit import audit_tree
 
 CHUNK = 32
 BOOT = b"boot-id-16-bytes"
@@ -261,6 +262,7 @@ def audit(engine: Engine) -> None:
         assert state != RowState.RESERVED or pins[head] == len(writers) == 1 or engine._tiering.promotions.reading(head)
         assert state != RowState.DYING or pins[head] > 0, "dying, and nobody is lent it"
     _audit_leases(engine)
+    audit_tree(space)
 
 
 def _audit_bytes(engine: Engine, chained: list[int]) -> None:
@@ -295,9 +297,10 @@ def _audit_index(engine: Engine, heads: list[int]) -> None:
     assert sum(n.bytes for n in space.namespaces.by_slot.values()) == sum(map(space.size_bytes, committed))
     assert space.unverified == sum(rows.run_of[head] != rows.run for head in committed)
     assert space.unsummed == sum(rows.run_of[head] == rows.run and not rows.summed(head) for head in committed)
-    evictable = {node for node in nodes if space._evictable(node)}
-    offered = {node for node in evictable if space.policy._place[node] >= 0}  # type: ignore[attr-defined]
-    assert offered | space._parked >= evictable, "an evictable node that the policy will never name"
+    evictable = {node for node in nodes if space.evictor.worth(node) is not None}
+    offered = {node for node in nodes if node in space.policy._candidates}  # type: ignore[attr-defined]
+    assert offered | space.evictor.parked >= evictable, "a unit that may go and the policy will never name"
+    assert offered <= evictable, "the policy would name what may not go"
     assert all(row == NO_ROW or row in heads for node in nodes for row in index.rows_of(node))
 
 

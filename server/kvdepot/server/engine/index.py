@@ -131,11 +131,24 @@ class Index:
         low_high: bytes = self.keys[node].tobytes()
         return low_high
 
+    def mark(self, node: int) -> int:
+        """64 bits of its key."""
+        return int(self._key[2 * node])
+
     def namespace(self, node: int) -> int:
         return int(self._namespace[node])
 
     def parent(self, node: int) -> int:
         return int(self._parent[node])
+
+    def parents_of(self, nodes: Nodes) -> U32:
+        parents: U32 = np.asarray(self._parent)[nodes]
+        return parents
+
+    def boundaries_of(self, nodes: Nodes) -> U32:
+        """In tokens."""
+        boundaries: U32 = np.asarray(self._boundary)[nodes]
+        return boundaries
 
     def is_leaf(self, node: int) -> bool:
         return self._first_child[node] == NONE
@@ -146,6 +159,11 @@ class Index:
             following = self._following[child]
             yield child
             child = following
+
+    def branches(self, node: int) -> bool:
+        """Whether it has several children."""
+        first = self._first_child[node]
+        return first != NONE and self._following[first] != NONE
 
     def leaves_first(self, node: int) -> list[int]:
         """The subtree, every child before its parent."""

@@ -211,7 +211,7 @@ class Loads:
         """A hit counts as a use of the end node only: its ancestors are kept by it (DESIGN 5)."""
         space = self._space
         end = int(nodes[int(space.rows.boundaries[rows].argmax())])
-        space.policy.on_hit(end, space.clock())
+        space.hit(end)
         namespace.used_at = space.clock()
         space.counters.add("acquired_objects", len(rows))
         space.counters.add("granted_read_bytes", granted_bytes)

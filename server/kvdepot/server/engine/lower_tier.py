@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import EvictionPolicy
+from kvdepot.server.engine.evicting import Evictor
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.types import TierConfig
 from kvdepot.server.tiers.base import NO_HANDLE, Tier
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvdepot.server.engine.space import Space
 
 _EVICTIONS_FOR_ROOM: Final = 64
-"""Nodes dropped at most to make room for one object."""
+"""Units dropped at most to make room for one object."""
 
 
 class LowerTier:
@@ -32,6 +32,7 @@ class LowerTier:
         self.tier = tier
         self.config = config
         self.policy = policy
+        self.evictor = Evictor(space, self, policy, self._count_evicted)
         self.objects = 0
         self._nodes = np.empty(tier.handles_max, np.uint32).data
         self._kinds = np.zeros(tier.handles_max, np.uint8).data  # 0: no object
@@ -61,7 +62,7 @@ class LowerTier:
         self._nodes[handle] = node
         self._kinds[handle] = kind
         self.objects += 1
-        self.policy.on_commit(node, space.clock())
+        self.policy.on_commit(node, space.clock(), space.index.parent(node), space.index.mark(node))
         space.settle_node(node)
         parent = space.index.parent(node)
         if parent != NONE:
@@ -83,27 +84,12 @@ class LowerTier:
     # What may go
 
     def settle(self, node: int) -> None:
-        """Tell the policy whether the node's objects may go."""
-        if self._evictable(node):
-            self.policy.on_leaf(node)
-        else:
-            self.policy.on_not_leaf(node)
-
-    def _evictable(self, node: int) -> bool:
-        space, index = self._space, self._space.index
-        if not index.in_tier(self.number, node) or index.children_in_tier(self.number, node):
-            return False
-        if index.is_leaf(node):
-            return True
-        return all(space.in_ram(node, kind) for kind in Kind if self.has(node, kind))
+        """Tell the policy whether something of the node may go."""
+        self.evictor.settle(node)
 
     def evict_to(self, used_bytes: int, limit: int, reason: str) -> None:
-        """At most `limit` nodes' objects towards `used_bytes`."""
-        while limit > 0 and self.tier.used_bytes > used_bytes:
-            node = self.policy.victim()
-            if node is None:
-                return
-            self._evict(node, reason)
+        """At most `limit` units towards `used_bytes`."""
+        while limit > 0 and self.tier.used_bytes > used_bytes and self.evictor.evict_one(reason):
             limit -= 1
 
     def make_room(self, size_bytes: int) -> bool:
@@ -112,16 +98,21 @@ class LowerTier:
         self.evict_to(least, _EVICTIONS_FOR_ROOM, "room")
         return least >= self.tier.used_bytes
 
-    def _evict(self, node: int, reason: str) -> None:
-        space = self._space
-        kinds = [kind for kind in Kind if self.has(node, kind)]
-        for kind in kinds:
-            self.drop(node, kind)
-        space.counters.add(f"tier_evicted_objects.{self.tier.name}/{reason}", len(kinds))
-        parent = space.index.parent(node)
-        if space.index.has_objects(node):
-            space.settle_node(node)
-            if parent != NONE:
-                self.settle(parent)
-        else:
-            space.drop_subtree(node)
+    def _count_evicted(self, reason: str, objects: int, size_bytes: int) -> None:  # noqa: ARG002
+        self._space.counters.add(f"tier_evicted_objects.{self.tier.name}/{reason}", objects)
+
+    # What the tier holds, for its evictor
+
+    def complete(self, node: int, kind: int) -> bool:
+        return self.has(node, kind)
+
+    def busy(self, node: int) -> bool:  # noqa: ARG002
+        """Never: the tier itself keeps the bytes of what is being read."""
+        return False
+
+    def children(self, node: int) -> int:
+        return self._space.index.children_in_tier(self.number, node)
+
+    def cost_bytes(self, node: int, kind: int) -> int:
+        namespace = self._space.namespaces.by_slot[self._space.index.namespace(node)]
+        return self.tier.cost_bytes(namespace.object_bytes.get(kind, 0))

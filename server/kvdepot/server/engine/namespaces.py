@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -29,6 +30,9 @@ class Namespace:
         self.planner: Planner | None = None
         self.path_kind = int(Kind.ATTENTION)  # which kind of object makes a path; known once registered
         self.object_bytes: dict[int, int] = {}
+        self.kinds: tuple[int, ...] = (int(Kind.ATTENTION),)  # what a boundary needs, as far as is known
+        self.window_chunks = 1  # how many chunks the windows that end at a boundary reach into, at least 1
+        self.needs_changed: Callable[[Namespace], None] = lambda _: None
         self.nodes = 0
         self.sessions = 0  # that registered it
         self.objects = {int(kind): 0 for kind in Kind}  # committed
@@ -43,6 +47,7 @@ class Namespace:
         self.label = spec.label
         self.path_kind = int(planner.path_kind)
         self.object_bytes = {int(kind): planner.object_bytes(kind) for kind in planner.kinds}
+        self._need(tuple(self.object_bytes), max(planner.window_chunks, 1))
 
     def accepts(self, kind: int, raw_bytes: int) -> bool:
         """Whether it can have an object of this kind and size, as far as is known."""
@@ -52,7 +57,14 @@ class Namespace:
         """An object of it was found on a medium. What an engine registers says more."""
         if self.spec is None:
             self.object_bytes.setdefault(kind, raw_bytes)
-            self.path_kind = min(*self.object_bytes, *(kind for kind, count in self.objects.items() if count), kind)
+            kinds = tuple(sorted({*self.object_bytes, *(kind for kind, count in self.objects.items() if count)}))
+            self.path_kind = kinds[0]
+            self._need(kinds, self.window_chunks)
+
+    def _need(self, kinds: tuple[int, ...], window_chunks: int) -> None:
+        if (kinds, window_chunks) != (self.kinds, self.window_chunks):
+            self.kinds, self.window_chunks = kinds, window_chunks
+            self.needs_changed(self)
 
     def forget_spec(self) -> None:
         """As after a restart: its objects stay, and an engine that registers it again defines it again."""
@@ -87,6 +99,7 @@ class Namespaces:
         self._ids = tables.namespaces["id"].view("u1").reshape(-1, 16)
         self._labels = tables.namespaces["label"].view("u1").reshape(-1, LABEL_BYTES_MAX)
         self._used = tables.namespaces["used"].data
+        self.needs_changed: Callable[[Namespace], None] = lambda _: None  # told when a namespace turns out to need more
         self.by_slot: dict[int, Namespace] = {}
         self.by_id: dict[bytes, Namespace] = {}
 
@@ -138,5 +151,9 @@ class Namespaces:
         return sorted((n for n in self.by_slot.values() if not n.sessions), key=lambda n: (n.nodes > 0, n.used_at))
 
     def _enter(self, namespace: Namespace) -> None:
+        namespace.needs_changed = self._needs_changed
         self.by_slot[namespace.slot] = namespace
         self.by_id[namespace.id] = namespace
+
+    def _needs_changed(self, namespace: Namespace) -> None:
+        self.needs_changed(namespace)

@@ -9,10 +9,9 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from kvdepot.core.arena import NAMESPACES_MAX, NO_ROW, Column
+from kvdepot.core.arena import NAMESPACES_MAX, Column
 from kvdepot.core.calls import Kind
 from kvdepot.server.engine.index import NONE
-from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.space import Space
 
 _Numbers = npt.NDArray[np.int64]
@@ -56,23 +55,19 @@ def plant(space: Space, heads: _Numbers) -> tuple[_Flags, _Flags]:
         namespace = space.namespaces.by_slot[int(slot)]
         namespace.nodes += int(count)
         namespace.path_kind = int(path_kinds[slot])
+        namespace.kinds = tuple(np.unique(kinds[slots == slot]).tolist())
     return orphaned[member], torn
 
 
 def offer_for_eviction(space: Space) -> None:
-    """Tell the policy of every node, and which of them are leaves that hold nothing but committed objects."""
-    now = space.clock()
-    nodes = space.index.nodes()
-    for node in nodes.tolist():
-        space.policy.on_commit(node, now)
-    leaves = space.index.leaves(nodes)
-    evictable = np.ones(len(leaves), np.bool_)
-    for rows in space.index.rows:
-        held = rows[leaves]
-        known = held != NO_ROW
-        evictable[known] &= space.rows.states[held[known]] == COMMITTED
-    for node in leaves[evictable].tolist():
-        space.policy.on_leaf(node)
+    """Tell the policy of every node, parents first, and of every unit that may go."""
+    index, now = space.index, space.clock()
+    nodes = index.nodes()
+    boundaries = index.boundaries_of(nodes)
+    space.usable.plant(nodes, index.parents_of(nodes), boundaries)
+    for node in nodes[np.argsort(boundaries, kind="stable")].tolist():
+        space.policy.on_commit(node, now, index.parent(node), index.mark(node))
+        space.evictor.settle(node)
 
 
 def _words(column: Column) -> npt.NDArray[np.uint64]:

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from typing import Final
 
 from kvdepot.core import limits
-from kvdepot.core.arena import NO_ROW
+from kvdepot.core.calls import Kind
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.rows import COMMITTED
@@ -38,6 +38,7 @@ class Requests:
         self._seconds = seconds
         self._requests: OrderedDict[tuple[int, str], _Request] = OrderedDict()
         self._standing: Counter[tuple[int, bytes]] = Counter()  # (namespace, key): requests that end there
+        space.standing = self.stands
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -54,6 +55,7 @@ class Requests:
         if key not in request.tails:
             request.tails[key] = None
             self._standing[(namespace.slot, key)] += 1
+            self._settle(namespace.slot, key)
         if len(request.tails) > TAILS_MAX:
             self._lift(request, next(iter(request.tails)))
 
@@ -66,6 +68,11 @@ class Requests:
             self._lift(request, key)
         for key in tails:
             self._prune(request.namespace, key)
+
+    def stands(self, node: int) -> bool:
+        """Whether a request in progress ends at the node."""
+        index = self._space.index
+        return (index.namespace(node), index.key(node)) in self._standing
 
     def end_session(self, session: int) -> None:
         for owner, request_id in [key for key in self._requests if key[0] == session]:
@@ -88,24 +95,27 @@ class Requests:
         self._standing[at] -= 1
         if not self._standing[at]:
             del self._standing[at]
+            self._settle(*at)
+
+    def _settle(self, slot: int, key: bytes) -> None:
+        """A leaf that nobody could resume at may go when no request stands on it, and not before."""
+        node = self._space.index.find(slot, key)
+        if node != NONE:
+            self._space.settle_node(node)
 
     def _prune(self, namespace: Namespace, key: bytes) -> None:
         space = self._space
         node = space.index.find(namespace.slot, key)
-        while node != NONE and self._prunable(namespace, node):
+        while node != NONE and self._prunable(node):
             above = space.index.parent(node)
             space.counters.add("pruned_objects", len(space.index.rows_of(node)))
             space.drop_subtree(node)
             node = above
 
-    def _prunable(self, namespace: Namespace, node: int) -> bool:
-        index, rows = self._space.index, self._space.rows
-        if not index.is_leaf(node) or self._standing[(namespace.slot, index.key(node))]:
+    def _prunable(self, node: int) -> bool:
+        space = self._space
+        if not space.index.is_leaf(node) or self.stands(node) or space.usable.usable(node):
             return False
-        held = [index.row(node, kind) for kind in namespace.object_bytes]
-        present = [row for row in held if row != NO_ROW]
-        if len(present) < len(held) and any(self._space.elsewhere(node, kind) for kind in namespace.object_bytes):
+        if any(space.elsewhere(node, kind) for kind in Kind):
             return False
-        if len(present) == len(held) and all(rows.state[row] == COMMITTED for row in present):
-            return False
-        return all(rows.state[row] == COMMITTED and not self._space.lent.pinned(row) for row in present)
+        return not space.busy(node) and all(space.rows.state[row] == COMMITTED for row in space.index.rows_of(node))

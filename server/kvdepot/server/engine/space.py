@@ -16,12 +16,14 @@ from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode
 from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import EvictionPolicy
 from kvdepot.server.engine.counters import Counters
+from kvdepot.server.engine.evicting import Evictor, Holding
 from kvdepot.server.engine.index import NONE, Index
 from kvdepot.server.engine.lent import LentTable
 from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace, Namespaces
 from kvdepot.server.engine.rows import COMMITTED, DYING, RESERVED, Rows
 from kvdepot.server.engine.types import TierConfig
+from kvdepot.server.engine.usable import Usable
 from kvdepot.server.tiers.base import Tier
 
 _MASK64: Final = (1 << 64) - 1
@@ -48,20 +50,22 @@ class Space:
         self.lent = LentTable(tables)
         nodes = layout.rows + sum(tier.handles_max for tier, _, _ in tiers)
         self.index = Index(min(nodes, NODES_MAX), random_bytes, len(tiers))
-        self.tiers = tuple(LowerTier(self, number, *one) for number, one in enumerate(tiers))
+        self.tiers: tuple[LowerTier, ...] = ()
         self.demoting: Callable[[int], bool] = lambda _: False  # whether a node is being written to a lower tier first
         self.namespaces = Namespaces(tables)
         self.allocator = ExtentAllocator(layout.data_offset, layout.data_bytes)
         self._data_bytes = layout.data_bytes
-        self.policy = policy
         self.counters = counters
         self.clock = clock
+        self.usable = Usable(self.index, self.namespaces, self._complete_anywhere)
+        self.namespaces.needs_changed = self._settle_namespace
+        self.standing: Callable[[int], bool] = lambda _: False  # whether a request in progress ends at a node
+        self.evictor = Evictor(self, self, policy, self._count_evicted)
+        self.policy = policy
+        self.tiers = tuple(LowerTier(self, number, *one) for number, one in enumerate(tiers))
         self.unverified = 0  # adopted objects not yet verified
         self.unsummed = 0  # committed objects without a sum
         self.objects = 0  # committed objects
-        self._parked: set[int] = set()  # leaves the policy offered while they were lent
-        self._given_since_parked = False
-        self._placing = NONE  # the node that room is being made for
         self._unreusable: set[int] = set()  # dying rows whose bytes overlap others' (a torn table)
 
     @property
@@ -91,16 +95,18 @@ class Space:
 
         The caller lends it and calls `rows.publish_reserved`.
         """
-        self._placing = node
+        self.evictor.filling = node
+        self.evictor.settle(node)
         try:
             extents = self._allocate(size_bytes)
         finally:
-            self._placing = NONE
+            self.evictor.filling = NONE
         if not extents:
+            self.settle_node(node)
             return NO_ROW
         row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
         self.index.set_row(node, kind, row)
-        self.policy.on_not_leaf(node)
+        self._settle_path(node)
         return row
 
     def _allocate(self, size_bytes: int) -> list[Extent]:
@@ -121,12 +127,10 @@ class Space:
         return extents
 
     def add_node(self, namespace: Namespace, key: bytes, parent: int, boundary: int) -> int:
-        if parent != NONE:
-            self.policy.on_not_leaf(parent)
         namespace.nodes += 1
         node = self.index.add(namespace.slot, key, parent, boundary)
         if parent != NONE:
-            self._settle_tiers(parent)
+            self.settle_node(parent)
         return node
 
     def commit(self, row: int, node: int) -> None:
@@ -134,7 +138,7 @@ class Space:
         self.rows.commit(row)
         self.unsummed += 1
         self.count_committed(row, 1)
-        self.policy.on_commit(node, self.clock())
+        self.policy.on_commit(node, self.clock(), self.index.parent(node), self.index.mark(node))
 
     def commit_summed(self, row: int, node: int, raw_sum: int) -> None:
         """Likewise, of an object whose bytes were just verified: `raw_sum` is their XXH3-128."""
@@ -153,14 +157,20 @@ class Space:
         self.objects += change
 
     def settle_node(self, node: int) -> None:
-        """Tell the policy whether the node may be evicted (lent rows are found out when it is its turn)."""
-        if self._evictable(node):
-            self.policy.on_leaf(node)
-        else:
-            self.policy.on_not_leaf(node)
-        self._settle_tiers(node)
+        """Objects of the node came, went or were completed: say anew what of it may go, in every tier."""
+        changed = self.usable.settle(node)
+        self._settle_evictors(node)
+        if changed not in (NONE, node):
+            self._settle_evictors(changed)
 
-    def _settle_tiers(self, node: int) -> None:
+    def _settle_namespace(self, namespace: Namespace) -> None:
+        """It was adopted, and what its boundaries need is known only now. O(its nodes), once."""
+        nodes = self.index.nodes()
+        for node in nodes[self.index.namespaces[nodes] == namespace.slot].tolist() if namespace.nodes else ():
+            self.settle_node(node)
+
+    def _settle_evictors(self, node: int) -> None:
+        self.evictor.settle(node)
         for tier in self.tiers:
             tier.settle(node)
 
@@ -181,12 +191,9 @@ class Space:
     # Dropping
 
     def drop_row(self, node: int, kind: int) -> None:
-        """Unindex one object in RAM. A node without objects goes, with the subtree that it carried."""
+        """Unindex one object in RAM. Where it made the path and nobody else has it, the subtree goes."""
         self._unindex(node, kind)
-        if self.index.has_objects(node):
-            self._settle_path(node)
-        else:
-            self.drop_subtree(node)
+        self.lost(node, kind)
 
     def drop_corrupt(self, row: int) -> None:
         """Drop a committed object of RAM that is proved bad, with what nobody can reach without it."""
@@ -249,24 +256,26 @@ class Space:
 
     def _forget(self, node: int) -> None:
         self.namespaces.by_slot[self.index.namespace(node)].nodes -= 1
-        self.policy.on_removed(node)
+        changed = self.usable.removed(node)
+        self.evictor.removed(node)
         for tier in self.tiers:
-            tier.policy.on_removed(node)
-        self._parked.discard(node)
+            tier.evictor.removed(node)
         self.index.remove(node)
+        if changed not in (NONE, node):
+            self._settle_evictors(changed)
 
     # Giving back
 
     def give_back(self, entry: int) -> None:
         """One lent entry ends."""
         row = self.lent.row_of(entry)
-        self._given_since_parked = True
+        self.evictor.returned()
         if self.lent.clear(entry):
             self._given_back(row)
 
     def give_back_many(self, entries: npt.NDArray[np.uint32]) -> None:
         last = self.lent.clear_many(entries)
-        self._given_since_parked = True
+        self.evictor.returned()
         for row in last[self.rows.states[last] == DYING]:
             self._given_back(int(row))
 
@@ -293,7 +302,7 @@ class Space:
         before = namespace.nodes
         for leaf in self.index.leaves_of(namespace.slot).tolist():
             node = leaf
-            while node != NONE and self.index.is_leaf(node) and not self._held(node):
+            while node != NONE and self.index.is_leaf(node) and not self.busy(node):
                 if before - namespace.nodes >= limit:
                     return limit
                 above = self.index.parent(node)
@@ -301,72 +310,74 @@ class Space:
                 node = above
         return before - namespace.nodes
 
-    def _held(self, node: int) -> bool:
-        return any(map(self.lent.pinned, self.index.rows_of(node)))
-
     # Evicting
 
     def evict_one(self, reason: str) -> bool:
-        """Drop the least useful leaf; False when nothing is evictable."""
-        node = self._victim()
-        if node is None and self._parked and self._given_since_parked:
-            self.unpark()
-            node = self._victim()
-        if node is None:
-            return False
-        self.counters.add(f"evicted_objects.{reason}", len(self.index.rows_of(node)))
-        self.counters.add("evicted_bytes", sum(map(self.size_bytes, self.index.rows_of(node))))
-        self._drop_from_ram(node)
-        return True
-
-    def _drop_from_ram(self, node: int) -> None:
-        """Where a lower tier has something of the node, it stays in the tree."""
-        if not any(self.elsewhere(node, kind) for kind in Kind):
-            self.drop_subtree(node)
-            return
-        for kind in Kind:
-            if self.index.row(node, kind) != NO_ROW:
-                self._unindex(node, kind)
-        self._settle_path(node)
+        """Drop the least useful unit; False when nothing may go."""
+        return self.evictor.evict_one(reason)
 
     def evict_to(self, used_bytes: int, limit: int) -> None:
         """At most `limit` evictions towards `used_bytes`."""
         while limit > 0 and self.allocator.used_bytes > used_bytes:
             limit -= 1
-            node = self._victim()
+            node = self.evictor.victim()
             if node is not None and self.demoting(node):
-                self.policy.on_not_leaf(node)
-                self._parked.add(node)
+                self.evictor.park(node)
             elif not self.evict_one("watermark"):
                 return
 
     def unpark(self) -> None:
         """Offer again what was lent when the policy named it."""
-        parked, self._parked = self._parked, set()
-        self._given_since_parked = False
-        for node in parked:
-            self.settle_node(node)
+        self.evictor.unpark()
 
-    def _victim(self) -> int | None:
-        while (node := self.policy.victim()) is not None:
-            if not self._held(node):
-                return node
-            self.policy.on_not_leaf(node)
-            self._parked.add(node)
-        return None
+    def hit(self, node: int) -> None:
+        """A request resumed at the node: a use for the policy of every tier."""
+        now = self.clock()
+        self.policy.on_hit(node, now)
+        for tier in self.tiers:
+            tier.policy.on_hit(node, now)
 
-    def _evictable(self, node: int) -> bool:
-        states = [self.rows.state[row] for row in self.index.rows_of(node)]
-        return (
-            node != self._placing
-            and bool(states)
-            and all(state == COMMITTED for state in states)
-            and (self.index.is_leaf(node) or self._demotable(node))
-        )
+    def changed(self, node: int) -> None:
+        """Objects of the node went: remove it where none is left, and settle what depends on it."""
+        if self.index.has_objects(node):
+            self._settle_path(node)
+        else:
+            self.drop_subtree(node)
 
-    def _demotable(self, node: int) -> bool:
-        """A leaf of RAM whose place on the path a lower tier keeps."""
-        if not self.tiers or self.index.children_in_ram(node):
-            return False
-        path_kind = self.path_kind(node)
-        return self.index.row(node, path_kind) == NO_ROW or self.elsewhere(node, path_kind)
+    def copied(self, holding: Holding, node: int, kind: int) -> bool:
+        """Whether another tier than this one has a complete copy."""
+        if holding is not self and self.complete(node, kind):
+            return True
+        return any(tier is not holding and tier.complete(node, kind) for tier in self.tiers)
+
+    def stands(self, node: int) -> bool:
+        """Whether a request in progress ends at the node."""
+        return self.standing(node)
+
+    def _complete_anywhere(self, node: int, kind: int) -> bool:
+        return self.complete(node, kind) or any(tier.complete(node, kind) for tier in self.tiers)
+
+    def _count_evicted(self, reason: str, objects: int, size_bytes: int) -> None:
+        self.counters.add(f"evicted_objects.{reason}", objects)
+        self.counters.add("evicted_bytes", size_bytes)
+
+    # What RAM holds, for its evictor
+
+    def has(self, node: int, kind: int) -> bool:
+        return self.index.row(node, kind) != NO_ROW
+
+    def complete(self, node: int, kind: int) -> bool:
+        row = self.index.row(node, kind)
+        return row != NO_ROW and self.rows.state[row] == COMMITTED
+
+    def busy(self, node: int) -> bool:
+        return any(map(self.lent.pinned, self.index.rows_of(node)))
+
+    def children(self, node: int) -> int:
+        return self.index.children_in_ram(node)
+
+    def cost_bytes(self, node: int, kind: int) -> int:
+        return self.rounded_bytes(self.index.row(node, kind))
+
+    def drop(self, node: int, kind: int) -> None:
+        self._unindex(node, kind)

@@ -119,7 +119,7 @@ class Stores:
         if row != NO_ROW:
             if not space.rows.visible(row):
                 return ReserveOutcome.PENDING  # being written, or adopted and being verified
-            space.policy.on_hit(node, space.clock())
+            space.hit(node)
             self._tiering.used_again(np.array([node]), bytes([one.kind]))
             return ReserveOutcome.PRESENT
         if node != NONE and self._tiering.promotions.source(node, one.kind) is not None:
@@ -183,8 +183,6 @@ class Stores:
             if one.parent != ROOT_KEY and space.index.find(namespace.slot, one.parent) != above:
                 return ReserveOutcome.NO_PARENT
             node = space.add_node(namespace, one.key, above, one.boundary)
-        else:
-            space.policy.on_not_leaf(node)  # or eviction could take the node that the object is for
         row = space.place(
             namespace, node, kind=one.kind, key=one.key, parent=one.parent, boundary=one.boundary,
             size_bytes=namespace.object_bytes[one.kind],

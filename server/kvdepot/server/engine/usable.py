@@ -1,0 +1,110 @@
+"""Which nodes a request could resume at, over the union of tiers (DESIGN 5, Eviction).
+
+A node is usable if its path object and everything else that its boundary needs is
+complete in some tier: its state, and the windows that end there. In a namespace of
+attention alone every complete node is usable. A node serves if it or a descendant is
+usable; what does not serve is of use to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from kvdepot.core.calls import Kind
+from kvdepot.server.engine.index import NONE, U32, Index, Nodes
+from kvdepot.server.engine.namespaces import Namespace, Namespaces
+
+
+class Usable:
+    """One flag and one count a node, kept true by `settle`. `complete(node, kind)` asks all tiers.
+
+    O(1) a change where a usable ancestor is near, else linear in the distance to it.
+    """
+
+    def __init__(self, index: Index, namespaces: Namespaces, complete: Callable[[int, int], bool]) -> None:
+        self._index = index
+        self._namespaces = namespaces
+        self._complete = complete
+        self._usable = np.zeros(index.capacity, np.uint8).data
+        self._serving = np.zeros(index.capacity, np.uint32).data  # children that serve
+
+    def usable(self, node: int) -> bool:
+        return bool(self._usable[node])
+
+    def serves(self, node: int) -> bool:
+        """Whether a request could resume at the node or below it."""
+        return bool(self._usable[node] or self._serving[node])
+
+    def serves_below(self, node: int) -> bool:
+        return bool(self._serving[node])
+
+    def resume(self, node: int) -> int:
+        """The nearest usable ancestor, NONE when there is none: where a request would resume without the node."""
+        node = self._index.parent(node)
+        while node != NONE and not self._usable[node]:
+            node = self._index.parent(node)
+        return node
+
+    def needed(self, node: int, depth: int) -> bool:
+        """Whether a usable node lies at most `depth` chunks below: then its window may reach into this one."""
+        if depth <= 0:
+            return False
+        return any(self._usable[child] or self.needed(child, depth - 1) for child in self._index.children(node))
+
+    # Changes
+
+    def settle(self, node: int) -> int:
+        """Objects of the node came, went or were completed. Returns the ancestor whose outlook changed, or NONE."""
+        namespace = self._namespaces.by_slot[self._index.namespace(node)]
+        changed = self._set(node, self._judge(namespace, node))
+        reach = namespace.window_chunks - 1
+        if reach > 0:
+            self._settle_below(namespace, node, reach)
+        return changed
+
+    def removed(self, node: int) -> int:
+        """The node, a leaf, is about to leave the index. Returns as `settle` does."""
+        return self._set(node, False)
+
+    def plant(self, nodes: Nodes, parents: U32, boundaries: U32) -> None:
+        """All nodes of an adopted index at once: their flags, then the counts from the deepest level up."""
+        usable, serving = np.asarray(self._usable), np.asarray(self._serving)
+        for node in nodes.tolist():
+            usable[node] = self._judge(self._namespaces.by_slot[self._index.namespace(node)], node)
+        order = np.argsort(-boundaries.astype(np.int64), kind="stable")
+        nodes, parents, boundaries = nodes[order], parents[order], boundaries[order]
+        for level in np.split(np.arange(len(nodes)), np.flatnonzero(np.diff(boundaries)) + 1):
+            serves = (usable[nodes[level]] > 0) | (serving[nodes[level]] > 0)
+            above = parents[level][serves]
+            np.add.at(serving, above[above != NONE], 1)
+
+    def _judge(self, namespace: Namespace, node: int) -> bool:
+        if not all(self._complete(node, kind) for kind in namespace.kinds):
+            return False
+        for _ in range(namespace.window_chunks - 1):
+            node = self._index.parent(node)
+            if node == NONE:
+                return True
+            if not self._complete(node, Kind.WINDOW):
+                return False
+        return True
+
+    def _settle_below(self, namespace: Namespace, node: int, reach: int) -> None:
+        """Windows of nodes close below reach into this one."""
+        for child in self._index.children(node):
+            if self._usable[child] != self._judge(namespace, child):
+                self._set(child, not self._usable[child])
+            if reach > 1:
+                self._settle_below(namespace, child, reach - 1)
+
+    def _set(self, node: int, usable: bool) -> int:
+        before = self.serves(node)
+        self._usable[node] = usable
+        while before != (after := self.serves(node)):
+            node = self._index.parent(node)
+            if node == NONE:
+                return NONE
+            before = self.serves(node)
+            self._serving[node] += 1 if after else -1
+        return node
