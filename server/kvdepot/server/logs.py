@@ -6,7 +6,10 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Final, Literal
+
+EVENTS: Final = "kvdepot.events"
+"""Name of the logger that is told what became durable and what is gone, at level debug."""
 
 
 class _TextFormatter(logging.Formatter):
@@ -27,13 +30,14 @@ class _JsonFormatter(logging.Formatter):
 
 
 def make_log(level: str, style: Literal["text", "json"]) -> logging.Logger:
-    """The daemon's logger, writing to stderr."""
-    log = logging.getLogger("kvdepotd")
+    """The daemon's logger, writing to stderr. What tiers tell of single objects goes there too, at level debug."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if style == "json" else _TextFormatter())
-    log.handlers = [handler]
-    log.propagate = False
-    log.setLevel(level.upper())
+    log, events = logging.getLogger("kvdepotd"), logging.getLogger(EVENTS)
+    for one in (log, events):
+        one.handlers = [handler]
+        one.propagate = False
+        one.setLevel(level.upper())
     return log
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvdepot.core.calls import Kind
 from kvdepot.core.objectfile import ObjectName, object_bytes
 from kvdepot.server.io.jobs import Part
+from kvdepot.server.logs import EVENTS
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.budget import WriteBudget
 from kvdepot.server.tiers.disk.catalog import Catalog
@@ -19,9 +20,6 @@ from kvdepot.server.tiers.disk.quarantine import QuarantineRoom
 from kvdepot.server.tiers.disk.records import Mark, RecordType
 from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.disk.workers import Workers
-
-EVENTS = "kvdepot.events"
-"""Name of the logger that is told what became durable and what is gone, at level debug."""
 
 
 @dataclass(slots=True)
