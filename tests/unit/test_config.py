@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 from kvdepot.core.errors import ConfigError
 from kvdepot.server import app
-from kvdepot.server.config import Config, check, embedded, load
-from kvdepot.server.config_schema import Tables
-from kvdepot.server.memory_room import CAPACITY_BYTES_MIN, PROCESS_RESERVE_BYTES, arena_bytes_of, cgroup_limits
+from kvdepot.server.config import Config, check, disk_config, embedded, load
+from kvdepot.server.config_schema import Tables, TierTable
+from kvdepot.server.memory_room import (
+    CAPACITY_BYTES_MIN,
+    PROCESS_RESERVE_BYTES,
+    WORKER_RESERVE_BYTES,
+    arena_bytes_of,
+    cgroup_limits,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
+TIER = '\n[[tier]]\nname = "nvme"\nkind = "disk"\npath = "/d"\ncapacity = "1GiB"\n'
 GOOD = '[daemon]\nlisten = ["unix:///tmp/k.sock"]\n[ram]\ncapacity = "512MiB"\npath = "/tmp"\n'
 
 
@@ -63,11 +70,33 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ('[sessions]\ncredit = "0"', "sessions.credit", "greater than 0"),
         ('[ram]\ncapacity = "512MiB"\n[sessions]\ncredit = "1GiB"', "sessions.credit", "more than the whole arena"),
         ('[log]\nlevel = "loud"', "log.level", "'info'"),
-        ('[[tier]]\nname = "nvme"\nkind = "disk"', "tier", "not available in this version"),
+        ('[[tier]]\nname = "nvme"\nkind = "disk"', "tier[0].path", "Field required"),
+        ('[[tier]]\nkind = "shared"', "tier.kind", "'shared' are not available in this version"),
+        ('[[tier]]\nkind = "s3"', "tier.kind", "'s3' are not available in this version"),
+        (TIER.replace('"disk"', '"tape"'), "tier[0].kind", "'disk'"),
+        (TIER.replace('"/d"', '"d"'), "tier[0].path", "no absolute path"),
+        (TIER.replace('"nvme"', '"ram"'), "tier[0].name", "the tier above"),
+        (TIER.replace('"nvme"', '"a/b"'), "tier[0].name", "match pattern"),
+        (TIER + 'wirte = "commit"', "tier[0].wirte", "did you mean 'write'?"),
+        (TIER + 'write = "always"', "tier[0].write", "'commit', 'evict' or 'second_use'"),
+        (TIER + "codec = 1", "tier[0].codec", "'none', 'lz4'"),
+        (TIER + "io_workers = 0", "tier[0].io_workers", "greater than or equal to 1"),
+        (TIER + "write_budget = 5", "tier[0].write_budget", "no string with a unit"),
+        (TIER.replace("1GiB", "4MiB"), "tier.nvme.capacity", "4194304 bytes are less than"),
+        (TIER + TIER.replace('"/d"', '"/e"'), "tier.name", "two tiers are called 'nvme'"),
+        (TIER + TIER.replace("nvme", "b"), "tier.b.path", "overlap"),
+        (TIER + TIER.replace("nvme", "b").replace('"/d"', '"/x/../d/e"'), "tier.b.path", "/d/e and /d of tier 'nvme'"),
+        ('[ram]\ncapacity = "384MiB"' + TIER, "ram.capacity", "of the 1 tiers below"),
+        (
+            '[ram]\ncapacity = "1GiB"\npath = "/tmp"' + TIER.replace('"/d"', '"/tmp/."'),
+            "tier.nvme.path",
+            "of the arena",
+        ),
+        ("[breaker]\nfailures = 0", "breaker.failures", "greater than or equal to 1"),
+        ('[breaker]\nprobe_every = "0s"', "breaker.probe_every", "greater than 0"),
+        ('[scrub]\nrate = "50MiB"', "scrub.rate", "is no rate"),
         ('[tls]\ncert = "x"', "tls", "not available in this version"),
         ('[[quota]]\ntenant = "*"', "quota", "not available in this version"),
-        ('[scrub]\nrate = "50MiB/s"', "scrub", "not available in this version"),
-        ("[breaker]\nfailures = 5", "breaker", "not available in this version"),
         ("[policy]\nprefetch_share = 0.25", "policy.prefetch_share", "not available in this version"),
         ("[policy]\naudit_sample = 0.0", "policy.audit_sample", "not available in this version"),
     ],
@@ -108,11 +137,35 @@ def test_the_reference_file_has_every_key_at_its_default() -> None:
     document = tomllib.loads((REPOSITORY / "configs" / "kvdepot.toml").read_text())
     assert Tables.model_validate(document) == Tables()
     for table, model in Tables():
-        assert set(document[table]) == set(type(model).model_fields), table
+        if table != "tier":
+            assert set(document[table]) == set(type(model).model_fields), table
 
 
-def test_the_development_file_is_good() -> None:
-    assert load(REPOSITORY / "configs" / "development.toml").capacity_bytes > 0
+def test_the_reference_file_shows_every_key_of_a_tier_at_its_default() -> None:
+    lines = (REPOSITORY / "configs" / "kvdepot.toml").read_text().splitlines()
+    (shown,) = tomllib.loads("\n".join(line[3:] for line in lines if line.startswith("#: ")))["tier"]
+    assert set(shown) == set(TierTable.model_fields)
+    required = {name: shown[name] for name, field in TierTable.model_fields.items() if field.is_required()}
+    assert TierTable.model_validate(shown) == TierTable.model_validate(required)
+
+
+def test_a_tier_takes_its_settings_from_three_tables(tmp_path: Path) -> None:
+    text = GOOD.replace("512MiB", "1GiB") + TIER + 'codec = "lz4"\nwrite_budget = "2GiB"\n[breaker]\nfailures = 3\n'
+    config = _load(tmp_path, text + '[scrub]\nrate = "0"\n')
+    disk = disk_config(config.tables, config.tables.tier[0])
+    assert (disk.name, disk.path, disk.codec, disk.write_budget_bytes) == ("nvme", Path("/d"), 1, 2 << 30)
+    assert (disk.failures, disk.scrub_bytes_per_second) == (3, 0)
+
+
+def test_t1_workers_and_objects_of_tiers_are_taken_from_the_capacity(tmp_path: Path) -> None:
+    text = GOOD.replace("512MiB", "1GiB")
+    without, having = _load(tmp_path, text).arena_bytes, _load(tmp_path, text + TIER).arena_bytes
+    assert without - having >= 4 * WORKER_RESERVE_BYTES
+
+
+@pytest.mark.parametrize("name", ["development.toml", "disk.toml"])
+def test_the_other_files_are_good(name: str) -> None:
+    assert load(REPOSITORY / "configs" / name).capacity_bytes > 0
 
 
 def test_options_override_single_keys(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from kvdepot.core.errors import ConfigError
-from kvdepot.server.config_schema import AUTO, Tables
+from kvdepot.server.config_schema import AUTO, Tables, TierTable
 from kvdepot.server.memory_room import (
     CAPACITY_BYTES_MIN,
     MIB,
@@ -25,22 +25,23 @@ from kvdepot.server.memory_room import (
     cgroup_limits,
     directory_bytes,
     host_bytes,
+    tier_reserve_bytes,
 )
+from kvdepot.server.tiers.disk.config import DiskConfig
+from kvdepot.server.tiers.disk.layout import DiskLayout
 from pydantic import BaseModel, ValidationError
 
 EMBEDDED = "embedded default"
 AUTO_CAPACITY_BYTES_MAX = 4 << 30
 DEFAULT_ARENA_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the arena is memory, its name carries the uid
 _NOT_AVAILABLE = {
-    "tier": "tiers beside RAM are",
     "tls": "TLS is",
     "quota": "quotas are",
-    "scrub": "the scrubber is",
-    "breaker": "breakers are",
     "policy.prefetch_share": "prefetching is",
     "policy.negative_ttl": "the negative cache is",
     "policy.audit_sample": "the audit is",
 }
+_TIER_KINDS_NOT_AVAILABLE = ("shared", "s3")
 _NOT_AVAILABLE_VALUES = {("policy.eviction", "gdsf"): "the policy gdsf is"}
 
 
@@ -55,7 +56,7 @@ class Config:
 
     @property
     def arena_bytes(self) -> int:
-        return arena_bytes_of(self.capacity_bytes)
+        return arena_bytes_of(self.capacity_bytes, tiers_reserve_bytes(self.tables))
 
     @property
     def credit_bytes(self) -> int:
@@ -105,6 +106,33 @@ def check(file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[s
     return Config(file, tables, capacity_bytes, arena_path)
 
 
+def disk_config(tables: Tables, tier: TierTable) -> DiskConfig:
+    """All that one disk tier is configured with, from three tables."""
+    return DiskConfig(
+        name=tier.name,
+        path=Path(tier.path),
+        capacity_bytes=tier.capacity,
+        codec=tier.codec_number,
+        io_workers=tier.io_workers,
+        deadline_seconds=tier.deadline,
+        fsync=tier.fsync,
+        write_budget_bytes=tier.write_budget,
+        quarantine_keep_seconds=tables.scrub.quarantine_keep,
+        quarantine_bytes=tables.scrub.quarantine_capacity,
+        scrub_bytes_per_second=tables.scrub.rate,
+        failures=tables.breaker.failures,
+        probe_seconds=tables.breaker.probe_every,
+    )
+
+
+def tiers_reserve_bytes(tables: Tables) -> int:
+    return sum(tier_reserve_bytes(tier.io_workers, _layout(tables, tier).handles) for tier in tables.tier)
+
+
+def _layout(tables: Tables, tier: TierTable) -> DiskLayout:
+    return DiskLayout.plan(tier.capacity, tables.scrub.quarantine_capacity)
+
+
 def runtime_directory() -> Path:
     """A directory of this user alone. Raises ConfigError when somebody else could put things there."""
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -140,24 +168,53 @@ def _arena_path(file: str, tables: Tables) -> Path:
 
 
 def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:
-    if capacity_bytes < CAPACITY_BYTES_MIN:
+    _check_tiers(file, tables)
+    reserve_bytes = tiers_reserve_bytes(tables)
+    if capacity_bytes < CAPACITY_BYTES_MIN + reserve_bytes:
+        beside = f", and {reserve_bytes // MIB} MiB of the {len(tables.tier)} tiers below" if tables.tier else ""
         raise ConfigError(
             file, "ram.capacity",
-            f"{capacity_bytes // MIB} MiB are less than {CAPACITY_BYTES_MIN // MIB} MiB: the capacity covers the"
-            f" private memory of daemon and checksum worker too",
+            f"{capacity_bytes // MIB} MiB are less than {(CAPACITY_BYTES_MIN + reserve_bytes) // MIB} MiB: the capacity"
+            f" covers the private memory of daemon and checksum worker too{beside}",
         )  # fmt: skip
     credit_bytes = tables.sessions.credit
-    if "credit" in tables.sessions.model_fields_set and credit_bytes > arena_bytes_of(capacity_bytes):
+    arena_bytes = arena_bytes_of(capacity_bytes, reserve_bytes)
+    if "credit" in tables.sessions.model_fields_set and credit_bytes > arena_bytes:
         raise ConfigError(
             file, "sessions.credit",
-            f"{credit_bytes // MIB} MiB are more than the whole arena of {arena_bytes_of(capacity_bytes) // MIB} MiB",
+            f"{credit_bytes // MIB} MiB are more than the whole arena of {arena_bytes // MIB} MiB",
         )  # fmt: skip
+
+
+def _check_tiers(file: str, tables: Tables) -> None:
+    seen: dict[Path, str] = {}
+    names: set[str] = set()
+    for tier in tables.tier:
+        path = Path(os.path.normpath(tier.path))
+        if tier.name in names:
+            raise ConfigError(file, "tier.name", f"two tiers are called {tier.name!r}")
+        for other, name in seen.items():
+            if path.is_relative_to(other) or other.is_relative_to(path):
+                raise ConfigError(file, f"tier.{tier.name}.path", f"{path} and {other} of tier {name!r} overlap")
+        if tables.ram.path and path == Path(os.path.normpath(tables.ram.path)):
+            raise ConfigError(file, f"tier.{tier.name}.path", f"{path} is the directory of the arena, [ram].path")
+        try:
+            _layout(tables, tier)
+        except ConfigError as error:
+            raise ConfigError(file, f"tier.{tier.name}.capacity", error.reason) from error
+        names.add(tier.name)
+        seen[path] = tier.name
 
 
 def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
     for key, what in _NOT_AVAILABLE.items():
         if _lookup(document, key) is not None:
             raise ConfigError(file, key, f"{what} not available in this version", advice="remove it")
+    for tier in document.get("tier") or () if isinstance(document.get("tier"), list) else ():
+        kind = tier.get("kind") if isinstance(tier, Mapping) else None
+        if kind in _TIER_KINDS_NOT_AVAILABLE:
+            raise ConfigError(file, "tier.kind", f"tiers of kind {kind!r} are not available in this version",
+                              advice='use "disk"')  # fmt: skip
     for (key, value), what in _NOT_AVAILABLE_VALUES.items():
         if _lookup(document, key) == value:
             raise ConfigError(file, key, f"{what} not available in this version", advice='use "lru"')
@@ -173,7 +230,7 @@ def _lookup(document: Mapping[str, Any], key: str) -> object:
 def _config_error(file: str, error: ValidationError) -> ConfigError:
     first = error.errors()[0]
     location = [str(part) for part in first["loc"] if isinstance(part, str)]
-    key = ".".join(location)
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
     if first["type"] == "extra_forbidden":
         near = get_close_matches(location[-1], _keys_beside(location), n=1, cutoff=0.0)
         return ConfigError(file, key, "is no known key", advice=f"did you mean {near[0]!r}?" if near else "remove it")
@@ -184,6 +241,7 @@ def _keys_beside(location: list[str]) -> list[str]:
     model: type[BaseModel] = Tables
     for part in location[:-1]:
         table = model.model_fields[part].annotation
+        table = next(iter(get_args(table)), table)  # a list of tables
         assert isinstance(table, type) and issubclass(table, BaseModel)
         model = table
     return list(model.model_fields)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvdepot.core.units import parse_duration_seconds, parse_size_bytes
+from kvdepot.core.objectfile import Codec
+from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"
@@ -15,6 +16,8 @@ ATTACH_SUFFIX = ".attach"
 SOCKET_PATH_BYTES_MAX = 107
 """sockaddr_un (unix(7)), without its final zero."""
 AUTO: Literal["auto"] = "auto"
+NONE = "none"
+_CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
 
 
 def _text(parse: Callable[[str], object]) -> BeforeValidator:
@@ -28,11 +31,17 @@ def _text(parse: Callable[[str], object]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _none_or_size(text: str) -> int | None:
+    return None if text == NONE else parse_size_bytes(text)
+
+
 def _auto_or_size(text: str) -> int | Literal["auto"]:
     return AUTO if text == AUTO else parse_size_bytes(text)
 
 
 Size = Annotated[int, _text(parse_size_bytes), Field(gt=0)]
+SizeOrNone = Annotated[Annotated[int, Field(gt=0)] | None, _text(_none_or_size)]
+Rate = Annotated[int, _text(parse_rate_bytes_per_second), Field(ge=0)]
 AutoSize = Annotated[int | Literal["auto"], _text(_auto_or_size)]
 Seconds = Annotated[float, _text(parse_duration_seconds), Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -120,6 +129,51 @@ class PolicyTable(_Table):
     lease_deadline: Annotated[Seconds, Field(gt=0)] = 120.0
 
 
+class TierTable(_Table):
+    """One `[[tier]]`. The first four keys have no default."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
+    kind: Literal["disk"]
+    path: str
+    capacity: Size
+    write: Literal["commit", "evict", "second_use"] = "second_use"
+    write_budget: SizeOrNone = None
+    codec: Literal["none", "lz4", "bitshuffle-lz4"] = "none"
+    io_workers: int = Field(default=2, ge=1, le=16)
+    deadline: Annotated[Seconds, Field(gt=0)] = 10.0
+    load_weight: float = Field(default=1.0, ge=0, le=1000)
+    fsync: bool = False
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if not Path(path).is_absolute():
+            raise ValueError(f"{path!r} is no absolute path of a directory")
+        return path
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name == "ram":
+            raise ValueError("'ram' is the name of the tier above")
+        return name
+
+    @property
+    def codec_number(self) -> Codec:
+        return _CODECS[self.codec]
+
+
+class BreakerTable(_Table):
+    failures: int = Field(default=5, ge=1, le=1000)
+    probe_every: Annotated[Seconds, Field(gt=0)] = 5.0
+
+
+class ScrubTable(_Table):
+    rate: Rate = 50 << 20
+    quarantine_keep: Seconds = 7 * 86400.0
+    quarantine_capacity: Size = 10 << 30
+
+
 class LogTable(_Table):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
@@ -131,7 +185,10 @@ class Tables(_Table):
     daemon: DaemonTable = DaemonTable()
     ram: RamTable = RamTable()
     sessions: SessionsTable = SessionsTable()
+    tier: list[TierTable] = Field(default=[], max_length=8)
     policy: PolicyTable = PolicyTable()
+    breaker: BreakerTable = BreakerTable()
+    scrub: ScrubTable = ScrubTable()
     log: LogTable = LogTable()
 
 

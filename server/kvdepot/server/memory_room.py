@@ -20,10 +20,24 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 
-def arena_bytes_of(capacity_bytes: int) -> int:
-    """Size of the arena file within a capacity: `[ram].capacity` covers everything (row T1)."""
-    arena = capacity_bytes - PROCESS_RESERVE_BYTES - capacity_bytes // RESERVE_DIVISOR
+WORKER_RESERVE_BYTES = 32 * MIB
+"""Private memory of one I/O worker process, its buffers included."""
+HANDLE_RESERVE_BYTES = 200
+"""What an object that only a lower tier has takes of the daemon's memory: its node, and its entry in the tier."""
+
+
+def arena_bytes_of(capacity_bytes: int, tiers_reserve_bytes: int = 0) -> int:
+    """Size of the arena file within a capacity: `[ram].capacity` covers everything (row T1).
+
+    `tiers_reserve_bytes`: private memory that the tiers below RAM take.
+    """
+    arena = capacity_bytes - PROCESS_RESERVE_BYTES - tiers_reserve_bytes - capacity_bytes // RESERVE_DIVISOR
     return arena // (2 * MIB) * (2 * MIB)
+
+
+def tier_reserve_bytes(io_workers: int, handles: int) -> int:
+    """Of one lower tier: its data workers, one more for the journal, its opening process, its objects."""
+    return (io_workers + 2) * WORKER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

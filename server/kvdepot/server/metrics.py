@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvdepot.core.report import DaemonStatus, TierStatus
 from prometheus_client import CollectorRegistry, generate_latest
@@ -63,20 +63,29 @@ def _tiers(tiers: tuple[TierStatus, ...]) -> Iterator[Metric]:
 
 
 def _counters(status: DaemonStatus) -> Iterator[Metric]:
-    """`family` or `family.label` in the engine; a family's label stands under "reason"."""
+    """`family`, `family.reason` or `family.tier/reason` in the engine; either of the last two may be empty."""
     families: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, value in status.counters.items():
         family, _, label = name.partition(".")
         families[family][label] = value
     for family, values in sorted(families.items()):
-        text = family.replace("_", " ")
-        if set(values) == {""}:
-            yield CounterMetricFamily(f"kvdepot_{family}", text, value=values[""])
-            continue
-        counter = CounterMetricFamily(f"kvdepot_{family}", text, labels=["reason"])
+        labels = _labels(values)
+        counter = CounterMetricFamily(f"kvdepot_{family}", family.replace("_", " "), labels=labels)
         for label, value in sorted(values.items()):
-            counter.add_metric([label], value)
+            tier, _, reason = label.rpartition("/")
+            named = {"tier": tier, "reason": reason}
+            counter.add_metric([named[name] for name in labels], value)
         yield counter
+
+
+def _labels(values: Iterable[str]) -> list[str]:
+    """Those that any counter of the family has."""
+    parts = [label.rpartition("/") for label in values]
+    return [
+        name
+        for name, held in (("tier", any(tier for tier, _, _ in parts)), ("reason", any(r for _, _, r in parts)))
+        if held
+    ]
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

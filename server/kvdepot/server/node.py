@@ -23,6 +23,8 @@ from kvdepot.server.attach import ArenaOffer, AttachListener
 from kvdepot.server.checksums import ChecksumService
 from kvdepot.server.config import Config
 from kvdepot.server.config_schema import ATTACH_SUFFIX
+from kvdepot.server.disk_tiers import DiskTiers
+from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import EngineConfig, Liveness, ProcessIdentity
 from kvdepot.server.file_lock import FileLock
@@ -37,6 +39,8 @@ from kvdepot.server.rpc.operator_service import OperatorService
 TICK_SECONDS = 0.1
 DRAIN_SECONDS = 5.0
 """What an orderly stop waits for outstanding checksums: without them the next daemon drops the objects."""
+CLOSE_SECONDS = 7.0
+"""What tiers get to finish what is in flight: with the rest of a stop, less than 10 s whatever a medium does."""
 GRACE_SECONDS = 1.0
 """What calls in flight get at a stop."""
 _THREADS_MAX = 4
@@ -76,6 +80,8 @@ class Node:
 
     def _compose(self) -> None:
         arena, superblock = self._arena, self._arena.superblock
+        counters = Counters()
+        tiers = DiskTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
         self._engine = Engine(
             arena.tables,
             arena_id=superblock.arena_id,
@@ -83,6 +89,9 @@ class Node:
             clock=time.monotonic,
             random_bytes=secrets.token_bytes,
             config=engine_config(self._config),
+            counters=counters,
+            tiers=tiers.make,
+            identify=self._identify,
         )
         offer = ArenaOffer(superblock.arena_id, arena.layout.size_bytes, self._version, arena.open_descriptor)
         self._attach = AttachListener(
@@ -115,6 +124,7 @@ class Node:
             for path in tables.sockets:
                 self._attach.listen(_attach_path(path), tables.mode_bits, tables.group_id)
             self._attach.watch_adopted()
+            self._start_tiers()
             await self._grpc.listen(tables.sockets, tables.mode_bits, tables.group_id)
         except OSError as error:
             raise ConfigError(self._config.file, "daemon.listen", f"cannot listen: {error}") from error
@@ -136,7 +146,7 @@ class Node:
         self._attach.refuse_new()
         await self._grpc.set_serving(False)
         await self._grpc.stop(GRACE_SECONDS)
-        drained = await self._drain()
+        drained, closed = await asyncio.gather(self._drain(), self._close_tiers())
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self._http.close()
@@ -144,6 +154,8 @@ class Node:
         self._checksums.close()
         await self._loop.run_in_executor(None, self._populator.stop)
         kept = "" if drained else ", some objects without a checksum will be dropped"
+        if not closed:
+            self._log.warning("a tier did not close in %.0f s; its medium may hang", CLOSE_SECONDS)
         self._log.info("stopped; the arena %s stays for the next daemon%s", self._arena.path, kept)
 
     def readiness(self) -> Readiness:
@@ -175,7 +187,7 @@ class Node:
             reason=health.reason,
             arena_id=self._arena.superblock.arena_id,
             run=self._arena.superblock.run,
-            tiers=(self._tier(engine.tier),),
+            tiers=(self._tier(engine.tier), *engine.lower_tiers),
             sessions=engine.sessions,
             namespaces=engine.namespaces,
             counters=engine.counters,
@@ -188,6 +200,24 @@ class Node:
             self._log.warning("%s is on a disk: the arena belongs on tmpfs or hugetlbfs", folder)
         request = ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file)
         return open_arena(request, boot_id=self._boot_id, random_bytes=secrets.token_bytes, alive=self._alive)
+
+    def _start_tiers(self) -> None:
+        """Have the tiers open. Raises ConfigError where another daemon has a directory."""
+        try:
+            self._engine.start_tiers()
+        except ConfigError as error:
+            raise ConfigError(self._config.file, error.key, error.reason, advice=error.advice) from error
+
+    async def _close_tiers(self) -> bool:
+        try:
+            await asyncio.wait_for(self._engine.close_tiers(), CLOSE_SECONDS)
+        except TimeoutError:
+            return False
+        return True
+
+    def _identify(self, pid: int) -> ProcessIdentity:
+        """A child of this process, which is not reaped yet: its pid is its own."""
+        return ProcessIdentity(pid, processes.start_ticks(pid) or 0, self._boot_id)
 
     def _alive(self, process: ProcessIdentity) -> Liveness:
         return processes.liveness(process, self._boot_id)

@@ -131,6 +131,10 @@ class Engine:
         """Have the tiers below RAM open. After `adopt`, so that they find a tree to hang on."""
         self._tiering.start()
 
+    async def close_tiers(self) -> None:
+        """Let them finish what is in flight and end their workers."""
+        await self._tiering.close()
+
     def tick(self) -> None:
         """Deadlines, grace, provisional paths and watermark eviction, in bounded slices. Call about every 100 ms."""
         for session in self._sessions.by_slot.values():

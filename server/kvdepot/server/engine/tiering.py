@@ -5,6 +5,7 @@ Nothing here waits: a tier answers later, on the loop's thread.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -52,6 +53,9 @@ class Tiering:
     def start(self) -> None:
         for tier in self._space.tiers:
             tier.tier.start(self)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(tier.tier.close() for tier in self._space.tiers))
 
     def tick(self) -> None:
         for tier in self._space.tiers:
@@ -160,4 +164,4 @@ class Tiering:
             if owner is not None:
                 lower.forget(*owner)
                 self._space.lost(*owner)
-        self._space.counters.add(f"tier_lost_objects.{tier.name}", len(handles))
+        self._space.counters.add(f"tier_lost_objects.{tier.name}/", len(handles))

@@ -141,7 +141,7 @@ class WriteQueue:
             del self._writing[row]
         live = self._live(row, generation)
         if written.outcome is IoOutcome.OK:
-            space.counters.add(f"tier_written_bytes.{tier.tier.name}", written.stored_bytes)
+            space.counters.add(f"tier_written_bytes.{tier.tier.name}/", written.stored_bytes)
             self._take_in(row, written, live=live)
         elif live and written.outcome is IoOutcome.CORRUPT:
             space.drop_corrupt(row)
