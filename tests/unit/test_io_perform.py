@@ -95,10 +95,10 @@ def test_what_a_codec_saves_stays_unwritten(rig: IoRig, context: Context) -> Non
     assert rig.taken(read.extents) == pattern(MIB, 1)
 
 
-def test_an_object_too_long_for_the_scratch_memory_is_stored_as_it_is(
+def test_i4_an_object_too_long_for_the_scratch_memory_is_stored_as_it_is(
     rig: IoRig, context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context.scratch_bytes_max = MIB
+    context.coded_bytes_max = MIB
     write = rig.write(1, MIB + 2 * PAGE, Codec.LZ4)
     assert perform(write, context).stored_bytes == MIB + 2 * PAGE
     assert perform(rig.read_of(write), context).outcome is IoOutcome.OK

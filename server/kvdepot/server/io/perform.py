@@ -40,16 +40,17 @@ from kvdepot.server.io.jobs import (
 from kvdepot.server.tiers.base import IoOutcome
 
 SCRATCH_BYTES_MAX: Final = 64 << 20
+"""Of one buffer; it holds the longest coded object of any arena (`coded_limit`)."""
 SCRATCH_KEPT_BYTES: Final = 8 << 20
 """Larger scratch memory is given back after the job."""
 _PIECE_BYTES: Final = 4 << 20
 """What is verified or copied without a place in the arena is read piece by piece."""
 
 
-def scratch_limit(arena_bytes: int) -> int:
-    """Longest buffer of scratch memory beside an arena of this size, and so the longest object that is coded.
+def coded_limit(arena_bytes: int) -> int:
+    """The longest object that is stored with a codec, from an arena of this size; longer ones are stored as they are.
 
-    Coded bytes are checked as a whole before they are decoded; longer objects are stored as they are.
+    Coded bytes are checked as a whole before they are decoded, in scratch memory, which should be little beside RAM.
     """
     return min(max(arena_bytes // 256, SCRATCH_KEPT_BYTES), SCRATCH_BYTES_MAX)
 
@@ -57,13 +58,22 @@ def scratch_limit(arena_bytes: int) -> int:
 class Context:
     """What one thread of a worker works with: its directory, the arena it maps, its open files, its scratch memory."""
 
-    def __init__(self, directory: str, arena: memoryview | None = None) -> None:
-        """`arena`: all of it, writable; None where no job has extents. Extents are offsets in it."""
+    def __init__(
+        self,
+        directory: str,
+        arena: memoryview | None = None,
+        present: Callable[[int, int], None] = lambda offset, length: None,  # noqa: ARG005
+    ) -> None:
+        """`arena`: all of it, writable; None where no job has extents. Extents are offsets in it.
+
+        `present` is told of each extent before it is read or written: see `arena_pages`.
+        """
         self.files = DirectFiles(directory)
         self.header = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self.tail = memoryview(mmap.mmap(-1, PAGE_BYTES))
-        self.scratch_bytes_max = scratch_limit(len(arena or b""))
+        self.coded_bytes_max = coded_limit(len(arena or b""))
         self._arena = arena
+        self._present = present
         self._scratch: list[memoryview] = []
 
     def views(self, extents: Sequence[Extent], raw_bytes: int) -> list[memoryview]:
@@ -76,13 +86,14 @@ class Context:
             end = offset + _padded(length)
             if offset % PAGE_BYTES or end > len(arena) or (length % PAGE_BYTES and index < len(extents) - 1):
                 raise ValueError(f"extent {index} of {len(extents)} is {length} bytes at {offset}")
+            self._present(offset, end - offset)
             views.append(arena[offset:end])
         return views
 
     def scratch(self, number: int, length: int) -> memoryview:
-        """Page-aligned private memory; what it holds is anything. Raises ValueError beyond `scratch_bytes_max`."""
-        if length > self.scratch_bytes_max:
-            raise ValueError(f"{length} bytes of scratch memory; the limit is {self.scratch_bytes_max}")
+        """Page-aligned private memory; what it holds is anything. Raises ValueError beyond SCRATCH_BYTES_MAX."""
+        if length > SCRATCH_BYTES_MAX:
+            raise ValueError(f"{length} bytes of scratch memory; the limit is {SCRATCH_BYTES_MAX}")
         while len(self._scratch) <= number:
             self._scratch.append(memoryview(b""))
         if len(self._scratch[number]) < length:
@@ -200,7 +211,7 @@ def _encoded(
 ) -> tuple[Codec, list[memoryview], int, int]:
     """What is stored: with what codec, which bytes, how many, their checksum."""
     room = worth_bytes_max(job.name.raw_bytes)
-    if job.codec != Codec.NONE and 0 < room <= context.scratch_bytes_max:
+    if job.codec != Codec.NONE and room and job.name.raw_bytes <= context.coded_bytes_max:
         coded = context.scratch(0, room)
         stored_bytes = codecs.encode(Codec(job.codec), raw, coded)
         if stored_bytes:

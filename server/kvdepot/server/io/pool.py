@@ -28,7 +28,7 @@ from kvdepot.server.io.jobs import (
     WriteObject,
     job_bytes,
 )
-from kvdepot.server.io.perform import scratch_limit
+from kvdepot.server.io.perform import coded_limit
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
 from kvdepot.server.tiers.base import IoOutcome, Loan, WorkerRegistry
@@ -59,7 +59,7 @@ def worker_reserve_bytes(arena_bytes: int, *, codec: bool) -> int:
     Measured 2026-11-21: 9 MiB private and 7 MiB of code with its files, 4 MiB while it verifies without an arena.
     `codec`: for tiers that have one; both threads may code, and verify, the longest object that is coded at all.
     """
-    scratch_bytes = 4 * scratch_limit(arena_bytes) if codec else 0
+    scratch_bytes = 4 * coded_limit(arena_bytes) if codec else 0
     return _WORKER_BYTES + arena_bytes // _ARENA_BYTES_PER_PAGE_TABLE_BYTE + scratch_bytes
 
 

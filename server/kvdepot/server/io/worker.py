@@ -12,7 +12,6 @@ Measured on the test machine, 4 MiB objects, in ratio to fio with O_DIRECT at th
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import queue
 import signal
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.server.io import directory_guard
+from kvdepot.server.io.arena_pages import ArenaPages
 from kvdepot.server.io.direct_io import outcome_of
 from kvdepot.server.io.jobs import JOBS_PER_WORKER, Answer, Job
 from kvdepot.server.io.perform import Context, perform
@@ -43,13 +43,15 @@ def main(arguments: list[str]) -> int:
     os.nice(_NICENESS)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which drains first, and then ends this process
         signal.signal(ending, signal.SIG_IGN)
-    arena = None if arena_fd < 0 else memoryview(mmap.mmap(arena_fd, arena_bytes))
+    arena = None if arena_fd < 0 else ArenaPages(arena_fd, arena_bytes)
     threading.excepthook = _end
     daemon = socket.socket(fileno=socket_fd)
     jobs: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()
     sending = threading.Lock()
+    if arena is not None:
+        threading.Thread(target=arena.populate, daemon=True).start()
     for _ in range(JOBS_PER_WORKER):
-        context = Context(directory, arena)
+        context = Context(directory) if arena is None else Context(directory, arena.view, arena.present)
         threading.Thread(target=_serve, args=(jobs, context, entrance, daemon, sending), daemon=True).start()
     while head := _read(daemon, FRAME.size):
         number, length = body_bytes(head, JOB_BYTES_MAX)
