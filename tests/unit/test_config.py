@@ -10,10 +10,10 @@ from kvdepot.core.errors import ConfigError
 from kvdepot.server import app
 from kvdepot.server.config import Config, check, disk_config, embedded, load
 from kvdepot.server.config_schema import Tables, TierTable
+from kvdepot.server.io.pool import worker_reserve_bytes
 from kvdepot.server.memory_room import (
     CAPACITY_BYTES_MIN,
     PROCESS_RESERVE_BYTES,
-    WORKER_RESERVE_BYTES,
     arena_bytes_of,
     cgroup_limits,
 )
@@ -160,7 +160,9 @@ def test_a_tier_takes_its_settings_from_three_tables(tmp_path: Path) -> None:
 def test_t1_workers_and_objects_of_tiers_are_taken_from_the_capacity(tmp_path: Path) -> None:
     text = GOOD.replace("512MiB", "1GiB")
     without, having = _load(tmp_path, text).arena_bytes, _load(tmp_path, text + TIER).arena_bytes
-    assert without - having >= 4 * WORKER_RESERVE_BYTES
+    assert without - having >= 3 * worker_reserve_bytes(having, codec=False)
+    coded = _load(tmp_path, text.replace("1GiB", "64GiB") + TIER + 'codec = "lz4"').arena_bytes
+    assert coded < _load(tmp_path, text.replace("1GiB", "64GiB") + TIER).arena_bytes
 
 
 @pytest.mark.parametrize("name", ["development.toml", "disk.toml"])

@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvdepot.core.errors import ConfigError
+from kvdepot.core.objectfile import Codec
 from kvdepot.server.config_schema import AUTO, Tables, TierTable
+from kvdepot.server.io.pool import worker_reserve_bytes
 from kvdepot.server.memory_room import (
     CAPACITY_BYTES_MIN,
+    HANDLE_RESERVE_BYTES,
     MIB,
+    OPENER_RESERVE_BYTES,
     arena_bytes_of,
     cgroup_limits,
     directory_bytes,
     host_bytes,
-    tier_reserve_bytes,
 )
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.layout import DiskLayout
@@ -56,7 +59,7 @@ class Config:
 
     @property
     def arena_bytes(self) -> int:
-        return arena_bytes_of(self.capacity_bytes, tiers_reserve_bytes(self.tables))
+        return arena_bytes_of(self.capacity_bytes, tiers_reserve_bytes(self.tables, self.capacity_bytes))
 
     @property
     def credit_bytes(self) -> int:
@@ -125,8 +128,15 @@ def disk_config(tables: Tables, tier: TierTable) -> DiskConfig:
     )
 
 
-def tiers_reserve_bytes(tables: Tables) -> int:
-    return sum(tier_reserve_bytes(tier.io_workers, _layout(tables, tier).handles) for tier in tables.tier)
+def tiers_reserve_bytes(tables: Tables, capacity_bytes: int) -> int:
+    """Memory that the tiers below RAM take of its capacity: their processes, and what is known of their objects."""
+    return sum(_reserve_bytes(tier, capacity_bytes, _layout(tables, tier).handles) for tier in tables.tier)
+
+
+def _reserve_bytes(tier: TierTable, arena_bytes_max: int, handles: int) -> int:
+    workers_bytes = tier.io_workers * worker_reserve_bytes(arena_bytes_max, codec=tier.codec_number is not Codec.NONE)
+    journal_bytes = worker_reserve_bytes(0, codec=False)
+    return workers_bytes + journal_bytes + OPENER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES
 
 
 def _layout(tables: Tables, tier: TierTable) -> DiskLayout:
@@ -169,7 +179,7 @@ def _arena_path(file: str, tables: Tables) -> Path:
 
 def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:
     _check_tiers(file, tables)
-    reserve_bytes = tiers_reserve_bytes(tables)
+    reserve_bytes = tiers_reserve_bytes(tables, capacity_bytes)
     if capacity_bytes < CAPACITY_BYTES_MIN + reserve_bytes:
         beside = f", and {reserve_bytes // MIB} MiB of the {len(tables.tier)} tiers below" if tables.tier else ""
         raise ConfigError(

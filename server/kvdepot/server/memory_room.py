@@ -20,8 +20,8 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 
-WORKER_RESERVE_BYTES = 32 * MIB
-"""Private memory of one I/O worker process, its buffers included."""
+OPENER_RESERVE_BYTES = 32 * MIB
+"""Private memory of a tier's opening process while it is idle, as it is between openings."""
 HANDLE_RESERVE_BYTES = 200
 """What an object that only a lower tier has takes of the daemon's memory: its node, and its entry in the tier."""
 
@@ -33,11 +33,6 @@ def arena_bytes_of(capacity_bytes: int, tiers_reserve_bytes: int = 0) -> int:
     """
     arena = capacity_bytes - PROCESS_RESERVE_BYTES - tiers_reserve_bytes - capacity_bytes // RESERVE_DIVISOR
     return arena // (2 * MIB) * (2 * MIB)
-
-
-def tier_reserve_bytes(io_workers: int, handles: int) -> int:
-    """Of one lower tier: its data workers, one more for the journal, its opening process, its objects."""
-    return (io_workers + 2) * WORKER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
