@@ -1,0 +1,201 @@
+"""The disk tier with its real processes: locks, workers, streams, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvdepot.core.errors import ConfigError
+from kvdepot.server.tiers.base import IoOutcome, Read, Written
+from kvdepot.server.tiers.disk.config import DiskConfig
+from kvdepot.server.tiers.disk.making import make_disk_tier
+from kvdepot.server.tiers.disk.tier import DiskTier
+
+from tests.fakes.disk_rig import Listener, Loaned, object_name
+from tests.io_pool_rig import Registry
+
+ARENA_BYTES = 1 << 20
+PAYLOAD = bytes(range(256)) * 32  # two pages
+
+
+class Live:
+    """A tier with processes of its own, an arena of one object, and its tick."""
+
+    def __init__(self, root: Path, **config: Any) -> None:
+        self.arena_fd = os.memfd_create("arena")
+        os.truncate(self.arena_fd, ARENA_BYTES)
+        self.listener = Listener()
+        settings: dict[str, Any] = {"probe_seconds": 0.2, "deadline_seconds": 5.0, "scrub_bytes_per_second": 0}
+        settings |= config
+        self.tier: DiskTier = make_disk_tier(
+            DiskConfig("disk", root, 32 << 20, **settings),
+            arena_fd=self.arena_fd, arena_bytes=ARENA_BYTES, registry=Registry(), loop=asyncio.get_running_loop(),
+            log=logging.getLogger("tests.disk"), count=lambda name, amount: None, changed=lambda: None,
+        )  # fmt: skip
+        self.ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self.tier.tick()
+            await asyncio.sleep(0.02)
+
+    async def until(self, reached: Callable[[], object], what: str, seconds: float = 15.0) -> None:
+        limit = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < limit, f"not within {seconds} s: {what}; {self.tier.status()}"
+            await asyncio.sleep(0.01)
+
+    async def write(self, number: int, payload: bytes = PAYLOAD) -> Written:
+        os.pwrite(self.arena_fd, payload, 0)
+        answers: list[Written] = []
+        name = object_name(number, raw_bytes=len(payload))
+        self.tier.write(name, ((0, len(payload)),), Loaned(), None, answers.append)
+        await self.until(lambda: answers, "written")
+        if answers[0].outcome is IoOutcome.OK:
+            self.listener.held[answers[0].handle] = name
+        return answers[0]
+
+    async def read(self, handle: int) -> tuple[IoOutcome, bytes]:
+        name = self.listener.held[handle]
+        os.pwrite(self.arena_fd, bytes(name.raw_bytes), 0)
+        answers: list[Read] = []
+        self.tier.read(handle, name, ((0, name.raw_bytes),), Loaned(), answers.append)
+        await self.until(lambda: answers, "read")
+        return answers[0].outcome, os.pread(self.arena_fd, name.raw_bytes, 0)
+
+    async def close(self) -> None:
+        self.ticking.cancel()
+        await self.tier.close()
+        os.close(self.arena_fd)
+
+
+@asynccontextmanager
+async def live(root: Path, *, opened: bool = True, **config: Any) -> AsyncIterator[Live]:
+    under_test = Live(root, **config)
+    try:
+        under_test.tier.start(under_test.listener)
+        if opened:
+            await under_test.until(lambda: under_test.tier.writable, "opened")
+        yield under_test
+    finally:
+        await under_test.close()
+
+
+def test_objects_outlive_the_daemon(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with live(tmp_path / "tier") as first:
+            for number in range(20):
+                assert (await first.write(number)).outcome is IoOutcome.OK
+        async with live(tmp_path / "tier") as second:
+            assert len(second.listener.held) == 20
+            for handle in list(second.listener.held):
+                assert await second.read(handle) == (IoOutcome.OK, PAYLOAD)
+
+    asyncio.run(scenario())
+
+
+def test_a_second_daemon_on_the_directory_is_refused_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with live(tmp_path / "tier"):
+            with pytest.raises(
+                ConfigError, match=rf"tier\.disk\.path: .*/tier is held by the daemon with pid {os.getpid()}"
+            ):
+                async with live(tmp_path / "tier"):
+                    pass
+        async with live(tmp_path / "tier"):
+            pass  # once the first is gone
+
+    asyncio.run(scenario())
+
+
+def test_t5_a_directory_that_goes_away_and_comes_back_is_opened_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        root = tmp_path / "tier"
+        async with live(root) as under:
+            first = (await under.write(1)).handle
+            shutil.copytree(root, tmp_path / "copy")
+            second = (await under.write(2)).handle
+            root.rename(tmp_path / "away")
+            await under.until(lambda: not under.tier.readable, "noticed")
+            assert under.tier.status().state == "offline"
+            (tmp_path / "copy").rename(root)
+            await under.until(lambda: under.tier.writable, "recovered")
+            assert second not in under.listener.held
+            assert await under.read(first) == (IoOutcome.OK, PAYLOAD)
+            assert (await under.write(3)).outcome is IoOutcome.OK
+            shutil.rmtree(root)
+            await under.until(lambda: not under.tier.readable, "noticed")
+            root.mkdir()
+            await under.until(lambda: under.tier.writable, "recovered")
+            assert not under.listener.held
+            assert (await under.write(4)).outcome is IoOutcome.OK
+
+    asyncio.run(scenario())
+
+
+def test_the_opening_process_may_die(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with live(tmp_path / "tier") as under:
+            handle = (await under.write(1)).handle
+            process = under.tier._opener._process  # type: ignore[attr-defined]
+            process.send_signal(signal.SIGKILL)
+            await under.until(lambda: not under.tier.writable, "noticed")
+            assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)  # reading goes on
+            await under.until(lambda: under.tier.writable, "recovered")
+            assert (await under.write(2)).outcome is IoOutcome.OK
+            assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)
+
+    asyncio.run(scenario())
+
+
+_WORKER_OF_A_DEAD_DAEMON = """
+import sys, time
+from pathlib import Path
+from kvdepot.server.io.directory_guard import enter, read_token
+path = Path(sys.argv[1])
+assert enter(path, read_token(path)) is not None
+print("in", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_i6_it_waits_for_workers_of_the_last_daemon(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        root = tmp_path / "tier"
+        async with live(root) as first:
+            handle = (await first.write(1)).handle
+            assert handle in first.listener.held
+        arguments = [sys.executable, "-c", _WORKER_OF_A_DEAD_DAEMON, str(root / "workers.lock")]
+        with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:  # noqa: ASYNC220
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"in\n"
+            async with live(root, opened=False) as second:
+                await asyncio.sleep(0.3)
+                assert not second.tier.readable
+                assert "workers of an earlier daemon" in second.tier.status().reason
+                worker.kill()
+                await second.until(lambda: second.tier.writable, "opened")
+                assert len(second.listener.held) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_with_an_old_token_does_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with live(tmp_path / "tier", deadline_seconds=1.0) as under:
+            under.tier._data.renew("another token")
+            written = await under.write(1)
+            assert written.outcome in (IoOutcome.IO_ERROR, IoOutcome.CANCELLED)
+
+    asyncio.run(scenario())

@@ -1,0 +1,398 @@
+"""The disk tier when bytes are damaged, a medium refuses, or the journal breaks; and what looks after it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+from kvdepot.server.io.jobs import Answer, Append, Priority, Probe, Quarantine, ReadObject, WriteObject
+from kvdepot.server.tiers.base import IoOutcome, Read
+from kvdepot.server.tiers.disk.health import State
+
+from tests.fakes.disk_rig import PAGE, DiskRig, Loaned, failing, flip, object_name
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> DiskRig:
+    return DiskRig(tmp_path / "tier")
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    ("at", "outcome"),
+    [(0, IoOutcome.MAGIC), (100, IoOutcome.HEADER), (PAGE, IoOutcome.CORRUPT), (3 * PAGE - 1, IoOutcome.CORRUPT)],
+)
+def test_p6_damage_is_told_apart_quarantined_and_never_served(rig: DiskRig, at: int, outcome: IoOutcome) -> None:
+    handle, other = rig.stored(1), rig.stored(2)
+    flip(rig, handle, at)
+    read, _ = rig.read(handle)
+    assert read.outcome is outcome
+    assert not rig.listener.lost_names
+    (copy,) = (rig.config.path / "quarantine").iterdir()
+    assert copy.name.endswith(f"-{outcome}.kvd")
+    assert copy.stat().st_size == 3 * PAGE
+    assert rig.read(other)[0].outcome is IoOutcome.OK
+    rig.check()
+    rig.crash()
+    assert rig.names() == {object_name(2)}
+    assert rig.tier.status().quarantined_bytes == 4 * PAGE
+
+
+def test_p6_a_truncated_segment_is_too_short(rig: DiskRig) -> None:
+    handle = rig.stored(1)
+    segment = rig.config.path / "segments" / "00000.seg"
+    for length, outcome in ((2 * PAGE, IoOutcome.TOO_SHORT), (0, IoOutcome.TOO_SHORT)):
+        with segment.open("r+b") as file:
+            file.truncate(length)
+        assert rig.read(handle)[0].outcome is outcome
+        handle = rig.stored(2)  # behind it, so the file is long enough again
+    rig.check()
+
+
+def test_p6_a_segment_that_is_gone_takes_its_objects_with_it(rig: DiskRig) -> None:
+    handle = rig.stored(1)
+    (rig.config.path / "segments" / "00000.seg").unlink()
+    assert rig.read(handle)[0].outcome is IoOutcome.GONE
+    assert not rig.tier.readable
+    assert rig.tier.status().state == State.OFFLINE
+    rig.tick(6)
+    rig.settle()
+    assert rig.writable()
+    assert rig.listener.lost_names == [object_name(1)]
+    rig.stored(2)
+    rig.check()
+
+
+def test_the_quarantine_is_bounded_in_bytes_and_age(tmp_path: Path) -> None:
+    rig = DiskRig(tmp_path / "tier", quarantine_bytes=10 * PAGE, quarantine_keep_seconds=100.0)
+
+    def copies() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "tier" / "quarantine").iterdir())
+
+    def damage(number: int) -> None:
+        handle = rig.stored(number)
+        flip(rig, handle, PAGE)
+        rig.read(handle)
+
+    damage(1)
+    first = copies()
+    rig.wall += 50
+    damage(2)
+    assert len(copies()) == 2
+    rig.wall += 1
+    damage(3)
+    assert len(copies()) == 2  # each takes four pages
+    assert first[0] not in copies()
+    rig.wall += 99.5
+    rig.tick(61)
+    rig.settle()
+    assert len(copies()) == 0 or rig.tier.status().quarantined_bytes <= 4 * PAGE
+    rig.wall += 1000
+    rig.tick(61)
+    rig.settle()
+    assert copies() == []
+    assert rig.tier.status().quarantined_bytes == 0
+
+
+def test_an_object_is_not_killed_before_its_quarantine_has_left_it(rig: DiskRig) -> None:
+    handle = rig.stored(1)
+    flip(rig, handle, PAGE)
+    rig.data.fault = failing(Quarantine, IoOutcome.TIMEOUT)
+    free_bytes = rig.tier._medium.space.free_bytes
+    rig.read(handle)
+    assert rig.tier._medium.space.free_bytes == free_bytes
+    rig.data.end_late()
+    rig.settle()
+    assert rig.tier._medium.space.free_bytes == free_bytes + 3 * PAGE
+
+
+def test_only_what_no_power_loss_explains_is_called_corrupt(rig: DiskRig) -> None:
+    first = rig.stored(1)
+    rig.crash()  # as far as this opening knows there may have been a power loss
+    second = rig.stored(2)
+    (first,) = [handle for handle, name in rig.listener.held.items() if name == object_name(1)]
+    for handle, outcome in ((first, IoOutcome.TORN), (second, IoOutcome.CORRUPT)):
+        flip(rig, handle, PAGE)
+        assert rig.read(handle)[0].outcome is outcome
+
+
+def test_after_an_orderly_stop_damage_is_corrupt(rig: DiskRig) -> None:
+    rig.stored(1)
+
+    async def stop() -> None:
+        closing = asyncio.ensure_future(rig.tier.close())
+        while not closing.done():
+            rig.settle()
+            rig.now += 0.01
+            await asyncio.sleep(0)
+
+    asyncio.run(stop())
+    rig.start()
+    (handle,) = rig.listener.held
+    flip(rig, handle, PAGE)
+    assert rig.read(handle)[0].outcome is IoOutcome.CORRUPT
+
+
+# The journal
+
+
+def test_journals_rotate_and_are_compacted_offline(rig: DiskRig) -> None:
+    kept = [rig.stored(number) for number in range(20)]
+    for number in range(2000):
+        rig.drop(rig.stored(1000 + number, raw_bytes=100))
+    rig.settle()
+    journals = sorted(path.name for path in (rig.config.path / "journal").iterdir())
+    snapshots = sorted(path.name for path in (rig.config.path / "snapshots").iterdir())
+    assert len(journals) == len(snapshots) == 1
+    assert journals[0][:8] == snapshots[0][:8]
+    assert int(journals[0][:8]) > 1
+    assert rig.disk_usage_bytes() <= rig.config.capacity_bytes
+    rig.check()
+    rig.crash()
+    assert rig.names() == {object_name(number) for number in range(20)}
+    assert len(kept) == 20
+
+
+def test_while_compaction_lags_only_one_rotation_is_made(rig: DiskRig) -> None:
+    say, rig.opener.step = rig.opener.step, lambda: False  # type: ignore[method-assign]
+    number = 0
+    while rig.writable():
+        handle = rig.stored(number, raw_bytes=100)
+        number += 1
+        rig.drop(handle)
+        assert number < 10_000
+    assert "not compacted" in rig.tier.status().reason
+    assert len(list((rig.config.path / "journal").iterdir())) == 2
+    rig.opener.step = say  # type: ignore[method-assign]
+    rig.settle()
+    assert rig.writable()
+    rig.check()
+
+
+def test_sequences_and_generations_never_repeat(rig: DiskRig) -> None:
+    seen: set[int] = set()
+    for round_number in range(5):
+        for number in range(5):
+            sequence = rig.tier._medium.sequence
+            rig.stored(10 * round_number + number)
+            assert sequence not in seen
+            seen.add(sequence)
+        if round_number % 2:  # a power loss takes the journal
+            (journal,) = (rig.config.path / "journal").iterdir()
+            journal.unlink()
+        rig.crash()
+        assert rig.tier._medium.sequence > max(seen)
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize(
+    ("outcome", "says"),
+    [
+        (IoOutcome.NO_SPACE, "full"),
+        (IoOutcome.READ_ONLY, "read-only"),
+        (IoOutcome.UNREADABLE, "permission"),
+        (IoOutcome.IO_ERROR, "io_error"),
+    ],
+)
+def test_t5_a_journal_that_cannot_be_appended_makes_it_read_only_until_it_can(
+    rig: DiskRig, caplog: pytest.LogCaptureFixture, outcome: IoOutcome, says: str
+) -> None:
+    kept = rig.stored(1)
+    dropped = rig.stored(2)
+    fault = failing(Append, outcome)
+    rig.journal.fault = fault
+    with caplog.at_level(logging.WARNING):
+        written = rig.write(object_name(3))
+    assert written.outcome is outcome
+    assert (rig.tier.readable, rig.writable(), rig.tier.status().state) == (True, False, State.READ_ONLY)
+    assert says in rig.tier.status().reason
+    assert len(caplog.records) == 1
+    rig.drop(dropped)
+    assert rig.read(kept)[0].outcome is IoOutcome.OK
+    rig.data.fault = failing(Probe, outcome)
+    for _ in range(20):
+        rig.tick(1)
+        rig.settle()
+    assert not rig.writable()
+    rig.journal.fault = rig.data.fault = lambda _: None
+    for _ in range(70):
+        rig.tick(1)
+        rig.settle()
+    assert rig.writable()
+    assert rig.read(kept)[0].outcome is IoOutcome.OK
+    assert rig.stored(4) != kept
+    rig.check()
+    rig.crash()
+    assert rig.names() == {object_name(1), object_name(4)}
+
+
+def test_t5_an_append_that_hangs_may_still_come_true(rig: DiskRig) -> None:
+    rig.stored(1)
+    rig.journal.fault = failing(Append, IoOutcome.TIMEOUT, 1)
+    assert rig.write(object_name(2)).outcome is IoOutcome.TIMEOUT
+    (late,) = rig.journal.late
+    for _ in range(10):
+        rig.tick(2)
+        rig.settle()
+    assert not rig.writable()  # the worker may still append
+    assert isinstance(late.job, Append)
+    path = rig.config.path / late.job.file
+    with path.open("r+b") as file:
+        file.seek(late.job.expected_bytes)
+        file.write(late.job.data)
+    rig.journal.end_late()
+    for _ in range(70):
+        rig.tick(1)
+        rig.settle()
+    assert rig.writable()
+    assert rig.names() == {object_name(1)}  # it was answered as not stored, so it is killed
+    rig.check()
+    rig.crash()
+    assert rig.names() == {object_name(1)}
+
+
+@pytest.mark.parametrize("outcome", [IoOutcome.NO_SPACE, IoOutcome.READ_ONLY])
+def test_t5_a_write_that_finds_no_room_stops_writing_until_there_is(rig: DiskRig, outcome: IoOutcome) -> None:
+    kept = rig.stored(1)
+    rig.data.fault = lambda job: Answer(outcome) if isinstance(job, WriteObject | Probe) else None
+    assert rig.write(object_name(2)).outcome is outcome
+    assert rig.tier.status().state == State.READ_ONLY
+    rig.tick(6)
+    rig.settle()
+    assert not rig.writable()
+    rig.data.fault = lambda _: None
+    for _ in range(30):
+        rig.tick(1)
+        rig.settle()
+    assert rig.writable()
+    assert rig.read(kept)[0].outcome is IoOutcome.OK
+    rig.check()
+
+
+def test_one_error_of_one_write_is_no_more_than_that(rig: DiskRig) -> None:
+    rig.data.fault = failing(WriteObject, IoOutcome.IO_ERROR, 1)
+    assert rig.write(object_name(1)).outcome is IoOutcome.IO_ERROR
+    assert rig.writable()
+    rig.stored(1)
+    rig.check()
+
+
+def test_t5_no_room_for_a_snapshot_serves_what_is_there(rig: DiskRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.stored(1)
+
+    def refuse(*_: object) -> int:
+        raise OSError(28, "No space left on device", "snapshot")
+
+    monkeypatch.setattr("kvdepot.server.tiers.disk.opening.write_generation", refuse)
+    rig.crash()
+    assert (rig.tier.readable, rig.writable()) == (True, False)
+    (handle,) = rig.listener.held
+    assert rig.read(handle)[0].outcome is IoOutcome.OK
+    monkeypatch.undo()
+    for _ in range(30):
+        rig.tick(1)
+        rig.settle()
+    assert rig.writable()
+    assert rig.listener.held == {handle: object_name(1)}
+    rig.stored(2)
+    rig.check()
+
+
+def test_drops_while_the_index_is_read_again_are_not_forgotten(rig: DiskRig) -> None:
+    handles = [rig.stored(number) for number in range(4)]
+    reads: list[Read] = []
+    rig.journal.fault = failing(Append, IoOutcome.IO_ERROR, 1)
+    rig.drop(handles[0])
+    rig.settle()
+    rig.tick(6)
+    while rig.tier._reopening is None or rig.tier._reopening.facts is None:
+        assert rig.data.step() or rig.opener.step()
+    rig.drop(handles[1])  # before its record comes
+    name = object_name(2)
+    rig.tier.read(handles[2], name, rig.extents(name), Loaned(), reads.append)
+    while rig.opener.step():
+        reopening = rig.tier._reopening
+        if reopening is not None and handles[3] in rig.listener.held and reopening._streamed[handles[3]]:
+            rig.drop(handles[3])  # after it
+    rig.settle()
+    assert reads[0].outcome is IoOutcome.OK
+    assert rig.writable()
+    rig.check()
+    rig.crash()
+    assert rig.names() == {object_name(2)}
+
+
+def test_loads_go_before_stores_and_verification_last(rig: DiskRig) -> None:
+    handle = rig.stored(1)
+    rig.tier._verify(handle, lambda: None)
+    rig.submit_write(object_name(2))
+    name = object_name(1)
+    rig.tier.read(handle, name, rig.extents(name), Loaned(), lambda _: None)
+    assert [task.priority for task in rig.data.tasks] == [Priority.TEND, Priority.STORE, Priority.LOAD]
+
+
+# Events and the scrubber
+
+
+def test_every_object_that_is_durable_or_gone_is_an_event(rig: DiskRig, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="kvdepot.events"):
+        first, second = rig.stored(1), rig.stored(2)
+        rig.drop(first)
+        flip(rig, second, PAGE)
+        rig.read(second)
+    events = [record.getMessage() for record in caplog.records if record.name == "kvdepot.events"]
+    start = rig.tier._medium.sequence - 2
+    keys = [object_name(number).key.hex() for number in (1, 2)]
+    assert events == [
+        f"durable tier=disk sequence={start} key={keys[0]} kind=window",
+        f"durable tier=disk sequence={start + 1} key={keys[1]} kind=state",
+        f"evicted tier=disk sequence={start} key={keys[0]} kind=window",
+        f"lost tier=disk sequence={start + 1} key={keys[1]} kind=state reason=corrupt",
+    ]
+
+
+def test_the_scrubber_finds_damage_before_anybody_reads_it(tmp_path: Path) -> None:
+    rig = DiskRig(tmp_path / "tier", scrub_bytes_per_second=10 * PAGE)
+    handles = [rig.stored(number, raw_bytes=10 * PAGE) for number in range(6)]
+    flip(rig, handles[4], 5 * PAGE)
+    started = rig.now
+    while not rig.listener.lost_names:
+        rig.tick()
+        rig.settle()
+        assert rig.now < started + 20
+    assert rig.now > started + 3  # four objects at one a second
+    assert rig.listener.lost_names == [object_name(4, raw_bytes=10 * PAGE)]
+    assert len(list((tmp_path / "tier" / "quarantine").iterdir())) == 1
+    rig.check()
+
+
+def test_the_scrubber_goes_on_where_the_last_run_was(tmp_path: Path) -> None:
+    rig = DiskRig(tmp_path / "tier", scrub_bytes_per_second=1 << 40)
+    for number in range(600):
+        rig.stored(number, raw_bytes=100)
+    while rig.tier._scrubber.verified < 300:
+        rig.tick()
+        rig.data.step()
+    while rig.journal.step():
+        pass
+    verified = {job.sequence for job, _ in rig.data.done if isinstance(job, ReadObject)}
+    rig.crash()
+    assert min(verified) < rig.tier._scrubber.position <= max(verified)
+
+
+def test_what_cannot_be_read_now_is_not_lost(tmp_path: Path) -> None:
+    rig = DiskRig(tmp_path / "tier", scrub_bytes_per_second=1 << 40)
+    rig.stored(1)
+    rig.data.fault = failing(ReadObject, IoOutcome.IO_ERROR)
+    for _ in range(5):
+        rig.tick()
+        rig.settle()
+    assert not rig.listener.lost_names
