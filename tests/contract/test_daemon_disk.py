@@ -1,0 +1,203 @@
+"""A whole daemon with a disk tier: reboot, crash, a second daemon, a hung mount (P4, P5, P6, T2, T4, T6)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvdepot.core.calls import AcquireOutcome
+from kvdepot.core.report import TierStatus
+from kvdepot.proto import codec_report
+
+from tests.daemon_process import DaemonProcess
+from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
+from tests.raw_client import OBJECT_BYTES, RawEngine, keys_of, payload_of, wait_until
+
+RAM = "512MiB"
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvddisk", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def config(path: Path, **keys: str) -> str:
+    lines = {"capacity": '"128MiB"', "write": '"commit"', "deadline": '"1s"'} | keys
+    text = "\n".join(f"{key} = {value}" for key, value in lines.items())
+    breaker = '[breaker]\nfailures = 2\nprobe_every = "200ms"\n'
+    return f'[[tier]]\nname = "nvme"\nkind = "disk"\npath = "{path}"\n{text}\n{breaker}'
+
+
+def daemon(path: Path, **keys: str) -> DaemonProcess:
+    return DaemonProcess(ram=RAM, config=config(path, **keys))
+
+
+def tier(engine: RawEngine) -> TierStatus:
+    return codec_report.decode_status(engine.status()).tiers[1]
+
+
+def ram(engine: RawEngine) -> TierStatus:
+    return codec_report.decode_status(engine.status()).tiers[0]
+
+
+def wait_ready(engine: RawEngine) -> None:
+    wait_until(lambda: tier(engine).state == "ready", "the tier opens")
+
+
+def wait_written(engine: RawEngine, objects: int) -> None:
+    wait_until(lambda: tier(engine).objects == objects, f"{objects} objects on the disk")
+
+
+def reboot(node: DaemonProcess, *, kill: bool = False) -> None:
+    """The memory is gone, the disk is not."""
+    node.kill() if kill else node.stop()
+    node.arena.unlink()
+    node.start()
+
+
+@pytest.mark.parametrize("kill", [False, True])
+@pytest.mark.parametrize("codec", ["none", "bitshuffle-lz4"])
+def test_p4_t2_objects_survive_a_reboot_and_come_back_verified(directory: Path, kill: bool, codec: str) -> None:
+    keys = keys_of("reboot", 12)
+    with daemon(directory, codec=f'"{codec}"') as node:
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            engine.store(keys)
+            wait_written(engine, 12)
+        reboot(node, kill=kill)
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            assert ram(engine).objects == 0
+            assert engine.locate(keys) == 12 * 256
+            assert engine.load(keys) == [payload_of(key) for key in keys]
+            assert engine.counter("tier_reads.nvme/ok") == 12
+            assert ram(engine).objects == 12
+            assert engine.load(keys) is not None
+            assert engine.counter("tier_reads.nvme/ok") == 12, "RAM has them now"
+
+
+def test_t6_a_daemon_restart_keeps_ram_and_disk_together(directory: Path) -> None:
+    keys = keys_of("restart", 8)
+    with daemon(directory) as node:
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            engine.store(keys)
+            wait_written(engine, 8)
+        node.kill()
+        node.start()
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            wait_until(lambda: tier(engine).objects == 8, "the disk's objects find RAM's")
+            assert engine.load(keys) == [payload_of(key) for key in keys]
+            assert engine.status().namespaces[0].objects[1] == 8
+
+
+def test_t2_the_disk_evicts_and_never_exceeds_its_capacity(directory: Path) -> None:
+    with daemon(directory, capacity='"32MiB"') as node, RawEngine(node.socket) as engine:
+        wait_ready(engine)
+        for number in range(40):
+            engine.store(keys_of(f"evict {number}", 4))
+            held = sum(file.stat().st_blocks * 512 for file in directory.rglob("*") if file.is_file())
+            assert held <= 32 << 20
+        wait_until(lambda: tier(engine).queued_objects == 0, "everything is written")
+        dropped = [engine.counter(f"tier_evicted_objects.nvme/{reason}") for reason in ("watermark", "room")]
+        assert sum(dropped) > 0
+        assert tier(engine).objects * OBJECT_BYTES > 10 << 20
+
+
+def test_p6_a_flipped_byte_is_a_miss_and_quarantined(directory: Path) -> None:
+    keys = keys_of("flip", 3)
+    with daemon(directory) as node:
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            engine.store(keys)
+            wait_written(engine, 3)
+        node.stop()
+        node.arena.unlink()
+        for segment in directory.rglob("*.seg"):
+            data = bytearray(segment.read_bytes())
+            at = data.find(payload_of(keys[2])[:64])
+            if at >= 0:
+                data[at + 5000] ^= 1
+                segment.write_bytes(data)
+        node.start()
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            assert engine.load(keys) is None
+            assert engine.locate(keys) == 2 * 256
+            assert engine.load(keys[:2]) == [payload_of(key) for key in keys[:2]]
+            damaged = {name for name in engine.status().counters if name.startswith("tier_damaged_objects.nvme/")}
+            assert damaged <= {"tier_damaged_objects.nvme/corrupt", "tier_damaged_objects.nvme/torn"} and damaged
+            wait_until(lambda: tier(engine).quarantined_bytes > 0, "it is quarantined")
+
+
+def test_a_second_daemon_on_the_directory_is_refused_by_the_first_ones_pid(directory: Path) -> None:
+    with daemon(directory) as node:
+        other = daemon(directory)
+        try:
+            other.start(ready=False)
+            assert other.process is not None
+            assert other.process.wait(20) == 1
+            assert f"held by the daemon with pid {node.pid}" in other.log
+            assert "tier.nvme.path" in other.log
+        finally:
+            other.close()
+
+
+@pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse() or "FUSE")
+class TestHungMount:
+    def test_t4_p5_ram_serves_on_loads_end_and_a_stop_takes_less_than_10_s(self) -> None:
+        on_disk, in_ram = keys_of("on disk", 4), keys_of("in ram", 4)
+        with FuseDirectory() as mount, daemon(mount.path) as node:
+            with RawEngine(node.socket) as engine:
+                wait_ready(engine)
+                engine.store(on_disk)
+                wait_written(engine, 4)
+            reboot(node)
+            with RawEngine(node.socket) as engine:
+                wait_ready(engine)
+                engine.store(in_ram)
+                wait_written(engine, 8)
+                os.kill(mount.process.pid, signal.SIGSTOP)
+                try:
+                    began = time.monotonic()
+                    _, outcome, _ = engine.acquire(on_disk)
+                    assert outcome is AcquireOutcome.MISSING
+                    assert time.monotonic() - began < 3, "by the deadline of 1 s"
+                    assert engine.load(in_ram) == [payload_of(key) for key in in_ram]
+                    wait_until(lambda: tier(engine).breaker != "closed", "the breaker opens")
+                    assert engine.locate(on_disk) == 0, "nothing of it is offered meanwhile"
+                    assert codec_report.decode_status(engine.status()).tiers[0].lent_bytes > 0, (
+                        "workers may still write"
+                    )
+                    began = time.monotonic()
+                    assert node.stop() == 0
+                    assert time.monotonic() - began < 10
+                finally:
+                    os.kill(mount.process.pid, signal.SIGCONT)
+
+    def test_t4_the_tier_returns_by_itself_when_the_mount_answers(self) -> None:
+        keys = keys_of("on disk", 4)
+        with FuseDirectory() as mount, daemon(mount.path) as node:
+            with RawEngine(node.socket) as engine:
+                wait_ready(engine)
+                engine.store(keys)
+                wait_written(engine, 4)
+            reboot(node)
+            with RawEngine(node.socket) as engine:
+                wait_ready(engine)
+                os.kill(mount.process.pid, signal.SIGSTOP)
+                engine.acquire(keys)
+                wait_until(lambda: tier(engine).breaker != "closed", "the breaker opens")
+                os.kill(mount.process.pid, signal.SIGCONT)
+                wait_until(lambda: engine.locate(keys) == 4 * 256, "it is offered again", seconds=20)
+                assert engine.load(keys) == [payload_of(key) for key in keys]
+                wait_until(lambda: ram(engine).lent_bytes == 0, "nothing stays lent")
