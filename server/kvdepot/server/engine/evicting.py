@@ -21,9 +21,10 @@ from typing import Final, Protocol
 from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import NO_NODE, USELESS, EvictionPolicy
 from kvdepot.server.engine.index import NONE, Index
-from kvdepot.server.engine.namespaces import Namespaces
+from kvdepot.server.engine.namespaces import Namespace, Namespaces
 from kvdepot.server.engine.usable import Usable
 
+_KINDS: Final = tuple(map(int, Kind))
 UNIT_NODES_MAX: Final = 1024
 """Nodes dropped at once, some 10 ms; what remains of a longer unit serves nobody and goes next."""
 RECOMPUTE_TOKENS_PER_SECOND: Final = 10_000.0
@@ -104,7 +105,7 @@ class Evictor:
         kinds = self._going(node)
         if not kinds:
             return None
-        copied = all(tree.copied(self._holding, node, kind) for kind in kinds)
+        copied = self._copied(node, kinds)
         if not copied and not tree.usable.serves(node):
             return USELESS
         size_bytes = sum(self._holding.cost_bytes(at, kind) for at, kinds in self._unit(node, kinds) for kind in kinds)
@@ -115,20 +116,32 @@ class Evictor:
             seconds = min(seconds, size_bytes / RELOAD_BYTES_PER_SECOND)
         return seconds / max(size_bytes, 1)
 
-    def _going(self, node: int) -> list[Kind]:
+    def _going(self, node: int) -> list[int]:
         """What of the node's objects may go now."""
         tree, holding = self._tree, self._holding
-        kinds = [kind for kind in Kind if holding.has(node, kind)]
-        if node == self.filling or not all(holding.complete(node, kind) for kind in kinds):
+        leaf = tree.index.is_leaf(node)
+        namespace = tree.namespaces.by_slot[tree.index.namespace(node)]
+        if not leaf and len(namespace.kinds) == 1 and holding.children(node):
+            return []  # the common case: an inner node of a namespace of attention alone
+        kinds = self._whole(node)
+        if node == self.filling or not kinds:
             return []
-        if tree.index.is_leaf(node):
-            return [] if tree.stands(node) and not tree.usable.serves(node) else kinds
-        return [kind for kind in kinds if self._may_leave(node, kind)]
+        if leaf:
+            return [] if not tree.usable.serves(node) and tree.stands(node) else kinds
+        return [kind for kind in kinds if self._may_leave(namespace, node, kind)]
 
-    def _may_leave(self, node: int, kind: Kind) -> bool:
+    def _whole(self, node: int) -> list[int]:
+        """What is here of the node, all of it complete; empty when something is being written."""
+        holding = self._holding
+        kinds = [kind for kind in _KINDS if holding.has(node, kind)]
+        for kind in kinds:
+            if not holding.complete(node, kind):
+                return []
+        return kinds
+
+    def _may_leave(self, namespace: Namespace, node: int, kind: int) -> bool:
         """Whether the object may go from an inner node."""
         tree = self._tree
-        namespace = tree.namespaces.by_slot[tree.index.namespace(node)]
         copied = tree.copied(self._holding, node, kind)
         if kind == namespace.path_kind:
             return copied and not self._holding.children(node)
@@ -137,7 +150,7 @@ class Evictor:
         spare = tree.usable.usable(node) and tree.usable.serves_below(node)
         return spare and (kind != Kind.WINDOW or not tree.usable.needed(node, namespace.window_chunks - 1))
 
-    def _unit(self, node: int, kinds: list[Kind]) -> list[tuple[int, list[Kind]]]:
+    def _unit(self, node: int, kinds: list[int]) -> list[tuple[int, list[int]]]:
         """What goes with the node's objects: from a leaf upwards, what nobody could resume at without it."""
         tree = self._tree
         unit = [(node, kinds)]
@@ -154,16 +167,20 @@ class Evictor:
             at = tree.index.parent(at)
         return unit
 
-    def _going_along(self, at: int, stays: bool) -> list[Kind]:
+    def _going_along(self, at: int, stays: bool) -> list[int]:
         tree, holding = self._tree, self._holding
         if tree.usable.usable(at) or tree.index.branches(at) or tree.stands(at) or at == self.filling:
             return []
-        kinds = [kind for kind in Kind if holding.has(at, kind)]
-        if holding.busy(at) or not all(holding.complete(at, kind) for kind in kinds):
+        if holding.busy(at):
             return []
-        return kinds if not stays or all(tree.copied(holding, at, kind) for kind in kinds) else []
+        kinds = self._whole(at)
+        return kinds if not stays or self._copied(at, kinds) else []
 
-    def _stays(self, node: int, kinds: list[Kind]) -> bool:
+    def _copied(self, node: int, kinds: list[int]) -> bool:
+        """Whether other tiers have all of these objects."""
+        return all(self._tree.copied(self._holding, node, kind) for kind in kinds)
+
+    def _stays(self, node: int, kinds: list[int]) -> bool:
         """Whether another tier keeps the node in the tree."""
         return any(self._tree.copied(self._holding, node, kind) for kind in kinds)
 

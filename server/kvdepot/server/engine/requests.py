@@ -100,8 +100,8 @@ class Requests:
     def _settle(self, slot: int, key: bytes) -> None:
         """A leaf that nobody could resume at may go when no request stands on it, and not before."""
         node = self._space.index.find(slot, key)
-        if node != NONE:
-            self._space.settle_node(node)
+        if node != NONE and not self._space.usable.serves(node):
+            self._space.evictor.settle(node)
 
     def _prune(self, namespace: Namespace, key: bytes) -> None:
         space = self._space

@@ -27,6 +27,7 @@ from kvdepot.server.engine.usable import Usable
 from kvdepot.server.tiers.base import Tier
 
 _MASK64: Final = (1 << 64) - 1
+_KINDS: Final = tuple(map(int, Kind))
 NODES_MAX: Final = 16 << 20
 """Chunks of all tiers together, some 100 bytes each; objects of further ones are not taken in."""
 
@@ -96,7 +97,7 @@ class Space:
         The caller lends it and calls `rows.publish_reserved`.
         """
         self.evictor.filling = node
-        self.evictor.settle(node)
+        self.policy.on_not_candidate(node)
         try:
             extents = self._allocate(size_bytes)
         finally:
@@ -106,7 +107,9 @@ class Space:
             return NO_ROW
         row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
         self.index.set_row(node, kind, row)
-        self._settle_path(node)
+        above = self.index.parent(node)
+        if above != NONE:
+            self._settle_evictors(above)
         return row
 
     def _allocate(self, size_bytes: int) -> list[Extent]:
@@ -130,7 +133,7 @@ class Space:
         namespace.nodes += 1
         node = self.index.add(namespace.slot, key, parent, boundary)
         if parent != NONE:
-            self.settle_node(parent)
+            self._settle_evictors(parent)
         return node
 
     def commit(self, row: int, node: int) -> None:
@@ -229,16 +232,17 @@ class Space:
         """Drop everything at and below the node in every tier; bytes that are lent stay until they are given back."""
         parent = self.index.parent(node)
         order = self.index.leaves_first(node)
+        affected = {parent}
         for at in order:
-            for kind in Kind:
+            for kind in _KINDS:
                 if self.index.row(at, kind) != NO_ROW:
                     self._unindex(at, kind)
                 for tier in self.tiers:
                     if tier.has(at, kind):
                         tier.drop(at, kind)
-            self._forget(at)
-        if parent != NONE:
-            self.settle_node(parent)
+            affected.add(self._forget(at))
+        for at in affected.difference(order, (NONE,)):
+            self._settle_evictors(at)
         return len(order)
 
     def _unindex(self, node: int, kind: int) -> None:
@@ -254,15 +258,15 @@ class Space:
         if not self.lent.pinned(row):
             self.rows.free(row, self.allocator)
 
-    def _forget(self, node: int) -> None:
+    def _forget(self, node: int) -> int:
+        """The ancestor whose outlook changed, or NONE."""
         self.namespaces.by_slot[self.index.namespace(node)].nodes -= 1
         changed = self.usable.removed(node)
         self.evictor.removed(node)
         for tier in self.tiers:
             tier.evictor.removed(node)
         self.index.remove(node)
-        if changed not in (NONE, node):
-            self._settle_evictors(changed)
+        return changed
 
     # Giving back
 
@@ -377,7 +381,10 @@ class Space:
         return self.index.children_in_ram(node)
 
     def cost_bytes(self, node: int, kind: int) -> int:
-        return self.rounded_bytes(self.index.row(node, kind))
+        row = self.index.row(node, kind)
+        if self.rows.next[row] == NO_ROW:
+            return self.allocator.rounded(self.rows.length[row])
+        return self.rounded_bytes(row)
 
     def drop(self, node: int, kind: int) -> None:
         self._unindex(node, kind)

@@ -80,8 +80,9 @@ class Usable:
             np.add.at(serving, above[above != NONE], 1)
 
     def _judge(self, namespace: Namespace, node: int) -> bool:
-        if not all(self._complete(node, kind) for kind in namespace.kinds):
-            return False
+        for kind in namespace.kinds:
+            if not self._complete(node, kind):
+                return False
         for _ in range(namespace.window_chunks - 1):
             node = self._index.parent(node)
             if node == NONE:

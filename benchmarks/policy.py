@@ -1,0 +1,287 @@
+"""Token hit rates of the eviction policies on a request trace, beside LRU and an offline optimum.
+
+    python -m benchmarks.policy TRACE [--fractions 0.05 0.1] [--policy gdsf] [--json PATH]
+
+A trace is JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids` (one a
+512-token block of the prompt; the last may be partial), as published with Mooncake. Every request is
+located, acquired, released, stored and ended in the daemon's own engine over arena tables of its own,
+with the trace's clock; no payload byte is touched.
+
+Geometries:
+
+* `attention`: one object a block, the last partial one included, so that figures compare with block caches.
+* `hybrid`: as Qwen3-Next (12 attention layers of 2 x 256 keys and values, 36 GDN layers of 32 x 128 x 128,
+  bfloat16): a state takes as much as the attention of three blocks. As an engine stores it: whole blocks only,
+  and one state a prompt, at its last whole block (retention 0).
+
+A capacity is a fraction of what all distinct objects of the trace take. The hit rate is tokens resumed at over
+tokens asked for, both in blocks. `belady` evicts the unit whose end node occurs again the latest in the trace
+(never: first), among the units that may go: the optimum for units of one size (attention), an estimate for others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
+
+import numpy as np
+from kvdepot.core.arena import ArenaLayout, ArenaTables
+from kvdepot.core.calls import (
+    ROOT_KEY,
+    AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
+    CommitCall,
+    CommitItem,
+    EndRequestCall,
+    Kind,
+    LocateCall,
+    ReleaseCall,
+    ReserveCall,
+    ReserveOutcome,
+)
+from kvdepot.core.eviction import NO_NODE, USELESS, CandidateHeap, EvictionPolicy, policy_by_name, policy_names
+from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.planner import GroupSpec
+from kvdepot.server.engine.engine import Engine
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.types import EngineConfig, ProcessIdentity
+
+from benchmarks.report import machine
+
+BLOCK_TOKENS = 512
+OBJECT_BYTES = 4096  # of one block's attention: the arena's granule
+STATE_BLOCKS = 3  # what a state of the hybrid geometry takes, in blocks of attention
+CHUNKS_PER_CALL = 64
+NEVER = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    at_seconds: float
+    blocks: tuple[int, ...]
+    whole_blocks: int  # without a partial one at the end
+
+
+def read_trace(path: Path) -> list[Request]:
+    requests = []
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        blocks = tuple(record["hash_ids"])
+        whole = min(record["input_length"] // BLOCK_TOKENS, len(blocks))
+        requests.append(Request(record["timestamp"] / 1000, blocks, whole))
+    return requests
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    name: str
+    states: bool
+
+    def path(self, request: Request) -> tuple[int, ...]:
+        """The blocks of a request that are looked up and stored."""
+        return request.blocks[: request.whole_blocks] if self.states else request.blocks
+
+    def unique_bytes(self, requests: Iterable[Request]) -> int:
+        paths = [self.path(request) for request in requests]
+        blocks = {block for path in paths for block in path}
+        ends = {path[-1] for path in paths if path} if self.states else set()
+        return (len(blocks) + STATE_BLOCKS * len(ends)) * OBJECT_BYTES
+
+    def spec(self) -> NamespaceSpec:
+        groups = [GroupSpec(Kind.ATTENTION, BLOCK_TOKENS, rank_block_bytes=(OBJECT_BYTES,), layers=("a",))]
+        sizes = {Kind.ATTENTION: OBJECT_BYTES}
+        if self.states:
+            state_bytes = STATE_BLOCKS * OBJECT_BYTES
+            groups.append(GroupSpec(Kind.STATE, BLOCK_TOKENS, rank_block_bytes=(state_bytes,), layers=("s",)))
+            sizes[Kind.STATE] = state_bytes
+        return NamespaceSpec({"benchmark": "policy"}, BLOCK_TOKENS, tuple(groups), sizes)
+
+
+GEOMETRIES = (Geometry("attention", states=False), Geometry("hybrid", states=True))
+
+
+class Belady:
+    """Evicts the unit whose end node is used again the latest. The replay tells it the future with `expect`."""
+
+    def __init__(self) -> None:
+        self._candidates = CandidateHeap()
+        self._next: dict[int, int] = {}
+        self.at = 0  # number of the request in progress: what it stores is used at once
+
+    def expect(self, node: int, request: int) -> None:
+        self._next[node] = request
+        if node in self._candidates:
+            self._candidates.put(node, -request)
+
+    def on_commit(self, node: int, now: float, parent: int = NO_NODE, mark: int = 0) -> None:  # noqa: ARG002
+        self.expect(node, self.at)
+
+    def on_hit(self, node: int, now: float) -> None:  # noqa: ARG002
+        self.expect(node, self.at)
+
+    def on_candidate(self, node: int, worth: float) -> None:
+        self._candidates.put(node, -self._next.get(node, NEVER) if worth > USELESS else -2.0 * NEVER)
+
+    def on_not_candidate(self, node: int) -> None:
+        self._candidates.discard(node)
+
+    def on_evicted(self, node: int, heir: int) -> None:
+        pass
+
+    def on_removed(self, node: int) -> None:
+        self._candidates.discard(node)
+        self._next.pop(node, None)
+
+    def victim(self) -> int | None:
+        return self._candidates.first()
+
+
+def next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Per request and block, the number of the next request that has the block."""
+    last: dict[int, int] = {}
+    uses: list[list[int]] = [[] for _ in paths]
+    for number in range(len(paths) - 1, -1, -1):
+        uses[number] = [last.get(block, NEVER) for block in paths[number]]
+        last.update(dict.fromkeys(paths[number], number))
+    return uses
+
+
+class Replay:
+    """One engine of so many bytes with one client, and the requests it is given one after the other."""
+
+    def __init__(self, geometry: Geometry, policy: EvictionPolicy, capacity_bytes: int) -> None:
+        self.now = 0.0
+        self._geometry = geometry
+        rows = capacity_bytes // OBJECT_BYTES + 1
+        tables_bytes = ArenaLayout.plan(1 << 40, rows).data_offset
+        layout = ArenaLayout.plan(tables_bytes + capacity_bytes, rows)
+        descriptor = os.memfd_create("policy")
+        os.ftruncate(descriptor, layout.size_bytes)
+        self._map = mmap.mmap(descriptor, layout.size_bytes)
+        os.close(descriptor)
+        self.engine = Engine(
+            ArenaTables(memoryview(self._map), layout), arena_id=1, run=1, clock=lambda: self.now,
+            random_bytes=random.Random(0).randbytes,
+            config=EngineConfig(credit_bytes=layout.size_bytes, high_watermark=1.0),
+        )  # fmt: skip
+        # The engine knows policies by name; here it is given one that knows the future, too.
+        self.space = self.engine._space
+        self.space.policy = self.space.evictor.policy = policy
+        self.engine.ready(layout.size_bytes)
+        process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
+        self._session = self.engine.attach(process, "replay", scheduler=True, rank=0, world_size=1).session
+        self._namespace, _ = self.engine.register_namespace(self._session, geometry.spec())
+        self._leases = 0
+
+    def request(self, keys: Sequence[bytes]) -> int:
+        """Blocks that the request resumes behind, after which it stores the others."""
+        if not keys:
+            return 0
+        call = LocateCall(self._session, self._namespace, b"".join(keys), len(keys) * BLOCK_TOKENS)
+        hit = self.engine.locate(call).boundary_tokens // BLOCK_TOKENS
+        if hit:
+            self._load(keys[:hit])
+        for start in range(hit, len(keys), CHUNKS_PER_CALL):
+            self._store(keys, start, min(start + CHUNKS_PER_CALL, len(keys)))
+        if self._geometry.states and hit == len(keys):
+            self.space.hit(self.space.index.find(0, keys[-1]))
+        self.engine.end_request(EndRequestCall(self._session, "r"))
+        return hit
+
+    def _lease(self) -> int:
+        self._leases += 1
+        return self._leases
+
+    def _load(self, keys: Sequence[bytes]) -> None:
+        kinds = bytes([Kind.ATTENTION]) * len(keys) + (bytes([Kind.STATE]) if self._geometry.states else b"")
+        named = b"".join(keys) + (keys[-1] if self._geometry.states else b"")
+        lease = self._lease()
+        replies: list[AcquireReply] = []
+        self.engine.acquire(AcquireCall(self._session, lease, self._namespace, named, kinds), replies.append)
+        assert [reply.outcome for reply in replies] == [AcquireOutcome.GRANTED]
+        self.engine.release(ReleaseCall(self._session, (lease,)))
+
+    def _store(self, keys: Sequence[bytes], start: int, end: int) -> None:
+        chunks = list(range(start, end))
+        kinds = [Kind.ATTENTION] * len(chunks)
+        if self._geometry.states and end == len(keys):
+            chunks.append(end - 1)
+            kinds.append(Kind.STATE)
+        lease = self._lease()
+        call = ReserveCall(
+            self._session, lease, self._namespace, b"".join(keys[at] for at in chunks),
+            b"".join(keys[at - 1] if at else ROOT_KEY for at in chunks), bytes(kinds),
+            (np.array(chunks, "<u4") * BLOCK_TOKENS + BLOCK_TOKENS).astype("<u4").tobytes(), "r",
+        )  # fmt: skip
+        outcomes = np.frombuffer(self.engine.reserve(call).outcomes, np.uint8)
+        granted = np.flatnonzero(outcomes == ReserveOutcome.GRANTED).astype("<u4")
+        self.engine.commit(CommitCall(self._session, (CommitItem(lease, granted.tobytes()),)))
+
+
+def hit_rate(requests: Sequence[Request], geometry: Geometry, policy: EvictionPolicy, fraction: float) -> float:
+    replay = Replay(geometry, policy, max(int(fraction * geometry.unique_bytes(requests)), OBJECT_BYTES))
+    paths = [geometry.path(request) for request in requests]
+    future = next_uses(paths) if isinstance(policy, Belady) else []
+    hits = 0
+    for number, request in enumerate(requests):
+        replay.now = request.at_seconds
+        keys = [blake2b(block.to_bytes(8, "little"), digest_size=16).digest() for block in paths[number]]
+        if isinstance(policy, Belady):
+            policy.at = number
+        hits += replay.request(keys)
+        if isinstance(policy, Belady) and keys:
+            nodes = replay.space.index.find_many(0, b"".join(keys)).tolist()
+            for node, use in zip(nodes, future[number], strict=True):
+                if node != NONE:
+                    policy.expect(node, use)
+    return hits / sum(len(request.blocks) for request in requests)
+
+
+def rows_of(requests: Sequence[Request], name: str, fractions: Sequence[float]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for geometry in GEOMETRIES:
+        for fraction in fractions:
+            least = hit_rate(requests, geometry, policy_by_name("lru"), fraction)
+            rate = least if name == "lru" else hit_rate(requests, geometry, policy_by_name(name), fraction)
+            most = hit_rate(requests, geometry, Belady(), fraction)
+            rows.append(
+                {"geometry": geometry.name, "policy": name, "fraction": fraction,
+                 "hit_rate": round(rate, 4), "lru": round(least, 4), "belady": round(most, 4)}
+            )  # fmt: skip
+            print(
+                f"{geometry.name:<10} {fraction:>6.1%}  {name} {rate:.4f}  lru {least:.4f}  belady {most:.4f}"
+                f"  {name}/belady {rate / most if most else 0:.2f}  {name}/lru {rate / least if least else 0:.2f}",
+                flush=True,
+            )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.05, 0.1])
+    parser.add_argument("--policy", choices=policy_names(), default="gdsf")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
+    options = parser.parse_args(arguments)
+    rows = rows_of(read_trace(options.trace), options.policy, options.fractions)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        record = {"benchmark": "policy", "trace": options.trace.name, "rows": rows, "machine": machine(),
+                  "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+        options.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
