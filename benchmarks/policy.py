@@ -177,7 +177,7 @@ class Replay:
             config=EngineConfig(credit_bytes=layout.size_bytes, high_watermark=1.0),
         )  # fmt: skip
         # The engine knows policies by name; here it is given one that knows the future, too.
-        self.space = self.engine._space
+        self.space = self.engine._space  # noqa: SLF001
         self.space.policy = self.space.evictor.policy = policy
         self.engine.ready(layout.size_bytes)
         process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
