@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.core.calls import AcquireOutcome
+from kvdepot.client.failures import CallFailure
+from kvdepot.core.calls import AcquireOutcome, ReserveReply
 from kvdepot.core.report import TierStatus
 from kvdepot.proto import codec_report
 
 from tests.daemon_process import DaemonProcess
+from tests.engine_client import EngineClient, prompt_keys
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.raw_client import OBJECT_BYTES, RawEngine, keys_of, payload_of, wait_until
 
@@ -201,3 +203,27 @@ class TestHungMount:
                 wait_until(lambda: engine.locate(keys) == 4 * 256, "it is offered again", seconds=20)
                 assert engine.load(keys) == [payload_of(key) for key in keys]
                 wait_until(lambda: ram(engine).lent_bytes == 0, "nothing stays lent")
+
+    def test_t7_an_answer_that_comes_after_its_caller_gave_up_leaves_no_lease(self) -> None:
+        keys = prompt_keys("late", 4)
+        with FuseDirectory() as mount, daemon(mount.path, deadline='"3s"') as node:
+            with EngineClient(node.endpoint) as client:
+                wait_until(lambda: client.status().tiers[1].state == "ready", "the tier opens")
+                lease, reply = client.reserve(keys)
+                assert isinstance(reply, ReserveReply)
+                client.commit(lease, len(keys))
+                wait_until(lambda: client.status().tiers[1].objects == 4, "four objects on the disk")
+            reboot(node)
+            with EngineClient(node.endpoint) as client:
+                wait_until(lambda: client.status().tiers[1].state == "ready", "the tier opens")
+                os.kill(mount.process.pid, signal.SIGSTOP)
+                try:
+                    _, answer = client.acquire(keys, timeout_seconds=0.6)
+                    assert isinstance(answer, CallFailure)
+                    client.wait_nothing_owed()
+                    assert client.status().sessions[0].leases == 0
+                    assert client.session.attached
+                finally:
+                    os.kill(mount.process.pid, signal.SIGCONT)
+                wait_until(lambda: client.status().tiers[0].lent_bytes == 0, "what was read in vain is not lent")
+                assert client.status().sessions[0].leases == 0

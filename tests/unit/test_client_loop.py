@@ -148,3 +148,17 @@ def test_i5_an_ending_that_is_refused_does_not_hold_up_the_next(session: Session
     session.channel.answers[EndRequestCall] = Confirmed()
     session.loop.post(session.loop.end_request, "good")
     session.wait(lambda: EndRequestCall(TOKEN, "good") in session.channel.calls)
+
+
+def test_an_acquire_that_waits_for_a_disk_is_no_sign_of_a_dead_daemon(session: Session) -> None:
+    session.channel.answers[AcquireCall] = CallFailure(FailureReason.DEADLINE, "DEADLINE_EXCEEDED")
+    session.channel.answers[ReleaseCall] = Confirmed()
+    for lease in (1, 2, 3, 4):
+        call = AcquireCall(b"", lease, b"n" * 16, b"k" * 16, b"\0", "r")
+        session.loop.post(session.loop.submit, call, time.monotonic() + 1.3, print)
+    session.loop.post(session.loop.after, 1.2, lambda: None)
+    for _ in range(4):
+        assert session.answer().reason is FailureReason.DEADLINE
+    assert session.loop.state.counters["failed_deadline"] > 4, "each was asked for again"
+    assert session.loop.state.counters["breaker_opened"] == 0
+    assert session.loop.state.attached

@@ -262,8 +262,11 @@ class SessionLoop:
             call, self._confirm_timeout_seconds, lambda answer: self.post(done, answer), wait_for_ready=True
         )
 
-    def noted(self, answer: Answer) -> None:
-        """Draw the consequences of an answer that concern the whole session."""
+    def noted(self, answer: Answer, *, waits: bool = False) -> None:
+        """Draw the consequences of an answer that concern the whole session.
+
+        `waits`: the call may take its time where a disk has to be read first, and says nothing of the daemon.
+        """
         if not isinstance(answer, CallFailure):
             self._answered()
             return
@@ -274,7 +277,7 @@ class SessionLoop:
             self._registrations.again()
         if answer.reason is not FailureReason.DEADLINE:
             self._breaker.answered()
-        elif self._breaker.unanswered():
+        elif not waits and self._breaker.unanswered():
             self._log.warning("kvdepot: the daemon at %s does not answer", self._endpoint)
             self.count("breaker_opened")
             self._probe()
@@ -355,7 +358,7 @@ class SessionLoop:
         if pending is None:
             return
         if isinstance(answer, CallFailure):
-            self.noted(answer)
+            self.noted(answer, waits=isinstance(pending.call, AcquireCall))
             left = pending.deadline - self._clock()
             lost = answer.reason in (FailureReason.DEADLINE, FailureReason.UNAVAILABLE)
             if lost and left > REPEAT_SECONDS_MIN and not isinstance(pending.call, LocateCall):
