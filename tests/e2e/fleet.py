@@ -46,8 +46,9 @@ class Loaded:
 class Fleet:
     """`engine(name)` gives a running engine with an empty cache, attached to a running, idle daemon."""
 
-    def __init__(self, directory: Path, models: Path) -> None:
-        self.daemon = Daemon(CONFIGURATION)
+    def __init__(self, directory: Path, models: Path, tiers: str = "") -> None:
+        """`tiers`: TOML behind the RAM tier's."""
+        self.daemon = Daemon(CONFIGURATION + tiers)
         self.directory = directory
         self._models = models
         self._options: dict[str, EngineOptions] = {}
