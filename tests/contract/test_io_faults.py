@@ -119,7 +119,7 @@ def test_t4_a_hung_mount_ends_every_job_by_its_deadline_and_comes_back_by_itself
     async def run() -> None:
         async with pool_on(rig, workers=2, deadline=0.5, failures=5) as under:
             write = rig.write(1, MIB)
-            await under.ask(write)
+            await under.ask(write, deadline_seconds=20)
             fuse.hang()
             loans = [under.lent() for _ in range(20)]
             started = time.monotonic()
@@ -134,7 +134,7 @@ def test_t4_a_hung_mount_ends_every_job_by_its_deadline_and_comes_back_by_itself
 
             fuse.go_on()
             await until(lambda: under.pool.usable, "the path is in use again")
-            assert (await under.ask(rig.read_of(write), under.lent())).outcome is IoOutcome.OK
+            assert (await under.ask(rig.read_of(write), under.lent(), deadline_seconds=20)).outcome is IoOutcome.OK
             await until(lambda: not under.pool.abandoned, "the workers that hung are dead")
             assert [loan.held_by for loan in loans] == [None] * 20
 
@@ -146,16 +146,16 @@ def test_i1a_extents_of_a_worker_stuck_in_the_kernel_stay_lent_until_it_is_gone(
     fuse: FuseDirectory, rig: IoRig
 ) -> None:
     async def run() -> None:
-        async with pool_on(rig, deadline=0.4, failures=100) as under:
+        async with pool_on(rig, failures=100) as under:
             write = rig.write(1, MIB)
             await under.ask(write)
             stuck = under.pid
-            fuse.fault(read=0, seconds=2.5)  # late, and right: the server has the request, so the kernel waits for it
+            fuse.fault(read=0, seconds=4)  # late, and right: the server has the request, so the kernel waits for it
             read = rig.read_of(write)
             assert read.extents is not None
             [(offset, length)] = read.extents
             loan = under.lent()
-            assert (await under.ask(read, loan)).outcome is IoOutcome.TIMEOUT
+            assert (await under.ask(read, loan, deadline_seconds=0.4)).outcome is IoOutcome.TIMEOUT
             await asyncio.sleep(0.3)
             assert not is_gone(stuck), "not stuck: killed, and gone"
             assert (loan.held_by, under.pool.abandoned) == (1, 1)
@@ -184,10 +184,10 @@ def test_i1a_extents_of_a_worker_stuck_in_the_kernel_stay_lent_until_it_is_gone(
 @needs_fuse
 def test_i4_workers_stuck_in_the_kernel_are_not_replaced_without_end(fuse: FuseDirectory, rig: IoRig) -> None:
     async def run() -> None:
-        async with pool_on(rig, deadline=0.3, failures=100) as under:
+        async with pool_on(rig, deadline=1.0, failures=100) as under:
             write = rig.write(1, MIB)
-            await under.ask(write)
-            fuse.fault(read=0, seconds=4)
+            await under.ask(write, deadline_seconds=20)
+            fuse.fault(read=0, seconds=5)
             loans = [under.lent() for _ in range(8)]
             outcomes = [(await under.ask(rig.read_of(write), loan)).outcome for loan in loans]
             assert outcomes == [IoOutcome.TIMEOUT] * 2 + [IoOutcome.CANCELLED] * 6
@@ -196,7 +196,7 @@ def test_i4_workers_stuck_in_the_kernel_are_not_replaced_without_end(fuse: FuseD
             assert [loan.held_by for loan in loans[:2]] == [1, 2]
             fuse.fault()
             await until(lambda: under.pool.usable, "a worker could be made again")
-            assert (await under.ask(rig.read_of(write), under.lent())).outcome is IoOutcome.OK
+            assert (await under.ask(rig.read_of(write), under.lent(), deadline_seconds=20)).outcome is IoOutcome.OK
 
     asyncio.run(run())
 

@@ -15,7 +15,7 @@ import pytest
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io import pool as pooling
 from kvdepot.server.io.directory_guard import WORKERS_LOCK, renew_token
-from kvdepot.server.io.jobs import Allocate, Append, Priority, Probe, Remove
+from kvdepot.server.io.jobs import Allocate, Answer, Append, Priority, Probe, Remove
 from kvdepot.server.io.pool import processes_max
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -102,6 +102,30 @@ def test_i6_a_refused_loan_means_that_no_worker_hears_of_the_job(rig: IoRig) -> 
     asyncio.run(run())
 
 
+def test_a_callback_that_raises_keeps_no_other_job_from_its_answer(rig: IoRig) -> None:
+    def fail(_: Answer) -> None:
+        raise RuntimeError("of the caller")
+
+    async def run() -> None:
+        raised: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))
+        async with pool_on(rig) as under:
+            probe = Probe(".probe", write=True)
+            await under.ask(probe)
+            stop(under.pid)
+            for _ in range(3):
+                under.pool.submit(probe, priority=Priority.LOAD, done=fail)
+            asked = under.ask(probe)
+            os.kill(under.pid, signal.SIGCONT)
+            assert (await asked).outcome is IoOutcome.OK
+            stop(under.pid)
+            under.pool.submit(probe, priority=Priority.LOAD, done=fail, deadline_seconds=0.3)
+            await under.ask(probe, deadline_seconds=0.3)
+        assert len(raised) == 4
+
+    asyncio.run(run())
+
+
 # Workers that die.
 
 
@@ -177,6 +201,12 @@ def test_i4_without_room_in_the_attachment_table_workers_come_later(rig: IoRig) 
             assert not asked.done()
             under.registry.full = False
             assert (await asked).outcome is IoOutcome.MAGIC
+            under.registry.full = True
+            os.kill(under.pid, signal.SIGKILL)
+            given_up = await under.ask(verify_only(rig.read_of(rig.write(1, MIB))), under.lent())
+            assert (given_up.outcome, given_up.detail) == (IoOutcome.CANCELLED, "no worker can be started")
+            under.registry.full = False
+            await until(lambda: under.pool.usable, "a worker could be started")
 
     asyncio.run(run())
 
@@ -209,7 +239,7 @@ def test_i6_a_worker_that_misses_a_deadline_is_replaced_and_its_loan_ends_with_i
     async def run() -> None:
         async with pool_on(rig, workers=2, deadline=0.5) as under:
             write = rig.write(1, MIB)
-            await under.ask(write)
+            await under.ask(write, deadline_seconds=20)
             both = under.pool.pids
             for pid in both:
                 stop(pid)

@@ -44,6 +44,8 @@ _ARENA_BYTES_PER_PAGE_TABLE_BYTE: Final = 512  # 8 bytes per page of 4096
 _BACKOFF_SECONDS_MIN = 0.1
 _BACKOFF_SECONDS_MAX = 30.0
 _STABLE_SECONDS = 10.0
+_PATIENCE_SECONDS = 1.0
+"""Jobs wait so long for a worker that has to be started again."""
 _DEATH_SECONDS = 1.0
 """How long `close` waits for killed workers: they die at once, or hang in the kernel."""
 
@@ -141,6 +143,7 @@ class IoPool:
         self._prober: _Worker | None = None
         self._backoff_seconds = _BACKOFF_SECONDS_MIN
         self._respawn: asyncio.TimerHandle | None = None
+        self._respawn_seconds = 0.0  # how long after the last attempt
         self._probe_timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._moved = asyncio.Event()
@@ -180,6 +183,8 @@ class IoPool:
             return f"out of use: {self.breaker.reason}"
         if not self._serving and self._respawn is None:
             return f"all {len(self._leaving)} workers hang in the kernel"
+        if not self._serving and self._respawn_seconds > _PATIENCE_SECONDS:
+            return "no worker can be started"
         return ""
 
     @property
@@ -253,6 +258,7 @@ class IoPool:
         await self._until(lambda: not self._workers, _DEATH_SECONDS)
         for process in self._workers:
             process.forget()
+        await asyncio.sleep(0)  # the last answers
         return len(self._workers)
 
     async def _until(self, reached: Callable[[], bool], seconds: float) -> None:
@@ -328,8 +334,10 @@ class IoPool:
         self._judge(answer.outcome, answer.detail)
         if its in self._leaving and not its.hand:
             self._kill(its)
-        self._answer(task, answer)
-        self._dispatch()
+        try:
+            self._answer(task, answer)
+        finally:
+            self._dispatch()
 
     def broken(self, worker: WorkerProcess, why: str) -> None:
         """Ended like one that crashed."""
@@ -362,7 +370,7 @@ class IoPool:
             self._queue(task, first=True)
             return
         self._judge(IoOutcome.IO_ERROR, why)
-        self._answer(task, Answer(IoOutcome.IO_ERROR, why))
+        self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
 
     def _take_back(self, task: _Task) -> None:
         if task.timer is not None:
@@ -387,7 +395,7 @@ class IoPool:
         del worker.hand[task.number]
         if task.loan is not None:
             worker.kept[task.number] = task.loan
-        self._answer(task, Answer(IoOutcome.TIMEOUT, why))
+        self._answer_soon(task, Answer(IoOutcome.TIMEOUT, why))
 
     def _note(self, job: Job, answer: Answer) -> None:
         self._count("io_seconds", answer.seconds)
@@ -453,6 +461,7 @@ class IoPool:
         seconds = self._backoff_seconds
         self._log.warning("%s: %s; the next one starts in %.1f s", self._settings.directory, why, seconds)
         self._respawn = self._loop.call_later(seconds, self.start)
+        self._respawn_seconds = seconds
         self._backoff_seconds = min(seconds * 2, _BACKOFF_SECONDS_MAX)
 
     def _kill(self, worker: _Worker) -> None:

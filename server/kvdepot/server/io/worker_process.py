@@ -51,6 +51,7 @@ class WorkerProcess:
         self._loop = loop
         self._listener = listener
         self._unsent = bytearray()
+        self._waiting = False  # for room in the socket
         self._received = bytearray()
         self._process, self._socket, self._pidfd = _spawn(settings)
         self._open = True
@@ -81,13 +82,14 @@ class WorkerProcess:
         except BlockingIOError:
             sent = 0
         except OSError:  # it died: the pidfd says so next
-            self._loop.remove_writer(self._socket.fileno())
-            return
+            sent = len(self._unsent)
         del self._unsent[:sent]
-        if self._unsent:
-            self._loop.add_writer(self._socket.fileno(), self._flush)
-        else:
-            self._loop.remove_writer(self._socket.fileno())
+        if bool(self._unsent) != self._waiting:
+            self._waiting = bool(self._unsent)
+            if self._waiting:
+                self._loop.add_writer(self._socket.fileno(), self._flush)
+            else:
+                self._loop.remove_writer(self._socket.fileno())
 
     def _readable(self) -> None:
         if not self._receive():  # its end: the pidfd is what proves it
