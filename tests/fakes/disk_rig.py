@@ -192,6 +192,7 @@ class DiskRig:
         self.now = 1000.0
         self.wall = 1_800_000_000.0
         self.arena = memoryview(mmap.mmap(-1, 4 << 20))
+        self.arena_base = 0  # where the next payload lies; tests with several in flight move it
         settings = {"quarantine_bytes": 1 << 20, "scrub_bytes_per_second": 0} | config
         self.config = DiskConfig("disk", root, capacity_bytes, **settings)  # type: ignore[arg-type]
         self.log = logging.getLogger("tests.disk")
@@ -245,9 +246,10 @@ class DiskRig:
 
     def extents(self, name: ObjectName) -> tuple[Extent, ...]:
         """In two pieces where there are two pages, the second one first."""
+        base = self.arena_base
         if name.raw_bytes <= PAGE:
-            return ((PAGE, name.raw_bytes),)
-        return ((len(self.arena) - PAGE, PAGE), (0, name.raw_bytes - PAGE))
+            return ((base + PAGE, name.raw_bytes),)
+        return ((len(self.arena) - PAGE - base, PAGE), (base, name.raw_bytes - PAGE))
 
     def fill(self, name: ObjectName, payload: bytes) -> tuple[Extent, ...]:
         extents, at = self.extents(name), 0
