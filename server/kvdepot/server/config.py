@@ -45,7 +45,6 @@ _NOT_AVAILABLE = {
     "policy.audit_sample": "the audit is",
 }
 _TIER_KINDS_NOT_AVAILABLE = ("shared", "s3")
-_NOT_AVAILABLE_VALUES = {("policy.eviction", "gdsf"): "the policy gdsf is"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +224,6 @@ def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
         if kind in _TIER_KINDS_NOT_AVAILABLE:
             raise ConfigError(file, "tier.kind", f"tiers of kind {kind!r} are not available in this version",
                               advice='use "disk"')  # fmt: skip
-    for (key, value), what in _NOT_AVAILABLE_VALUES.items():
-        if _lookup(document, key) == value:
-            raise ConfigError(file, key, f"{what} not available in this version", advice='use "lru"')
 
 
 def _lookup(document: Mapping[str, Any], key: str) -> object:

@@ -124,7 +124,7 @@ class SessionsTable(_Table):
 
 
 class PolicyTable(_Table):
-    eviction: Literal["lru"] = "lru"
+    eviction: Literal["gdsf", "lru"] = "gdsf"
     loads_in_flight: int = Field(default=64, ge=1, le=4096)
     lease_deadline: Annotated[Seconds, Field(gt=0)] = 120.0
 

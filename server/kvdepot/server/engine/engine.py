@@ -99,8 +99,10 @@ class Engine:
         workers = Workers(self._sessions, identify)
         self._space = Space(
             tables, run=run, clock=clock, random_bytes=random_bytes,
-            policy=policy_by_name(config.eviction), counters=self.counters,
-            tiers=[(tier, settings, policy_by_name(config.eviction)) for tier, settings in tiers(workers)],
+            policy=policy_by_name(config.eviction, tables.layout.rows), counters=self.counters,
+            tiers=[
+                (tier, settings, policy_by_name(config.eviction, tier.handles_max)) for tier, settings in tiers(workers)
+            ],
         )  # fmt: skip
         workers.lend_from(self._space)
         self._requests = Requests(self._space, config.provisional_seconds)

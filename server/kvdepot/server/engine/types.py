@@ -54,7 +54,7 @@ class EngineConfig:
     low_watermark: float = 0.90
     loads_in_flight: int = 64  # reader leases per session
     evictions_per_tick: int = 256
-    eviction: str = "lru"  # a name of core.eviction.policy_names()
+    eviction: str = "gdsf"  # a name of core.eviction.policy_names()
 
 
 class WritePolicy(StrEnum):
