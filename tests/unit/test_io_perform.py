@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectHeader, object_bytes, payload_sum
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, object_bytes, payload_sum
 from kvdepot.server.io import direct_io
 from kvdepot.server.io.jobs import Allocate, Append, Part, Probe, Quarantine, ReadObject, Remove
 from kvdepot.server.io.perform import Context, perform
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.tiers.base import DAMAGED, IoOutcome
 
 from tests.io_rig import MIB, PAGE, PATTERN, SEGMENT, IoRig, object_name, pattern, verify_only
 
@@ -243,6 +245,55 @@ def test_p6_t5_what_the_medium_refuses_is_told_apart(
     assert answer.outcome is outcome
     assert os.fspath(rig.segment) in answer.detail or call == "open"
     assert answer.direct
+
+
+headers = st.builds(
+    ObjectHeader,
+    st.just(object_name(1, 40 * PAGE + 5)) | st.builds(object_name, st.just(1), st.integers(1, 64 << 30)),
+    st.sampled_from(Codec),
+    st.integers(1, 50 * PAGE) | st.integers(1, 64 << 30),
+    st.just(0) | st.integers(0, (1 << 128) - 1),
+    st.just(0) | st.integers(0, (1 << 128) - 1),
+    st.just(8),
+    st.just(0),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    header=headers.map(ObjectHeader.pack) | st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES),
+    payload=st.integers(0, 3).map(lambda seed: pattern(50 * PAGE, seed)),
+    held=st.just(52 * PAGE) | st.integers(0, 52 * PAGE),
+    room=st.sampled_from([41, 41, 60, 40, 20, 1, 0]),
+    true_sum=st.booleans(),
+    verify=st.booleans(),
+)
+def test_p6_i1_whatever_lies_on_the_medium_is_refused_within_bounds(
+    rig: IoRig, context: Context, header: bytes, payload: bytes, held: int, room: int, true_sum: bool, verify: bool
+) -> None:
+    """Also bytes whose header is whole, and whose sums hold: only what was written under this name is the object."""
+    name = object_name(1, 40 * PAGE + 5)
+    if true_sum and header[:8] == b"KVDOBJCT":
+        claimed = ObjectHeader.unpack(header).stored_bytes if _whole(header) else 0
+        total = payload_sum([payload[:claimed]])
+        header = ObjectHeader(name, Codec.LZ4, min(claimed, 39 * PAGE) or 1, 1, total, 8, 0).pack()
+    rig.segment.write_bytes((header + payload)[:held])
+    extents = ((16 * MIB, name.raw_bytes),)
+    rig.arena[16 * MIB - PAGE : 16 * MIB + 50 * PAGE] = bytes([PATTERN]) * 51 * PAGE
+    read = ReadObject((Part(SEGMENT, 0, room * PAGE),), name, 8, None if verify else extents)
+    answer = perform(read, context)
+    event(answer.outcome)
+    assert answer.outcome in DAMAGED | {IoOutcome.IO_ERROR}
+    assert rig.arena[16 * MIB - PAGE : 16 * MIB] == bytes([PATTERN]) * PAGE
+    assert rig.arena[16 * MIB + 41 * PAGE : 16 * MIB + 50 * PAGE] == bytes([PATTERN]) * 9 * PAGE
+
+
+def _whole(header: bytes) -> bool:
+    try:
+        ObjectHeader.unpack(header)
+    except ObjectDamageError:
+        return False
+    return True
 
 
 # Short requests, refused O_DIRECT, open files.

@@ -244,10 +244,11 @@ def _pieces(parts: Sequence[Part], context: Context) -> Iterator[memoryview]:
 
 
 def _room(parts: Sequence[Part]) -> int:
-    """Bytes behind the header. Raises ValueError where direct I/O could not be done."""
-    if any(part.offset % PAGE_BYTES or part.length % PAGE_BYTES for part in parts):
-        raise ValueError("parts that are no pages")
-    return sum(part.length for part in parts) - HEADER_BYTES
+    """Bytes behind the header. Raises ValueError where there is none, or direct I/O could not be done."""
+    room = sum(part.length for part in parts) - HEADER_BYTES
+    if room < 0 or any(part.offset % PAGE_BYTES or part.length % PAGE_BYTES for part in parts):
+        raise ValueError(f"parts {parts[:4]} are not the pages of an object")
+    return room
 
 
 def _within(parts: Sequence[Part], start: int, length: int) -> list[Part]:

@@ -182,7 +182,8 @@ class IoPool:
         if not self.breaker.closed:
             return f"out of use: {self.breaker.reason}"
         if not self._serving and self._respawn is None:
-            return f"all {len(self._leaving)} workers hang in the kernel"
+            hang = f"all {len(self._leaving)} workers hang in the kernel"
+            return hang if self._leaving else "no worker was started"
         if not self._serving and self._respawn_seconds > _PATIENCE_SECONDS:
             return "no worker can be started"
         return ""
