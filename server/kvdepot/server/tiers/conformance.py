@@ -1,0 +1,364 @@
+"""What every tier below RAM must do: a suite to run an implementation through, whoever wrote it.
+
+Inherit `TierConformance` in a test module and give it a pytest fixture `harness` that
+yields a `TierHarness` over an empty medium. `peek` and `poke` are the back door: what
+lies on the medium, not what the tier says lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Final, Protocol
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.objectfile import HEADER_BYTES, ObjectHeader, object_bytes, payload_sum
+from kvdepot.server.tiers.base import DAMAGED, Found, IoOutcome, ObjectName, Read, Tier, Written
+
+PAGE_BYTES: Final = 4096
+ARENA_BYTES_MIN: Final = 64 * PAGE_BYTES
+NAMESPACE: Final = b"conformance-name"
+_FILL_MAX: Final = 100_000
+
+
+@dataclass
+class RecordingLoan:
+    """Counts. `refuses`: nobody may begin."""
+
+    refuses: bool = False
+    begun: int = 0
+    ended: int = 0
+
+    def begin(self, worker: int) -> bool:  # noqa: ARG002
+        self.begun += not self.refuses
+        return not self.refuses
+
+    def end(self) -> None:
+        self.ended += 1
+        assert self.ended <= self.begun, "a loan ended that had not begun"
+
+    @property
+    def held(self) -> bool:
+        return self.ended < self.begun
+
+
+class RecordingRegistry:
+    """Numbers workers."""
+
+    def __init__(self) -> None:
+        self.alive: set[int] = set()
+        self._count = 0
+
+    def started(self, pid: int) -> int:  # noqa: ARG002
+        self._count += 1
+        self.alive.add(self._count)
+        return self._count
+
+    def dead(self, worker: int) -> None:
+        self.alive.remove(worker)
+
+
+@dataclass
+class RecordingListener:
+    """What the engine would be told."""
+
+    found_objects: list[Found] = field(default_factory=list)
+    lost_handles: list[int] = field(default_factory=list)
+
+    def found(self, tier: Tier, objects: Sequence[Found]) -> None:  # noqa: ARG002
+        self.found_objects.extend(objects)
+
+    def lost(self, tier: Tier, handles: Sequence[int]) -> None:  # noqa: ARG002
+        self.lost_handles.extend(handles)
+
+
+class TierHarness(Protocol):
+    """One medium and the tier over it. `arena` has at least ARENA_BYTES_MIN bytes, which extents point into."""
+
+    tier: Tier
+    listener: RecordingListener
+    arena: memoryview
+
+    def settle(self) -> None:
+        """Let it work until nothing is left to do."""
+
+    def peek(self, handle: int) -> bytes:
+        """Header and stored payload as they lie on the medium."""
+
+    def poke(self, handle: int, data: bytes) -> None:
+        """Replace them, from the header's first byte on."""
+
+    def reopen(self, *, crash: bool) -> None:
+        """A new tier (and listener) over the same medium, the old one closed or gone without a word; then `settle`."""
+
+
+def name_of(number: int, pages: int = 2, parent: bytes = bytes(16), boundary: int = 32) -> ObjectName:
+    key = blake2b(b"%d" % number, digest_size=16).digest()
+    return ObjectName(NAMESPACE, key, parent, 1, boundary, pages * PAGE_BYTES)
+
+
+def payload_of(name: ObjectName) -> bytes:
+    return (name.key * (name.raw_bytes // len(name.key) + 1))[: name.raw_bytes]
+
+
+class TierConformance:
+    """The suite. Every test gets a fresh medium."""
+
+    # Round trips
+
+    def test_what_was_written_is_read_back(self, harness: TierHarness) -> None:
+        name = name_of(1)
+        handle = written(harness, name).handle
+        assert read(harness, handle, name) == (IoOutcome.OK, payload_of(name))
+
+    def test_extents_may_be_several_and_in_any_order(self, harness: TierHarness) -> None:
+        name = name_of(1, pages=3)
+        pieces: list[Extent] = [(8 * PAGE_BYTES, PAGE_BYTES), (0, PAGE_BYTES), (4 * PAGE_BYTES, PAGE_BYTES)]
+        handle = written(harness, name, pieces).handle
+        whole: list[Extent] = [(16 * PAGE_BYTES, 2 * PAGE_BYTES), (2 * PAGE_BYTES, PAGE_BYTES)]
+        assert read(harness, handle, name, whole) == (IoOutcome.OK, payload_of(name))
+
+    def test_lengths_need_be_no_whole_pages(self, harness: TierHarness) -> None:
+        name = replace(name_of(1), raw_bytes=2 * PAGE_BYTES + 777)
+        handle = written(harness, name).handle
+        assert read(harness, handle, name) == (IoOutcome.OK, payload_of(name))
+
+    def test_both_answers_say_the_sum_of_the_payload(self, harness: TierHarness) -> None:
+        name = name_of(1)
+        total = payload_sum([payload_of(name)])
+        answer = written(harness, name)
+        assert answer.raw_sum == total
+        answers: list[Read] = []
+        harness.tier.read(answer.handle, name, extents_of(name), RecordingLoan(), answers.append)
+        harness.settle()
+        assert [one.raw_sum for one in answers] == [total]
+
+    def test_what_lies_on_the_medium_is_the_object_format(self, harness: TierHarness) -> None:
+        name = name_of(1)
+        data = harness.peek(written(harness, name).handle)
+        header = ObjectHeader.unpack(data[:HEADER_BYTES])
+        header.check(name)
+        assert header.stored_sum == payload_sum([data[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]])
+        assert header.raw_sum == payload_sum([payload_of(name)])
+
+    def test_many_objects_keep_apart(self, harness: TierHarness) -> None:
+        names = [name_of(number, pages=1 + number % 3) for number in range(20)]
+        handles = [written(harness, name).handle for name in names]
+        assert len(set(handles)) == len(names) and max(handles) < harness.tier.handles_max
+        for handle, name in zip(handles, names, strict=True):
+            assert read(harness, handle, name) == (IoOutcome.OK, payload_of(name))
+
+    # I1: never wrong bytes
+
+    def test_every_damage_is_told_apart_quarantined_and_ends_the_object(self, harness: TierHarness) -> None:
+        other = written(harness, name_of(99)).handle
+        for number, (expected, damage) in enumerate(DAMAGES.items()):
+            name = name_of(number)
+            handle = written(harness, name).handle
+            used_bytes = harness.tier.used_bytes
+            harness.poke(handle, damage(harness.peek(handle), harness.peek(other)))
+            loan = RecordingLoan()
+            outcome, _ = read(harness, handle, name, loan=loan)
+            assert outcome in expected, f"{outcome}, expected one of {sorted(expected)}"
+            assert outcome in DAMAGED
+            assert not loan.held
+            assert harness.tier.used_bytes < used_bytes, "a dead object takes no room"
+            assert handle not in harness.listener.lost_handles, "the answer has said it"
+        assert read(harness, other, name_of(99))[0] is IoOutcome.OK
+
+    def test_a_sum_that_does_not_hold_in_ram_stores_nothing(self, harness: TierHarness) -> None:
+        name, used_bytes = name_of(1), harness.tier.used_bytes
+        answer = written(harness, name, raw_sum=1)
+        harness.settle()
+        assert answer.outcome is IoOutcome.CORRUPT
+        assert harness.tier.used_bytes == used_bytes
+        assert written(harness, name, raw_sum=payload_sum([payload_of(name)])).outcome is IoOutcome.OK
+
+    def test_a_read_for_another_name_is_refused(self, harness: TierHarness) -> None:
+        name = name_of(1)
+        handle = written(harness, name).handle
+        asked = replace(name, namespace=b"another-namespac")
+        assert read(harness, handle, asked)[0] is IoOutcome.IDENTITY
+
+    # I6: a buffer outlives its I/O
+
+    def test_a_refused_loan_touches_nothing_and_is_cancelled(self, harness: TierHarness) -> None:
+        name = name_of(1)
+        assert written(harness, name, loan=RecordingLoan(refuses=True)).outcome is IoOutcome.CANCELLED
+        handle = written(harness, name).handle
+        outcome, seen = read(harness, handle, name, loan=RecordingLoan(refuses=True))
+        assert (outcome, seen) == (IoOutcome.CANCELLED, bytes(name.raw_bytes))
+        assert read(harness, handle, name)[0] is IoOutcome.OK, "the object is none the worse"
+
+    def test_loans_end_before_the_answer_and_once(self, harness: TierHarness) -> None:
+        name, loan, held = name_of(1), RecordingLoan(), []
+        fill(harness, name)
+        harness.tier.write(name, extents_of(name), loan, None, lambda _: held.append(loan.held))
+        harness.settle()
+        assert (held, loan.begun, loan.ended) == ([False], 1, 1)
+
+    # I4: bounded
+
+    def test_a_full_tier_says_so_and_a_drop_makes_room(self, harness: TierHarness) -> None:
+        tier, names, handles = harness.tier, [], []
+        for number in range(_FILL_MAX):
+            name = name_of(number, pages=32)
+            answer = written(harness, name)
+            if answer.outcome is not IoOutcome.OK:
+                break
+            names.append(name)
+            handles.append(answer.handle)
+            assert tier.used_bytes <= tier.capacity_bytes
+        assert answer.outcome is IoOutcome.NO_SPACE and len(handles) > 2
+        before = tier.used_bytes
+        tier.drop(handles[1])
+        assert tier.used_bytes <= before - 32 * PAGE_BYTES
+        harness.settle()
+        assert written(harness, name_of(_FILL_MAX, pages=32)).outcome is IoOutcome.OK
+        assert read(harness, handles[0], names[0]) == (IoOutcome.OK, payload_of(names[0]))
+
+    def test_an_object_costs_at_most_what_is_said(self, harness: TierHarness) -> None:
+        for pages in (1, 2, 7):
+            name, before = name_of(pages, pages=pages), harness.tier.used_bytes
+            written(harness, name)
+            taken = harness.tier.used_bytes - before
+            assert name.raw_bytes < taken <= harness.tier.cost_bytes(name.raw_bytes) >= object_bytes(name.raw_bytes)
+
+    def test_a_dropped_object_that_is_being_read_is_still_answered(self, harness: TierHarness) -> None:
+        name = name_of(1)
+        handle = written(harness, name).handle
+        answers: list[Read] = []
+        harness.tier.read(handle, name, extents_of(name), RecordingLoan(), answers.append)
+        harness.tier.drop(handle)
+        again = written(harness, name_of(2))
+        assert again.outcome is IoOutcome.OK
+        assert [one.outcome for one in answers] in ([IoOutcome.OK], [IoOutcome.CANCELLED])
+
+    # I8: restart freely
+
+    def test_everything_answered_is_found_after_a_restart_parents_first(self, harness: TierHarness) -> None:
+        for crash in (False, True):
+            names = path_of(6, start=10 * crash)
+            for name in names:
+                written(harness, name)
+            harness.reopen(crash=crash)
+            order = [one.name for one in harness.listener.found_objects]
+            assert [name for name in order if name in names] == names
+            for one in harness.listener.found_objects:
+                assert read(harness, one.handle, one.name) == (IoOutcome.OK, payload_of(one.name))
+
+    def test_what_was_dropped_is_not_found_again(self, harness: TierHarness) -> None:
+        names = path_of(3)
+        handles = [written(harness, name).handle for name in names]
+        harness.tier.drop(handles[2])
+        harness.settle()
+        harness.reopen(crash=True)
+        assert [one.name for one in harness.listener.found_objects] == names[:2]
+
+    def test_room_is_the_same_after_a_restart(self, harness: TierHarness) -> None:
+        for name in path_of(4):
+            written(harness, name)
+        used_bytes = harness.tier.used_bytes
+        harness.reopen(crash=False)
+        assert harness.tier.used_bytes == used_bytes
+        assert written(harness, name_of(77)).outcome is IoOutcome.OK
+
+    def test_status_tells_what_it_holds(self, harness: TierHarness) -> None:
+        written(harness, name_of(1))
+        status = harness.tier.status()
+        assert (status.name, status.state) == (harness.tier.name, "ready")
+        assert 0 < status.used_bytes == harness.tier.used_bytes <= status.capacity_bytes
+
+
+# What the suite does to a medium
+
+Damage = Callable[[bytes, bytes], bytes]
+
+
+def _flip(at: int) -> Damage:
+    return lambda data, _: data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+
+
+def _reheaded(change: Callable[[ObjectHeader], ObjectHeader]) -> Damage:
+    """A header that is whole in itself and says something else."""
+    return lambda data, _: change(ObjectHeader.unpack(data[:HEADER_BYTES])).pack() + data[HEADER_BYTES:]
+
+
+def _longer(header: ObjectHeader) -> ObjectHeader:
+    raw_bytes = header.name.raw_bytes + PAGE_BYTES
+    return replace(header, name=replace(header.name, raw_bytes=raw_bytes), stored_bytes=raw_bytes)
+
+
+def _foreign(header: ObjectHeader) -> ObjectHeader:
+    return replace(header, name=replace(header.name, namespace=b"another-namespac"))
+
+
+_PAYLOAD: Final = frozenset({IoOutcome.CORRUPT, IoOutcome.TORN})
+DAMAGES: Final[dict[frozenset[IoOutcome], Damage]] = {
+    frozenset({IoOutcome.MAGIC}): _flip(0),
+    frozenset({IoOutcome.VERSION}): lambda data, _: data[:12] + (1 << 30).to_bytes(4, "little") + data[16:],
+    frozenset({IoOutcome.HEADER}): _flip(100),
+    frozenset({IoOutcome.IDENTITY}): lambda _, other: other,
+    frozenset({IoOutcome.IDENTITY, IoOutcome.TORN}): _reheaded(_foreign),
+    frozenset({IoOutcome.LENGTH}): _reheaded(_longer),
+    _PAYLOAD: _flip(HEADER_BYTES + 5000),
+    _PAYLOAD | {IoOutcome.MAGIC}: lambda data, _: bytes(len(data)),
+}
+"""What is done to an object (and another one), and what a read may then say."""
+
+
+def path_of(chunks: int, start: int = 0) -> list[ObjectName]:
+    """One below the other."""
+    names: list[ObjectName] = []
+    for number in range(chunks):
+        parent = names[-1].key if names else bytes(16)
+        names.append(name_of(1000 + start + number, parent=parent, boundary=32 * (number + 1)))
+    return names
+
+
+def extents_of(name: ObjectName) -> list[Extent]:
+    return [(0, name.raw_bytes)]
+
+
+def fill(harness: TierHarness, name: ObjectName, extents: Sequence[Extent] | None = None) -> None:
+    payload, at = payload_of(name), 0
+    for offset, length in extents or extents_of(name):
+        harness.arena[offset : offset + length] = payload[at : at + length]
+        at += length
+
+
+def written(
+    harness: TierHarness,
+    name: ObjectName,
+    extents: Sequence[Extent] | None = None,
+    *,
+    raw_sum: int | None = None,
+    loan: RecordingLoan | None = None,
+) -> Written:
+    """Write it from the arena and wait for the answer."""
+    answers: list[Written] = []
+    fill(harness, name, extents)
+    harness.tier.write(name, extents or extents_of(name), loan or RecordingLoan(), raw_sum, answers.append)
+    harness.settle()
+    (answer,) = answers
+    return answer
+
+
+def read(
+    harness: TierHarness,
+    handle: int,
+    name: ObjectName,
+    extents: Sequence[Extent] | None = None,
+    *,
+    loan: RecordingLoan | None = None,
+) -> tuple[IoOutcome, bytes]:
+    """Read it into zeroed extents, wait, and say what is in them."""
+    extents = extents or extents_of(name)
+    for offset, length in extents:
+        harness.arena[offset : offset + length] = bytes(length)
+    answers: list[Read] = []
+    harness.tier.read(handle, name, extents, loan or RecordingLoan(), answers.append)
+    harness.settle()
+    (answer,) = answers
+    return answer.outcome, b"".join(bytes(harness.arena[offset : offset + length]) for offset, length in extents)
