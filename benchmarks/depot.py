@@ -44,7 +44,7 @@ def daemon(ram: str, *options: str) -> Iterator[Daemon]:
     arena = Path(tempfile.mkdtemp(prefix="kvd", dir="/dev/shm"))
     socket, log = directory / "d.sock", directory / "log"
     command = [sys.executable, "-m", "kvdepot.server.app", "serve", "--socket", str(socket)]
-    command += ["--arena-dir", str(arena), "--ram", ram, "--metrics", "127.0.0.1:0", *options]
+    command += ["--arena-dir", str(arena), "--ram", ram, "--metrics", "127.0.0.1:0", "--disk", "", *options]
     started = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)

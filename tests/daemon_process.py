@@ -66,6 +66,7 @@ class DaemonProcess:
             config = [str(path)]
         own = ["--socket", str(self.socket), "--arena-dir", str(self.arena_directory)]
         own += ["--ram", self._ram, "--metrics", "127.0.0.1:0"]
+        own += [] if config else ["--disk", ""]
         return [sys.executable, "-m", "kvdepot.server.app", "serve", *config, *own, *self._options, *options]
 
     def start(self, *, ready: bool = True, options: tuple[str, ...] = ()) -> Self:

@@ -166,14 +166,17 @@ def test_an_address_in_use_is_refused_by_key(daemon: DaemonProcess) -> None:
 
 def test_without_a_file_it_says_where_everything_is(tmp_path: Path) -> None:
     daemon = DaemonProcess()
-    environment = os.environ | {"XDG_RUNTIME_DIR": str(daemon.directory)}
+    caches = {"XDG_CACHE_HOME": str(daemon.directory / "cache")}
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(daemon.directory)} | caches
     command = [sys.executable, "-m", "kvdepot.server.app", "serve", "--arena-dir", str(daemon.arena_directory)]
     try:
         with daemon.log_path.open("wb") as log:
-            daemon.process = subprocess.Popen([*command, "--ram", "384MiB"], stderr=log, env=environment)
+            daemon.process = subprocess.Popen([*command, "--ram", "512MiB"], stderr=log, env=environment)
         daemon.wait_for_log("metrics on http://127.0.0.1:")
         assert f"listening on unix://{daemon.directory}/kvdepot/kvdepot.sock" in daemon.log
         assert f"arena {daemon.arena}" in daemon.log
+        daemon.wait_for_log("tier disk: ready")
+        assert list((daemon.directory / "cache" / "kvdepot").glob("*/store.json"))
         assert status_of(daemon.directory / "kvdepot" / "kvdepot.sock").pid == daemon.pid
     finally:
         daemon.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from kvdepot.core.errors import ConfigError
@@ -179,6 +180,7 @@ def test_options_override_single_keys(tmp_path: Path) -> None:
 
 def test_t1_embedded_default_is_a_quarter_and_at_most_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("kvdepot.server.config.cgroup_limits", lambda: [("/cg", 4 << 30, 0)])
     config = embedded()
     assert config.capacity_bytes <= 1 << 30
@@ -187,6 +189,48 @@ def test_t1_embedded_default_is_a_quarter_and_at_most_4_gib(tmp_path: Path, monk
     monkeypatch.setattr("kvdepot.server.config.host_bytes", lambda: 1 << 40)
     monkeypatch.setattr("kvdepot.server.config.directory_bytes", lambda _: 1 << 40)
     assert embedded().capacity_bytes == 4 << 30
+
+
+def _embedded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, **ram: str) -> Config:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "run").mkdir()
+    room = SimpleNamespace(f_bavail=free_bytes // 4096, f_frsize=4096, f_blocks=1 << 40)
+    monkeypatch.setattr("kvdepot.server.embedded_disk.os.statvfs", lambda _: room)
+    return embedded({"ram": ram})
+
+
+def test_embedded_default_has_a_disk_tier_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _embedded(tmp_path, monkeypatch, 10 << 30, capacity="1GiB")
+    (tier,) = config.tables.tier
+    assert (tier.name, tier.write, tier.capacity) == ("disk", "second_use", 10 << 28)
+    assert Path(tier.path).is_relative_to(tmp_path / "cache" / "kvdepot") and Path(tier.path).is_dir()
+    assert config.note == ""
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "capacity", "reason"),
+    [(900 << 20, "1GiB", "less than 256 MiB"), (10 << 30, "336MiB", "covers the private memory")],
+)
+def test_embedded_default_has_no_disk_tier_where_there_is_no_room_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_bytes: int, capacity: str, reason: str
+) -> None:
+    config = _embedded(tmp_path, monkeypatch, free_bytes, capacity=capacity)
+    assert config.tables.tier == []
+    assert "no disk tier" in config.note and reason in config.note
+
+
+def test_the_disk_of_the_command_line_stands_for_all_tiers(tmp_path: Path) -> None:
+    path = tmp_path / "kvdepot.toml"
+    path.write_text(GOOD.replace("512MiB", "1GiB") + TIER)
+    config = load(path, {"disk": {"path": str(tmp_path / "d"), "capacity": "64MiB"}})
+    assert [(tier.name, tier.path, tier.capacity) for tier in config.tables.tier] == [
+        ("disk", str(tmp_path / "d"), 64 << 20)
+    ]
+    assert load(path, {"disk": {"path": ""}}).tables.tier == []
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--disk"):
+        load(path, {"disk": {"path": str(tmp_path / "file")}})
 
 
 def test_embedded_refuses_a_runtime_directory_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvdepot.core.errors import KvDepotError
-from kvdepot.server.config import Config, embedded, load
+from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.server.config import DISK, Config, embedded, load
 from kvdepot.server.logs import make_log
 from kvdepot.server.node import Node
 from kvdepot.server.offline import verbs as offline
@@ -27,7 +27,8 @@ _UMASK = 0o177
 """Sockets and the arena are this user's alone until their mode is set."""
 _SERVE_EPILOG = """\
 Without CONFIG: a quarter of what memory, cgroup and /dev/shm have, at most 4 GiB, sockets under
-$XDG_RUNTIME_DIR/kvdepot (or a directory of this user in the temporary directory), metrics on a free port;
+$XDG_RUNTIME_DIR/kvdepot (or a directory of this user in the temporary directory), metrics on a free port,
+and a disk tier in $XDG_CACHE_HOME/kvdepot (or ~/.cache/kvdepot): a quarter of what is free there, at most 8 GiB;
 the log says where. Options override single keys of either.
 
 SIGTERM and SIGINT stop in order: no more grants, outstanding checksums are finished, exit code 0. The arena
@@ -66,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--ram", metavar="SIZE", help='instead of [ram].capacity, for example "512MiB"')
     serve.add_argument("--arena-dir", type=Path, help="instead of [ram].path")
+    serve.add_argument("--disk", metavar="DIR", help="a disk tier in DIR instead of [[tier]]; '': none")
+    serve.add_argument("--disk-capacity", metavar="SIZE", help="of --disk; without it a quarter of what is free there")
     serve.add_argument("--log-level", help="instead of [log].level")
     serve.add_argument("--log-format", help="instead of [log].format")
     check = verbs.add_parser("check-config", help="say whether a configuration file is good; exit code 1 if not")
@@ -83,11 +86,15 @@ def _config(options: argparse.Namespace) -> Config:
         ("daemon", "metrics", options.metrics),
         ("ram", "capacity", options.ram),
         ("ram", "path", None if options.arena_dir is None else str(options.arena_dir.absolute())),
+        (DISK, "path", options.disk and str(Path(options.disk).absolute())),
+        (DISK, "capacity", options.disk_capacity),
         ("log", "level", options.log_level),
         ("log", "format", options.log_format),
     ):
         if value is not None:
             overrides.setdefault(table, {})[key] = value
+    if options.disk_capacity is not None and not options.disk:
+        raise ConfigError("command line", "--disk-capacity", "is of --disk, which is not given")
     return embedded(overrides) if options.config is None else load(options.config, overrides)
 
 
@@ -104,6 +111,8 @@ async def _serve(config: Config) -> int:
         config.file,
     )
     log.info("kvdepotd %s, pid %d, configuration: %s", version("kvdepot"), os.getpid(), config.file)
+    if config.note:
+        log.warning("%s", config.note)
     try:
         node = Node(config, log=log, loop=loop, notify=ServiceNotifier(os.environ.get("NOTIFY_SOCKET")))
     except (KvDepotError, OSError) as error:

@@ -11,7 +11,7 @@ import stat
 import tempfile
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +19,7 @@ from typing import Any, get_args
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.config_schema import AUTO, Tables, TierTable
+from kvdepot.server.embedded_disk import NoDiskError, default_directory, tier_table
 from kvdepot.server.io.pool import worker_reserve_bytes
 from kvdepot.server.memory_room import (
     CAPACITY_BYTES_MIN,
@@ -35,6 +36,8 @@ from kvdepot.server.tiers.disk.layout import DiskLayout
 from pydantic import BaseModel, ValidationError
 
 EMBEDDED = "embedded default"
+DISK = "disk"
+"""Among the overrides: `path` and `capacity` of the only tier below RAM."""
 AUTO_CAPACITY_BYTES_MAX = 4 << 30
 DEFAULT_ARENA_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the arena is memory, its name carries the uid
 _NOT_AVAILABLE = {
@@ -55,6 +58,7 @@ class Config:
     tables: Tables
     capacity_bytes: int
     arena_path: Path
+    note: str = ""  # what the log should say beside it
 
     @property
     def arena_bytes(self) -> int:
@@ -83,16 +87,29 @@ def load(path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None) -
 
 
 def embedded(overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """A quarter of the memory, sockets under the runtime directory, metrics on a free port."""
+    """A quarter of the memory, a disk tier in the user's cache, sockets in the runtime directory, a free port."""
     document: dict[str, Any] = {"daemon": {"metrics": "127.0.0.1:0", "mode": "0600"}}
     if "listen" not in (overrides or {}).get("daemon", {}):
         document["daemon"]["listen"] = [f"unix://{runtime_directory() / 'kvdepot.sock'}"]
-    return check(EMBEDDED, document, overrides)
+    config = check(EMBEDDED, document, overrides)
+    return config if DISK in (overrides or {}) else _with_disk(config, document, overrides)
+
+
+def _with_disk(config: Config, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None) -> Config:
+    """Without one, and a note, where there is no room for it."""
+    try:
+        table = tier_table(default_directory(config.tables.daemon.sockets[0]), None)
+        return check(EMBEDDED, {**document, "tier": [table]}, overrides)
+    except (NoDiskError, ConfigError) as error:
+        return replace(config, note=f"no disk tier: {error}")
 
 
 def check(file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """A parsed file, with single keys of the command line over it."""
+    """A parsed file, with single keys of the command line over it; DISK's stand for a whole `[[tier]]`, or none."""
     for table, keys in (overrides or {}).items():
+        if table == DISK:
+            document = {**document, "tier": _disk_given(file, keys)}
+            continue
         document = {**document, table: {**document.get(table, {}), **keys}}
     _refuse_unavailable(file, document)
     try:
@@ -106,6 +123,16 @@ def check(file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[s
     assert isinstance(capacity_bytes, int)
     _check_combinations(file, tables, capacity_bytes)
     return Config(file, tables, capacity_bytes, arena_path)
+
+
+def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """From `--disk DIR` (empty: no tier) and `--disk-capacity`."""
+    if not keys.get("path"):
+        return []
+    try:
+        return [tier_table(Path(keys["path"]), keys.get("capacity"))]
+    except NoDiskError as error:
+        raise ConfigError(file, "--disk", str(error)) from error
 
 
 def disk_config(tables: Tables, tier: TierTable) -> DiskConfig:
