@@ -6,7 +6,7 @@ and ends with its parent, with its socket, or killed: it has nothing to tidy up.
 
 Its first thread reads the socket, so that the end of the stream ends the process whatever else hangs. Two more do the
 jobs, each all of one: while one waits for the medium, the other verifies (both happen without the GIL).
-Measured on the test machine, 4 MiB objects, in ratio to fio with O_DIRECT at the same depth: see docs/benchmarks.md.
+What that gives and costs was measured: ADR 0012.
 """
 
 from __future__ import annotations
