@@ -237,6 +237,28 @@ def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(ri
     assert rig.tier._growth.segments == 6
 
 
+@pytest.mark.parametrize("outcome", [IoOutcome.IO_ERROR, IoOutcome.TIMEOUT])
+def test_t5_a_worker_that_dies_over_a_segment_does_not_shrink_the_tier(rig: DiskRig, outcome: IoOutcome) -> None:
+    failures = 2
+
+    def fault(job: Job) -> Answer | None:
+        nonlocal failures
+        failures -= isinstance(job, Allocate)
+        return Answer(outcome, "a worker ended") if isinstance(job, Allocate) and failures >= 0 else None
+
+    rig.data.fault = fault
+    capacity_bytes = rig.tier.capacity_bytes
+    answers = rig.submit_write(object_name(1, raw_bytes=2 * rig.tier._medium.layout.segment_bytes))
+    for _ in range(4):
+        rig.settle()
+        assert (rig.tier.capacity_bytes, rig.tier.status().reason) == (capacity_bytes, "")
+        rig.data.end_late()
+        rig.tick(1)
+    rig.settle()
+    assert failures < 0
+    assert [written.outcome for written in answers] == [IoOutcome.OK]
+
+
 def test_the_write_budget_of_a_day_survives_a_restart(tmp_path: Path) -> None:
     rig = DiskRig(tmp_path / "tier", write_budget_bytes=9 * PAGE)
     for number in range(3):

@@ -1,4 +1,7 @@
-"""Segments are made when they are first needed, one ahead; where the file system has no room, what is there must do."""
+"""Segments are made when they are first needed, one ahead; where the file system has no room, what is there must do.
+
+A worker that dies or hangs over it says nothing about the room: that is tried again soon, some times.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.disk.workers import Hold, Workers
 
 _RETRY_SECONDS: Final = 60.0
+_RETRY_SECONDS_MIN: Final = 0.5
+_FAILURES_MAX: Final = 4
 
 
 class Growth:
@@ -29,6 +34,7 @@ class Growth:
         self._under_way = False
         self._held = False
         self._retry_at = 0.0
+        self._failures = 0  # in a row
         self.segments = 0
         self.refused = ""
         """Why the last segment could not be made; empty while all is well."""
@@ -45,13 +51,13 @@ class Growth:
     def start(self, layout: DiskLayout, segments: int) -> None:
         self._layout = layout
         self.segments = segments
-        self.refused = ""
+        self._worked()
 
     def run_once(self, wanted_bytes: int = 0) -> None:
         """Make the next segment if less than one is free, or less than what is waited for."""
         if self._under_way or self._held or self.segments >= self._layout.segments or not self._workers.usable:
             return
-        if self.refused and self._clock() < self._retry_at:
+        if self._clock() < self._retry_at:
             return
         if self._space.free_bytes >= max(wanted_bytes, self._layout.segment_bytes):
             return
@@ -69,10 +75,23 @@ class Growth:
         if answer.outcome is IoOutcome.CANCELLED:
             return
         if answer.outcome is IoOutcome.OK:
-            self.refused = ""
+            self._worked()
             self.segments += 1
             self._space.grow(self.ready_bytes)
         else:
-            self.refused = f"segment {self.segments} cannot be made: {answer.detail or answer.outcome}"
-            self._retry_at = self._clock() + _RETRY_SECONDS
+            self._failed(answer)
         self._grown()
+
+    def _worked(self) -> None:
+        self._failures = 0
+        self._retry_at = 0.0
+        self.refused = ""
+
+    def _failed(self, answer: Answer) -> None:
+        """Refused at once where there is no room, after some failures where nobody knows."""
+        full = answer.outcome is IoOutcome.NO_SPACE
+        seconds = _RETRY_SECONDS if full else min(_RETRY_SECONDS_MIN * 2**self._failures, _RETRY_SECONDS)
+        self._retry_at = self._clock() + seconds
+        self._failures += 1
+        if full or self._failures >= _FAILURES_MAX:
+            self.refused = f"segment {self.segments} cannot be made: {answer.detail or answer.outcome}"

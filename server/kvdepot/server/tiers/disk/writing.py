@@ -81,9 +81,11 @@ class Writing:
         self._growth.run_once(self._waiting_bytes)
 
     def expire(self) -> None:
-        """End the waiting of those for which room was expected, and did not come."""
+        """End the waiting of those for which room was expected, and did not come; for the others, see to it."""
         while self._waiting and (self._waiting[0].until <= self._clock() or not self._could_come()):
             self._unqueue().done(Written(IoOutcome.NO_SPACE))
+        if self.open and self._waiting:
+            self._growth.run_once(self._waiting_bytes)
 
     def stop(self) -> None:
         """Nothing more is begun; what is under way fails when its worker answers."""
