@@ -29,6 +29,7 @@ from kvdepot.server.tiers.base import (
     Loan,
     ObjectName,
     Read,
+    Stored,
     TierListener,
     WorkerRegistry,
     Written,
@@ -143,6 +144,10 @@ class MemoryTier:
 
     def drop(self, handle: int) -> None:
         self._used -= self._cost(self.medium.stored.pop(handle))
+
+    def stored(self, handle: int) -> Stored:
+        header = ObjectHeader.unpack(self.medium.stored[handle])
+        return Stored(header.stored_bytes, header.sequence, header.stored_sum)
 
     async def close(self) -> None:
         self.stop()

@@ -77,6 +77,14 @@ class UnknownNamespace(KvDepotError):
     default_advice = "register the namespace in this session"
 
 
+class NotFound(KvDepotError):
+    """An operator named a namespace or a chunk that the daemon does not have."""
+
+    code = "not_found"
+    fault = Fault.CLIENT
+    default_advice = "`kvdepotctl ls` shows what there is"
+
+
 class ProtocolMismatch(KvDepotError):
     """The protocol ranges of client and daemon do not overlap."""
 
@@ -207,6 +215,7 @@ ERRORS: tuple[type[KvDepotError], ...] = (
     InvalidArgument,
     UnknownSession,
     UnknownNamespace,
+    NotFound,
     ProtocolMismatch,
     EngineIdInUse,
     NamespaceRefused,

@@ -22,6 +22,7 @@ STATUS: dict[type[errors.KvDepotError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnknownSession: grpc.StatusCode.UNAUTHENTICATED,
     errors.UnknownNamespace: grpc.StatusCode.NOT_FOUND,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EngineIdInUse: grpc.StatusCode.ALREADY_EXISTS,
     errors.NamespaceRefused: grpc.StatusCode.INVALID_ARGUMENT,

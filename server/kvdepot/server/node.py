@@ -108,7 +108,7 @@ class Node:
         depot = DepotService(
             self._engine, capabilities=self.capabilities, committed=self._checksums.wake, log=self._log
         )
-        self._grpc = GrpcListener(depot, OperatorService(self.status, self._log))
+        self._grpc = GrpcListener(depot, OperatorService(self.status, self._engine.listing, self._log))
         self._http = HttpListener(metrics=exposition(self.status), health=self.readiness)
 
     async def start(self) -> None:

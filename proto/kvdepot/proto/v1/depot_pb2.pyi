@@ -915,3 +915,403 @@ class ListNamespacesResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["namespaces", b"namespaces", "next_page_token", b"next_page_token"]) -> None: ...
 
 global___ListNamespacesResponse = ListNamespacesResponse
+
+@typing.final
+class TierContents(google.protobuf.message.Message):
+    """What a tier holds of a namespace."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ObjectsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    TIER_FIELD_NUMBER: builtins.int
+    OBJECTS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    bytes: builtins.int
+    """of their payloads as engines see them"""
+    @property
+    def objects(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.int]:
+        """by kind"""
+
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        objects: collections.abc.Mapping[builtins.int, builtins.int] | None = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "objects", b"objects", "tier", b"tier"]) -> None: ...
+
+global___TierContents = TierContents
+
+@typing.final
+class NamespaceContents(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    IDLE_SECONDS_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    label: builtins.str
+    tenant: builtins.str
+    epoch: builtins.str
+    chunk_tokens: builtins.int
+    """0: no engine has registered it in this run"""
+    chunks: builtins.int
+    sessions: builtins.int
+    idle_seconds: builtins.float
+    """since an engine last asked for it"""
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierContents]:
+        """ram first"""
+
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        label: builtins.str = ...,
+        tenant: builtins.str = ...,
+        epoch: builtins.str = ...,
+        chunk_tokens: builtins.int = ...,
+        chunks: builtins.int = ...,
+        sessions: builtins.int = ...,
+        idle_seconds: builtins.float = ...,
+        tiers: collections.abc.Iterable[global___TierContents] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "label", b"label", "namespace", b"namespace", "sessions", b"sessions", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
+
+global___NamespaceContents = NamespaceContents
+
+@typing.final
+class ListContentsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    prefix: builtins.str
+    """of the namespace's id, hexadecimal"""
+    page_size: builtins.int
+    page_token: builtins.str
+    def __init__(
+        self,
+        *,
+        prefix: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]) -> None: ...
+
+global___ListContentsRequest = ListContentsRequest
+
+@typing.final
+class ListContentsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACES_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    @property
+    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceContents]:
+        """by id"""
+
+    def __init__(
+        self,
+        *,
+        namespaces: collections.abc.Iterable[global___NamespaceContents] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespaces", b"namespaces", "next_page_token", b"next_page_token"]) -> None: ...
+
+global___ListContentsResponse = ListContentsResponse
+
+@typing.final
+class ListChunksRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    PREFIX_FIELD_NUMBER: builtins.int
+    PAGE_SIZE_FIELD_NUMBER: builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    prefix: builtins.str
+    """of the chunk's key, hexadecimal"""
+    page_size: builtins.int
+    page_token: builtins.str
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        prefix: builtins.str = ...,
+        page_size: builtins.int = ...,
+        page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]) -> None: ...
+
+global___ListChunksRequest = ListChunksRequest
+
+@typing.final
+class Chunk(google.protobuf.message.Message):
+    """Per tier of the response: kinds[i] and bytes[i] are those of tiers[i]."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    PARENT_FIELD_NUMBER: builtins.int
+    BOUNDARY_TOKENS_FIELD_NUMBER: builtins.int
+    USABLE_FIELD_NUMBER: builtins.int
+    KINDS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    INCOMPLETE_FIELD_NUMBER: builtins.int
+    key: builtins.bytes
+    parent: builtins.bytes
+    """the root's key is zeros"""
+    boundary_tokens: builtins.int
+    usable: builtins.bool
+    incomplete: builtins.bytes
+    """kinds in RAM that are being written or read"""
+    @property
+    def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @property
+    def bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        key: builtins.bytes = ...,
+        parent: builtins.bytes = ...,
+        boundary_tokens: builtins.int = ...,
+        usable: builtins.bool = ...,
+        kinds: collections.abc.Iterable[builtins.bytes] | None = ...,
+        bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        incomplete: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "bytes", b"bytes", "incomplete", b"incomplete", "key", b"key", "kinds", b"kinds", "parent", b"parent", "usable", b"usable"]) -> None: ...
+
+global___Chunk = Chunk
+
+@typing.final
+class ListChunksResponse(google.protobuf.message.Message):
+    """A page may have fewer chunks than asked for, even none, and still not be the last."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: builtins.int
+    next_page_token: builtins.str
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def chunks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Chunk]: ...
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[builtins.str] | None = ...,
+        chunks: collections.abc.Iterable[global___Chunk] | None = ...,
+        next_page_token: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "next_page_token", b"next_page_token", "tiers", b"tiers"]) -> None: ...
+
+global___ListChunksResponse = ListChunksResponse
+
+@typing.final
+class DescribeNamespaceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+
+global___DescribeNamespaceRequest = DescribeNamespaceRequest
+
+@typing.final
+class DescribeNamespaceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CONTENTS_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    ENGINES_FIELD_NUMBER: builtins.int
+    @property
+    def contents(self) -> global___NamespaceContents: ...
+    @property
+    def spec(self) -> global___NamespaceSpec:
+        """absent: no engine has registered it in this run"""
+
+    @property
+    def engines(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """ids of those that registered it and are attached"""
+
+    def __init__(
+        self,
+        *,
+        contents: global___NamespaceContents | None = ...,
+        spec: global___NamespaceSpec | None = ...,
+        engines: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["contents", b"contents", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["contents", b"contents", "engines", b"engines", "spec", b"spec"]) -> None: ...
+
+global___DescribeNamespaceResponse = DescribeNamespaceResponse
+
+@typing.final
+class DescribeChunkRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    key: builtins.bytes
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace", b"namespace"]) -> None: ...
+
+global___DescribeChunkRequest = DescribeChunkRequest
+
+@typing.final
+class Loan(google.protobuf.message.Message):
+    """One process group that may touch the extents."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    PIDS_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    LEASE_ID_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    mode: builtins.str
+    lease_id: builtins.int
+    @property
+    def pids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        pids: collections.abc.Iterable[builtins.int] | None = ...,
+        mode: builtins.str = ...,
+        lease_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_id", b"engine_id", "lease_id", b"lease_id", "mode", b"mode", "pids", b"pids"]) -> None: ...
+
+global___Loan = Loan
+
+@typing.final
+class StoredObject(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    STATE_FIELD_NUMBER: builtins.int
+    CHECKSUM_FIELD_NUMBER: builtins.int
+    STORED_BYTES_FIELD_NUMBER: builtins.int
+    SEQUENCE_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    EXTENTS_FIELD_NUMBER: builtins.int
+    LOANS_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    kind: builtins.int
+    bytes: builtins.int
+    state: builtins.str
+    checksum: builtins.bytes
+    """XXH3-128, big-endian; absent: not known"""
+    stored_bytes: builtins.int
+    """on the medium"""
+    sequence: builtins.int
+    """on the medium"""
+    generation: builtins.int
+    """in the arena"""
+    extents: builtins.int
+    """in how many pieces"""
+    @property
+    def loans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Loan]:
+        """of an extent of the arena"""
+
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        kind: builtins.int = ...,
+        bytes: builtins.int = ...,
+        state: builtins.str = ...,
+        checksum: builtins.bytes = ...,
+        stored_bytes: builtins.int = ...,
+        sequence: builtins.int = ...,
+        generation: builtins.int = ...,
+        extents: builtins.int = ...,
+        loans: collections.abc.Iterable[global___Loan] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "checksum", b"checksum", "extents", b"extents", "generation", b"generation", "kind", b"kind", "loans", b"loans", "sequence", b"sequence", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
+
+global___StoredObject = StoredObject
+
+@typing.final
+class DescribeChunkResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHUNK_FIELD_NUMBER: builtins.int
+    TIERS_FIELD_NUMBER: builtins.int
+    OBJECTS_FIELD_NUMBER: builtins.int
+    PATH_FIELD_NUMBER: builtins.int
+    DEPTH_FIELD_NUMBER: builtins.int
+    CHILDREN_FIELD_NUMBER: builtins.int
+    MORE_CHILDREN_FIELD_NUMBER: builtins.int
+    depth: builtins.int
+    """ancestors"""
+    children: builtins.int
+    more_children: builtins.bool
+    """than were counted"""
+    @property
+    def chunk(self) -> global___Chunk: ...
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def objects(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredObject]: ...
+    @property
+    def path(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """keys of the nearest ancestors, the parent first"""
+
+    def __init__(
+        self,
+        *,
+        chunk: global___Chunk | None = ...,
+        tiers: collections.abc.Iterable[builtins.str] | None = ...,
+        objects: collections.abc.Iterable[global___StoredObject] | None = ...,
+        path: collections.abc.Iterable[builtins.bytes] | None = ...,
+        depth: builtins.int = ...,
+        children: builtins.int = ...,
+        more_children: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["children", b"children", "chunk", b"chunk", "depth", b"depth", "more_children", b"more_children", "objects", b"objects", "path", b"path", "tiers", b"tiers"]) -> None: ...
+
+global___DescribeChunkResponse = DescribeChunkResponse

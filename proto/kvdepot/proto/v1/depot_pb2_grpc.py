@@ -510,6 +510,26 @@ class OperatorStub(object):
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListNamespacesRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListNamespacesResponse.FromString,
                 _registered_method=True)
+        self.ListContents = channel.unary_unary(
+                '/kvdepot.v1.Operator/ListContents',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListContentsRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListContentsResponse.FromString,
+                _registered_method=True)
+        self.ListChunks = channel.unary_unary(
+                '/kvdepot.v1.Operator/ListChunks',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListChunksRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListChunksResponse.FromString,
+                _registered_method=True)
+        self.DescribeNamespace = channel.unary_unary(
+                '/kvdepot.v1.Operator/DescribeNamespace',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeNamespaceRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeNamespaceResponse.FromString,
+                _registered_method=True)
+        self.DescribeChunk = channel.unary_unary(
+                '/kvdepot.v1.Operator/DescribeChunk',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -528,6 +548,30 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListContents(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListChunks(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeNamespace(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeChunk(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -540,6 +584,26 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ListNamespaces,
                     request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListNamespacesRequest.FromString,
                     response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListNamespacesResponse.SerializeToString,
+            ),
+            'ListContents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListContents,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListContentsRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListContentsResponse.SerializeToString,
+            ),
+            'ListChunks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListChunks,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListChunksRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListChunksResponse.SerializeToString,
+            ),
+            'DescribeNamespace': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeNamespace,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeNamespaceRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeNamespaceResponse.SerializeToString,
+            ),
+            'DescribeChunk': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeChunk,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -597,6 +661,114 @@ class Operator(object):
             '/kvdepot.v1.Operator/ListNamespaces',
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListNamespacesRequest.SerializeToString,
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListNamespacesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListContents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.Operator/ListContents',
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListContentsRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListContentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.Operator/ListChunks',
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListChunksRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListChunksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.Operator/DescribeNamespace',
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeNamespaceRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeNamespaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeChunk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.Operator/DescribeChunk',
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,7 @@ from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.adoption import Adoption
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.leases import Lease, ReadLease, WriteLease
+from kvdepot.server.engine.listing import Listing
 from kvdepot.server.engine.load import Loads
 from kvdepot.server.engine.namespaces import Namespace, checked_id
 from kvdepot.server.engine.requests import Requests
@@ -110,6 +111,7 @@ class Engine:
         self._tiering = Tiering(self._space, workers)
         self._sums.verified = self._tiering.committed
         self._stores = Stores(self._space, self._requests, config, arena_id, self._tiering)
+        self.listing = Listing(self._space, self._sessions)
         self._loads = Loads(self._space, config, arena_id, self._tiering, self._sums.want)
 
     # Life of the arena

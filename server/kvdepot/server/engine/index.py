@@ -290,6 +290,21 @@ class Index:
         nodes: Nodes = self._slots[self._slots != 0].astype(np.int64) - 1
         return nodes
 
+    @property
+    def high(self) -> int:
+        """Nodes at and above were never used."""
+        return self._high
+
+    def candidates(self, namespace: int, start: int, stop: int) -> Nodes:
+        """Numbers from `start` and below `stop` whose last node was of this namespace: it may be gone (`live`)."""
+        candidates: Nodes = start + np.flatnonzero(self.namespaces[start : min(stop, self._high)] == namespace)
+        return candidates
+
+    def live(self, namespace: int, candidates: Nodes) -> Nodes:
+        """Those of the candidates that are nodes now."""
+        live: Nodes = candidates[self.find_many(namespace, self.keys[candidates].tobytes()) == candidates]
+        return live
+
     def leaves(self, nodes: Nodes) -> Nodes:
         """Those of these nodes that have no children."""
         leaves: Nodes = nodes[np.asarray(self._first_child)[nodes] == NONE]

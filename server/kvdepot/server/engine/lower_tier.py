@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from kvdepot.core.arena import NAMESPACES_MAX
+from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import EvictionPolicy
 from kvdepot.server.engine.evicting import Evictor
 from kvdepot.server.engine.index import NONE
@@ -34,6 +36,7 @@ class LowerTier:
         self.policy = policy
         self.evictor = Evictor(space, self, policy, self._count_evicted)
         self.objects = 0
+        self._contents = [[0] * (len(Kind) + 1) for _ in range(NAMESPACES_MAX)]  # objects by namespace slot and kind
         self._nodes = np.empty(tier.handles_max, np.uint32).data
         self._kinds = np.zeros(tier.handles_max, np.uint8).data  # 0: no object
         self._epochs = np.zeros(tier.handles_max, np.uint32).data
@@ -55,6 +58,10 @@ class LowerTier:
         kind = self._kinds[handle] if handle < len(self._kinds) else 0
         return (int(self._nodes[handle]), int(kind)) if kind else None
 
+    def contents(self, slot: int) -> dict[int, int]:
+        """Number of objects of a namespace by kind, of kinds it has any of."""
+        return {int(kind): count for kind in Kind if (count := self._contents[slot][kind])}
+
     def keep(self, node: int, kind: int, handle: int) -> None:
         """The tier has this object now."""
         space = self._space
@@ -62,6 +69,7 @@ class LowerTier:
         self._nodes[handle] = node
         self._kinds[handle] = kind
         self.objects += 1
+        self._contents[space.index.namespace(node)][kind] += 1
         self.policy.on_commit(node, space.clock(), space.index.parent(node), space.index.mark(node))
         space.settle_node(node)
         parent = space.index.parent(node)
@@ -75,6 +83,7 @@ class LowerTier:
         self._kinds[handle] = 0
         self._epochs[handle] = (self._epochs[handle] + 1) & 0xFFFF_FFFF
         self.objects -= 1
+        self._contents[self._space.index.namespace(node)][kind] -= 1
         return handle
 
     def drop(self, node: int, kind: int) -> None:

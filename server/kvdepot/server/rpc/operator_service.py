@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.report import DaemonStatus, NamespaceStatus
-from kvdepot.proto import codec_report
+from kvdepot.proto import codec_listing, codec_report
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
+from kvdepot.server.engine.listing import Listing
 from kvdepot.server.rpc.answer import Context, answer
 
 PAGE_SIZE_MAX = 64
@@ -20,8 +21,9 @@ PAGE_BYTES_MAX = 2 << 20
 
 
 class OperatorService(pb_grpc.OperatorServicer):
-    def __init__(self, status: Callable[[], DaemonStatus], log: logging.Logger) -> None:
+    def __init__(self, status: Callable[[], DaemonStatus], listing: Listing, log: logging.Logger) -> None:
         self._status = status
+        self._listing = listing
         self._log = log
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802, ARG002
@@ -45,6 +47,40 @@ class OperatorService(pb_grpc.OperatorServicer):
             return pb.ListNamespacesResponse(
                 namespaces=page, next_page_token=page[-1].namespace.hex() if len(page) < len(rest) else ""
             )
+
+        return await answer(context, self._log, run)
+
+    async def ListContents(  # noqa: N802
+        self, request: pb.ListContentsRequest, context: Context
+    ) -> pb.ListContentsResponse:
+        def run() -> pb.ListContentsResponse:
+            page = self._listing.namespaces(*codec_listing.decode_list_contents(request))
+            return codec_listing.encode_namespace_page(page)
+
+        return await answer(context, self._log, run)
+
+    async def ListChunks(self, request: pb.ListChunksRequest, context: Context) -> pb.ListChunksResponse:  # noqa: N802
+        def run() -> pb.ListChunksResponse:
+            page = self._listing.chunks(*codec_listing.decode_list_chunks(request))
+            return codec_listing.encode_chunk_page(page)
+
+        return await answer(context, self._log, run)
+
+    async def DescribeNamespace(  # noqa: N802
+        self, request: pb.DescribeNamespaceRequest, context: Context
+    ) -> pb.DescribeNamespaceResponse:
+        def run() -> pb.DescribeNamespaceResponse:
+            description = self._listing.describe_namespace(codec_listing.decode_describe_namespace(request))
+            return codec_listing.encode_namespace_description(description)
+
+        return await answer(context, self._log, run)
+
+    async def DescribeChunk(  # noqa: N802
+        self, request: pb.DescribeChunkRequest, context: Context
+    ) -> pb.DescribeChunkResponse:
+        def run() -> pb.DescribeChunkResponse:
+            description = self._listing.describe_chunk(*codec_listing.decode_describe_chunk(request))
+            return codec_listing.encode_chunk_description(description)
 
         return await answer(context, self._log, run)
 

@@ -104,6 +104,15 @@ class Found:
     name: ObjectName
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How an object lies on the medium, for operators."""
+
+    stored_bytes: int  # of the payload, after the codec
+    sequence: int  # 0: the tier counts none
+    stored_sum: int | None  # XXH3-128 of the stored bytes; None: only the object's header knows
+
+
 class TierListener(Protocol):
     """What a tier tells the engine without being asked, on the loop's thread."""
 
@@ -175,6 +184,9 @@ class Tier(Protocol):
 
     def drop(self, handle: int) -> None:
         """Forget an object. Its bytes are reused once readers in flight are done."""
+
+    def stored(self, handle: int) -> Stored:
+        """Of an object that it has. Does not touch the medium."""
 
     async def close(self) -> None:
         """Finish what is in flight within a bounded time, whatever the medium does; persist; end the workers."""

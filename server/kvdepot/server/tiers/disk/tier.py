@@ -19,7 +19,7 @@ from kvdepot.core.objectfile import ObjectName, object_bytes
 from kvdepot.core.report import TierStatus
 from kvdepot.core.units import format_size_rounded
 from kvdepot.server.io.jobs import Answer, Priority, Probe
-from kvdepot.server.tiers.base import Found, IoOutcome, Loan, Read, TierListener, Written
+from kvdepot.server.tiers.base import Found, IoOutcome, Loan, Read, Stored, TierListener, Written
 from kvdepot.server.tiers.disk.budget import WriteBudget
 from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
@@ -193,6 +193,10 @@ class DiskTier:
         if self._reopening is not None:
             self._reopening.dropped(handle, sequence)
         self._medium.kill(sequence)
+
+    def stored(self, handle: int) -> Stored:
+        catalog = self._medium.catalog
+        return Stored(catalog.stored_bytes(handle), catalog.sequence(handle), catalog.stored_sum(handle))
 
     async def close(self) -> None:
         """At most some seconds. What is on the medium is served by the next daemon, also after a crash in here."""
