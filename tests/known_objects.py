@@ -22,6 +22,7 @@ from kvdepot.core.calls import (
     CommitCall,
     CommitItem,
     CommitOutcome,
+    DeclareCall,
     Kind,
     ReserveCall,
     ReserveOutcome,
@@ -87,6 +88,8 @@ class KnownEngine(RawEngine):
         self._seed = seed
         layout = Superblock.unpack(self.arena[:PAGE_BYTES]).layout
         self._generations = generations(memoryview(self.arena), layout)
+        declare = codec.encode_declare_call(DeclareCall(self.session, ()))  # what a former connection held is over
+        self.stub.Declare(declare, timeout=CALL_SECONDS)
 
     def prompt(self, number: int, chunks: int = CHUNKS) -> list[Known]:
         """All its objects, parents first; states, if there are any, at the last chunk and where its family parts."""

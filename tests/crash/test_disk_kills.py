@@ -1,0 +1,182 @@
+"""The daemon, or its I/O workers, are killed at random moments; no byte may differ, and nothing durable may vanish.
+
+`KVDEPOT_SEED` repeats the random choices of a run; it is printed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from itertools import pairwise
+
+import pytest
+from kvdepot.server.tiers.base import IoOutcome
+
+from tests.daemon_process import DaemonProcess
+from tests.disk_load import DiskLoad, serve_all
+from tests.disk_world import RAM, DiskWorld, indexed, sampled
+from tests.known_objects import KnownEngine, dense, hybrid
+from tests.raw_client import wait_until
+
+SPECS = [dense(250_000), hybrid(131_072, 300_008)]
+PROMPTS = 120
+"""Of each namespace: some 170 MB, of which RAM keeps 50 and the disk 57."""
+POLICIES = ["commit", "second_use", "evict"]
+_KILLS = {"commit": 8, "second_use": 6, "evict": 6}
+
+
+@pytest.fixture
+def seed() -> int:
+    seed = int(os.environ.get("KVDEPOT_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"KVDEPOT_SEED={seed}")
+    return seed
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("write", POLICIES)
+def test_t2_i1_the_daemon_is_killed_at_random_moments(write: str, seed: int) -> None:
+    _kill_again_and_again(write, seed, _KILLS[write])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("write", POLICIES)
+def test_t2_i1_the_daemon_is_killed_at_200_random_moments(write: str, seed: int) -> None:
+    _kill_again_and_again(write, seed, 10 * _KILLS[write])
+
+
+def _kill_again_and_again(write: str, seed: int, kills: int) -> None:
+    rng = random.Random(seed)
+    with DiskWorld(write=write) as world, sampled(world.root) as samples:
+        totals = 0
+        for kill in range(kills):
+            totals += _run_until_killed(world, rng, seed)
+            _check_medium(world)
+            if rng.random() < 0.4:
+                world.drop_arena()
+            if rng.random() < 0.25:
+                _kill_while_it_starts(world, rng)
+            world.start()
+            _check_served(world, seed, f"kill {kill}")
+        assert totals, "nothing was served"
+        _check_end(world)
+        assert max(samples) <= world.capacity_bytes
+
+
+def _run_until_killed(world: DiskWorld, rng: random.Random, seed: int) -> int:
+    """How many tokens were served meanwhile."""
+    with DiskLoad(world.daemon.socket, SPECS, seed=seed, prompts=PROMPTS) as load:
+        time.sleep(rng.uniform(0.05, 1.2))
+        world.daemon.kill()
+    return load.counts["served_tokens"]
+
+
+def _kill_while_it_starts(world: DiskWorld, rng: random.Random) -> None:
+    world.start(ready=False)
+    time.sleep(rng.uniform(0.1, 0.8))
+    world.daemon.kill()
+    _check_medium(world)
+
+
+def _check_medium(world: DiskWorld) -> None:
+    """Everything in the index is whole, nothing lies upon another, and nothing durable is missing."""
+    verdict = world.fsck()
+    assert set(verdict.outcomes) <= {IoOutcome.OK}, verdict.findings
+    fragments = sorted(fragment for put in verdict.index.puts for fragment in put.fragments)
+    assert all(start + length <= after for (start, length), (after, _) in pairwise(fragments))
+    world.events.restart(indexed(verdict))
+
+
+def _check_served(world: DiskWorld, seed: int, when: str) -> None:
+    """Every object that is durable is served, from whichever tier, or has ended since."""
+    live = set(world.events.follow().live.values())
+    for spec in SPECS:
+        with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
+            missing = serve_all(engine, live, PROMPTS)
+        still = set(world.events.follow().live.values())
+        lost = [known for known in missing if (known.key.hex(), known.kind.name.lower()) in still]
+        assert not lost, f"{when}: durable, never ended, not served: {lost}"
+
+
+def _check_end(world: DiskWorld) -> None:
+    """Nothing is stuck, and the accounts are what lies on the medium. Sessions of this process live as long as it."""
+    wait_until(lambda: not any(one.leases or one.lent_objects for one in world.status().sessions), "leases end")
+    world.wait_written()
+    status, tier = world.status(), world.tier()
+    assert (status.tiers[0].lent_bytes, tier.lent_bytes) == (0, 0)
+    damaged = {name: count for name, count in status.counters.items() if name.startswith("tier_damaged") and count}
+    assert not damaged, "a SIGKILL loses no page cache: nothing can be torn"
+    assert world.daemon.stop() == 0
+    verdict = world.fsck()
+    assert verdict.whole, verdict.index.notes
+    assert len(verdict.index.puts) == tier.objects
+    assert sum(put.medium_bytes for put in verdict.index.puts) == tier.used_bytes
+    assert indexed(verdict) == world.events.follow().live
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def test_i6_i1a_io_workers_are_killed_or_stopped_at_random_moments(number: signal.Signals, seed: int) -> None:
+    """A stopped one is abandoned after its deadline and replaced."""
+    _strike_workers(number, seed, 12)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def test_i6_i1a_io_workers_are_killed_or_stopped_at_100_random_moments(number: signal.Signals, seed: int) -> None:
+    _strike_workers(number, seed, 100)
+
+
+def _strike_workers(number: signal.Signals, seed: int, strikes: int) -> None:
+    rng = random.Random(seed)
+    with DiskWorld(deadline="500ms") as world:
+        with DiskLoad(world.daemon.socket, SPECS, seed=seed, prompts=PROMPTS):
+            for _ in range(strikes):
+                time.sleep(rng.uniform(0.05, 0.4))
+                for pid in rng.sample(victims := world.workers, min(rng.choice([1, 1, 2]), len(victims))):
+                    try:
+                        os.kill(pid, number)
+                    except ProcessLookupError:
+                        continue
+        world.wait_state("ready")
+        wait_until(lambda: world.tier().breaker == "closed", "the breaker closes")
+        _check_served(world, seed, "after the strikes")
+        _check_end(world)
+
+
+def test_p4_t2_after_a_reboot_objects_come_from_the_disk(seed: int) -> None:
+    """An orderly stop, the arena dropped: all that the disk had is served again, byte for byte."""
+    with DiskWorld() as world:
+        for spec in SPECS:
+            with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
+                for number in range(40):
+                    engine.put(engine.prompt(number))
+        world.wait_written()
+        before = set(world.events.follow().live.values())
+        assert len(before) > 100
+        assert world.daemon.stop() == 0
+        world.drop_arena()
+        world.start()
+        assert not world.status().tiers[0].objects
+        read_before = world.counter("promoted_objects")
+        for spec in SPECS:
+            with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
+                assert not serve_all(engine, before, PROMPTS)
+        assert world.counter("promoted_objects") - read_before >= len(before)
+
+
+def test_t2_two_daemons_on_one_directory_are_refused() -> None:
+    with DiskWorld() as world:
+        other = DaemonProcess(ram=RAM, config=(world.daemon.directory / "kvdepot.toml").read_text())
+        try:
+            other.start(ready=False)
+            assert other.process is not None
+            assert other.process.wait(20) == 1
+            assert f"is held by the daemon with pid {world.daemon.pid}" in other.log
+            other.process = None
+        finally:
+            other.close()
+        assert world.tier().state == "ready"
