@@ -49,16 +49,16 @@ class QuarantineRoom:
         too_old = self._oldest(self._capacity_bytes, keep=1)
 
         def copy(_: Answer) -> None:
-            held = True
+            overdue = False
 
             def answered(answer: Answer) -> None:
-                if held and answer.outcome is not IoOutcome.TIMEOUT:
-                    released()
+                nonlocal overdue
+                overdue = answer.outcome is IoOutcome.TIMEOUT
+                if not overdue:
+                    left()
 
             def released() -> None:
-                nonlocal held
-                if held:
-                    held = False
+                if overdue:  # else it was not copied yet, or is copied again by another worker
                     left()
 
             job = Quarantine(parts, file)

@@ -48,21 +48,24 @@ class Reading:
         sequence = medium.catalog.sequence(handle)
         medium.space.read(sequence)
         self.in_flight += 1
-        reading = True
+        overdue = False
+
+        def finished() -> None:
+            """Nobody reads its place any more."""
+            self.in_flight -= 1
+            medium.space.read_done(sequence)
+            medium.freed()
 
         def ended() -> None:
-            """Nobody reads its place any more: answered, or the worker is dead, or no worker was told."""
-            nonlocal reading
-            if reading:
-                reading = False
-                self.in_flight -= 1
-                medium.space.read_done(sequence)
-                medium.freed()
+            if overdue:  # else it was not read yet, or is read again by another worker
+                finished()
 
         def answered(answer: Answer) -> None:
+            nonlocal overdue
             read = self._judge(handle, sequence, name, answer)
-            if answer.outcome is not IoOutcome.TIMEOUT:
-                ended()
+            overdue = answer.outcome is IoOutcome.TIMEOUT
+            if not overdue:
+                finished()
             done(read)
 
         job = ReadObject(medium.parts(handle), name, sequence, extents)

@@ -50,7 +50,10 @@ class OpenerLink(Protocol):
 
 
 class Hold:
-    """A loan around another one (or none) that says when nobody can touch the place any more."""
+    """A loan around another one (or none) that says when a worker cannot touch the place any more.
+
+    Another may, while there is no answer: what a worker died of is tried again, under a loan that begins anew.
+    """
 
     def __init__(self, loan: Loan | None, ended: Callable[[], None]) -> None:
         self._loan = loan
