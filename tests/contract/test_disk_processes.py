@@ -19,13 +19,18 @@ import pytest
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.tiers.base import IoOutcome, Read, Written
 from kvdepot.server.tiers.disk.config import DiskConfig
+from kvdepot.server.tiers.disk.layout import FOLDERS, DiskLayout, segment_name
 from kvdepot.server.tiers.disk.making import make_disk_tier
+from kvdepot.server.tiers.disk.records import Put, pack_put
+from kvdepot.server.tiers.disk.recovery import SnapshotFacts, make_store, write_generation
 from kvdepot.server.tiers.disk.tier import DiskTier
 
 from tests.fakes.disk_rig import Listener, Loaned, object_name
 from tests.io_pool_rig import Registry
 
 ARENA_BYTES = 1 << 20
+QUARANTINE_BYTES = 1 << 20
+CAPACITY_BYTES = 8 << 30
 PAYLOAD = bytes(range(256)) * 32  # two pages
 
 
@@ -37,9 +42,11 @@ class Live:
         os.truncate(self.arena_fd, ARENA_BYTES)
         self.listener = Listener()
         settings: dict[str, Any] = {"probe_seconds": 0.2, "deadline_seconds": 5.0, "scrub_bytes_per_second": 0}
+        settings["quarantine_bytes"] = QUARANTINE_BYTES
+        capacity_bytes = config.pop("capacity_bytes", 32 << 20)
         settings |= config
         self.tier: DiskTier = make_disk_tier(
-            DiskConfig("disk", root, 32 << 20, **settings),
+            DiskConfig("disk", root, capacity_bytes, **settings),
             arena_fd=self.arena_fd, arena_bytes=ARENA_BYTES, registry=Registry(), loop=asyncio.get_running_loop(),
             log=logging.getLogger("tests.disk"), count=lambda name, amount: None, changed=lambda: None,
         )  # fmt: skip
@@ -155,6 +162,47 @@ def test_the_opening_process_may_die(tmp_path: Path) -> None:
             await under.until(lambda: under.tier.writable, "recovered")
             assert (await under.write(2)).outcome is IoOutcome.OK
             assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)
+
+    asyncio.run(scenario())
+
+
+def store_of(root: Path, objects: int) -> None:
+    """What a daemon of some days has left, as far as an opening looks: no payload."""
+    layout = DiskLayout.plan(CAPACITY_BYTES, QUARANTINE_BYTES)
+    for folder in FOLDERS:
+        (root / folder).mkdir(parents=True)
+    store = make_store(root, layout, os.urandom)
+    records: list[tuple[int, bytes]] = []
+    for number in range(objects):
+        name = object_name(number, raw_bytes=4 * 4096, boundary=32 * (1 + number % 500))
+        fragments = ((number * 5 * 4096, 5 * 4096),)
+        put = Put(name, (1 << 40) + number, 1, 0, name.raw_bytes, number, number, 1_800_000_000, fragments)
+        records.append((number % 500, pack_put(put)))
+    packed = [record for _, record in sorted(records)]
+    write_generation(root, store, 1, packed, SnapshotFacts((1 << 40) + objects, (1 << 40) + objects, 0, 0, 0))
+    for number in range(-(-objects * 5 * 4096 // layout.segment_bytes)):
+        (root / segment_name(number)).touch()
+        os.truncate(root / segment_name(number), layout.length_of(number))
+
+
+def test_t2_100_000_objects_are_back_in_five_seconds(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store_of(tmp_path / "tier", 100_000)
+        loop = asyncio.get_running_loop()
+        pauses: list[float] = []
+        started = last = loop.time()
+        async with live(tmp_path / "tier", opened=False, capacity_bytes=CAPACITY_BYTES) as under:
+            while not under.tier.readable:
+                await asyncio.sleep(0.001)
+                now = loop.time()
+                pauses.append(now - last)
+                last = now
+                assert now - started < 5.0, f"{len(under.listener.held)} objects after {now - started:.1f} s"
+            assert len(under.listener.held) == 100_000
+            boundaries = [name.boundary_tokens for name in under.listener.found_order]
+            assert boundaries == sorted(boundaries)
+            slow = sorted(pauses[1:])[-5:]  # the first one is the start, which waits for the lock
+            assert slow[0] < 0.1, slow
 
     asyncio.run(scenario())
 

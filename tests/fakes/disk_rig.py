@@ -18,7 +18,7 @@ from kvdepot.server.io.jobs import Answer, Job, Priority
 from kvdepot.server.io.perform import Context, perform
 from kvdepot.server.tiers.base import DAMAGED, Found, IoOutcome, Loan, Read, Tier, Written
 from kvdepot.server.tiers.disk.config import DiskConfig
-from kvdepot.server.tiers.disk.messages import Begin, Compact, Locked, Message, Open, Request, Sync
+from kvdepot.server.tiers.disk.messages import Begin, Compact, Locked, Message, Open, Request, Sync, pack, take_messages
 from kvdepot.server.tiers.disk.opening import Opener
 from kvdepot.server.tiers.disk.tier import DiskTier
 
@@ -147,7 +147,8 @@ class InlineOpener:
                 self._root.mkdir(exist_ok=True)
                 self.messages.append(Locked("token", self._root.stat().st_dev))
             case Open() | Compact() | Sync():
-                self.messages.extend(self._opener.answer(request))
+                sent = bytearray().join(map(pack, self._opener.answer(request)))
+                self.messages.extend(take_messages(sent))
 
 
 @dataclass

@@ -22,6 +22,7 @@ from kvdepot.server.tiers.disk.messages import (
     Objects,
     Open,
     Opened,
+    PackedObjects,
     pack,
     take_messages,
 )
@@ -369,7 +370,7 @@ def test_a_snapshot_and_the_rest_of_the_journal_are_the_whole_journal(random: Ra
     "message",
     [
         Begin("token", 5), Open(((0, PAGE), (8 * PAGE, PAGE))), Compact(3, 1 << 60), Locked("token", 1 << 40),
-        Claims(((0, PAGE), (PAGE, 3 * PAGE))), Objects((put_of(1), put_of(2, 8 * PAGE))),
+        Claims(((0, PAGE), (PAGE, 3 * PAGE))),
         Opened("ab", 1 << 20, 3, 4, 5, 6, 7, 8, 9, 10, (("quarantine/x", 5),), ("note",), "why", "no_space"),
     ],
 )  # fmt: skip
@@ -380,3 +381,9 @@ def test_messages_arrive_in_any_pieces(message: object) -> None:
         received.append(byte)
         arrived += list(take_messages(received))
     assert arrived == [message, message]
+
+
+def test_objects_are_sent_packed_and_arrive_as_values() -> None:
+    puts = (put_of(1), put_of(2, 8 * PAGE))
+    sent = bytearray(pack(PackedObjects(b"".join(map(pack_put, puts)))))
+    assert list(take_messages(sent)) == [Objects(puts)]

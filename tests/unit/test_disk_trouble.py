@@ -339,6 +339,56 @@ def test_loads_go_before_stores_and_verification_last(rig: DiskRig) -> None:
     assert [task.priority for task in rig.data.tasks] == [Priority.TEND, Priority.STORE, Priority.LOAD]
 
 
+def test_a_directory_that_is_somebody_elses_is_refused_and_left_alone(tmp_path: Path) -> None:
+    for number, foreign in enumerate(("notes.txt", "journal/0123.journal", "segments/holiday.jpg")):
+        root = tmp_path / str(number)
+        (root / foreign).parent.mkdir(parents=True)
+        (root / foreign).write_text("precious")
+        (root / "segments").mkdir(exist_ok=True)
+        (root / "segments" / "00000.seg").write_text("precious too")
+        rig = DiskRig(root)
+        assert rig.tier.status().state == State.OFFLINE
+        assert foreign in rig.tier.status().reason
+        assert (root / foreign).read_text() == "precious"
+        assert (root / "segments" / "00000.seg").read_text() == "precious too"
+
+
+def test_a_store_without_its_description_is_an_empty_tier(rig: DiskRig) -> None:
+    rig.stored(1)
+    (rig.config.path / "store.json").unlink()
+    rig.crash()
+    assert rig.writable()
+    assert not rig.listener.held
+    rig.stored(2)
+
+
+def test_a_damaged_description_is_not_guessed_at(rig: DiskRig) -> None:
+    rig.stored(1)
+    store = rig.config.path / "store.json"
+    whole = store.read_bytes()
+    store.write_bytes(whole.replace(b'"version": 1', b'"version": 2'))
+    rig.crash()
+    assert "version 2" in rig.tier.status().reason
+    store.write_bytes(whole)
+    rig.tick(6)
+    rig.settle()
+    assert rig.writable()
+    assert rig.names() == {object_name(1)}
+
+
+def test_a_lost_index_is_an_empty_tier_and_said_so(rig: DiskRig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.stored(1)
+    rig.crash()
+    rig.stored(2)
+    for snapshot in (rig.config.path / "snapshots").iterdir():
+        snapshot.write_bytes(b"junk")
+    with caplog.at_level(logging.WARNING):
+        rig.crash()
+    assert rig.names() == {object_name(2)}  # what the journal says is true all the same
+    assert "no snapshot counts" in caplog.text
+    rig.check()
+
+
 # Events and the scrubber
 
 

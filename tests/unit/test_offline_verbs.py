@@ -53,7 +53,7 @@ class Directory:
                 segment.truncate(self.layout.length_of(number))
         self.puts = [self._put(sequence) for sequence in range(1, 9)]
         facts = SnapshotFacts(SYNCED, SYNCED, 0, 0, 0)
-        write_generation(root, self.store, 1, self.puts[:SYNCED], facts)
+        write_generation(root, self.store, 1, [pack_put(put) for put in self.puts[:SYNCED]], facts)
         self.journal = root / names.journal_name(1)
         self.append(*(pack_put(replace(put, generation=1)) for put in self.puts[SYNCED:]))
 

@@ -8,6 +8,7 @@ the kernel drops the lock. docs/formats/disk.md, Opening.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import secrets
 import select
@@ -35,6 +36,7 @@ from kvdepot.server.tiers.disk.messages import (
     Held,
     Locked,
     Message,
+    Sent,
     Waiting,
     pack,
     take_messages,
@@ -56,6 +58,7 @@ def main(arguments: list[str]) -> int:
     _die_with(parent)
     os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is for the daemon, which drains first
+    gc.disable()  # an index is millions of small objects, none of them in cycles
     link = _Link(socket.socket(fileno=socket_fd))
     begin = link.next(None)
     if not isinstance(begin, Begin):
@@ -72,8 +75,8 @@ def main(arguments: list[str]) -> int:
             if link.ended:
                 return 0
         else:
-            for message in opener.answer(request):
-                link.send(message)
+            for answer in opener.answer(request):
+                link.send(answer)
         if not guard.in_place():
             link.send(Failed(f"{root} is gone, or another directory is in its place", IoOutcome.GONE))
             return 1
@@ -162,7 +165,7 @@ class _Link:
         self._received = bytearray()
         self.ended = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Sent) -> None:
         """Waits for the daemon to take it in: the stream of objects goes at its pace."""
         self._connection.sendall(pack(message))
 

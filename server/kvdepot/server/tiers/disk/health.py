@@ -29,7 +29,10 @@ class State(StrEnum):
 
 
 class Health:
-    """`retry_due` says when to try to get out of a bad state: after `probe_seconds`, then less and less often."""
+    """`retry_due` says when to try to get out of a bad state: after `probe_seconds`, then less and less often.
+
+    A tier that was well for a minute starts with `probe_seconds` again.
+    """
 
     def __init__(self, name: str, *, probe_seconds: float, clock: Callable[[], float], log: logging.Logger) -> None:
         self._name = name
@@ -38,6 +41,7 @@ class Health:
         self._log = log
         self._retry_seconds = probe_seconds
         self._retry_at = 0.0
+        self._ready_at = clock()
         self._said: dict[str, float] = {}
         self.state = State.OPENING
         self.reason = ""
@@ -49,6 +53,8 @@ class Health:
     def worsen(self, state: State, reason: str) -> None:
         if self.state is State.CLOSED:
             return
+        if self.state is State.READY and self._clock() - self._ready_at > _REPEAT_SECONDS:
+            self._retry_seconds = self._probe_seconds
         self.state, self.reason = state, reason
         self._retry_at = self._clock() + self._retry_seconds
         self._say(f"{state}: {reason}", logging.WARNING)
@@ -66,7 +72,7 @@ class Health:
 
     def ready(self, how: str) -> None:
         self.state, self.reason = State.READY, ""
-        self._retry_seconds = self._probe_seconds
+        self._ready_at = self._clock()
         self._log.info("tier %s: ready, %s", self._name, how)
 
     def close(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
 from kvdepot.core.allocator import GRANULE_BYTES, Extent
 from kvdepot.core.errors import ConfigError
+from kvdepot.server.io.directory_guard import WORKERS_LOCK
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.tiers.disk.config import CAPACITY_BYTES_MIN
 from kvdepot.server.tiers.disk.records import FORMAT_VERSION, STORE_ID_BYTES, BadFile
@@ -24,6 +25,8 @@ SNAPSHOTS: Final = "snapshots"
 QUARANTINE: Final = "quarantine"
 FOLDERS: Final = (SEGMENTS, JOURNALS, SNAPSHOTS, QUARANTINE)
 TEMPORARY: Final = ".tmp"
+LOOSE: Final = frozenset({STORE, STORE + TEMPORARY, DAEMON_LOCK, WORKERS_LOCK, "lost+found"})
+"""What may lie beside the folders. The last one is a file system's own, in its root."""
 
 _HANDLE_BYTES = 64 << 10  # of capacity
 _HANDLES_MIN, _HANDLES_MAX = 1_024, 8_388_608
@@ -38,6 +41,12 @@ _SEGMENT_BYTES_MIN, _SEGMENT_BYTES_MAX = MIB, 256 * MIB
 _SEGMENTS_WANTED, _SEGMENTS_MAX = 64, 8_192
 _STORE_BYTES_MAX = 4_096
 _NUMBERED = re.compile(r"([0-9]{8})\.(log|snap)")
+_OURS = {
+    SEGMENTS: re.compile(r"[0-9]{5}\.seg"),
+    JOURNALS: re.compile(r"[0-9]{8}\.log(\.tmp)?"),
+    SNAPSHOTS: re.compile(r"[0-9]{8}\.snap(\.tmp)?"),
+    QUARANTINE: re.compile(r".*\.kvd(\.tmp)?"),
+}
 
 
 def segment_name(number: int) -> str:
@@ -55,6 +64,11 @@ def snapshot_name(generation: int) -> str:
 def quarantine_name(at_seconds: int, sequence: int, reason: str) -> str:
     """Sorts by age."""
     return f"{QUARANTINE}/{at_seconds:010d}-{sequence:016x}-{reason}.kvd"
+
+
+def is_ours(folder: str, file_name: str) -> bool:
+    """Whether a tier would have made a file of this name in that folder."""
+    return _OURS[folder].fullmatch(file_name) is not None
 
 
 def generation_of(file_name: str) -> int | None:
@@ -132,18 +146,24 @@ class DiskLayout:
     def length_of(self, segment: int) -> int:
         return min(self.segment_bytes, self.data_bytes - segment * self.segment_bytes)
 
-    def parts(self, fragments: Sequence[Extent], length_bytes: int) -> tuple[Part, ...]:
-        """Where the first `length_bytes` of these fragments lie, cut at the borders of segments."""
-        found: list[Part] = []
-        for address, fragment_bytes in fragments:
-            end = address + min(fragment_bytes, length_bytes)
-            length_bytes -= end - address
+    def pieces(self, fragments: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
+        """(segment, offset in it, bytes) of these fragments, cut at the borders of segments."""
+        for address, length in fragments:
+            end = address + length
             at = address
             while at < end:
                 segment, offset = divmod(at, self.segment_bytes)
                 piece = min(end - at, self.segment_bytes - offset)
-                found.append(Part(segment_name(segment), offset, piece))
+                yield segment, offset, piece
                 at += piece
+
+    def parts(self, fragments: Sequence[Extent], length_bytes: int) -> tuple[Part, ...]:
+        """Where the first `length_bytes` of these fragments lie."""
+        found: list[Part] = []
+        for segment, offset, piece in self.pieces(fragments):
+            if length_bytes > 0:
+                found.append(Part(segment_name(segment), offset, min(piece, length_bytes)))
+                length_bytes -= piece
         return tuple(found)
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from kvdepot.core.allocator import Extent
-from kvdepot.server.tiers.disk.records import Put, pack_put, unpack_record
+from kvdepot.server.tiers.disk.records import Put, unpack_record
 
 FRAME: Final = struct.Struct("<IB")
 BODY_BYTES_MAX: Final = 64 << 20
@@ -124,6 +124,13 @@ class Objects:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedObjects:
+    """Objects on their way: packed PUT records, one after the other."""
+
+    records: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     pass
 
@@ -150,6 +157,7 @@ class Ended:
 
 Request = Begin | Open | Compact | Sync
 Message = Locked | Held | Waiting | Failed | Opened | Claims | Objects | Done | Compacted | Synced | Ended
+Sent = Request | Message | PackedObjects
 _TYPES: tuple[type[Any], ...] = (
     Begin, Open, Compact, Sync, Locked, Held, Waiting, Failed, Opened, Claims, Objects, Done, Compacted, Synced,
 )  # fmt: skip
@@ -159,15 +167,16 @@ class MessageError(ValueError):
     """A frame that nobody sends."""
 
 
-def pack(message: Request | Message) -> bytes:
+def pack(message: Sent) -> bytes:
+    kind = Objects if isinstance(message, PackedObjects) else type(message)
     match message:
         case Claims(fragments):
             body = b"".join(_PAIR.pack(*fragment) for fragment in fragments)
-        case Objects(puts):
-            body = b"".join(map(pack_put, puts))
+        case PackedObjects(records):
+            body = records
         case _:
             body = json.dumps(asdict(message)).encode()
-    return FRAME.pack(len(body), _TYPES.index(type(message))) + body
+    return FRAME.pack(len(body), _TYPES.index(kind)) + body
 
 
 def take_messages(received: bytearray) -> Iterator[Any]:
@@ -211,6 +220,6 @@ def claims_of(fragments: Sequence[Extent]) -> Iterator[Claims]:
         yield Claims(tuple(fragments[start : start + CLAIMS_PER_MESSAGE]))
 
 
-def objects_of(puts: Sequence[Put]) -> Iterator[Objects]:
-    for start in range(0, len(puts), OBJECTS_PER_MESSAGE):
-        yield Objects(tuple(puts[start : start + OBJECTS_PER_MESSAGE]))
+def packed_objects(records: Sequence[bytes]) -> Iterator[PackedObjects]:
+    for start in range(0, len(records), OBJECTS_PER_MESSAGE):
+        yield PackedObjects(b"".join(records[start : start + OBJECTS_PER_MESSAGE]))

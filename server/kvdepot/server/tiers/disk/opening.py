@@ -20,15 +20,15 @@ from kvdepot.server.tiers.disk.messages import (
     Compacted,
     Done,
     Failed,
-    Message,
     Opened,
+    Sent,
     Sync,
     Synced,
     claims_of,
-    objects_of,
+    packed_objects,
 )
 from kvdepot.server.tiers.disk.messages import Open as OpenRequest
-from kvdepot.server.tiers.disk.records import BadFile
+from kvdepot.server.tiers.disk.records import BadFile, pack_put
 from kvdepot.server.tiers.disk.recovery import (
     Index,
     SnapshotFacts,
@@ -70,7 +70,7 @@ class Opener:
         self._random_bytes = random_bytes
         self._store: Store | None = None
 
-    def answer(self, request: OpenRequest | Compact | Sync) -> Iterator[Message]:
+    def answer(self, request: OpenRequest | Compact | Sync) -> Iterator[Sent]:
         match request:
             case OpenRequest(held):
                 yield from self._open(held)
@@ -79,7 +79,7 @@ class Opener:
             case Sync():
                 yield self._sync()
 
-    def _open(self, held: Sequence[Extent]) -> Iterator[Message]:
+    def _open(self, held: Sequence[Extent]) -> Iterator[Sent]:
         try:
             store, layout = self._open_store()
             index = read_index(self._root, store, layout)
@@ -89,19 +89,20 @@ class Opener:
         except OSError as error:
             yield failed(error)
             return
-        yield self._write(store, layout, index)
+        records = [pack_put(put) for put in index.puts]
+        yield self._write(store, layout, index, records)
         used = {fragment for put in index.puts for fragment in put.fragments}
         yield from claims_of(sorted(used.union(held)))
-        yield from objects_of(index.puts)
+        yield from packed_objects(records)
         yield Done()
 
     def _open_store(self) -> tuple[Store, DiskLayout]:
         store = read_store(self._root)
         layout = self._layout(store)
-        for folder in names.FOLDERS:
-            (self._root / folder).mkdir(mode=0o700, exist_ok=True)
         if store is None:
             store = make_store(self._root, layout, self._random_bytes)
+        for folder in names.FOLDERS:
+            (self._root / folder).mkdir(mode=0o700, exist_ok=True)
         self._store = store
         return store, layout
 
@@ -109,7 +110,7 @@ class Opener:
         segment_bytes = store.segment_bytes if store else None
         return DiskLayout.plan(self._capacity_bytes, self._quarantine_bytes, segment_bytes)
 
-    def _write(self, store: Store, layout: DiskLayout, index: Index) -> Opened:
+    def _write(self, store: Store, layout: DiskLayout, index: Index, records: Sequence[bytes]) -> Opened:
         """Make the next generation. Where that fails, what was found is served, and nothing is taken."""
         found = index.replayed
         size_bytes, refused, outcome = 0, "", ""
@@ -120,7 +121,7 @@ class Opener:
             facts = SnapshotFacts(
                 found.highest_sequence, found.highest_sequence, found.scrub_position, found.day, found.day_bytes
             )
-            size_bytes = write_generation(self._root, store, index.generation, index.puts, facts)
+            size_bytes = write_generation(self._root, store, index.generation, records, facts)
             remove_temporaries(self._root)
         except OSError as error:
             why = failed(error)

@@ -68,10 +68,15 @@ def read_store(root: Path) -> Store | None:
 
 
 def make_store(root: Path, layout: DiskLayout, random_bytes: Callable[[int], bytes]) -> Store:
-    """A new store. What lies in the folders belongs to none: nothing could tell what it is."""
-    for folder in (names.SEGMENTS, names.JOURNALS, names.SNAPSHOTS):
-        for path in (root / folder).iterdir():
-            path.unlink()
+    """A new store. What one without its `store.json` has left goes: nothing could tell what it is.
+
+    Raises BadFile, and touches nothing, where anything else lies in the directory: it is somebody's.
+    """
+    left, foreign = _left_overs(root)
+    if foreign:
+        raise BadFile(f"there is no {names.STORE}, and {foreign} is not a tier's: the path belongs to something else")
+    for path in left:
+        path.unlink()
     store = Store(random_bytes(16), layout.segment_bytes)
     publish(root / names.STORE, [store.pack()])
     return store
@@ -104,9 +109,14 @@ def read_index(root: Path, store: Store, layout: DiskLayout) -> Index:
     return Index(found, puts, highest + 1, tuple(notes))
 
 
-def write_generation(root: Path, store: Store, generation: int, puts: Iterable[Put], facts: SnapshotFacts) -> int:
-    """The snapshot of a generation and its empty journal, durable; then all others are removed. Snapshot's bytes."""
-    size_bytes = _write_snapshot(root, store, generation, puts, facts)
+def write_generation(
+    root: Path, store: Store, generation: int, records: Sequence[bytes], facts: SnapshotFacts
+) -> int:  # fmt: skip
+    """The snapshot of a generation and its empty journal, durable; then all others are removed. Snapshot's bytes.
+
+    `records`: packed PUTs, parents first.
+    """
+    size_bytes = _write_snapshot(root, store, generation, records, facts)
     journal = root / names.journal_name(generation)
     publish(journal, [pack_journal_header(store.store_id, generation)])
     remove_others(root, generation)
@@ -128,7 +138,7 @@ def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> 
     facts = SnapshotFacts(
         synced_sequence, found.highest_sequence, found.scrub_position, found.day, found.day_bytes
     )  # fmt: skip
-    size_bytes = _write_snapshot(root, store, generation + 1, puts, facts)
+    size_bytes = _write_snapshot(root, store, generation + 1, [pack_put(put) for put in puts], facts)
     remove_others(root, generation + 1)
     return size_bytes
 
@@ -202,9 +212,9 @@ def publish(path: Path, pieces: Iterable[bytes]) -> None:
     _sync_folder(path.parent)
 
 
-def _write_snapshot(root: Path, store: Store, generation: int, puts: Iterable[Put], facts: SnapshotFacts) -> int:
-    """Two passes over the records: their sum stands before them."""
-    records = [pack_put(put) for put in puts]
+def _write_snapshot(
+    root: Path, store: Store, generation: int, records: Sequence[bytes], facts: SnapshotFacts
+) -> int:  # fmt: skip
     total = xxhash.xxh3_128()
     for record in records:
         total.update(record)
@@ -215,6 +225,21 @@ def _write_snapshot(root: Path, store: Store, generation: int, puts: Iterable[Pu
     )  # fmt: skip
     publish(root / names.snapshot_name(generation), [pack_snapshot_header(header), *records])
     return SNAPSHOT_HEADER_BYTES + body_bytes
+
+
+def _left_overs(root: Path) -> tuple[list[Path], str]:
+    """Files of the folders that a new store makes anew, and the first thing that no store would have made."""
+    left: list[Path] = []
+    for path in sorted(root.iterdir()):
+        if path.name in names.FOLDERS:
+            files = sorted(path.iterdir())
+            strange = [file for file in files if not names.is_ours(path.name, file.name)]
+            if strange:
+                return [], str(strange[0].relative_to(root))
+            left += files if path.name != names.QUARANTINE else []
+        elif path.name not in names.LOOSE and not path.name.startswith(names.PROBE):
+            return [], path.name
+    return left, ""
 
 
 def _numbered(folder: Path) -> dict[int, Path]:
@@ -280,10 +305,7 @@ def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[tuple[Pu
 def _inside(fragments: Sequence[Extent], sizes: dict[int, int], layout: DiskLayout) -> bool:
     if any(address + length > layout.data_bytes for address, length in fragments):
         return False
-    length = sum(length for _, length in fragments)
-    return all(
-        part.offset + part.length <= sizes.get(int(Path(part.file).stem), 0) for part in layout.parts(fragments, length)
-    )
+    return all(offset + piece <= sizes.get(segment, 0) for segment, offset, piece in layout.pieces(fragments))
 
 
 def _fitting(puts: Sequence[Put], layout: DiskLayout) -> int:

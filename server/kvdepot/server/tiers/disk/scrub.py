@@ -38,12 +38,14 @@ class Scrubber:
     def __init__(
         self, objects: Scrubbed, *, bytes_per_second: int, clock: Callable[[], float],
         verify: Callable[[int, Callable[[], None]], None], note: Callable[[int], None],
+        usable: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._objects = objects
         self._bytes_per_second = bytes_per_second
         self._clock = clock
         self._verify = verify
         self._note = note
+        self._usable = usable
         self._chosen: list[tuple[int, int]] = []  # (sequence, handle), the next one last
         self._due_at = 0.0
         self._busy = False
@@ -59,7 +61,7 @@ class Scrubber:
 
     def run_once(self) -> None:
         """Start the next read, if one is due and none is under way."""
-        if not self._bytes_per_second or self._busy or self._clock() < self._due_at:
+        if not self._bytes_per_second or self._busy or self._clock() < self._due_at or not self._usable():
             return
         handle = self._next()
         if handle is None:

@@ -58,6 +58,8 @@ from kvdepot.server.tiers.disk.writing import Writing
 _VERDICT_SECONDS: Final = 5.0
 """How long `start` waits to hear whether another daemon has the directory. A hung one is not waited for."""
 _CLOSE_SECONDS: Final = 3.0
+_LAST_SECONDS: Final = 0.5
+"""What the pools get after that: reads that nobody waits for any more."""
 _STEP_SECONDS: Final = 0.02
 _TEND_SECONDS: Final = 60.0
 
@@ -99,7 +101,7 @@ class DiskTier:
         self._reading = Reading(medium, refused=self._refused, damaged=self._damaged)
         self._scrubber = Scrubber(
             medium.catalog, bytes_per_second=config.scrub_bytes_per_second, clock=clock,
-            verify=self._verify, note=self._note_scrubbed,
+            verify=self._verify, note=self._note_scrubbed, usable=lambda: self.writable,
         )  # fmt: skip
         self._listener: TierListener | None = None
         self._reopening: Reopening | None = None
@@ -209,7 +211,7 @@ class DiskTier:
         await self._close_journal(until)
         self._health.close()
         self._writing.stop()
-        await asyncio.gather(self._data.close(), self._journal_workers.close())
+        await asyncio.gather(self._data.close(_LAST_SECONDS), self._journal_workers.close(_LAST_SECONDS))
         self._opener.end()
 
     def status(self) -> TierStatus:
