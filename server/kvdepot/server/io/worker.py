@@ -53,9 +53,13 @@ def main(arguments: list[str]) -> int:
     for _ in range(JOBS_PER_WORKER):
         context = Context(directory) if arena is None else Context(directory, arena.view, arena.present)
         threading.Thread(target=_serve, args=(jobs, context, entrance, daemon, sending), daemon=True).start()
-    while head := _read(daemon, FRAME.size):
+    stream = daemon.makefile("rb")
+    while len(head := stream.read(FRAME.size)) == FRAME.size:
         number, length = body_bytes(head, JOB_BYTES_MAX)
-        jobs.put((number, unpack_job(_read(daemon, length))))
+        body = stream.read(length)
+        if len(body) < length:
+            break
+        jobs.put((number, unpack_job(body)))
     return 0
 
 
@@ -102,18 +106,6 @@ def _end(failure: threading.ExceptHookArgs) -> None:
     """A job that raised: the daemon finds out like from any other death."""
     sys.excepthook(failure.exc_type, failure.exc_value or failure.exc_type(), failure.exc_traceback)
     os._exit(1)
-
-
-def _read(daemon: socket.socket, length: int) -> bytes:
-    """Exactly `length` bytes, or none at the end of the stream."""
-    data = bytearray(length)
-    view = memoryview(data)
-    while view:
-        received = daemon.recv_into(view)
-        if not received:
-            return b""
-        view = view[received:]
-    return bytes(data)
 
 
 def _die_with(parent: int) -> None:
