@@ -27,6 +27,7 @@ TIER: Final = "medium"
 RAM: Final = "456MiB"
 """The least there is: an arena of some 150 MiB, of which the watermarks below leave a third."""
 _SAMPLE_SECONDS = 0.02
+_UNCHANGED = 15  # looks at the status, at least 10 ms apart
 _EVENT = re.compile(
     r"(durable|evicted|lost) tier=(\S+) sequence=(\d+) key=([0-9a-f]{32}) kind=(\w+)(?: reason=(\S+))?$"
 )
@@ -131,11 +132,15 @@ probe_every = "200ms"
         wait_until(lambda: self.tier().state in states, f"tier is {' or '.join(states)}", seconds)
 
     def wait_written(self, seconds: float = 20.0) -> None:
-        """Until nothing waits to be written, or is being written."""
+        """Until nothing waits to be written, and nothing has changed for a while: the last PUT may be under way."""
+        unchanged: list[tuple[int, int]] = []
 
         def over() -> bool:
-            status = self.status()
-            return not any(tier.queued_objects for tier in status.tiers) and not status.tiers[0].lent_bytes
+            status, tier = self.status(), self.tier()
+            if status.tiers[0].lent_bytes or tier.queued_objects or [(tier.objects, tier.used_bytes)] != unchanged[-1:]:
+                unchanged.clear()
+            unchanged.append((tier.objects, tier.used_bytes))
+            return len(unchanged) >= _UNCHANGED
 
         wait_until(over, "all is written", seconds)
 
