@@ -114,6 +114,11 @@ class DiskWorld:
         for _ in range(count):
             self.rig.step()
 
+    def payload_only(self, count: int) -> None:
+        """The journal's worker lags."""
+        for _ in range(count):
+            self.rig.data.step()
+
     def tick(self, seconds: float) -> None:
         self.rig.tick(seconds)
 

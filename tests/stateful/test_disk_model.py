@@ -25,7 +25,7 @@ class DiskModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.world.close()
 
-    @rule(number=st.integers(0, NAMES - 1), pages=st.integers(1, 12))
+    @rule(number=st.integers(0, NAMES - 1), pages=st.sampled_from([1, 3, 3, 10]))  # few sizes: places are reused
     def write(self, number: int, pages: int) -> None:
         self.world.write(number, pages)
 
@@ -40,6 +40,10 @@ class DiskModel(RuleBasedStateMachine):
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
         self.world.step(count)
+
+    @rule(count=st.integers(1, 4))
+    def payload_only(self, count: int) -> None:
+        self.world.payload_only(count)
 
     @rule()
     def settle(self) -> None:
