@@ -127,6 +127,11 @@ def _serve(backing: str, mount: str, faults: str) -> None:  # noqa: C901 - one s
             os.truncate(_at(path), length)
             return 0
 
+        def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> int:
+            _fault("fallocate")
+            os.posix_fallocate(fh, offset, size)
+            return 0
+
         def fsync(self, path: str, datasync: int, fh: int) -> int:
             _fault("fsync")
             return 0
