@@ -286,3 +286,29 @@ def test_t5_a_read_only_file_system_is_told_apart_and_still_read(tiny: Path) -> 
     assert perform(write, context).outcome is IoOutcome.OK
     context.close()
     rig.close()
+
+
+@needs_root
+def test_t5_a_file_system_without_o_direct_is_used_through_the_page_cache_and_said_so(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "ramfs", "ramfs", str(tmp_path)], check=True)
+    rig = IoRig(tmp_path, segment_bytes=0)
+    rig.segment.write_bytes(bytes(4 * MIB))
+
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            write = rig.write(1, MIB + 5)
+            answer = await under.ask(write, under.lent())
+            assert (answer.outcome, answer.direct) == (IoOutcome.OK, False)
+            read = rig.read_of(write)
+            assert (await under.ask(read, under.lent())).outcome is IoOutcome.OK
+            assert read.extents is not None
+            assert rig.taken(read.extents) == pattern(MIB + 5, 1)
+            assert not under.pool.direct
+            assert under.counts["io_jobs.buffered"] == 2
+            assert under.changes == [True, True]  # usable; then usable, and not direct
+
+    try:
+        asyncio.run(run())
+    finally:
+        rig.close()
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)

@@ -45,8 +45,10 @@ def test_objects_go_out_and_come_back(rig: IoRig, codec: Codec) -> None:
             assert read.extents is not None
             assert rig.taken(read.extents) == pattern(2 * MIB + 5, 1)
             assert (out.begun, out.held_by, back.begun, back.held_by) == (1, None, 1, None)
-            assert under.counts["io_written_bytes"] == under.counts["io_read_bytes"] == answer.stored_bytes
+            assert under.counts["io_bytes.written"] == under.counts["io_bytes.read"] == answer.stored_bytes
             assert under.counts["io_answers.ok"] == 2
+            assert under.counts["io_seconds.read"] > 0 < under.counts["io_seconds.write"]
+            assert under.counts["io_jobs.buffered"] == 0
         assert not under.registry.pids
 
     asyncio.run(run())

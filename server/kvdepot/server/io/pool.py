@@ -96,8 +96,8 @@ class _Worker:
 class IoPool:
     """I/O workers of one path; see `submit`.
 
-    Counts: `io_answers.<outcome>`, `io_read_bytes`, `io_written_bytes`, `io_seconds` (in workers),
-    `io_workers.started`, `.abandoned`, `.crashed`, `io_breaker.opened`.
+    Counts: `io_answers.<outcome>`; `io_bytes.read` and `.written`; `io_seconds.read`, `.write`, `.other` (in workers);
+    `io_workers.started`, `.abandoned`, `.crashed`; `io_breaker.opened`; `io_jobs.buffered` (without O_DIRECT).
     """
 
     def __init__(
@@ -400,12 +400,12 @@ class IoPool:
         self._answer_soon(task, Answer(IoOutcome.TIMEOUT, why))
 
     def _note(self, job: Job, answer: Answer) -> None:
-        self._count("io_seconds", answer.seconds)
-        if answer.outcome is IoOutcome.OK:
-            if isinstance(job, ReadObject):
-                self._count("io_read_bytes", answer.stored_bytes)
-            elif isinstance(job, WriteObject | Append):
-                self._count("io_written_bytes", answer.stored_bytes)
+        direction = "read" if isinstance(job, ReadObject) else "write" if isinstance(job, WriteObject) else "other"
+        self._count(f"io_seconds.{direction}", answer.seconds)
+        if answer.outcome is IoOutcome.OK and isinstance(job, ReadObject | WriteObject | Append):
+            self._count("io_bytes.read" if direction == "read" else "io_bytes.written", answer.stored_bytes)
+        if not answer.direct:
+            self._count("io_jobs.buffered", 1)
         if self.direct and not answer.direct:
             self.direct = False
             self._log.warning("%s refuses O_DIRECT: its files go through the page cache", self._settings.directory)
