@@ -199,6 +199,10 @@ class NamespaceSpec:
         """16 bytes; equal exactly when every field is."""
         return blake2b(self.canonical(), digest_size=limits.NAMESPACE_ID_BYTES).digest()
 
+    def fields_by_path(self) -> dict[str, str]:
+        """Canonical text of every field that the id digests; the engine's own ones begin with `identity.`."""
+        return _flat(self)
+
     def differences(self, other: NamespaceSpec) -> list[str]:
         """One line a differing path, `path: ours != theirs`, sorted; empty when the ids are equal."""
         ours, theirs = _flat(self), _flat(other)

@@ -1,6 +1,6 @@
 """kvdepotctl: what an operator asks a running daemon.
 
-Exit codes: 0 ok, 1 the daemon is not ready, 2 wrong usage, 3 no daemon answers.
+Exit codes: 0 ok, 1 the daemon is not ready or has nothing by that name, 2 wrong usage, 3 no daemon answers.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from pathlib import Path
 
 import click
 import grpc
+from kvdepot.client.ctl.commands.describe import describe
+from kvdepot.client.ctl.commands.ls import ls
 from kvdepot.client.ctl.commands.status import status
 from kvdepot.client.endpoint import Endpoint, EndpointError
-from kvdepot.core.errors import KvDepotError
+from kvdepot.core.errors import InvalidArgument, KvDepotError, NotFound
 
-EXIT_UNREACHABLE = 3
+EXIT_NOT_FOUND, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
 
 
 def default_endpoint() -> str:
@@ -52,7 +54,8 @@ def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
     context.obj = (endpoint, timeout)
 
 
-cli.add_command(status)
+for command in (status, ls, describe):
+    cli.add_command(command)
 
 
 def main() -> None:
@@ -70,8 +73,14 @@ def main() -> None:
         sys.exit(EXIT_UNREACHABLE)
     except KvDepotError as error:
         click.echo(f"kvdepotctl: {error}", err=True)
-        sys.exit(EXIT_UNREACHABLE)
+        sys.exit(_exit_code(error))
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _exit_code(error: KvDepotError) -> int:
+    if isinstance(error, NotFound):
+        return EXIT_NOT_FOUND
+    return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_UNREACHABLE
 
 
 if __name__ == "__main__":

@@ -29,6 +29,14 @@ def kind_text(kind: int) -> str:
     return Kind(kind).name.lower() if kind in Kind.__members__.values() else str(kind)
 
 
+def new_table(title: str, *columns: str) -> Table:
+    """The first column is text, the others stand to the right. What is too wide goes on below: ids are for copying."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    return table
+
+
 def status_record(status: DaemonStatus) -> dict[str, Any]:
     """The same fields as `DaemonStatus`, JSON-safe: ids in hexadecimal, kinds by name."""
     record = asdict(status)
@@ -53,15 +61,8 @@ def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> N
         console.print(_counters(status))
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    return table
-
-
 def _tiers(status: DaemonStatus) -> Table:
-    table = _table("tiers", "tier", "state", "used", "lent", "ready", "capacity", "objects", "unverified")
+    table = new_table("tiers", "tier", "state", "used", "lent", "ready", "capacity", "objects", "unverified")
     for tier in status.tiers:
         state = tier.state + (f" ({tier.reason})" if tier.reason else "")
         sizes = (tier.used_bytes, tier.lent_bytes, tier.ready_bytes, tier.capacity_bytes)
@@ -72,7 +73,7 @@ def _tiers(status: DaemonStatus) -> Table:
 
 def _media(status: DaemonStatus) -> Table:
     """What only tiers below RAM have."""
-    table = _table("media", "tier", "breaker", "queued objects", "queued", "written today", "quarantined")
+    table = new_table("media", "tier", "breaker", "queued objects", "queued", "written today", "quarantined")
     for tier in status.tiers:
         if tier.kind != "ram":
             sizes = (tier.queued_bytes, tier.written_today_bytes, tier.quarantined_bytes)
@@ -83,7 +84,9 @@ def _media(status: DaemonStatus) -> Table:
 
 
 def _sessions(status: DaemonStatus) -> Table:
-    table = _table("engines", "engine", "ranks", "scheduler", "leases", "lent objects", "credit used", "credit", "pids")
+    table = new_table(
+        "engines", "engine", "ranks", "scheduler", "leases", "lent objects", "credit used", "credit", "pids"
+    )
     for session in status.sessions:
         table.add_row(
             escape(session.engine_id),
@@ -99,7 +102,7 @@ def _sessions(status: DaemonStatus) -> Table:
 
 
 def _namespaces(status: DaemonStatus) -> Table:
-    table = _table("namespaces", "namespace", "label", "tenant", "epoch", "chunk tokens", "objects", "size")
+    table = new_table("namespaces", "namespace", "label", "tenant", "epoch", "chunk tokens", "objects", "size")
     for namespace in status.namespaces:
         objects = " ".join(f"{kind_text(kind)}:{count}" for kind, count in sorted(namespace.objects.items()))
         table.add_row(
@@ -115,7 +118,7 @@ def _namespaces(status: DaemonStatus) -> Table:
 
 
 def _counters(status: DaemonStatus) -> Table:
-    table = _table("counters", "counter", "value")
+    table = new_table("counters", "counter", "value")
     for name, value in sorted(status.counters.items()):
         table.add_row(escape(name), f"{value:g}")
     return table
