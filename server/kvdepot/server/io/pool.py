@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -26,9 +25,9 @@ from kvdepot.server.io.jobs import (
     Probe,
     ReadObject,
     WriteObject,
-    job_bytes,
 )
 from kvdepot.server.io.perform import coded_limit
+from kvdepot.server.io.tasks import Task, TaskQueue
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
 from kvdepot.server.tiers.base import IoOutcome, Loan, WorkerRegistry
@@ -66,29 +65,11 @@ def worker_reserve_bytes(arena_bytes: int, *, codec: bool) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class _Task:
-    number: int
-    job: Job
-    frame: bytes
-    priority: Priority
-    done: Callable[[Answer], None]
-    loan: Loan | None
-    deadline_seconds: float
-    tried: int = 0
-    timer: asyncio.TimerHandle | None = None
-
-    @property
-    def repeatable(self) -> bool:
-        """Once more, after a worker died of it. An Append may have been done already."""
-        return self.tried < 2 and not isinstance(self.job, Append)
-
-
-@dataclass(eq=False, slots=True)
 class _Worker:
     process: WorkerProcess
     number: int  # of the registry
     started_at: float
-    hand: dict[int, _Task] = field(default_factory=dict)
+    hand: dict[int, Task] = field(default_factory=dict)
     kept: dict[int, Loan] = field(default_factory=dict)  # of jobs that were answered TIMEOUT
     killed: bool = False
 
@@ -134,8 +115,7 @@ class IoPool:
         self._changed = changed
         self._failing = failing
         self._probe_job = probe
-        self._queues: dict[Priority, deque[_Task]] = {priority: deque() for priority in Priority}
-        self._queued_bytes = 0
+        self._queue = TaskQueue()
         self._numbers = 0
         self._workers: dict[WorkerProcess, _Worker] = {}
         self._serving: list[_Worker] = []
@@ -157,12 +137,12 @@ class IoPool:
     @property
     def queued(self) -> int:
         """Jobs that no worker has yet."""
-        return sum(map(len, self._queues.values()))
+        return len(self._queue)
 
     @property
     def queued_bytes(self) -> int:
         """Their payload."""
-        return self._queued_bytes
+        return self._queue.payload_bytes
 
     @property
     def free_hands(self) -> int:
@@ -231,14 +211,14 @@ class IoPool:
         Raises WireError when the job is over a limit of `wire`.
         """
         self._numbers += 1
-        task = _Task(
+        task = Task(
             self._numbers, job, pack_job(self._numbers, job), priority, done, loan,
             self._deadline_seconds if deadline_seconds is None else deadline_seconds,
         )  # fmt: skip
         if not self.usable:
             self._answer_soon(task, Answer(IoOutcome.CANCELLED, self.why_unusable))
             return
-        self._queue(task)
+        self._queue.put(task)
         self._dispatch()
 
     async def close(self, seconds: float = 3.0) -> int:
@@ -272,21 +252,8 @@ class IoPool:
 
     # Jobs: queue, hand out, answer.
 
-    def _queue(self, task: _Task, *, first: bool = False) -> None:
-        queue = self._queues[task.priority]
-        (queue.appendleft if first else queue.append)(task)
-        self._queued_bytes += job_bytes(task.job)
-
-    def _next(self) -> _Task | None:
-        for queue in self._queues.values():
-            if queue:
-                task = queue.popleft()
-                self._queued_bytes -= job_bytes(task.job)
-                return task
-        return None
-
     def _dispatch(self) -> None:
-        while (worker := self._free_worker()) is not None and (task := self._next()) is not None:
+        while (worker := self._free_worker()) is not None and (task := self._queue.take()) is not None:
             if task.loan is not None and not task.loan.begin(worker.number):
                 self._answer_soon(task, Answer(IoOutcome.CANCELLED, "the loan was refused"))
             else:
@@ -296,20 +263,20 @@ class IoPool:
         free = [worker for worker in self._serving if len(worker.hand) < JOBS_PER_WORKER]
         return min(free, key=lambda worker: len(worker.hand), default=None)
 
-    def _hand(self, worker: _Worker, task: _Task) -> None:
+    def _hand(self, worker: _Worker, task: Task) -> None:
         task.tried += 1
         task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
         worker.hand[task.number] = task
         worker.process.send(task.frame)
 
     def _cancel_queue(self) -> None:
-        while (task := self._next()) is not None:
+        while (task := self._queue.take()) is not None:
             self._answer_soon(task, Answer(IoOutcome.CANCELLED, self.why_unusable))
 
-    def _answer_soon(self, task: _Task, answer: Answer) -> None:
+    def _answer_soon(self, task: Task, answer: Answer) -> None:
         self._loop.call_soon(self._answer, task, answer)
 
-    def _answer(self, task: _Task, answer: Answer) -> None:
+    def _answer(self, task: Task, answer: Answer) -> None:
         self._count(f"io_answers.{answer.outcome}", 1)
         self._moved.set()
         task.done(answer)
@@ -366,21 +333,21 @@ class IoPool:
         self._dispatch()
         self._moved.set()
 
-    def _orphaned(self, task: _Task, why: str) -> None:
+    def _orphaned(self, task: Task, why: str) -> None:
         """Its worker is gone, and so nobody else touches what it is about."""
         if self.usable and task.repeatable:
-            self._queue(task, first=True)
+            self._queue.put(task, first=True)
             return
         self._judge(IoOutcome.IO_ERROR, why)
         self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
 
-    def _take_back(self, task: _Task) -> None:
+    def _take_back(self, task: Task) -> None:
         if task.timer is not None:
             task.timer.cancel()
         if task.loan is not None:
             task.loan.end()
 
-    def _overdue(self, worker: _Worker, task: _Task) -> None:
+    def _overdue(self, worker: _Worker, task: Task) -> None:
         why = f"no answer from I/O worker {worker.process.pid} within {task.deadline_seconds:g} s"
         if not worker.killed:
             self._count("io_workers.abandoned", 1)
@@ -390,7 +357,7 @@ class IoPool:
         self._expire(worker, task, why)
         self._fill()
 
-    def _expire(self, worker: _Worker, task: _Task, why: str) -> None:
+    def _expire(self, worker: _Worker, task: Task, why: str) -> None:
         """Answer without the worker, who keeps the loan."""
         if task.timer is not None:
             task.timer.cancel()
@@ -516,7 +483,7 @@ class IoPool:
             self._probed(Answer(IoOutcome.IO_ERROR, "no worker can be started"))
             return
         self._numbers += 1
-        task = _Task(
+        task = Task(
             self._numbers, self._probe_job, pack_job(self._numbers, self._probe_job), Priority.TEND, self._probed, None,
             self._deadline_seconds, tried=1,
         )  # fmt: skip

@@ -1,0 +1,58 @@
+"""What a pool was asked to have done, and the order in which it hands that out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvdepot.server.io.jobs import Answer, Append, Job, Priority, job_bytes
+from kvdepot.server.tiers.base import Loan
+
+_TRIES_MAX = 2
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """A job with everything that becomes of it. `frame`: as it goes over the wire, under `number`."""
+
+    number: int
+    job: Job
+    frame: bytes
+    priority: Priority
+    done: Callable[[Answer], None]
+    loan: Loan | None
+    deadline_seconds: float
+    tried: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def repeatable(self) -> bool:
+        """Once more, after a worker died of it. An Append may have been done already."""
+        return self.tried < _TRIES_MAX and not isinstance(self.job, Append)
+
+
+class TaskQueue:
+    """Tasks that no worker has: by priority, and in the order of their coming within one."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Priority, deque[Task]] = {priority: deque() for priority in Priority}
+        self.payload_bytes = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def put(self, task: Task, *, first: bool = False) -> None:
+        """`first`: before all others of its priority."""
+        queue = self._queues[task.priority]
+        (queue.appendleft if first else queue.append)(task)
+        self.payload_bytes += job_bytes(task.job)
+
+    def take(self) -> Task | None:
+        for queue in self._queues.values():
+            if queue:
+                task = queue.popleft()
+                self.payload_bytes -= job_bytes(task.job)
+                return task
+        return None
