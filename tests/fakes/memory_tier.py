@@ -41,6 +41,7 @@ class Medium:
     """What survives the tier: by handle, header and payload as they would lie on a disk."""
 
     stored: dict[int, bytes] = field(default_factory=dict)
+    names: dict[int, ObjectName] = field(default_factory=dict)  # as a journal knows them, whatever lies there
     quarantined: list[bytes] = field(default_factory=list)
 
 
@@ -88,7 +89,7 @@ class MemoryTier:
         self.writable = False
         self.budget_spent = False
         self.opens_at_start = True
-        self.lent: list[Loan] = []  # of jobs that were answered TIMEOUT
+        self.late: list[Job] = []  # answered TIMEOUT, and still in a worker's hands
         self.capacity_bytes = capacity_bytes
         self._arena = arena
         self._registry = registry
@@ -162,11 +163,7 @@ class MemoryTier:
         """Say what is there and serve."""
         assert self._listener is not None
         self._worker = self._registry.started(self._pid)
-        found = [
-            Found(handle, ObjectHeader.unpack(blob).name)
-            for handle, blob in self.medium.stored.items()
-            if len(blob) >= HEADER_BYTES
-        ]
+        found = [Found(handle, self.medium.names[handle]) for handle in self.medium.stored]
         found.sort(key=lambda one: one.name.boundary_tokens)
         self.readable = self.writable = True
         self._listener.found(self, found)
@@ -196,7 +193,7 @@ class MemoryTier:
             return
         outcome = outcome or (self._fails.pop(0) if self._fails else None)
         if outcome is IoOutcome.TIMEOUT:
-            self.lent.append(job.loan)
+            self.late.append(job)
             self._end(job, outcome, lent=False)
         elif outcome is not None:
             self._end(job, outcome, lent=True)
@@ -215,9 +212,9 @@ class MemoryTier:
 
     def worker_dies(self) -> None:
         """What was answered TIMEOUT comes back at last."""
-        lent, self.lent = self.lent, []
-        for loan in lent:
-            loan.end()
+        late, self.late = self.late, []
+        for job in late:
+            job.loan.end()
 
     def stop(self) -> None:
         """Answer what is left, as a closing tier does, and end the worker."""
@@ -286,5 +283,6 @@ class MemoryTier:
         header = ObjectHeader(job.name, Codec.NONE, len(payload), raw_sum, raw_sum, next(self._sequences), 0)
         handle = next(number for number in range(self.handles_max) if number not in self.medium.stored)
         padding = object_bytes(len(payload)) - HEADER_BYTES - len(payload)
+        self.medium.names[handle] = job.name
         self.medium.stored[handle] = header.pack() + payload + bytes(padding)
         self._end(job, IoOutcome.OK, lent=True, raw_sum=raw_sum, handle=handle)

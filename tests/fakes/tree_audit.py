@@ -24,7 +24,7 @@ def audit_tree(space: Space) -> None:
     excused: set[int] = set()
     for node in nodes:
         writing = any(space.rows.state[row] == RESERVED for row in index.rows_of(node))
-        if writing or space.busy(node) or space.stands(node) or space.evictor.worth(node) == 0.0:
+        if writing or space.busy(node) or space.stands(node) or _goes_first(space, node):
             excused |= set(_path(space, node))
         whole = any(_complete(space, node, kind) for kind in Kind)
         parent = index.parent(node)
@@ -55,3 +55,9 @@ def _usable(space: Space, node: int) -> bool:
 
 def _complete(space: Space, node: int, kind: int) -> bool:
     return space.complete(node, kind) or any(tier.has(node, kind) for tier in space.tiers)
+
+
+def _goes_first(space: Space, node: int) -> bool:
+    """In a tier that has something of it; or in one after the other, where several have it."""
+    worths = [evictor.worth(node) for evictor in (space.evictor, *(tier.evictor for tier in space.tiers))]
+    return 0.0 in worths or sum(worth is not None for worth in worths) > 1

@@ -16,13 +16,25 @@ from types import FrameType
 from typing import Any
 
 import xxhash
-from kvdepot.core.calls import AcquireOutcome, CommitOutcome, DeclareCall, EndRequestCall, Kind, ReserveOutcome
+from kvdepot.core.calls import (
+    AcquireOutcome,
+    AcquireReply,
+    CommitOutcome,
+    DeclareCall,
+    EndRequestCall,
+    Kind,
+    ReserveOutcome,
+)
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
+from kvdepot.server.engine.types import TierConfig
+from kvdepot.server.tiers.base import IoOutcome
 
 from tests.fakes.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_of, unpack
 
-WRITERS = tuple(f"/server/engine/{name}.py" for name in ("rows", "lent", "sessions", "namespaces", "adoption"))
+WRITERS = tuple(
+    f"/server/engine/{name}.py" for name in ("rows", "lent", "sessions", "namespaces", "adoption", "workers")
+)
 """The modules that store into the tables: between two lines of any other nothing changes that outlives a kill."""
 Name = tuple[bytes, bytes, int]
 """(namespace, key, kind) of an object."""
@@ -48,6 +60,22 @@ class Held:
 
 
 @dataclass
+class Waiting:
+    """An acquire, the objects it names, and its answer once there is one."""
+
+    names: list[Name]
+    answers: list[AcquireReply]
+
+
+@dataclass
+class Ghost:
+    """An I/O worker of an earlier run that lives on, and what it may still write to."""
+
+    pid: int
+    extents: list[tuple[int, int]]
+
+
+@dataclass
 class Engine:
     """One engine: its process, its client, and the leases whose extents its ranks may touch."""
 
@@ -57,6 +85,7 @@ class Engine:
     writes: dict[int, dict[int, Held]] = field(default_factory=dict)
     reads: dict[int, dict[int, Held]] = field(default_factory=dict)
     unsettled: dict[int, set[int]] = field(default_factory=dict)  # commits asked whose answer got lost
+    waiting: dict[int, Waiting] = field(default_factory=dict)  # acquires that are not answered yet
 
 
 def keys_of(path: int, depth: int) -> list[bytes]:
@@ -67,15 +96,18 @@ def keys_of(path: int, depth: int) -> list[bytes]:
 class World:
     """All that happens between engines and one daemon, and what must hold whatever happens."""
 
-    def __init__(self, data_pages: int = 24) -> None:
+    def __init__(self, data_pages: int = 24, tier: TierConfig | None = None) -> None:
         self.rig = Rig(
-            data_pages, 40, 48, credit_bytes=14 * 4096, lease_deadline_seconds=10.0, grace_seconds=30.0,
+            data_pages, 40, 48, tier=tier, tier_bytes=14 * 12288,
+            credit_bytes=14 * 4096, lease_deadline_seconds=10.0, grace_seconds=30.0,
             provisional_seconds=20.0, high_watermark=0.9, low_watermark=0.7, loads_in_flight=3, evictions_per_tick=2,
         )  # fmt: skip
         self.writers: dict[Name, set[int]] = {}  # leases whose bytes an object may have
         self.pids = 10
         self.engines = {name: self._born(spec) for name, spec in SPECS.items()}
         self.split_objects = 0
+        self.ghosts: list[Ghost] = []
+        self.promoted = 0
 
     def _born(self, spec: NamespaceSpec) -> Engine:
         self.pids += 1
@@ -87,9 +119,10 @@ class World:
         engine = self.engines[who]
         if engine.client is None:
             engine.client = self.rig.attach(who, engine.pid, engine.spec)
-            held = (*engine.writes, *engine.reads)
+            held = (*engine.writes, *engine.reads, *engine.waiting)
             lost = self.rig.engine.declare(DeclareCall(engine.client.session, held)).lost
-            assert lost == (), "a lease that ranks still hold was freed"
+            assert engine.waiting.keys() >= set(lost), "a lease that ranks still hold was freed"
+            self.give_up(who)  # the calls failed with the connection
             for lease, indices in list(engine.unsettled.items()):
                 engine.client.commit(lease, *sorted(indices))
                 del engine.unsettled[lease]
@@ -153,12 +186,32 @@ class World:
         kinds = [Kind.ATTENTION] * len(keys)
         if Kind.STATE in engine.spec.object_bytes:
             keys, kinds = [*keys, keys[-1]], [*kinds, Kind.STATE]
-        lease, reply = client.acquire(keys, kinds)
-        assert reply.outcome in (AcquireOutcome.GRANTED, AcquireOutcome.LATER), "located, and gone at once"
-        if reply.outcome is AcquireOutcome.GRANTED:
-            names = [(client.namespace, k, int(kind)) for k, kind in zip(keys, kinds, strict=True)]
-            engine.reads[lease] = _held(names, reply.extents)
-            assert self.check_bytes(engine.reads[lease]) == len(keys)
+        names = [(client.namespace, k, int(kind)) for k, kind in zip(keys, kinds, strict=True)]
+        lease = client.lease()
+        answers = client.acquire_later(keys, bytes(kinds), lease)
+        assert not answers or answers[0].outcome in (AcquireOutcome.GRANTED, AcquireOutcome.LATER), "located, and gone"
+        engine.waiting[lease] = Waiting(names, answers)
+        self.hear()
+
+    def hear(self) -> None:
+        """Take what was answered."""
+        for engine in self.engines.values():
+            for lease, waiting in list(engine.waiting.items()):
+                if not waiting.answers:
+                    continue
+                (reply,) = waiting.answers
+                del engine.waiting[lease]
+                if reply.outcome is AcquireOutcome.GRANTED:
+                    engine.reads[lease] = _held(waiting.names, reply.extents)
+                    assert self.check_bytes(engine.reads[lease]) == len(set(waiting.names))
+
+    def give_up(self, who: str) -> None:
+        """Its calls' deadlines have passed: release what may have been granted."""
+        engine = self.engines[who]
+        assert engine.client is not None
+        for lease in list(engine.waiting):
+            del engine.waiting[lease]
+            engine.client.release(lease)
 
     def release(self, who: str, lease: int) -> None:
         client = self.attach(who)
@@ -196,6 +249,64 @@ class World:
             self.rig.engine.disconnected(engine.client.attachment)
             engine.client = None
 
+    # What the lower tier does
+
+    def tier_step(self, pick: int, outcome: IoOutcome | None, *, begin_only: bool = False) -> None:
+        """One of its jobs is begun, or ends."""
+        jobs = self.rig.tier.jobs
+        if jobs:
+            job = jobs[pick % len(jobs)]
+            before = self.rig.counter("promoted_objects")
+            if outcome is IoOutcome.CORRUPT and not job.reads:
+                outcome = IoOutcome.IO_ERROR  # a write's would say that RAM is bad
+            if begin_only:
+                self.rig.tier.begin(job)
+            else:
+                self.rig.tier.finish(job, outcome)
+            self.promoted += int(self.rig.counter("promoted_objects") - before)
+        self.hear()
+
+    def damage(self, pick: int) -> None:
+        """A bit of an object flips on the medium; header or payload."""
+        stored = self.rig.medium.stored
+        if stored:
+            handle = sorted(stored)[pick % len(stored)]
+            data = bytearray(stored[handle])
+            data[pick % len(data)] ^= 1 << pick % 8
+            stored[handle] = bytes(data)
+
+    def lose(self, pick: int) -> None:
+        stored = self.rig.medium.stored
+        if stored and self.rig.tier.readable:
+            self.rig.tier.lose(sorted(stored)[pick % len(stored)])
+
+    def scribble_late(self) -> None:
+        """Workers that hang, of this run and of earlier ones, write garbage to whatever they were told to fill."""
+        late = [extent for job in self.rig.tier.late if job.reads for extent in job.extents]
+        for offset, length in late + [extent for ghost in self.ghosts for extent in ghost.extents]:
+            self.rig.buffer[offset : offset + length] = b"\xee" * length
+
+    def late_end(self) -> None:
+        """They die."""
+        self.rig.tier.worker_dies()
+        ghosts, self.ghosts = self.ghosts, []
+        for ghost in ghosts:
+            self.rig.dead.add(ghost.pid)
+            for info in self.rig.engine.attachments():
+                if info.process.pid == ghost.pid:
+                    self.rig.engine.process_dead(info.attachment)
+
+    def leave_ghost(self, *, alive: bool) -> None:
+        """The daemon is about to go; its worker process with it, or not."""
+        if self.rig.tier_config is None:
+            return
+        if not alive:
+            self.rig.dead.add(self.rig.worker_pids)
+            return
+        held = [job for job in self.rig.tier.jobs if job.begun] + self.rig.tier.late
+        extents = [extent for job in held if job.reads for extent in job.extents]
+        self.ghosts.append(Ghost(self.rig.worker_pids, extents))
+
     # What the daemon does
 
     def sum(self, count: int) -> None:
@@ -214,13 +325,25 @@ class World:
                 self.disconnect(who)
         self.rig.engine.tick()
 
-    def crash(self) -> None:
+    def crash(self, *, worker_lives: bool = True) -> None:
+        self.leave_ghost(alive=worker_lives)
         for engine in self.engines.values():
             engine.client = None
         self.rig.crash()
         audit(self.rig.engine)
         assert self.rig.counter("corrupt_objects") == 0
         assert not [reason for reason in self.rig.report.dropped if reason in NEVER], self.rig.report
+
+    def reboot(self) -> None:
+        """The host starts anew: engines, workers and the arena are gone, the medium is not."""
+        self.ghosts.clear()
+        for who in list(self.engines):
+            self.rig.dead.add(self.engines[who].pid)
+            self.engines[who] = self._born(self.engines[who].spec)
+        self.rig.buffer[:] = bytes(len(self.rig.buffer))
+        self.rig.run = 0
+        self.rig.crash()
+        audit(self.rig.engine)
 
     def killed(self, lines: int, action: Callable[[], None]) -> bool:
         """Run `action` until so many lines of WRITERS have run; whether the daemon was killed then."""
@@ -235,6 +358,7 @@ class World:
     # What must hold at any time
 
     def check(self) -> None:
+        self.hear()
         audit(self.rig.engine)
         assert self.rig.counter("corrupt_objects") == 0
         for engine in self.engines.values():
@@ -245,6 +369,10 @@ class World:
 
     def finish(self) -> None:
         """When every engine has died nothing is lent, reserved or owed."""
+        if self.rig.tier_config is not None:
+            self.late_end()
+            self.rig.tier.run()
+            self.hear()
         for who in list(self.engines):
             self.die(who)
         self.rig.engine.sum_worker_died()

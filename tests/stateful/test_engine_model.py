@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvdepot.core.calls import Kind
+from kvdepot.server.engine.types import TierConfig
 
 from tests.stateful.engine_world import DEPTH, SPECS, World
 
@@ -23,9 +24,11 @@ picks = st.integers(0, 1 << 16)
 class EngineModel(RuleBasedStateMachine):
     """Rows P11, T1, T7, I1a, I1c and I4 to I6, over random histories."""
 
+    tier: TierConfig | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.world = World(tier=self.tier)
 
     def writing(self) -> list[tuple[str, int]]:
         return [(name, lease) for name, engine in self.world.engines.items() for lease in engine.writes]

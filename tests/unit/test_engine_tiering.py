@@ -314,3 +314,45 @@ def test_a_full_lent_table_cancels_and_does_not_lend() -> None:
     assert len(answers) == 1
     modes = rig.engine._space.lent.modes
     assert not (modes == LentMode.WRITE).any()
+
+
+def test_a_copy_lost_from_the_middle_of_a_path_is_written_again() -> None:
+    rig = Rig(tier=COMMIT)
+    store(rig.attach(), path("p", 3))
+    settle(rig)
+    rig.tier.lose(1)
+    settle(rig)
+    assert in_tier(rig) == 3
+    reboot(rig)
+    assert rig.attach().locate(path("p", 3)).boundary_tokens == 3 * CHUNK
+
+
+def test_what_lies_behind_a_hole_in_the_path_is_dropped_when_found() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach(spec=HYBRID)
+    store(client, path("p", 3), kinds=BOTH)
+    settle(rig)
+    (hole,) = [
+        handle
+        for handle, name in rig.medium.names.items()
+        if name.kind == Kind.ATTENTION and name.boundary_tokens == 2 * CHUNK
+    ]
+    del rig.medium.stored[hole]
+    reboot(rig)
+    audit(rig.engine)
+    assert rig.counter("tier_found_objects.memory/no_parent") == 2
+    assert rig.attach(spec=HYBRID).locate(path("p", 3)).boundary_tokens == CHUNK
+
+
+def test_what_is_being_stored_anew_is_not_offered_from_the_tier() -> None:
+    rig = Rig(tier=COMMIT)
+    keys = path("p", 1)
+    client = on_tier_only(rig, keys)
+    rig.tier.readable = False
+    lease, _ = client.reserve(keys)
+    rig.tier.readable = True
+    assert client.locate(keys).boundary_tokens == 0
+    assert client.acquire_later(keys, ATTENTION, 1)[0].outcome is AcquireOutcome.MISSING
+    client.commit(lease, 0)
+    assert client.locate(keys).boundary_tokens == CHUNK
+    audit(rig.engine)

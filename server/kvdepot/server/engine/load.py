@@ -25,7 +25,7 @@ from kvdepot.server.engine.acquires import Answer, Asked, PendingAcquires
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.leases import ReadLease
 from kvdepot.server.engine.namespaces import Namespace
-from kvdepot.server.engine.rows import COMMITTED, RESERVED
+from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.tiering import Tiering
@@ -84,13 +84,13 @@ class Loads:
 
     def _promotable(self, nodes: npt.NDArray[np.int64], kind: int) -> npt.NDArray[np.bool_]:
         """Which objects a lower tier would give, RAM having none, or one on its way."""
-        table, rows = self._space.rows, self._rows_at(nodes, kind)
+        rows = self._rows_at(nodes, kind)
         known = nodes != NONE
         found = np.zeros(len(nodes), np.bool_)
         for tier in self._tiering.readable:
             found[known] |= self._space.index.handles[tier.number][kind - 1][nodes[known]] != NO_HANDLE
-        held = found & (rows != NO_ROW)
-        found[held] = table.states[rows[held]] == RESERVED
+        held = np.flatnonzero(found & (rows != NO_ROW))
+        found[held] = [self._tiering.promotions.reading(row) for row in rows[held].tolist()]
         return found
 
     def _rows_at(self, nodes: npt.NDArray[np.int64], kind: int) -> _Rows:

@@ -54,8 +54,16 @@ class Promotion:
 class Promotions:
     """Objects being read, by row. `tiers` in the order in which they are preferred."""
 
-    def __init__(self, space: Space, workers: Workers, tiers: Sequence[LowerTier]) -> None:
+    def __init__(
+        self,
+        space: Space,
+        workers: Workers,
+        tiers: Sequence[LowerTier],
+        lost: Callable[[LowerTier, int, int], None],
+    ) -> None:
+        """`lost(tier, node, kind)` is told that the tier has an object no more."""
         self._space = space
+        self._lost = lost
         self._workers = workers
         self._tiers = tiers
         self._readings: dict[int, _Reading] = {}
@@ -160,4 +168,4 @@ class Promotions:
         self._space.counters.add(f"tier_damaged_objects.{tier.tier.name}/{outcome}")
         if tier.epoch(reading.handle) == reading.epoch:
             tier.forget(reading.node, reading.kind)
-            self._space.lost(reading.node, reading.kind)
+            self._lost(tier, reading.node, reading.kind)

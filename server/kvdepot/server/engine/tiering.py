@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from kvdepot.core.arena import NO_ROW
 from kvdepot.core.calls import ROOT_KEY, Kind
 from kvdepot.core.report import TierStatus
 from kvdepot.server.engine.index import NONE
@@ -36,7 +37,7 @@ class Tiering:
         self._by_name = {tier.tier.name: tier for tier in space.tiers}
         self._queues = {tier.number: WriteQueue(space, workers, tier) for tier in space.tiers}
         self._preferred = sorted(space.tiers, key=lambda tier: -tier.config.load_weight)
-        self.promotions = Promotions(space, workers, self._preferred)
+        self.promotions = Promotions(space, workers, self._preferred, self.lost_copy)
         self._at_commit = self._with_policy(WritePolicy.COMMIT)
         self._at_second_use = self._with_policy(WritePolicy.SECOND_USE)
         self._at_eviction = self._with_policy(WritePolicy.EVICT)
@@ -134,7 +135,7 @@ class Tiering:
         if not namespace.accepts(name.kind, name.raw_bytes):
             return "length"
         above = NONE if name.parent == ROOT_KEY else space.index.find(namespace.slot, name.parent)
-        if above == NONE and name.parent != ROOT_KEY:
+        if name.parent != ROOT_KEY and not self._makes_path(above, min(namespace.path_kind, name.kind)):
             return "no_parent"
         node = space.index.find(namespace.slot, name.key)
         if node == NONE:
@@ -151,6 +152,13 @@ class Tiering:
         lower.keep(node, name.kind, one.handle)
         return ""
 
+    def _makes_path(self, above: int, path_kind: int) -> bool:
+        """Whether the chunk before has the object that makes a path, in any tier."""
+        space = self._space
+        return above != NONE and (
+            space.index.row(above, path_kind) != NO_ROW or space.elsewhere(above, path_kind)
+        )  # fmt: skip
+
     def _namespace(self, namespace_id: bytes) -> Namespace | None:
         """One that no engine has registered yet gets a slot all the same."""
         namespaces = self._space.namespaces
@@ -163,5 +171,10 @@ class Tiering:
             owner = lower.owner(handle)
             if owner is not None:
                 lower.forget(*owner)
-                self._space.lost(*owner)
+                self.lost_copy(lower, *owner)
         self._space.counters.add(f"tier_lost_objects.{tier.name}/", len(handles))
+
+    def lost_copy(self, lower: LowerTier, node: int, kind: int) -> None:
+        """A tier has lost an object. Where RAM has it and what lies behind it is in the tier, it is written again."""
+        if not self._space.lost(node, kind) and lower.children(node) and self._space.in_ram(node, kind):
+            self._queues[lower.number].offer(node, kind)

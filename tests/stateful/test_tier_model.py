@@ -1,0 +1,148 @@
+"""The engine over a lower tier against the model: promotions and writes fail, hang and are killed at any moment."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+from kvdepot.core.calls import Kind
+from kvdepot.server.engine.types import TierConfig, WritePolicy
+from kvdepot.server.tiers.base import IoOutcome
+
+from tests.stateful.engine_world import DEPTH, SPECS, World
+from tests.stateful.test_engine_model import EngineModel
+
+FAILURES = (IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.CORRUPT, IoOutcome.NO_SPACE, IoOutcome.UNREADABLE)
+ACTIONS = (
+    "reserve", "commit", "commit", "acquire", "acquire", "release", "step", "step", "step", "run", "run", "tick", "sum",
+    "late", "scribble", "rare",
+)  # fmt: skip
+picks = st.integers(0, 1 << 16)
+
+
+class TierModel(EngineModel):
+    """Rows P5, P6, P11, I1, I1a, I1c, I6 and I7, through the tier interface."""
+
+    tier = TierConfig(WritePolicy.COMMIT)
+
+    @precondition(lambda self: self.world.rig.tier.jobs)
+    @rule(pick=picks, outcome=st.sampled_from([None, None, None, *FAILURES]))
+    def tier_step(self, pick: int, outcome: IoOutcome | None) -> None:
+        self.world.tier_step(pick, outcome)
+
+    @precondition(lambda self: self.world.rig.tier.jobs)
+    @rule(pick=picks)
+    def tier_begin(self, pick: int) -> None:
+        self.world.tier_step(pick, None, begin_only=True)
+
+    @rule()
+    def tier_run(self) -> None:
+        self.world.rig.tier.run()
+        self.world.hear()
+
+    @rule(pick=picks)
+    def damage(self, pick: int) -> None:
+        self.world.damage(pick)
+
+    @rule(pick=picks)
+    def lose(self, pick: int) -> None:
+        self.world.lose(pick)
+
+    @rule(readable=st.booleans(), writable=st.booleans())
+    def breaker(self, readable: bool, writable: bool) -> None:
+        self.world.rig.tier.readable, self.world.rig.tier.writable = readable, writable
+
+    @rule()
+    def scribble_late(self) -> None:
+        self.world.scribble_late()
+
+    @rule()
+    def late_end(self) -> None:
+        self.world.late_end()
+
+    @rule()
+    def crash_with_worker(self) -> None:
+        self.world.crash(worker_lives=False)
+
+    @rule()
+    def reboot(self) -> None:
+        self.world.reboot()
+
+    @precondition(lambda self: self.world.rig.tier.jobs)
+    @rule(lines=st.integers(0, 40), pick=picks)
+    def kill_in_tier_step(self, lines: int, pick: int) -> None:
+        self.world.killed(lines, lambda: self.world.tier_step(pick, None))
+
+
+TierModel.TestCase.settings = settings(
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestTierModel = TierModel.TestCase
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize("seed", range(3))
+def test_i1_i6_i1a_long_random_histories_over_a_lower_tier(seed: int, policy: WritePolicy) -> None:
+    """Promotions, demotions, damage, hangs, kills and reboots; patterns in everything a worker may still write to."""
+    random = Random(seed)
+    world = World(tier=TierConfig(policy))
+    for _ in range(700):
+        _act(world, random)
+        world.check()
+    assert world.promoted > 3, "the test lost its teeth"
+    world.finish()
+
+
+def _act(world: World, random: Random) -> None:
+    who, pick = random.choice(sorted(SPECS)), random.randrange(1 << 16)
+    engine = world.engines[who]
+    action = random.choice(ACTIONS)
+    if action == "reserve":
+        world.reserve(who, random.randrange(3), 0, random.randint(1, DEPTH), (Kind.ATTENTION, Kind.STATE))
+    elif action == "commit" and engine.writes:
+        lease = random.choice(sorted(engine.writes))
+        world.commit(who, lease, sorted(engine.writes[lease]))
+    elif action == "acquire":
+        world.acquire(who, random.randrange(3), DEPTH)
+    elif action == "release" and engine.reads:
+        world.release(who, random.choice(sorted(engine.reads)))
+    elif action == "step":
+        failure = random.choice(FAILURES) if random.random() < 0.15 else None
+        world.tier_step(pick, failure, begin_only=random.random() < 0.3)
+    elif action == "run":
+        world.rig.tier.run()
+    elif action == "tick":
+        world.tick(random.choice([0.1, 0.1, 4.0]))
+    elif action == "sum":
+        world.sum(8)
+    elif action == "late" and random.random() < 0.5:
+        world.late_end()
+    elif action == "scribble":
+        world.scribble_late()
+    elif action == "rare":
+        _rare(world, random, who, pick)
+
+
+def _rare(world: World, random: Random, who: str, pick: int) -> None:
+    match random.randrange(12):
+        case 0:
+            world.crash(worker_lives=random.random() < 0.5)
+        case 1:
+            world.reboot()
+        case 2:
+            world.damage(pick)
+        case 3:
+            world.lose(pick)
+        case 4:
+            world.die(who)
+        case 5:
+            world.disconnect(who)
+        case 6:
+            world.killed(random.randrange(40), lambda: world.tier_step(pick, None))
+        case 7:
+            world.rig.tier.readable = not world.rig.tier.readable
+        case _:
+            world.rig.tier.readable = world.rig.tier.writable = True
