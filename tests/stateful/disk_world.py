@@ -51,6 +51,24 @@ class DiskWorld:
 
     # Work
 
+    def work(self, random: Random, length: int) -> None:
+        """Few sizes, so that places are reused; now and then the journal's worker lags behind."""
+        for _ in range(length):
+            match random.randrange(8):
+                case 0 | 1 | 2:
+                    self.write(random.randrange(NAMES), random.choice([1, 3, 3, 10]))
+                case 3:
+                    self.drop(random.randrange(1 << 16))
+                case 4:
+                    self.read(random.randrange(1 << 16))
+                case 5 | 6:
+                    self.step(random.randrange(1, 6))
+                case 7:
+                    self.payload_only(random.randrange(1, 4))
+            if random.random() < 0.1:
+                self.tick(0.5)
+            self.check()
+
     def write(self, number: int, pages: int) -> None:
         name = object_name(number, raw_bytes=pages * PAGE - number, boundary=32 + number % 3)
         there = {other.key for other in self.names() | self.flying}

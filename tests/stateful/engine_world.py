@@ -65,6 +65,7 @@ class Waiting:
 
     names: list[Name]
     answers: list[AcquireReply]
+    late: bool
 
 
 @dataclass
@@ -107,7 +108,7 @@ class World:
         self.engines = {name: self._born(spec) for name, spec in SPECS.items()}
         self.split_objects = 0
         self.ghosts: list[Ghost] = []
-        self.promoted = 0
+        self.promoted = 0  # acquires that waited for the lower tier and were granted
 
     def _born(self, spec: NamespaceSpec) -> Engine:
         self.pids += 1
@@ -190,7 +191,7 @@ class World:
         lease = client.lease()
         answers = client.acquire_later(keys, bytes(kinds), lease)
         assert not answers or answers[0].outcome in (AcquireOutcome.GRANTED, AcquireOutcome.LATER), "located, and gone"
-        engine.waiting[lease] = Waiting(names, answers)
+        engine.waiting[lease] = Waiting(names, answers, late=not answers)
         self.hear()
 
     def hear(self) -> None:
@@ -202,6 +203,7 @@ class World:
                 (reply,) = waiting.answers
                 del engine.waiting[lease]
                 if reply.outcome is AcquireOutcome.GRANTED:
+                    self.promoted += waiting.late
                     engine.reads[lease] = _held(waiting.names, reply.extents)
                     assert self.check_bytes(engine.reads[lease]) == len(set(waiting.names))
 
@@ -256,14 +258,12 @@ class World:
         jobs = self.rig.tier.jobs
         if jobs:
             job = jobs[pick % len(jobs)]
-            before = self.rig.counter("promoted_objects")
             if outcome is IoOutcome.CORRUPT and not job.reads:
                 outcome = IoOutcome.IO_ERROR  # a write's would say that RAM is bad
             if begin_only:
                 self.rig.tier.begin(job)
             else:
                 self.rig.tier.finish(job, outcome)
-            self.promoted += int(self.rig.counter("promoted_objects") - before)
         self.hear()
 
     def damage(self, pick: int) -> None:

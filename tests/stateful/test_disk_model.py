@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvdepot.server.tiers.base import IoOutcome
 
-from tests.stateful.disk_world import NAMES, DiskWorld
+from tests.stateful.disk_world import DiskWorld
 
 picks = st.integers(0, 1 << 16)
 
@@ -25,33 +25,14 @@ class DiskModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.world.close()
 
-    @rule(number=st.integers(0, NAMES - 1), pages=st.sampled_from([1, 3, 3, 10]))  # few sizes: places are reused
-    def write(self, number: int, pages: int) -> None:
-        self.world.write(number, pages)
+    @rule(seed=picks, length=st.integers(5, 40))
+    def work(self, seed: int, length: int) -> None:
+        self.world.work(Random(seed), length)
 
-    @rule(pick=picks)
-    def drop(self, pick: int) -> None:
-        self.world.drop(pick)
-
-    @rule(pick=picks)
-    def read(self, pick: int) -> None:
-        self.world.read(pick)
-
-    @rule(count=st.integers(1, 8))
-    def step(self, count: int) -> None:
-        self.world.step(count)
-
-    @rule(count=st.integers(1, 4))
-    def payload_only(self, count: int) -> None:
-        self.world.payload_only(count)
-
-    @rule()
-    def settle(self) -> None:
-        self.world.settle()
-
-    @rule(seconds=st.floats(0.1, 10))
-    def tick(self, seconds: float) -> None:
-        self.world.tick(seconds)
+    @rule(seed=picks, length=st.integers(5, 40))
+    def work_more(self, seed: int, length: int) -> None:
+        """Twice, because rules are drawn alike, and there is more work than accidents."""
+        self.world.work(Random(seed), length)
 
     @rule(
         journal=st.booleans(),
@@ -59,13 +40,14 @@ class DiskModel(RuleBasedStateMachine):
             [IoOutcome.IO_ERROR, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY, IoOutcome.TIMEOUT, IoOutcome.UNREADABLE]
         ),
         times=st.integers(1, 3),
+        seed=picks,
+        ends=st.booleans(),
     )
-    def refuse(self, journal: bool, outcome: IoOutcome, times: int) -> None:
+    def trouble(self, journal: bool, outcome: IoOutcome, times: int, seed: int, ends: bool) -> None:
         self.world.refuse(journal, outcome, times)
-
-    @rule()
-    def recover(self) -> None:
-        self.world.recover()
+        self.world.work(Random(seed), 20)
+        if ends:
+            self.world.recover()
 
     @rule()
     def crash(self) -> None:

