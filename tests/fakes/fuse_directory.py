@@ -86,89 +86,92 @@ class FuseDirectory:
         self.close()
 
 
-def _serve(backing: str, mount: str, faults: str) -> None:  # noqa: C901 - one short method per operation
-    import mfusepy
+class Backing:
+    """The operations of mfusepy: passes everything on to `backing`, unless there is a fault."""
 
-    class Backing(mfusepy.Operations):
-        """Passes everything on to `backing`."""
+    use_ns = True
 
-        use_ns = True
+    def __init__(self, backing: str, faults: str) -> None:
+        self._backing = backing
+        self._faults = Path(faults)
 
-        def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-            status = os.lstat(_at(path))
-            return {
-                name: getattr(status, name) for name in dir(status) if name.startswith("st_") and "time" not in name
-            }
+    def _at(self, path: str) -> str:
+        return self._backing + path
 
-        def readdir(self, path: str, fh: int) -> list[str]:
-            return [".", "..", *os.listdir(_at(path))]
-
-        def statfs(self, path: str) -> dict[str, int]:
-            found = os.statvfs(_at(path))
-            return {name: getattr(found, name) for name in _ROOM}
-
-        def open(self, path: str, flags: int) -> int:
-            _fault("open")
-            return os.open(_at(path), flags & ~(os.O_DIRECT | os.O_CREAT | os.O_EXCL))
-
-        def create(self, path: str, mode: int, fi: Any = None) -> int:
-            _fault("create")
-            return os.open(_at(path), os.O_RDWR | os.O_CREAT, mode)
-
-        def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-            _fault("read")
-            return os.pread(fh, size, offset)
-
-        def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-            _fault("write")
-            return os.pwrite(fh, data, offset)
-
-        def truncate(self, path: str, length: int, fh: int | None = None) -> int:
-            os.truncate(_at(path), length)
-            return 0
-
-        def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> int:
-            _fault("fallocate")
-            os.posix_fallocate(fh, offset, size)
-            return 0
-
-        def fsync(self, path: str, datasync: int, fh: int) -> int:
-            _fault("fsync")
-            return 0
-
-        def release(self, path: str, fh: int) -> int:
-            os.close(fh)
-            return 0
-
-        def mkdir(self, path: str, mode: int) -> int:
-            os.mkdir(_at(path), mode)
-            return 0
-
-        def rmdir(self, path: str) -> int:
-            os.rmdir(_at(path))
-            return 0
-
-        def unlink(self, path: str) -> int:
-            _fault("unlink")
-            os.unlink(_at(path))
-            return 0
-
-        def rename(self, old: str, new: str) -> int:
-            os.rename(_at(old), _at(new))
-            return 0
-
-    def _at(path: str) -> str:
-        return backing + path
-
-    def _fault(operation: str) -> None:
-        wanted = json.loads(Path(faults).read_text())
+    def _fault(self, operation: str) -> None:
+        wanted = json.loads(self._faults.read_text())
         number = wanted.get(operation)
         if number is not None or wanted.keys() == {"seconds"}:
             time.sleep(wanted.get("seconds", 0))
         if number:
             raise OSError(int(number), os.strerror(int(number)))
 
-    mfusepy.FUSE(Backing(), mount, foreground=True, attr_timeout=0, entry_timeout=0, max_threads=10)
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        status = os.lstat(self._at(path))
+        return {name: getattr(status, name) for name in dir(status) if name.startswith("st_") and "time" not in name}
+
+    def readdir(self, path: str, fh: int) -> list[str]:
+        return [".", "..", *os.listdir(self._at(path))]
+
+    def statfs(self, path: str) -> dict[str, int]:
+        found = os.statvfs(self._at(path))
+        return {name: getattr(found, name) for name in _ROOM}
+
+    def open(self, path: str, flags: int) -> int:
+        self._fault("open")
+        return os.open(self._at(path), flags & ~(os.O_DIRECT | os.O_CREAT | os.O_EXCL))
+
+    def create(self, path: str, mode: int, fi: Any = None) -> int:
+        self._fault("create")
+        return os.open(self._at(path), os.O_RDWR | os.O_CREAT, mode)
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        self._fault("read")
+        return os.pread(fh, size, offset)
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        self._fault("write")
+        return os.pwrite(fh, data, offset)
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        os.truncate(self._at(path), length)
+        return 0
+
+    def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> int:
+        self._fault("fallocate")
+        os.posix_fallocate(fh, offset, size)
+        return 0
+
+    def fsync(self, path: str, datasync: int, fh: int) -> int:
+        self._fault("fsync")
+        return 0
+
+    def release(self, path: str, fh: int) -> int:
+        os.close(fh)
+        return 0
+
+    def mkdir(self, path: str, mode: int) -> int:
+        os.mkdir(self._at(path), mode)
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        os.rmdir(self._at(path))
+        return 0
+
+    def unlink(self, path: str) -> int:
+        self._fault("unlink")
+        os.unlink(self._at(path))
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        os.rename(self._at(old), self._at(new))
+        return 0
+
+
+def _serve(backing: str, mount: str, faults: str) -> None:
+    import mfusepy
+
+    mfusepy.FUSE(Backing(backing, faults), mount, foreground=True, attr_timeout=0, entry_timeout=0)
 
 
 if __name__ == "__main__":
