@@ -29,6 +29,7 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -65,6 +66,7 @@ OBJECT_BYTES = 4096  # of one block's attention: the arena's granule
 STATE_BLOCKS = 3  # what a state of the hybrid geometry takes, in blocks of attention
 CHUNKS_PER_CALL = 64
 NEVER = 1 << 40
+BELADY = "belady"
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,35 +232,43 @@ class Replay:
         self.engine.commit(CommitCall(self._session, (CommitItem(lease, granted.tobytes()),)))
 
 
-def hit_rate(requests: Sequence[Request], geometry: Geometry, policy: EvictionPolicy, fraction: float) -> float:
-    replay = Replay(geometry, policy, max(int(fraction * geometry.unique_bytes(requests)), OBJECT_BYTES))
+def hit_rate(requests: Sequence[Request], geometry: Geometry, name: str, fraction: float) -> float:
+    """Share of all blocks asked for that requests resumed behind, under the policy of this name (or `belady`)."""
+    capacity_bytes = max(int(fraction * geometry.unique_bytes(requests)), OBJECT_BYTES)
+    belady = Belady() if name == BELADY else None
+    policy = belady or policy_by_name(name, capacity_bytes // OBJECT_BYTES)
+    replay = Replay(geometry, policy, capacity_bytes)
     paths = [geometry.path(request) for request in requests]
-    future = next_uses(paths) if isinstance(policy, Belady) else []
+    future = next_uses(paths) if belady else []
     hits = 0
     for number, request in enumerate(requests):
         replay.now = request.at_seconds
         keys = [blake2b(block.to_bytes(8, "little"), digest_size=16).digest() for block in paths[number]]
-        if isinstance(policy, Belady):
-            policy.at = number
+        if belady:
+            belady.at = number
         hits += replay.request(keys)
-        if isinstance(policy, Belady) and keys:
+        if belady and keys:
             nodes = replay.space.index.find_many(0, b"".join(keys)).tolist()
             for node, use in zip(nodes, future[number], strict=True):
                 if node != NONE:
-                    policy.expect(node, use)
+                    belady.expect(node, use)
     return hits / sum(len(request.blocks) for request in requests)
 
 
 def rows_of(requests: Sequence[Request], name: str, fractions: Sequence[float]) -> list[dict[str, object]]:
+    """All figures; as many replays at once as there are processors."""
     rows: list[dict[str, object]] = []
-    for geometry in GEOMETRIES:
-        for fraction in fractions:
-            least = hit_rate(requests, geometry, policy_by_name("lru"), fraction)
-            rate = least if name == "lru" else hit_rate(requests, geometry, policy_by_name(name), fraction)
-            most = hit_rate(requests, geometry, Belady(), fraction)
+    settings = [(geometry, fraction) for geometry in GEOMETRIES for fraction in fractions]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        running = [
+            [pool.submit(hit_rate, requests, geometry, policy, fraction) for policy in (name, "lru", BELADY)]
+            for geometry, fraction in settings
+        ]
+        for (geometry, fraction), replays in zip(settings, running, strict=True):
+            rate, least, most = (round(replay.result(), 4) for replay in replays)
             rows.append(
                 {"geometry": geometry.name, "policy": name, "fraction": fraction,
-                 "hit_rate": round(rate, 4), "lru": round(least, 4), "belady": round(most, 4)}
+                 "hit_rate": rate, "lru": least, "belady": most}
             )  # fmt: skip
             print(
                 f"{geometry.name:<10} {fraction:>6.1%}  {name} {rate:.4f}  lru {least:.4f}  belady {most:.4f}"

@@ -7,7 +7,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvdepot.core.errors import InvalidArgument
-from kvdepot.core.eviction import EvictionPolicy, LeastRecentlyUsed, policy_by_name, policy_names
+from kvdepot.core.eviction import (
+    NO_NODE,
+    SHARED_CHILDREN,
+    USELESS,
+    EvictionPolicy,
+    GreedyDualSizeFrequency,
+    LeastRecentlyUsed,
+    policy_by_name,
+    policy_names,
+)
 
 
 def drain(policy: EvictionPolicy) -> list[int]:
@@ -178,3 +187,106 @@ class AgainstASearch(RuleBasedStateMachine):
 
 AgainstASearch.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestLruAgainstASearch = AgainstASearch.TestCase
+
+
+def gdsf(*worths: float) -> GreedyDualSizeFrequency:
+    """Nodes 0.. committed at once, each a unit of this worth."""
+    policy = GreedyDualSizeFrequency(ghosts=64)
+    for node, worth in enumerate(worths):
+        policy.on_commit(node, 0.0, mark=1000 + node)
+        policy.on_candidate(node, worth)
+    return policy
+
+
+def evicted(policy: GreedyDualSizeFrequency, heir: int = NO_NODE) -> int:
+    node = policy.victim()
+    assert node is not None
+    policy.on_evicted(node, heir)
+    policy.on_removed(node)
+    return node
+
+
+def test_gdsf_takes_what_saves_the_least_for_its_bytes() -> None:
+    policy = gdsf(3.0, 1.0, 2.0)
+    assert [evicted(policy) for _ in range(3)] == [1, 2, 0]
+
+
+def test_gdsf_keeps_what_was_used() -> None:
+    policy = gdsf(1.0, 1.0, 1.0)
+    policy.on_hit(0, 1.0)
+    policy.on_hit(2, 1.0)
+    policy.on_hit(2, 2.0)
+    assert [evicted(policy) for _ in range(3)] == [1, 0, 2]
+
+
+def test_gdsf_s_clock_overtakes_what_is_used_no_more() -> None:
+    """However often it was used: each newcomer starts at the score of what went before it."""
+    policy = gdsf(1.0)
+    for hit in range(1000):
+        policy.on_hit(0, float(hit))
+    for newcomer in range(1, 100):
+        policy.on_commit(newcomer, 1000.0)
+        policy.on_candidate(newcomer, 1.0)
+        if evicted(policy) == 0:
+            break
+    assert 1 < newcomer < 20
+
+
+def test_gdsf_what_continues_a_used_path_inherits_its_uses_and_a_shared_prefix_passes_none_on() -> None:
+    policy = gdsf(1.0, 1.0)
+    for _ in range(3):
+        policy.on_hit(0, 1.0)
+    policy.on_commit(2, 2.0, parent=0)
+    policy.on_candidate(2, 1.0)
+    assert evicted(policy) == 1
+    for child in range(3, 3 + SHARED_CHILDREN):
+        policy.on_commit(child, 3.0, parent=0)
+    for other in (0, 2):
+        policy.on_hit(other, 3.0)
+    policy.on_candidate(child, 1.0)
+    assert evicted(policy) == child
+
+
+def test_gdsf_an_heir_inherits_the_standing_of_what_went() -> None:
+    policy = gdsf(1.0, 1.0, 1.0)
+    policy.on_hit(1, 1.0)
+    policy.on_evicted(1, 0)
+    policy.on_removed(1)
+    policy.on_candidate(0, 1.0)
+    assert [evicted(policy) for _ in range(2)] == [2, 0]
+
+
+def test_gdsf_what_comes_back_after_its_eviction_is_known_again() -> None:
+    policy = gdsf(1.0)
+    assert evicted(policy) == 0
+    for node, mark in ((1, 1000), (2, 7777)):
+        policy.on_commit(node, 1.0, mark=mark)
+        policy.on_candidate(node, 1.0)
+    assert [evicted(policy) for _ in range(2)] == [2, 1]
+
+
+def test_useless_units_go_before_all_others() -> None:
+    for name in policy_names():
+        policy = policy_by_name(name)
+        for node in range(3):
+            policy.on_commit(node, float(node))
+            policy.on_candidate(node, 1.0)
+        policy.on_candidate(2, USELESS)
+        policy.on_hit(2, 9.0)
+        assert policy.victim() == 2
+        policy.on_candidate(2, 1.0)
+        assert policy.victim() in (0, 1)
+
+
+def test_i4_gdsf_holds_a_few_bytes_a_node_and_no_more_ghosts_than_it_may() -> None:
+    policy = GreedyDualSizeFrequency(ghosts=100)
+    for node in range(50_000):
+        policy.on_commit(node, 0.0, mark=node + 1)
+        policy.on_candidate(node, 1.0)
+    for _ in range(40_000):
+        evicted(policy)
+    columns = (policy._touched, policy._worth, policy._marks)
+    held = policy._candidates.size_bytes + sum(column.itemsize * len(column) for column in columns)
+    held += len(policy._uses) + len(policy._children)
+    assert held <= 46 * 50_000
+    assert (len(policy._ghost_marks), len(policy._ghost_uses)) == (100, 100)

@@ -239,5 +239,6 @@ class Evictor:
         return None
 
     def _heir(self, node: int) -> int:
+        """The node that requests resume at without this one."""
         above = self._tree.usable.resume(node)
         return NO_NODE if above == NONE else above

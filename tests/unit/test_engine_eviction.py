@@ -1,0 +1,169 @@
+"""What goes when room is needed (DESIGN 5, Eviction): units, their order, and what must stay."""
+
+from __future__ import annotations
+
+import pytest
+from kvdepot.core.calls import EndRequestCall, Kind
+from kvdepot.core.planner import GroupSpec
+from kvdepot.server.engine import evicting
+
+from tests.fakes.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, spec_of
+
+BOTH = (Kind.ATTENTION, Kind.STATE)
+ATTENTION = (Kind.ATTENTION,)
+WINDOWS = spec_of(
+    GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4096,)),
+    GroupSpec(Kind.WINDOW, 16, window_tokens=CHUNK + 17, rank_block_bytes=(4096,)),  # reaches into two chunks
+    name="windows",
+)
+
+
+def checkpoint(client: Client, keys: list[bytes], *at: int, request: str = "") -> None:
+    """Store the path with states at the ends of these chunks only."""
+    client.store(keys, ATTENTION, request=request)
+    for chunk in at:
+        parent = keys[chunk - 1] if chunk else bytes(16)
+        client.store([keys[chunk]], (Kind.STATE,), start=chunk, parent=parent, request=request)
+
+
+def depth(client: Client, keys: list[bytes]) -> int:
+    return client.locate(keys).boundary_tokens // CHUNK
+
+
+def objects(rig: Rig) -> int:
+    return rig.engine.status().tier.objects
+
+
+def evict(rig: Rig) -> int:
+    """How many objects went with one unit."""
+    before = objects(rig)
+    assert rig.engine._space.evict_one("room")
+    audit(rig.engine)
+    return before - objects(rig)
+
+
+def test_a_leaf_s_state_takes_the_attention_that_only_it_made_usable() -> None:
+    rig = Rig()
+    client = rig.attach(spec=HYBRID)
+    keys = path("p", 6)
+    checkpoint(client, keys, 1, 5)
+    rig.now += 1
+    client.acquire([*keys[:2], keys[1]], [*ATTENTION, *ATTENTION, Kind.STATE])  # lent: its state stays
+    assert evict(rig) == 5  # chunks 2 to 5 and the state at 5
+    assert depth(client, keys) == 2
+    assert objects(rig) == 3
+
+
+def test_a_branch_keeps_the_attention_that_others_need() -> None:
+    rig = Rig()
+    client = rig.attach(spec=HYBRID)
+    trunk = path("trunk", 3)
+    for name in ("one", "two"):
+        rig.now += 1
+        branch = path(name, 2)
+        client.store([*trunk, *branch], ATTENTION)
+        client.store([branch[1]], (Kind.STATE,), start=4, parent=branch[0])
+    assert evict(rig) == 3  # two chunks and a state; the trunk is the other branch's as well
+    assert depth(client, [*trunk, *path("two", 2)]) == 5
+    assert evict(rig) == 6
+
+
+def test_the_state_of_an_inner_node_goes_alone() -> None:
+    rig = Rig(eviction="lru")
+    client = rig.attach(spec=HYBRID)
+    keys = path("p", 4)
+    checkpoint(client, keys[:2], 1)
+    rig.now += 1
+    client.store(keys[2:], ATTENTION, start=2, parent=keys[1])
+    client.store(keys[3:], (Kind.STATE,), start=3, parent=keys[2])
+    assert evict(rig) == 1
+    assert depth(client, keys) == 4
+    assert depth(client, keys[:3]) == 0
+    assert evict(rig) == 5
+
+
+def test_the_last_state_of_a_path_never_goes_without_what_it_made_usable() -> None:
+    """Else attention would stay that nobody could use."""
+    rig = Rig()
+    client = rig.attach(spec=HYBRID)
+    keys = path("p", 4)
+    checkpoint(client, keys, 1, request="r")
+    client.store(keys[2:], ATTENTION, start=2, parent=keys[1], request="r")  # in progress, no state yet
+    space = rig.engine._space
+    assert not space.evict_one("room")
+    rig.engine.end_request(EndRequestCall(client.session, "r"))
+    assert depth(client, keys) == 2
+    assert evict(rig) == 3
+
+
+def test_p11_what_nobody_could_resume_at_goes_first_once_no_request_stands_on_it() -> None:
+    rig = Rig()
+    client = rig.attach(spec=HYBRID)
+    checkpoint(client, path("old", 2), 1)
+    rig.now += 50
+    client.store(path("unfinished", 3), ATTENTION)
+    client.store(path("in progress", 3), ATTENTION, request="r")
+    assert evict(rig) == 3
+    assert depth(client, path("old", 2)) == 2
+    assert evict(rig) == 3
+    assert depth(client, path("old", 2)) == 0
+    assert not rig.engine._space.evict_one("room")
+    assert objects(rig) == 3
+
+
+def test_a_unit_longer_than_the_limit_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evicting, "UNIT_NODES_MAX", 4)
+    rig = Rig(eviction="lru")
+    client = rig.attach(spec=HYBRID)
+    checkpoint(client, path("long", 10), 9)
+    rig.now += 1
+    checkpoint(client, path("other", 2), 1)
+    assert [evict(rig) for _ in range(3)] == [5, 4, 2]
+    assert depth(client, path("other", 2)) == 2
+
+
+def test_d2_windows_that_reach_into_several_chunks_stay_as_long_as_a_boundary_needs_them() -> None:
+    rig = Rig()
+    client = rig.attach(spec=WINDOWS)
+    keys = path("p", 5)
+    client.store(keys, (Kind.ATTENTION, Kind.WINDOW))
+    space = rig.engine._space
+    nodes = [space.index.find(0, key) for key in keys]
+    assert [space.usable.usable(node) for node in nodes] == [True] * 5
+    space.drop_row(nodes[1], Kind.WINDOW)
+    audit(rig.engine)
+    assert [space.usable.usable(node) for node in nodes] == [True, False, False, True, True]
+    assert evict(rig) in (1, 2)
+    audit(rig.engine)
+    assert depth(client, keys) >= 4
+
+
+def test_what_is_lent_is_passed_over_until_it_is_given_back() -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.store(path("p", 2))
+    lease, _ = client.acquire(path("p", 2))
+    assert not rig.engine._space.evict_one("room")
+    client.release(lease)
+    assert evict(rig) == 1
+
+
+def test_a_path_that_was_continued_outlives_one_that_was_not() -> None:
+    """Cost-weighted: the conversation's uses count for what it added, and its older chunks for the chunks below."""
+    rig = Rig(data_pages=24)
+    client = rig.attach()
+    talk = path("talk", 4)
+    client.store(talk[:2])
+    for turns in (2, 3):
+        _, reply = client.acquire(talk[:turns])
+        assert reply.extents
+        client.release(rig.leases)
+        client.store([talk[turns]], start=turns, parent=talk[turns - 1])
+    for scan in range(20):
+        rig.now += 1
+        client.store(path(scan, 2))
+        audit(rig.engine)
+        if scan == 5:
+            assert depth(client, talk) == 4
+            assert depth(client, path(0, 2)) == 0
+    assert depth(client, talk) == 0, "what was used once must not stay for ever"
