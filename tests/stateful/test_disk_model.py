@@ -64,7 +64,7 @@ class DiskModel(RuleBasedStateMachine):
 
 TestDiskModel = DiskModel.TestCase
 TestDiskModel.settings = settings(
-    max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
