@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
@@ -315,6 +316,8 @@ def _audit_tiers(engine: Engine, nodes: set[int]) -> None:
     for tier in space.tiers:
         held = {(node, kind): tier.handle(node, kind) for node in nodes for kind in Kind if tier.has(node, kind)}
         assert tier.objects == len(held) == len(set(held.values()))
+        told = {(slot, kind): n for slot in space.namespaces.by_slot for kind, n in tier.contents(slot).items()}
+        assert told == Counter((index.namespace(node), int(kind)) for node, kind in held)
         assert all(tier.owner(handle) == owner for owner, handle in held.items())
         if isinstance(tier.tier, MemoryTier) and tier.tier.readable:
             assert set(held.values()) == set(tier.tier.medium.stored), "the medium holds something else"
