@@ -14,9 +14,8 @@ from itertools import pairwise
 import pytest
 from kvdepot.server.tiers.base import IoOutcome
 
-from tests.daemon_process import DaemonProcess
 from tests.disk_load import DiskLoad, serve_all
-from tests.disk_world import RAM, DiskWorld, indexed, sampled
+from tests.disk_world import DiskWorld, indexed, sampled
 from tests.known_objects import KnownEngine, dense, hybrid
 from tests.raw_client import wait_until
 
@@ -166,17 +165,3 @@ def test_p4_t2_after_a_reboot_objects_come_from_the_disk(seed: int) -> None:
             with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
                 assert not serve_all(engine, before, PROMPTS)
         assert world.counter("promoted_objects") - read_before >= len(before)
-
-
-def test_t2_two_daemons_on_one_directory_are_refused() -> None:
-    with DiskWorld() as world:
-        other = DaemonProcess(ram=RAM, config=(world.daemon.directory / "kvdepot.toml").read_text())
-        try:
-            other.start(ready=False)
-            assert other.process is not None
-            assert other.process.wait(20) == 1
-            assert f"is held by the daemon with pid {world.daemon.pid}" in other.log
-            other.process = None
-        finally:
-            other.close()
-        assert world.tier().state == "ready"

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-_DEGRADED_STATES = ("degraded", "read-only", "unavailable")
+_DEGRADED_STATES = ("degraded", "read-only", "offline")
 _OPEN_BREAKERS = ("open", "probing")
 _TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStatus], float]], ...] = (
     ("capacity_bytes", "Configured capacity, everything included.", lambda tier: tier.capacity_bytes),
