@@ -74,10 +74,6 @@ class Journal:
         """Nobody appends, and nobody can any more."""
         return self._under_way is None and not self._held
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
     def open(self, store_id: bytes, generation: int, limit_bytes: int) -> None:
         """A new one, whose header an opening has written."""
         assert self.idle and not self._waiting

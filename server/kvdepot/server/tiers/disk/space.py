@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvdepot.core.allocator import GRANULE_BYTES, Extent, ExtentAllocator
+from kvdepot.core.allocator import Extent, ExtentAllocator
 from kvdepot.server.tiers.disk.records import FRAGMENTS_MAX
 
 
@@ -52,10 +52,6 @@ class Space:
     def used_bytes(self) -> int:
         """Without what is on its way to be free."""
         return self._allocator.used_bytes - self.coming_bytes
-
-    @property
-    def ready_bytes(self) -> int:
-        return self._allocator.ready_bytes
 
     def grow(self, upto_bytes: int) -> None:
         self._allocator.grow(upto_bytes)
@@ -222,8 +218,3 @@ class Space:
 
 def _bytes(held: _Held) -> int:
     return sum(length for _, length in held.fragments)
-
-
-def pages(size_bytes: int) -> int:
-    """Rounded up to whole pages."""
-    return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
