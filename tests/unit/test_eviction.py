@@ -265,6 +265,16 @@ def test_gdsf_what_comes_back_after_its_eviction_is_known_again() -> None:
     assert [evicted(policy) for _ in range(2)] == [2, 1]
 
 
+def test_gdsf_a_hit_of_what_only_another_tier_has_says_nothing_of_a_later_node() -> None:
+    policy = gdsf(1.0)
+    policy.on_hit(9, 1.0)
+    policy.on_evicted(0, 8)
+    policy.on_removed(0)
+    for node in (8, 9):
+        policy.on_commit(node, 2.0, mark=node)
+        assert (policy._uses[node], policy._marks[node]) == (0, node)
+
+
 def test_useless_units_go_before_all_others() -> None:
     for name in policy_names():
         policy = policy_by_name(name)

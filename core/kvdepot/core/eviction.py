@@ -230,8 +230,9 @@ class GreedyDualSizeFrequency:
 
     def on_hit(self, node: int, now: float) -> None:  # noqa: ARG002
         self._know(node)
-        self._uses[node] = min(self._uses[node] + 1, _USES_MAX)
-        self._touch(node)
+        if self._touched[node] != _FIRST:  # else another tier's
+            self._uses[node] = min(self._uses[node] + 1, _USES_MAX)
+            self._touch(node)
 
     def on_candidate(self, node: int, worth: float) -> None:
         self._know(node)
@@ -252,9 +253,7 @@ class GreedyDualSizeFrequency:
             self._ghost_uses[slot] = self._uses[node]
         if heir != NO_NODE:
             self._know(heir)
-            if self._children[heir] < SHARED_CHILDREN:
-                self._uses[heir] = max(self._uses[heir], self._uses[node])
-            self._touched[heir] = max(self._touched[heir], self._touched[node])
+            self._inherit(heir, node)
 
     def on_removed(self, node: int) -> None:
         self._candidates.discard(node)
@@ -280,6 +279,13 @@ class GreedyDualSizeFrequency:
         if self._children[parent] < SHARED_CHILDREN:
             self._children[parent] += not returned
             self._uses[node] = max(self._uses[node], self._uses[parent])
+
+    def _inherit(self, heir: int, node: int) -> None:
+        if self._touched[heir] == _FIRST:
+            return  # another tier's
+        if self._children[heir] < SHARED_CHILDREN:
+            self._uses[heir] = max(self._uses[heir], self._uses[node])
+        self._touched[heir] = max(self._touched[heir], self._touched[node])
 
     def _touch(self, node: int) -> None:
         self._touched[node] = max(self._touched[node], self._clock)
