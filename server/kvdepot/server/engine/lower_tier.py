@@ -74,7 +74,7 @@ class LowerTier:
         space.settle_node(node)
         parent = space.index.parent(node)
         if parent != NONE:
-            self.settle(parent)
+            space.settle_evictors(parent)
 
     def forget(self, node: int, kind: int) -> int:
         """The tier does not have this object any more. Returns its handle; the caller settles the node."""

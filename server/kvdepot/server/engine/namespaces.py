@@ -55,8 +55,8 @@ class Namespace:
 
     def learn(self, kind: int, raw_bytes: int) -> None:
         """An object of it was found on a medium. What an engine registers says more."""
-        if self.spec is None:
-            self.object_bytes.setdefault(kind, raw_bytes)
+        if self.spec is None and kind not in self.object_bytes:
+            self.object_bytes[kind] = raw_bytes
             kinds = tuple(sorted({*self.object_bytes, *(kind for kind, count in self.objects.items() if count)}))
             self.path_kind = kinds[0]
             self._need(kinds, self.window_chunks)

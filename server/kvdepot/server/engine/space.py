@@ -6,7 +6,8 @@ eviction policy. Everything that leaves the index goes through `drop_row`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -64,6 +65,7 @@ class Space:
         self.evictor = Evictor(self, self, policy, self._count_evicted)
         self.policy = policy
         self.tiers = tuple(LowerTier(self, number, *one) for number, one in enumerate(tiers))
+        self._unsettled: dict[int, None] | None = None  # nodes that `settling_once` settles at its end
         self.unverified = 0  # adopted objects not yet verified
         self.unsummed = 0  # committed objects without a sum
         self.objects = 0  # committed objects
@@ -109,7 +111,7 @@ class Space:
         self.index.set_row(node, kind, row)
         above = self.index.parent(node)
         if above != NONE:
-            self._settle_evictors(above)
+            self.settle_evictors(above)
         return row
 
     def _allocate(self, size_bytes: int) -> list[Extent]:
@@ -133,7 +135,7 @@ class Space:
         namespace.nodes += 1
         node = self.index.add(namespace.slot, key, parent, boundary)
         if parent != NONE:
-            self._settle_evictors(parent)
+            self.settle_evictors(parent)
         return node
 
     def commit(self, row: int, node: int) -> None:
@@ -162,9 +164,9 @@ class Space:
     def settle_node(self, node: int) -> None:
         """Objects of the node came, went or were completed: say anew what of it may go, in every tier."""
         changed = self.usable.settle(node)
-        self._settle_evictors(node)
+        self.settle_evictors(node)
         if changed not in (NONE, node):
-            self._settle_evictors(changed)
+            self.settle_evictors(changed)
 
     def _settle_namespace(self, namespace: Namespace) -> None:
         """It was adopted, and what its boundaries need is known only now. O(its nodes), once."""
@@ -172,10 +174,26 @@ class Space:
         for node in nodes[self.index.namespaces[nodes] == namespace.slot].tolist() if namespace.nodes else ():
             self.settle_node(node)
 
-    def _settle_evictors(self, node: int) -> None:
+    def settle_evictors(self, node: int) -> None:
+        """Say anew what of the node may go."""
+        if self._unsettled is not None:
+            self._unsettled[node] = None
+            return
         self.evictor.settle(node)
         for tier in self.tiers:
             tier.settle(node)
+
+    @contextmanager
+    def settling_once(self) -> Iterator[None]:
+        """Within it nothing is evicted; what may go is said once at its end, for each node that changed."""
+        self._unsettled = {}
+        try:
+            yield
+        finally:
+            unsettled, self._unsettled = self._unsettled, None
+            for node in unsettled:
+                if self.index.has_objects(node):
+                    self.settle_evictors(node)
 
     def node_of(self, row: int) -> int:
         """The node that has this row, NONE for a row that was unindexed."""
@@ -242,7 +260,7 @@ class Space:
                         tier.drop(at, kind)
             affected.add(self._forget(at))
         for at in affected.difference(order, (NONE,)):
-            self._settle_evictors(at)
+            self.settle_evictors(at)
         return len(order)
 
     def _unindex(self, node: int, kind: int) -> None:

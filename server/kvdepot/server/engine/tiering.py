@@ -120,11 +120,12 @@ class Tiering:
     def found(self, tier: Tier, objects: Sequence[Found]) -> None:
         """Take in what has a place in the tree; the tier drops the rest."""
         lower = self._by_name[tier.name]
-        for one in objects:
-            reason = self._take_in(lower, one)
-            self._space.counters.add(f"tier_found_objects.{tier.name}/{reason or 'kept'}")
-            if reason:
-                tier.drop(one.handle)
+        with self._space.settling_once():
+            for one in objects:
+                reason = self._take_in(lower, one)
+                self._space.counters.add(f"tier_found_objects.{tier.name}/{reason or 'kept'}")
+                if reason:
+                    tier.drop(one.handle)
 
     def _take_in(self, lower: LowerTier, one: Found) -> str:
         """Empty, or why the engine has no use for it."""
