@@ -20,6 +20,8 @@ PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 16
 WARM_UP_TOKENS = 400
 LOOKUP_TIMEOUT_SECONDS = 2.0  # a demo may run on a busy machine; the default of 0.05 would turn its delays into misses
+TIER_TIMEOUT_SECONDS = 60.0
+DISK = 1  # of the daemon's tiers; 0 is RAM
 Say = Callable[[str], None]
 
 
@@ -109,6 +111,36 @@ class Demo:
         self._settle()
         self._reset("A")
         self._measure("A", "after kvdepotd's SIGKILL and restart", expect_hits=True)
+        self._settle_on_disk()
+        self._say("stopping kvdepotd, removing its arena, and starting it again: all it has now is on its disk")
+        self._daemon.stop()
+        self._restart_without_arena()
+        self._daemon.wait_attached(len(self._engines))
+        self._reset("A")
+        self._measure("A", "after kvdepotd's restart, RAM off", expect_hits=True)
+        self._daemon.settle()
+        self._say("as after a reboot: ending engines and kvdepotd (SIGKILL), removing the arena, starting all again")
+        self._daemon.kill()
+        for name in ("A", "B"):
+            self._stop(name)
+        self._restart_without_arena()
+        self._start("A")
+        self._measure("A", "after a reboot", expect_hits=True)
+
+    def _restart_without_arena(self) -> None:
+        self._daemon.arena.unlink()
+        self._daemon.start()
+        self._daemon.wait(lambda status: status.tiers[DISK].state == "ready", TIER_TIMEOUT_SECONDS, "back on its disk")
+
+    def _settle_on_disk(self) -> None:
+        """Objects go to disk at their second use, behind everything else."""
+        self._say("waiting until the prompts are on disk")
+        objects = sum(run.objects for run in self._runs)
+        self._daemon.wait(
+            lambda status: status.tiers[DISK].objects >= objects and not status.tiers[DISK].queued_objects,
+            TIER_TIMEOUT_SECONDS,
+            f"done writing {objects} objects to disk",
+        )
 
     def _start(self, name: str) -> None:
         self._say(
