@@ -71,14 +71,16 @@ class Tiering:
             queue.pump()
 
     def statuses(self) -> tuple[TierStatus, ...]:
-        return tuple(
-            replace(
-                tier.tier.status(),
-                objects=tier.objects,
-                queued_objects=len(self._queues[tier.number]),
-                queued_bytes=self._queues[tier.number].waiting_bytes,
-            )
-            for tier in self._space.tiers
+        return tuple(map(self._status, self._space.tiers))
+
+    def _status(self, tier: LowerTier) -> TierStatus:
+        """The tier's own, with what waits here in front of what waits there."""
+        own, queue = tier.tier.status(), self._queues[tier.number]
+        return replace(
+            own,
+            objects=tier.objects,
+            queued_objects=own.queued_objects + len(queue),
+            queued_bytes=own.queued_bytes + queue.waiting_bytes,
         )
 
     # What is written when
