@@ -115,7 +115,7 @@ def test_a_spent_budget_drops_and_counts() -> None:
     assert in_tier(rig) == 3, "the path is made up for"
 
 
-@pytest.mark.parametrize("outcome", [IoOutcome.IO_ERROR, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY, IoOutcome.CANCELLED])
+@pytest.mark.parametrize("outcome", [IoOutcome.IO_ERROR, IoOutcome.READ_ONLY, IoOutcome.CANCELLED])
 def test_t5_a_failed_write_is_counted_and_ram_serves_on(outcome: IoOutcome) -> None:
     rig = Rig(tier=COMMIT)
     client = rig.attach()
@@ -356,3 +356,21 @@ def test_what_is_being_stored_anew_is_not_offered_from_the_tier() -> None:
     client.commit(lease, 0)
     assert client.locate(keys).boundary_tokens == CHUNK
     audit(rig.engine)
+
+
+def test_a_write_that_found_no_room_is_tried_again_at_the_next_tick() -> None:
+    rig = Rig(tier=COMMIT)
+    rig.tier.fail_next(IoOutcome.NO_SPACE)
+    store(rig.attach(), path("p", 2))
+    rig.tier.run()
+    assert rig.tier.jobs == [] and rig.engine.status().lower_tiers[0].queued_objects == 1
+    settle(rig)
+    assert in_tier(rig) == 2
+
+
+def test_an_object_larger_than_the_tier_holds_nothing_up() -> None:
+    rig = Rig(tier=COMMIT, tier_bytes=8192)
+    store(rig.attach(), path("p", 1))
+    settle(rig)
+    assert rig.counter("tier_writes_dropped.memory/too_large") == 1
+    assert rig.engine.status().lower_tiers[0].queued_objects == 0

@@ -64,7 +64,8 @@ class Tiering:
             capacity_bytes, config = tier.tier.capacity_bytes, tier.config
             if tier.tier.writable and tier.tier.used_bytes > config.high_watermark * capacity_bytes:
                 tier.evict_to(int(config.low_watermark * capacity_bytes), _EVICTIONS_PER_TICK, "watermark")
-        self.pump()
+        for queue in self._queues.values():
+            queue.tick()
 
     def pump(self) -> None:
         for queue in self._queues.values():

@@ -29,6 +29,7 @@ class WriteQueue:
         self._waiting: OrderedDict[int, tuple[int, int]] = OrderedDict()  # row -> its generation, bytes
         self._writing: dict[int, int] = {}  # row -> its generation
         self._pumping = False
+        self._full = False  # the tier had no room: what was dropped for it is not free before the next tick
         self.waiting_bytes = 0
 
     def __len__(self) -> int:
@@ -77,6 +78,10 @@ class WriteQueue:
 
     # Out
 
+    def tick(self) -> None:
+        self._full = False
+        self.pump()
+
     def pump(self) -> None:
         """Hand to the tier what it takes now."""
         if self._pumping:
@@ -84,10 +89,13 @@ class WriteQueue:
         self._pumping = True
         tier, space = self._tier.tier, self._space
         try:
-            while self._waiting and tier.writable and tier.write_slots > 0:
+            while self._waiting and tier.writable and tier.write_slots > 0 and not self._full:
                 row, (generation, size_bytes) = next(iter(self._waiting.items()))
                 if not self._missing(row, generation):
                     self._forget(row)
+                elif tier.cost_bytes(size_bytes) > tier.capacity_bytes:
+                    self._forget(row)
+                    self._refuse("too_large")
                 elif tier.budget_spent:
                     self._forget(row)
                     self._refuse("budget")
@@ -113,13 +121,13 @@ class WriteQueue:
         return self._space.rows.generation[row] == generation and self._space.rows.state[row] == COMMITTED
 
     def _has_path(self, node: int, kind: int) -> bool:
-        """Whether the objects before it on its path are in the tier, or being written."""
+        """Whether the objects before it on its path are in the tier, or on their way."""
         space, path_kind = self._space, self._space.path_kind(node)
         before = node if kind != path_kind else space.index.parent(node)
         if before == NONE or self._tier.has(before, path_kind):
             return True
         row = space.index.row(before, path_kind)
-        return row != NO_ROW and self._writing.get(row) == space.rows.generation[row]
+        return row != NO_ROW and self.has(row)
 
     def _write(self, row: int, generation: int) -> None:
         space, rows = self._space, self._space.rows
@@ -145,6 +153,11 @@ class WriteQueue:
             self._take_in(row, written, live=live)
         elif live and written.outcome is IoOutcome.CORRUPT:
             space.drop_corrupt(row)
+        elif live and written.outcome is IoOutcome.NO_SPACE:
+            self._full = True
+            self._enter(row)
+            if row in self._waiting:
+                self._waiting.move_to_end(row, last=False)
         elif live:
             space.settle_node(space.node_of(row))
         self.pump()
