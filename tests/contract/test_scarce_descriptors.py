@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -28,6 +29,8 @@ from tests.fakes.engine_rig import Rig
 
 @contextlib.contextmanager
 def _no_descriptor_left() -> Iterator[None]:
+    gc.collect()  # or what earlier tests left behind gives descriptors back in the middle
+    gc.disable()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest_free = os.dup(0)
     os.close(lowest_free)
@@ -36,6 +39,7 @@ def _no_descriptor_left() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        gc.enable()
 
 
 def _attach(path: Path) -> socket.socket:

@@ -21,6 +21,7 @@ from kvdepot.core.arena import ArenaLayout, ArenaTables, Superblock
 from kvdepot.core.calls import (
     AbandonCall,
     AcquireCall,
+    AcquireReply,
     CommitCall,
     CommitItem,
     EndRequestCall,
@@ -141,9 +142,16 @@ class DirectSession:
 
     def _serve(self, call: Any) -> Any:
         engine = self.depot.engine
-        serve: Any = {LocateCall: engine.locate, AcquireCall: engine.acquire, ReserveCall: engine.reserve}[type(call)]
+        serve: Any = {LocateCall: engine.locate, AcquireCall: self._acquire, ReserveCall: engine.reserve}[type(call)]
         values = {field: getattr(call, field) for field in type(call).__dataclass_fields__}
         return serve(type(call)(**{**values, "session": self._token}))
+
+    def _acquire(self, call: AcquireCall) -> AcquireReply:
+        """Answered at once: there is no tier below RAM."""
+        replies: list[AcquireReply] = []
+        self.depot.engine.acquire(call, replies.append)
+        (reply,) = replies
+        return reply
 
     def _end_lease(self, call: Any) -> None:
         if isinstance(call, AcquireCall):
