@@ -175,8 +175,10 @@ def test_a_full_tier_says_so_at_once_and_waits_for_what_is_on_its_way(rig: DiskR
     fill_up(rig)
     assert rig.submit_write(object_name(9999, raw_bytes=64 << 10))[0].outcome is IoOutcome.NO_SPACE
     rig.drop(next(iter(rig.listener.held)))
+    used_bytes = rig.tier.used_bytes
     answers = rig.submit_write(object_name(9999, raw_bytes=64 << 10))
     assert not answers  # the KILL is not in the journal yet
+    assert rig.tier.used_bytes == used_bytes + 17 * PAGE  # or the engine would promise these bytes to another
     rig.settle()
     assert answers[0].outcome is IoOutcome.OK
 

@@ -134,7 +134,8 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        return self._medium.space.used_bytes
+        """With what was accepted and waits for bytes that are on their way to be free: they are promised."""
+        return self._medium.space.used_bytes + self._writing.waiting_bytes
 
     @property
     def capacity_bytes(self) -> int:
