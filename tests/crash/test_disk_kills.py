@@ -15,7 +15,7 @@ import pytest
 from kvdepot.server.tiers.base import IoOutcome
 
 from tests.disk_load import DiskLoad, serve_all
-from tests.disk_world import DiskWorld, indexed, sampled
+from tests.disk_world import TIER, DiskWorld, indexed, sampled
 from tests.known_objects import KnownEngine, dense, hybrid
 from tests.raw_client import wait_until
 
@@ -147,7 +147,7 @@ def _strike_workers(number: signal.Signals, seed: int, strikes: int) -> None:
 
 
 def test_p4_t2_after_a_reboot_objects_come_from_the_disk(seed: int) -> None:
-    """An orderly stop, the arena dropped: all that the disk had is served again, byte for byte."""
+    """An orderly stop, the arena dropped: all that the disk had is served again, byte for byte; its index at once."""
     with DiskWorld() as world:
         for spec in SPECS:
             with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
@@ -160,6 +160,8 @@ def test_p4_t2_after_a_reboot_objects_come_from_the_disk(seed: int) -> None:
         world.drop_arena()
         world.start()
         assert not world.status().tiers[0].objects
+        assert world.tier().objects == len(before)
+        assert not world.counter(f"io_bytes.{TIER}/read"), "the index comes back without reading a payload"
         read_before = world.counter("promoted_objects")
         for spec in SPECS:
             with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
