@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvdepot.core.calls import AcquireOutcome, ReserveOutcome
+from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome
 
 from tests.fakes.engine_rig import CHUNK, Rig, audit, key, path, unpack
@@ -123,6 +123,39 @@ def test_i6_a_release_while_reading_leaves_the_extents_to_the_worker() -> None:
     audit(rig.engine)
     assert in_ram(rig) == 1, "what was read anyway is kept"
     assert client.acquire_later(keys, ATTENTION * 2, 1)[0].outcome is AcquireOutcome.REFUSED
+
+
+def test_i1_a_read_that_nobody_waited_for_any_more_is_joined_and_not_begun_again() -> None:
+    rig = Rig(tier=COMMIT)
+    keys = path("p", 1)
+    client = on_tier_only(rig, keys)
+    client.acquire_later(keys, ATTENTION, 1)
+    rig.tier.begin(rig.tier.jobs[0])
+    client.release(1)
+    answers = client.acquire_later(keys, ATTENTION, 2)
+    assert len(rig.tier.jobs) == 1, "a second worker would write to the extents after they are published"
+    rig.tier.run()
+    assert answers[0].outcome is AcquireOutcome.GRANTED
+    assert read(rig, answers[0]) == {7}
+    audit(rig.engine)
+
+
+def test_i1_what_was_proved_bad_while_an_acquire_waited_is_not_granted() -> None:
+    rig = Rig(tier=COMMIT)
+    keys = path("p", 3)
+    client = on_tier_only(rig, keys)
+    client.acquire_later(keys[:2], ATTENTION * 2, 1)
+    rig.tier.run()
+    client.release(1)
+    answers = client.acquire_later(keys, ATTENTION * 3, 2)
+    space = rig.engine._space
+    bad = space.index.find(next(iter(space.namespaces.by_slot)), keys[1])
+    space.drop_corrupt(space.index.row(bad, Kind.ATTENTION))
+    rig.tier.run()
+    assert [one.outcome for one in answers] == [AcquireOutcome.MISSING]
+    assert rig.engine.status().tier.lent_bytes == 0
+    audit(rig.engine)
+    assert client.acquire_later(keys, ATTENTION * 3, 2) == [], "nothing is remembered: it may be asked anew"
 
 
 def test_t7_a_session_that_dies_while_reading_leaves_nothing() -> None:

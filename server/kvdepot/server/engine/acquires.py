@@ -21,6 +21,7 @@ from kvdepot.server.engine.leases import ReadLease
 from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.promotions import Promotion, Promotions
+from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
 
@@ -131,7 +132,8 @@ class PendingAcquires:
     def _ended(self, lease: ReadLease, whole: bool) -> None:
         pending, lease.pending = lease.pending, None
         assert pending is not None, "a cancelled acquire ends once"
-        if whole:
+        # What was dropped while it waited, as corrupt perhaps, has its bytes yet, and a new generation.
+        if whole and (self._space.rows.states[pending.asked.rows] == COMMITTED).all():
             pending.answer(self._grant(lease, pending.asked))
             return
         lease.enter(LeaseEvent.END)

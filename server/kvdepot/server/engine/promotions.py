@@ -37,6 +37,7 @@ class _Reading:
     name: ObjectName
     loan: ObjectLoan
     generation: int
+    asked: bool = False  # the tier has the job: one whom nobody waits for may still be joined
     waiting: list[Promotion] = field(default_factory=list)
 
 
@@ -111,11 +112,12 @@ class Promotions:
     def start(self, promotion: Promotion, rows: Sequence[int]) -> None:
         """Wait for these rows, reading those that nobody reads yet. They are pinned by the caller."""
         promotion.readings = [self._readings[row] for row in rows]
-        fresh = [reading for reading in promotion.readings if not reading.waiting]
+        fresh = [reading for reading in promotion.readings if not reading.asked]
         for reading in promotion.readings:
             reading.waiting.append(promotion)
         for reading in fresh:
             if reading.waiting:  # else an earlier one failed at once, and nobody wants this one any more
+                reading.asked = True
                 extents = self._space.rows.extents(reading.row)
                 reading.tier.tier.read(reading.handle, reading.name, extents, reading.loan, self._answer(reading))
 
