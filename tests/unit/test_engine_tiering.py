@@ -327,6 +327,19 @@ def test_a_copy_lost_from_the_middle_of_a_path_is_written_again() -> None:
     assert rig.attach().locate(path("p", 3)).boundary_tokens == 3 * CHUNK
 
 
+def test_what_a_tier_said_is_lost_is_not_dropped_from_it() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach(spec=HYBRID)
+    store(client, path("p", 3), kinds=BOTH)
+    rig.tier.run()
+    reboot(rig)
+    lost = sorted(rig.tier.medium.stored)[:4]
+    rig.tier.lose(*lost)
+    audit(rig.engine)
+    assert not rig.tier.medium.stored, "what lay behind them went, each object once"
+    assert rig.engine._space.index.count == 0
+
+
 def test_what_lies_behind_a_hole_in_the_path_is_dropped_when_found() -> None:
     rig = Rig(tier=COMMIT)
     client = rig.attach(spec=HYBRID)

@@ -169,13 +169,16 @@ class Tiering:
         return namespaces.by_id.get(namespace_id) or namespaces.add(namespace_id, "", self._space.clock())
 
     def lost(self, tier: Tier, handles: Sequence[int]) -> None:
-        """Their objects are no longer there."""
-        lower = self._by_name[tier.name]
-        for handle in handles:
-            owner = lower.owner(handle)
-            if owner is not None:
-                lower.forget(*owner)
-                self.lost_copy(lower, *owner)
+        """Their objects are no longer there.
+
+        The last ones of each path first, and of a chunk the one that makes the path last: what goes with
+        an object that was lost is dropped from the tier, and must not be among the lost ones.
+        """
+        lower, boundary = self._by_name[tier.name], self._space.index.boundary
+        owners = [owner for handle in handles if (owner := lower.owner(handle)) is not None]
+        for node, kind in sorted(owners, key=lambda owner: (boundary(owner[0]), owner[1]), reverse=True):
+            lower.forget(node, kind)
+            self.lost_copy(lower, node, kind)
         self._space.counters.add(f"tier_lost_objects.{tier.name}/", len(handles))
 
     def lost_copy(self, lower: LowerTier, node: int, kind: int) -> None:
