@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from kvdepot.server.io.jobs import Answer, Append, Priority, Probe, Quarantine, ReadObject, WriteObject
-from kvdepot.server.tiers.base import IoOutcome, Read
+from kvdepot.server.tiers.base import IoOutcome, Read, Tier
 from kvdepot.server.tiers.disk.health import State
 
 from tests.fakes.disk_rig import PAGE, DiskRig, Loaned, failing, flip, object_name
@@ -328,6 +329,28 @@ def test_drops_while_the_index_is_read_again_are_not_forgotten(rig: DiskRig) -> 
     rig.check()
     rig.crash()
     assert rig.names() == {object_name(2)}
+
+
+def test_what_is_dropped_because_another_is_lost_gives_its_place_back(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind, lost = rig.stored(1), rig.stored(2, raw_bytes=260 * PAGE)
+    told = rig.listener.lost
+
+    def lose(tier: Tier, handles: Sequence[int]) -> None:
+        told(tier, handles)
+        rig.drop(behind)
+
+    monkeypatch.setattr(rig.listener, "lost", lose)
+    (rig.config.path / "segments" / "00001.seg").unlink()
+    assert rig.read(lost)[0].outcome is IoOutcome.GONE
+    rig.tick(6)
+    rig.settle()
+    assert rig.writable() and not rig.names()
+    rig.check()
+    assert rig.tier.used_bytes == 0
+    rig.crash()
+    assert not rig.names()
 
 
 def test_loads_go_before_stores_and_verification_last(rig: DiskRig) -> None:

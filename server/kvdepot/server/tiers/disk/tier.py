@@ -351,10 +351,10 @@ class DiskTier:
 
     def _opened(self, reopening: Reopening) -> None:
         """The index is complete. Workers are made, or made anew: they may have files open that are gone."""
-        self._reopening = None
         facts = reopening.facts
         assert facts is not None
-        unkilled = reopening.finish()
+        unkilled = reopening.finish()  # the engine drops what lay behind lost objects: part of this opening yet
+        self._reopening = None
         medium = self._medium
         self._serves = True
         self._scrubber.recover(facts.scrub_position)
