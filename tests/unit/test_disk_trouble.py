@@ -331,6 +331,28 @@ def test_drops_while_the_index_is_read_again_are_not_forgotten(rig: DiskRig) -> 
     assert rig.names() == {object_name(2)}
 
 
+def test_damage_found_while_the_index_is_read_again_gives_its_place_back(rig: DiskRig) -> None:
+    handles = [rig.stored(number) for number in range(2)]
+    name, reads = object_name(0), list[Read]()
+    flip(rig, handles[0], PAGE)
+    rig.journal.fault = failing(Append, IoOutcome.IO_ERROR, 1)
+    rig.tier._note_scrubbed(0)
+    rig.settle()
+    rig.tick(6)
+    while rig.tier._reopening is None or not rig.tier._reopening._streamed[handles[0]]:
+        assert rig.data.step() or rig.opener.step()
+    rig.tier.read(handles[0], name, rig.extents(name), Loaned(), reads.append)
+    while rig.data.step():
+        pass
+    assert reads[0].outcome is IoOutcome.CORRUPT and rig.tier._reopening is not None
+    del rig.listener.held[handles[0]]
+    rig.settle()
+    assert rig.writable()
+    rig.check()
+    rig.crash()
+    assert rig.names() == {object_name(1)}
+
+
 def test_what_is_dropped_because_another_is_lost_gives_its_place_back(
     rig: DiskRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ class Medium:
     budget: WriteBudget
     wall_clock: Callable[[], float]
     freed: Callable[[], None]  # there may be room for a write that waits
+    unindexed: Callable[[int, int], None]  # told (handle, sequence) of what is served no more
     events: logging.Logger = field(default_factory=lambda: logging.getLogger(EVENTS))
     sequence: int = 0  # of the next write
 
@@ -53,6 +54,7 @@ class Medium:
         self.tell(event, sequence, self.catalog.name(handle), reason)
         self.space.retire(sequence, self.catalog.fragments(handle))
         self.catalog.remove(handle)
+        self.unindexed(handle, sequence)
         return sequence
 
     def kill(self, sequence: int) -> None:

@@ -71,7 +71,7 @@ class Reopening:
             self._found(slice_found)
 
     def dropped(self, handle: int, sequence: int) -> None:
-        """The engine dropped an object meanwhile."""
+        """An object left meanwhile: the engine dropped it, or it is damaged."""
         if self._streamed[handle]:
             self._streamed[handle] = False
             self._died.append(sequence)

@@ -95,6 +95,7 @@ class DiskTier:
                 wall_clock=wall_clock,
             ),
             WriteBudget(config.write_budget_bytes, wall_clock), wall_clock, self._freed,
+            self._unindexed,
         )  # fmt: skip
         self._growth = Growth(data, space, layout, clock=clock, grown=self._freed)
         self._writing = Writing(medium, self._growth, clock=clock, refused=self._refused)
@@ -192,10 +193,7 @@ class DiskTier:
         self._reading.read(handle, name, extents, loan, done)
 
     def drop(self, handle: int) -> None:
-        sequence = self._medium.unindex(handle, "evicted")
-        if self._reopening is not None:
-            self._reopening.dropped(handle, sequence)
-        self._medium.kill(sequence)
+        self._medium.kill(self._medium.unindex(handle, "evicted"))
 
     def stored(self, handle: int) -> Stored:
         catalog = self._medium.catalog
@@ -393,6 +391,10 @@ class DiskTier:
 
     def _freed(self) -> None:
         self._writing.pump()
+
+    def _unindexed(self, handle: int, sequence: int) -> None:
+        if self._reopening is not None:
+            self._reopening.dropped(handle, sequence)
 
     def _compact(self, generation: int) -> None:
         """The journal of that generation is complete."""
