@@ -469,6 +469,17 @@ def test_the_scrubber_finds_damage_before_anybody_reads_it(tmp_path: Path) -> No
     rig.check()
 
 
+def test_damage_of_what_left_while_it_was_scrubbed_is_not_told_of_its_handle(rig: DiskRig) -> None:
+    handle = rig.stored(1)
+    flip(rig, handle, PAGE)
+    rig.tier._verify(handle, lambda: None)
+    rig.drop(handle)
+    assert rig.stored(2) == handle
+    rig.settle()
+    assert not rig.listener.lost_names
+    rig.check()
+
+
 def test_the_scrubber_goes_on_where_the_last_run_was(tmp_path: Path) -> None:
     rig = DiskRig(tmp_path / "tier", scrub_bytes_per_second=1 << 40)
     for number in range(600):

@@ -27,14 +27,14 @@ class Reading:
     def read(
         self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
     ) -> None:
-        self._submit(handle, name, tuple(extents), loan, Priority.LOAD, done)
+        self._submit(handle, name, tuple(extents), loan, Priority.LOAD, lambda read, _: done(read))
 
     def verify(self, handle: int, lost: Callable[[int], None], done: Callable[[], None]) -> None:
         """Read an object for its own sake. `lost` is told its handle if that is dead now."""
         name = self._medium.catalog.name(handle)
 
-        def verified(read: Read) -> None:
-            if read.outcome in DAMAGED:
+        def verified(read: Read, served: bool) -> None:
+            if served and read.outcome in DAMAGED:
                 lost(handle)
             done()
 
@@ -42,8 +42,9 @@ class Reading:
 
     def _submit(
         self, handle: int, name: ObjectName, extents: tuple[Extent, ...] | None, loan: Loan | None,
-        priority: Priority, done: Callable[[Read], None],
+        priority: Priority, done: Callable[[Read, bool], None],
     ) -> None:  # fmt: skip
+        """`done` is also told whether the handle was still this object's when the answer came."""
         medium = self._medium
         sequence = medium.catalog.sequence(handle)
         medium.space.read(sequence)
@@ -62,18 +63,18 @@ class Reading:
 
         def answered(answer: Answer) -> None:
             nonlocal overdue
-            read = self._judge(handle, sequence, name, answer)
+            served = handle in medium.catalog and medium.catalog.sequence(handle) == sequence
+            read = self._judge(handle, name, answer, served=served)
             overdue = answer.outcome is IoOutcome.TIMEOUT
             if not overdue:
                 finished()
-            done(read)
+            done(read, served)
 
         job = ReadObject(medium.parts(handle), name, sequence, extents)
         medium.data.submit(job, priority=priority, done=answered, loan=Hold(loan, ended))
 
-    def _judge(self, handle: int, sequence: int, name: ObjectName, answer: Answer) -> Read:
+    def _judge(self, handle: int, name: ObjectName, answer: Answer, *, served: bool) -> Read:
         catalog = self._medium.catalog
-        served = handle in catalog and catalog.sequence(handle) == sequence
         outcome = answer.outcome
         if outcome is IoOutcome.OK and served and answer.stored_sum != catalog.stored_sum(handle):
             outcome = IoOutcome.CORRUPT  # whole, but not what the index says
