@@ -37,6 +37,10 @@ def test_p3_hashes_that_no_other_process_repeats_are_refused(fleet: Fleet, tmp_p
     assert "set PYTHONHASHSEED" in refusal(options, tmp_path / "log")
 
 
+OUTPUT_TOKENS = 1800
+"""Enough for a request to be alive while a busy daemon stores its prompt."""
+
+
 def test_i1d_weights_changed_in_place_share_nothing_with_what_was_there(fleet: Fleet) -> None:
     engine = fleet.engine("dense")
     base = fleet.prompt(1500)
@@ -49,13 +53,13 @@ def test_i1d_weights_changed_in_place_share_nothing_with_what_was_there(fleet: F
 
     # A request that is alive across the change stores nothing; nothing stored before is served after.
     before = fleet.daemon.settle().tiers[0].objects
-    alive = engine.begin([fleet.prompt(1540)], 900)
+    alive = engine.begin([fleet.prompt(1540)], OUTPUT_TOKENS)
     fleet.daemon.wait(lambda status: status.tiers[0].objects >= before + 6, 30, "storing the prompt")
     engine.reset_connector()
-    stored = fleet.daemon.settle().tiers[0].objects
     assert not alive.done()
+    stored = fleet.daemon.settle().tiers[0].objects
     (done,) = engine.finish(alive)
-    assert (done.error, len(done.tokens)) == ("", 900)
+    assert (done.error, len(done.tokens)) == ("", OUTPUT_TOKENS)
     assert fleet.daemon.settle().tiers[0].objects == stored
     engine.reset_prefix_cache()
     after = fleet.ask(engine, base)
