@@ -101,6 +101,26 @@ def test_i4_the_queue_is_bounded_in_bytes_and_what_it_drops_is_counted() -> None
     assert in_tier(rig) == 3
 
 
+def test_a_full_queue_costs_a_long_path_no_walk_for_each_of_its_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = 60
+    rig = Rig(data_pages=2 * chunks, tier=TierConfig(WritePolicy.SECOND_USE, queue_bytes=2 * 8192))
+    rig.tier.writable = False
+    client = rig.attach()
+    store(client, path("p", chunks))
+    steps = 0
+    parent = rig.engine._space.index.parent
+
+    def counted(node: int) -> int:
+        nonlocal steps
+        steps += 1
+        return parent(node)
+
+    monkeypatch.setattr(rig.engine._space.index, "parent", counted)
+    client.acquire(path("p", chunks))
+    assert steps < 2 * chunks
+    assert rig.counter("tier_writes_dropped.memory/queue_full") == chunks - 2
+
+
 def test_a_spent_budget_drops_and_counts() -> None:
     rig = Rig(tier=COMMIT)
     client = rig.attach()

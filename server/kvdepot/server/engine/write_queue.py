@@ -45,6 +45,10 @@ class WriteQueue:
     def offer(self, node: int, kind: int) -> bool:
         """Queue an object of RAM behind what is missing of its path. False when it cannot be, or need not."""
         space, path_kind = self._space, self._space.path_kind(node)
+        own = space.index.row(node, kind)
+        if own != NO_ROW and not self.has(own) and not self._has_room(space.size_bytes(own)):
+            self._refuse("queue_full")  # before its path is walked: a long one has as many objects to offer
+            return False
         missing = [] if kind == path_kind else [kind]
         path: list[int] = []
         at = node
@@ -64,13 +68,16 @@ class WriteQueue:
         if self.has(row):
             return True
         size_bytes = self._space.size_bytes(row)
-        if self.waiting_bytes + size_bytes > self._tier.config.queue_bytes:
+        if not self._has_room(size_bytes):
             self._refuse("queue_full")
             return False
         self._forget(row)  # an earlier object of this row
         self._waiting[row] = (self._space.rows.generation[row], size_bytes)
         self.waiting_bytes += size_bytes
         return True
+
+    def _has_room(self, size_bytes: int) -> bool:
+        return self.waiting_bytes + size_bytes <= self._tier.config.queue_bytes
 
     def _forget(self, row: int) -> None:
         _, size_bytes = self._waiting.pop(row, (0, 0))
