@@ -90,6 +90,7 @@ def _check_medium(world: DiskWorld) -> None:
 
 def _check_served(world: DiskWorld, seed: int, when: str) -> None:
     """Every object that is durable is served, from whichever tier, or has ended since."""
+    wait_until(lambda: not world.status().tiers[0].unverified_objects, "what was adopted is verified", seconds=30)
     live = set(world.events.follow().live.values())
     for spec in SPECS:
         with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:

@@ -91,6 +91,7 @@ class Rig:
         seed: int = 0,
         tier: TierConfig | None = None,
         tier_bytes: int = 1 << 20,
+        tier_handles: int = 256,
         **config: object,
     ) -> None:
         tables_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).data_offset
@@ -105,6 +106,7 @@ class Rig:
         self.report = AdoptionReport()
         self.tier_config = tier
         self.tier_bytes = tier_bytes
+        self.tier_handles = tier_handles
         self.medium = Medium()
         self.worker_pids = 5000  # each run's tier has a worker process of its own
         self.populated_at_start = True
@@ -133,8 +135,9 @@ class Rig:
             return []
         self.worker_pids += 1
         self.tier = MemoryTier(
-            self.buffer, registry, medium=self.medium, capacity_bytes=self.tier_bytes, pid=self.worker_pids
-        )
+            self.buffer, registry, medium=self.medium, capacity_bytes=self.tier_bytes, handles_max=self.tier_handles,
+            pid=self.worker_pids,
+        )  # fmt: skip
         return [(self.tier, self.tier_config)]
 
     def liveness(self, identity: ProcessIdentity) -> Liveness:

@@ -127,9 +127,10 @@ class MemoryTier:
         done: Callable[[Written], None],
     ) -> None:  # fmt: skip
         cost_bytes = object_bytes(name.raw_bytes)
+        handles = len(self.medium.stored) + sum(not job.reads for job in self.jobs)
         if not self.writable:
             done(Written(IoOutcome.CANCELLED))
-        elif self._used + cost_bytes > self.capacity_bytes or len(self.medium.stored) >= self.handles_max:
+        elif self._used + cost_bytes > self.capacity_bytes or handles >= self.handles_max:
             done(Written(IoOutcome.NO_SPACE))
         else:
             self._used += cost_bytes

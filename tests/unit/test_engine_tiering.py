@@ -401,6 +401,20 @@ def test_a_write_that_found_no_room_is_tried_again_at_the_next_tick() -> None:
     assert in_tier(rig) == 2
 
 
+def test_t2_a_tier_that_runs_out_of_handles_before_bytes_evicts_for_them() -> None:
+    rig = Rig(tier=COMMIT, tier_handles=8)
+    client = rig.attach()
+    for number in range(12):
+        store(client, path(f"p{number}", 2))
+        settle(rig)
+    for _ in range(30):
+        settle(rig)
+    assert rig.engine.status().lower_tiers[0].queued_objects == 0
+    assert rig.counter("tier_evicted_objects.memory/room") > 0
+    assert in_tier(rig) > 4
+    audit(rig.engine)
+
+
 def test_an_object_larger_than_the_tier_holds_nothing_up() -> None:
     rig = Rig(tier=COMMIT, tier_bytes=8192)
     store(rig.attach(), path("p", 1))

@@ -162,6 +162,9 @@ class WriteQueue:
             space.drop_corrupt(row)
         elif live and written.outcome is IoOutcome.NO_SPACE:
             self._full = True
+            if tier.tier.writable:
+                # It has bytes, or would not have been asked: it lacks handles, records or an unbroken place.
+                tier.evictor.evict_one("room")
             self._enter(row)
             if row in self._waiting:
                 self._waiting.move_to_end(row, last=False)
