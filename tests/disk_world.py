@@ -178,7 +178,9 @@ probe_every = "200ms"
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            print(*(line for line in self.daemon.log.splitlines() if " error " in line), sep="\n")
         self.close()
 
 

@@ -69,7 +69,8 @@ TestDiskModel.settings = settings(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 class TestDiskModelLong(DiskModel.TestCase):  # type: ignore[misc,valid-type]
     settings = settings(
-        max_examples=400, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=200, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
     )

@@ -11,6 +11,7 @@ import pytest
 from kvdepot.server.io.jobs import Answer, Append, Priority, Probe, Quarantine, ReadObject, WriteObject
 from kvdepot.server.tiers.base import IoOutcome, Read, Tier
 from kvdepot.server.tiers.disk.health import State
+from kvdepot.server.tiers.disk.space import Space
 
 from tests.fakes.disk_rig import PAGE, DiskRig, Loaned, failing, flip, object_name
 
@@ -502,3 +503,10 @@ def test_what_cannot_be_read_now_is_not_lost(tmp_path: Path) -> None:
         rig.tick()
         rig.settle()
     assert not rig.listener.lost_names
+
+
+def test_what_is_dropped_before_its_place_is_claimed_counts_for_nothing() -> None:
+    space = Space(1 << 20)
+    space.grow(1 << 20)
+    space.retire(5, ((0, 8192),))
+    assert space.used_bytes == 0

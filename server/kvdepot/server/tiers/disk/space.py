@@ -50,8 +50,11 @@ class Space:
 
     @property
     def used_bytes(self) -> int:
-        """Without what is on its way to be free."""
-        return self._allocator.used_bytes - self.coming_bytes
+        """Without what is on its way to be free. What the engine drops while an opening streams is that before
+
+        its place is claimed: no less than nothing then.
+        """
+        return max(self._allocator.used_bytes - self.coming_bytes, 0)
 
     def grow(self, upto_bytes: int) -> None:
         self._allocator.grow(upto_bytes)
