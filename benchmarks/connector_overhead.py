@@ -1,6 +1,6 @@
 """What the connector costs on traffic that never hits (row D6): the same engine with and without it.
 
-Two engines of the dense toy run side by side, one of them works at a time. A pair is four
+Two engines of a toy (dense, or one with sliding windows) run side by side, one of them works at a time. A pair is four
 rounds, A B B A, in alternating roles, with fresh prompts that both get; each round ends with
 the last token, and the next begins when the daemon has committed everything. The daemon's
 arena is smaller than what is stored, so it evicts all the time.
@@ -21,8 +21,9 @@ from benchmarks.report import Report, arguments
 from demo.daemon import Daemon
 from demo.engine import ROOT, Engine, EngineOptions, depot_connector
 from demo.scenarios import await_lookups
-from demo.toys import DENSE, make_toy, prompt
+from demo.toys import DENSE, GEMMA3, Toy, make_toy, prompt
 
+TOYS = {toy.name: toy for toy in (DENSE, GEMMA3)}
 PAIRS_MIN = 10
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 32
@@ -88,14 +89,14 @@ class Contest:
         return counted.prompt_tokens + counted.generated_tokens, seconds
 
 
-def measure(pairs: int, requests: int, report: Report) -> None:
+def measure(toy: Toy, pairs: int, requests: int, report: Report) -> None:
     logs = Path(tempfile.mkdtemp(prefix="kvd-overhead-"))
-    model = make_toy(DENSE, ROOT / "build" / "toys")
+    model = make_toy(toy, ROOT / "build" / "toys")
     with Daemon(DAEMON) as daemon:
-        connected = EngineOptions(DENSE, model, depot_connector(daemon.endpoint), ARGUMENTS)
+        connected = EngineOptions(toy, model, depot_connector(daemon.endpoint), ARGUMENTS)
         with (
             Engine(connected, logs / "with.log") as with_connector,
-            Engine(EngineOptions(DENSE, model, None, ARGUMENTS), logs / "without.log") as without,
+            Engine(EngineOptions(toy, model, None, ARGUMENTS), logs / "without.log") as without,
         ):
             daemon.wait_attached(1)
             await_lookups(with_connector, daemon)
@@ -115,19 +116,21 @@ def measure(pairs: int, requests: int, report: Report) -> None:
         report.figure(f"{name}_tokens_s", statistics.median(one[name] for one in found), "tok/s")
     for counter in ("granted_write_bytes", "evicted_bytes", "locates"):
         report.note(counter, int(after[counter] - before[counter]))
+    report.note("model", toy.name)
     report.note("pairs", pairs)
     report.note("requests per round", f"{requests} of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens")
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=TOYS, default=DENSE.name, help="(default %(default)s)")
     parser.add_argument("--pairs", type=int, default=12, help=f"at least {PAIRS_MIN} (default %(default)s)")
     parser.add_argument("--requests", type=int, default=16, help="of one round (default %(default)s)")
     options = parser.parse_args()
     if options.pairs < PAIRS_MIN:
         parser.error(f"--pairs {options.pairs}: below {PAIRS_MIN} the bound says nothing")
     report = Report("connector_overhead: traffic that never hits")
-    measure(options.pairs, options.requests, report)
+    measure(TOYS[options.model], options.pairs, options.requests, report)
     report.finish(options.json)
 
 

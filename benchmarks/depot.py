@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.attachment import Attachment, EngineProcess, Transport
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.session import DepotSession
 from kvdepot.core.keys import NamespaceSpec
@@ -85,11 +85,11 @@ class Status:
 
 @contextlib.contextmanager
 def engine(
-    endpoint: Endpoint, spec: NamespaceSpec, name: str = "benchmark"
+    endpoint: Endpoint, spec: NamespaceSpec, name: str = "benchmark", transport: Transport = Transport.SHM
 ) -> Iterator[tuple[DepotSession, Attachment]]:
     """Scheduler and worker of one engine, attached and registered."""
     session = DepotSession(endpoint, name)
-    worker = Attachment(endpoint, EngineProcess(name, scheduler=False, rank=0))
+    worker = Attachment(endpoint, EngineProcess(name, scheduler=False, rank=0), transport=transport)
     session.start()
     worker.start()
     session.register(spec)

@@ -11,12 +11,17 @@ Geometries:
 
 * `attention`: one object a block, the last partial one included, so that figures compare with block caches.
 * `hybrid`: as Qwen3-Next (12 attention layers of 2 x 256 keys and values, 36 GDN layers of 32 x 128 x 128,
-  bfloat16): a state takes as much as the attention of three blocks. As an engine stores it: whole blocks only,
-  and one state a prompt, at its last whole block (retention 0).
+  bfloat16): a state takes as much as the attention of three blocks. As an engine stores it that keeps no states
+  between prompts (`prefix_cache_retention_interval` 0): whole blocks only, and one state a prompt, at its last one.
+* `hybrid_dense`: the same model in an engine that offers a state at every block (a retention interval of one block,
+  which storing generated tokens needs). Most of them nobody resumes at.
 
 A capacity is a fraction of what all distinct objects of the trace take. The hit rate is tokens resumed at over
 tokens asked for, both in blocks. `belady` evicts the unit whose end node occurs again the latest in the trace
 (never: first), among the units that may go: the optimum for units of one size (attention), an estimate for others.
+In `hybrid_dense` what counts is the next request that resumes at the node if all is there, not one that passes it.
+`lru_objects` is a cache of single objects without a tree: each has a recency of its own, and is used when it is
+loaded or stored.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import os
 import random
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +54,7 @@ from kvdepot.core.calls import (
     EndRequestCall,
     Kind,
     LocateCall,
+    LocateReply,
     ReleaseCall,
     ReserveCall,
     ReserveOutcome,
@@ -90,6 +97,7 @@ def read_trace(path: Path) -> list[Request]:
 class Geometry:
     name: str
     states: bool
+    dense: bool = False  # a state at every block, not only at the last one of a prompt
 
     def path(self, request: Request) -> tuple[int, ...]:
         """The blocks of a request that are looked up and stored."""
@@ -98,8 +106,14 @@ class Geometry:
     def unique_bytes(self, requests: Iterable[Request]) -> int:
         paths = [self.path(request) for request in requests]
         blocks = {block for path in paths for block in path}
-        ends = {path[-1] for path in paths if path} if self.states else set()
-        return (len(blocks) + STATE_BLOCKS * len(ends)) * OBJECT_BYTES
+        with_state = {block for path in paths for block in path[self.first_state(len(path)) :]}
+        return (len(blocks) + STATE_BLOCKS * len(with_state)) * OBJECT_BYTES
+
+    def first_state(self, blocks: int) -> int:
+        """The first block that is stored with a state, of a prompt of so many blocks."""
+        if not self.states:
+            return blocks
+        return 0 if self.dense else max(blocks - 1, 0)
 
     def spec(self) -> NamespaceSpec:
         groups = [GroupSpec(Kind.ATTENTION, BLOCK_TOKENS, rank_block_bytes=(OBJECT_BYTES,), layers=("a",))]
@@ -111,7 +125,11 @@ class Geometry:
         return NamespaceSpec({"benchmark": "policy"}, BLOCK_TOKENS, tuple(groups), sizes)
 
 
-GEOMETRIES = (Geometry("attention", states=False), Geometry("hybrid", states=True))
+GEOMETRIES = (
+    Geometry("attention", states=False),
+    Geometry("hybrid", states=True),
+    Geometry("hybrid_dense", states=True, dense=True),
+)
 
 
 class Belady:
@@ -133,8 +151,11 @@ class Belady:
     def on_hit(self, node: int, now: float) -> None:  # noqa: ARG002
         self.expect(node, self.at)
 
-    def on_candidate(self, node: int, worth: float) -> None:
-        self._candidates.put(node, -self._next.get(node, NEVER) if worth > USELESS else -2.0 * NEVER)
+    def on_end(self, node: int) -> None:
+        pass
+
+    def on_candidate(self, node: int, worth: float, group: int = 0) -> None:
+        self._candidates.put(node, -self._next.get(node, NEVER) if worth > USELESS else -2.0 * NEVER, group)
 
     def on_not_candidate(self, node: int) -> None:
         self._candidates.discard(node)
@@ -146,8 +167,8 @@ class Belady:
         self._candidates.discard(node)
         self._next.pop(node, None)
 
-    def victim(self) -> int | None:
-        return self._candidates.first()
+    def victim(self, groups: Iterable[int] | None = None) -> int | None:
+        return self._candidates.first(groups)
 
 
 def next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -157,6 +178,24 @@ def next_uses(paths: Sequence[Sequence[int]]) -> list[list[int]]:
     for number in range(len(paths) - 1, -1, -1):
         uses[number] = [last.get(block, NEVER) for block in paths[number]]
         last.update(dict.fromkeys(paths[number], number))
+    return uses
+
+
+def next_resumes(paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Likewise, the next request that has the block and none behind it that was asked for before."""
+    seen: set[int] = set()
+    resumes = []
+    for path in paths:
+        known = next((at for at, block in enumerate(path) if block not in seen), len(path))
+        resumes.append(path[known - 1] if known else None)
+        seen.update(path)
+    last: dict[int, int] = {}
+    uses: list[list[int]] = [[] for _ in paths]
+    for number in range(len(paths) - 1, -1, -1):
+        uses[number] = [last.get(block, NEVER) for block in paths[number]]
+        resumed = resumes[number]
+        if resumed is not None:
+            last[resumed] = number
     return uses
 
 
@@ -192,7 +231,9 @@ class Replay:
         if not keys:
             return 0
         call = LocateCall(self._session, self._namespace, b"".join(keys), len(keys) * BLOCK_TOKENS)
-        hit = self.engine.locate(call).boundary_tokens // BLOCK_TOKENS
+        located: list[LocateReply] = []
+        self.engine.locate(call, located.append)
+        hit = located[0].boundary_tokens // BLOCK_TOKENS
         if hit:
             self._load(keys[:hit])
         for start in range(hit, len(keys), CHUNKS_PER_CALL):
@@ -217,10 +258,9 @@ class Replay:
 
     def _store(self, keys: Sequence[bytes], start: int, end: int) -> None:
         chunks = list(range(start, end))
-        kinds = [Kind.ATTENTION] * len(chunks)
-        if self._geometry.states and end == len(keys):
-            chunks.append(end - 1)
-            kinds.append(Kind.STATE)
+        with_state = range(max(start, self._geometry.first_state(len(keys))), end)
+        kinds = [Kind.ATTENTION] * len(chunks) + [Kind.STATE] * len(with_state)
+        chunks += with_state
         lease = self._lease()
         call = ReserveCall(
             self._session, lease, self._namespace, b"".join(keys[at] for at in chunks),
@@ -239,7 +279,7 @@ def hit_rate(requests: Sequence[Request], geometry: Geometry, name: str, fractio
     policy = belady or policy_by_name(name, capacity_bytes // OBJECT_BYTES)
     replay = Replay(geometry, policy, capacity_bytes)
     paths = [geometry.path(request) for request in requests]
-    future = next_uses(paths) if belady else []
+    future = (next_resumes if geometry.dense else next_uses)(paths) if belady else []
     hits = 0
     for number, request in enumerate(requests):
         replay.now = request.at_seconds
@@ -255,23 +295,51 @@ def hit_rate(requests: Sequence[Request], geometry: Geometry, name: str, fractio
     return hits / sum(len(request.blocks) for request in requests)
 
 
+def objects_hit_rate(requests: Sequence[Request], geometry: Geometry, fraction: float) -> float:
+    """Likewise, of a cache of single objects that evicts the one whose last use is the longest ago."""
+    capacity = max(int(fraction * geometry.unique_bytes(requests)) // OBJECT_BYTES, 1)  # in blocks of attention
+    cache: OrderedDict[tuple[int, bool], int] = OrderedDict()  # what each takes, by block and whether it is a state
+    held = hits = 0
+    for request in requests:
+        path = geometry.path(request)
+        known = next((at for at, block in enumerate(path) if (block, False) not in cache), len(path))
+        hit = known
+        while geometry.states and hit and (path[hit - 1], True) not in cache:
+            hit -= 1
+        hits += hit
+        first_state = max(hit, geometry.first_state(len(path)))
+        for at in range(len(path) - 1, -1, -1):  # what comes first in a path goes last
+            if geometry.states and (at >= first_state or at == hit - 1):
+                held += STATE_BLOCKS - cache.pop((path[at], True), 0)
+                cache[path[at], True] = STATE_BLOCKS
+            held += 1 - cache.pop((path[at], False), 0)
+            cache[path[at], False] = 1
+        while held > capacity:
+            held -= cache.popitem(last=False)[1]
+    return hits / sum(len(request.blocks) for request in requests)
+
+
 def rows_of(requests: Sequence[Request], name: str, fractions: Sequence[float]) -> list[dict[str, object]]:
     """All figures; as many replays at once as there are processors."""
     rows: list[dict[str, object]] = []
     settings = [(geometry, fraction) for geometry in GEOMETRIES for fraction in fractions]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         running = [
-            [pool.submit(hit_rate, requests, geometry, policy, fraction) for policy in (name, "lru", BELADY)]
+            [
+                *(pool.submit(hit_rate, requests, geometry, policy, fraction) for policy in (name, "lru", BELADY)),
+                pool.submit(objects_hit_rate, requests, geometry, fraction),
+            ]
             for geometry, fraction in settings
         ]
         for (geometry, fraction), replays in zip(settings, running, strict=True):
-            rate, least, most = (round(replay.result(), 4) for replay in replays)
+            rate, least, most, objects = (round(replay.result(), 4) for replay in replays)
             rows.append(
                 {"geometry": geometry.name, "policy": name, "fraction": fraction,
-                 "hit_rate": rate, "lru": least, "belady": most}
+                 "hit_rate": rate, "lru": least, "lru_objects": objects, "belady": most}
             )  # fmt: skip
             print(
-                f"{geometry.name:<10} {fraction:>6.1%}  {name} {rate:.4f}  lru {least:.4f}  belady {most:.4f}"
+                f"{geometry.name:<12} {fraction:>6.1%}  {name} {rate:.4f}  lru {least:.4f}  lru_objects {objects:.4f}"
+                f"  belady {most:.4f}"
                 f"  {name}/belady {rate / most if most else 0:.2f}  {name}/lru {rate / least if least else 0:.2f}",
                 flush=True,
             )

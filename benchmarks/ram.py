@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 import numpy as np
 import torch
-from kvdepot.client.arena_map import ArenaMap
-from kvdepot.client.copy.base import CopyBatch, Direction, object_pieces
+from kvdepot.client.attachment import Transport
+from kvdepot.client.copy.base import Arena, CopyBatch, Direction, object_pieces
 from kvdepot.client.copy.cpu import CpuCopier
 from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.client.session import DepotSession
@@ -113,7 +113,7 @@ class Depot:
     def __init__(
         self,
         session: DepotSession,
-        arena: ArenaMap,
+        arena: Arena,
         copies: Copies,
         rng: random.Random,
         source_bytes: int = SOURCE_BYTES,
@@ -192,16 +192,20 @@ class Depot:
             if not isinstance(reply, ReserveReply) or set(reply.outcomes) != {ReserveOutcome.GRANTED}:
                 self.failures.append(f"reserve: {reply}"[:300])
                 return
-            extents = parse_extents(reply.extents, self.arena.layout.size_bytes)
+            extents = parse_extents(reply.extents, self.arena.size_bytes)
             pieces = self._pieces(extents, chain.blocks)
-            self.copies.tasks.put(lambda: self._store(lease, chain, pieces))
+            self.copies.tasks.put(lambda: self._store(lease, chain, extents, pieces))
 
         self.session.submit(call, CALL_SECONDS, granted)
 
-    def _store(self, lease: int, chain: Chain, pieces: list[CopyBatch]) -> None:
-        for batch in pieces:
-            self.readers.copy(self.arena, batch, Direction.STORE)
+    def _store(self, lease: int, chain: Chain, extents: Extents, pieces: list[CopyBatch]) -> None:
+        self._copy_in(extents, pieces)
         self.session.commit(lease, range(len(chain.keys)), self._committed)
+
+    def _copy_in(self, extents: Extents, pieces: list[CopyBatch]) -> None:
+        for batch in pieces:
+            if not self.arena.store(self.readers, extents, batch):
+                self.failures.append("a store did not get there")
 
     def _committed(self, outcomes: bytes) -> None:
         self.outstanding -= 1
@@ -217,18 +221,19 @@ class Depot:
             if not isinstance(reply, AcquireReply) or reply.outcome is not AcquireOutcome.GRANTED:
                 self.failures.append(f"acquire: {reply}"[:300])
                 return
-            extents = parse_extents(reply.extents, self.arena.layout.size_bytes)
-            rows, generations = extents.rows.tolist(), extents.generations.tolist()
+            extents = parse_extents(reply.extents, self.arena.size_bytes)
             pieces = self._pieces(extents, blocks)
-            self.copies.tasks.put(lambda: self._load(lease, pieces, rows, generations))
+            self.copies.tasks.put(lambda: self._load(lease, extents, pieces))
 
         self.session.submit(call, CALL_SECONDS, granted)
 
-    def _load(self, lease: int, pieces: list[CopyBatch], rows: list[int], generations: list[int]) -> None:
+    def _load(self, lease: int, extents: Extents, pieces: list[CopyBatch]) -> None:
+        rows, generations = extents.granted(extents.fragments)
         for batch in pieces:
             if not self.arena.check(rows, generations):
                 self.failures.append("a generation changed")
-            self.writers.copy(self.arena, batch, Direction.LOAD)
+            if not self.arena.load(self.writers, extents, batch):
+                self.failures.append("a load did not get there")
         if not self.arena.check(rows, generations):
             self.failures.append("a generation changed")
         self.session.release((lease,))
@@ -282,7 +287,7 @@ class Plain:
         return self.depot.copies.run(run)
 
 
-def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report) -> None:
+def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report, *, aims: bool) -> None:
     objects = ROUND_BYTES // OBJECT_BYTES // (1 if batch > 1 else 4)
     while sum(len(chain.keys) for chain in depot.chains) * OBJECT_BYTES < WORKING_SET_BYTES - batch * OBJECT_BYTES:
         depot.put(batch, objects)
@@ -303,7 +308,7 @@ def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report)
             ratios[name].append((before + after) / 2 / seconds)
             speeds[name].append(size / seconds)
             speeds[plain_name].append(size / ((before + after) / 2))
-    aim = {8: 0.90, 64: 0.95}.get(batch)
+    aim = {8: 0.90, 64: 0.95}.get(batch) if aims else None
     for name in ("put", "get"):
         if batch > 1:
             report.figure(f"{name}_ratio_{batch}", median(ratios[name]), "", at_least=aim)
@@ -319,9 +324,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 1])
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--transport", type=Transport, choices=(Transport.SHM, Transport.STREAM), default=Transport.SHM)
     options: argparse.Namespace = parser.parse_args()
     seed = options.seed if options.seed is not None else random.randrange(2**32)
-    report = Report("ram: 4 MiB objects through shared memory, one copying thread")
+    way = "shared memory" if options.transport is Transport.SHM else "streams"
+    report = Report(f"ram: 4 MiB objects through {way}, one copying thread")
     report.note("seed", seed)
     # By recency alone, so that it is known here what the daemon still has.
     with tempfile.TemporaryDirectory() as directory:
@@ -335,22 +342,22 @@ def run(options: argparse.Namespace, config: Path, seed: int, report: Report) ->
     with daemon(options.ram, config=config) as started:
         status = Status(started.endpoint)
         status.wait_populated(started)
-        with engine(started.endpoint, spec()) as (session, worker):
+        with engine(started.endpoint, spec(), transport=options.transport) as (session, worker):
             arena = worker.arena
             assert arena is not None
             depot = Depot(session, arena, Copies(), random.Random(seed))
             plain = Plain(depot, WORKING_SET_BYTES, str(started.arena_directory))
             filled = 0
-            while filled < arena.layout.data_bytes:  # from here on every put evicts
+            while filled < arena.size_bytes:  # from here on every put evicts
                 depot.put(64, 256)
                 filled += 256 * OBJECT_BYTES
             for batch in options.batches:
                 depot.chains.clear()
-                measure(depot, plain, batch, options.rounds, report)
+                measure(depot, plain, batch, options.rounds, report, aims=options.transport is Transport.SHM)
             final = status()
             report.note(
                 "arena",
-                f"{arena.layout.data_bytes / 2**30:.2f} GiB of data, {final.tiers[0].objects} objects at the end",
+                f"{arena.size_bytes / 2**30:.2f} GiB of data, {final.tiers[0].objects} objects at the end",
             )
             report.note("evictions", {k: v for k, v in final.counters.items() if "evict" in k})
 

@@ -21,9 +21,11 @@ from typing import Any, Self
 from demo.toys import CONTEXT_TOKENS_MAX, Toy
 
 ROOT = Path(__file__).resolve().parent.parent
-START_TIMEOUT_SECONDS = 240.0
+START_TIMEOUT_SECONDS = 600.0
 CALL_TIMEOUT_SECONDS = 120.0
 POOL_BYTES = 1 << 28
+LOAD_ALWAYS = 1000.0
+"""A `load_weight` for what is about bytes: toys compute a token in microseconds, and rightly wait for no disk."""
 
 
 class EngineProcessError(RuntimeError):
@@ -41,6 +43,7 @@ class Completion:
     seconds: float = 0.0
     finish_reason: str = ""
     error: str = ""
+    params: dict[str, Any] | None = None  # `kv_transfer_params` of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class PromptTokens:
     generated_tokens: int = 0
     preemptions: int = 0
     finished: int = 0
+    connector_tokens: int = 0  # loaded, by the connector's own count
 
     def since(self, earlier: PromptTokens) -> PromptTokens:
         return PromptTokens(
@@ -64,6 +68,7 @@ class PromptTokens:
             self.generated_tokens - earlier.generated_tokens,
             self.preemptions - earlier.preemptions,
             self.finished - earlier.finished,
+            self.connector_tokens - earlier.connector_tokens,
         )
 
 
@@ -108,10 +113,11 @@ class EngineOptions:
             # cores none would be left, so it reserves nothing at all: the engine would run on other cores than
             # the one without a connector that it is compared with.
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
-            "PYTHONPATH": str(ROOT),
         }
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-        return inherited | fixed | self.environment
+        # What this process was told to import comes first in its engines too, also where another copy is installed.
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return inherited | fixed | {"PYTHONPATH": os.pathsep.join(paths)} | self.environment
 
 
 def depot_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
@@ -193,11 +199,19 @@ class Engine:
             raise EngineProcessError(f"no answer within {timeout_seconds} s; the engine's log is {self.log}") from error
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, names: Sequence[str] = (), serial: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        names: Sequence[str] = (),
+        serial: bool = False,
+        params: dict[str, Any] | None = None,
     ) -> Future[Any]:
-        """Send prompts, all at once unless `serial`; pass the future to `finish`."""
+        """Send prompts, all at once unless `serial`; pass the future to `finish`. `params`: `kv_transfer_params`."""
         names = names or [f"r{next(self._names)}" for _ in prompts]
-        requests = [{"name": name, "prompt": list(ids)} for name, ids in zip(names, prompts, strict=True)]
+        requests = [
+            {"name": name, "prompt": list(ids), "params": params} for name, ids in zip(names, prompts, strict=True)
+        ]
         return self._send("generate", requests=requests, max_tokens=max_tokens, serial=serial)
 
     def finish(self, begun: Future[Any], timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> list[Completion]:
@@ -209,10 +223,10 @@ class Engine:
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, serial: bool = False) -> list[Completion]:
         return self.finish(self.begin(prompts, max_tokens, serial=serial))
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 16) -> Answer:
+    def ask(self, prompt: Sequence[int], max_tokens: int = 16, params: dict[str, Any] | None = None) -> Answer:
         """One request alone: its completion and where its prompt tokens came from."""
         before = self.totals()
-        (completion,) = self.generate([prompt], max_tokens)
+        (completion,) = self.finish(self.begin([prompt], max_tokens, params=params))
         if completion.error:
             raise EngineProcessError(f"{completion.error} (log: {self.log})")
         return Answer(completion, self.totals().since(before))

@@ -15,6 +15,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+from kvdepot.client.vllm.stats import KVDepotStats
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,11 +35,14 @@ class Totals(StatLoggerBase):  # type: ignore[misc]
         self.generated_tokens = 0
         self.preemptions = 0
         self.finished: set[str] = set()
-        self.connector: dict[str, Any] = {}
+        self.connector_tokens = 0
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
+        if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
+            hits = KVDepotStats(scheduler_stats.kv_connector_stats).data["counters"].get("hit_tokens", {})
+            self.connector_tokens += sum(hits.values())
         if iteration_stats is not None:
             source = iteration_stats.prompt_token_stats
             self.prompt_tokens += source.total
@@ -61,6 +65,7 @@ class Totals(StatLoggerBase):  # type: ignore[misc]
             "generated_tokens": self.generated_tokens,
             "preemptions": self.preemptions,
             "finished": len(self.finished),
+            "connector_tokens": self.connector_tokens,
         }
 
 
@@ -102,7 +107,10 @@ class EngineService:
         return list(await asyncio.gather(*(self._complete(request, max_tokens) for request in requests)))
 
     async def _complete(self, request: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, ignore_eos=True,
+            extra_args={"kv_transfer_params": request["params"]} if request["params"] is not None else None,
+        )  # fmt: skip
         started = time.perf_counter()
         first, last, name = None, None, request["name"]
         try:
@@ -117,6 +125,7 @@ class EngineService:
             "tokens": list(last.outputs[0].token_ids),
             "finish_reason": last.outputs[0].finish_reason,
             "cached_tokens": last.num_cached_tokens,
+            "params": last.kv_transfer_params,
             "first_token_seconds": first,
             "seconds": time.perf_counter() - started,
         }

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from demo.daemon import Daemon
-from demo.engine import Answer, Engine, EngineOptions, EngineProcessError, depot_connector
+from demo.engine import LOAD_ALWAYS, Answer, Engine, EngineOptions, EngineProcessError, depot_connector
 from demo.toys import Toy, make_toy, prompt
 
 PROMPTS = 3
 PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 16
-WARM_UP_TOKENS = 400
 LOOKUP_TIMEOUT_SECONDS = 2.0  # a demo may run on a busy machine; the default of 0.05 would turn its delays into misses
 TIER_TIMEOUT_SECONDS = 60.0
 DISK = 1  # of the daemon's tiers; 0 is RAM
 Say = Callable[[str], None]
+_WARM_UPS = itertools.count()  # prompts that nobody has seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,9 @@ class ToyRun:
     @staticmethod
     def make(toy: Toy, models: Path, endpoint: str) -> ToyRun:
         options = EngineOptions(
-            toy, make_toy(toy, models), depot_connector(endpoint, lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS)
+            toy,
+            make_toy(toy, models),
+            depot_connector(endpoint, lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS, load_weight=LOAD_ALWAYS),
         )
         chunk_tokens = toy.chunk_tokens
         boundary = (PROMPT_TOKENS - 1) // chunk_tokens * chunk_tokens
@@ -201,12 +203,21 @@ class Demo:
 
 
 def await_lookups(engine: Engine, daemon: Daemon, timeout_seconds: float = 60.0) -> None:
-    """Warm an engine up with fresh prompts until it asks the daemon about one (it has hashed its weights by then)."""
-    before = daemon.status().counters.get("locates", 0)
+    """Warm an engine up with fresh prompts until it asks the daemon about one (it has hashed its weights by then).
+
+    Of a prompt without a whole chunk it never asks, and one that loads nothing asks for room to store it.
+    """
+
+    def asked() -> float:
+        counters = daemon.status().counters
+        return counters.get("locates", 0) + counters.get("granted_write_bytes", 0)
+
+    tokens = engine.options.toy.chunk_tokens + 16
+    before = asked()
     until = time.monotonic() + timeout_seconds
-    for number in itertools.count():
-        engine.ask(prompt(WARM_UP_TOKENS, f"warm-up-{os.getpid()}-{id(engine)}-{number}"), 1)
-        if daemon.status().counters.get("locates", 0) > before:
+    while True:
+        engine.ask(prompt(tokens, f"warm-up-{os.getpid()}-{next(_WARM_UPS)}"), 1)
+        if asked() > before:
             return
         if time.monotonic() > until:
             raise EngineProcessError(

@@ -81,6 +81,68 @@ HYBRID = Toy(
 )
 """Three gated-delta-net groups (recurrent state) and one attention group; serial requests only, see requirements."""
 
+GEMMA3 = Toy(
+    "gemma3",
+    "Gemma3TextConfig",
+    _COMMON | {"num_hidden_layers": 6, "sliding_window": 512, "tie_word_embeddings": False},
+    "float32",
+    chunk_tokens=256,
+)
+"""Five layers of six look 512 tokens back, one looks at everything."""
+
+GPT_OSS = Toy(
+    "gpt_oss",
+    "GptOssConfig",
+    _COMMON | {"intermediate_size": 256, "sliding_window": 256, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "float32",
+    chunk_tokens=256,
+)
+"""Every other layer looks 256 tokens back; attention sinks, and experts."""
+
+MISTRAL = Toy("mistral", "MistralConfig", _COMMON | {"sliding_window": 500}, "float32", chunk_tokens=256)
+"""No layer looks further back than 500 tokens, which is no multiple of a block."""
+
+GEMMA4 = Toy(
+    "gemma4",
+    "Gemma4TextConfig",
+    _COMMON
+    | {
+        "num_hidden_layers": 7,
+        "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 3],
+        "sliding_window": 700,
+        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "per_layer_config": {str(layer): {"head_dim": 256, "num_key_value_heads": 2} for layer in (2, 4, 6)},
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "tie_word_embeddings": False,
+    },
+    "float32",
+    chunk_tokens=512,
+)
+"""Four layers with windows, three without: their heads are so large that vLLM gives the four blocks 16 times longer."""
+
+ONE_HEAD = Toy("one_head", "Qwen3Config", _COMMON | {"num_key_value_heads": 1}, "float32", chunk_tokens=256)
+"""One KV head for all queries: with tensor parallel, vLLM gives each rank a copy of it."""
+
+LATENT = Toy(
+    "latent",
+    "DeepseekV2Config",
+    {name: value for name, value in _COMMON.items() if name != "head_dim"}
+    | {
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 4,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "v_head_dim": 64,
+    },
+    "bfloat16",
+    chunk_tokens=256,
+)
+"""MLA: one latent vector a token, of the size that vLLM's CPU kernels have. With prefix caching they need AMX."""
+
 
 def make_toy(toy: Toy, directory: Path) -> Path:
     """The folder of `toy` below `directory`, written there unless it is complete already.
@@ -114,7 +176,7 @@ def _write(toy: Toy, directory: Path) -> None:
     torch.manual_seed(toy.seed)
     config = getattr(transformers, toy.config_class)(**toy.config)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, toy.dtype))
-    _sharpen(model, norm_is_offset=toy.config_class == "Qwen3NextConfig")
+    _sharpen(model, norm_is_offset=toy.config_class in ("Qwen3NextConfig", "Gemma3TextConfig"))
     model.save_pretrained(directory)
     _tokenizer().save_pretrained(directory)
 
@@ -123,10 +185,14 @@ def _sharpen(model: Any, *, norm_is_offset: bool) -> None:
     """Scale queries and keys by two each, and spread the state's decay rates over 0.0003 to 0.03 a token."""
     import torch
 
+    normed = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
+
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 weight.fill_(1.0 if norm_is_offset else 2.0)
+            elif not normed and name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight.mul_(2.0)
             elif name.endswith("A_log"):
                 weight.copy_(torch.log(10 ** (torch.rand(weight.shape) * 2 - 3.5)))
 

@@ -1,10 +1,16 @@
-"""How property tests run: without a limit per example (the machines are shared), and repeatable in CI."""
+"""How property tests run: without a limit per example (machines are shared), repeatable in CI. Fixtures of many."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+from kvdepot.server.engine.counters import Counters
+from kvdepot.server.metric_families import FAMILIES
+
+from tests.fakes.fuse_directory import FuseDirectory
 
 settings.register_profile(
     "kvdepot",
@@ -14,3 +20,28 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvdepot")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def declared_counters() -> Iterator[None]:
+    """What a test makes the daemon's code count has a declared name and label (row P10)."""
+    declared = {family.name: family for family in FAMILIES if family.samples is None}
+    add = Counters.add
+
+    def checked(self: Counters, name: str, amount: float = 1) -> None:
+        family, _, key = name.partition(".")
+        assert family in declared, f"{name}: declare it in server/kvdepot/server/metric_families.py"
+        label = key.partition("/")[2] if declared[family].tier_kinds else key
+        assert label in (declared[family].values or ("",)), f"{name}: not among the labels declared"
+        add(self, name, amount)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Counters, "add", checked)
+        yield
+
+
+@pytest.fixture
+def fuse() -> Iterator[FuseDirectory]:
+    """A mount of the test's own; modules that use it skip where there is no FUSE."""
+    with FuseDirectory() as mounted:
+        yield mounted

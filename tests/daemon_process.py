@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-START_SECONDS = 30.0
+START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 _MEMORY = Path("/dev/shm")
 
@@ -20,14 +20,23 @@ _MEMORY = Path("/dev/shm")
 class DaemonProcess:
     """Start, stop, kill and restart one daemon. Sockets and arena live in `directory`, arena pages in memory."""
 
-    def __init__(self, *, ram: str = "384MiB", config: str | None = None, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *, ram: str = "384MiB", config: str | None = None, options: tuple[str, ...] = (),
+        under: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """`under`: a module, with arguments, that runs the daemon's in its process.
+
+        It may be changed between two starts, and so may `pass_fds`: descriptors that the process gets as they are.
+        """
         self.directory = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"))
         self.arena_directory = Path(tempfile.mkdtemp(prefix="kvd", dir=_MEMORY if _MEMORY.is_dir() else "/tmp"))
         self.socket = self.directory / "d.sock"
         self.log_path = self.directory / "log"
-        self._ram = ram
+        self.ram = ram  # so is this
         self._options = options
-        self._config = config
+        self.config = config  # written at each start
+        self.under = under
+        self.pass_fds: tuple[int, ...] = ()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -60,14 +69,15 @@ class DaemonProcess:
 
     def command(self, *options: str) -> list[str]:
         config = []
-        if self._config is not None:
+        if self.config is not None:
             path = self.directory / "kvdepot.toml"
-            path.write_text(self._config)
+            path.write_text(self.config)
             config = [str(path)]
         own = ["--socket", str(self.socket), "--arena-dir", str(self.arena_directory)]
-        own += ["--ram", self._ram, "--metrics", "127.0.0.1:0"]
+        own += ["--ram", self.ram, "--metrics", "127.0.0.1:0"]
         own += [] if config else ["--disk", ""]
-        return [sys.executable, "-m", "kvdepot.server.app", "serve", *config, *own, *self._options, *options]
+        program = ["-m", *self.under, "kvdepot.server.app"]
+        return [sys.executable, *program, "serve", *config, *own, *self._options, *options]
 
     def start(self, *, ready: bool = True, options: tuple[str, ...] = ()) -> Self:
         """Returns when the daemon is ready to serve. Raises AssertionError with its log when it is not.
@@ -77,7 +87,9 @@ class DaemonProcess:
         assert self.process is None
         before = len(self.log)
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(self.command(*options), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                self.command(*options), stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=self.pass_fds
+            )
         if ready:
             self.wait_for_log("metrics on http://", before)
             self.wait_for_log("arena populated", before)
@@ -121,7 +133,11 @@ class DaemonProcess:
         shutil.rmtree(self.arena_directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:  # what does not begin must not stay either
+            self.close()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -86,7 +86,7 @@ class DiskWorld:
 
     def __init__(
         self, *, write: str = "commit", capacity: str = "64MiB", path: Path | None = None, options: str = "",
-        deadline: str = "2s", tables: str = "", high: float = 0.35,
+        deadline: str = "10s", tables: str = "", high: float = 0.35,
     ) -> None:  # fmt: skip
         """`path`: of an existing mount, else a directory of its own. `options`: further lines of the tier's table."""
         self.own = Path(tempfile.mkdtemp(prefix="kvdtier", dir="/tmp")) if path is None else None
@@ -164,11 +164,11 @@ probe_every = "200ms"
     @property
     def workers(self) -> list[int]:
         """Processes that may touch the medium for the daemon, without its opening process."""
-        return _children(self.daemon.pid, _WORKER)
+        return children(self.daemon.pid, _WORKER)
 
     @property
     def openers(self) -> list[int]:
-        return _children(self.daemon.pid, _OPENER)
+        return children(self.daemon.pid, _OPENER)
 
     def close(self) -> None:
         self.daemon.close()
@@ -176,7 +176,11 @@ probe_every = "200ms"
             shutil.rmtree(self.own, ignore_errors=True)
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:  # what does not begin must not stay either
+            self.close()
+            raise
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
@@ -189,12 +193,14 @@ def indexed(verdict: Verdict) -> dict[int, tuple[str, str]]:
     return {put.sequence: (put.name.key.hex(), Kind(put.name.kind).name.lower()) for put in verdict.index.puts}
 
 
-def _children(pid: int, module: bytes) -> list[int]:
+def children(pid: int, module: bytes) -> list[int]:
+    """Processes that `pid` has started and that run this module."""
     found = []
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            if module in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(int(child))
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                if module in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
     return found
 
 

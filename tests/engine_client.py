@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
-from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.attachment import Attachment, EngineProcess, Transport
 from kvdepot.client.copy.base import Direction, object_pieces
 from kvdepot.client.copy.cpu import CpuCopier
-from kvdepot.client.ctl.commands.status import get_status
+from kvdepot.client.ctl.calls import connect
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.extents import parse_extents
 from kvdepot.client.failures import CallFailure
@@ -54,12 +54,15 @@ def wait_until(what: Callable[[], bool], message: str = "it did not happen") -> 
 class EngineClient:
     """Scheduler and worker in one process."""
 
-    def __init__(self, endpoint: str, engine_id: str = "engine", name: str = "test") -> None:
+    def __init__(
+        self, endpoint: str, engine_id: str = "engine", name: str = "test", transport: Transport = Transport.SHM
+    ) -> None:
         self.endpoint = Endpoint.parse(endpoint)
         self.spec = spec(name)
         self.namespace = self.spec.namespace_id()
         self.session = DepotSession(self.endpoint, engine_id, confirm_timeout_seconds=0.5)
-        self.worker = Attachment(self.endpoint, EngineProcess(engine_id, scheduler=False, rank=0))
+        process = EngineProcess(engine_id, scheduler=False, rank=0)
+        self.worker = Attachment(self.endpoint, process, transport=transport)
         self.layers = [torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for _ in range(LAYERS)]
         self.copier = CpuCopier(self.layers)
 
@@ -72,14 +75,18 @@ class EngineClient:
         return self
 
     def wait_attached(self) -> None:
+        """Also where the daemon still counts, or counts already, an attachment that this side has not got."""
+
         def ready() -> bool:
             self.session.poll()
-            session = self.session
+            session, arena = self.session, self.worker.arena
             return (
                 session.attached
                 and session.registered(self.namespace)
                 and session.ranks_attached == 1
                 and self.worker.session is not None
+                and arena is not None
+                and arena.check([], [])
             )
 
         wait_until(ready, "not attached")
@@ -138,14 +145,14 @@ class EngineClient:
         arena = self.worker.arena
         assert arena is not None
         assert arena.arena_id == reply.arena_id
-        extents = parse_extents(reply.extents, arena.layout.size_bytes)
+        extents = parse_extents(reply.extents, arena.size_bytes)
         objects = list(extents.fragments)
         blocks = [range(first_block + index * IN_OBJECT, first_block + (index + 1) * IN_OBJECT) for index in objects]
         pieces = object_pieces(extents, objects, 0, range(LAYERS), [BLOCK_BYTES] * LAYERS, IN_OBJECT, blocks)
         rows, granted = extents.granted(objects)
         before = arena.check(rows, granted)
-        self.copier.copy(arena, pieces, direction)
-        return before and arena.check(rows, granted)
+        copy = arena.store if direction is Direction.STORE else arena.load
+        return before and copy(self.copier, extents, pieces) and arena.check(rows, granted)
 
     def equal_blocks(self, first: int, second: int, count: int) -> bool:
         """Whether two runs of `count` objects' blocks hold the same bytes."""
@@ -153,7 +160,8 @@ class EngineClient:
         return all(torch.equal(layer[first : first + span], layer[second : second + span]) for layer in self.layers)
 
     def status(self) -> DaemonStatus:
-        return get_status(self.endpoint, PATIENCE_SECONDS)
+        with connect(self.endpoint, PATIENCE_SECONDS) as operator:
+            return operator.status()
 
     def wait_nothing_owed(self) -> None:
         """No lease open on either side, no extent lent (to the checksum worker neither), credit back to full."""

@@ -1,7 +1,8 @@
 """An engine in a process of its own that holds what it was lent, for tests that kill or stop it.
 
 `python -m tests.engine_process SOCKET ENGINE_ID reserve|acquire PROMPT CHUNKS`: answers each line on stdin
-with one on stdout. The first line it prints names its extents.
+with one on stdout. The first line it prints names its extents. `locate PROMPT CHUNKS SECONDS` is answered by the
+boundary, `check` by whether its extents are as they were.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from kvdepot.core.calls import AcquireOutcome, ReserveOutcome
+from kvdepot.proto import codec
 
 from tests.raw_client import RawEngine, keys_of, payload_of
 
@@ -38,10 +40,14 @@ class EngineProcess:
         self.extents = list(zip(numbers[::2], numbers[1::2], strict=True))
 
     def ask(self, line: str) -> str:
+        self.say(line)
+        return self._read()
+
+    def say(self, line: str) -> None:
+        """Without waiting for the answer."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
-        return self._read()
 
     def _read(self) -> str:
         assert self.process.stdout is not None
@@ -78,7 +84,13 @@ def main(grpc_socket: str, engine_id: str, verb: str, prompt: str, chunks: str) 
         assert outcome is AcquireOutcome.GRANTED
     extents = [(index, offset, length) for index, _, offset, length, _ in _EXTENT.iter_unpack(packed)]
     print(*[f"{offset} {length}" for _, offset, length in extents], flush=True)
-    for _ in sys.stdin:  # "check": are the bytes still what they were?
+    for line in sys.stdin:
+        verb, *words = line.split()
+        if verb == "locate":
+            call = engine.locate_call(keys_of(words[0], int(words[1])), "asked", wait_seconds=float(words[2]))
+            print(codec.decode_locate_reply(engine.stub.Locate(call)).boundary_tokens, flush=True)
+            continue
+        assert verb == "check"
         at = dict.fromkeys(range(len(keys)), 0)
         same = True
         for index, offset, length in extents:

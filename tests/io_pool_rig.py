@@ -25,6 +25,8 @@ from tests.io_rig import ARENA_BYTES, IoRig
 class Registry:
     """Which workers the engine would have written down."""
 
+    earlier = 0
+
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
         self.started_in_all = 0
@@ -120,9 +122,15 @@ class PoolRig:
 
 @asynccontextmanager
 async def pool_on(rig: IoRig, directory: Path | None = None, **options: Any) -> AsyncIterator[PoolRig]:
-    """A pool over `directory` (else the rig's). Options: workers, deadline, failures, probe_seconds, and the pool's."""
+    """A pool over `directory` (else the rig's). Options: workers, deadline, failures, probe_seconds, and the pool's.
+
+    `started`: whether to wait for its first workers.
+    """
+    started = options.pop("started", True)
     under_test = PoolRig(rig, directory or rig.directory, **options)
     try:
+        if started:
+            await until(lambda: not under_test.pool.starting, "the workers have started")
         yield under_test
     finally:
         await under_test.pool.close(2.0)

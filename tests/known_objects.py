@@ -6,7 +6,7 @@ Prompts come in families that share their first chunks, so that the tree of chun
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -31,11 +31,13 @@ from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.proto import codec
 
-from tests.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine
+from tests.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, wait_until
 
 CHUNKS = 6
 SHARED_CHUNKS = 2
 FAMILY = 3
+_LOAD_SECONDS = 50.0
+"""A load waits for workers that a test keeps from starting, 20 s and more: an engine gives up sooner (T1)."""
 _EXTENT = struct.Struct("<5Q")
 _STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 
@@ -61,6 +63,21 @@ def content(known: Known, length: int) -> npt.NDArray[np.uint8]:
     words += np.uint64(xxhash.xxh3_64_intdigest(known.key + bytes([known.kind])))
     words ^= words >> np.uint64(29)
     return words.view(np.uint8)[:length]
+
+
+def prompt(spec: NamespaceSpec, seed: int, number: int, chunks: int = CHUNKS) -> list[Known]:
+    """All its objects, parents first; states, if there are any, at the last chunk and where its family parts."""
+    found: list[Known] = []
+    parent = ROOT_KEY
+    for index in range(chunks):
+        owner = number // FAMILY if index < SHARED_CHUNKS else number
+        key = blake2b(repr((seed, spec.label, index, owner)).encode(), digest_size=16).digest()
+        boundary = (index + 1) * spec.chunk_tokens
+        found.append(Known(key, parent, Kind.ATTENTION, boundary))
+        if Kind.STATE in spec.object_bytes and index in (SHARED_CHUNKS - 1, chunks - 1):
+            found.append(Known(key, parent, Kind.STATE, boundary))
+        parent = key
+    return found
 
 
 def dense(object_bytes: int, label: str = "dense") -> NamespaceSpec:
@@ -92,18 +109,7 @@ class KnownEngine(RawEngine):
         self.stub.Declare(declare, timeout=CALL_SECONDS)
 
     def prompt(self, number: int, chunks: int = CHUNKS) -> list[Known]:
-        """All its objects, parents first; states, if there are any, at the last chunk and where its family parts."""
-        found: list[Known] = []
-        parent = ROOT_KEY
-        for index in range(chunks):
-            owner = number // FAMILY if index < SHARED_CHUNKS else number
-            key = blake2b(repr((self._seed, self.spec.label, index, owner)).encode(), digest_size=16).digest()
-            boundary = (index + 1) * CHUNK_TOKENS
-            found.append(Known(key, parent, Kind.ATTENTION, boundary))
-            if Kind.STATE in self.spec.object_bytes and index in (SHARED_CHUNKS - 1, chunks - 1):
-                found.append(Known(key, parent, Kind.STATE, boundary))
-            parent = key
-        return found
+        return prompt(self.spec, self._seed, number, chunks)
 
     def put(self, objects: Sequence[Known]) -> int:
         """Store what the daemon takes of them; how many it took."""
@@ -128,6 +134,15 @@ class KnownEngine(RawEngine):
         outcomes = codec.decode_commit_reply(self.stub.Commit(commit, timeout=CALL_SECONDS)).outcomes[0]
         return sum(outcome == CommitOutcome.COMMITTED for outcome in outcomes)
 
+    def put_until(self, objects: Sequence[Known], there: Callable[[], bool], seconds: float) -> None:
+        """Offers again what is refused while RAM is busy, until they are where they should be."""
+
+        def put() -> bool:
+            self.put(objects)
+            return there()
+
+        wait_until(put, "they are there", seconds)
+
     def get(self, objects: Sequence[Known]) -> AcquireOutcome:
         """Load and compare them. Raises WrongBytesError."""
         lease_id = self.new_lease_id()
@@ -135,7 +150,7 @@ class KnownEngine(RawEngine):
             self.session, lease_id, self.namespace,
             b"".join(known.key for known in objects), bytes(known.kind for known in objects),
         )  # fmt: skip
-        reply = codec.decode_acquire_reply(self.stub.Acquire(codec.encode_acquire_call(call), timeout=CALL_SECONDS))
+        reply = codec.decode_acquire_reply(self.stub.Acquire(codec.encode_acquire_call(call), timeout=_LOAD_SECONDS))
         if reply.outcome is AcquireOutcome.GRANTED:
             self._compare(objects, reply.extents)
             self.release(lease_id)

@@ -15,6 +15,7 @@ from typing import Self
 import grpc
 from kvdepot.core.calls import (
     ROOT_KEY,
+    AbandonCall,
     AcquireCall,
     AcquireOutcome,
     AttachCall,
@@ -22,8 +23,10 @@ from kvdepot.core.calls import (
     CommitCall,
     CommitItem,
     CommitOutcome,
+    EndRequestCall,
     Kind,
     LocateCall,
+    LocateReply,
     ReleaseCall,
     ReserveCall,
     ReserveOutcome,
@@ -105,8 +108,10 @@ class RawEngine:
         self._lease_id += 1
         return self._lease_id
 
-    def reserve(self, keys: Sequence[bytes], lease_id: int | None = None) -> tuple[int, list[ReserveOutcome], bytes]:
-        """(lease id, outcome per chunk, packed extents) for a prompt's first chunks."""
+    def reserve(
+        self, keys: Sequence[bytes], lease_id: int | None = None, request: str = ""
+    ) -> tuple[int, list[ReserveOutcome], bytes]:
+        """(lease id, outcome per chunk, packed extents) for the attention of a prompt's first chunks."""
         lease_id = lease_id or self.new_lease_id()
         call = ReserveCall(
             session=self.session,
@@ -116,6 +121,7 @@ class RawEngine:
             parents=b"".join([ROOT_KEY, *keys[:-1]]),
             kinds=bytes([Kind.ATTENTION]) * len(keys),
             boundaries=b"".join(struct.pack("<I", (index + 1) * CHUNK_TOKENS) for index in range(len(keys))),
+            request_id=request,
         )
         reply = codec.decode_reserve_reply(self.stub.Reserve(codec.encode_reserve_call(call), timeout=CALL_SECONDS))
         return lease_id, [ReserveOutcome(outcome) for outcome in reply.outcomes], reply.extents
@@ -126,9 +132,14 @@ class RawEngine:
         reply = codec.decode_commit_reply(self.stub.Commit(codec.encode_commit_call(call), timeout=CALL_SECONDS))
         return [CommitOutcome(outcome) for outcome in reply.outcomes[0]]
 
-    def store(self, keys: Sequence[bytes]) -> None:
+    def abandon(self, lease_id: int) -> None:
+        """All of it."""
+        call = AbandonCall(self.session, (CommitItem(lease_id, b""),))
+        self.stub.Abandon(codec.encode_abandon_call(call), timeout=CALL_SECONDS)
+
+    def store(self, keys: Sequence[bytes], request: str = "") -> None:
         """Reserve, write and commit; everything must be granted."""
-        lease_id, outcomes, extents = self.reserve(keys)
+        lease_id, outcomes, extents = self.reserve(keys, request=request)
         assert set(outcomes) == {ReserveOutcome.GRANTED}, outcomes
         self.write(keys, extents)
         assert set(self.commit(lease_id, len(keys))) == {CommitOutcome.COMMITTED}
@@ -139,23 +150,49 @@ class RawEngine:
             self.arena[offset : offset + length] = payload_of(keys[index])[at[index] : at[index] + length]
             at[index] += length
 
-    def locate(self, keys: Sequence[bytes]) -> int:
+    def locate(self, keys: Sequence[bytes], request: str = "") -> int:
         """The boundary in tokens."""
-        call = LocateCall(self.session, self.namespace, b"".join(keys), high_tokens=1 << 30)
-        return codec.decode_locate_reply(self.stub.Locate(codec.encode_locate_call(call))).boundary_tokens
+        return self._locate(keys, request).boundary_tokens
 
-    def acquire(self, keys: Sequence[bytes]) -> tuple[int, AcquireOutcome, bytes]:
+    def tier_of(self, keys: Sequence[bytes]) -> str:
+        """The slowest that the boundary needs."""
+        return self._locate(keys, "").tier
+
+    def _locate(self, keys: Sequence[bytes], request: str) -> LocateReply:
+        return codec.decode_locate_reply(self.stub.Locate(self.locate_call(keys, request)))
+
+    def locate_call(
+        self,
+        keys: Sequence[bytes],
+        request: str = "",
+        *,
+        budget_seconds: float = 0.0,
+        wait_seconds: float = 0.0,
+        token_seconds: float = 0.0,
+    ) -> pb.LocateRequest:
+        call = LocateCall(
+            self.session, self.namespace, b"".join(keys), 1 << 30, request, budget_seconds, wait_seconds,
+            token_seconds=token_seconds,
+        )  # fmt: skip
+        return codec.encode_locate_call(call)
+
+    def end_request(self, request: str) -> None:
+        call = codec.encode_end_request_call(EndRequestCall(self.session, request))
+        self.stub.EndRequest(call, timeout=CALL_SECONDS)
+
+    def acquire(self, keys: Sequence[bytes], request: str = "") -> tuple[int, AcquireOutcome, bytes]:
         lease_id = self.new_lease_id()
-        call = AcquireCall(self.session, lease_id, self.namespace, b"".join(keys), bytes([Kind.ATTENTION]) * len(keys))
+        kinds = bytes([Kind.ATTENTION]) * len(keys)
+        call = AcquireCall(self.session, lease_id, self.namespace, b"".join(keys), kinds, request)
         reply = codec.decode_acquire_reply(self.stub.Acquire(codec.encode_acquire_call(call), timeout=CALL_SECONDS))
         return lease_id, reply.outcome, reply.extents
 
     def release(self, lease_id: int) -> None:
         self.stub.Release(codec.encode_release_call(ReleaseCall(self.session, (lease_id,))), timeout=CALL_SECONDS)
 
-    def load(self, keys: Sequence[bytes]) -> list[bytes] | None:
+    def load(self, keys: Sequence[bytes], request: str = "") -> list[bytes] | None:
         """The objects' bytes; None when they are not served."""
-        lease_id, outcome, extents = self.acquire(keys)
+        lease_id, outcome, extents = self.acquire(keys, request)
         if outcome is not AcquireOutcome.GRANTED:
             return None
         parts = [b""] * len(keys)

@@ -12,11 +12,13 @@ import pytest
 from kvdepot.client.copy.base import CopyBatch, Direction
 from kvdepot.client.copy.cpu import CpuCopier
 from kvdepot.client.vllm import connector as connector_module
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from tests.fakes.direct_session import Depot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, model_folder, next_token
 
 Make = Callable[..., ScriptedEngine]
+TRANSPORTS = pytest.mark.parametrize("streams", [False, True], ids=["shm", "stream"])
 
 
 def prompt(blocks: float, seed: int = 0) -> list[int]:
@@ -57,6 +59,12 @@ def make(depot: Depot, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         engine.close()
 
 
+def rank_copier(engine: ScriptedEngine, rank: int) -> CpuCopier:
+    worker: Any = engine.workers[rank].worker_side
+    copier: CpuCopier = worker._copies._copier
+    return copier
+
+
 class Gate:
     """Stops the copies of one direction between batches until it is opened."""
 
@@ -69,27 +77,36 @@ class Gate:
         split, copy = CopyBatch.split, CpuCopier.copy
         self._bytes = 16 << 20
         self._direction = Direction.LOAD
+        self._copier: CpuCopier | None = None
 
         def gated(copier: CpuCopier, arena: Any, batch: Any, direction: Any) -> None:
-            if direction is self._direction and not self._open.is_set():
+            concerned = direction is self._direction and self._copier in (None, copier)
+            if concerned and not self._open.is_set():
                 self._reached.set()
                 while not self._open.is_set() and not self._tokens.acquire(timeout=0.01):
                     pass
-            self.copied += direction is self._direction
+            self.copied += concerned
             copy(copier, arena, batch, direction)
 
         monkeypatch.setattr(CpuCopier, "copy", gated)
         monkeypatch.setattr(CopyBatch, "split", lambda batch, size=0: split(batch, size or self._bytes))
 
-    def close(self, batch_bytes: int = 16 << 20, direction: Direction = Direction.LOAD) -> None:
+    def close(
+        self,
+        batch_bytes: int = 16 << 20,
+        direction: Direction = Direction.LOAD,
+        copier: CpuCopier | None = None,
+    ) -> None:
+        """`copier`: of one rank only."""
         self._direction = direction
+        self._copier = copier
         self._reached.clear()
         self._bytes = batch_bytes
         self.copied = 0
         self._open.clear()
 
-    def reached(self) -> bool:
-        return self._reached.wait(5)
+    def reached(self, seconds: float = 5) -> bool:
+        return self._reached.wait(seconds)
 
     def let_through(self, copies: int) -> None:
         before = self.copied
@@ -101,6 +118,13 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+
+@pytest.fixture(autouse=True)
+def own_registry() -> Iterator[None]:
+    """For modules that import it: what their engines export ends with the test."""
+    yield
+    unregister_vllm_metrics()
 
 
 @pytest.fixture

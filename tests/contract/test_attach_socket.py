@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,18 +124,21 @@ def test_i4_silent_strangers_are_bounded(daemon: DaemonProcess) -> None:
 
 def test_a_live_engine_keeps_its_id(daemon: DaemonProcess) -> None:
     """Another process with the same engine id is refused by name."""
+    another = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from kvdepot.core.calls import AttachCall\n"
+        "from kvdepot.proto import codec\n"
+        "from tests.raw_client import attach_socket, exchange\n"
+        "call = AttachCall(1, 1, 'taken', scheduler=True, rank=0, world_size=1)\n"
+        "reply, _ = exchange(attach_socket(Path(sys.argv[1])), codec.encode_attach_call(call))\n"
+        "print(reply.error)\n"
+    )
     with RawEngine(daemon.socket, "taken"):
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            with attach_socket(daemon.attach_socket) as connection:
-                reply, _ = exchange(connection, codec.encode_attach_call(_call("taken")))
-            os.write(writer, reply.error.encode())
-            os._exit(0)
-        os.close(writer)
-        os.waitpid(child, 0)
-        error = os.read(reader, 4096).decode()
-        os.close(reader)
+        command = [sys.executable, "-c", another, str(daemon.attach_socket)]
+        error = subprocess.run(
+            command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+        ).stdout
         assert f"process {os.getpid()} is already" in error
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.attachment import Attachment, EngineProcess, Transport
 from kvdepot.client.copy.base import Direction
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.failures import CallFailure, FailureReason
@@ -27,11 +25,13 @@ from kvdepot.core.calls import (
     ReserveReply,
 )
 
+from tests.ctl_process import kvdepotctl, record, text
 from tests.daemon_process import DaemonProcess
 from tests.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys, wait_until
 
 COUNT = 3
 SUBMIT_SECONDS_MAX = 0.001
+EITHER = pytest.mark.parametrize("transport", [Transport.SHM, Transport.STREAM])
 
 
 @pytest.fixture
@@ -61,8 +61,11 @@ def load_equals(client: EngineClient, keys: list[bytes]) -> bool:
     return held and client.equal_blocks(0, 32, COUNT)
 
 
-def test_i3_without_a_daemon_calls_fail_at_once_and_a_late_daemon_is_found(daemon: DaemonProcess) -> None:
-    client = EngineClient(daemon.endpoint).start(attached=False)
+@EITHER
+def test_i3_without_a_daemon_calls_fail_at_once_and_a_late_daemon_is_found(
+    daemon: DaemonProcess, transport: Transport
+) -> None:
+    client = EngineClient(daemon.endpoint, transport=transport).start(attached=False)
     try:
         before = time.monotonic()
         answer = client.locate(prompt_keys("absent", 1), 5.0)
@@ -124,7 +127,7 @@ def test_i6_an_arena_that_is_gone_loses_leases_by_name_and_the_old_mapping_still
     with EngineClient(daemon.endpoint) as client:
         lease, granted = client.reserve(prompt_keys("gone", COUNT))
         old = client.worker.arena
-        assert old is not None
+        assert isinstance(old, ArenaMap)
         daemon.kill()
         daemon.arena.unlink()
         daemon.start()
@@ -223,41 +226,33 @@ def test_attach_refused_by_name_is_told_and_tried_again_later(daemon: DaemonProc
         worker.close()
 
 
-def kvdepotctl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "kvdepot.client.ctl.app", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-
-
 def test_kvdepotctl_status_shows_what_the_daemon_holds(daemon: DaemonProcess) -> None:
     daemon.start()
     with EngineClient(daemon.endpoint, engine_id="shown", name="a-model") as client:
         store(client, "status")
         client.wait_nothing_owed()
-        printed = kvdepotctl("--endpoint", daemon.endpoint, "status", "--json")
-        assert printed.returncode == 0, printed.stderr
-        record = json.loads(printed.stdout)
-        assert record["ready"] is True
-        assert record["pid"] == daemon.pid
-        assert record["tiers"][0]["objects"] == COUNT
-        assert record["sessions"][0]["engine_id"] == "shown"
-        assert record["sessions"][0]["ranks_attached"] == 1
-        assert record["namespaces"][0]["namespace_id"] == client.namespace.hex()
-        assert record["namespaces"][0]["objects"] == {"attention": COUNT}
-        table = kvdepotctl("--endpoint", daemon.endpoint, "status", "--counters")
-        assert table.returncode == 0
-        assert all(word in table.stdout for word in ("shown", "a-model", "ram", "ready", "counters"))
+        shown = record(daemon, "status")
+        assert shown["ready"] is True
+        assert shown["pid"] == daemon.pid
+        assert shown["tiers"][0]["objects"] == COUNT
+        assert shown["sessions"][0]["engine_id"] == "shown"
+        assert shown["sessions"][0]["ranks_attached"] == 1
+        assert shown["namespaces"][0]["namespace_id"] == client.namespace.hex()
+        assert shown["namespaces"][0]["objects"] == {"attention": COUNT}
+        table = text(daemon, "status", "--counters")
+        assert all(word in table for word in ("shown", "a-model", "ram", "ready", "counters"))
         located = client.locate(prompt_keys("status", COUNT))
         assert located == LocateReply(COUNT * CHUNK_TOKENS, "ram", COUNT * CHUNK_TOKENS)
 
 
 def test_kvdepotctl_exit_codes_say_what_is_wrong(daemon: DaemonProcess) -> None:
-    missing = kvdepotctl("--endpoint", daemon.endpoint, "status")
+    missing = kvdepotctl(daemon, "status")
     assert missing.returncode == 3
     assert "no answer" in missing.stderr
-    wrong = kvdepotctl("--endpoint", "tcp://host:1", "status")
+    wrong = kvdepotctl("tcp://host:1", "status")
     assert wrong.returncode == 2
     assert "unix://" in wrong.stderr
-    assert kvdepotctl("status", "--nothing").returncode == 2
+    assert kvdepotctl(daemon, "status", "--nothing").returncode == 2
 
 
 def test_reserve_outcomes_of_a_present_object_open_no_lease(daemon: DaemonProcess) -> None:

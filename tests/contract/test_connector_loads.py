@@ -9,7 +9,7 @@ import pytest
 from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
 from kvdepot.core.calls import AcquireCall, LocateCall
 
-from tests.contract.connector_fixtures import Gate, Make, cold, depot, folder, gate, make, prompt
+from tests.contract.connector_fixtures import TRANSPORTS, Gate, Make, cold, depot, folder, gate, make, prompt
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 
 __all__ = ["depot", "folder", "gate", "make"]  # fixtures
@@ -29,9 +29,11 @@ def test_p4_a_second_engine_loads_what_the_first_stored(make: Make, hybrid: bool
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_it_loads_after_its_own_cache_was_reset(make: Make, hybrid: bool, ranks: int) -> None:
-    engine = make(hybrid=hybrid, ranks=ranks)
+@pytest.mark.parametrize(
+    ("ranks", "streams"), [(1, False), (2, False), (2, True)], ids=["one rank", "two ranks", "two by streams"]
+)
+def test_it_loads_after_its_own_cache_was_reset(make: Make, hybrid: bool, ranks: int, streams: bool) -> None:
+    engine = make(hybrid=hybrid, ranks=ranks, streams=streams)
     tokens = prompt(7.25)
     assert engine.generate(tokens) == cold(tokens)
     engine.reset()
@@ -216,11 +218,14 @@ def test_a_request_aborted_at_any_step_of_a_load_is_reported_once(
     assert engine.generate(tokens) == cold(tokens)
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("when", ["before", "between", "after"])
-def test_i1b_a_generation_that_changes_during_the_copy_fails_the_load(make: Make, when: str, gate: Gate) -> None:
+def test_i1b_a_generation_that_changes_during_the_copy_fails_the_load(
+    make: Make, when: str, gate: Gate, streams: bool
+) -> None:
     tokens = prompt(9.5)
     make().generate(tokens)
-    engine = make()
+    engine = make(streams=streams)
     gate.close(batch_bytes=2048)
     request_id = engine.add(tokens)
     engine.step()
@@ -243,11 +248,12 @@ def test_i1b_a_generation_that_changes_during_the_copy_fails_the_load(make: Make
     assert engine.outputs[request_id] == cold(tokens)
 
 
-def test_p5_nothing_is_written_after_a_stalled_load_was_given_up(make: Make, gate: Gate) -> None:
+@TRANSPORTS
+def test_p5_nothing_is_written_after_a_stalled_load_was_given_up(make: Make, gate: Gate, streams: bool) -> None:
     """The deadline passes in the middle of a copy: the copying thread stops, then reports, and never writes again."""
     tokens = prompt(12.5)
     make().generate(tokens)
-    engine = make(settings={"load_timeout_seconds": 0.3})
+    engine = make(settings={"load_timeout_seconds": 0.3}, streams=streams)
     gate.close(batch_bytes=2048)
     request_id = engine.add(tokens)
     engine.step()

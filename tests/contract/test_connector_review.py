@@ -129,7 +129,7 @@ def _waits(engine: ScriptedEngine, tokens: list[int]) -> tuple[str, Ageing]:
 
 
 def _nothing_scheduled() -> Any:
-    return SimpleNamespace(kv_connector_block_state=None)
+    return SimpleNamespace(kv_connector_block_state=None, scheduled_new_reqs=[])
 
 
 def test_p8_an_old_answer_is_asked_for_again_before_it_is_offered(make: Make) -> None:

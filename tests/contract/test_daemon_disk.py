@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,13 +20,6 @@ from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.raw_client import OBJECT_BYTES, RawEngine, keys_of, payload_of, wait_until
 
 RAM = "512MiB"
-
-
-@pytest.fixture
-def directory() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvddisk", dir="/tmp"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def config(path: Path, **keys: str) -> str:
@@ -50,6 +41,11 @@ def ram(engine: RawEngine) -> TierStatus:
     return codec_report.decode_status(engine.status()).tiers[0]
 
 
+def writes_answered(engine: RawEngine) -> float:
+    counters = codec_report.decode_status(engine.status()).counters
+    return sum(value for name, value in counters.items() if name.startswith("tier_writes.nvme/"))
+
+
 def wait_ready(engine: RawEngine) -> None:
     wait_until(lambda: tier(engine).state == "ready", "the tier opens", seconds=30)
 
@@ -58,10 +54,11 @@ def wait_written(engine: RawEngine, objects: int) -> None:
     wait_until(lambda: tier(engine).objects == objects, f"{objects} objects on the disk", seconds=30)
 
 
-def reboot(node: DaemonProcess, *, kill: bool = False) -> None:
+def reboot(node: DaemonProcess, *, kill: bool = False, config: str | None = None) -> None:
     """The memory is gone, the disk is not."""
     node.kill() if kill else node.stop()
     node.arena.unlink()
+    node.config = config or node.config
     node.start()
 
 
@@ -84,6 +81,40 @@ def test_p4_t2_objects_survive_a_reboot_and_come_back_verified(directory: Path, 
             assert ram(engine).objects == 12
             assert engine.load(keys) is not None
             assert engine.counter("tier_reads.nvme/ok") == 12, "RAM has them now"
+
+
+def counters(engine: RawEngine) -> Mapping[str, float]:
+    return codec_report.decode_status(engine.status()).counters
+
+
+def test_requests_that_wait_find_everything_in_ram_and_the_share_is_respected(directory: Path) -> None:
+    """Ten requests for six prompts are queued; each acquires later and reads nothing itself."""
+    prompts = [keys_of(f"queued {number}", 8) for number in range(6)]  # 2 MiB each
+    text = config(directory) + "[policy]\nprefetch_share = 0.05\n"
+    with DaemonProcess(ram=RAM, config=text) as node:
+        with RawEngine(node.socket) as engine:
+            wait_ready(engine)
+            for keys in prompts:
+                engine.store(keys)
+            wait_written(engine, 48)
+        reboot(node)
+        with RawEngine(node.socket) as engine, RawEngine(node.socket, "other") as other:
+            wait_ready(engine)
+            share_bytes = 0.05 * ram(engine).ready_bytes
+            assert 4 * 8 * OBJECT_BYTES < share_bytes < 48 * OBJECT_BYTES * 4
+            for number, keys in enumerate(prompts):
+                assert engine.locate(keys, request=f"r{number}") == 8 * 256
+                other.locate(keys, request=f"r{number}")
+            for number, keys in enumerate(prompts):
+                wait_until(lambda keys=keys: engine.tier_of(keys) == "ram", "it is in RAM", seconds=30)
+                assert ram(engine).prefetched_bytes <= share_bytes
+                assert engine.load(keys, request=f"r{number}") == [payload_of(key) for key in keys]
+                assert other.load(keys, request=f"r{number}") is not None
+            found = counters(engine)
+            assert found["tier_reads.nvme/ok"] == 48, "one read an object"
+            assert found["prefetched_objects"] == found["prefetch_used_objects"] == 48
+            status = ram(engine)
+            assert (status.prefetched_objects, status.prefetched_bytes, status.prefetching_requests) == (0, 0, 0)
 
 
 def test_t6_a_daemon_restart_keeps_ram_and_disk_together(directory: Path) -> None:
@@ -160,17 +191,18 @@ def test_a_second_daemon_on_the_directory_is_refused_by_the_first_ones_pid(direc
 class TestHungMount:
     def test_t4_p5_ram_serves_on_loads_end_and_a_stop_takes_less_than_10_s(self) -> None:
         prompts, in_ram = [keys_of(f"on disk {number}", 4) for number in range(6)], keys_of("in ram", 4)
-        with FuseDirectory() as mount, daemon(mount.path, deadline='"1s"') as node:
+        with FuseDirectory() as mount, daemon(mount.path) as node:
             with RawEngine(node.socket) as engine:
                 wait_ready(engine)
                 for keys in prompts:
                     engine.store(keys)
                 wait_written(engine, 4 * len(prompts))
-            reboot(node)
+            reboot(node, config=config(mount.path, deadline='"1s"'))
             with RawEngine(node.socket) as engine:
                 wait_ready(engine)
                 engine.store(in_ram)
-                wait_written(engine, 4 * len(prompts) + 4)
+                # A write that misses so short a deadline on a busy machine is not repeated.
+                wait_until(lambda: writes_answered(engine) >= 4, "four writes are answered")
                 os.kill(mount.process.pid, signal.SIGSTOP)
                 try:
                     # What the scrubber has just read, the kernel may still have: not all of it.
@@ -192,12 +224,12 @@ class TestHungMount:
 
     def test_t4_the_tier_returns_by_itself_when_the_mount_answers(self) -> None:
         keys = keys_of("on disk", 4)
-        with FuseDirectory() as mount, daemon(mount.path, deadline='"1s"') as node:
+        with FuseDirectory() as mount, daemon(mount.path) as node:
             with RawEngine(node.socket) as engine:
                 wait_ready(engine)
                 engine.store(keys)
                 wait_written(engine, 4)
-            reboot(node)
+            reboot(node, config=config(mount.path, deadline='"1s"'))
             with RawEngine(node.socket) as engine:
                 wait_ready(engine)
                 os.kill(mount.process.pid, signal.SIGSTOP)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Allocate, Append, Part, Priority, Probe, Quarantine
-from kvdepot.server.io.perform import Context, perform
+from kvdepot.server.io.perform import perform
 from kvdepot.server.io.pool import processes_max
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -33,6 +34,7 @@ def mounted() -> Iterator[FuseDirectory]:
 @pytest.fixture
 def fuse(mounted: FuseDirectory) -> FuseDirectory:
     """Without a fault, and nothing left of the test before but its files."""
+    mounted.go_on()  # one that failed may have left it hanging
     mounted.fault()
     return mounted
 
@@ -122,10 +124,9 @@ def test_t4_a_hung_mount_ends_every_job_by_its_deadline_and_comes_back_by_itself
             await under.ask(write, deadline_seconds=20)
             fuse.hang()
             loans = [under.lent() for _ in range(20)]
-            started = time.monotonic()
             asked = [under.ask(rig.read_of(write), loan) for loan in loans]
             outcomes = [(await future).outcome for future in asked]
-            assert time.monotonic() - started < 2.5
+            assert outcomes.count(IoOutcome.TIMEOUT) < 10, "one after the other"
             assert set(outcomes) == {IoOutcome.TIMEOUT, IoOutcome.CANCELLED}
             assert "timeout" in under.pool.why_unusable
             assert (await under.ask(rig.read_of(write))).outcome is IoOutcome.CANCELLED
@@ -150,7 +151,7 @@ def test_i1a_extents_of_a_worker_stuck_in_the_kernel_stay_lent_until_it_is_gone(
             write = rig.write(1, MIB)
             await under.ask(write)
             stuck = under.pid
-            fuse.fault(read=0, seconds=4)  # late, and right: the server has the request, so the kernel waits for it
+            fuse.fault(read=0, seconds=60)  # late, and right: the server has the request, so the kernel waits for it
             read = rig.read_of(write)
             assert read.extents is not None
             [(offset, length)] = read.extents
@@ -170,6 +171,7 @@ def test_i1a_extents_of_a_worker_stuck_in_the_kernel_stay_lent_until_it_is_gone(
             assert rig.taken(again.extents) == pattern(MIB, 1)
             assert loan.held_by == 1
 
+            fuse.let_go()
             # Until the stuck one is gone the late data may come, and does: nobody else could have had these pages.
             await until(lambda: loan.held_by is None, "the loan ended")
             assert is_gone(stuck)
@@ -187,7 +189,7 @@ def test_i4_workers_stuck_in_the_kernel_are_not_replaced_without_end(fuse: FuseD
         async with pool_on(rig, deadline=1.0, failures=100) as under:
             write = rig.write(1, MIB)
             await under.ask(write, deadline_seconds=20)
-            fuse.fault(read=0, seconds=5)
+            fuse.fault(read=0, seconds=60)
             loans = [under.lent() for _ in range(8)]
             outcomes = [(await under.ask(rig.read_of(write), loan)).outcome for loan in loans]
             assert outcomes == [IoOutcome.TIMEOUT] * 2 + [IoOutcome.CANCELLED] * 6
@@ -195,6 +197,7 @@ def test_i4_workers_stuck_in_the_kernel_are_not_replaced_without_end(fuse: FuseD
             assert "hang in the kernel" in under.pool.why_unusable
             assert [loan.held_by for loan in loans[:2]] == [1, 2]
             fuse.fault()
+            fuse.let_go()
             await until(lambda: under.pool.usable, "a worker could be made again")
             assert (await under.ask(rig.read_of(write), under.lent(), deadline_seconds=20)).outcome is IoOutcome.OK
 
@@ -304,7 +307,7 @@ def test_t5_a_file_system_without_o_direct_is_used_through_the_page_cache_and_sa
             assert read.extents is not None
             assert rig.taken(read.extents) == pattern(MIB + 5, 1)
             assert not under.pool.direct
-            assert under.counts["io_jobs.buffered"] == 2
+            assert under.counts["io_buffered_jobs"] == 2
             assert under.changes == [True, True]  # usable; then usable, and not direct
 
     try:

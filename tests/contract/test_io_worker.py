@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvdepot.server.io.context import SCRATCH_KEPT_BYTES
 from kvdepot.server.io.jobs import Job, Probe
-from kvdepot.server.io.perform import SCRATCH_KEPT_BYTES
 from kvdepot.server.io.pool import worker_reserve_bytes
-from kvdepot.server.io.wire import FRAME, pack_job, take_answers
+from kvdepot.server.io.wire import FRAME, STARTED, pack_job, take_answers
 from kvdepot.server.tiers.base import IoOutcome
 
 from tests.io_pool_rig import is_gone
@@ -43,7 +43,7 @@ class Worker:
     def ask(self, job: Job, number: int = 1) -> IoOutcome:
         self.socket.sendall(pack_job(number, job))
         received = bytearray()
-        while not (answers := take_answers(received)):
+        while not (answers := [answer for answer in take_answers(received) if answer[0] != STARTED]):
             data = self.socket.recv(1 << 16)
             assert data, "the worker ended"
             received += data

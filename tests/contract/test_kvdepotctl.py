@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +15,7 @@ import pytest
 from kvdepot.core.listing import CHUNKS_PER_PAGE_MAX
 from kvdepot.proto.codec_report import decode_status
 
+from tests.ctl_process import kvdepotctl, record, text
 from tests.daemon_process import DaemonProcess
 from tests.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of, wait_until
 
@@ -64,25 +62,6 @@ def _tier(daemon: DaemonProcess) -> Any:
     return decode_status(status_of(daemon.socket)).tiers[1]
 
 
-def kvdepotctl(daemon: DaemonProcess | str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    endpoint = daemon if isinstance(daemon, str) else daemon.endpoint
-    command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", endpoint, *arguments]
-    environment = os.environ | {"COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, env=environment)
-
-
-def record(daemon: DaemonProcess, *arguments: str) -> Any:
-    printed = kvdepotctl(daemon, *arguments, "--json")
-    assert printed.returncode == 0, printed.stderr
-    return json.loads(printed.stdout)
-
-
-def text(daemon: DaemonProcess, *arguments: str) -> str:
-    printed = kvdepotctl(daemon, *arguments)
-    assert printed.returncode == 0, printed.stderr
-    return printed.stdout
-
-
 def test_ls_shows_the_namespaces_with_what_each_tier_holds(daemon: DaemonProcess, engine: RawEngine) -> None:
     shown = {one["namespace_id"]: one for one in record(daemon, "ls")["namespaces"]}
     own = shown[engine.namespace.hex()]
@@ -114,6 +93,19 @@ def test_ls_shows_the_chunks_of_a_namespace_over_several_pages(daemon: DaemonPro
         "incomplete": [],
     }
     assert by_key[SHORT[0].hex()]["parent"] is None
+
+
+def test_p10_explain_tells_what_became_of_a_request(daemon: DaemonProcess, engine: RawEngine) -> None:
+    asked = [*SHORT, *keys_of("nowhere", 2)]
+    assert engine.locate(asked, "cmpl-1-0-abc") == len(SHORT) * CHUNK_TOKENS
+    (explained,) = record(daemon, "explain", "cmpl-1")
+    assert (explained["engine_id"], explained["request_id"]) == ("engine-0", "cmpl-1-0-abc")
+    lookup = explained["lookup"]
+    assert lookup["held"] == {"ram": 3, "nvme": 3}
+    assert (lookup["missing_chunk"], lookup["missing_key"]) == (3, asked[3].hex())
+    assert "missing   chunk 3" in text(daemon, "explain", "cmpl-1")
+    done = kvdepotctl(daemon, "explain", "no-such")
+    assert done.returncode == 1 and "no-such" in done.stderr
 
 
 def test_i4_a_cursor_goes_on_where_a_listing_stopped(daemon: DaemonProcess, engine: RawEngine) -> None:

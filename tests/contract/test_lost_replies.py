@@ -24,6 +24,13 @@ def daemon() -> Iterator[DaemonProcess]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def brief() -> Iterator[DaemonProcess]:
+    """Its leases expire before a call is repeated."""
+    with DaemonProcess(config='[policy]\nlease_deadline = "1s"\n') as running:
+        yield running
+
+
 def test_i5_nothing_is_lost_when_no_reply_is_lost(daemon: DaemonProcess) -> None:
     """The control: the same walk without a loss repeats nothing."""
     with ReplyDropper(daemon.socket) as proxy:
@@ -100,6 +107,26 @@ def test_i5_an_acquire_whose_answers_are_all_lost_leaves_no_pin(daemon: DaemonPr
         proxy.drop("Acquire", loss, count=1000)
         _, answer = client.acquire(keys, timeout_seconds=0.5)
         assert isinstance(answer, CallFailure)
+        client.wait_nothing_owed()
+
+
+@pytest.mark.parametrize("method", ["Acquire", "Reserve"])
+def test_i5_a_lease_that_expires_before_its_call_is_repeated_is_given_back(brief: DaemonProcess, method: str) -> None:
+    """The daemon refuses the repeat, and must not end what may be in the hands of a rank: only the client knows."""
+    with ReplyDropper(brief.socket) as proxy, EngineClient(proxy.endpoint, engine_id=method, name=method) as client:
+        keys = prompt_keys(method, COUNT)
+        if method == "Acquire":
+            lease, granted = client.reserve(keys)
+            assert client.copy(granted, 0, Direction.STORE)
+            client.commit(lease, COUNT)
+        proxy.drop(method, Loss.SILENCE)
+        _, answer = (client.acquire if method == "Acquire" else client.reserve)(keys, timeout_seconds=6.0)
+        assert proxy.dropped == [method]
+        if isinstance(answer, AcquireReply):
+            assert answer.outcome is AcquireOutcome.REFUSED
+        else:
+            assert isinstance(answer, ReserveReply)
+            assert set(answer.outcomes) == {ReserveOutcome.REFUSED}
         client.wait_nothing_owed()
 
 

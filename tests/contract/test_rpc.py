@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from kvdepot.proto import codec_namespace
 from kvdepot.proto.status import from_status
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
+from kvdepot.server.metric_families import FAMILIES
 
 from tests.daemon_process import DaemonProcess
 from tests.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
@@ -209,7 +211,8 @@ def test_i4_identities_of_any_size_break_neither_status_nor_listing(engine: RawE
 
 
 def test_p10_metrics_and_health_over_http(daemon: DaemonProcess, engine: RawEngine) -> None:
-    engine.store(keys_of("metrics", 1))
+    engine.store(keys := keys_of("metrics", 1))
+    assert engine.locate(keys) == CHUNK_TOKENS
     with urllib.request.urlopen(f"{daemon.metrics}/metrics") as answer:
         text = answer.read().decode()
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
@@ -217,9 +220,17 @@ def test_p10_metrics_and_health_over_http(daemon: DaemonProcess, engine: RawEngi
     assert float(figures['kvdepot_tier_objects{tier="ram"}']) >= 1
     assert float(figures['kvdepot_tier_capacity_bytes{tier="ram"}']) == 384 << 20
     for name, value in status_of(daemon.socket).counters.items():
-        family, _, reason = name.partition(".")
-        metric = f"kvdepot_{family}_total" + (f'{{reason="{reason}"}}' if reason else "")
-        assert float(figures[metric]) <= value
+        family, _, key = name.partition(".")
+        (declared,) = [one for one in FAMILIES if one.name == family]
+        labels = f'{{{declared.labels[0]}="{key}"}}' if key else ""
+        assert float(figures[declared.full_name + labels]) <= value
+    assert float(figures['kvdepot_call_seconds_count{method="Commit"}']) >= 1
+    assert float(figures["kvdepot_loop_lag_seconds_count"]) >= 1
+    assert float(figures["process_open_fds"]) >= 1
+    with urllib.request.urlopen(f"{daemon.metrics}/metrics/summary") as answer:
+        assert re.fullmatch(
+            r"kvdepotd \S+ ready, up \d+ \w+; ram [^;]+; 1 engine; \d+ lookups, .+\n", answer.read().decode()
+        )
     with urllib.request.urlopen(f"{daemon.metrics}/healthz") as answer:
         assert json.load(answer) == {"ready": True, "reason": ""}
     with pytest.raises(HTTPError, match="404"):

@@ -44,9 +44,12 @@ def _no_descriptor_left() -> Iterator[None]:
 
 def _attach(path: Path) -> socket.socket:
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-    client.connect(os.fspath(path))
+    client.connect(f"{path}.attach")
     client.send(codec.encode_attach_call(AttachCall(1, 1, "e", scheduler=True, rank=0, world_size=1)))
     return client
+
+
+_NO_STREAMS: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None)
 
 
 def test_i4_without_descriptors_the_listener_waits_instead_of_spinning(
@@ -59,7 +62,9 @@ def test_i4_without_descriptors_the_listener_waits_instead_of_spinning(
         loop = asyncio.get_running_loop()
         offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
         log = logging.getLogger("scarce")
-        listener = AttachListener(engine=Rig().engine, offer=offer, loop=loop, log=log, boot_id=read_boot_id())
+        listener = AttachListener(
+            engine=Rig().engine, offer=offer, streams=_NO_STREAMS, loop=loop, log=log, boot_id=read_boot_id()
+        )
         listener.listen(path, 0o600, -1)
         with contextlib.closing(_attach(path)) as client:
             with _no_descriptor_left():
@@ -84,7 +89,9 @@ def test_i4_an_attachment_without_a_descriptor_for_it_ends() -> None:
         loop = asyncio.get_running_loop()
         offer = ArenaOffer(1, 4096, "1", none_left)
         log = logging.getLogger("scarce")
-        listener = AttachListener(engine=rig.engine, offer=offer, loop=loop, log=log, boot_id=read_boot_id())
+        listener = AttachListener(
+            engine=rig.engine, offer=offer, streams=_NO_STREAMS, loop=loop, log=log, boot_id=read_boot_id()
+        )
         listener.listen(path, 0o600, -1)
         with contextlib.closing(_attach(path)) as client:
             answer = await asyncio.wait_for(loop.sock_recv(client, 4096), 5)

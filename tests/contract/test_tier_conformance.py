@@ -1,4 +1,4 @@
-"""Every tier through the shipped suite: the one in memory, and the disk tier over real files."""
+"""Every tier through the shipped suite: the ones in memory, and the disk and the shared tier over real files."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from kvdepot.server.tiers.disk.tier import DiskTier
 
 from tests.fakes.disk_rig import InlineOpener, InlineWorkers
 from tests.fakes.memory_tier import Medium, MemoryTier
+from tests.fakes.shared_memory_tier import File, SharedMedium, SharedMemoryTier, file_of
+from tests.fakes.shared_rig import SharedRig
 
 
 class MemoryHarness:
@@ -50,6 +52,9 @@ class MemoryHarness:
 
     def poke(self, handle: int, data: bytes) -> None:
         self._medium.stored[handle] = data
+
+    def take_away(self, handle: int) -> None:
+        raise NotImplementedError
 
     def reopen(self, *, crash: bool) -> None:
         if not crash:
@@ -98,6 +103,9 @@ class DiskHarness:
         stored_bytes = object_bytes(medium.catalog.stored_bytes(handle))
         return medium.layout.parts(medium.catalog.fragments(handle), stored_bytes)
 
+    def take_away(self, handle: int) -> None:
+        raise NotImplementedError
+
     def reopen(self, *, crash: bool) -> None:
         if not crash:
             asyncio.run(self._close())
@@ -109,6 +117,77 @@ class DiskHarness:
         while not task.done():
             self.settle()
             await asyncio.sleep(0.001)
+
+
+class SharedMemoryHarness:
+    """Jobs wait for `settle`."""
+
+    tier: Tier
+
+    def __init__(self) -> None:
+        self.arena = memoryview(bytearray(ARENA_BYTES_MIN))
+        self._medium = SharedMedium()
+        self._start()
+
+    def _start(self) -> None:
+        self.listener = RecordingListener()
+        self.tier = self._memory = SharedMemoryTier(
+            self.arena, RecordingRegistry(), shared=self._medium, handles_max=512
+        )
+        self.tier.start(self.listener)
+
+    def settle(self) -> None:
+        self._memory.run()
+
+    def peek(self, handle: int) -> bytes:
+        return self._medium.files[self._file(handle)]
+
+    def poke(self, handle: int, data: bytes) -> None:
+        self._medium.files[self._file(handle)] = data
+
+    def take_away(self, handle: int) -> None:
+        del self._medium.files[self._file(handle)]
+
+    def _file(self, handle: int) -> File:
+        return file_of(self._memory._names[handle])
+
+    def reopen(self, *, crash: bool) -> None:
+        if not crash:
+            self._memory.stop()
+        self._start()
+
+
+class SharedHarness:
+    """The shared tier's own code over real files; its workers and its keeper are calls in this process."""
+
+    tier: Tier
+
+    def __init__(self, root: Path) -> None:
+        self.arena = memoryview(mmap.mmap(-1, ARENA_BYTES_MIN))
+        self._rig = SharedRig(root, arena=self.arena, handles_max=512)
+        self._take()
+
+    def _take(self) -> None:
+        self.listener = self._rig.listener
+        self.tier = self._rig.tier
+
+    def settle(self) -> None:
+        self._rig.settle()
+
+    def peek(self, handle: int) -> bytes:
+        return self._rig.path(handle).read_bytes()
+
+    def poke(self, handle: int, data: bytes) -> None:
+        self._rig.path(handle).write_bytes(data)
+
+    def take_away(self, handle: int) -> None:
+        self._rig.path(handle).unlink()
+
+    def reopen(self, *, crash: bool) -> None:
+        if not crash:
+            asyncio.run(self._rig.tier.close())
+        self._rig.start()
+        self._take()
 
 
 def _range(path: Path, offset: int, length: int) -> bytes:
@@ -127,3 +206,15 @@ class TestDiskTier(TierConformance):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> TierHarness:
         return DiskHarness(tmp_path / "disk")
+
+
+class TestSharedMemoryTier(TierConformance):
+    @pytest.fixture
+    def harness(self) -> TierHarness:
+        return SharedMemoryHarness()
+
+
+class TestSharedTier(TierConformance):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> TierHarness:
+        return SharedHarness(tmp_path / "shared")

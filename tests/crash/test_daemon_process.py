@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,9 +98,9 @@ def test_an_orderly_stop_does_not_wait_for_a_stuck_worker(daemon: DaemonProcess)
     assert not Path(f"/proc/{worker}").exists()
 
 
-def test_sighup_says_that_there_is_no_reload(daemon: DaemonProcess) -> None:
+def test_t9_sighup_without_a_file_says_so_and_harms_nothing(daemon: DaemonProcess) -> None:
     os.kill(daemon.pid, signal.SIGHUP)
-    daemon.wait_for_log("reloading is not available in this version")
+    daemon.wait_for_log("there is no file to read again")
     assert status_of(daemon.socket).ready
 
 
@@ -118,26 +117,6 @@ def test_i6_a_dead_checksum_worker_is_replaced_and_the_sums_go_on(daemon: Daemon
         assert _children(daemon) != [worker]
         assert engine.locate(keys) == 4 * CHUNK_TOKENS
         assert engine.load(keys) == [payload_of(key) for key in keys]
-
-
-def test_the_supervisor_is_told_ready_and_stopping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = DaemonProcess()
-    supervisor = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    address = str(daemon.directory / "notify")
-    supervisor.bind(address)
-    supervisor.settimeout(30)
-    monkeypatch.setenv("NOTIFY_SOCKET", address)
-    try:
-        daemon.start()
-        told = {supervisor.recv(100) for _ in range(3)}
-        assert {b"READY=1", b"WATCHDOG=1"} <= told
-        assert daemon.stop() == 0
-        supervisor.setblocking(False)
-        while b"STOPPING=1" not in told:
-            told.add(supervisor.recv(100))
-    finally:
-        supervisor.close()
-        daemon.close()
 
 
 def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:

@@ -33,12 +33,6 @@ _PAUSE_SECONDS = 0.05
 GRANTED = AcquireOutcome.GRANTED
 
 
-@pytest.fixture
-def fuse() -> Iterator[FuseDirectory]:
-    with FuseDirectory() as mounted:
-        yield mounted
-
-
 def _metrics(world: DiskWorld) -> dict[str, float]:
     with urllib.request.urlopen(f"{world.daemon.metrics}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()

@@ -23,6 +23,7 @@ SPECS = [dense(250_000), hybrid(131_072, 300_008)]
 PROMPTS = 120
 """Of each namespace: some 170 MB, of which RAM keeps 50 and the disk 57."""
 POLICIES = ["commit", "second_use", "evict"]
+_SERVED_SECONDS = 60.0
 _KILLS = {"commit": 8, "second_use": 6, "evict": 6}
 
 
@@ -89,21 +90,33 @@ def _check_medium(world: DiskWorld) -> None:
 
 
 def _check_served(world: DiskWorld, seed: int, when: str) -> None:
-    """Every object that is durable is served, from whichever tier, or has ended since."""
+    """Every object that is durable is served, from whichever tier, or has ended since.
+
+    For a while nothing is, where all workers were killed too often, or the breaker is open: a worker may be dying yet
+    when this begins. What is lost is not served after that either.
+    """
     wait_until(lambda: not world.status().tiers[0].unverified_objects, "what was adopted is verified", seconds=30)
-    live = set(world.events.follow().live.values())
+    until = time.monotonic() + _SERVED_SECONDS
+    lost = set(world.events.follow().live.values())
+    while lost := _not_served(world, seed, lost):
+        assert time.monotonic() < until, f"{when}: durable, never ended, not served: {lost}; {world.tier()}"
+        wait_until(lambda: not world.tier().reason, "the tier is of use again", seconds=30)
+
+
+def _not_served(world: DiskWorld, seed: int, wanted: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Of these (key, kind), without what has ended."""
+    missing: set[tuple[str, str]] = set()
     for spec in SPECS:
         with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
-            missing = serve_all(engine, live, PROMPTS)
-        still = set(world.events.follow().live.values())
-        lost = [known for known in missing if (known.key.hex(), known.kind.name.lower()) in still]
-        assert not lost, f"{when}: durable, never ended, not served: {lost}"
+            found = serve_all(engine, wanted, PROMPTS)
+        missing |= {(known.key.hex(), known.kind.name.lower()) for known in found}
+    return missing & set(world.events.follow().live.values())
 
 
 def _check_end(world: DiskWorld) -> None:
     """Nothing is stuck, and the accounts are what lies on the medium. Sessions of this process live as long as it."""
     wait_until(lambda: not any(one.leases or one.lent_objects for one in world.status().sessions), "leases end")
-    world.wait_written()
+    world.wait_written(60)  # a worker that was stopped while it started is given twenty seconds
     status, tier = world.status(), world.tier()
     assert (status.tiers[0].lent_bytes, tier.lent_bytes) == (0, 0)
     damaged = {name: count for name, count in status.counters.items() if name.startswith("tier_damaged") and count}
@@ -132,7 +145,7 @@ def test_i6_i1a_io_workers_are_killed_or_stopped_at_100_random_moments(number: s
 
 def _strike_workers(number: signal.Signals, seed: int, strikes: int) -> None:
     rng = random.Random(seed)
-    with DiskWorld(deadline="500ms") as world:
+    with DiskWorld(deadline="500ms" if number == signal.SIGSTOP else "10s") as world:
         with DiskLoad(world.daemon.socket, SPECS, seed=seed, prompts=PROMPTS):
             for _ in range(strikes):
                 time.sleep(rng.uniform(0.05, 0.4))
@@ -149,7 +162,10 @@ def _strike_workers(number: signal.Signals, seed: int, strikes: int) -> None:
 
 
 def test_p4_t2_after_a_reboot_objects_come_from_the_disk(seed: int) -> None:
-    """An orderly stop, the arena dropped: all that the disk had is served again, byte for byte; its index at once."""
+    """An orderly stop, the arena dropped: all that the disk had is served again, byte for byte; its index at once.
+
+    But for what lies there without its parent, whose write was given up after its own had arrived (docs/operations.md).
+    """
     with DiskWorld() as world:
         for spec in SPECS:
             with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
@@ -162,10 +178,13 @@ def test_p4_t2_after_a_reboot_objects_come_from_the_disk(seed: int) -> None:
         world.drop_arena()
         world.start()
         assert not world.status().tiers[0].objects
-        assert world.tier().objects == len(before)
+        parentless = int(world.counter(f"tier_found_objects.{TIER}/no_parent"))
+        assert parentless <= len(before) // 20
+        assert world.tier().objects == len(before) - parentless
         assert not world.counter(f"io_bytes.{TIER}/read"), "the index comes back without reading a payload"
         read_before = world.counter("promoted_objects")
         for spec in SPECS:
             with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
-                assert not serve_all(engine, before, PROMPTS)
-        assert world.counter("promoted_objects") - read_before >= len(before)
+                parentless -= len(serve_all(engine, before, PROMPTS))
+        assert not parentless
+        assert world.counter("promoted_objects") - read_before >= world.tier().objects

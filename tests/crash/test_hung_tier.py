@@ -34,12 +34,6 @@ quarantine_capacity = "32MiB"
 
 
 @pytest.fixture
-def fuse() -> Iterator[FuseDirectory]:
-    with FuseDirectory() as fuse:
-        yield fuse
-
-
-@pytest.fixture
 def daemon(fuse: FuseDirectory) -> Iterator[DaemonProcess]:
     daemon = DaemonProcess(ram="456MiB", config=CONFIG.format(path=fuse.path / "store"))
     try:
@@ -73,6 +67,9 @@ def test_t4_ram_serves_beside_a_hung_mount_and_the_tier_comes_back(daemon: Daemo
         assert engine.load(keys) == [payload_of(key) for key in keys]
         assert engine.load(more) == [payload_of(key) for key in more]
         assert status_of(daemon.socket).tiers[1].reason
+        given_up = engine.counter("io_workers.slow/abandoned")
+        wait_until(lambda: engine.counter("io_workers.slow/abandoned") >= given_up + 2, "probes hang too", 60)
+        assert daemon.log.count("left to the kernel") <= given_up, "probes are not worth a line each"
         fuse.go_on()
         wait_until(lambda: not status_of(daemon.socket).tiers[1].reason, "the tier comes back")
         again = keys_of("after", 20)
@@ -102,7 +99,7 @@ def test_i1a_i6_a_worker_stuck_when_the_daemon_is_killed_keeps_what_it_was_lent(
     with RawEngine(daemon.socket) as engine:
         engine.store(keys_of("before", 1))
         _wait_durable(daemon, 1)
-        fuse.fault(write=0, seconds=6)  # late: the server has the request, and the kernel waits for it
+        fuse.fault(write=0, seconds=90)  # late: the server has the request, and the kernel waits for it
         engine.store(keys)
         [worker] = _workers(daemon)
         time.sleep(0.3)
@@ -113,6 +110,7 @@ def test_i1a_i6_a_worker_stuck_when_the_daemon_is_killed_keeps_what_it_was_lent(
     with RawEngine(daemon.socket) as engine:
         assert status_of(daemon.socket).tiers[0].lent_bytes >= OBJECT_BYTES
         assert status_of(daemon.socket).tiers[1].state == "opening"
+        fuse.let_go()
         wait_until(lambda: is_gone(worker), "the stuck worker is gone")
         wait_until(lambda: not status_of(daemon.socket).tiers[0].lent_bytes, "nothing is lent")
         wait_until(lambda: status_of(daemon.socket).tiers[1].state == "ready", "the tier is open")

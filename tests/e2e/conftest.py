@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from demo.engine import ROOT
-from demo.toys import DENSE, HYBRID
+from demo.toys import DENSE, GEMMA3, GEMMA4, GPT_OSS, HYBRID, MISTRAL
 from tests.e2e.fleet import Fleet
 
 E2E_TIMEOUT_SECONDS = 300
@@ -22,16 +22,55 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_SECONDS))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_SECONDS))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM's CPU build needs libnuma1: make system-deps"))
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(shared_fleet: Fleet) -> Fleet:
+    """Modules that need another daemon have one of their own by this name."""
+    return shared_fleet
+
+
+@pytest.fixture(scope="session")
+def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with Fleet(tmp_path_factory.mktemp("e2e"), ROOT / "build" / "toys") as fleet:
         fleet.define("dense", DENSE, {"block_size": 32, "max_num_seqs": 20}, load_timeout_seconds=3.0)
+        # Around a router, as vLLM's roles have it: the one that computes prompts for others loads nothing.
+        fleet.define("dense_producer", DENSE, {"block_size": 32}, role="kv_producer", load_weight=0)
+        fleet.define("dense_consumer", DENSE, {"block_size": 32}, role="kv_consumer")
+        fleet.define("streaming", DENSE, {"block_size": 32}, transport="stream")
         fleet.define("hybrid", HYBRID, {})
-        # Checkpoints at each chunk that a generated token completes; what is in one is the same.
-        fleet.define("hybrid_dense_checkpoints", HYBRID, {"prefix_cache_retention_interval": 384})
+        # A checkpoint at each chunk, of prompts and of generated tokens; what is in one is the same.
+        every_chunk = {"prefix_cache_retention_interval": 384, "max_num_batched_tokens": 384}
+        fleet.define("hybrid_dense_checkpoints", HYBRID, every_chunk)
+        # Its own cache can resume within a chunk.
+        fleet.define("hybrid_fine", HYBRID, {"prefix_match_unit": 96})
+        fleet.define("not_aligned", HYBRID, {"enable_prefix_caching": False, "mamba_cache_mode": "none"})
+        fleet.define("gemma3", GEMMA3, {"block_size": 32})
+        fleet.define("gemma4", GEMMA4, {"block_size": 32})
+        # Short steps: windows move on while a prompt is computed.
+        fleet.define("gpt_oss", GPT_OSS, {"block_size": 32, "max_num_batched_tokens": 512})
+        fleet.define("mistral", MISTRAL, {"block_size": 32})
         yield fleet
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines_of_this_module(request: pytest.FixtureRequest) -> None:
+    """Its engines start side by side; those that no module needs any more go: eight at once are too much memory."""
+    modules = list(dict.fromkeys(item.getparent(pytest.Module) for item in request.session.items))
+    later = modules[modules.index(request.node) :]
+    needed = {name for module in later for name in _engines(module)}
+    fleet: Fleet = request.getfixturevalue("shared_fleet")
+    for name in fleet.names_running - needed:
+        fleet.end(name)
+    if _engines(request.node):
+        fleet.ensure_daemon()
+        fleet.launch(_engines(request.node))
+
+
+def _engines(module: pytest.Module | None) -> tuple[str, ...]:
+    """What it says it needs of the session's fleet."""
+    return getattr(module.obj, "ENGINES", ()) if module is not None else ()

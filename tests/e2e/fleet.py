@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvdepot.client.ctl.calls import connect
+from kvdepot.client.ctl.commands.explain import record_lines
+from kvdepot.client.endpoint import Endpoint
+
 from demo.daemon import Daemon, DaemonProcessError, Served
-from demo.engine import Answer, Engine, EngineOptions, EngineProcessError, depot_connector
+from demo.engine import LOAD_ALWAYS, Answer, Engine, EngineOptions, EngineProcessError, depot_connector
 from demo.scenarios import await_lookups
 from demo.toys import Toy, make_toy, prompt
 
 CONFIGURATION = 'capacity = "512MiB"\n'
 LOOKUP_TIMEOUT_SECONDS = 2.0
 """Tests share their cores: with the default of 0.05 a delay would look like a miss."""
+TRIES = 4
+TOLD_TIMEOUT_SECONDS = 10.0
+
 
 AuditMark = dict[Path, int]
 """Lines by audit file."""
@@ -53,16 +60,32 @@ class Fleet:
         self._models = models
         self._options: dict[str, EngineOptions] = {}
         self._running: dict[str, Engine] = {}
+        self._fresh: set[str] = set()  # of those: nobody has asked them anything yet
+        self.refused: dict[str, EngineProcessError] = {}  # by engines that were started and do not serve
         self._prompts = itertools.count()
 
-    def define(self, name: str, toy: Toy, arguments: dict[str, Any], **connector: Any) -> None:
-        settings = {"lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS} | connector
+    def define(
+        self,
+        name: str,
+        toy: Toy,
+        arguments: dict[str, Any],
+        *,
+        environment: Mapping[str, str] | None = None,
+        connector_class: tuple[str, str] | None = None,
+        role: str = "kv_both",
+        **connector: Any,
+    ) -> None:
+        """`connector_class`: name and module of another one than kvdepot's own. `role`: vLLM's `kv_role`."""
+        settings = {"lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS, "load_weight": LOAD_ALWAYS} | connector
+        transfer = depot_connector(self.daemon.endpoint, **settings) | {"kv_role": role}
+        if connector_class is not None:
+            transfer["kv_connector"], transfer["kv_connector_module_path"] = connector_class
         self._options[name] = EngineOptions(
             toy,
             make_toy(toy, self._models),
-            depot_connector(self.daemon.endpoint, **settings),
+            transfer,
             arguments,
-            {"KVDEPOT_AUDIT_PATH": str(self.directory / f"audit-{name}")},
+            {"KVDEPOT_AUDIT_PATH": str(self.directory / f"audit-{name}"), **(environment or {})},
         )
 
     def options(self, name: str) -> EngineOptions:
@@ -73,17 +96,48 @@ class Fleet:
             self.daemon.start()
         return self.daemon
 
+    def launch(self, names: Iterable[str]) -> None:
+        """Fresh processes of engines that do not run, side by side: most of a start is one core importing.
+
+        Returns when all serve, or are among the `refused`.
+        """
+        starting = {name: Engine(self._options[name], self.log(name)) for name in names if name not in self._running}
+        ready = {name: engine.launch() for name, engine in starting.items()}
+        for name, engine in starting.items():
+            try:
+                engine.wait_ready(ready[name])
+            except EngineProcessError as error:
+                engine.kill()
+                self.refused[name] = error
+            else:
+                self._running[name] = engine
+                self._fresh.add(name)
+
     def start(self, name: str) -> Engine:
-        """A fresh process of an engine that does not run."""
+        """A fresh process of an engine that does not run. Raises EngineProcessError where it does not serve."""
         assert name not in self._running
-        engine = self._running[name] = Engine(self._options[name], self.directory / f"{name}.log")
-        return engine.start()
+        self.launch([name])
+        if name in self.refused:
+            raise self.refused.pop(name)
+        return self._running[name]
+
+    def running(self, name: str) -> Engine | None:
+        """The engine as it is, whatever it is doing; None where it does not run."""
+        return self._running.get(name)
+
+    @property
+    def names_running(self) -> set[str]:
+        return set(self._running)
+
+    def log(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
 
     def engine(self, name: str) -> Engine:
         try:
             return self._whole(name)
-        except (DaemonProcessError, EngineProcessError):
+        except (DaemonProcessError, EngineProcessError) as error:
             # A test has left something behind that does not go away: that test's failure, not the next one's.
+            print(f"all starts anew, with nothing stored: {name}: {error}")  # in the report of a test that fails by it
             for other in list(self._running):
                 self.end(other, kill=True)
             self.daemon.kill()
@@ -94,13 +148,17 @@ class Fleet:
         self.ensure_daemon()
         if name in self._running and not self._running[name].alive:
             self._running.pop(name).kill()
-        fresh = name not in self._running
-        engine = self.start(name) if fresh else self._running[name]
-        self.daemon.wait_attached(len(self._running))
-        if fresh:
+        engine = self._running.get(name) or self.start(name)
+        self.wait_attached()
+        if name in self._fresh:
             await_lookups(engine, self.daemon)
+            self._fresh.remove(name)
         self.forget(engine)
         return engine
+
+    def wait_attached(self) -> None:
+        """Every engine that runs is, and no other."""
+        self.daemon.wait_attached(len(self._running))
 
     def end(self, name: str, *, kill: bool = False) -> None:
         """Stop an engine's processes, orderly or not; `engine(name)` starts new ones."""
@@ -120,10 +178,17 @@ class Fleet:
         self.daemon.settle()
         engine.reset_prefix_cache()
 
-    def ask(self, engine: Engine, ids: Sequence[int], max_tokens: int = 16) -> Loaded:
+    def ask(
+        self, engine: Engine, ids: Sequence[int], max_tokens: int = 16, params: dict[str, Any] | None = None
+    ) -> Loaded:
         before = self.daemon.served()
-        answer = engine.ask(ids, max_tokens)
+        answer = engine.ask(ids, max_tokens, params)
         return Loaded(answer, self.daemon.served().since(before))
+
+    def told(self, requests: int = TRIES) -> str:
+        """What the daemon remembers of its latest requests: for the message of a test that expected a hit."""
+        with connect(Endpoint.parse(self.daemon.endpoint), TOLD_TIMEOUT_SECONDS) as operator:
+            return "\n".join(line for record in operator.explain("")[:requests] for line in record_lines(record))
 
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that no other test of this session uses."""
@@ -148,5 +213,5 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for name in list(self._running):
-            self.end(name)
+            self.end(name, kill=True)
         self.daemon.close()

@@ -9,6 +9,7 @@ from demo.engine import Engine
 from tests.e2e import arena_bytes
 from tests.e2e.fleet import Fleet
 
+ENGINES = ("dense",)
 CHUNK = 256
 BLOCK = 32  # of the engine here, so that local hits end inside chunks
 
@@ -37,13 +38,14 @@ def test_p4_concurrent_requests_get_equal_tokens_from_the_daemon(fleet: Fleet, e
     assert hits.external_tokens <= served.tokens < hits.external_tokens + CHUNK * len(prompts)
 
 
-def test_p4_vllm_and_the_daemon_count_the_same_hit_tokens(fleet: Fleet, engine: Engine) -> None:
+def test_p4_p10_vllm_and_the_daemon_count_the_same_hit_tokens(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(3000)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
     loaded = fleet.ask(engine, ids)
     assert (cold.external_tokens, cold.served.tokens) == (0, 0)
     assert loaded.external_tokens == loaded.served.tokens == 2816
+    assert (cold.answer.prompt.connector_tokens, loaded.answer.prompt.connector_tokens) == (0, 2816)
     assert loaded.answer.completion.cached_tokens == 2816
     assert loaded.tokens == cold.tokens
 
@@ -126,7 +128,7 @@ def test_control_damaged_bytes_change_the_tokens_and_i1c_a_restarted_daemon_drop
 
     fleet.daemon.kill()
     fleet.daemon.start()
-    fleet.daemon.wait_attached(1)
+    fleet.wait_attached()
     status = fleet.daemon.settle()
     assert status.counters["corrupt_objects"] == 1
     engine.reset_prefix_cache()
@@ -148,7 +150,7 @@ def test_d1_an_aborted_request_leaves_nothing_and_the_next_one_is_served(fleet: 
         engine.finish(begun)
         fleet.forget(engine)
     status = fleet.daemon.settle()
-    assert [(s.credit_used_bytes, s.leases, s.lent_objects) for s in status.sessions] == [(0, 0, 0)]
+    assert {(s.credit_used_bytes, s.leases, s.lent_objects) for s in status.sessions} == {(0, 0, 0)}
     again = [fleet.ask(engine, ids) for ids in prompts]
     assert [one.tokens for one in again] == cold
     assert [one.external_tokens for one in again] == [1792] * len(prompts)

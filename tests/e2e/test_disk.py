@@ -15,6 +15,7 @@ from kvdepot.core.objectfile import HEADER_BYTES, MAGIC, ObjectHeader
 from kvdepot.core.report import DaemonStatus
 
 from demo.engine import ROOT, Engine
+from demo.scenarios import await_lookups
 from demo.toys import HYBRID
 from tests.e2e.fleet import Fleet
 from tests.e2e.test_hybrid import CHUNK, GROUPS, boundary, check_loads, digests_by_place, store, wrong
@@ -68,8 +69,10 @@ def lose_ram(fleet: Fleet, engine: Engine, *, kill: bool) -> None:
     fleet.daemon.arena.unlink()
     fleet.daemon.start()
     fleet.daemon.wait(lambda status: status.tiers[1].state == "ready", WRITTEN_SECONDS, "back on its disk")
-    fleet.daemon.wait_attached(1)
-    engine.reset_prefix_cache()
+    fleet.wait_attached()
+    assert fleet.daemon.status().tiers[0].objects == 0
+    await_lookups(engine, fleet.daemon)  # it is attached before its namespace is registered
+    fleet.forget(engine)
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["orderly", "sigkill"])
@@ -79,7 +82,6 @@ def test_p4_through_disk_tokens_and_bytes_are_equal(fleet: Fleet, engine: Engine
     reference = store(fleet, engine, prompts)
     on_disk(fleet)
     lose_ram(fleet, engine, kill=kill)
-    assert fleet.daemon.status().tiers[0].objects == 0
     check_loads(fleet, engine, prompts, reference)
     counters = fleet.daemon.status().counters
     assert counters["promoted_objects"] == sum(boundary(len(ids)) // CHUNK + 1 for ids in prompts)
@@ -110,8 +112,8 @@ def test_p6_a_flipped_bit_on_disk_is_a_miss_and_is_quarantined(fleet: Fleet, eng
     cold = engine.ask(ids)
     fleet.forget(engine)
     on_disk(fleet)
-    lose_ram(fleet, engine, kill=True)
     segment, at, header = stored_on(fleet.directory, kind)[-1]
+    lose_ram(fleet, engine, kill=True)
     with segment.open("r+b") as file:
         file.seek(at + HEADER_BYTES + header.stored_bytes // 2)
         byte = file.read(1)[0]

@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
-from demo.engine import Engine, EngineOptions, EngineProcessError
+from demo.engine import EngineProcessError
+from demo.toys import DENSE
 from tests.e2e.fleet import Fleet
 
-
-def refusal(options: EngineOptions, log: Path) -> str:
-    """What an engine that must not start says."""
-    engine = Engine(options, log)
-    try:
-        with pytest.raises(EngineProcessError):
-            engine.start()
-    finally:
-        engine.kill()
-    return log.read_text()
+ENGINES = ("dense", "not_aligned")
 
 
-def test_c3_a_recurrent_model_that_is_not_in_align_mode_is_refused(fleet: Fleet, tmp_path: Path) -> None:
-    fleet.ensure_daemon()
-    options = fleet.options("hybrid")
-    none = {"enable_prefix_caching": False, "mamba_cache_mode": "none"}
-    said = refusal(replace(options, arguments=none), tmp_path / "log")
-    assert 'mamba_cache_mode="align"' in said
+def test_c3_a_recurrent_model_that_is_not_in_align_mode_is_refused(fleet: Fleet) -> None:
+    assert "not_aligned" in fleet.refused
+    assert 'mamba_cache_mode="align"' in fleet.log("not_aligned").read_text()
 
 
 @pytest.mark.long
-def test_p3_hashes_that_no_other_process_repeats_are_refused(fleet: Fleet, tmp_path: Path) -> None:
-    fleet.ensure_daemon()
-    options = replace(fleet.options("dense"), arguments={"prefix_caching_hash_algo": "xxhash"})
-    assert "set PYTHONHASHSEED" in refusal(options, tmp_path / "log")
+def test_p3_hashes_that_no_other_process_repeats_are_refused(fleet: Fleet) -> None:
+    fleet.define("xxhash", DENSE, {"prefix_caching_hash_algo": "xxhash"})
+    with pytest.raises(EngineProcessError):
+        fleet.start("xxhash")
+    assert "set PYTHONHASHSEED" in fleet.log("xxhash").read_text()
 
 
 OUTPUT_TOKENS = 1800

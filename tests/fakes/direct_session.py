@@ -16,22 +16,25 @@ from typing import Any
 
 import numpy as np
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy.base import Arena
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.core.arena import ArenaLayout, ArenaTables, Superblock
 from kvdepot.core.calls import (
     AbandonCall,
     AcquireCall,
-    AcquireReply,
     CommitCall,
     CommitItem,
     EndRequestCall,
     LocateCall,
     ReleaseCall,
+    RequestEnd,
     ReserveCall,
 )
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.engine.engine import Engine
-from kvdepot.server.engine.types import EngineConfig, ProcessIdentity
+from kvdepot.server.engine.types import Attached, EngineConfig, ProcessIdentity
+
+from tests.stream_rig import Proxy
 
 ARENA_ID = 77
 BOOT = b"boot-id-16-bytes"
@@ -69,13 +72,22 @@ class Depot:
     def arena(self) -> ArenaMap:
         return ArenaMap(self.descriptor)
 
-    def attach(self, engine_id: str, world_size: int) -> bytes:
-        token = b""
-        for rank in range(world_size):
-            identity = ProcessIdentity(next(self._pids), 1, BOOT)
-            attached = self.engine.attach(identity, engine_id, scheduler=rank == 0, rank=rank, world_size=world_size)
-            token = attached.session
-        return token
+    def attach(self, engine_id: str, world_size: int) -> list[Attached]:
+        """Each rank's, the first one the scheduler's too."""
+        return [
+            self.engine.attach(
+                ProcessIdentity(next(self._pids), 1, BOOT),
+                engine_id,
+                scheduler=rank == 0,
+                rank=rank,
+                world_size=world_size,
+            )
+            for rank in range(world_size)
+        ]
+
+    def proxy(self, attached: Attached) -> Proxy:
+        """As a rank gets that cannot map the arena."""
+        return Proxy(self.descriptor, ARENA_ID, self.layout.size_bytes, attached.attachment, attached.session)
 
     def sum_all(self) -> None:
         """What the checksum worker does when it has time."""
@@ -95,7 +107,8 @@ class DirectSession:
 
     def __init__(self, depot: Depot, engine_id: str, world_size: int) -> None:
         self.depot = depot
-        self._token = depot.attach(engine_id, world_size)
+        self.ranks = depot.attach(engine_id, world_size)
+        self._token = self.ranks[0].session
         self._registered: set[bytes] = set()
         self._due: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._waiting: list[tuple[type, Callable[[Any], None], Any]] = []
@@ -142,15 +155,14 @@ class DirectSession:
 
     def _serve(self, call: Any) -> Any:
         engine = self.depot.engine
-        serve: Any = {LocateCall: engine.locate, AcquireCall: self._acquire, ReserveCall: engine.reserve}[type(call)]
+        later: Any = {LocateCall: engine.locate, AcquireCall: engine.acquire}.get(type(call))
         values = {field: getattr(call, field) for field in type(call).__dataclass_fields__}
-        return serve(type(call)(**{**values, "session": self._token}))
-
-    def _acquire(self, call: AcquireCall) -> AcquireReply:
-        """Answered at once: there is no tier below RAM."""
-        replies: list[AcquireReply] = []
-        self.depot.engine.acquire(call, replies.append)
-        (reply,) = replies
+        call = type(call)(**{**values, "session": self._token})
+        if later is None:
+            return engine.reserve(call)
+        replies: list[Any] = []
+        later(call, replies.append)
+        (reply,) = replies  # at once: there is no tier below RAM
         return reply
 
     def _end_lease(self, call: Any) -> None:
@@ -180,8 +192,8 @@ class DirectSession:
         self.depot.calls.append(call)
         self.depot.engine.abandon(call)
 
-    def end_request(self, request_id: str) -> None:
-        call = EndRequestCall(self._token, request_id)
+    def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
+        call = EndRequestCall(self._token, request_id, end)
         self.depot.calls.append(call)
         self.depot.engine.end_request(call)
 
@@ -194,23 +206,26 @@ class DirectSession:
 
 
 class DirectAttachment:
-    """Stands in for a rank's `Attachment`."""
+    """Stands in for a rank's `Attachment`. Without a proxy the arena is mapped."""
 
-    def __init__(self, depot: Depot) -> None:
+    def __init__(self, depot: Depot, proxy: Proxy | None = None) -> None:
         self._depot = depot
-        self._arena = depot.arena()
+        self._proxy = proxy
+        self._arena = depot.arena() if proxy is None else proxy.arena
 
     def start(self) -> None: ...
 
     @property
-    def arena(self) -> ArenaMap | None:
+    def arena(self) -> Arena | None:
         return self._arena
 
     @property
     def session(self) -> bytes | None:
         return b"token" if self._depot.present else None
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self._proxy is not None:
+            self._proxy.close()
 
 
 def _item(lease_id: int, indices: Sequence[int]) -> CommitItem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -14,13 +14,15 @@ from random import Random
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, payload_sum
 from kvdepot.server.io.breaker import Breaker
+from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Answer, Job, Priority
-from kvdepot.server.io.perform import Context, perform
-from kvdepot.server.tiers.base import DAMAGED, Found, IoOutcome, Loan, Read, Tier, Written
+from kvdepot.server.io.perform import perform
+from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, Read, Tier, Written
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.messages import Begin, Compact, Locked, Message, Open, Request, Sync, pack, take_messages
 from kvdepot.server.tiers.disk.opening import Opener
 from kvdepot.server.tiers.disk.tier import DiskTier
+from kvdepot.server.tiers.found import FoundObjects
 
 Fault = Callable[[Job], Answer | None]
 NAMESPACE = b"namespace-16byte"
@@ -50,6 +52,7 @@ class InlineWorkers:
         self.tasks: deque[Task] = deque()
         self.late: list[Task] = []
         self.fault: Fault = lambda _: None
+        self.deaths = 0  # so many workers die over the next jobs, which others try again
         self.why_unusable = "not started"
         self.closed = False
         self.done: list[tuple[Job, Answer]] = []
@@ -79,12 +82,19 @@ class InlineWorkers:
         if not self.usable or (task.loan is not None and not task.loan.begin(7)):
             task.done(Answer(IoOutcome.CANCELLED, self.why_unusable))
             return True
+        if self.deaths and task.loan is not None:
+            self.deaths -= 1
+            task.loan.end()
+            self.tasks.appendleft(task)
+            return True
         answer = self.fault(task.job)
         if answer is None:
             context = Context(str(self.root), self.arena)
             answer = perform(task.job, context)
             context.close()
         self.done.append((task.job, answer))
+        if answer.outcome is IoOutcome.OK:
+            self.breaker.worked()
         if answer.outcome is IoOutcome.TIMEOUT:
             self.late.append(task)
         elif task.loan is not None:
@@ -111,6 +121,7 @@ class InlineOpener:
         self.messages: deque[Message] = deque()
         self.running = False
         self.starts = 0
+        self.openings = 0
 
     def start(self, hear: Callable[[Message], None]) -> None:
         self.starts += 1
@@ -147,6 +158,7 @@ class InlineOpener:
                 self._root.mkdir(exist_ok=True)
                 self.messages.append(Locked("token", self._root.stat().st_dev))
             case Open() | Compact() | Sync():
+                self.openings += isinstance(request, Open)
                 sent = bytearray().join(map(pack, self._opener.answer(request)))
                 self.messages.extend(take_messages(sent))
 
@@ -175,11 +187,11 @@ class Listener:
     found_order: list[ObjectName] = field(default_factory=list)
     lost_names: list[ObjectName] = field(default_factory=list)
 
-    def found(self, tier: Tier, objects: Sequence[Found]) -> None:
-        for found in objects:
-            assert found.handle not in self.held
-            self.held[found.handle] = found.name
-            self.found_order.append(found.name)
+    def found(self, tier: Tier, objects: FoundObjects) -> None:
+        for handle, name in objects:
+            assert handle not in self.held
+            self.held[handle] = name
+            self.found_order.append(name)
 
     def lost(self, tier: Tier, handles: Sequence[int]) -> None:
         self.lost_names += [self.held.pop(handle) for handle in handles]
@@ -198,6 +210,7 @@ class DiskRig:
         self.config = DiskConfig("disk", root, capacity_bytes, **settings)  # type: ignore[arg-type]
         self.log = logging.getLogger("tests.disk")
         self.listener = Listener()
+        self.counts: Counter[str] = Counter()  # of all runs
         self.start()
 
     def start(self, *, settle: bool = True) -> None:
@@ -207,13 +220,16 @@ class DiskRig:
         self.listener = Listener()
         self.tier = DiskTier(
             self.config, data=self.data, journal=self.journal, opener=self.opener, log=self.log,
-            clock=self.clock, wall_clock=lambda: self.wall,
+            clock=self.clock, wall_clock=lambda: self.wall, count=self._count,
         )  # fmt: skip
         self.tier.start(self.listener)
         if settle:
             self.settle()
 
     crash = start
+
+    def _count(self, name: str, amount: float) -> None:
+        self.counts[name] += int(amount)
 
     def clock(self) -> float:
         return self.now

@@ -17,6 +17,7 @@ from kvdepot.core.calls import (
     AcquireReply,
     CommitCall,
     CommitItem,
+    EndRequestCall,
     Kind,
     LocateCall,
     LocateReply,
@@ -33,6 +34,10 @@ from kvdepot.server.engine.types import AdoptionReport, Attached, EngineConfig, 
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
 from tests.fakes.memory_tier import Medium, MemoryTier
+from tests.fakes.pin_audit import audit_pins
+from tests.fakes.prefetch_audit import audit_prefetch
+from tests.fakes.quota_audit import audit_quotas
+from tests.fakes.shared_memory_tier import SharedMedium, SharedMemoryTier
 from tests.fakes.tree_audit import audit_tree
 
 CHUNK = 32
@@ -43,10 +48,10 @@ Extents = list[list[int]]
 """Rows of (object index, row, offset, length, generation)."""
 
 
-def spec_of(*groups: GroupSpec, name: str = "a", chunk_tokens: int = CHUNK) -> NamespaceSpec:
+def spec_of(*groups: GroupSpec, name: str = "a", chunk_tokens: int = CHUNK, tenant: str = "") -> NamespaceSpec:
     planner = Planner(groups, chunk_tokens)
     sizes = {kind: planner.object_bytes(kind) for kind in planner.kinds}
-    return NamespaceSpec({"model": f'"{name}"'}, chunk_tokens, groups, sizes, label=name)
+    return NamespaceSpec({"model": f'"{name}"'}, chunk_tokens, groups, sizes, label=name, tenant=tenant)
 
 
 DENSE = spec_of(GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4096,)))  # 8 KiB an object
@@ -92,6 +97,10 @@ class Rig:
         tier: TierConfig | None = None,
         tier_bytes: int = 1 << 20,
         tier_handles: int = 256,
+        drop_nodes_max: int = 256,
+        shared: TierConfig | None = None,
+        shared_medium: SharedMedium | None = None,
+        shared_handles: int = 256,
         **config: object,
     ) -> None:
         tables_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).data_offset
@@ -107,7 +116,11 @@ class Rig:
         self.tier_config = tier
         self.tier_bytes = tier_bytes
         self.tier_handles = tier_handles
+        self.drop_nodes_max = drop_nodes_max
         self.medium = Medium()
+        self.shared_config = shared
+        self.shared_medium = shared_medium or SharedMedium()
+        self.shared_handles = shared_handles
         self.worker_pids = 5000  # each run's tier has a worker process of its own
         self.populated_at_start = True
         self.start()
@@ -124,6 +137,7 @@ class Rig:
             tiers=self._tiers,
             identify=process,
         )
+        self.engine._space.drop_nodes_max = self.drop_nodes_max
         self.report = self.engine.adopt(self.liveness)
         self.ready_bytes_after_adoption = self.engine.status().tier.ready_bytes
         if self.populated_at_start:
@@ -131,14 +145,25 @@ class Rig:
         self.engine.start_tiers()
 
     def _tiers(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
-        if self.tier_config is None:
-            return []
-        self.worker_pids += 1
-        self.tier = MemoryTier(
-            self.buffer, registry, medium=self.medium, capacity_bytes=self.tier_bytes, handles_max=self.tier_handles,
-            pid=self.worker_pids,
-        )  # fmt: skip
-        return [(self.tier, self.tier_config)]
+        tiers: list[tuple[Tier, TierConfig]] = []
+        self.lower_tiers: list[MemoryTier] = []
+        if self.tier_config is not None:
+            self.worker_pids += 1
+            self.tier = MemoryTier(
+                self.buffer, registry, medium=self.medium, capacity_bytes=self.tier_bytes,
+                handles_max=self.tier_handles, pid=self.worker_pids,
+            )  # fmt: skip
+            tiers.append((self.tier, self.tier_config))
+            self.lower_tiers.append(self.tier)
+        if self.shared_config is not None:
+            self.worker_pids += 1
+            self.shared = SharedMemoryTier(
+                self.buffer, registry, shared=self.shared_medium, name="nfs", handles_max=self.shared_handles,
+                pid=self.worker_pids,
+            )  # fmt: skip
+            tiers.append((self.shared, self.shared_config))
+            self.lower_tiers.append(self.shared)
+        return tiers
 
     def liveness(self, identity: ProcessIdentity) -> Liveness:
         if identity.pid == 0:
@@ -219,25 +244,47 @@ class Client:
         assert set(self.commit(lease, *granted)) <= {1}
 
     def acquire(
-        self, keys: Sequence[bytes], kinds: Sequence[Kind] | None = None, lease: int | None = None
+        self, keys: Sequence[bytes], kinds: Sequence[Kind] | None = None, lease: int | None = None, request: str = ""
     ) -> tuple[int, AcquireReply]:
         lease = self.lease() if lease is None else lease
         packed = bytes(kinds or [Kind.ATTENTION] * len(keys))
-        (reply,) = self.acquire_later(keys, packed, lease)
+        (reply,) = self.acquire_later(keys, packed, lease, request)
         return lease, reply
 
-    def acquire_later(self, keys: Sequence[bytes], kinds: bytes, lease: int) -> list[AcquireReply]:
+    def acquire_later(self, keys: Sequence[bytes], kinds: bytes, lease: int, request: str = "") -> list[AcquireReply]:
         """Gets the answer when there is one."""
         answers: list[AcquireReply] = []
-        call = AcquireCall(self.session, lease, self.namespace, b"".join(keys), kinds)
+        call = AcquireCall(self.session, lease, self.namespace, b"".join(keys), kinds, request)
         self.rig.engine.acquire(call, answers.append)
         return answers
 
     def release(self, *leases: int) -> None:
         self.rig.engine.release(ReleaseCall(self.session, leases))
 
-    def locate(self, keys: Sequence[bytes], high_tokens: int = 1 << 30) -> LocateReply:
-        return self.rig.engine.locate(LocateCall(self.session, self.namespace, b"".join(keys), high_tokens))
+    def locate(
+        self, keys: Sequence[bytes], high_tokens: int = 1 << 30, request: str = "", budget_seconds: float = 0.0,
+        *, local_tokens: int = 0, token_seconds: float = 0.0,
+    ) -> LocateReply:  # fmt: skip
+        (reply,) = self.locate_later(
+            keys, high_tokens, request, budget_seconds, local_tokens=local_tokens, token_seconds=token_seconds
+        )
+        return reply
+
+    def locate_later(
+        self, keys: Sequence[bytes], high_tokens: int = 1 << 30, request: str = "", budget_seconds: float = 0.0,
+        wait_seconds: float = 0.0, local_tokens: int = 0, token_seconds: float = 0.0,
+    ) -> list[LocateReply]:  # fmt: skip
+        """Gets the answer when there is one."""
+        answers: list[LocateReply] = []
+        call = LocateCall(
+            self.session, self.namespace, b"".join(keys), high_tokens, request, budget_seconds, wait_seconds,
+            local_tokens, token_seconds,
+        )  # fmt: skip
+        self.rig.engine.locate(call, answers.append)
+        return answers
+
+    def end_request(self, request: str) -> None:
+        self.rig.engine.end_request(EndRequestCall(self.session, request))
 
 
 def audit(engine: Engine) -> None:
@@ -267,6 +314,9 @@ def audit(engine: Engine) -> None:
         assert state != RowState.DYING or pins[head] > 0, "dying, and nobody is lent it"
     _audit_leases(engine)
     audit_tree(space)
+    audit_quotas(engine)
+    audit_prefetch(engine)
+    audit_pins(engine)
 
 
 def _audit_bytes(engine: Engine, chained: list[int]) -> None:
@@ -293,7 +343,7 @@ def _audit_index(engine: Engine, heads: list[int]) -> None:
         parent = index.parent(node)
         assert parent == NONE or (parent in nodes and node in index.children(parent))
         for row in index.rows_of(node):
-            assert rows.parent(row) == (ROOT_KEY if parent == NONE else index.key(parent))
+            assert index.cut_off(node) or rows.parent(row) == (ROOT_KEY if parent == NONE else index.key(parent))
         assert index.in_ram(node) == (node in with_rows)
         assert index.children_in_ram(node) == sum(map(index.in_ram, index.children(node)))
     committed = [head for head in heads if rows.state[head] == RowState.COMMITTED]
@@ -312,7 +362,7 @@ def _audit_tiers(engine: Engine, nodes: set[int]) -> None:
     """Every node has an object somewhere, and every object of a tier has a node."""
     space, index = engine._space, engine._space.index
     for node in nodes:
-        assert index.has_objects(node), "a node without objects"
+        assert index.has_objects(node) or index.cut_off(node), "a node without objects"
         for tier in space.tiers:
             below = sum(index.in_tier(tier.number, child) for child in index.children(node))
             assert index.children_in_tier(tier.number, node) == below
@@ -323,7 +373,7 @@ def _audit_tiers(engine: Engine, nodes: set[int]) -> None:
         assert told == Counter((index.namespace(node), int(kind)) for node, kind in held)
         assert all(tier.owner(handle) == owner for owner, handle in held.items())
         if isinstance(tier.tier, MemoryTier) and tier.tier.readable:
-            assert set(held.values()) == set(tier.tier.medium.stored), "the medium holds something else"
+            assert set(held.values()) == tier.tier.handles, "the tier holds something else"
 
 
 def _audit_leases(engine: Engine) -> None:

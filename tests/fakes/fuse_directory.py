@@ -20,8 +20,13 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-START_SECONDS = 10.0
+START_SECONDS = 30.0
+_THREADS = 128
+_LET_GO_SECONDS = 0.02
 _STATUS = ("st_mode", "st_ino", "st_nlink", "st_uid", "st_gid", "st_size", "st_blocks")
+_TIMES = ("st_atime", "st_mtime", "st_ctime")
+_NOW = (1 << 30) - 1
+"""UTIME_NOW, as it comes through."""
 _ROOM = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_frsize")
 
 
@@ -44,6 +49,7 @@ class FuseDirectory:
         self.backing = self.base / "backing"
         self.path = self.base / "mount"
         self._faults = self.base / "faults"
+        self._let_go = self.base / "let_go"
         self.backing.mkdir()
         self.path.mkdir()
         self.fault()
@@ -51,7 +57,7 @@ class FuseDirectory:
             sys.executable,
             "-m",
             "tests.fakes.fuse_directory",
-            *map(str, (self.backing, self.path, self._faults)),
+            *map(str, (self.backing, self.path, self._faults, self._let_go)),
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         until = time.monotonic() + START_SECONDS
@@ -61,13 +67,22 @@ class FuseDirectory:
             time.sleep(0.02)
 
     def fault(self, **faults: float) -> None:
-        """`operation=errno`, and `seconds` that every faulty operation, or with none all of them, takes."""
+        """`operation=errno`, and `seconds` that every faulty operation, or with none all of them, takes.
+
+        What has begun takes that long, also when there is another fault by then, unless `let_go` ends it.
+        """
         written = self.base / "faults.new"
         written.write_text(json.dumps(faults))
         written.rename(self._faults)
 
+    def let_go(self) -> None:
+        """Operations that take long end now."""
+        self._let_go.touch()
+
     def hang(self) -> None:
+        """Returns when every thread of the server has stopped: until then some would still answer."""
         os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
@@ -91,9 +106,10 @@ class Backing:
 
     use_ns = True
 
-    def __init__(self, backing: str, faults: str) -> None:
+    def __init__(self, backing: str, faults: str, let_go: str) -> None:
         self._backing = backing
         self._faults = Path(faults)
+        self._let_go = Path(let_go)
 
     def _at(self, path: str) -> str:
         return self._backing + path
@@ -102,13 +118,23 @@ class Backing:
         wanted = json.loads(self._faults.read_text())
         number = wanted.get(operation)
         if number is not None or wanted.keys() == {"seconds"}:
-            time.sleep(wanted.get("seconds", 0))
+            self._take(wanted.get("seconds", 0))
         if number:
             raise OSError(int(number), os.strerror(int(number)))
 
+    def _take(self, seconds: float) -> None:
+        began, until = time.time(), time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._let_go_since(began):
+            time.sleep(min(left, _LET_GO_SECONDS))
+
+    def _let_go_since(self, began: float) -> bool:
+        return self._let_go.exists() and self._let_go.stat().st_mtime > began
+
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        self._fault("getattr")
         status = os.lstat(self._at(path))
-        return {name: getattr(status, name) for name in dir(status) if name.startswith("st_") and "time" not in name}
+        found = {name: getattr(status, name) for name in _STATUS}
+        return found | {name: getattr(status, f"{name}_ns") for name in _TIMES}
 
     def readdir(self, path: str, fh: int) -> list[str]:
         return [".", "..", *os.listdir(self._at(path))]
@@ -163,17 +189,31 @@ class Backing:
         os.unlink(self._at(path))
         return 0
 
+    def link(self, new: str, existing: str) -> int:
+        os.link(self._at(existing), self._at(new))
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        if times is None or times[1] == _NOW:
+            os.utime(self._at(path))
+        else:
+            os.utime(self._at(path), ns=times)
+        return 0
+
     def rename(self, old: str, new: str) -> int:
+        self._fault("rename")
         os.rename(self._at(old), self._at(new))
         return 0
 
 
-def _serve(backing: str, mount: str, faults: str) -> None:
+def _serve(backing: str, mount: str, faults: str, let_go: str) -> None:
     import mfusepy
 
-    mfusepy.FUSE(Backing(backing, faults), mount, foreground=True, attr_timeout=0, entry_timeout=0)
+    mfusepy.FUSE(
+        Backing(backing, faults, let_go), mount, foreground=True, attr_timeout=0, entry_timeout=0, max_threads=_THREADS
+    )
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        _serve(*sys.argv[1:4])
+        _serve(*sys.argv[1:5])

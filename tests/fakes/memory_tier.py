@@ -24,16 +24,17 @@ from kvdepot.core.report import TierStatus
 from kvdepot.server.tiers.base import (
     DAMAGED,
     NO_HANDLE,
-    Found,
     IoOutcome,
     Loan,
     ObjectName,
     Read,
     Stored,
     TierListener,
+    TierTraits,
     WorkerRegistry,
     Written,
 )
+from kvdepot.server.tiers.found import FoundObjects
 
 
 @dataclass
@@ -82,6 +83,7 @@ class MemoryTier:
     ) -> None:
         self.name = name
         self.handles_max = handles_max
+        self.traits = TierTraits()
         self.medium = medium or Medium()
         self.jobs: list[Job] = []
         self.automatic = automatic
@@ -92,8 +94,8 @@ class MemoryTier:
         self.late: list[Job] = []  # answered TIMEOUT, and still in a worker's hands
         self.capacity_bytes = capacity_bytes
         self._arena = arena
-        self._registry = registry
-        self._pid = pid
+        self.registry = registry
+        self.pid = pid
         self._worker = -1
         self._slots = slots
         self._used = sum(len(blob) for blob in self.medium.stored.values())
@@ -126,8 +128,8 @@ class MemoryTier:
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
         done: Callable[[Written], None],
     ) -> None:  # fmt: skip
-        cost_bytes = object_bytes(name.raw_bytes)
-        handles = len(self.medium.stored) + sum(not job.reads for job in self.jobs)
+        cost_bytes = self.cost_bytes(name.raw_bytes)
+        handles = len(self.handles) + sum(not job.reads for job in self.jobs)
         if not self.writable:
             done(Written(IoOutcome.CANCELLED))
         elif self._used + cost_bytes > self.capacity_bytes or handles >= self.handles_max:
@@ -160,14 +162,19 @@ class MemoryTier:
 
     # The test's part
 
+    @property
+    def handles(self) -> set[int]:
+        """In use."""
+        return set(self.medium.stored)
+
     def open(self) -> None:
         """Say what is there and serve."""
         assert self._listener is not None
-        self._worker = self._registry.started(self._pid)
-        found = [Found(handle, self.medium.names[handle]) for handle in self.medium.stored]
-        found.sort(key=lambda one: one.name.boundary_tokens)
+        self._worker = self.registry.started(self.pid)
+        found = [(handle, self.medium.names[handle]) for handle in self.medium.stored]
+        found.sort(key=lambda one: one[1].boundary_tokens)
         self.readable = self.writable = True
-        self._listener.found(self, found)
+        self._listener.found(self, FoundObjects.of(found))
 
     def lose(self, *handles: int) -> None:
         """They vanish from the medium, and the tier notices."""
@@ -224,7 +231,7 @@ class MemoryTier:
             self._end(job, IoOutcome.CANCELLED, lent=job.begun)
         self.worker_dies()
         if self._worker >= 0:
-            self._registry.dead(self._worker)
+            self.registry.dead(self._worker)
             self._worker = -1
 
     # Within
@@ -243,15 +250,19 @@ class MemoryTier:
         if lent:
             job.loan.end()
         if job.reads:
-            if outcome in DAMAGED and self.medium.stored.get(job.handle) is job.snapshot:
-                self.medium.quarantined.append(job.snapshot)
-                self.drop(job.handle)
+            self._note_read(job, outcome)
             job.done(Read(outcome, raw_sum))  # type: ignore[arg-type]
             return
         if outcome is not IoOutcome.OK:
             self._used -= job.cost_bytes
         stored_bytes = job.name.raw_bytes if outcome is IoOutcome.OK else 0
         job.done(Written(outcome, handle, raw_sum, stored_bytes))  # type: ignore[arg-type]
+
+    def _note_read(self, job: Job, outcome: IoOutcome) -> None:
+        """What is proved bad leaves the tier."""
+        if outcome in DAMAGED and self.medium.stored.get(job.handle) is job.snapshot:
+            self.medium.quarantined.append(job.snapshot)
+            self.drop(job.handle)
 
     def _finish_read(self, job: Job) -> None:
         try:
@@ -282,8 +293,13 @@ class MemoryTier:
             self._end(job, IoOutcome.CORRUPT, lent=True)
             return
         header = ObjectHeader(job.name, Codec.NONE, len(payload), raw_sum, raw_sum, next(self._sequences), 0)
-        handle = next(number for number in range(self.handles_max) if number not in self.medium.stored)
         padding = object_bytes(len(payload)) - HEADER_BYTES - len(payload)
-        self.medium.names[handle] = job.name
-        self.medium.stored[handle] = header.pack() + payload + bytes(padding)
+        handle = self._put(job, header.pack() + payload + bytes(padding))
         self._end(job, IoOutcome.OK, lent=True, raw_sum=raw_sum, handle=handle)
+
+    def _put(self, job: Job, blob: bytes) -> int:
+        """The object's handle from now on."""
+        handle = next(number for number in range(self.handles_max) if number not in self.medium.stored)
+        self.medium.names[handle] = job.name
+        self.medium.stored[handle] = blob
+        return handle

@@ -13,7 +13,9 @@ import itertools
 import json
 import pickle
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -23,17 +25,38 @@ import pytest
 import torch
 from kvdepot.client.vllm import connector as connector_module
 from vllm import SamplingParams
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    _project_kv_cache_groups_to_worker,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2, V2_LOAD_ARGUMENTS
 from tests.fakes.direct_session import Depot, DirectAttachment, DirectSession
 
 BLOCK = 16
@@ -71,9 +94,18 @@ def engine_config(
     step_tokens: int = 2048,
     ranks: int = 1,
     cache: dict[str, Any] | None = None,
+    engine_id: str | None = None,
+    pipeline: bool = False,
+    drafts: int = 0,
+    state_block: int = BLOCK,
+    events: bool = False,
+    runs_ahead: bool = False,
 ) -> VllmConfig:
-    """A resolved configuration of a real engine."""
-    extra = {"endpoint": "unix:///tmp/none.sock", "chunk_tokens": BLOCK, "min_load_tokens": 1} | (settings or {})
+    """A resolved configuration of a real engine. `drafts`: speculated tokens a step, of the n-gram kind.
+
+    `events`: it publishes KV events, to nobody.
+    """
+    extra = {"endpoint": "unix:///tmp/none.sock", "chunk_tokens": state_block, "min_load_tokens": 1} | (settings or {})
     config = VllmConfig(
         model_config=_model_config(str(folder)),
         scheduler_config=SchedulerConfig(
@@ -82,36 +114,70 @@ def engine_config(
             max_model_len=CONTEXT,
             is_encoder_decoder=False,
             enable_chunked_prefill=True,
-            async_scheduling=False,
+            async_scheduling=runs_ahead,
         ),
-        cache_config=CacheConfig(block_size=BLOCK, **({"enable_prefix_caching": True} | (cache or {}))),
+        cache_config=CacheConfig(block_size=state_block, **({"enable_prefix_caching": True} | (cache or {}))),
         kv_transfer_config=KVTransferConfig(
             kv_connector="KVDepotConnector",
             kv_connector_module_path="kvdepot.client.vllm.connector",
             kv_role="kv_both",
             kv_load_failure_policy=policy,
             kv_connector_extra_config=extra,
+            engine_id=engine_id,
         ),
     )
+    if events:
+        config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    if drafts:
+        config.speculative_config = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, target_model_config=config.model_config,
+            target_parallel_config=config.parallel_config,
+        )  # fmt: skip
     config.cache_config.mamba_cache_mode = "align" if hybrid else "none"
     config.parallel_config.world_size = ranks
-    config.parallel_config.tensor_parallel_size = ranks
+    config.parallel_config.tensor_parallel_size = 1 if pipeline else ranks
+    config.parallel_config.pipeline_parallel_size = ranks if pipeline else 1
     return config
 
 
-def cache_layout(*, hybrid: bool, blocks: int, retention: int | None) -> KVCacheConfig:
-    """One attention group of two layers, and with `hybrid` two recurrent groups."""
-    full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(list(ATTENTION_LAYERS), full)]
+def cache_layout(
+    *,
+    hybrid: bool,
+    blocks: int,
+    retention: int | None,
+    state_block: int = BLOCK,
+    windows: Sequence[int] = (),
+    latent: bool = False,
+    full: bool = True,
+) -> KVCacheConfig:
+    """One attention group of two layers, with `hybrid` two recurrent groups, and a group of one layer a window.
+
+    `latent`: attention keeps one latent vector a token, the same on every rank (MLA). `full` False: windows alone.
+    `state_block`: tokens of a block of the recurrent groups; the others have `BLOCK`.
+    """
+    heads: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "dtype": torch.float32}
+    own, shared = FullAttentionSpec(head_size=8, **heads), MLAAttentionSpec(head_size=16, max_tp_shards=1, **heads)
+    attention = shared if latent else own
+    groups = [KVCacheGroupSpec(list(ATTENTION_LAYERS), attention)] if full else []
+    for window in windows:
+        sliding = SlidingWindowSpec(head_size=8, sliding_window=window, **heads)
+        groups.append(KVCacheGroupSpec([f"w{window}"], sliding))
     if hybrid:
         state = MambaSpec(
-            block_size=BLOCK, shapes=((3, 7),), dtypes=(torch.float32,), page_size_padded=2048, mamba_cache_mode="align"
-        )
+            block_size=state_block, shapes=((3, 7),), dtypes=(torch.float32,), page_size_padded=2048,
+            mamba_cache_mode="align",
+        )  # fmt: skip
         groups = [*(KVCacheGroupSpec([name], state) for name in STATE_GROUPS), *groups]
     layout = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-    layout.prefix_cache_retention_interval = retention if hybrid else None  # vLLM refuses it for attention alone
+    layout.prefix_cache_retention_interval = retention if hybrid or windows else None  # vLLM refuses it for the rest
     layout.hash_block_size = BLOCK
     return layout
+
+
+def stage_layout(layout: KVCacheConfig, stage: int, stages: int) -> KVCacheConfig:
+    """What one stage of a pipeline has of it, as vLLM tells its workers: the same groups, its own layers of each."""
+    specs = {name: group.kv_cache_spec for group in layout.kv_cache_groups for name in group.layer_names[stage::stages]}
+    return replace(layout, kv_cache_groups=_project_kv_cache_groups_to_worker(layout.kv_cache_groups, specs))
 
 
 def pattern(kind: str, layer: str, rank: int, tokens: Sequence[int], size_bytes: int) -> np.ndarray[Any, Any]:
@@ -130,6 +196,12 @@ class RankMemory:
     def __init__(self, layout: KVCacheConfig, rank: int) -> None:
         self.rank = rank
         self.layout = layout
+        self._alike = {
+            name
+            for group in layout.kv_cache_groups
+            if isinstance(group.kv_cache_spec, MLAAttentionSpec)
+            for name in group.layer_names
+        }
         page = 2048
         self.raw = torch.zeros(2 * layout.num_blocks * page, dtype=torch.int8)
         self.caches: dict[str, torch.Tensor] = {}
@@ -146,13 +218,34 @@ class RankMemory:
     def block(self, layer: str, block_id: int) -> torch.Tensor:
         return self.caches[layer][block_id].view(-1)
 
+    def _pattern(self, kind: str, layer: str, tokens: Sequence[int], size_bytes: int) -> np.ndarray[Any, Any]:
+        return pattern(kind, layer, 0 if layer in self._alike else self.rank, tokens, size_bytes)
+
     def write(self, kind: str, layer: str, block_id: int, tokens: Sequence[int]) -> None:
         block = self.block(layer, block_id)
-        block.copy_(torch.from_numpy(pattern(kind, layer, self.rank, tokens, block.numel()).view(np.int8)))
+        block.copy_(torch.from_numpy(self._pattern(kind, layer, tokens, block.numel()).view(np.int8)))
 
     def holds(self, kind: str, layer: str, block_id: int, tokens: Sequence[int]) -> bool:
         block = self.block(layer, block_id)
-        return bool((block.numpy().view(np.uint8) == pattern(kind, layer, self.rank, tokens, block.numel())).all())
+        return bool((block.numpy().view(np.uint8) == self._pattern(kind, layer, tokens, block.numel())).all())
+
+    def fill(self, value: int) -> torch.Tensor:
+        """Every byte but the null block's; returns a copy of it all."""
+        self.raw.fill_(value)
+        for name in self.caches:
+            self.block(name, 0).zero_()
+        return self.raw.clone()
+
+    def null_block_untouched(self) -> bool:
+        return not any(self.block(name, 0).any() for name in self.caches)
+
+
+def _worker(config: VllmConfig, memory: RankMemory) -> Any:
+    """The connector of a rank."""
+    config.parallel_config.rank = memory.rank
+    worker = connector_module.KVDepotConnector(config, KVConnectorRole.WORKER, memory.layout)
+    worker.register_kv_caches(memory.caches)
+    return worker
 
 
 class ScriptedEngine:
@@ -170,49 +263,91 @@ class ScriptedEngine:
         ranks: int = 1,
         blocks: int = 64,
         retention: int | None = None,
+        streams: bool = False,
+        state_block: int = BLOCK,
+        windows: Sequence[int] = (),
+        latent: bool = False,
+        full: bool = True,
+        pipeline: bool = False,
+        wait: bool = True,
+        order: tuple[str, ...] = V1,
+        runs_ahead: bool = False,
         **config: Any,
     ) -> None:
+        """`streams`: its ranks do not map the arena, each has a proxy process. `pipeline`: its ranks are stages.
+
+        The groups are `cache_layout`'s. `wait`: until it may load and store. `order`: of the calls in a step.
+        `runs_ahead`: asynchronous scheduling. A step is scheduled and computed before the scheduler knows the tokens
+        of the one before (v1/engine/core.py, step_with_batch_queue).
+        """
+        self._order = order
+        self._unread: deque[tuple[Any, ModelRunnerOutput]] = deque()  # steps whose output the scheduler has not seen
+        self._ahead = int(runs_ahead)
         self.depot = depot
         self.ranks = ranks
         self.name = f"engine-{next(self._names)}"
-        self.session = DirectSession(depot, self.name, ranks)
-        self.attachments = [DirectAttachment(depot) for _ in range(ranks)]
-        attach = iter(self.attachments)
-        monkeypatch.setattr(connector_module, "DepotSession", lambda *_, **__: self.session)
-        monkeypatch.setattr(connector_module, "Attachment", lambda *_, **__: next(attach))
-        self.layout = cache_layout(hybrid=hybrid, blocks=blocks, retention=retention)
-        self.memories = [RankMemory(self.layout, rank) for rank in range(ranks)]
-        self.workers = []
-        for memory in self.memories:
-            own = engine_config(folder, hybrid=hybrid, ranks=ranks, **config)
-            own.parallel_config.rank = memory.rank
-            worker = connector_module.KVDepotConnector(own, KVConnectorRole.WORKER, self.layout)
-            worker.register_kv_caches(memory.caches)
-            self.workers.append(worker)
-        self.config = engine_config(folder, hybrid=hybrid, ranks=ranks, **config)
+        self._connect(monkeypatch, streams)
+        config |= {"engine_id": self.name, "pipeline": pipeline, "state_block": state_block, "runs_ahead": runs_ahead}
+        self.layout = cache_layout(
+            hybrid=hybrid, blocks=blocks, retention=retention, state_block=state_block, windows=windows, latent=latent,
+            full=full,
+        )  # fmt: skip
+        layouts = [stage_layout(self.layout, rank, ranks) if pipeline else self.layout for rank in range(ranks)]
+        self.memories = [RankMemory(layout, rank) for rank, layout in enumerate(layouts)]
+        configure = functools.partial(engine_config, folder, hybrid=hybrid, ranks=ranks, **config)
+        self.workers = [_worker(configure(), memory) for memory in self.memories]
+        self.config = configure()
         self.config.cache_config.num_gpu_blocks = blocks
-        self.scheduler = Scheduler(
-            self.config, self.layout, StructuredOutputManager(self.config), BLOCK, BLOCK, log_stats=False
+        self.scheduler = (AsyncScheduler if runs_ahead else Scheduler)(
+            self.config, self.layout, StructuredOutputManager(self.config), state_block, BLOCK, log_stats=True
         )
         self.connector: Any = self.scheduler.connector
         self.connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+            {
+                (rank, 0) if pipeline else (0, rank): worker.get_handshake_metadata()
+                for rank, worker in enumerate(self.workers)
+            }
         )
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.tokens: dict[str, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
         self.hits: dict[str, int] = {}
+        self.handed: dict[str, dict[str, Any]] = {}  # `kv_transfer_params` of outputs
+        self.observe: Callable[[Any], None] | None = None  # gets vLLM's statistics of each step
         self.loaded_reports: list[str] = []
         self.failed_reports: list[str] = []
+        self._drafts: dict[str, list[int]] = {}  # of this step, unverified
+        if wait:
+            self.wait_attached()
+
+    def wait_attached(self) -> None:
+        """Step until the connector may load and store."""
         while self.side is not None and not (self.side.namespaces.usable and self.side.namespaces.ranks_ready):
             assert not self.side.namespaces.problem, self.side.namespaces.problem
             self.step()
 
+    def _connect(self, monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+        """The connector that is made next calls the depot directly."""
+        depot = self.depot
+        self.session = DirectSession(depot, self.name, self.ranks)
+        self.proxies = [depot.proxy(attached) for attached in self.session.ranks if streams]
+        self.attachments = [DirectAttachment(depot, *self.proxies[rank : rank + 1]) for rank in range(self.ranks)]
+        attach = iter(self.attachments)
+        monkeypatch.setattr(connector_module, "DepotSession", lambda *_, **__: self.session)
+        monkeypatch.setattr(connector_module, "Attachment", lambda *_, **__: next(attach))
+
     @property
     def side(self) -> Any:
         return self.connector.scheduler_side
+
+    @property
+    def copies(self) -> list[Any]:
+        """The ranks' copying threads."""
+        sides: list[Any] = [worker.worker_side for worker in self.workers]
+        return [side._copies for side in sides]
 
     @property
     def pool(self) -> Any:
@@ -226,6 +361,7 @@ class ScriptedEngine:
         request = Request(request_id, list(prompt), params, None, block_hasher=self._hasher, **kwargs)
         self.tokens[request_id] = list(prompt)
         self.outputs[request_id] = []
+        self.requests[request_id] = request
         self.scheduler.add_request(request)
         return request_id
 
@@ -241,7 +377,7 @@ class ScriptedEngine:
     def run(self, steps: int = 3000) -> None:
         """Step as vLLM's engine does, until there is nothing left to do."""
         for _ in range(steps):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self._unread:
                 return
             self.step()
         raise AssertionError(f"still busy after {steps} steps: {self.side.counters}")
@@ -258,101 +394,141 @@ class ScriptedEngine:
     def step(self) -> Any:
         """One scheduler step, on every rank."""
         scheduled = self.scheduler.schedule()
-        for rank in range(self.ranks):
-            self._check_and_compute(rank, scheduled)
-        outputs = [self._rank_output(rank, scheduled) for rank in range(self.ranks)]
+        self._drafts = scheduled.scheduled_spec_decode_tokens
+        for request_id in scheduled.scheduled_cached_reqs.resumed_req_ids:  # the workers are told its tokens anew
+            known = self.requests[request_id].num_tokens
+            prompt = len(self.tokens[request_id]) - len(self.outputs[request_id])
+            del self.tokens[request_id][known:]
+            del self.outputs[request_id][known - prompt :]
+        sampled = self._sampled(scheduled)
+        outputs = [self._rank_output(rank, scheduled, sampled) for rank in range(self.ranks)]
+        for request_id, tokens in sampled.items():
+            self.tokens[request_id] += tokens
+            self.outputs[request_id] += tokens
         output = self._aggregator.aggregate(outputs) if self.ranks > 1 else outputs[0]
         assert output is not None
-        kv = output.kv_connector_output
-        assert kv is not None
-        self.loaded_reports += sorted((kv.finished_recving or set()) - kv.failed_recving)
-        self.failed_reports += sorted(kv.failed_recving)
-        self.scheduler.update_from_output(scheduled, output)
+        self._unread.append((scheduled, output))
+        while len(self._unread) > (self._ahead if scheduled.num_scheduled_tokens else 0):
+            self._read(*self._unread.popleft())
         if not scheduled.num_scheduled_tokens:
             time.sleep(0.001)
         return scheduled
 
+    def _read(self, scheduled: Any, output: ModelRunnerOutput) -> None:
+        """The scheduler sees what became of a step."""
+        kv = output.kv_connector_output
+        assert kv is not None
+        self.loaded_reports += sorted((kv.finished_recving or set()) - kv.failed_recving)
+        self.failed_reports += sorted(kv.failed_recving)
+        for answered in self.scheduler.update_from_output(scheduled, output).values():
+            if self.observe is not None and answered.scheduler_stats is not None:
+                self.observe(answered.scheduler_stats)
+            for output_of_one in answered.outputs:
+                if output_of_one.kv_transfer_params is not None:
+                    self.handed[output_of_one.request_id] = output_of_one.kv_transfer_params
+
     def _check_and_compute(self, rank: int, scheduled: Any) -> None:
         memory = self.memories[rank]
+        for copy in scheduled.kv_cache_block_copies or ():
+            for cache in memory.caches.values():
+                cache[copy.dst_block_id] = cache[copy.src_block_id]
         for block_id in scheduled.new_block_ids_to_zero or ():
-            for name in ATTENTION_LAYERS:
+            for name in memory.caches:
                 memory.block(name, block_id).zero_()
         for new in scheduled.scheduled_new_reqs:
             self.hits[new.req_id] = new.num_computed_tokens
-        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
-        cached = scheduled.scheduled_cached_reqs
-        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = self._computed(scheduled)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
             before = computed[request_id]
-            for group, table in zip(self.layout.kv_cache_groups, tables, strict=True):
+            for group, table in zip(memory.layout.kv_cache_groups, tables, strict=True):
                 self._visit(memory, group, table, request_id, before, before + count)
+
+    @staticmethod
+    def _computed(scheduled: Any) -> dict[str, int]:
+        """By request: its tokens before the step."""
+        computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
     def _visit(
         self, memory: RankMemory, group: Any, table: list[int], request_id: str, before: int, after: int
     ) -> None:
-        tokens = self.tokens[request_id]
+        tokens = [*self.tokens[request_id], *self._drafts.get(request_id, ())]
+        window = getattr(group.kv_cache_spec, "sliding_window", None) or before + 1
+        first = max(before - window + 1, 0) // BLOCK
         for name in group.layer_names:
             if isinstance(group.kv_cache_spec, MambaSpec):
+                size = group.kv_cache_spec.block_size
                 if before:
-                    found = memory.holds("state", name, table[(before - 1) // BLOCK], tokens[:before])
+                    found = memory.holds("state", name, table[(before - 1) // size], tokens[:before])
                     assert found, f"{request_id}: rank {memory.rank} resumes at {before} without the state of {name}"
-                memory.write("state", name, table[(after - 1) // BLOCK], tokens[:after])
+                memory.write("state", name, table[(after - 1) // size], tokens[:after])
                 continue
-            for index in range(before // BLOCK):
+            for index in range(first, before // BLOCK):
                 found = memory.holds("kv", name, table[index], tokens[: (index + 1) * BLOCK])
                 assert found, f"{request_id}: rank {memory.rank} reads wrong bytes in block {index} of {name}"
             for index in range(before // BLOCK, after // BLOCK):
                 memory.write("kv", name, table[index], tokens[: (index + 1) * BLOCK])
 
-    def _rank_output(self, rank: int, scheduled: Any) -> ModelRunnerOutput:
+    def _rank_output(self, rank: int, scheduled: Any, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
         worker = self.workers[rank]
         meta = pickle.loads(pickle.dumps(scheduled.kv_connector_metadata))
-        worker.handle_preemptions(meta)
-        worker.bind_connector_metadata(meta)
-        worker.start_load_kv(None)
-        worker.wait_for_save()
-        results = worker.get_transfer_results(scheduled.finished_req_ids)
+        load_arguments = dict.fromkeys(V2_LOAD_ARGUMENTS) if self._order is V2 else {}
+        calls: dict[str, Callable[[], Any]] = {
+            "handle_preemptions": lambda: worker.handle_preemptions(meta),
+            "bind_connector_metadata": lambda: worker.bind_connector_metadata(meta),
+            FORWARD: lambda: self._check_and_compute(rank, scheduled),
+            DRAFT_FORWARD: lambda: None,
+            "start_load_kv": lambda: worker.start_load_kv(None, **load_arguments),
+            "get_transfer_results": lambda: worker.get_transfer_results(scheduled.finished_req_ids),
+        }
+        answers = {call: calls[call]() if call in calls else getattr(worker, call)() for call in self._order}
+        results = answers["get_transfer_results"]
+        assert not answers["get_block_ids_with_load_errors"], "hybrid models refuse these"
         kv = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             failed_recving=results.failed_recving,
-            kv_connector_worker_meta=pickle.loads(pickle.dumps(worker.build_connector_worker_meta())),
+            kv_connector_stats=pickle.loads(pickle.dumps(answers["get_kv_connector_stats"])),
+            kv_connector_worker_meta=pickle.loads(pickle.dumps(answers["build_connector_worker_meta"])),
         )
-        worker.clear_connector_metadata()
-        ids = list(scheduled.num_scheduled_tokens)
-        sampled = [self._sample(request_id, scheduled, rank) for request_id in ids]
         return ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=sampled,
+            req_ids=list(sampled),
+            req_id_to_index={request_id: index for index, request_id in enumerate(sampled)},
+            sampled_token_ids=list(sampled.values()),
             kv_connector_output=kv,
         )
 
-    def _sample(self, request_id: str, scheduled: Any, rank: int) -> list[int]:
-        """A token when the step reached the end of what is known; rank 0's counts."""
-        request = self.scheduler.requests[request_id]
-        if request.num_computed_tokens < request.num_tokens:
-            return []
-        tokens = self.tokens[request_id]
-        if rank:
-            return [tokens[-1]]
-        tokens.append(next_token(tokens))
-        self.outputs[request_id].append(tokens[-1])
-        return [tokens[-1]]
+    def _sampled(self, scheduled: Any) -> dict[str, list[int]]:
+        """By request: a token where the step reaches the end of what is known, behind the drafts that were right."""
+        computed = self._computed(scheduled)
+        sampled = {}
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            tokens = list(self.tokens[request_id])
+            known = len(tokens)
+            if computed[request_id] + count >= known:
+                tokens.append(next_token(tokens))
+                for draft in self._drafts.get(request_id, ()):
+                    if draft != tokens[-1]:
+                        break
+                    tokens.append(next_token(tokens))
+            sampled[request_id] = tokens[known:]
+        return sampled
 
     # --- what must hold at the end
 
     def reset(self) -> None:
         assert self.scheduler.reset_prefix_cache(), "a block is still in use"
 
-    def assert_clean(self) -> None:
-        """No pin, no watch, no lease, no lent extent is left, and nothing was swallowed by a guard."""
+    def assert_clean(self, lent: int = 0) -> None:
+        """No pin, no watch, no lease is left, no lent extent but `lent` of others; no guard has swallowed anything."""
         assert not self.side.holds.pinned_blocks
         assert not self.side.holds.held_blocks
         assert not self.side.loads.active
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
-        assert self.depot.lent() == 0
+        assert self.depot.lent() == lent
+        assert all(memory.null_block_untouched() for memory in self.memories)
         for connector in (self.connector, *self.workers):
             assert not connector.failures.counts, connector.failures.counts
 

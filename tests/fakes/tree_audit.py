@@ -12,24 +12,26 @@ def audit_tree(space: Space) -> None:
     """Assert that the flags are right, and that each node has a path and serves, is provisional or goes first."""
     index = space.index
     nodes = index.nodes().tolist()
-    usable = {node for node in nodes if _usable(space, node)}
-    assert {node for node in nodes if space.usable.usable(node)} == usable
+    live = [node for node in nodes if not index.cut_off(node)]
+    usable = {node for node in live if _usable(space, node)}
+    assert {node for node in live if space.usable.usable(node)} == usable
     serving: set[int] = set()
     for node in usable:
         serving |= set(_path(space, node))
-    assert {node for node in nodes if space.usable.serves(node)} == serving
-    assert {node for node in nodes if space.usable.serves_below(node)} == {
-        node for node in nodes if any(child in serving for child in index.children(node))
+    assert {node for node in live if space.usable.serves(node)} == serving
+    assert {node for node in live if space.usable.serves_below(node)} == {
+        node for node in live if any(child in serving for child in index.children(node))
     }
     excused: set[int] = set()
     for node in nodes:
         writing = any(space.rows.state[row] == RESERVED for row in index.rows_of(node))
-        if writing or space.busy(node) or space.stands(node) or _goes_first(space, node):
+        kept = space.busy(node) or space.kept(node) or space.stands(node) or space.pinned(node, space.path_kind(node))
+        if writing or kept or _goes_first(space, node):
             excused |= set(_path(space, node))
         whole = any(_complete(space, node, kind) for kind in Kind)
-        parent = index.parent(node)
+        parent = index.parent(node) if not index.cut_off(node) else NONE
         assert not whole or parent == NONE or _has_path_object(space, parent), "a node without a complete path"
-    assert set(nodes) - serving <= excused, "nobody could resume at or below a node, and it does not go first"
+    assert set(live) - serving <= excused, "nobody could resume at or below a node, and it does not go first"
 
 
 def _path(space: Space, node: int) -> list[int]:

@@ -6,6 +6,7 @@ has to hold too.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import tomllib
 from collections.abc import Callable
@@ -13,12 +14,15 @@ from pathlib import Path
 
 import xxhash
 from google.protobuf.message import DecodeError, Message
+from kvdepot.core.arena import NO_ROW, PAGE_BYTES, ArenaLayout, ArenaTables, LentMode, RowState
 from kvdepot.core.errors import KvDepotError
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, fields_as_found
-from kvdepot.proto import codec, codec_namespace
+from kvdepot.proto import codec, codec_data, codec_namespace
+from kvdepot.proto.v1 import data_pb2 as data_pb
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server import config
 from kvdepot.server.io.codecs import decode
+from kvdepot.server.io.lent_extents import LentExtents
 from kvdepot.server.io.wire import WireError, unpack_answer, unpack_job
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import Store
@@ -44,6 +48,13 @@ _REQUESTS: tuple[tuple[type[Message], Callable[..., object]], ...] = (
     (pb.CommitRequest, codec.decode_commit_call),
     (pb.AbandonRequest, codec.decode_abandon_call),
     (pb.EndRequestRequest, codec.decode_end_request_call),
+)
+
+_DATA_REQUESTS: tuple[tuple[type[Message], Callable[..., object]], ...] = (
+    (data_pb.LoadRequest, codec_data.decode_load_call),
+    (data_pb.StoreRequest, codec_data.decode_store_call),
+    (data_pb.StoreRequest, codec_data.decode_store_piece),
+    (data_pb.LoadResponse, codec_data.decode_load_piece),
 )
 
 
@@ -152,6 +163,53 @@ def attach_datagram(data: bytes) -> None:
         return
 
 
+def data_request(data: bytes) -> None:
+    """The first byte says which message. Over an arena in which a row may be read and another one written."""
+    message_class, decode_call = _DATA_REQUESTS[data[0] % len(_DATA_REQUESTS) if data else 0]
+    message = message_class()
+    with contextlib.suppress(DecodeError, KvDepotError):
+        message.ParseFromString(data[1:])
+        decode_call(message)
+    arena = bytearray(_DATA_ARENA)
+    extents = LentExtents(memoryview(arena), ArenaTables(memoryview(arena), _DATA_LAYOUT), session=3)
+    words = data[1 : 1 + len(data[1:]) // 40 * 40]
+    offset = _DATA_LAYOUT.data_offset
+    # As it is, and with rows, offsets and lengths that nearly are those that are lent.
+    near = struct.pack("<5Q", 0, *_near(data, (1, offset + PAGE_BYTES, 100, 7)))
+    for packed in (words, near):
+        with contextlib.suppress(KvDepotError):
+            assert len(b"".join(extents.to_read(packed).pieces(16))) <= len(packed) // 40 * 100
+        with contextlib.suppress(KvDepotError):
+            writing = extents.to_write(packed)
+            writing.write(b"w" * min(writing.length, 1000))
+            writing.finish()
+    arena[offset + PAGE_BYTES : offset + PAGE_BYTES + 100] = bytes(100)
+    assert arena == _DATA_ARENA
+
+
+def _near(data: bytes, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Each number a little off, or not."""
+    offs = data[:4].ljust(4, b"\0")
+    return tuple(max(value + (off % 5) - 2, 0) if off else value for value, off in zip(wanted, offs, strict=True))
+
+
+def _data_arena() -> bytes:
+    """Row 0 is lent for reading and row 1 for writing to session 3; 100 bytes each, of zeros."""
+    arena = bytearray(_DATA_LAYOUT.size_bytes)
+    tables = ArenaTables(memoryview(arena), _DATA_LAYOUT)
+    for row, (state, mode) in enumerate(((RowState.COMMITTED, LentMode.READ), (RowState.RESERVED, LentMode.WRITE))):
+        values = {"generation": 6 + row, "offset": _DATA_LAYOUT.data_offset + row * PAGE_BYTES, "length": 100}
+        for column, value in (values | {"state": state, "next": NO_ROW}).items():
+            tables.extents[column][row] = value
+        for column, value in {"row": row, "session": 3, "mode": mode}.items():
+            tables.lent[column][row] = value
+    return bytes(arena)
+
+
+_DATA_LAYOUT = ArenaLayout.plan(ArenaLayout.plan(64 << 20, 8, 8).data_offset + 2 * PAGE_BYTES, 8, 8)
+_DATA_ARENA = _data_arena()
+
+
 def worker_job(data: bytes) -> None:
     try:
         unpack_job(data)
@@ -169,8 +227,8 @@ def worker_answer(data: bytes) -> None:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
-        header, lz4, bitshuffle_lz4, journal, snapshot, store, configuration, request, attach_datagram, worker_job,
-        worker_answer,
+        header, lz4, bitshuffle_lz4, journal, snapshot, store, configuration, request, attach_datagram, data_request,
+        worker_job, worker_answer,
     )
 }  # fmt: skip
 CORPORA = {

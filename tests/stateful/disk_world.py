@@ -1,4 +1,4 @@
-"""A disk tier and what must be true of it: random work, crashes, power losses, refusing media.
+"""A disk tier and what must be true of it: random work, crashes, power losses, refusing media, lost journals.
 
 What an object is called says nothing about which of its writes it is: each write of a name
 has a payload of its own, so that a mixture, or the wrong one, is noticed.
@@ -7,12 +7,16 @@ has a payload of its own, so that a mixture, or the wrong one, is noticed.
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from unittest import mock
 
 from kvdepot.core.objectfile import ObjectName
-from kvdepot.server.io.jobs import Append, Job, Part, WriteObject
+from kvdepot.server.io.context import Context
+from kvdepot.server.io.jobs import Answer, Append, Job, Part, WriteObject
+from kvdepot.server.io.perform import perform
+from kvdepot.server.offline.fsck import check_store
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Read, Written
 from kvdepot.server.tiers.disk import layout
 
@@ -36,6 +40,7 @@ class DiskWorld:
         self.variants = 0
         self.written: dict[ObjectName, set[bytes]] = {}  # every payload that was ever sent
         self.live: dict[ObjectName, bytes] = {}
+        self.astray = False  # the journal is gone, and the tier has not opened since
         self.dropped: set[ObjectName] = set()  # since the last start: their KILL may be missing
         self.slots = list(range(_SLOTS))
         self.rig = DiskRig(self.root, capacity_bytes=16 << 20)
@@ -87,7 +92,8 @@ class DiskWorld:
                 self.slots.append(slot)
             if written.outcome is IoOutcome.OK:
                 self.rig.listener.held[written.handle] = name
-                self.live[name] = payload
+                if not self.astray:
+                    self.live[name] = payload
 
         self.rig.tier.write(name, self.rig.fill(name, payload), Loaned(), None, done)
 
@@ -126,7 +132,9 @@ class DiskWorld:
             assert data in self.written[name], "bytes that nobody wrote"
             assert expected is None or data == expected, "another write of this object"
         else:
-            assert expected is None or read.outcome not in DAMAGED, f"an object that must be whole is {read.outcome}"
+            unread = read.outcome is IoOutcome.BAD_PLACE  # the faults of this world may meet one object again and again
+            whole = unread or read.outcome not in DAMAGED
+            assert expected is None or whole, f"an object that must be whole is {read.outcome}"
 
     def step(self, count: int) -> None:
         for _ in range(count):
@@ -145,10 +153,21 @@ class DiskWorld:
 
     # What goes wrong
 
-    def refuse(self, journal: bool, outcome: IoOutcome, times: int) -> None:
+    def refuse(self, journal: bool, outcome: IoOutcome, times: int, lands: float = 0) -> None:
+        """`lands`: the share of each append that is done although it is said to have failed."""
         workers = self.rig.journal if journal else self.rig.data
-        kinds: tuple[type[Job], ...] = (Append,) if journal else (WriteObject,)
-        workers.fault = failing(kinds[0], outcome, times)
+        kind: type[Job] = Append if journal else WriteObject
+        refused = failing(kind, outcome, times)
+
+        def fault(job: Job) -> Answer | None:
+            answer = refused(job)
+            if answer is not None and isinstance(job, Append) and lands:
+                context = Context(str(self.root), self.rig.arena)
+                perform(replace(job, data=job.data[: int(lands * len(job.data))]), context)
+                context.close()
+            return answer
+
+        workers.fault = fault
 
     def hang_ends(self) -> None:
         self.rig.data.end_late()
@@ -157,21 +176,42 @@ class DiskWorld:
     def recover(self) -> None:
         """The medium is well again: so is the tier, and nothing that it was trusted with is gone."""
         generation = self.rig.tier._medium.journal.generation
-        self.rig.data.fault = self.rig.journal.fault = lambda _: None
-        self.hang_ends()
-        for _ in range(200):
-            self.settle()
-            if self.rig.writable():
-                break
-            self.tick(1.0)
-        assert self.rig.writable(), self.rig.tier.status()
+        self._until_writable()
         self._recheck()
         if self.rig.tier._medium.journal.generation != generation:  # an opening syncs
             self._synced_now()
 
+    def _until_writable(self, openings: int = 0) -> None:
+        """`openings`: how many there must have been by then."""
+        self.rig.data.fault = self.rig.journal.fault = lambda _: None
+        self.hang_ends()
+        for _ in range(200):
+            self.settle()
+            if self.rig.writable() and self.rig.opener.openings >= openings:
+                return
+            if self.rig.writable():
+                self.rig.tier._note_scrubbed(0)  # nothing else has needed the journal
+            self.tick(1.0)
+        raise AssertionError(self.rig.tier.status())
+
+    def lose_journal(self, random: Random) -> None:
+        """Somebody deletes it while the tier works: objects may be lost, dropped ones may come back, none is wrong."""
+        openings = self.rig.opener.openings
+        for journal in sorted((self.root / "journal").glob("*.log"))[-1:]:
+            journal.unlink()
+        self.losses += 1
+        self.live, self.astray = {}, True
+        self.work(random, 20)
+        self._until_writable(openings + 1)
+        self.astray = False
+        self.check()
+        self._read_all()
+        self.check()
+
     def crash(self) -> None:
         """SIGKILL: what was sent to the medium is there, what was not is not."""
         answered = dict(self.live)
+        assert not check_store(self.root).index.replayed.overlapped, "a place was used again before its KILL"
         self._restart()
         for name, payload in answered.items():
             assert name in self.names(), "a durable object is gone"
@@ -255,7 +295,8 @@ class DiskWorld:
 
     def check(self) -> None:
         self._note_writes()
-        self.rig.check()
+        if not self.astray:
+            self.rig.check()
         assert self.rig.disk_usage_bytes() <= self.rig.config.capacity_bytes
         for name in self.live:
             assert name in self.names() or not self.rig.tier.readable

@@ -23,14 +23,21 @@ from kvdepot.core.calls import (
     DeclareCall,
     EndRequestCall,
     Kind,
+    LocateReply,
     ReserveOutcome,
 )
+from kvdepot.core.control import Switch
+from kvdepot.core.errors import NotFound
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
-from kvdepot.server.engine.types import TierConfig
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.types import Quota, TierConfig
 from kvdepot.server.tiers.base import IoOutcome
 
 from tests.fakes.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_of, unpack
+from tests.fakes.memory_tier import Job, MemoryTier
+from tests.fakes.quota_audit import check_within_quotas
+from tests.fakes.shared_memory_tier import File
 
 WRITERS = tuple(
     f"/server/engine/{name}.py" for name in ("rows", "lent", "sessions", "namespaces", "adoption", "workers")
@@ -44,7 +51,12 @@ ODD = spec_of(
     GroupSpec(Kind.STATE, 32, rank_block_bytes=(4000,)),
     name="odd",
 )
-SPECS = {"a": DENSE, "b": DENSE, "c": ODD}
+WINDOWED = spec_of(
+    GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(2048,)),
+    GroupSpec(Kind.WINDOW, 16, window_tokens=65, rank_block_bytes=(1024,)),  # the chunk's end and the one before
+    name="windowed",
+)
+SPECS = {"a": DENSE, "b": DENSE, "c": ODD, "d": WINDOWED}
 
 
 class Killed(BaseException):
@@ -69,6 +81,17 @@ class Waiting:
 
 
 @dataclass
+class Locating:
+    """A Locate of an engine, for these chunks, and its answer once there is one."""
+
+    who: str
+    client: Client
+    keys: list[bytes]
+    answers: list[LocateReply]
+    request: str  # that waits in the engine's queue; empty: none does
+
+
+@dataclass
 class Ghost:
     """An I/O worker of an earlier run that lives on, and what it may still write to."""
 
@@ -87,6 +110,7 @@ class Engine:
     reads: dict[int, dict[int, Held]] = field(default_factory=dict)
     unsettled: dict[int, set[int]] = field(default_factory=dict)  # commits asked whose answer got lost
     waiting: dict[int, Waiting] = field(default_factory=dict)  # acquires that are not answered yet
+    queued: dict[int, str] = field(default_factory=dict)  # by path: the request that waits in the engine's queue
 
 
 def keys_of(path: int, depth: int) -> list[bytes]:
@@ -97,18 +121,48 @@ def keys_of(path: int, depth: int) -> list[bytes]:
 class World:
     """All that happens between engines and one daemon, and what must hold whatever happens."""
 
-    def __init__(self, data_pages: int = 24, tier: TierConfig | None = None) -> None:
+    rig: Rig
+
+    def __init__(
+        self,
+        data_pages: int = 24,
+        tier: TierConfig | None = None,
+        quotas: tuple[Quota, ...] = (),
+        shared: TierConfig | None = None,
+        neighbour: World | None = None,
+    ) -> None:
+        """`neighbour`: another node, over the same shared medium."""
+        medium = neighbour.rig.shared_medium if neighbour else None
         self.rig = Rig(
-            data_pages, 40, 48, tier=tier, tier_bytes=14 * 12288,
+            data_pages, 40, 48, tier=tier, tier_bytes=14 * 12288, drop_nodes_max=1,
+            shared=shared, shared_handles=20, shared_medium=medium,
             credit_bytes=14 * 4096, lease_deadline_seconds=10.0, grace_seconds=30.0,
             provisional_seconds=20.0, high_watermark=0.9, low_watermark=0.7, loads_in_flight=3, evictions_per_tick=2,
+            quotas=quotas,
         )  # fmt: skip
-        self.writers: dict[Name, set[int]] = {}  # leases whose bytes an object may have
+        # Leases whose bytes an object may have.
+        self.writers: dict[Name, set[int]] = neighbour.writers if neighbour else {}
+        if neighbour is not None:
+            self.rig.leases = neighbour.rig.leases << 1
         self.pids = 10
         self.engines = {name: self._born(spec) for name, spec in SPECS.items()}
         self.split_objects = 0
         self.ghosts: list[Ghost] = []
-        self.promoted = 0  # acquires that waited for the lower tier and were granted
+        self.promoted = 0  # acquires that waited for a lower tier and were granted
+        self.received = 0  # of them, those that got something of which only the neighbour can have written the bytes
+        self.requests = 0
+        self.read_ahead = 0.0  # objects whose reading began when a request came, or was asked about again
+        self._first_lease = self.rig.leases
+        self.locating: list[Locating] = []
+        self.vanished: dict[File, bytes] = {}  # from the shared medium
+
+    @property
+    def tiers(self) -> list[MemoryTier]:
+        return self.rig.lower_tiers
+
+    @property
+    def jobs(self) -> list[tuple[MemoryTier, Job]]:
+        return [(tier, job) for tier in self.tiers for job in tier.jobs]
 
     def _born(self, spec: NamespaceSpec) -> Engine:
         self.pids += 1
@@ -139,6 +193,8 @@ class World:
         lease, reply = client.reserve(keys, kinds, start=first, parent=parent, request=f"r{path}")
         names = [(client.namespace, key, int(kind)) for key in keys for kind in kinds]
         held = _held(names, reply.extents)
+        if self.rig.engine.switches.refusal(Switch.STORES, client.namespace):
+            assert set(reply.outcomes) == {ReserveOutcome.REFUSED}, "reserved while stores are off"
         granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
         assert sorted(held) == granted
         if held:
@@ -164,6 +220,8 @@ class World:
         engine.unsettled.setdefault(lease, set()).update(indices)
         outcomes = client.commit(lease, *indices)
         del engine.unsettled[lease]
+        if self.rig.engine.switches.off(Switch.STORES, client.namespace):
+            assert CommitOutcome.COMMITTED not in outcomes, "committed while stores are off"
         assert CommitOutcome.LOST not in outcomes, "a lease in good order was lost"
         assert client.commit(lease, *indices) == outcomes
 
@@ -176,26 +234,90 @@ class World:
             del engine.writes[lease]
         client.abandon(lease, *indices)
 
-    def acquire(self, who: str, path: int, depth: int) -> None:
-        engine, client = self.engines[who], self.attach(who)
-        keys = keys_of(path, depth)
-        boundary = client.locate(keys).boundary_tokens
-        assert boundary <= depth * CHUNK
-        keys = keys[: boundary // CHUNK]
-        if not keys:
-            return
-        kinds = [Kind.ATTENTION] * len(keys)
-        if Kind.STATE in engine.spec.object_bytes:
-            keys, kinds = [*keys, keys[-1]], [*kinds, Kind.STATE]
-        names = [(client.namespace, k, int(kind)) for k, kind in zip(keys, kinds, strict=True)]
-        lease = client.lease()
-        answers = client.acquire_later(keys, bytes(kinds), lease)
-        assert not answers or answers[0].outcome in (AcquireOutcome.GRANTED, AcquireOutcome.LATER), "located, and gone"
-        engine.waiting[lease] = Waiting(names, answers, late=not answers)
+    def switch(self, switch: Switch, who: str, *, on: bool) -> None:
+        """The operator does, for an engine's namespace, or for all (an empty name)."""
+        namespace_id = self.attach(who).namespace if who else b""
+        self.rig.engine.switch(switch, namespace_id, on=on)
         self.hear()
+        if switch is Switch.LOADS and not on:
+            off = [spec for name, spec in SPECS.items() if not who or spec == SPECS[who]]
+            assert not any(one.waiting for one in self.engines.values() if one.spec in off), "waits yet"
+            assert not any(wish.namespace.spec in off for wish in self.rig.engine._prefetch._wishes.values())
+
+    def evict(self, who: str, path: int, depth: int) -> None:
+        """The operator drops a chunk with all below it, or all of an engine's namespace (no depth)."""
+        namespace_id, keys = self.attach(who).namespace, keys_of(path, depth)
+        try:
+            removal = self.rig.engine.removal(namespace_id, keys[-1] if keys else b"")
+        except NotFound:
+            return
+        for _ in iter(removal.run_once, False):
+            audit(self.rig.engine)
+        self.hear()
+        slot = self.rig.engine._space.namespaces.by_id[namespace_id].slot
+        for key_ in keys[-1:] or (keys_of(at, 1)[0] for at in range(3)):
+            assert self.rig.engine._space.index.find(slot, key_) == NONE, "evicted, and found"
+
+    def drain(self, *, draining: bool) -> None:
+        self.rig.engine.drain(draining=draining)
+        self.hear()
+        assert not draining or not any(engine.waiting for engine in self.engines.values())
+
+    def queue(self, who: str, path: int, depth: int, budget_seconds: float) -> None:
+        """A request comes, or is asked about again: what it needs is read ahead."""
+        engine, client = self.engines[who], self.attach(who)
+        if path not in engine.queued:
+            self.requests += 1
+            engine.queued[path] = f"q{self.requests}"
+        keys = keys_of(path, depth)
+        before = self.rig.counter("prefetched_objects")
+        answers = client.locate_later(keys, request=engine.queued[path], budget_seconds=budget_seconds)
+        self.read_ahead += self.rig.counter("prefetched_objects") - before
+        for reply in answers:  # none yet where a shared tier is asked
+            assert reply.boundary_tokens <= depth * CHUNK
+            assert reply.estimate_seconds <= (budget_seconds or reply.estimate_seconds)
+
+    def leave_queue(self, who: str, path: int) -> None:
+        """It is aborted."""
+        client, request = self.attach(who), self.engines[who].queued.pop(path, None)
+        if request is not None:
+            client.end_request(request)
+
+    def acquire(self, who: str, path: int, depth: int) -> None:
+        client, keys = self.attach(who), keys_of(path, depth)
+        request = self.engines[who].queued.pop(path, "")
+        locating = Locating(who, client, keys, client.locate_later(keys), request)
+        if locating.answers:
+            self._load(locating, at_once=True)
+        else:
+            assert self.rig.shared_config is not None, "there is nobody to ask"
+            self.locating.append(locating)
+        self.hear()
+
+    def _load(self, located: Locating, *, at_once: bool) -> None:
+        engine, client = self.engines[located.who], located.client
+        boundary = located.answers[0].boundary_tokens
+        assert boundary <= len(located.keys) * CHUNK
+        needed = engine.spec.planner().objects(boundary)
+        if engine.client is not client or not needed:
+            return
+        keys, kinds = [located.keys[chunk] for chunk, _ in needed], bytes(kind for _, kind in needed)
+        names = [(client.namespace, k, kind) for k, kind in zip(keys, kinds, strict=True)]
+        lease = client.lease()
+        answers = client.acquire_later(keys, kinds, lease, located.request)
+        if self.rig.engine.switches.refusal(Switch.LOADS, client.namespace):
+            assert answers and answers[0].outcome is AcquireOutcome.REFUSED, "acquired while loads are off"
+        elif answers and answers[0].outcome is AcquireOutcome.REFUSED:
+            assert answers[0].reason.startswith("quota")
+        elif at_once:
+            assert not answers or answers[0].outcome is not AcquireOutcome.MISSING, "located, and gone"
+        engine.waiting[lease] = Waiting(names, answers, late=not answers)
 
     def hear(self) -> None:
         """Take what was answered."""
+        for located in [one for one in self.locating if one.answers]:
+            self.locating.remove(located)
+            self._load(located, at_once=False)
         for engine in self.engines.values():
             for lease, waiting in list(engine.waiting.items()):
                 if not waiting.answers:
@@ -204,8 +326,12 @@ class World:
                 del engine.waiting[lease]
                 if reply.outcome is AcquireOutcome.GRANTED:
                     self.promoted += waiting.late
+                    self.received += any(not self._is_ours(name) for name in waiting.names)
                     engine.reads[lease] = _held(waiting.names, reply.extents)
                     assert self.check_bytes(engine.reads[lease]) == len(set(waiting.names))
+
+    def _is_ours(self, name: Name) -> bool:
+        return any(self._first_lease < lease < self._first_lease << 1 for lease in self.writers[name])
 
     def give_up(self, who: str) -> None:
         """Its calls' deadlines have passed: release what may have been granted."""
@@ -255,40 +381,67 @@ class World:
 
     def tier_step(self, pick: int, outcome: IoOutcome | None, *, begin_only: bool = False) -> None:
         """One of its jobs is begun, or ends."""
-        jobs = self.rig.tier.jobs
+        jobs = self.jobs
         if jobs:
-            job = jobs[pick % len(jobs)]
+            tier, job = jobs[pick % len(jobs)]
             if outcome is IoOutcome.CORRUPT and not job.reads:
                 outcome = IoOutcome.IO_ERROR  # a write's would say that RAM is bad
             if begin_only:
-                self.rig.tier.begin(job)
+                tier.begin(job)
             else:
-                self.rig.tier.finish(job, outcome)
+                tier.finish(job, outcome)
         self.hear()
 
+    def run(self) -> None:
+        """Everything that lower tiers have to do is done."""
+        for tier in self.tiers:
+            tier.run()
+        self.hear()
+
+    def search_step(self, pick: int, *, answered: bool) -> None:
+        """A look-up ends: the medium is asked now, or does not answer."""
+        searches = self.rig.shared.searches
+        if searches:
+            self.rig.shared.search(searches[pick % len(searches)], answered=answered)
+        self.hear()
+
+    def vanish(self, pick: int) -> None:
+        """Somebody takes a file away from the shared medium."""
+        files = self.rig.shared_medium.files
+        if files:
+            file = sorted(files)[pick % len(files)]
+            self.vanished[file] = files.pop(file)
+
+    def appear(self, pick: int) -> None:
+        """Somebody puts it there again."""
+        if self.vanished:
+            file = sorted(self.vanished)[pick % len(self.vanished)]
+            self.rig.shared_medium.files.setdefault(file, self.vanished.pop(file))
+
     def damage(self, pick: int) -> None:
-        """A bit of an object flips on the medium; header or payload."""
-        stored = self.rig.medium.stored
-        if stored:
-            handle = sorted(stored)[pick % len(stored)]
-            data = bytearray(stored[handle])
-            data[pick % len(data)] ^= 1 << pick % 8
-            stored[handle] = bytes(data)
+        """A bit of an object flips on a medium; header or payload."""
+        before = dict(self.rig.medium.stored)
+        _flip(self.rig.medium.stored, pick)
+        for _, job in self.jobs:
+            if job.snapshot and job.snapshot is before.get(job.handle):
+                job.snapshot = self.rig.medium.stored[job.handle]  # the object is the same yet
+        _flip(self.rig.shared_medium.files, pick)
 
     def lose(self, pick: int) -> None:
         stored = self.rig.medium.stored
-        if stored and self.rig.tier.readable:
+        if stored and self.rig.tier_config and self.rig.tier.readable:
             self.rig.tier.lose(sorted(stored)[pick % len(stored)])
 
     def scribble_late(self) -> None:
         """Workers that hang, of this run and of earlier ones, write garbage to whatever they were told to fill."""
-        late = [extent for job in self.rig.tier.late if job.reads for extent in job.extents]
+        late = [extent for tier in self.tiers for job in tier.late if job.reads for extent in job.extents]
         for offset, length in late + [extent for ghost in self.ghosts for extent in ghost.extents]:
             self.rig.buffer[offset : offset + length] = b"\xee" * length
 
     def late_end(self) -> None:
         """They die."""
-        self.rig.tier.worker_dies()
+        for tier in self.tiers:
+            tier.worker_dies()
         ghosts, self.ghosts = self.ghosts, []
         for ghost in ghosts:
             self.rig.dead.add(ghost.pid)
@@ -298,14 +451,13 @@ class World:
 
     def leave_ghost(self, *, alive: bool) -> None:
         """The daemon is about to go; its worker process with it, or not."""
-        if self.rig.tier_config is None:
-            return
-        if not alive:
-            self.rig.dead.add(self.rig.worker_pids)
-            return
-        held = [job for job in self.rig.tier.jobs if job.begun] + self.rig.tier.late
-        extents = [extent for job in held if job.reads for extent in job.extents]
-        self.ghosts.append(Ghost(self.rig.worker_pids, extents))
+        for tier in self.tiers:
+            if not alive:
+                self.rig.dead.add(tier.pid)
+                continue
+            held = [job for job in tier.jobs if job.begun] + tier.late
+            extents = [extent for job in held if job.reads for extent in job.extents]
+            self.ghosts.append(Ghost(tier.pid, extents))
 
     # What the daemon does
 
@@ -329,14 +481,17 @@ class World:
         self.leave_ghost(alive=worker_lives)
         for engine in self.engines.values():
             engine.client = None
+        self.locating.clear()
         self.rig.crash()
         audit(self.rig.engine)
+        self.come_back()
         assert self.rig.counter("corrupt_objects") == 0
         assert not [reason for reason in self.rig.report.dropped if reason in NEVER], self.rig.report
 
     def reboot(self) -> None:
         """The host starts anew: engines, workers and the arena are gone, the medium is not."""
         self.ghosts.clear()
+        self.locating.clear()
         for who in list(self.engines):
             self.rig.dead.add(self.engines[who].pid)
             self.engines[who] = self._born(self.engines[who].spec)
@@ -344,6 +499,12 @@ class World:
         self.rig.run = 0
         self.rig.crash()
         audit(self.rig.engine)
+        self.come_back()
+
+    def come_back(self) -> None:
+        """Where a tenant has a quota, the daemon has to learn whose the namespaces are before more is stored."""
+        for who in self.engines if self.rig.config.quotas else ():
+            self.attach(who)
 
     def killed(self, lines: int, action: Callable[[], None]) -> bool:
         """Run `action` until so many lines of WRITERS have run; whether the daemon was killed then."""
@@ -360,6 +521,7 @@ class World:
     def check(self) -> None:
         self.hear()
         audit(self.rig.engine)
+        check_within_quotas(self.rig.engine)
         assert self.rig.counter("corrupt_objects") == 0
         for engine in self.engines.values():
             for lease, objects in engine.writes.items():
@@ -369,21 +531,32 @@ class World:
 
     def finish(self) -> None:
         """When every engine has died nothing is lent, reserved or owed."""
-        if self.rig.tier_config is not None:
+        if self.tiers:
             self.late_end()
-            self.rig.tier.run()
-            self.hear()
+            self.run()
+            assert not self.locating and not len(self.rig.engine._locates._look_ups)
         for who in list(self.engines):
             self.die(who)
         self.rig.engine.sum_worker_died()
         status = self.rig.engine.status()
         assert (status.tier.lent_bytes, status.sessions, len(self.rig.engine._requests)) == (0, (), 0)
+        assert (status.tier.prefetched_bytes, status.tier.prefetching_requests) == (0, 0)
+        self.rig.engine.tick()
+        assert not any(self.rig.engine._space.kept_rows), "kept for nobody"
         assert self.rig.engine._stores._attention_reserved_bytes == 0
         audit(self.rig.engine)
 
 
 NEVER = ("overlap", "repeated", "unknown_namespace", "torn_fields", "torn_extent", "torn_links", "namespace_repeated")
 """No kill makes such rows: they would mean that the order of stores is wrong."""
+
+
+def _flip(stored: dict[Any, bytes], pick: int) -> None:
+    if stored:
+        at = sorted(stored)[pick % len(stored)]
+        data = bytearray(stored[at])
+        data[pick % len(data)] ^= 1 << pick % 8
+        stored[at] = bytes(data)
 
 
 def _held(names: list[Name], extents: bytes) -> dict[int, Held]:

@@ -1,4 +1,4 @@
-"""Catalog, journal and recovery of the disk tier against a dict, with crashes and power losses anywhere."""
+"""Catalog, journal and recovery of the disk tier against a dict: crashes, power losses, lost journals anywhere."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class DiskModel(RuleBasedStateMachine):
         times=st.integers(1, 3),
         seed=picks,
         ends=st.booleans(),
+        lands=st.sampled_from([0, 0.5, 1]),
     )
-    def trouble(self, journal: bool, outcome: IoOutcome, times: int, seed: int, ends: bool) -> None:
-        self.world.refuse(journal, outcome, times)
+    def trouble(self, journal: bool, outcome: IoOutcome, times: int, seed: int, ends: bool, lands: float) -> None:
+        self.world.refuse(journal, outcome, times, lands)
         self.world.work(Random(seed), 20)
         if ends:
             self.world.recover()
@@ -56,6 +57,10 @@ class DiskModel(RuleBasedStateMachine):
     @rule(seed=picks)
     def lose_power(self, seed: int) -> None:
         self.world.lose_power(Random(seed))
+
+    @rule(seed=picks)
+    def lose_journal(self, seed: int) -> None:
+        self.world.lose_journal(Random(seed))
 
     @invariant()
     def consistent(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -10,14 +11,18 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvdepot.core.calls import Kind
-from kvdepot.server.engine.types import TierConfig
+from kvdepot.core.control import Switch
+from kvdepot.core.errors import NotFound
+from kvdepot.server.engine.types import Quota, TierConfig
 
-from tests.stateful.engine_world import DEPTH, SPECS, World
+from tests.fakes.pin_audit import sweep
+from tests.stateful.engine_world import DEPTH, SPECS, World, keys_of
 
 who = st.sampled_from(sorted(SPECS))
 paths = st.integers(0, 2)
 depths = st.integers(1, DEPTH)
-kinds = st.sampled_from([(Kind.ATTENTION,), (Kind.STATE,), (Kind.ATTENTION, Kind.STATE)])
+ALL = (Kind.ATTENTION, Kind.WINDOW, Kind.STATE)
+kinds = st.sampled_from([(Kind.ATTENTION,), (Kind.WINDOW,), (Kind.STATE,), ALL])
 picks = st.integers(0, 1 << 16)
 
 
@@ -25,10 +30,11 @@ class EngineModel(RuleBasedStateMachine):
     """Rows P11, T1, T7, I1a, I1c and I4 to I6, over random histories."""
 
     tier: TierConfig | None = None
+    quotas: tuple[Quota, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(tier=self.tier)
+        self.world = World(tier=self.tier, quotas=self.quotas)
 
     def writing(self) -> list[tuple[str, int]]:
         return [(name, lease) for name, engine in self.world.engines.items() for lease in engine.writes]
@@ -62,6 +68,42 @@ class EngineModel(RuleBasedStateMachine):
     def acquire(self, who: str, path: int, depth: int) -> None:
         self.world.acquire(who, path, depth)
 
+    @rule(who=who, path=paths, depth=depths, budget_seconds=st.sampled_from([0.0, 1e-4, 10.0]))
+    def queue(self, who: str, path: int, depth: int, budget_seconds: float) -> None:
+        self.world.queue(who, path, depth, budget_seconds)
+
+    @rule(switch=st.sampled_from(Switch), who=st.sampled_from(["", *sorted(SPECS)]), on=st.integers(0, 2))
+    def switch(self, switch: Switch, who: str, on: int) -> None:
+        self.world.switch(switch, who, on=on > 0)  # more often on: else all ends up off
+
+    @rule(who=who, path=paths, depth=st.integers(0, DEPTH))
+    def evict(self, who: str, path: int, depth: int) -> None:
+        self.world.evict(who, path, depth)
+
+    @rule(who=who, path=paths, depth=st.integers(0, DEPTH), seconds=st.sampled_from([1.0, 30.0]))
+    def pin(self, who: str, path: int, depth: int, seconds: float) -> None:
+        """The operator pins a path, or all of an engine's namespace (no depth)."""
+        client, keys = self.world.attach(who), keys_of(path, depth)
+        with suppress(NotFound):
+            self.world.rig.engine.pins.pin(client.namespace, keys[-1] if keys else b"", seconds)
+        sweep(self.world.rig.engine)
+
+    @rule(who=who, path=paths, depth=st.integers(0, DEPTH))
+    def unpin(self, who: str, path: int, depth: int) -> None:
+        client, keys = self.world.attach(who), keys_of(path, depth)
+        with suppress(NotFound):
+            self.world.rig.engine.pins.unpin(client.namespace, keys[-1] if keys else b"")
+        sweep(self.world.rig.engine)
+
+    @rule(draining=st.booleans())
+    def drain(self, draining: bool) -> None:
+        self.world.drain(draining=draining)
+        self.world.drain(draining=False)  # all the rest would do nothing
+
+    @rule(who=who, path=paths)
+    def leave_queue(self, who: str, path: int) -> None:
+        self.world.leave_queue(who, path)
+
     @precondition(lambda self: self.reading())
     @rule(pick=picks)
     def release(self, pick: int) -> None:
@@ -94,7 +136,7 @@ class EngineModel(RuleBasedStateMachine):
     @rule(lines=st.integers(0, 200), who=who, path=paths, depth=depths)
     def kill_in_reserve(self, lines: int, who: str, path: int, depth: int) -> None:
         self.world.attach(who)
-        self.world.killed(lines, lambda: self.world.reserve(who, path, 0, depth, (Kind.ATTENTION, Kind.STATE)))
+        self.world.killed(lines, lambda: self.world.reserve(who, path, 0, depth, ALL))
 
     @precondition(lambda self: self.writing())
     @rule(lines=st.integers(0, 60), pick=picks)
@@ -136,7 +178,7 @@ def _step(world: World, random: Random) -> tuple[str, Callable[[], None]]:
         action = "reserve"
     if action == "reserve":
         path, depth = random.randrange(3), random.randint(1, DEPTH)
-        return action, lambda: world.reserve(name, path, 0, depth, (Kind.ATTENTION, Kind.STATE))
+        return action, lambda: world.reserve(name, path, 0, depth, ALL)
     if action == "acquire":
         path = random.randrange(3)
         return action, lambda: world.acquire(name, path, DEPTH)

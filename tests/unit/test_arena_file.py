@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import pytest
 from kvdepot.core.arena import LentMode, RowState
 from kvdepot.core.errors import ArenaInUse, ConfigError
 from kvdepot.server import processes
-from kvdepot.server.arena_file import ArenaFile, ArenaRequest, Origin, open_arena
+from kvdepot.server.arena_file import ArenaFile, ArenaRequest, Origin, describe, open_arena
 from kvdepot.server.engine.types import Liveness, ProcessIdentity
 from kvdepot.server.file_lock import FileLock
 from kvdepot.server.memory_room import Room
@@ -30,10 +31,11 @@ def folder() -> Iterator[Path]:
 
 
 def _open(
-    path: Path, size_bytes: int = SIZE_BYTES, *, boot: bytes = BOOT, alive: Liveness = Liveness.DEAD
-) -> ArenaFile:
+    path: Path, size_bytes: int = SIZE_BYTES, *, boot: bytes = BOOT, alive: Liveness = Liveness.DEAD,
+    kept: tuple[int, ...] = (),
+) -> ArenaFile:  # fmt: skip
     request = ArenaRequest(path, size_bytes, size_bytes, "test.toml")
-    return open_arena(request, boot_id=boot, random_bytes=os.urandom, alive=lambda _: alive)
+    return open_arena(request, kept=kept, boot_id=boot, random_bytes=os.urandom, alive=lambda _: alive)
 
 
 def _lend(arena: ArenaFile, mode: LentMode = LentMode.WRITE) -> None:
@@ -134,6 +136,66 @@ def test_t1_refuses_what_there_is_no_room_for(folder: Path, monkeypatch: pytest.
     assert not list(folder.iterdir())
 
 
+def test_t6_a_kept_descriptor_stands_for_a_name_that_was_removed(folder: Path) -> None:
+    first = _open(folder / "a")
+    first.buffer[SIZE_BYTES - 5 : SIZE_BYTES] = b"hello"
+    (folder / "a").unlink()
+    second = _open(folder / "a", kept=(os.dup(first.fd),))
+    assert second.origin is Origin.ADOPTED
+    assert second.superblock.run == 2
+    assert bytes(second.buffer[SIZE_BYTES - 5 :]) == b"hello"
+    assert describe(second).startswith(f"arena {folder / 'a'} adopted (its name was removed): ")
+    engines = second.open_descriptor()
+    assert os.path.sameopenfile(engines, first.fd)
+    os.close(engines)
+
+
+def test_t1_a_kept_arena_that_does_not_fit_is_made_anew(folder: Path) -> None:
+    first = _open(folder / "a")
+    (folder / "a").unlink()
+    second = _open(folder / "a", 2 * SIZE_BYTES, kept=(os.dup(first.fd),))
+    assert second.origin is Origin.RECREATED
+    assert os.fstat(first.fd).st_blocks == 0
+    assert (folder / "a").stat().st_size == 2 * SIZE_BYTES
+
+
+def test_what_has_its_name_is_found_by_it(folder: Path) -> None:
+    """Also where the name is another's: a daemon with that name may use it."""
+    first = _open(folder / "a")
+    assert _open(folder / "a", kept=(os.dup(first.fd),)).superblock.run == 2
+    elsewhere = _open(folder / "b", kept=(os.dup(first.fd),))
+    assert elsewhere.origin is Origin.CREATED
+    assert os.fstat(first.fd).st_blocks
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_t1_a_kept_arena_that_another_has_replaced_gives_its_pages_back(folder: Path, elsewhere: bool) -> None:
+    """Another file at the path, or another file system than it is on."""
+    first = _open(folder / "a")
+    (folder / "a").unlink()
+    if elsewhere:
+        kept = os.memfd_create("arena")
+        os.write(kept, bytes(first.buffer[: first.layout.data_offset]))
+    else:
+        kept = os.dup(first.fd)
+        _open(folder / "a")
+    watched = os.dup(kept)
+    assert os.fstat(watched).st_blocks
+    second = _open(folder / "a", kept=(kept,))
+    assert second.origin is (Origin.CREATED if elsewhere else Origin.ADOPTED)
+    assert os.fstat(watched).st_blocks == 0
+
+
+def test_i1a_a_replaced_arena_that_is_lent_to_the_living_is_kept(folder: Path) -> None:
+    first = _open(folder / "a")
+    _lend(first)
+    (folder / "a").unlink()
+    _open(folder / "a")
+    with pytest.raises(ConfigError, match="lent to living processes"):
+        _open(folder / "a", kept=(os.dup(first.fd),), alive=Liveness.ALIVE)
+    assert os.fstat(first.fd).st_blocks
+
+
 def test_refuses_a_link_in_its_place(folder: Path) -> None:
     (folder / "victim").write_bytes(b"precious")
     (folder / "a").symlink_to(folder / "victim")
@@ -168,13 +230,13 @@ class _Grown:
             self.done.set()
 
 
-def _populate(arena: ArenaFile) -> list[Growth]:
+def _populate(arena: ArenaFile, threads: int = 3) -> list[Growth]:
     grown = _Grown()
     populator = Populator(
         fd=arena.fd,
         address=arena.address,
         size_bytes=arena.layout.size_bytes,
-        threads=3,
+        threads=threads,
         report=grown,
     )
     populator.start()
@@ -186,11 +248,20 @@ def _populate(arena: ArenaFile) -> list[Growth]:
 def test_populating_reports_a_growing_ready_part_and_changes_no_byte(folder: Path) -> None:
     arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
     arena.buffer[-4:] = b"kept"
-    steps = _populate(arena)
-    ready = [step.ready_bytes for step in steps]
+    steps = _populate(arena, threads=1)
+    size_bytes = arena.layout.size_bytes
+    assert [step.ready_bytes for step in steps] == [PIECE_BYTES, 2 * PIECE_BYTES, size_bytes, size_bytes]
+    assert [step.done for step in steps] == [False, False, False, True]
+    assert not steps[-1].reason
+    assert arena.populated_bytes() == size_bytes
+    assert bytes(arena.buffer[-4:]) == b"kept"
+
+
+def test_pieces_that_are_populated_out_of_order_are_reported_in_order(folder: Path) -> None:
+    arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
+    arena.buffer[-4:] = b"kept"
+    ready = [step.ready_bytes for step in _populate(arena)]
     assert ready == sorted(ready)
-    assert PIECE_BYTES in ready or 2 * PIECE_BYTES in ready
-    assert steps[-1].done and not steps[-1].reason
     assert ready[-1] == arena.layout.size_bytes == arena.populated_bytes()
     assert bytes(arena.buffer[-4:]) == b"kept"
 
@@ -245,12 +316,11 @@ def test_t7_liveness_of_processes() -> None:
     assert processes.liveness(ProcessIdentity(me.pid, ticks + 1, boot), boot) is Liveness.DEAD
     assert processes.liveness(ProcessIdentity(me.pid, ticks, bytes(16)), boot) is Liveness.DEAD
     assert processes.liveness(ProcessIdentity(0, 0, boot), boot) is Liveness.UNKNOWN
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    started = processes.start_ticks(child)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    child = subprocess.Popen(["true"])
+    started = processes.start_ticks(child.pid)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert started is not None
-    assert processes.liveness(ProcessIdentity(child, started, boot), boot) is Liveness.DEAD  # a zombie touches nothing
-    os.waitpid(child, 0)
-    assert processes.liveness(ProcessIdentity(child, started, boot), boot) is Liveness.DEAD
+    was = ProcessIdentity(child.pid, started, boot)
+    assert processes.liveness(was, boot) is Liveness.DEAD  # a zombie touches nothing
+    child.wait()
+    assert processes.liveness(was, boot) is Liveness.DEAD

@@ -28,6 +28,7 @@ from kvdepot.core.calls import (
 
 TOKEN = b"t" * 16
 ENDPOINT = Endpoint("/tmp/none.sock")
+PATIENCE_SECONDS = 30.0
 
 
 class Channel:
@@ -71,7 +72,7 @@ class Session:
         return time.monotonic()
 
     def wait(self, what: Callable[[], bool]) -> None:
-        until = time.monotonic() + 5
+        until = time.monotonic() + PATIENCE_SECONDS
         while not what():
             assert time.monotonic() < until
             time.sleep(0.002)
@@ -81,7 +82,7 @@ class Session:
 
     def answer(self) -> Any:
         """What the next callback gets."""
-        return self.completions.get(timeout=2)[1]
+        return self.completions.get(timeout=PATIENCE_SECONDS)[1]
 
 
 @pytest.fixture

@@ -13,12 +13,21 @@ from hypothesis import strategies as st
 from kvdepot.core import calls, errors, limits
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
-from kvdepot.core.report import DaemonStatus, NamespaceStatus, SessionStatus, TierStatus
-from kvdepot.proto import codec, codec_namespace, codec_report, status
+from kvdepot.core.report import (
+    DaemonStatus,
+    NamespaceStatus,
+    PinStatus,
+    QuotaOwnerStatus,
+    QuotaStatus,
+    SessionStatus,
+    SwitchesStatus,
+    TierStatus,
+)
+from kvdepot.proto import codec, codec_namespace, codec_records, codec_report, status
 from kvdepot.proto.v1 import depot_pb2 as pb
 
 _TOKEN = st.binary(min_size=16, max_size=16)
-_TEXT = st.text(max_size=40)
+_TEXT = st.text(max_size=16)  # at four bytes each the shortest limit of a text
 _U64 = st.integers(0, 2**64 - 1)
 _LEASE = st.integers(1, 2**64 - 1)
 _LEASES = st.lists(_U64, max_size=5).map(tuple)
@@ -37,8 +46,21 @@ def _of(enum: type[calls.Kind | calls.ReserveOutcome | calls.CommitOutcome], cou
     return st.lists(st.sampled_from(list(enum)), min_size=count, max_size=count).map(bytes)
 
 
+_SECONDS = st.floats(0, allow_nan=False, allow_infinity=False)
+
 _LOCATE = st.integers(0, 4).flatmap(
-    lambda n: st.builds(calls.LocateCall, _TOKEN, _TOKEN, _packed(n, 16), _U64, request_id=_TEXT)
+    lambda n: st.builds(
+        calls.LocateCall,
+        _TOKEN,
+        _TOKEN,
+        _packed(n, 16),
+        _U64,
+        request_id=_TEXT,
+        budget_seconds=_SECONDS,
+        wait_seconds=_SECONDS,
+        local_tokens=_U64,
+        token_seconds=_SECONDS,
+    )
 )
 _ACQUIRE = st.integers(0, 4).flatmap(
     lambda n: st.builds(calls.AcquireCall, _TOKEN, _LEASE, _TOKEN, _packed(n, 16), _of(calls.Kind, n), _TEXT)
@@ -64,9 +86,11 @@ _COMMIT_REPLY = st.lists(st.integers(0, 4).flatmap(lambda n: _of(calls.CommitOut
 )
 _U32 = st.integers(0, 2**32 - 1)
 
+_END = st.builds(calls.RequestEnd, _U64, _U64, _TEXT)
+
 _ROUND_TRIPS: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("locate_call", _LOCATE),
-    ("locate_reply", st.builds(calls.LocateReply, _U64, _TEXT, _U64)),
+    ("locate_reply", st.builds(calls.LocateReply, _U64, _TEXT, _U64, _SECONDS, _TEXT)),
     ("acquire_call", _ACQUIRE),
     ("acquire_reply", st.builds(calls.AcquireReply, st.sampled_from(calls.AcquireOutcome), _EXTENTS, _U64)),
     ("release_call", st.builds(calls.ReleaseCall, _TOKEN, _LEASES)),
@@ -75,7 +99,7 @@ _ROUND_TRIPS: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("commit_call", st.builds(calls.CommitCall, _TOKEN, _ITEMS)),
     ("commit_reply", _COMMIT_REPLY),
     ("abandon_call", st.builds(calls.AbandonCall, _TOKEN, _ITEMS)),
-    ("end_request_call", st.builds(calls.EndRequestCall, _TOKEN, _TEXT)),
+    ("end_request_call", st.builds(calls.EndRequestCall, _TOKEN, _TEXT, _END)),
     ("declare_call", st.builds(calls.DeclareCall, _TOKEN, _LEASES)),
     ("declare_reply", st.builds(calls.DeclareReply, _LEASES, _U32)),
     ("capabilities", st.builds(calls.Capabilities, _U32, _U32, _TEXT, _U64, _U64, st.dictionaries(_TEXT, _U64))),
@@ -123,6 +147,8 @@ _DECODERS: list[tuple[Callable[[Any], object], type[Message]]] = [
     (codec.decode_declare_call, pb.DeclareRequest),
     (codec.decode_declare_reply, pb.DeclareResponse),
     (codec.decode_end_request_call, pb.EndRequestRequest),
+    (codec_records.decode_explain, pb.ExplainRequestRequest),
+    (codec_records.decode_records, pb.ExplainRequestResponse),
     (codec.decode_capabilities, pb.GetCapabilitiesResponse),
     (codec_namespace.decode_register, pb.RegisterNamespaceRequest),
     (codec_namespace.decode_registered, pb.RegisterNamespaceResponse),
@@ -227,10 +253,19 @@ def test_a_status_comes_back_equal() -> None:
     namespace = NamespaceStatus(bytes(16), "l", "t", "e", 256, {1: 7}, 99, {"model": "toy"})
     value = DaemonStatus(
         version="1", pid=2, uptime_seconds=3.5, ready=True, reason="r", arena_id=2**64 - 1, run=4,
-        tiers=(TierStatus("nvme", "disk", 1, 2, 3, 4, 5, 6, "ready", "why", "open", 7, 8, 9, 10),),
+        tiers=(
+            TierStatus(
+                "nvme", "disk", 1, 2, 3, 4, 5, 6, "ready", "why", "open", 7, 8, 9, 10, 11, 12, 13, 14, 15, "n", "o"
+            ),
+        ),
         sessions=(SessionStatus("e", 2, 1, True, 10, 5, 3, 4, (7, 8)),),
         namespaces=(namespace,),
+        quotas=(
+            QuotaStatus("*", "x", "ram", 9, 2, (QuotaOwnerStatus("", "x", 1, 2, 3), QuotaOwnerStatus(None)), 4, 5),
+        ),
         counters={"evictions": 3.0},
+        switches=SwitchesStatus(True, (bytes(16),), False, (b"n" * 16,), draining=True),
+        pins=(PinStatus(bytes(16), b"k" * 16, 1.5, 2, 3, 4), PinStatus(b"n" * 16)),
     )  # fmt: skip
     message = codec_report.encode_status(value)
     assert codec_report.decode_status(pb.GetStatusResponse.FromString(message.SerializeToString())) == value

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kvdepot.core.control import QuotaEntry, QuotaSubject
 from kvdepot.core.errors import ConfigError
 from kvdepot.server import app
-from kvdepot.server.config import Config, check, disk_config, embedded, load
-from kvdepot.server.config_schema import Tables, TierTable
+from kvdepot.server.config import Config, check, embedded, load
+from kvdepot.server.config_schema import QuotaTable, Tables, TierTable
+from kvdepot.server.engine.types import Quota
 from kvdepot.server.io.pool import worker_reserve_bytes
 from kvdepot.server.memory_room import (
     CAPACITY_BYTES_MIN,
@@ -18,10 +21,15 @@ from kvdepot.server.memory_room import (
     arena_bytes_of,
     cgroup_limits,
 )
+from kvdepot.server.node import engine_config
+from kvdepot.server.set_quotas import SetQuotas
+from kvdepot.server.tier_settings import disk_config, engine_tier_config, shared_config
 
 REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
 TIER = '\n[[tier]]\nname = "nvme"\nkind = "disk"\npath = "/d"\ncapacity = "1GiB"\n'
+SHARED = TIER.replace('"nvme"', '"pool"').replace('"disk"', '"shared"').replace('"/d"', '"/s"')
+QUOTA = '[[quota]]\ntier = "nvme"\ncapacity = "1GiB"\n'
 GOOD = '[daemon]\nlisten = ["unix:///tmp/k.sock"]\n[ram]\ncapacity = "512MiB"\npath = "/tmp"\n'
 
 
@@ -57,6 +65,8 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ('[ram]\npath = "/nowhere/at/all"', "ram.path", "is no directory"),
         ("[ram]\nhigh_watermark = 1.5", "ram.high_watermark", "less than or equal to 1"),
         ("[ram]\nhigh_watermark = 0.5", "ram", "low_watermark 0.9 is not below high_watermark 0.5"),
+        (TIER + "high_watermark = 0.5", "tier[0]", "low_watermark 0.9 is not below high_watermark 0.5"),
+        (TIER + "low_watermark = 1.5", "tier[0].low_watermark", "less than or equal to 1"),
         ('[daemon]\nlisten = ["tcp://0.0.0.0:1"]', "daemon.listen", "needs [tls], which is not available"),
         ('[daemon]\nlisten = ["/tmp/k.sock"]', "daemon.listen", "no unix:///absolute/path"),
         ("[daemon]\nlisten = []", "daemon.listen", "at least 1 item"),
@@ -71,15 +81,22 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ('[ram]\ncapacity = "512MiB"\n[sessions]\ncredit = "1GiB"', "sessions.credit", "more than the whole arena"),
         ('[log]\nlevel = "loud"', "log.level", "'info'"),
         ('[[tier]]\nname = "nvme"\nkind = "disk"', "tier[0].path", "Field required"),
-        ('[[tier]]\nkind = "shared"', "tier.kind", "'shared' are not available in this version"),
+        (SHARED.replace("1GiB", "4MiB"), "tier.pool.capacity", "4194304 bytes are less than 16MiB"),
+        (TIER + SHARED.replace('"/s"', '"/d"'), "tier.pool.path", "/d and /d of tier 'nvme' overlap"),
+        (SHARED + QUOTA.replace("nvme", "pool"), "quota[0].tier", "'pool' is shared"),
+        ("[policy]\nnegative_ttl = 2", "policy.negative_ttl", "no string with a unit"),
         ('[[tier]]\nkind = "s3"', "tier.kind", "'s3' are not available in this version"),
         (TIER.replace('"disk"', '"tape"'), "tier[0].kind", "'disk'"),
         (TIER.replace('"/d"', '"d"'), "tier[0].path", "no absolute path"),
+        ('[daemon]\nstate = "state.json"', "daemon.state", "no absolute path of a file"),
+        ('[daemon]\nstate = "/d/"', "daemon.state", "no absolute path of a file"),
+        (TIER + '[daemon]\nstate = "/d/../d/x/state.json"', "daemon.state", "lies in the directory of tier 'nvme'"),
         (TIER.replace('"nvme"', '"ram"'), "tier[0].name", "the tier above"),
         (TIER.replace('"nvme"', '"a/b"'), "tier[0].name", "match pattern"),
         (TIER + 'wirte = "commit"', "tier[0].wirte", "did you mean 'write'?"),
         (TIER + 'write = "always"', "tier[0].write", "'commit', 'evict' or 'second_use'"),
         (TIER + "codec = 1", "tier[0].codec", "'none', 'lz4'"),
+        (TIER + "on_root_filesystem = true", "tier[0]", "a key of tiers of kind 'shared'"),
         (TIER + "io_workers = 0", "tier[0].io_workers", "greater than or equal to 1"),
         (TIER + "write_budget = 5", "tier[0].write_budget", "no string with a unit"),
         (TIER.replace("1GiB", "4MiB"), "tier.nvme.capacity", "4194304 bytes are less than"),
@@ -96,8 +113,18 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ('[breaker]\nprobe_every = "0s"', "breaker.probe_every", "greater than 0"),
         ('[scrub]\nrate = "50MiB"', "scrub.rate", "is no rate"),
         ('[tls]\ncert = "x"', "tls", "not available in this version"),
-        ('[[quota]]\ntenant = "*"', "quota", "not available in this version"),
-        ("[policy]\nprefetch_share = 0.25", "policy.prefetch_share", "not available in this version"),
+        ('[[quota]]\ntenant = "*"', "quota[0].capacity", "Field required"),
+        ("[[quota]]\ncapacity = 5", "quota[0].capacity", "no string with a unit"),
+        ('[[quota]]\ncapacity = "0"', "quota[0].capacity", "greater than 0"),
+        ('[[quota]]\ncapacity = "1GiB"\nlabel = "x"', "quota[0].label", "did you mean"),
+        ('[[quota]]\ncapacity = "1GiB"\nnamespace = ""', "quota[0].namespace", "at least 1 character"),
+        ('[[quota]]\ncapacity = "1GiB"\nnamespace = "beef"', "quota[0].namespace", "8 to 32 digits"),
+        (f'[[quota]]\ncapacity = "1GiB"\nnamespace = "{"a" * 33}"', "quota[0].namespace", "8 to 32 digits"),
+        (f'[[quota]]\ncapacity = "1GiB"\nnamespace = "{"x" * 97}"', "quota[0].namespace", "97 bytes are more than"),
+        (f'[[quota]]\ncapacity = "1GiB"\ntenant = "{"x" * 129}"', "quota[0].tenant", "129 bytes are more than"),
+        ('[[quota]]\ncapacity = "1GiB"\ntier = "nvme"', "quota[0].tier", "there is no tier 'nvme'"),
+        (TIER + QUOTA + QUOTA.replace('"nvme"', '"ram"') + QUOTA.replace("1GiB", "2GiB"), "quota[2]", "as quota[0]"),
+        ("[policy]\nprefetch_share = 1.5", "policy.prefetch_share", "less than or equal to 1"),
         ("[policy]\naudit_sample = 0.0", "policy.audit_sample", "not available in this version"),
     ],
 )
@@ -137,16 +164,35 @@ def test_the_reference_file_has_every_key_at_its_default() -> None:
     document = tomllib.loads((REPOSITORY / "configs" / "kvdepot.toml").read_text())
     assert Tables.model_validate(document) == Tables()
     for table, model in Tables():
-        if table != "tier":
+        if table not in ("tier", "quota"):
             assert set(document[table]) == set(type(model).model_fields), table
 
 
-def test_the_reference_file_shows_every_key_of_a_tier_at_its_default() -> None:
+@pytest.mark.parametrize(("table", "model"), [("tier", TierTable), ("quota", QuotaTable)])
+def test_the_reference_file_shows_every_key_of_a_tier_and_a_quota_at_its_default(
+    table: str, model: type[TierTable | QuotaTable]
+) -> None:
     lines = (REPOSITORY / "configs" / "kvdepot.toml").read_text().splitlines()
-    (shown,) = tomllib.loads("\n".join(line[3:] for line in lines if line.startswith("#: ")))["tier"]
-    assert set(shown) == set(TierTable.model_fields)
-    required = {name: shown[name] for name, field in TierTable.model_fields.items() if field.is_required()}
-    assert TierTable.model_validate(shown) == TierTable.model_validate(required)
+    (shown,) = tomllib.loads("\n".join(line[3:] for line in lines if line.startswith("#: ")))[table]
+    fields = dict(model.model_fields)
+    if table == "quota":
+        assert fields.pop("namespace").default is None  # absent is a value of its own: the total
+    assert set(shown) == set(fields)
+    required = {name: shown[name] for name, field in fields.items() if field.is_required()}
+    assert model.model_validate(shown) == model.model_validate(required)
+
+
+def test_t8_quotas_reach_the_engine(tmp_path: Path) -> None:
+    text = (
+        GOOD + QUOTA.replace("nvme", "ram") + '[[quota]]\ntenant = "a"\nnamespace = "DEADBEEF00"\ncapacity = "none"\n'
+    )
+    config, quotas = _load(tmp_path, text), SetQuotas()
+    of_ram, exempt = Quota(tier="ram", capacity_bytes=1 << 30), Quota("a", "deadbeef00", "*", None)
+    assert engine_config(config, quotas).quotas == (of_ram, exempt)
+    quotas.set(config.tables, QuotaEntry(QuotaSubject("a", "DeadBeef00"), 5))
+    assert engine_config(config, quotas).quotas == (of_ram, replace(exempt, capacity_bytes=5))
+    quotas.delete(QuotaSubject("a", "DeadBeef00"))
+    assert engine_config(config, quotas).quotas == (of_ram, exempt)
 
 
 def test_a_tier_takes_its_settings_from_three_tables(tmp_path: Path) -> None:
@@ -157,6 +203,16 @@ def test_a_tier_takes_its_settings_from_three_tables(tmp_path: Path) -> None:
     assert (disk.failures, disk.scrub_bytes_per_second) == (3, 0)
 
 
+def test_a_shared_tier_takes_its_settings_from_four_tables(tmp_path: Path) -> None:
+    text = GOOD.replace("512MiB", "1GiB") + SHARED + 'codec = "lz4"\nhigh_watermark = 0.8\nlow_watermark = 0.7\n'
+    config = _load(tmp_path, text + '[policy]\nnegative_ttl = "5s"\n[breaker]\nfailures = 3\n')
+    shared = shared_config(config.tables, config.tables.tier[0])
+    assert (shared.name, shared.path, shared.codec, shared.negative_ttl_seconds) == ("pool", Path("/s"), 1, 5.0)
+    assert (shared.failures, shared.high_watermark, shared.low_watermark) == (3, 0.8, 0.7)
+    assert shared.quarantine_bytes_max == (1 << 30) // 16
+    assert config.arena_bytes < _load(tmp_path, GOOD.replace("512MiB", "1GiB")).arena_bytes
+
+
 def test_t1_workers_and_objects_of_tiers_are_taken_from_the_capacity(tmp_path: Path) -> None:
     text = GOOD.replace("512MiB", "1GiB")
     without, having = _load(tmp_path, text).arena_bytes, _load(tmp_path, text + TIER).arena_bytes
@@ -165,7 +221,7 @@ def test_t1_workers_and_objects_of_tiers_are_taken_from_the_capacity(tmp_path: P
     assert coded < _load(tmp_path, text.replace("1GiB", "64GiB") + TIER).arena_bytes
 
 
-@pytest.mark.parametrize("name", ["development.toml", "disk.toml"])
+@pytest.mark.parametrize("name", ["development.toml", "disk.toml", "gpu-node.toml", "nfs.toml"])
 def test_the_other_files_are_good(name: str) -> None:
     assert load(REPOSITORY / "configs" / name).capacity_bytes > 0
 
@@ -278,3 +334,11 @@ def test_t1_reads_limits_of_both_cgroup_versions(tmp_path: Path) -> None:
         (str(tmp_path / "memory/one"), 1000, 10),
         (str(tmp_path / "two"), 2000, 12),
     ]
+
+
+def test_t2_a_tier_has_watermarks_of_its_own(tmp_path: Path) -> None:
+    config = _load(tmp_path, GOOD + TIER + "high_watermark = 0.8\nlow_watermark = 0.7\n")
+    (table,) = config.tables.tier
+    settings = engine_tier_config(table)
+    assert (settings.high_watermark, settings.low_watermark) == (0.8, 0.7)
+    assert config.tables.ram.high_watermark == 0.95

@@ -151,6 +151,17 @@ def test_p1_longest_boundary_equals_brute_force(
 
 
 @given(planners(), presences)
+def test_p1_legal_boundaries_are_those_of_which_every_object_is_present(
+    planner: Planner, presence: dict[Kind, bytes]
+) -> None:
+    for chunks in range(14):
+        assert planner.legal_boundaries(presence, chunks).tolist() == [
+            all(presence.get(kind, b"")[at : at + 1] not in (b"", b"\0") for at, kind in planner.objects(end))
+            for end in range(planner.chunk_tokens, chunks * planner.chunk_tokens + 1, planner.chunk_tokens)
+        ]
+
+
+@given(planners(), presences)
 def test_p11_a_longer_presence_never_shortens_the_answer(planner: Planner, presence: dict[Kind, bytes]) -> None:
     high = 12 * planner.chunk_tokens
     before = planner.longest_boundary(presence, 0, high)

@@ -30,7 +30,23 @@ def test_sizes_are_read(text: str | int, size_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["64", 64, "64GB", "64gib", "", "GiB", "-1GiB", "0.3B", "1e3B", "1,5GiB", "0x10B", True, "64 GiB GiB", "\uff11GiB"],
+    [
+        "64",
+        64,
+        "64GB",
+        "64gib",
+        "",
+        "GiB",
+        "-1GiB",
+        "0.3B",
+        "1e3B",
+        "1,5GiB",
+        "0x10B",
+        True,
+        "64 GiB GiB",
+        "\uff11GiB",
+        "8192PiB",
+    ],
 )
 def test_sizes_without_a_known_unit_are_refused(text: str | int) -> None:
     with pytest.raises(InvalidArgument, match="64GiB"):  # the message shows what is accepted

@@ -27,6 +27,7 @@ from kvdepot.core.listing import (
     TierContents,
 )
 from kvdepot.core.planner import GroupSpec
+from kvdepot.core.report import PinStatus
 from rich.console import Console
 
 ID = b"\xaa" * 16
@@ -69,6 +70,9 @@ def test_i4_a_page_without_chunks_that_is_not_the_last_says_how_to_go_on() -> No
     assert "no chunk" in printed(lambda console: print_chunks(ID, ChunkPage(("ram",)), console))
 
 
+PIN = PinStatus(ID, b"\x5a" * 16, 5400.0, 3, 2, 1024)
+
+
 def test_names_are_never_markup() -> None:
     contents = NamespaceContents(ID, "[red]label", "[b]tenant", tiers=(TierContents("[i]tier", {WINDOW: 2}, 5),))
     text = printed(lambda console: print_namespaces(NamespacePage((contents,)), console))
@@ -76,8 +80,9 @@ def test_names_are_never_markup() -> None:
     group = GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(64, 64), layers=("l0", "l1"))
     spec = NamespaceSpec({"[u]field": '"[/]"'}, 32, (group,), {Kind.ATTENTION: 256}, tenant="[b]t", epoch="[b]e")
     found = NamespaceDescription(contents, spec, ("[b]engine",))
-    text = printed(lambda console: print_namespace_description(found, console))
+    text = printed(lambda console: print_namespace_description(found, (PIN,), console))
     assert all(name in text for name in ("[u]field", '"[/]"', "[b]t", "[b]e", "[b]engine", "64 64"))
+    assert all(cell in text for cell in ("5a5a5a5a5a5a", "1.5 h", "1.00 KiB"))
     assert "no namespace is known" in printed(lambda console: print_namespaces(NamespacePage(), console))
 
 

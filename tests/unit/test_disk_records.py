@@ -9,10 +9,12 @@ from itertools import accumulate
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.server.tiers.disk.columns import PutColumns
 from kvdepot.server.tiers.disk.layout import Store, generation_of, journal_name, snapshot_name
 from kvdepot.server.tiers.disk.messages import (
     Begin,
@@ -22,7 +24,6 @@ from kvdepot.server.tiers.disk.messages import (
     Objects,
     Open,
     Opened,
-    PackedObjects,
     pack,
     take_messages,
 )
@@ -80,6 +81,10 @@ def snapshot_of(puts: Sequence[Put], generation: int = 1, *, synced: int = 0, hi
 
 def replayed(*records: Put | Mark, snapshot: bytes | None = None) -> Replayed:
     return replay(snapshot, [(1, journal_of(records))], STORE, 1)
+
+
+def sequences(found: Replayed) -> set[int]:
+    return {put.sequence for put in found.live}
 
 
 # The tables
@@ -201,38 +206,88 @@ def test_records_with_impossible_places_are_refused(fragments: tuple[tuple[int, 
         unpack_record(memoryview(pack_put(replace(put_of(1), fragments=fragments))), 0)
 
 
+@given(st.lists(puts(), max_size=5), st.randoms(use_true_random=False))
+def test_columns_say_what_the_records_say(some: list[Put], random: Random) -> None:
+    columns = PutColumns.unpacked([pack_put(put) for put in some])
+    assert list(columns) == some
+    assert columns.packed() == [pack_put(put) for put in some]
+    assert columns.medium_bytes().tolist() == [put.medium_bytes for put in some]
+    rows = [random.randrange(len(some)) for _ in range(4)] if some else []
+    assert list(columns.select(np.array(rows, np.int64))) == [some[row] for row in rows]
+    assert [put for part in columns.slices(2) for put in part] == some
+    found = [(start, end, row) for row, put in enumerate(some) for start, end in [(a, a + n) for a, n in put.fragments]]
+    assert sorted(zip(*(column.tolist() for column in columns.places()), strict=True)) == sorted(found)
+
+
+IMPOSSIBLE = [
+    replace(put_of(1), name=replace(put_of(1).name, kind=4)),
+    replace(put_of(1), name=replace(put_of(1).name, boundary_tokens=0)),
+    replace(put_of(1), name=replace(put_of(1).name, raw_bytes=PAGE - 1)),
+    replace(put_of(1), name=replace(put_of(1).name, raw_bytes=(64 << 30) + 1)),
+    replace(put_of(1), name=replace(put_of(1).name, raw_bytes=(1 << 63) + 5)),
+    replace(put_of(1), stored_bytes=0),
+    replace(put_of(1), stored_bytes=(1 << 64) - 5),
+    replace(put_of(1), fragments=((0, PAGE),)),
+    replace(put_of(1), fragments=((1, 2 * PAGE),)),
+    replace(put_of(1), fragments=((1 << 56, 2 * PAGE),)),
+    replace(put_of(1), fragments=(((1 << 64) - PAGE, 2 * PAGE),)),
+    replace(put_of(1), fragments=((0, PAGE), (0, PAGE))),
+]
+
+
+@pytest.mark.parametrize("put", IMPOSSIBLE)
+def test_p6_an_impossible_record_ends_the_replay_or_the_snapshot(put: Put) -> None:
+    bad = replace(put, sequence=2)
+    found = replayed(put_of(1, 64 * PAGE), bad, put_of(3, 128 * PAGE))
+    assert sequences(found) == {1}
+    with pytest.raises(BadRecord) as why:
+        unpack_record(memoryview(pack_put(bad)), 0)
+    assert found.stopped.endswith(str(why.value))
+    with pytest.raises(BadFile, match="record 1"):
+        replay(snapshot_of([put_of(1, 64 * PAGE), bad]), [], STORE, 1)
+
+
 # Replay
 
 
 def test_a_kill_ends_the_write_it_names() -> None:
     found = replayed(put_of(1), put_of(2, 8 * PAGE), kill_of(1))
-    assert set(found.live) == {2}
+    assert sequences(found) == {2}
     assert not found.stopped
     assert found.highest_sequence == 2
 
 
 def test_a_put_ends_what_it_overlaps_even_when_it_is_dead_itself() -> None:
     found = replayed(put_of(1, 0, 4), put_of(2, 8 * PAGE, 4), put_of(3, 3 * PAGE, 6), kill_of(3))
-    assert not found.live
+    assert not len(found.live)
     assert found.overlapped == 2
 
 
+@pytest.mark.parametrize("cells", [1, 3, 1000])
+def test_overlaps_are_found_however_many_are_looked_at_at_once(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.server.tiers.disk.replay._CELLS_AT_ONCE", cells)
+    small = [put_of(number, 2 * number * PAGE) for number in range(2, 20)]
+    assert sequences(replayed(put_of(1, 0, 64), *small)) == set(range(2, 20))
+    large = put_of(99, 8 * PAGE, 8)
+    assert sequences(replayed(*small, large)) == {2, 3, *range(8, 20), 99}
+
+
 def test_a_write_of_a_lower_sequence_does_not_end_a_later_one() -> None:
-    assert set(replayed(put_of(5, 0, 4), put_of(3, 2 * PAGE, 4)).live) == {5}
+    assert sequences(replayed(put_of(5, 0, 4), put_of(3, 2 * PAGE, 4))) == {5}
 
 
 def test_of_two_writes_of_one_object_the_later_lives() -> None:
-    assert set(replayed(put_of(1, 0, number=7), put_of(2, 8 * PAGE, number=7)).live) == {2}
+    assert sequences(replayed(put_of(1, 0, number=7), put_of(2, 8 * PAGE, number=7))) == {2}
 
 
 def test_only_a_closed_journal_is_followed() -> None:
     close = Mark(RecordType.CLOSE, 9, 1)
     second = (2, journal_of([put_of(2, 8 * PAGE, generation=2)], 2))
     closed = replay(None, [(1, journal_of([put_of(1), close])), second], STORE, 0)
-    assert set(closed.live) == {1, 2}
+    assert sequences(closed) == {1, 2}
     assert closed.highest_sequence == 9
     cut = replay(None, [(1, journal_of([put_of(1)])), second], STORE, 0)
-    assert set(cut.live) == {1}
+    assert sequences(cut) == {1}
 
 
 def test_the_index_is_clean_only_when_the_last_journal_says_so() -> None:
@@ -244,8 +299,8 @@ def test_the_index_is_clean_only_when_the_last_journal_says_so() -> None:
 
 
 def test_records_of_another_generation_or_repeated_ones_stop_the_replay() -> None:
-    assert set(replayed(put_of(1), put_of(2, 8 * PAGE, generation=2)).live) == {1}
-    assert set(replayed(put_of(1), put_of(1, 8 * PAGE), put_of(3, 16 * PAGE)).live) == {1}
+    assert sequences(replayed(put_of(1), put_of(2, 8 * PAGE, generation=2))) == {1}
+    assert sequences(replayed(put_of(1), put_of(1, 8 * PAGE), put_of(3, 16 * PAGE))) == {1}
 
 
 def test_the_day_is_counted_with_what_died_meanwhile() -> None:
@@ -260,7 +315,7 @@ def test_the_day_is_counted_with_what_died_meanwhile() -> None:
 
 def test_a_snapshot_counts_only_when_it_is_complete() -> None:
     whole = snapshot_of([put_of(1), put_of(2, 8 * PAGE)], synced=2, highest=2)
-    assert set(replay(whole, [], STORE, 1).live) == {1, 2}
+    assert sequences(replay(whole, [], STORE, 1)) == {1, 2}
     for length in range(len(whole)):
         with pytest.raises(BadFile):
             replay(whole[:length], [], STORE, 1)
@@ -331,9 +386,9 @@ def test_replay_is_the_prefix_that_is_whole_whatever_happens_to_the_tail(
     # Which records end before the damage?
     lengths = [record_bytes(1) if isinstance(record, Put) else MARK_BYTES for record in records]
     whole = max(sum(end <= at for end in accumulate(lengths, initial=JOURNAL_HEADER_BYTES)) - 1, 0)
-    assert set(found.live) == model(records[:whole])
+    assert sequences(found) == model(records[:whole])
     pages: set[int] = set()
-    for put in found.live.values():
+    for put in found.live:
         for address, size in put.fragments:
             its = set(range(address // PAGE, (address + size) // PAGE))
             assert not its & pages, "two live objects overlap"
@@ -347,7 +402,7 @@ def test_no_two_live_objects_overlap_whatever_the_records_say(rows: list[tuple[i
     for sequence, page, pages, kill in rows:
         records.append(kill_of(sequence) if kill else put_of(sequence, page * PAGE, pages))
     pages_used: set[int] = set()
-    for put in replay(None, [(1, journal_of(records))], STORE, 0).live.values():
+    for put in replay(None, [(1, journal_of(records))], STORE, 0).live:
         its = {page for address, size in put.fragments for page in range(address // PAGE, (address + size) // PAGE)}
         assert not its & pages_used
         pages_used |= its
@@ -359,8 +414,8 @@ def test_a_snapshot_and_the_rest_of_the_journal_are_the_whole_journal(random: Ra
     records = history(random, length)
     before, after = records[:cut], [replace(record, generation=2) for record in records[cut:]]
     first = replay(None, [(1, journal_of(before))], STORE, 0)
-    middle = snapshot_of(list(first.live.values()), 2, highest=first.highest_sequence)
-    assert set(replay(middle, [(2, journal_of(after, 2))], STORE, 2).live) == model(records)
+    middle = snapshot_of(list(first.live), 2, highest=first.highest_sequence)
+    assert sequences(replay(middle, [(2, journal_of(after, 2))], STORE, 2)) == model(records)
 
 
 # Messages with the opening process
@@ -369,9 +424,9 @@ def test_a_snapshot_and_the_rest_of_the_journal_are_the_whole_journal(random: Ra
 @pytest.mark.parametrize(
     "message",
     [
-        Begin("token", 5), Open(((0, PAGE), (8 * PAGE, PAGE))), Compact(3, 1 << 60), Locked("token", 1 << 40),
+        Begin("token", 5), Open(((5, 0, PAGE),), ((8 * PAGE, PAGE),)), Compact(3, 1 << 60), Locked("token", 1 << 40),
         Claims(((0, PAGE), (PAGE, 3 * PAGE))),
-        Opened("ab", 1 << 20, 3, 4, 5, 6, 7, 8, 9, 10, (("quarantine/x", 5),), ("note",), "why", "no_space"),
+        Opened("ab", 1 << 20, 3, 4, 5, 6, 7, 8, 9, 10, (("quarantine/x", 5),), ("note",), "why", "no_space", (7,)),
     ],
 )  # fmt: skip
 def test_messages_arrive_in_any_pieces(message: object) -> None:
@@ -383,7 +438,9 @@ def test_messages_arrive_in_any_pieces(message: object) -> None:
     assert arrived == [message, message]
 
 
-def test_objects_are_sent_packed_and_arrive_as_values() -> None:
-    puts = (put_of(1), put_of(2, 8 * PAGE))
-    sent = bytearray(pack(PackedObjects(b"".join(map(pack_put, puts)))))
-    assert list(take_messages(sent)) == [Objects(puts)]
+def test_objects_are_sent_as_columns_and_arrive_whole() -> None:
+    several = replace(put_of(3), fragments=((40 * PAGE, PAGE), (24 * PAGE, PAGE)))
+    puts = [put_of(1), several, replace(put_of(2, 8 * PAGE), unproven=True)]
+    sent = bytearray(pack(Objects(PutColumns.of(puts))))
+    (arrived,) = take_messages(sent)
+    assert list(arrived.puts) == puts

@@ -9,8 +9,8 @@ from kvdepot.core.errors import ConfigError
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io.jobs import Allocate, Answer, Job, ReadObject, WriteObject
 from kvdepot.server.tiers.base import IoOutcome, Read
-from kvdepot.server.tiers.disk.health import State
 from kvdepot.server.tiers.disk.layout import DiskLayout
+from kvdepot.server.tiers.health import State
 
 from tests.fakes.disk_rig import PAGE, DiskRig, Loaned, failing, flip, object_name
 
@@ -239,6 +239,26 @@ def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(ri
     assert rig.tier._growth.segments == 6
 
 
+def test_t5_room_that_comes_back_is_told_and_taken_though_the_tier_needs_none(rig: DiskRig) -> None:
+    full = True
+
+    def fault(job: Job) -> Answer | None:
+        return Answer(IoOutcome.NO_SPACE, "disk full") if full and isinstance(job, Allocate) else None
+
+    handles = [rig.write(object_name(number, raw_bytes=64 << 10)).handle for number in range(16)]
+    rig.data.fault = fault
+    fill_up(rig)
+    for handle in handles:
+        rig.drop(handle)
+    rig.settle()
+    assert "cannot be made: disk full" in rig.tier.status().reason
+    assert rig.tier._medium.space.free_bytes >= rig.tier._medium.layout.segment_bytes, "it needs no other one"
+    full = False
+    rig.tick(16)
+    rig.settle()
+    assert rig.tier.status().reason == ""
+
+
 @pytest.mark.parametrize("outcome", [IoOutcome.IO_ERROR, IoOutcome.TIMEOUT])
 def test_t5_a_worker_that_dies_over_a_segment_does_not_shrink_the_tier(rig: DiskRig, outcome: IoOutcome) -> None:
     failures = 2
@@ -259,6 +279,21 @@ def test_t5_a_worker_that_dies_over_a_segment_does_not_shrink_the_tier(rig: Disk
     rig.settle()
     assert failures < 0
     assert [written.outcome for written in answers] == [IoOutcome.OK]
+
+
+def test_i6_no_second_segment_is_made_beside_a_worker_that_hangs_over_one(rig: DiskRig) -> None:
+    """The first worker died over it, the second one hangs."""
+    name = object_name(1, raw_bytes=2 * rig.tier._medium.layout.segment_bytes)
+    rig.data.fault = failing(Allocate, IoOutcome.TIMEOUT)
+    rig.data.deaths = 1
+    rig.submit_write(name)
+    for _ in range(10):
+        rig.settle()
+        rig.tick(1)
+    assert len(rig.data.late) == 1
+    rig.data.fault = lambda _: None
+    rig.data.end_late()
+    assert rig.write(name).outcome is IoOutcome.OK
 
 
 def test_the_write_budget_of_a_day_survives_a_restart(tmp_path: Path) -> None:

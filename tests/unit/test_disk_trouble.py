@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from kvdepot.server.io.jobs import Answer, Append, Priority, Probe, Quarantine, ReadObject, WriteObject
 from kvdepot.server.tiers.base import IoOutcome, Read, Tier
-from kvdepot.server.tiers.disk.health import State
 from kvdepot.server.tiers.disk.space import Space
+from kvdepot.server.tiers.health import State
 
 from tests.fakes.disk_rig import PAGE, DiskRig, Loaned, failing, flip, object_name
 
@@ -55,6 +55,14 @@ def test_p6_a_truncated_segment_is_too_short(rig: DiskRig) -> None:
         assert rig.read(handle)[0].outcome is outcome
         handle = rig.stored(2)  # behind it, so the file is long enough again
     rig.check()
+
+
+@pytest.mark.parametrize("name", ["20261121103000.seg", "\N{SUPERSCRIPT TWO}.seg"])
+def test_p6_a_file_of_any_number_among_the_segments_keeps_no_tier_from_opening(rig: DiskRig, name: str) -> None:
+    rig.stored(1)
+    (rig.config.path / "segments" / name).touch()
+    rig.crash()
+    assert rig.names() == {object_name(1)}
 
 
 def test_p6_a_segment_that_is_gone_takes_its_objects_with_it(rig: DiskRig) -> None:
@@ -466,6 +474,8 @@ def test_the_scrubber_finds_damage_before_anybody_reads_it(tmp_path: Path) -> No
         assert rig.now < started + 20
     assert rig.now > started + 3  # four objects at one a second
     assert rig.listener.lost_names == [object_name(4, raw_bytes=10 * PAGE)]
+    damaged = {"tier_scrubbed_objects.corrupt": 1, "tier_damaged_objects.corrupt": 1}
+    assert rig.counts == {"tier_scrubbed_objects.ok": 4} | damaged
     assert len(list((tmp_path / "tier" / "quarantine").iterdir())) == 1
     rig.check()
 

@@ -284,6 +284,25 @@ def test_torn_rows_are_dropped_and_counted_never_trusted(
     audit(rig.engine)
 
 
+def test_i6_bytes_that_two_lent_rows_claim_are_not_reused_whatever_else_is_torn() -> None:
+    rig = Rig(data_pages=8)
+    client = rig.attach()
+    keys = path("p", 4)
+    client.store(keys)
+    rig.sum_all()
+    first, _ = client.acquire(keys[1:2])
+    client.acquire(keys[2:3])
+    shared = rig.engine._space.rows.offset[2]
+    damage_overlap(rig.engine._space.rows)
+    damage_generation(rig.engine._space.rows)
+    rig.crash()
+    client = rig.attach()
+    client.release(first)
+    granted = unpack(client.reserve(path("q", 4))[1].extents)
+    assert granted
+    assert shared not in {extent[2] for extent in granted}, "the other reader copies from them"
+
+
 def test_an_entry_whose_reply_was_never_sent_is_cleared() -> None:
     rig = Rig()
     client = rig.attach()

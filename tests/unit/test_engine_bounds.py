@@ -12,10 +12,14 @@ from kvdepot.core.planner import GroupSpec
 from kvdepot.server.engine import engine as engine_module
 from kvdepot.server.engine import namespaces as namespaces_module
 from kvdepot.server.engine import sessions as sessions_module
+from kvdepot.server.engine import space as space_module
 from kvdepot.server.engine import store as store_module
+from kvdepot.server.engine import tiering as tiering_module
 from kvdepot.server.engine.types import ProcessIdentity
 
-from tests.fakes.engine_rig import BOOT, CHUNK, DENSE, Client, Rig, audit, path, process, spec_of
+from tests.fakes.engine_rig import BOOT, CHUNK, DENSE, HYBRID, Client, Rig, audit, path, process, spec_of
+from tests.fakes.memory_tier import Medium
+from tests.fakes.tier_rig import COMMIT, in_tier, reboot, store
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -36,6 +40,23 @@ def test_i4_a_namespace_of_whole_paths_is_dropped_from_the_leaves_up(
     audit(rig.engine)
     rig.engine.register_namespace(staying.session, replace(DENSE, epoch="new"))
     assert rig.engine.status().tier.objects == 0
+    audit(rig.engine)
+
+
+def test_i4_a_namespace_that_a_tier_found_and_an_engine_registered_gives_its_slot_up_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(namespaces_module, "NAMESPACES_MAX", 2)
+    rig = Rig(tier=COMMIT)
+    store(rig.attach(), path("p", 2))
+    rig.tier.run()
+    reboot(rig)
+    assert in_tier(rig) == 2
+    leaving = rig.attach()
+    staying = rig.attach("staying", pid=12, spec=replace(DENSE, epoch="other"))
+    rig.engine.process_dead(leaving.attachment)
+    rig.engine.register_namespace(staying.session, replace(DENSE, epoch="new"))
+    assert in_tier(rig) == 0
     audit(rig.engine)
 
 
@@ -182,3 +203,54 @@ def test_i8_watermarks_evict_nothing_while_the_arena_is_being_populated() -> Non
     rig.engine.ready(rig.layout.size_bytes)
     rig.engine.tick()
     assert rig.engine.status().tier.objects == 8
+
+
+def test_i4_what_a_namespace_turns_out_to_need_is_settled_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(space_module, "SETTLE_NODES_MAX", 4)
+    rig = Rig(tier=COMMIT)
+    client = rig.attach(spec=HYBRID)
+    client.store(path("p", 20))
+    rig.tier.run()
+    reboot(rig)
+    usable, nodes = rig.engine._space.usable, rig.engine._space.index.nodes().tolist()
+    assert sum(map(usable.usable, nodes)) == 20
+    rig.attach(spec=HYBRID)  # there is a state of every boundary: nobody could resume at any of these
+    assert sum(map(usable.usable, nodes)) == 16
+    for _ in range(5):
+        rig.engine.tick()
+    audit(rig.engine)
+    assert sum(map(usable.usable, nodes)) == 0
+
+
+@pytest.mark.parametrize(("room", "kept"), [(4096, ["b", "c"]), (0, ["a", "b"])])
+def test_i4_a_full_table_takes_in_the_namespaces_that_were_found_last(
+    monkeypatch: pytest.MonkeyPatch, room: int, kept: list[str]
+) -> None:
+    rig = Rig(tier=COMMIT)
+    for epoch in "abc":
+        rig.attach(epoch, pid=ord(epoch), spec=replace(DENSE, epoch=epoch)).store(path(epoch, 2))
+        rig.tier.run()
+    monkeypatch.setattr(namespaces_module, "NAMESPACES_MAX", 2)
+    monkeypatch.setattr(tiering_module, "_VACATED_MAX", room)
+    reboot(rig)
+    audit(rig.engine)
+    ids = {replace(DENSE, epoch=epoch).namespace_id(): epoch for epoch in "abc"}
+    assert sorted(ids[one] for one in rig.engine._space.namespaces.by_id) == kept
+    assert in_tier(rig) == 4
+    assert len(rig.medium.stored) == 4
+
+
+def test_i4_what_is_found_takes_no_slot_of_what_ram_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tier=COMMIT)
+    rig.attach("disk", pid=11, spec=replace(DENSE, epoch="disk")).store(path("d", 2))
+    rig.tier.run()
+    disk, rig.medium = rig.medium, Medium()
+    reboot(rig)
+    rig.attach("ram", pid=12).store(path("r", 2))
+    rig.sum_all()
+    monkeypatch.setattr(namespaces_module, "NAMESPACES_MAX", 1)
+    rig.medium = disk
+    rig.crash()
+    audit(rig.engine)
+    assert rig.counter("tier_found_objects.memory/no_namespace") == 2
+    assert (rig.engine.status().tier.objects, len(disk.stored)) == (2, 0)

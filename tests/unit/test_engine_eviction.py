@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvdepot.core.calls import EndRequestCall, Kind
+from kvdepot.core.eviction import GreedyDualSizeFrequency
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.engine import evicting
 
@@ -167,3 +168,105 @@ def test_a_path_that_was_continued_outlives_one_that_was_not() -> None:
             assert depth(client, talk) == 4
             assert depth(client, path(0, 2)) == 0
     assert depth(client, talk) == 0, "what was used once must not stay for ever"
+
+
+def dense(client: Client, request: str, *paths: list[bytes]) -> None:
+    """A request that stores states at all chunks of a path, given in parts, and ends."""
+    start, parent = 0, bytes(16)
+    for part in paths:
+        client.store(part, BOTH, start=start, parent=parent, request=request)
+        start, parent = start + len(part), part[-1]
+    client.rig.engine.end_request(EndRequestCall(client.session, request))
+
+
+def score(rig: Rig, key: bytes) -> float:
+    space = rig.engine._space
+    assert isinstance(space.policy, GreedyDualSizeFrequency)
+    return space.policy._score(space.index.find(0, key))
+
+
+def test_states_inside_a_path_go_before_those_where_requests_end_or_paths_part() -> None:
+    rig = Rig()
+    client = rig.attach(spec=HYBRID)
+    trunk, *branches = path("trunk", 6), path("a", 2), path("b", 2)
+    for name, branch in zip("ab", branches, strict=True):
+        dense(client, name, trunk, branch)
+    for _ in range(5 + 1 + 1):
+        assert evict(rig) == 1
+    assert [depth(client, trunk + branch) for branch in (*branches, path("c", 1))] == [8, 8, 6]
+    assert depth(client, trunk[:5]) == 0
+
+
+def test_where_a_request_ended_is_remembered_when_another_went_on_from_there() -> None:
+    rig = Rig()
+    client = rig.attach(spec=HYBRID)
+    keys = path("p", 12)
+    dense(client, "first turn", keys[:6])
+    client.store(keys[6:], BOTH, start=6, parent=keys[5], request="second turn")  # acquires nothing
+    for _ in range(10):
+        assert evict(rig) == 1
+    assert [depth(client, keys[:chunks]) for chunks in (5, 11, 12)] == [0, 6, 12]
+
+
+def test_the_end_of_a_path_is_worth_more_once_the_states_inside_it_are_gone() -> None:
+    """Then a request saves all of the path there, not its last chunk alone."""
+    rig = Rig()
+    client = rig.attach(spec=HYBRID)
+    long, short = path("long", 6), path("short", 1)
+    dense(client, "a", long)
+    for _ in range(5):
+        assert evict(rig) == 1
+    dense(client, "b", short)
+    assert evict(rig) == 2
+    assert (depth(client, long), depth(client, short)) == (6, 0)
+
+
+def test_after_a_restart_sparse_states_count_as_ends_of_requests() -> None:
+    rig = Rig(data_pages=256)
+    client = rig.attach(spec=HYBRID)
+    sparse, everywhere = path("sparse", 6), path("dense", 12)
+    checkpoint(client, sparse, 1, 3, 5)
+    client.store(everywhere, BOTH)
+    rig.sum_all()
+    rig.crash()
+    client = rig.attach(spec=HYBRID)
+    rig.sum_all()
+    inside, *ends = (score(rig, key) for key in (everywhere[5], sparse[1], sparse[3]))
+    assert min(ends) > 8 * inside
+
+
+def test_what_is_offered_again_counts_as_used_where_it_ends_only() -> None:
+    """The chunks before were passed, which is no sign that a request would resume there."""
+    rig = Rig()
+    client = rig.attach(spec=HYBRID)
+    keys = path("p", 6)
+    client.store(keys, BOTH)
+    client.reserve(keys[:4], BOTH)
+    scores = [score(rig, key) for key in keys]
+    assert all(scores[3] > 8 * inside for inside in (*scores[:3], scores[4]))
+
+
+def test_i4_a_tick_counts_objects_and_not_units() -> None:
+    rig = Rig(data_pages=100, high_watermark=0.5, low_watermark=0.1, evictions_per_tick=3)
+    client = rig.attach(spec=HYBRID)
+    for name in range(4):
+        keys = path(name, 8)
+        client.store(keys[:7])
+        client.store(keys[7:], (Kind.ATTENTION, Kind.STATE), start=7, parent=keys[6])
+    rig.engine.tick()
+    assert rig.counter("evicted_objects.watermark") == 9, "more than the unit with which the limit was reached"
+    audit(rig.engine)
+
+
+def test_a_leaf_whose_window_came_back_above_it_may_go_when_its_request_has_ended() -> None:
+    rig = Rig()
+    client = rig.attach(spec=WINDOWS)
+    keys = path("p", 2)
+    client.store(keys, request="r")
+    client.store(keys[1:], (Kind.WINDOW,), start=1, parent=keys[0], request="r")
+    audit(rig.engine)
+    client.store(keys[:1], (Kind.WINDOW,), request="r")
+    audit(rig.engine)
+    rig.engine.end_request(EndRequestCall(client.session, "r"))
+    audit(rig.engine)
+    assert rig.engine._space.evict_one("room")

@@ -152,7 +152,9 @@ def test_garbage_is_refused_by_name() -> None:
     rig = Rig()
     client = rig.attach()
     with pytest.raises(InvalidArgument, match="keys"):
-        rig.engine.locate(LocateCall(client.session, client.namespace, b"short", 100))
+        rig.engine.locate(
+            LocateCall(client.session, client.namespace, b"short", 100), lambda reply: pytest.fail(str(reply))
+        )
     for keys, kinds in ((b"", b""), (b"x" * 15, b"\x01"), (b"x" * 16, b"\x01\x01")):
         with pytest.raises(InvalidArgument, match="keys"):
             rig.engine.acquire(AcquireCall(client.session, 1, client.namespace, keys, kinds), lambda _: None)

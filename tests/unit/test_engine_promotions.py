@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
+from kvdepot.core.calls import AcquireOutcome, DeclareCall, Kind, ReserveOutcome
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome
 
 from tests.fakes.engine_rig import CHUNK, Rig, audit, key, path, unpack
@@ -287,7 +287,7 @@ def test_a_closed_tier_offers_nothing_and_says_why() -> None:
     keys = path("p", 1)
     client = on_tier_only(rig, keys)
     rig.tier.readable = False
-    assert client.locate(keys).boundary_tokens == 0
+    assert client.locate(keys).miss == "tier_unavailable"
     assert client.acquire_later(keys, ATTENTION, 1)[0].outcome is AcquireOutcome.MISSING
     assert rig.counter("misses.tier_unavailable") == 1
     # Without it the object may be stored anew; it is then in both.
@@ -304,4 +304,49 @@ def test_a_reservation_of_what_the_tier_has_is_answered_present() -> None:
     _, reply = client.reserve([*keys, key("p", 2)])
     present = ReserveOutcome.PRESENT
     assert list(reply.outcomes) == [present, present, ReserveOutcome.GRANTED]
+    audit(rig.engine)
+
+
+def test_i1c_what_was_adopted_and_is_not_verified_yet_is_read_from_the_tier() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    keys = path("p", 3)
+    store(client, keys, fill=7)
+    rig.tier.run()
+    rig.sum_all()
+    rig.crash()
+    client = rig.attach()
+    for row in range(3):  # RAM was damaged meanwhile, and nobody has looked
+        for offset, length in rig.engine._space.rows.extents(row):
+            rig.buffer[offset : offset + length] = b"\xbb" * length
+    assert client.locate(keys).boundary_tokens == 3 * CHUNK
+    answers = client.acquire_later([*keys, keys[0]], ATTENTION * 4, 1)
+    assert not answers
+    audit(rig.engine)
+    rig.tier.run()
+    (reply,) = answers
+    assert reply.outcome is AcquireOutcome.GRANTED
+    assert read(rig, reply) == {7}
+    assert rig.counter("corrupt_objects") == 0
+    client.release(1)
+    audit(rig.engine)
+
+
+def test_i6_an_unverified_object_that_somebody_still_reads_keeps_its_bytes_when_a_tier_gives_it_anew() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    keys = path("p", 1)
+    store(client, keys)
+    rig.tier.run()
+    rig.sum_all()
+    lease, _ = client.acquire(keys)
+    used_bytes = rig.engine.status().tier.used_bytes
+    rig.crash()
+    client = rig.attach()
+    assert rig.engine.declare(DeclareCall(client.session, (lease,))).lost == ()
+    assert not client.acquire_later(keys, ATTENTION, 1)
+    rig.tier.run()
+    assert rig.engine.status().tier.used_bytes == 2 * used_bytes
+    client.release(lease)
+    assert rig.engine.status().tier.used_bytes == used_bytes
     audit(rig.engine)

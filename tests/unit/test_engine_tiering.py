@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from kvdepot.core.arena import LentMode
-from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, DeclareCall, Kind, ReserveOutcome
+from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, DeclareCall, EndRequestCall, Kind, ReserveOutcome
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.server.engine.types import TierConfig, WritePolicy
 from kvdepot.server.tiers.base import IoOutcome
@@ -251,7 +251,8 @@ def test_t6_after_a_daemon_crash_ram_and_tier_tell_one_story() -> None:
     rig.crash()
     audit(rig.engine)
     client = rig.attach()
-    assert client.locate(path("p", 3)).boundary_tokens == 0, "RAM is not verified yet"
+    reply = client.locate(path("p", 3))
+    assert (reply.boundary_tokens, reply.tier) == (3 * CHUNK, "memory"), "RAM is not verified yet"
     rig.sum_all(lambda _: 0)  # none of the sums holds
     audit(rig.engine)
     reply = client.locate(path("p", 3))
@@ -281,7 +282,9 @@ def test_i1a_a_worker_of_the_last_run_keeps_what_it_was_lent_until_its_death() -
     for job in list(rig.tier.jobs):
         rig.tier.begin(job)
     worker, extents = rig.worker_pids, [job.extents[0] for job in rig.tier.jobs]
+    assert rig.tier.registry.earlier == 0
     rig.crash()
+    assert rig.tier.registry.earlier == 1
     audit(rig.engine)
     status = rig.engine.status()
     assert status.tier.lent_bytes == 4 * 4096
@@ -295,6 +298,7 @@ def test_i1a_a_worker_of_the_last_run_keeps_what_it_was_lent_until_its_death() -
     (attachment,) = [one.attachment for one in rig.engine.attachments() if one.process.pid == worker]
     rig.engine.process_dead(attachment)
     audit(rig.engine)
+    assert rig.tier.registry.earlier == 0
     rig.tier.run()
     audit(rig.engine)
     assert rig.engine.status().tier.lent_bytes == 0
@@ -309,6 +313,7 @@ def test_i1a_a_dead_worker_of_the_last_run_holds_nothing() -> None:
     rig.dead |= {rig.worker_pids, 10}
     rig.crash()
     audit(rig.engine)
+    assert rig.tier.registry.earlier == 0
     assert rig.engine.status().tier.used_bytes == 0
 
 
@@ -421,3 +426,30 @@ def test_an_object_larger_than_the_tier_holds_nothing_up() -> None:
     settle(rig)
     assert rig.counter("tier_writes_dropped.memory/too_large") == 1
     assert rig.engine.status().lower_tiers[0].queued_objects == 0
+
+
+def test_p11_a_lower_tier_gives_up_what_a_request_left_behind_that_nobody_can_resume_at() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach(spec=HYBRID)
+    client.store(path("p", 2), request="r")  # attention without a state
+    settle(rig)
+    lower = rig.engine._space.tiers[0]
+    lower.evict_to(0, 10, "watermark")
+    assert in_tier(rig) == 2, "a request in progress stands on it"
+    rig.engine.end_request(EndRequestCall(client.session, "r"))
+    lower.evict_to(0, 10, "watermark")
+    assert in_tier(rig) == 0
+    audit(rig.engine)
+
+
+def test_no_space_for_an_object_does_not_cost_the_one_it_follows() -> None:
+    """The tier had bytes but no place: what goes for it is something else, or nothing."""
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    keys = path("p", 2)
+    store(client, keys)
+    rig.tier.finish(rig.tier.jobs[0])
+    rig.tier.fail_next(IoOutcome.NO_SPACE)
+    rig.tier.finish(rig.tier.jobs[0])
+    settle(rig)
+    assert in_tier(rig) == 2 and rig.counter("tier_writes_dropped.memory/no_parent") == 0

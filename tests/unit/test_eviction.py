@@ -11,6 +11,7 @@ from kvdepot.core.eviction import (
     NO_NODE,
     SHARED_CHILDREN,
     USELESS,
+    CandidateHeap,
     EvictionPolicy,
     GreedyDualSizeFrequency,
     LeastRecentlyUsed,
@@ -275,6 +276,55 @@ def test_gdsf_a_hit_of_what_only_another_tier_has_says_nothing_of_a_later_node()
         assert (policy._uses[node], policy._marks[node]) == (0, node)
 
 
+def chain(policy: GreedyDualSizeFrequency, nodes: range) -> None:
+    """One request's path: each continues the one before, and each may go alone."""
+    for node in nodes:
+        policy.on_commit(node, 0.0, parent=node - 1 if node > nodes.start else NO_NODE)
+        policy.on_candidate(node, 1.0)
+    policy.on_end(nodes[-1])
+
+
+def test_gdsf_what_lies_inside_a_path_goes_before_where_requests_end() -> None:
+    policy = GreedyDualSizeFrequency(ghosts=64)
+    for first in (0, 10, 20):
+        chain(policy, range(first, first + 10))
+    assert {evicted(policy) for _ in range(27)} == {node for node in range(30) if node % 10 != 9}
+
+
+def test_gdsf_where_requests_resumed_and_where_paths_part_is_kept_as_long_as_where_they_end() -> None:
+    policy = GreedyDualSizeFrequency(ghosts=64)
+    chain(policy, range(10))
+    chain(policy, range(10, 20))
+    policy.on_candidate(13, 0.5)
+    policy.on_commit(20, 0.0, parent=13)  # another path from 13 on
+    policy.on_end(20)
+    policy.on_candidate(20, 1.0)
+    policy.on_hit(6, 0.0)
+    assert not {evicted(policy) for _ in range(16)} & {6, 9, 13, 19, 20}
+
+
+def test_gdsf_nodes_inside_paths_count_as_much_as_others_where_they_turn_out_to_be_used_as_often() -> None:
+    policy = GreedyDualSizeFrequency(ghosts=64)
+    for path in range(100):
+        chain(policy, range(10 * path, 10 * path + 10))
+        if path < 99:
+            for node in range(10 * path, 10 * path + 9):
+                policy.on_hit(node, 0.0)
+    assert policy._score(995) == pytest.approx(policy._score(999), rel=0.1)
+    unused = GreedyDualSizeFrequency(ghosts=64)
+    chain(unused, range(1000))
+    assert unused._score(995) < 0.01 * unused._score(999)
+
+
+def test_gdsf_the_heir_of_an_end_is_one() -> None:
+    """Else the attention before an evicted chunk would count as inside of a path that ends there now."""
+    policy = GreedyDualSizeFrequency(ghosts=64)
+    chain(policy, range(50))
+    policy.on_evicted(49, 48)
+    policy.on_removed(49)
+    assert policy._score(48) > 10 * policy._score(47)
+
+
 def test_useless_units_go_before_all_others() -> None:
     for name in policy_names():
         policy = policy_by_name(name)
@@ -297,6 +347,70 @@ def test_i4_gdsf_holds_a_few_bytes_a_node_and_no_more_ghosts_than_it_may() -> No
         evicted(policy)
     columns = (policy._touched, policy._worth, policy._marks)
     held = policy._candidates.size_bytes + sum(column.itemsize * len(column) for column in columns)
-    held += len(policy._uses) + len(policy._children)
+    held += len(policy._uses) + len(policy._children) + len(policy._roles)
     assert held <= 46 * 50_000
     assert (len(policy._ghost_marks), len(policy._ghost_uses)) == (100, 100)
+
+
+GROUPS = 4
+
+
+class GroupModel(RuleBasedStateMachine):
+    """Heaps of groups against a dict that is searched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heap = CandidateHeap()
+        self.held: dict[int, tuple[float, int]] = {}
+
+    @rule(node=st.integers(0, 40), score=st.integers(0, 9), group=st.integers(0, GROUPS - 1))
+    def put(self, node: int, score: int, group: int) -> None:
+        _, group = self.held.get(node, (0, group))
+        self.heap.put(node, score, group)
+        self.held[node] = (score, group)
+
+    @rule(node=st.integers(0, 40))
+    def discard(self, node: int) -> None:
+        self.heap.discard(node)
+        self.held.pop(node, None)
+
+    @rule(groups=st.sets(st.integers(0, GROUPS)))
+    def evict(self, groups: set[int]) -> None:
+        node = self.heap.first(groups)
+        if node is not None:
+            self.discard(node)
+
+    @rule(groups=st.sets(st.integers(0, GROUPS)))
+    def first_is_the_least_of_its_groups(self, groups: set[int]) -> None:
+        self.check(groups, self.heap.first(groups))
+
+    @invariant()
+    def first_is_the_least_of_all(self) -> None:
+        self.check(set(range(GROUPS)), self.heap.first())
+        assert len(self.heap) == len(self.held)
+        assert all((node in self.heap) == (node in self.held) for node in range(50))
+
+    def check(self, groups: set[int], first: int | None) -> None:
+        scores = {node: score for node, (score, group) in self.held.items() if group in groups}
+        if first is None:
+            assert not scores
+        else:
+            assert scores[first] == min(scores.values()) == self.heap.score(first)
+
+
+GroupModel.TestCase.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestGroupModel = GroupModel.TestCase
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_t8_a_victim_of_some_groups_is_the_next_of_them_and_leaves_the_order_of_others(name: str) -> None:
+    policy = policy_by_name(name)
+    for node in range(9):
+        policy.on_commit(node, float(node))
+        policy.on_candidate(node, 1.0 + node, group=node % 3)
+    assert policy.victim() == policy.victim((0,)) == 0
+    assert [policy.victim((1,)), policy.victim((2, 1)), policy.victim((7,)), policy.victim(())] == [1, 1, None, None]
+    policy.on_evicted(1, NO_NODE)
+    policy.on_removed(1)
+    assert [policy.victim((1,)), policy.victim((2, 1))] == [4, 2]
+    assert drain(policy) == [0, 2, 3, 4, 5, 6, 7, 8]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, object_bytes, payload_sum
 from kvdepot.server.io import direct_io
+from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Allocate, Append, Part, Probe, Quarantine, ReadObject, Remove
-from kvdepot.server.io.perform import Context, perform
+from kvdepot.server.io.perform import perform
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome
 
 from tests.io_rig import MIB, PAGE, PATTERN, SEGMENT, IoRig, object_name, pattern, verify_only
@@ -519,6 +521,17 @@ def test_a_probe_writes_and_leaves_nothing(rig: IoRig, context: Context, monkeyp
     assert sorted(rig.directory.iterdir()) == before
     monkeypatch.setattr(os, "pread", lambda fd, length, offset: bytes(length))
     assert perform(Probe(".probe", write=True), context).outcome is IoOutcome.IO_ERROR
+
+
+def test_t5_probes_of_a_path_in_trouble_all_say_the_same(tmp_path: Path) -> None:
+    details: list[str] = []
+    for _ in range(2):
+        prober = threading.Thread(
+            target=lambda: details.append(perform(Probe(".probe", write=True), Context(f"{tmp_path}/gone")).detail)
+        )
+        prober.start()
+        prober.join()
+    assert details[0] == details[1] != ""
 
 
 def test_t5_nothing_makes_a_directory_that_is_gone(tmp_path: Path) -> None:

@@ -9,15 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.core.objectfile import Codec, ObjectName
 from kvdepot.server.io.jobs import (
+    FILES_PER_LOOK_UP,
     Allocate,
     Answer,
     Append,
     Job,
+    LookUpFiles,
     Part,
     Probe,
+    PublishFile,
     Quarantine,
+    ReadFile,
     ReadObject,
     Remove,
+    TouchFiles,
     WriteObject,
 )
 from kvdepot.server.io.wire import (
@@ -62,9 +67,25 @@ jobs: st.SearchStrategy[Job] = st.one_of(
     st.builds(Remove, st.lists(files, max_size=5).map(tuple)),
     st.builds(Quarantine, parts, files),
     st.builds(Probe, files, st.booleans()),
+    st.builds(LookUpFiles, st.lists(files, max_size=5).map(tuple)),
+    st.builds(TouchFiles, st.lists(files, max_size=5).map(tuple)),
+    st.builds(ReadFile, files, names, st.none() | extents, files),
+    st.builds(
+        PublishFile, files, files, u64, names, st.sampled_from([int(codec) for codec in Codec]), u64, extents,
+        st.none() | sums, st.booleans(), files,
+    ),
 )  # fmt: skip
 answers = st.builds(
-    Answer, st.sampled_from(IoOutcome), st.text(max_size=200), u64, sums, sums, st.floats(0, 1e6), st.booleans()
+    Answer,
+    st.sampled_from(IoOutcome),
+    st.text(max_size=200),
+    u64,
+    sums,
+    sums,
+    st.floats(0, 1e6),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(-1, 1 << 62), max_size=5).map(tuple),
 )
 NAME = ObjectName(bytes(16), bytes(16), bytes(16), 1, 256, 4096)
 
@@ -144,6 +165,7 @@ def test_i4_the_length_of_a_frame_is_bounded_before_it_is_read(length: int) -> N
         ReadObject((), NAME, 1 << 64, None),
         Probe("x" * (FILE_NAME_BYTES_MAX + 1), write=True),
         Remove(("s",) * 5000),
+        LookUpFiles(("s",) * (FILES_PER_LOOK_UP + 1)),
     ],
     ids=lambda job: type(job).__name__,
 )
@@ -166,6 +188,11 @@ def test_the_largest_jobs_fit_in_a_frame() -> None:
     many = ReadObject(parts, NAME, 1, tuple((number << 12, 4096) for number in range(EXTENTS_MAX)))
     assert unpack_job(pack_job(1, many)[FRAME.size :]) == many
     assert len(pack_job(1, Append("j", 0, bytes(APPEND_BYTES_MAX), sync=True))) <= JOB_BYTES_MAX
+
+
+def test_the_longest_answer_fits_in_a_frame() -> None:
+    answer = Answer(IoOutcome.OK, "d" * DETAIL_BYTES_MAX, lengths=(1 << 60,) * FILES_PER_LOOK_UP)
+    assert take_answers(bytearray(pack_answer(1, answer))) == [(1, answer)]
 
 
 def test_a_detail_is_cut_between_characters() -> None:

@@ -112,7 +112,7 @@ def test_the_page_names_every_outcome_and_codec() -> None:
 
 
 def test_every_damage_is_an_outcome_of_the_tiers() -> None:
-    assert frozenset(map(IoOutcome, Damage)) | {IoOutcome.TORN} == DAMAGED
+    assert frozenset(map(IoOutcome, Damage)) | {IoOutcome.TORN, IoOutcome.BAD_PLACE} == DAMAGED
 
 
 def test_p6_no_flipped_bit_of_a_header_passes() -> None:

@@ -13,7 +13,7 @@ import pytest
 from benchmarks import policy
 from benchmarks.policy import GEOMETRIES, Geometry, Request, hit_rate
 
-ATTENTION, HYBRID = GEOMETRIES
+ATTENTION, HYBRID, DENSE = GEOMETRIES
 
 
 class Blocks:
@@ -111,6 +111,6 @@ def test_the_benchmark_writes_its_rows(tmp_path: Path) -> None:
     policy.main([str(trace), "--fractions", "0.2", "0.5", "--json", str(tmp_path / "out" / "policy.json")])
     rows = json.loads((tmp_path / "out" / "policy.json").read_text())["rows"]
     assert [(row["geometry"], row["policy"], row["fraction"]) for row in rows] == [
-        ("attention", "gdsf", 0.2), ("attention", "gdsf", 0.5), ("hybrid", "gdsf", 0.2), ("hybrid", "gdsf", 0.5),
-    ]  # fmt: skip
-    assert all(0 <= row[name] <= 1 for row in rows for name in ("hit_rate", "lru", "belady"))
+        (geometry.name, "gdsf", fraction) for geometry in GEOMETRIES for fraction in (0.2, 0.5)
+    ]
+    assert all(0 <= row[name] <= 1 for row in rows for name in ("hit_rate", "lru", "lru_objects", "belady"))

@@ -38,6 +38,7 @@ RUNTIME = [
     "wait_for_save",
     "get_transfer_results",
     "build_connector_worker_meta",
+    "get_kv_connector_stats",
     "on_new_request",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",

@@ -15,6 +15,7 @@ from kvdepot.client.vllm.identity import EXCLUDED
 from kvdepot.client.vllm.metadata import LayerFacts, RankFacts
 from kvdepot.client.vllm.settings import Settings
 from kvdepot.core.calls import Kind
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from tests.fakes.scripted_engine import cache_layout, engine_config, model_folder
 
@@ -205,3 +206,48 @@ def test_p12_sizes_of_a_group_come_from_the_ranks_layers(folder: Path) -> None:
     assert group.kind is Kind.ATTENTION
     assert group.rank_block_bytes == (8192, 4096)
     assert group.layers == ("a0", "a1")
+
+
+def test_p2_every_parallel_shape_has_a_namespace_of_its_own(folder: Path) -> None:
+    """Also two pipelines that are cut at different layers."""
+    three = (*LAYERS, replace(LAYERS[0], name="a2"))
+
+    def stages(first: int) -> tuple[RankFacts, ...]:
+        parts = (three[:first], three[first:])
+        return tuple(replace(FACTS[0], rank=rank, layers=layers) for rank, layers in enumerate(parts))
+
+    whole = (replace(FACTS[0], layers=three),)
+    split = tuple(replace(whole[0], rank=rank) for rank in range(2))
+    pipeline = engine_config(folder, ranks=2, pipeline=True)
+    found = [
+        namespace(engine_config(folder), whole),
+        namespace(engine_config(folder, ranks=2), split),
+        namespace(pipeline, stages(1)),
+        namespace(pipeline, stages(2)),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_p12_a_stage_without_layers_of_a_group_has_no_bytes_of_it(folder: Path) -> None:
+    layout = cache_layout(hybrid=True, blocks=8, retention=0)
+    state = LayerFacts("s0", 0, "float32", (1, 1, 84), (2,), 84, "state")
+    own = ((state, replace(state, name="s1", group=1), replace(LAYERS[0], group=2)), (replace(LAYERS[1], group=2),))
+    facts = tuple(replace(FACTS[0], rank=rank, layers=layers) for rank, layers in enumerate(own))
+    config = engine_config(folder, hybrid=True, ranks=2, pipeline=True)
+    groups = identity.group_specs(layout, (0, 1, 2), facts, config.parallel_config)
+    assert [group.rank_block_bytes for group in groups] == [(84, 0), (84, 0), (4096, 4096)]
+    planner = identity.engine_planner(config, layout, groups, SETTINGS)
+    assert [planner.part_range(Kind.STATE, group, 1) for group in (0, 1)] == [(84, 84), (168, 168)]
+
+
+def test_p12_a_latent_that_ranks_replicate_is_stored_once_but_by_each_stage_of_a_pipeline(folder: Path) -> None:
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32, max_tp_shards=1)
+    layout = KVCacheConfig(8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a0", "a1"], spec)])
+    split = tuple(replace(FACTS[0], rank=rank) for rank in range(2))
+    (group,) = identity.group_specs(layout, (0,), split, engine_config(folder, ranks=2).parallel_config)
+    assert (group.replicated, group.rank_block_bytes) == (True, (8192,))
+    stages = tuple(replace(FACTS[0], rank=rank, layers=LAYERS[rank // 2 :][:1]) for rank in range(4))
+    both = engine_config(folder, ranks=4, pipeline=True).parallel_config
+    both.pipeline_parallel_size = both.tensor_parallel_size = 2
+    (group,) = identity.group_specs(layout, (0,), stages, both)
+    assert (group.replicated, group.rank_block_bytes) == (False, (4096,) * 4)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from kvdepot.client.endpoint import Endpoint
+from kvdepot.client.vllm.events import KvEvents
 from kvdepot.client.vllm.loads import Loads
 from kvdepot.client.vllm.metadata import StepMeta
+from kvdepot.client.vllm.pace import Pace
 from kvdepot.client.vllm.requests import RequestState
 from kvdepot.client.vllm.settings import Settings
 from kvdepot.core.calls import AcquireOutcome, AcquireReply, Kind
@@ -47,7 +49,8 @@ def started(session: SlowSession) -> tuple[Loads, RequestState]:
     namespaces: Any = SimpleNamespace(usable=b"n" * 16, epoch_number=0)
     stub: Any = session
     loads = Loads(
-        stub, namespaces, planner, Settings(Endpoint("/unused")), lambda: 0.0, Counter[str](), (0,), 1
+        stub, namespaces, planner, Settings(Endpoint("/unused")), lambda: 0.0, Counter[str](),
+        KvEvents(planner, (0,), 16, None), Pace(lambda: 0.0), (0,), 1,
     )  # fmt: skip
     request: Any = SimpleNamespace(request_id="r", num_preemptions=0)
     state = RequestState(request, 0.0, store_epoch=0)

@@ -15,7 +15,16 @@ from kvdepot.client.vllm.connector import KVDepotConnector
 from kvdepot.client.vllm.refusals import check_engine
 from kvdepot.client.vllm.settings import Settings
 from kvdepot.core.errors import ConfigError
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    RSWASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 from tests.fakes.scripted_engine import cache_layout, engine_config, model_folder
 
@@ -67,9 +76,16 @@ def test_a_model_of_recurrent_groups_alone(folder: Path) -> None:
 
 def test_speculative_decoding_with_checkpoints(folder: Path) -> None:
     config = SimpleNamespace(**vars(engine_config(folder)))
-    config.speculative_config = object()
+    config.speculative_config = SimpleNamespace(method="ngram")
     assert "speculative" in refused(config, cache_layout(hybrid=True, blocks=8, retention=0))
     check_engine(config, dense(), SETTINGS, {})
+
+
+@pytest.mark.parametrize("method", ["draft_model", "medusa", "mlp_speculator", "custom_class"])
+def test_speculative_decoding_with_another_drafter_than_its_own_tokens(folder: Path, method: str) -> None:
+    config = SimpleNamespace(**vars(engine_config(folder)))
+    config.speculative_config = SimpleNamespace(method=method)
+    assert method in refused(config, dense())
 
 
 def test_draft_layers_whose_kv_depends_on_the_next_token(folder: Path) -> None:
@@ -84,13 +100,30 @@ def test_hisparse(folder: Path) -> None:
     assert "HiSparse" in refused(engine_config(folder), layout)
 
 
-def test_a_kind_of_cache_nobody_has_tested(folder: Path) -> None:
+HEADS: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (
+            ChunkedLocalAttentionSpec(attention_chunk_size=64, **HEADS),
+            "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
+        ),
+        (RSWASpec(rswa_window=32, **HEADS), "RSWASpec"),
+        (SlidingWindowMLASpec(sliding_window=32, **HEADS), "SlidingWindowMLASpec"),
+        (SlidingWindowMLASpec(sliding_window=32, bounded_replay=True, **HEADS), "SlidingWindowMLASpec"),
+        (CircularBufferSpec(**HEADS), "CircularBufferSpec"),
+        (FullAttentionSpec(non_causal=True, **HEADS), "not causal"),
+        (SlidingWindowSpec(sliding_window=32, extra_retained_tokens=1, **HEADS), "switch speculative decoding off"),
+    ],
+)
+def test_caches_that_a_prefix_does_not_determine_or_nobody_has_tested(folder: Path, spec: Any, why: str) -> None:
     layout = dense()
-    local = ChunkedLocalAttentionSpec(
-        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=64
-    )
-    layout.kv_cache_groups.append(KVCacheGroupSpec(["c"], local))
-    assert "chunked_local" in refused(engine_config(folder), layout)
+    layout.kv_cache_groups.append(KVCacheGroupSpec(["c"], spec))
+    message = refused(engine_config(folder), layout)
+    assert why in message
+    assert "group 1" in message
 
 
 def test_a_producer_that_loads(folder: Path) -> None:
@@ -117,6 +150,27 @@ def test_versions_of_vllm(version: str, good: bool) -> None:
     else:
         with pytest.raises(ConfigError, match=r"0\.32 to 0\.33"):
             compat.check_version(version)
+
+
+def test_another_version_of_vllm_is_refused_when_the_connector_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat.check_version, "__defaults__", ("0.99.1",))
+    with pytest.raises(ConfigError, match=r"0\.99\.1 is not supported.*use vLLM 0\.32 to 0\.33"):
+        KVDepotConnector(engine_config(folder), compat.KVConnectorRole.WORKER, dense())
+
+
+def _changed(self: object, request: object, num_computed_tokens: int, cache_salt: str) -> None: ...
+
+
+def test_an_interface_that_passes_other_arguments_is_refused_by_the_method_s_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a development build may, which has no version to check."""
+    compat.check_interface(KVDepotConnector)
+    monkeypatch.setattr(compat.KVConnectorBase_V1, "get_num_new_matched_tokens", _changed)
+    with pytest.raises(ConfigError, match=r"get_num_new_matched_tokens.*cache_salt.*use vLLM 0\.32 to 0\.33"):
+        KVDepotConnector(engine_config(folder), compat.KVConnectorRole.WORKER, dense())
 
 
 def test_p1_a_chunk_that_is_no_multiple_of_the_blocks_is_refused_at_start(folder: Path) -> None:

@@ -37,7 +37,7 @@ def test_an_unknown_key_names_the_nearest() -> None:
         ("min_load_tokens", True, "no int"),
         ("store_decode", 1, "no bool"),
         ("tenant", 7, "no str"),
-        ("transport", "stream", "not supported"),
+        ("transport", "tcp", "auto, shm, stream"),
         ("tls", {"cert": "x"}, "not supported"),
         ("endpoint", "tcp://1.2.3.4:5", "unix://"),
         ("endpoint", "", "missing"),

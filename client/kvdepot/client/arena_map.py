@@ -7,11 +7,14 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
+from kvdepot.client.copy.base import Direction
 from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, ArenaLayout, Superblock, generations
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from kvdepot.client.copy.base import BlockCopier, CopyBatch
+    from kvdepot.client.extents import Extents
 
 _MADV_POPULATE_WRITE = 23
 POPULATE_AGAIN_SECONDS = 0.2
@@ -44,6 +47,7 @@ class ArenaMap:
         self.arena_id: int = superblock.arena_id
         self.layout: ArenaLayout = superblock.layout
         self._generations: memoryview | None = generations(self._buffer, self.layout)
+        self._populated_bytes = 0
 
     @property
     def buffer(self) -> memoryview:
@@ -51,6 +55,44 @@ class ArenaMap:
         if self._buffer is None:
             raise ValueError("this arena mapping was closed")
         return self._buffer
+
+    @property
+    def data_offset(self) -> int:
+        return self.layout.data_offset
+
+    @property
+    def size_bytes(self) -> int:
+        return self.layout.size_bytes
+
+    @property
+    def pinnable(self) -> memoryview:
+        return self._buffer[: self._populated_bytes] if self._buffer is not None else memoryview(b"")
+
+    def populated(self, size_bytes: int) -> None:
+        """The first `size_bytes` have their pages. For `Population`."""
+        self._populated_bytes = size_bytes
+
+    def load(
+        self,
+        copier: BlockCopier,
+        extents: Extents,  # noqa: ARG002 - all of them are mapped
+        batch: CopyBatch,
+        timeout_seconds: float = 0.0,  # noqa: ARG002
+    ) -> bool:
+        """Start copying; `copier.wait` and `check` say whether it was right. No copy here takes long."""
+        copier.copy(self, batch, Direction.LOAD)
+        return True
+
+    def store(
+        self,
+        copier: BlockCopier,
+        extents: Extents,  # noqa: ARG002
+        batch: CopyBatch,
+        meanwhile: Callable[[], None] | None = None,  # noqa: ARG002
+    ) -> bool:
+        """Likewise."""
+        copier.copy(self, batch, Direction.STORE)
+        return True
 
     @property
     def closed(self) -> bool:
@@ -111,6 +153,7 @@ class Population:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._arena.buffer, self._at_bytes))
         _madvise(start, length, _MADV_POPULATE_WRITE)
         self._at_bytes += length
+        self._arena.populated(self._at_bytes)
         return 0.0
 
     def close(self) -> None:

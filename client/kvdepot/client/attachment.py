@@ -9,21 +9,24 @@ import random
 import select
 import socket
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from kvdepot.client.arena_map import ArenaMap, Population
 from kvdepot.client.backoff import Backoff
-from kvdepot.client.transports.attach import AttachError, attach
+from kvdepot.client.transports.attach import Attached, AttachError, attach
+from kvdepot.client.transports.stream import StreamArena
 from kvdepot.core.arena import ArenaFormatError
-from kvdepot.core.calls import AttachCall
+from kvdepot.core.calls import STREAM_READY, AttachCall
 from kvdepot.core.limits import PROTOCOL_MAX, PROTOCOL_MIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvdepot.client.copy.base import Arena
     from kvdepot.client.endpoint import Endpoint
-    from kvdepot.core.calls import AttachReply
 
 BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_MAX_SECONDS = 1.0
@@ -31,6 +34,17 @@ BACKOFF_MAX_SECONDS = 1.0
 HANDSHAKE_SECONDS_MAX = 5.0
 POPULATE_PIECE_BYTES = 32 << 20
 """Populated between two looks at the connection: some 5 ms."""
+PROXY_START_SECONDS_MAX = 30.0
+"""Half a second of a free core."""
+PROXY_END_SECONDS_MAX = 1.0
+
+
+class Transport(StrEnum):
+    """How a process reaches the arena's bytes."""
+
+    AUTO = "auto"  # shm, and where that turns out to be impossible, stream
+    SHM = "shm"
+    STREAM = "stream"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +65,7 @@ class EngineProcess:
 @dataclass(frozen=True, slots=True)
 class _State:
     session: bytes | None = None
-    arena: ArenaMap | None = None
+    arena: Arena | None = None
     refusal: str = ""
 
 
@@ -67,15 +81,21 @@ class Attachment:
         process: EngineProcess,
         *,
         map_arena: bool = True,
+        transport: Transport = Transport.AUTO,
         on_change: Callable[[], None] | None = None,
         client_version: str = "",
         backoff: Backoff | None = None,
         log: logging.Logger | None = None,
     ) -> None:
-        """`on_change` is called on the attachment's thread after each attach and each loss."""
+        """`on_change` is called on the attachment's thread after each attach and each loss.
+
+        Without `map_arena` this process reaches no extents, whatever the transport.
+        """
         self._endpoint = endpoint
         self._call = process.call(client_version)
         self._map_arena = map_arena
+        self._transport = transport
+        self._streams = transport is Transport.STREAM and map_arena
         self._on_change = on_change
         self._backoff = backoff or Backoff(BACKOFF_FIRST_SECONDS, BACKOFF_MAX_SECONDS, random.random)
         self._log = log or logging.getLogger(__name__)
@@ -91,8 +111,11 @@ class Attachment:
         self._thread.start()
 
     @property
-    def arena(self) -> ArenaMap | None:
-        """The arena of the last attach; kept while disconnected. Compare `arena_id` with the grant's before use."""
+    def arena(self) -> Arena | None:
+        """The arena of the last attach; kept while disconnected. Compare `arena_id` with the grant's before use.
+
+        By streams it serves nothing any more once disconnected.
+        """
         return self._state.arena
 
     @property
@@ -134,8 +157,10 @@ class Attachment:
                     continue
                 with connection:
                     self._hold(connection)
+                self._end_stream()
                 self._publish(_State(None, self._state.arena))
         finally:
+            self._end_stream()
             if self._population is not None:
                 self._population.close()
             wake, self._wake = self._wake, -1
@@ -144,16 +169,18 @@ class Attachment:
     def _attach(self) -> socket.socket | None:
         """One attempt. None if it failed; why is in `refusal` or, for a missing daemon, nowhere."""
         try:
-            accepted = attach(self._endpoint.attach_path, self._call, HANDSHAKE_SECONDS_MAX)
+            accepted = attach(
+                self._endpoint.attach_path, replace(self._call, stream=self._streams), HANDSHAKE_SECONDS_MAX
+            )
         except AttachError as error:
             self._refused(str(error) if error.by_daemon else "")
             return None
         try:
-            arena = self._adopt(accepted.reply, accepted.descriptor)
+            arena = self._connect_proxy(accepted) if self._streams else self._adopt(accepted)
         except (ArenaFormatError, OSError) as error:
             accepted.connection.close()
-            os.close(accepted.descriptor)
-            self._refused(f"the arena cannot be mapped: {error}")
+            self._refused(f"the arena cannot be {'reached by streams' if self._streams else 'mapped'}: {error}")
+            self._streams = self._streams or self._transport is Transport.AUTO  # nothing makes a mapping possible later
             return None
         self._backoff.reset()
         self._publish(_State(accepted.reply.session, arena))
@@ -165,31 +192,90 @@ class Attachment:
         if reason != self._state.refusal:
             self._publish(_State(None, self._state.arena, reason))
 
-    def _adopt(self, reply: AttachReply, descriptor: int) -> ArenaMap | None:
+    def _adopt(self, accepted: Attached) -> Arena | None:
         """The mapping to use from now on: the one there is if it is of the same arena. Takes over the descriptor."""
-        known = self._state.arena
-        if not self._map_arena or (known is not None and known.arena_id == reply.arena_id):
-            os.close(descriptor)
+        known, arena_id = self._state.arena, accepted.reply.arena_id
+        if not self._map_arena or (known is not None and known.arena_id == arena_id):
+            if accepted.descriptor is not None:
+                os.close(accepted.descriptor)
             return known
-        arena = ArenaMap(descriptor)
-        if arena.arena_id != reply.arena_id:
-            raise ArenaFormatError(f"superblock: arena {arena.arena_id:016x}, the daemon said {reply.arena_id:016x}")
+        if accepted.descriptor is None:
+            raise OSError("its descriptor did not arrive")
+        try:
+            arena = ArenaMap(accepted.descriptor)
+            if arena.arena_id != arena_id:
+                raise ArenaFormatError(f"superblock: arena {arena.arena_id:016x}, the daemon said {arena_id:016x}")
+        except (ArenaFormatError, OSError):
+            os.close(accepted.descriptor)
+            raise
         if self._population is not None:
             self._population.close()
-        self._population = Population(arena, descriptor)
+        self._population = Population(arena, accepted.descriptor)
         return arena  # the old mapping goes with the last copy that uses it
 
+    def _connect_proxy(self, accepted: Attached) -> StreamArena:
+        """Wait until the proxy serves, and connect. Takes over the descriptor. Raises OSError."""
+        if accepted.descriptor is None:
+            raise OSError("the lifeline's descriptor did not arrive")
+        if not accepted.reply.stream:
+            os.close(accepted.descriptor)
+            raise OSError("this daemon has no streams; upgrade it")
+        lifeline = socket.socket(fileno=accepted.descriptor)
+        self._await_proxy(lifeline, accepted.connection)
+        arena = StreamArena(
+            arena_id=accepted.reply.arena_id,
+            size_bytes=accepted.reply.arena_bytes,
+            target=self._endpoint.stream_target(accepted.reply.stream),
+            session=accepted.reply.session,
+            lifeline=lifeline,
+            on_end=self._signal,
+            log=self._log,
+        )
+        try:
+            arena.connect(HANDSHAKE_SECONDS_MAX)
+        except OSError:
+            arena.end()
+            raise
+        return arena
+
+    def _await_proxy(self, lifeline: socket.socket, connection: socket.socket) -> None:
+        until = time.monotonic() + PROXY_START_SECONDS_MAX
+        poller = select.poll()
+        for one in (lifeline, connection, self._wake):
+            poller.register(one, select.POLLIN)
+        while not self._closing:
+            ready = dict(poller.poll(max(until - time.monotonic(), 0.0) * 1000))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            elif lifeline.fileno() in ready and lifeline.recv(len(STREAM_READY)) == STREAM_READY:
+                return
+            else:
+                raise OSError("the proxy or the daemon ended" if ready else "the proxy does not start")
+        raise OSError("closing")
+
+    def _end_stream(self) -> None:
+        """Have the proxy end, and wait a moment for it: until it is dead it has this rank's place."""
+        if isinstance(self._state.arena, StreamArena):
+            self._state.arena.end()
+            poller = select.poll()
+            poller.register(self._state.arena.lifeline, 0)
+            poller.poll(PROXY_END_SECONDS_MAX * 1000)
+
     def _hold(self, connection: socket.socket) -> None:
-        """Return when the connection has ended, is to be renewed, or this is closing."""
+        """Return when the connection or the proxy has ended, is to be renewed, or this is closing."""
+        stream = self._state.arena if isinstance(self._state.arena, StreamArena) else None
         poller = select.poll()
         poller.register(connection, select.POLLIN | select.POLLHUP)
         poller.register(self._wake, select.POLLIN)
-        while not self._closing and self._stale != self._state.session:
+        if stream is not None:
+            poller.register(stream.lifeline, select.POLLHUP)
+        while not self._closing and self._stale != self._state.session and not (stream is not None and stream.ended):
             ready = dict(poller.poll(self._populate()))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-            if connection.fileno() in ready:
-                return  # the daemon sends nothing after its reply: this is the end of file
+                del ready[self._wake]
+            if ready:
+                return  # neither daemon nor proxy say anything after their first words: this is the end of file
 
     def _populate(self) -> float | None:
         """A piece of the mapping; milliseconds until the next one is due, None when it is complete."""

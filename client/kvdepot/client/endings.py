@@ -21,6 +21,7 @@ from kvdepot.core.calls import (
     CommitOutcome,
     EndRequestCall,
     ReleaseCall,
+    RequestEnd,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class Endings:
         self._releases: deque[int] = deque()
         self._commits: deque[_Item] = deque()
         self._abandons: deque[_Item] = deque()
-        self._requests: deque[tuple[str, int]] = deque(maxlen=REQUESTS_QUEUED_MAX)
+        self._requests: deque[tuple[str, int, RequestEnd]] = deque(maxlen=REQUESTS_QUEUED_MAX)
         self._commits_asked = 0
         self._commits_ended = 0
         self._in_flight: dict[type[EndingCall], int] = {}  # kind -> how many of the queue's head are under way
@@ -77,9 +78,9 @@ class Endings:
     def abandon(self, lease_id: int, indices: tuple[int, ...]) -> None:
         self._abandons.append(_Item(lease_id, indices))
 
-    def end_request(self, request_id: str) -> None:
+    def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
         """Due when everything committed so far has been answered."""
-        self._requests.append((request_id, self._commits_asked))
+        self._requests.append((request_id, self._commits_asked, end))
 
     def __len__(self) -> int:
         return len(self._releases) + len(self._commits) + len(self._abandons) + len(self._requests)
@@ -97,7 +98,8 @@ class Endings:
             calls.append(AbandonCall(session, self._take(AbandonCall, self._abandons)))
         if self._requests and EndRequestCall not in self._in_flight and self._requests[0][1] <= self._commits_ended:
             self._in_flight[EndRequestCall] = 1
-            calls.append(EndRequestCall(session, self._requests[0][0]))
+            request_id, _, end = self._requests[0]
+            calls.append(EndRequestCall(session, request_id, end))
         return calls
 
     def _take(self, kind: type[EndingCall], queue: deque[_Item]) -> tuple[CommitItem, ...]:

@@ -43,5 +43,9 @@ class Endpoint:
     def grpc_target(self) -> str:
         return "unix:" + self.path
 
+    def stream_target(self, name: str) -> str:
+        """Of a proxy's socket, by its name in the attachment's reply."""
+        return f"unix:{self.path}.{name}"
+
     def __str__(self) -> str:
         return _SCHEME + self.path

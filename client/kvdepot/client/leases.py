@@ -46,12 +46,8 @@ class LeaseBook:
         self._open[lease_id] = None
 
     def granted(self, lease_id: int, indices: Iterable[int]) -> None:
-        """The reservation's answer: these objects are ours to write. None: there is no lease."""
-        outstanding = set(indices)
-        if outstanding:
-            self._open[lease_id] = outstanding
-        else:
-            self.ended(lease_id)
+        """The reservation's answer: these objects, one at least, are ours to write."""
+        self._open[lease_id] = set(indices)
 
     def settled(self, lease_id: int, indices: Iterable[int]) -> None:
         """The daemon has confirmed the end of these objects of a reservation."""

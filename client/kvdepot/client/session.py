@@ -17,6 +17,7 @@ from kvdepot.core.calls import (
     AcquireReply,
     LocateCall,
     LocateReply,
+    RequestEnd,
     ReserveCall,
     ReserveReply,
 )
@@ -158,9 +159,9 @@ class DepotSession:
         """No rank touches these granted objects any more (none named: the whole lease). Repeated until confirmed."""
         self._loop.post(self._loop.abandon, lease_id, tuple(indices))
 
-    def end_request(self, request_id: str) -> None:
+    def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
         """The request is over: sent after the commits asked for before it."""
-        self._loop.post(self._loop.end_request, request_id)
+        self._loop.post(self._loop.end_request, request_id, end)
 
     def call_soon(self, done: Callable[[None], None]) -> None:
         """Have `poll` (or `wait`) call `done(None)`: how another thread hands over to the session's."""

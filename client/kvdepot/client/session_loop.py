@@ -33,6 +33,7 @@ from kvdepot.core.calls import (
     DeclareCall,
     DeclareReply,
     LocateCall,
+    RequestEnd,
     ReserveCall,
     ReserveOutcome,
     ReserveReply,
@@ -369,31 +370,47 @@ class SessionLoop:
             self._fail(number, answer)
             return
         self._answered()
-        self._note_grant(pending.call, answer)
+        self._note_grant(pending, answer)
         del self._pending[number]
         self._completions.put((pending.done, answer))
 
     def _fail(self, number: int, failure: CallFailure) -> None:
         """Fail a call whose lease the daemon may or may not have made: end it by its id."""
         pending = self._pending.pop(number)
-        if isinstance(pending.call, AcquireCall):
-            self._endings.release((pending.call.lease_id,))
-        elif isinstance(pending.call, ReserveCall):
-            self._endings.abandon(pending.call.lease_id, ())
+        self._give_back(pending.call)
         self._completions.put((pending.done, failure))
 
-    def _note_grant(self, call: Call, answer: Answer) -> None:
+    def _give_back(self, call: Call) -> None:
+        if isinstance(call, AcquireCall):
+            self._endings.release((call.lease_id,))
+        elif isinstance(call, ReserveCall):
+            self._endings.abandon(call.lease_id, ())
+
+    def _note_grant(self, pending: _Pending, answer: Answer) -> None:
+        call = pending.call
         if isinstance(call, AcquireCall) and isinstance(answer, AcquireReply):
             if answer.outcome is not AcquireOutcome.GRANTED:
-                self._ended(call.lease_id)
+                self._not_granted(pending, call.lease_id)
             if answer.outcome is AcquireOutcome.REFUSED:
                 self._registrations.again()
         elif isinstance(call, ReserveCall) and isinstance(answer, ReserveReply):
             outcomes = np.frombuffer(answer.outcomes, dtype=np.uint8)
-            self._leases.granted(call.lease_id, np.flatnonzero(outcomes == ReserveOutcome.GRANTED).tolist())
-            self._note_ended(call.lease_id)
+            granted = np.flatnonzero(outcomes == ReserveOutcome.GRANTED).tolist()
+            if granted:
+                self._leases.granted(call.lease_id, granted)
+            else:
+                self._not_granted(pending, call.lease_id)
             if (outcomes == ReserveOutcome.REFUSED).any():
                 self._registrations.again()
+
+    def _not_granted(self, pending: _Pending, lease_id: int) -> None:
+        """An earlier attempt may have been, or may yet be: where its lease has expired or is an earlier daemon run's,
+        a repeat is refused and the lease stays, and a call that was held up comes after its repeat.
+        """
+        if pending.attempts > 1:
+            self._give_back(pending.call)
+        else:
+            self._ended(lease_id)
 
     # --- ends ---
 
@@ -406,8 +423,8 @@ class SessionLoop:
     def abandon(self, lease_id: int, indices: tuple[int, ...]) -> None:
         self._endings.abandon(lease_id, indices)
 
-    def end_request(self, request_id: str) -> None:
-        self._endings.end_request(request_id)
+    def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
+        self._endings.end_request(request_id, end)
 
     def _send_endings(self) -> None:
         self.state.unconfirmed = len(self._endings)

@@ -19,18 +19,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from kvdepot.core.kinds import Kind as Kind  # part of these calls
+
 KEY_BYTES = 16
 EXTENT_WORDS = 5
 ROOT_KEY = b"\0" * KEY_BYTES
 """The parent of a prompt's first chunk."""
-
-
-class Kind(IntEnum):
-    """What an object holds (DESIGN 2)."""
-
-    ATTENTION = 1
-    WINDOW = 2
-    STATE = 3
+STREAM_READY = b"\1"
+"""The one thing a proxy says on its lifeline: it serves."""
 
 
 class ReserveOutcome(IntEnum):
@@ -60,19 +56,34 @@ class CommitOutcome(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestEnd:
+    """What the engine says of a request when it is over."""
+
+    local_tokens: int = 0  # that it had itself when it was last asked
+    loaded_tokens: int = 0
+    miss: str = ""  # a `core.misses.MissReason`: why it loaded nothing, or not what it was offered
+
+
+@dataclass(frozen=True, slots=True)
 class LocateCall:
     session: bytes
     namespace: bytes
     keys: bytes  # chunks 0..n-1 of the prompt, in order
     high_tokens: int  # a boundary above this is of no use (the engine computes the last token itself)
     request_id: str = ""
+    budget_seconds: float = 0.0  # only what can be in RAM by then is of use; 0: whenever it is
+    wait_seconds: float = 0.0  # the engine does without an answer after that; 0: it does not say
+    local_tokens: int = 0  # that the engine has itself, and would not load; as far as it knows yet
+    token_seconds: float = 0.0  # in which it computes one, so that longer loads are of no use; 0: it does not know
 
 
 @dataclass(frozen=True, slots=True)
 class LocateReply:
     boundary_tokens: int  # 0: nothing
-    tier: str = ""
+    tier: str = ""  # the slowest that has to give something for it
     attention_tokens: int = 0  # how far attention alone reaches (for `explain`)
+    estimate_seconds: float = 0.0  # until all of the boundary's objects are in RAM, if they are acquired now
+    miss: str = ""  # a `core.misses.MissReason`: why it is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,7 @@ class AcquireReply:
     outcome: AcquireOutcome
     extents: bytes = b""
     arena_id: int = 0
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +173,7 @@ class AbandonCall:
 class EndRequestCall:
     session: bytes
     request_id: str
+    end: RequestEnd = RequestEnd()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +211,12 @@ class AttachCall:
     rank: int  # its worker's rank, -1: no worker in this process
     world_size: int  # workers of the engine
     client_version: str = ""
+    stream: bool = False  # it cannot map the arena: a proxy is to move its payload
 
 
 @dataclass(frozen=True, slots=True)
 class AttachReply:
-    """The answer; an accepted one carries the arena's descriptor (SCM_RIGHTS)."""
+    """The answer; an accepted one carries the arena's descriptor, or that of the proxy's lifeline (SCM_RIGHTS)."""
 
     protocol: int  # 0: refused
     error: str = ""
@@ -210,3 +224,12 @@ class AttachReply:
     arena_id: int = 0
     arena_bytes: int = 0
     daemon_version: str = ""
+    stream: str = ""  # what the proxy's socket has behind the daemon's; empty: there is no proxy
+
+
+@dataclass(frozen=True, slots=True)
+class DataCall:
+    """Begins a `Load` or a `Store` with the proxy. `extents` are parts of granted ones: each within its row."""
+
+    session: bytes
+    extents: bytes

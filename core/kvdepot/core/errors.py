@@ -131,6 +131,14 @@ class LimitExceeded(KvDepotError):
         self.maximum = maximum
 
 
+class NotLent(KvDepotError):
+    """A process asked its proxy for extents that it is not lent, not in this way, or not any more."""
+
+    code = "not_lent"
+    fault = Fault.CLIENT
+    default_advice = "count it as a miss: the lease has ended, or was another's"
+
+
 class NoRoom(KvDepotError):
     """A table or the arena is full and nothing in it can be evicted at the moment."""
 
@@ -220,6 +228,7 @@ ERRORS: tuple[type[KvDepotError], ...] = (
     EngineIdInUse,
     NamespaceRefused,
     LimitExceeded,
+    NotLent,
     NoRoom,
     LoadsOff,
     StoresOff,

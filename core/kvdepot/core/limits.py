@@ -25,6 +25,8 @@ LEASES_PER_CALL_MAX: Final = 4_096
 """Lease ids or commit items of one Release, Commit, Abandon or Declare."""
 MESSAGE_BYTES_MAX: Final = 4 << 20
 """One gRPC message either way. gRPC's own default, so that an untuned client is not surprised."""
+PIECE_BYTES_MAX: Final = 1 << 20
+"""Payload of one message of a Load or Store with a proxy: a deadline is looked at that often."""
 ATTACH_DATAGRAM_BYTES_MAX: Final = 4_096
 """One datagram of the attachment socket: a handful of short fields."""
 

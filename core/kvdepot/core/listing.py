@@ -106,6 +106,7 @@ class ObjectDescription:
     generation: int = 0  # in the arena
     extents: int = 0  # in how many pieces
     loans: tuple[LoanDescription, ...] = ()
+    pinned: bool = False  # in the arena
 
 
 @dataclass(frozen=True, slots=True)

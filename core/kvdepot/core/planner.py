@@ -23,6 +23,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from kvdepot.core import limits
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import PlannerError
@@ -83,6 +85,19 @@ class StorePlan:
 
     objects: tuple[PlannedObject, ...]
     unused_offers: tuple[int, ...] = ()
+
+
+def per_boundary(kind: Kind, amounts: npt.NDArray[np.float64], window_chunks: int) -> npt.NDArray[np.float64]:
+    """Of objects of one kind, an amount a chunk: what the boundary at the end of each chunk needs of it together.
+
+    `window_chunks`: at least 1 where the kind is `window`.
+    """
+    if kind is Kind.STATE:
+        return amounts
+    together: npt.NDArray[np.float64] = np.cumsum(amounts)
+    if kind is Kind.WINDOW:
+        together[window_chunks:] -= together[:-window_chunks].copy()
+    return together
 
 
 class Planner:
@@ -220,6 +235,15 @@ class Planner:
             if gap < 0:
                 return (chunk + 1) * self.chunk_tokens
             chunk = gap - 1  # the windows of every boundary from the gap to here have the gap in them
+
+    def legal_boundaries(self, presence: Presence, chunks: int) -> npt.NDArray[np.bool_]:
+        """For the end of each of so many chunks, whether `objects` of it are all present. Nothing is local."""
+        legal = np.ones(chunks, np.bool_)
+        for kind in self.kinds:
+            if kind is not Kind.WINDOW or self.window_chunks:
+                flags = np.frombuffer(presence.get(kind, b"")[:chunks].ljust(chunks, b"\0"), np.uint8)
+                legal &= per_boundary(kind, (flags == 0).astype(np.float64), self.window_chunks) == 0
+        return legal
 
     def _attention_end(self, presence: Presence, local: Mapping[Kind, int], end: int) -> int:
         """Chunks, at most `end`, up to which no attention is missing."""

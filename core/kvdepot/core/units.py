@@ -28,6 +28,8 @@ DURATION_UNITS_SECONDS: Final[dict[str, Fraction]] = {
     "h": Fraction(3600),
     "d": Fraction(86400),
 }
+_SIZE_BYTES_END: Final = 1 << 63
+"""What files, messages and Prometheus' tools have room for."""
 _NUMBER = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", re.ASCII)
 _SIZES = 'a size such as "64GiB", "4MiB" or "512KiB" (B, KiB, MiB, GiB, TiB, PiB)'
 _DURATIONS = 'a duration such as "50ms", "120s", "5m" or "7d" (us, ms, s, m, h, d)'
@@ -42,8 +44,9 @@ def parse_size_bytes(text: str | int) -> int:
     if unit not in SIZE_UNITS_BYTES:
         raise InvalidArgument(f"{text!r}: unit {unit!r} is not known", advice=f"write {_SIZES}")
     size_bytes = number * SIZE_UNITS_BYTES[unit]
-    if size_bytes != int(size_bytes):
-        raise InvalidArgument(f"{text!r} is no whole number of bytes", advice=f"write {_SIZES}")
+    if size_bytes != int(size_bytes) or size_bytes >= _SIZE_BYTES_END:
+        wrong = "is more than can be" if size_bytes >= _SIZE_BYTES_END else "is no whole number of bytes"
+        raise InvalidArgument(f"{text!r} {wrong}", advice=f"write {_SIZES}")
     return int(size_bytes)
 
 

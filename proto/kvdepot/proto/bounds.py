@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.limits import check_limit
 
@@ -33,6 +35,12 @@ def check_values(field: str, value: bytes, allowed: bytes) -> None:
     strange = value.translate(None, allowed)
     if strange:
         raise bad(field, f"{strange[0]} is none of {list(allowed)}")
+
+
+def check_seconds(field: str, value: float) -> float:
+    if not 0 <= value < inf:
+        raise bad(field, f"{value} is no finite number of seconds from 0 up")
+    return value
 
 
 def check_text(field: str, value: str, bytes_max: int) -> None:

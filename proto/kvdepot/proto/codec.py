@@ -8,6 +8,7 @@ the bound, on either side of the wire.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -35,6 +36,7 @@ from kvdepot.core.calls import (
     LocateCall,
     LocateReply,
     ReleaseCall,
+    RequestEnd,
     ReserveCall,
     ReserveOutcome,
     ReserveReply,
@@ -44,6 +46,7 @@ from kvdepot.proto.bounds import (
     check_at_most,
     check_bytes,
     check_packed,
+    check_seconds,
     check_text,
     check_values,
 )
@@ -55,6 +58,7 @@ _RESERVE_OUTCOMES = bytes(ReserveOutcome)
 _COMMIT_OUTCOMES = bytes(CommitOutcome)
 _LIMIT_NAMES_MAX = 256
 _EXTENT_BYTES = 8 * EXTENT_WORDS
+_STREAM = re.compile(r"stream-[0-9]{1,4}")
 
 
 # --- attachment datagrams ---
@@ -69,6 +73,7 @@ def encode_attach_call(call: AttachCall) -> bytes:
         scheduler=call.scheduler,
         rank=call.rank,
         world_size=call.world_size,
+        stream=call.stream,
     ).SerializeToString()
 
 
@@ -84,6 +89,8 @@ def decode_attach_call(datagram: bytes) -> AttachCall:
         raise bad("rank", f"{message.rank} is not between -1 and world_size - 1 = {message.world_size - 1}")
     if not message.scheduler and message.rank < 0:
         raise bad("rank", "a process that is neither scheduler nor worker has nothing to attach")
+    if message.stream and message.scheduler:
+        raise bad("stream", "a scheduler attaches by itself: the proxy stands for the rank alone")
     return AttachCall(
         protocol_min=message.protocol_min,
         protocol_max=message.protocol_max,
@@ -92,6 +99,7 @@ def decode_attach_call(datagram: bytes) -> AttachCall:
         rank=message.rank,
         world_size=message.world_size,
         client_version=message.client_version,
+        stream=message.stream,
     )
 
 
@@ -103,6 +111,7 @@ def encode_attach_reply(reply: AttachReply) -> bytes:
         arena_id=reply.arena_id,
         arena_bytes=reply.arena_bytes,
         daemon_version=reply.daemon_version,
+        stream=reply.stream,
     ).SerializeToString()
 
 
@@ -112,6 +121,8 @@ def decode_attach_reply(datagram: bytes) -> AttachReply:
     check_text("daemon_version", message.daemon_version, limits.VERSION_BYTES_MAX)
     if message.protocol:
         _session(message.session)
+    if message.stream and not _STREAM.fullmatch(message.stream):
+        raise bad("stream", f"{message.stream[:32]!r} is no name of a proxy's socket")
     return AttachReply(
         protocol=message.protocol,
         error=message.error,
@@ -119,6 +130,7 @@ def decode_attach_reply(datagram: bytes) -> AttachReply:
         arena_id=message.arena_id,
         arena_bytes=message.arena_bytes,
         daemon_version=message.daemon_version,
+        stream=message.stream,
     )
 
 
@@ -178,6 +190,10 @@ def encode_locate_call(call: LocateCall) -> pb.LocateRequest:
         keys=call.keys,
         high_tokens=call.high_tokens,
         request_id=call.request_id,
+        budget_seconds=call.budget_seconds,
+        wait_seconds=call.wait_seconds,
+        local_tokens=call.local_tokens,
+        token_seconds=call.token_seconds,
     )
 
 
@@ -189,18 +205,28 @@ def decode_locate_call(message: pb.LocateRequest) -> LocateCall:
         keys=message.keys,
         high_tokens=message.high_tokens,
         request_id=_request_id(message.request_id),
+        budget_seconds=check_seconds("budget_seconds", message.budget_seconds),
+        wait_seconds=check_seconds("wait_seconds", message.wait_seconds),
+        local_tokens=message.local_tokens,
+        token_seconds=check_seconds("token_seconds", message.token_seconds),
     )
 
 
 def encode_locate_reply(reply: LocateReply) -> pb.LocateResponse:
     return pb.LocateResponse(
-        boundary_tokens=reply.boundary_tokens, tier=reply.tier, attention_tokens=reply.attention_tokens
+        boundary_tokens=reply.boundary_tokens,
+        tier=reply.tier,
+        attention_tokens=reply.attention_tokens,
+        estimate_seconds=reply.estimate_seconds,
+        miss=reply.miss,
     )
 
 
 def decode_locate_reply(message: pb.LocateResponse) -> LocateReply:
     check_text("tier", message.tier, limits.REASON_BYTES_MAX)
-    return LocateReply(message.boundary_tokens, message.tier, message.attention_tokens)
+    estimate_seconds = check_seconds("estimate_seconds", message.estimate_seconds)
+    check_text("miss", message.miss, limits.REASON_BYTES_MAX)
+    return LocateReply(message.boundary_tokens, message.tier, message.attention_tokens, estimate_seconds, message.miss)
 
 
 # --- acquire and release ---
@@ -231,14 +257,16 @@ def decode_acquire_call(message: pb.AcquireRequest) -> AcquireCall:
 
 
 def encode_acquire_reply(reply: AcquireReply) -> pb.AcquireResponse:
-    return pb.AcquireResponse(outcome=int(reply.outcome), extents=reply.extents, arena_id=reply.arena_id)
+    return pb.AcquireResponse(
+        outcome=int(reply.outcome), extents=reply.extents, arena_id=reply.arena_id, reason=reply.reason
+    )
 
 
 def decode_acquire_reply(message: pb.AcquireResponse) -> AcquireReply:
     if message.outcome not in AcquireOutcome.__members__.values():
         raise bad("outcome", f"{message.outcome} is none of {[int(value) for value in AcquireOutcome]}")
     check_packed("extents", message.extents, _EXTENT_BYTES, limits.FRAGMENTS_PER_REPLY_MAX)
-    return AcquireReply(AcquireOutcome(message.outcome), message.extents, message.arena_id)
+    return AcquireReply(AcquireOutcome(message.outcome), message.extents, message.arena_id, message.reason)
 
 
 def encode_release_call(call: ReleaseCall) -> pb.ReleaseRequest:
@@ -328,11 +356,20 @@ def decode_abandon_call(message: pb.AbandonRequest) -> AbandonCall:
 
 
 def encode_end_request_call(call: EndRequestCall) -> pb.EndRequestRequest:
-    return pb.EndRequestRequest(session=call.session, request_id=call.request_id)
+    end = call.end
+    return pb.EndRequestRequest(
+        session=call.session,
+        request_id=call.request_id,
+        local_tokens=end.local_tokens,
+        loaded_tokens=end.loaded_tokens,
+        miss=end.miss,
+    )
 
 
 def decode_end_request_call(message: pb.EndRequestRequest) -> EndRequestCall:
-    return EndRequestCall(_session(message.session), _request_id(message.request_id))
+    check_text("miss", message.miss, limits.REASON_BYTES_MAX)
+    end = RequestEnd(message.local_tokens, message.loaded_tokens, message.miss)
+    return EndRequestCall(_session(message.session), _request_id(message.request_id), end)
 
 
 # --- parts ---

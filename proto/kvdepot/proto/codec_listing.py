@@ -268,6 +268,7 @@ def _encode_object(found: ObjectDescription) -> pb.StoredObject:
             pb.Loan(engine_id=loan.engine_id, pids=loan.pids, mode=loan.mode, lease_id=loan.lease_id)
             for loan in found.loans
         ],
+        pinned=found.pinned,
     )
 
 
@@ -287,6 +288,7 @@ def _decode_object(message: pb.StoredObject) -> ObjectDescription:
         generation=message.generation,
         extents=message.extents,
         loans=tuple(_decode_loan(loan) for loan in message.loans),
+        pinned=message.pinned,
     )
 
 

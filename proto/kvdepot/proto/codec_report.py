@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kvdepot.core.report import DaemonStatus, NamespaceStatus, SessionStatus, TierStatus
+from kvdepot.core.report import (
+    DaemonStatus,
+    NamespaceStatus,
+    PinStatus,
+    QuotaOwnerStatus,
+    QuotaStatus,
+    SessionStatus,
+    SwitchesStatus,
+    TierStatus,
+)
 from kvdepot.proto.v1 import depot_pb2 as pb
 
 
@@ -19,6 +28,9 @@ def encode_status(status: DaemonStatus) -> pb.GetStatusResponse:
         sessions=[_encode_session(session) for session in status.sessions],
         namespaces=[encode_namespace_status(namespace) for namespace in status.namespaces],
         counters=status.counters,
+        quotas=[_encode_quota(quota) for quota in status.quotas],
+        switches=encode_switches(status.switches),
+        pins=[encode_pin(pin) for pin in status.pins],
     )
 
 
@@ -35,6 +47,46 @@ def decode_status(message: pb.GetStatusResponse) -> DaemonStatus:
         sessions=tuple(_decode_session(session) for session in message.sessions),
         namespaces=tuple(decode_namespace_status(namespace) for namespace in message.namespaces),
         counters=dict(message.counters),
+        quotas=tuple(_decode_quota(quota) for quota in message.quotas),
+        switches=decode_switches(message.switches),
+        pins=tuple(decode_pin(pin) for pin in message.pins),
+    )
+
+
+def encode_pin(pin: PinStatus) -> pb.Pin:
+    return pb.Pin(
+        namespace=pin.namespace_id,
+        key=pin.key,
+        seconds_left=pin.seconds_left,
+        chunks=pin.chunks,
+        objects=pin.objects,
+        bytes=pin.bytes,
+    )
+
+
+def decode_pin(message: pb.Pin) -> PinStatus:
+    return PinStatus(
+        message.namespace, message.key, message.seconds_left, message.chunks, message.objects, message.bytes
+    )
+
+
+def encode_switches(switches: SwitchesStatus) -> pb.Switches:
+    return pb.Switches(
+        loads_off=switches.loads_off,
+        loads_off_namespaces=switches.loads_off_namespaces,
+        stores_off=switches.stores_off,
+        stores_off_namespaces=switches.stores_off_namespaces,
+        draining=switches.draining,
+    )
+
+
+def decode_switches(message: pb.Switches) -> SwitchesStatus:
+    return SwitchesStatus(
+        loads_off=message.loads_off,
+        loads_off_namespaces=tuple(message.loads_off_namespaces),
+        stores_off=message.stores_off,
+        stores_off_namespaces=tuple(message.stores_off_namespaces),
+        draining=message.draining,
     )
 
 
@@ -74,6 +126,11 @@ def _encode_tier(tier: TierStatus) -> pb.TierStatus:
         lent_bytes=tier.lent_bytes,
         objects=tier.objects,
         unverified_objects=tier.unverified_objects,
+        prefetched_objects=tier.prefetched_objects,
+        prefetched_bytes=tier.prefetched_bytes,
+        prefetching_requests=tier.prefetching_requests,
+        pinned_objects=tier.pinned_objects,
+        pinned_bytes=tier.pinned_bytes,
         state=tier.state,
         reason=tier.reason,
         breaker=tier.breaker,
@@ -81,6 +138,8 @@ def _encode_tier(tier: TierStatus) -> pb.TierStatus:
         queued_bytes=tier.queued_bytes,
         written_today_bytes=tier.written_today_bytes,
         quarantined_bytes=tier.quarantined_bytes,
+        node=tier.node,
+        janitor=tier.janitor,
     )
 
 
@@ -94,6 +153,11 @@ def _decode_tier(message: pb.TierStatus) -> TierStatus:
         lent_bytes=message.lent_bytes,
         objects=message.objects,
         unverified_objects=message.unverified_objects,
+        prefetched_objects=message.prefetched_objects,
+        prefetched_bytes=message.prefetched_bytes,
+        prefetching_requests=message.prefetching_requests,
+        pinned_objects=message.pinned_objects,
+        pinned_bytes=message.pinned_bytes,
         state=message.state,
         reason=message.reason,
         breaker=message.breaker,
@@ -101,6 +165,52 @@ def _decode_tier(message: pb.TierStatus) -> TierStatus:
         queued_bytes=message.queued_bytes,
         written_today_bytes=message.written_today_bytes,
         quarantined_bytes=message.quarantined_bytes,
+        node=message.node,
+        janitor=message.janitor,
+    )
+
+
+def _encode_quota(quota: QuotaStatus) -> pb.QuotaStatus:
+    return pb.QuotaStatus(
+        tenant=quota.tenant,
+        namespace=quota.namespace,
+        tier=quota.tier,
+        capacity_bytes=quota.capacity_bytes,
+        owners_count=quota.owners_count,
+        owners=[
+            pb.QuotaOwnerStatus(
+                tenant=owner.tenant,
+                namespace=owner.namespace,
+                used_bytes=owner.used_bytes,
+                refused_objects=owner.refused_objects,
+                evicted_objects=owner.evicted_objects,
+            )
+            for owner in quota.owners
+        ],
+        refused_objects=quota.refused_objects,
+        evicted_objects=quota.evicted_objects,
+    )
+
+
+def _decode_quota(message: pb.QuotaStatus) -> QuotaStatus:
+    return QuotaStatus(
+        tenant=message.tenant,
+        namespace=message.namespace,
+        tier=message.tier,
+        capacity_bytes=message.capacity_bytes,
+        owners_count=message.owners_count,
+        owners=tuple(
+            QuotaOwnerStatus(
+                tenant=owner.tenant if owner.HasField("tenant") else None,
+                namespace=owner.namespace,
+                used_bytes=owner.used_bytes,
+                refused_objects=owner.refused_objects,
+                evicted_objects=owner.evicted_objects,
+            )
+            for owner in message.owners
+        ),
+        refused_objects=message.refused_objects,
+        evicted_objects=message.evicted_objects,
     )
 
 

@@ -27,6 +27,7 @@ STATUS: dict[type[errors.KvDepotError], grpc.StatusCode] = {
     errors.EngineIdInUse: grpc.StatusCode.ALREADY_EXISTS,
     errors.NamespaceRefused: grpc.StatusCode.INVALID_ARGUMENT,
     errors.LimitExceeded: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotLent: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NoRoom: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.LoadsOff: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StoresOff: grpc.StatusCode.FAILED_PRECONDITION,

@@ -8,28 +8,35 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.server import config_environment as environment
 from kvdepot.server.config import DISK, Config, embedded, load
+from kvdepot.server.config_facts import facts
 from kvdepot.server.logs import make_log
-from kvdepot.server.node import Node
+from kvdepot.server.node import ARENA_NAME, Node
 from kvdepot.server.offline import verbs as offline
-from kvdepot.server.service_notify import ServiceNotifier
+from kvdepot.server.service_notify import ServiceNotifier, take_kept
 
-_UMASK = 0o177
-"""Sockets and the arena are this user's alone until their mode is set."""
+_UMASK = 0o077
+"""What the daemon makes is its user's alone; sockets until their mode is set."""
 _SERVE_EPILOG = """\
 Without CONFIG: a quarter of what memory, cgroup and /dev/shm have, at most 4 GiB, sockets under
 $XDG_RUNTIME_DIR/kvdepot (or a directory of this user in the temporary directory), metrics on a free port,
 and a disk tier in $XDG_CACHE_HOME/kvdepot (or ~/.cache/kvdepot): a quarter of what is free there, at most 8 GiB;
-the log says where. Options override single keys of either.
+the log says where. Variables of the environment, KVDEPOT_<TABLE>__<KEY>, override single keys of either, and options
+override these (docs/configuration.md).
+
+SIGHUP reads CONFIG again, as `kvdepotctl reload` does: all of it that can change live, or nothing.
 
 SIGTERM and SIGINT stop in order: no more grants, outstanding checksums are finished, exit code 0. The arena
 file stays, with its memory, so that the next daemon on it serves the same objects. To give the memory
@@ -41,16 +48,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.verb in offline.VERBS:
         return offline.run(options)
+
+    def read() -> Config:
+        return _config(options)
+
     try:
-        config = _config(options)
+        config = read()
     except KvDepotError as error:
         print(f"kvdepotd: {error}", file=sys.stderr)  # noqa: T201 - no log is configured yet
         return 1
     if options.verb == "check-config":
-        print(f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}")  # noqa: T201
+        print(json.dumps(facts(config), indent=2) if options.json else described(config))  # noqa: T201
         return 0
     os.umask(_UMASK)
-    return asyncio.run(_serve(config))
+    return asyncio.run(_serve(config, read if options.config is not None else None))
+
+
+def described(config: Config) -> str:
+    """What `check-config` says: the sizes that follow from it, and every key that is given, with its source."""
+    lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
+    lines += [f"{key} = {json.dumps(value)} ({source})" for key, (value, source) in config.sources.items()]
+    return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,15 +89,19 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--disk-capacity", metavar="SIZE", help="of --disk; without it a quarter of what is free there")
     serve.add_argument("--log-level", help="instead of [log].level")
     serve.add_argument("--log-format", help="instead of [log].format")
-    check = verbs.add_parser("check-config", help="say whether a configuration file is good; exit code 1 if not")
-    check.add_argument("config", type=Path, metavar="CONFIG")
+    check = verbs.add_parser(
+        "check-config", help="say whether a configuration file is good, and what comes from where; exit code 1 if not"
+    )
+    check.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="without it: what serve uses then")
+    check.add_argument("--json", action="store_true", help="the sizes, paths and sockets that follow, as JSON")
     offline.add_verbs(verbs)
     return parser
 
 
 def _config(options: argparse.Namespace) -> Config:
+    variables = environment.variables(os.environ)
     if options.verb == "check-config":
-        return load(options.config)
+        return embedded(variables=variables) if options.config is None else load(options.config, variables=variables)
     overrides: dict[str, dict[str, Any]] = {}
     for table, key, value in (
         ("daemon", "listen", None if options.socket is None else [f"unix://{options.socket.absolute()}"]),
@@ -95,26 +117,25 @@ def _config(options: argparse.Namespace) -> Config:
             overrides.setdefault(table, {})[key] = value
     if options.disk_capacity is not None and not options.disk:
         raise ConfigError("command line", "--disk-capacity", "is of --disk, which is not given")
-    return embedded(overrides) if options.config is None else load(options.config, overrides)
+    if options.config is None:
+        return embedded(overrides, variables)
+    return load(options.config, overrides, variables)
 
 
-async def _serve(config: Config) -> int:
+async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
     log = make_log(config.tables.log.level, config.tables.log.format)
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    loop.add_signal_handler(
-        signal.SIGHUP,
-        log.warning,
-        "SIGHUP: reloading is not available in this version; restart to apply %s",
-        config.file,
-    )
+    loop.add_signal_handler(signal.SIGHUP, log.warning, "SIGHUP: nothing to reload yet")
     log.info("kvdepotd %s, pid %d, configuration: %s", version("kvdepot"), os.getpid(), config.file)
     if config.note:
         log.warning("%s", config.note)
+    notify = ServiceNotifier(os.environ, pid=os.getpid(), clock=time.monotonic)
+    kept = take_kept(os.environ, pid=os.getpid(), name=ARENA_NAME)
     try:
-        node = Node(config, log=log, loop=loop, notify=ServiceNotifier(os.environ.get("NOTIFY_SOCKET")))
+        node = Node(config, log=log, loop=loop, notify=notify, kept_arenas=kept, reread=reread)
     except (KvDepotError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1
@@ -124,6 +145,13 @@ async def _serve(config: Config) -> int:
         log.error("cannot start: %s", error)
         await node.stop()
         return 1
+    reloads: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        reloads.add(task := loop.create_task(node.reload()))
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     await stop.wait()
     await node.stop()
     return 0

@@ -1,17 +1,19 @@
 """The file that is the arena: created, or adopted from the daemon before (DESIGN 4 and 5).
 
 An orderly stop and a SIGKILL both leave the file, and with it its memory: the next daemon
-adopts it. Its pages are given back by removing the file while no daemon runs.
+adopts it, by its name, or where that was taken from it by a descriptor that the supervisor
+kept (docs/adr/0025). Its pages are given back by removing the file while no daemon runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -86,11 +88,15 @@ class ArenaFile:
 def open_arena(
     request: ArenaRequest,
     *,
+    kept: Sequence[int] = (),
     boot_id: bytes,
     random_bytes: Callable[[int], bytes],
     alive: Callable[[ProcessIdentity], Liveness],
 ) -> ArenaFile:
     """Adopt the arena at `request.path`, or create it. The caller holds its lock.
+
+    `kept`: descriptors that an earlier daemon had its supervisor keep; taken over. One whose file has lost its name
+    is the arena if there is none at the path.
 
     Never a second arena beside an old one: what cannot be adopted gives its pages back first
     (engines that still map it see zeros, whose generations match no grant).
@@ -98,6 +104,8 @@ def open_arena(
     Raises ConfigError when the size does not fit, or changes while extents are lent to living processes.
     """
     old = _open_existing(request)
+    for fd in kept:
+        old = _choose(old, fd, request, alive)
     if old is None:
         _check_room(request, held_bytes=0)
         return _create(request, boot_id, random_bytes, Origin.CREATED, "")
@@ -134,6 +142,23 @@ def _open_existing(request: ArenaRequest) -> int | None:
     return fd
 
 
+def _choose(
+    old: int | None, kept: int, request: ArenaRequest, alive: Callable[[ProcessIdentity], Liveness]
+) -> int | None:
+    """Which of the two is the arena; the other is closed, and gives its pages back if nobody can find it any more."""
+    found = os.fstat(kept)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink:
+        os.close(kept)  # what has a name is found by it
+        return old
+    if old is None and found.st_dev == request.path.parent.stat().st_dev:
+        return kept
+    with contextlib.suppress(ArenaFormatError):
+        _refuse_if_lent(kept, _read_superblock(kept), request, alive)
+    _punch(kept)
+    os.close(kept)
+    return old
+
+
 def _read_superblock(fd: int) -> Superblock:
     superblock = Superblock.unpack(os.pread(fd, PAGE_BYTES, 0))
     size_bytes = os.fstat(fd).st_size
@@ -159,9 +184,11 @@ def _refuse_if_lent(
         pids = ", ".join(str(pid) if pid else "unknown" for pid in sorted(holders))
         raise ConfigError(
             request.config_file, "ram.capacity",
-            f"the arena {request.path} has {superblock.layout.size_bytes} bytes, {request.size_bytes} are configured,"
-            f" and extents of it are lent to living processes (pid {pids})",
-            advice="keep the capacity until these engines have ended, or end them",
+            f"the arena {request.path} has {superblock.layout.size_bytes} bytes, {request.size_bytes} are configured"
+            f" (the capacity, less what the workers and objects of the tiers below take), and extents of it are lent to"
+            f" living processes (pid {pids})",
+            advice="keep [ram].capacity, and capacity, codec and io_workers of each [[tier]], until these engines"
+            " have ended, or end them",
         )  # fmt: skip
 
 
@@ -220,13 +247,17 @@ def _write_superblock(fd: int, superblock: Superblock) -> None:
 
 
 def _discard(fd: int, path: Path) -> None:
-    """Punched, not truncated: an engine that still maps it reads zeros instead of getting SIGBUS."""
+    _punch(fd)
+    path.unlink(missing_ok=True)
+    os.close(fd)
+
+
+def _punch(fd: int) -> None:
+    """Not truncated: an engine that still maps it reads zeros instead of getting SIGBUS."""
     libc = ctypes.CDLL(None, use_errno=True)
     size_bytes = os.fstat(fd).st_size
     if size_bytes:
         libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size_bytes))
-    path.unlink()
-    os.close(fd)
 
 
 def _check_room(request: ArenaRequest, held_bytes: int) -> None:
@@ -247,6 +278,7 @@ def _check_room(request: ArenaRequest, held_bytes: int) -> None:
 
 def describe(arena: ArenaFile) -> str:
     """One line for the log."""
-    why = f" ({arena.note})" if arena.note else ""
+    nameless = "" if os.fstat(arena.fd).st_nlink else "its name was removed"
+    why = f" ({arena.note or nameless})" if arena.note or nameless else ""
     size = f"{arena.layout.size_bytes // MIB} MiB, format {FORMAT_VERSION}, run {arena.superblock.run}"
     return f"arena {arena.path} {arena.origin.value}{why}: {size}"

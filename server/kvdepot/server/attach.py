@@ -21,8 +21,10 @@ from kvdepot.core import limits
 from kvdepot.core.calls import AttachCall, AttachReply
 from kvdepot.core.errors import InvalidArgument, KvDepotError, LimitExceeded, NotReady, ProtocolMismatch
 from kvdepot.proto import codec
+from kvdepot.server.config_schema import ATTACH_SUFFIX
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Liveness, ProcessIdentity
+from kvdepot.server.streams import StreamProxies, StreamProxy
 
 CONNECTIONS_MAX = 8192
 STRANGERS_MAX = 64
@@ -55,12 +57,14 @@ class AttachListener:
         *,
         engine: Engine,
         offer: ArenaOffer,
+        streams: StreamProxies,
         loop: asyncio.AbstractEventLoop,
         log: logging.Logger,
         boot_id: bytes,
     ) -> None:
         self._engine = engine
         self._offer = offer
+        self._streams = streams
         self._loop = loop
         self._log = log
         self._boot_id = boot_id
@@ -70,16 +74,21 @@ class AttachListener:
         self._watched: dict[int, tuple[ProcessIdentity, int]] = {}  # attachment -> process, its pidfd
         self._admits = True
 
-    def listen(self, path: Path, mode: int, group_id: int) -> None:
-        """Bind and accept. The caller holds the socket's lock, so an old socket file is nobody's. Raises OSError."""
+    def listen(self, daemon_socket: Path, mode: int, group_id: int) -> None:
+        """Bind beside the daemon's socket and accept. Raises OSError.
+
+        The caller holds the lock of `daemon_socket`, so an old socket file beside it is nobody's.
+        """
+        path = daemon_socket.with_name(f"{daemon_socket.name}{ATTACH_SUFFIX}")
         path.unlink(missing_ok=True)
+        self._streams.tidy(daemon_socket)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listeners[path] = listener
         listener.bind(os.fspath(path))
         os.chown(path, -1, group_id)
         path.chmod(mode)
         listener.listen(_BACKLOG)
-        self._loop.add_reader(listener.fileno(), self._accept, listener)
+        self._loop.add_reader(listener.fileno(), self._accept, listener, daemon_socket)
 
     def watch_adopted(self) -> None:
         """Notice the death of processes that attached to an earlier run and may never connect again."""
@@ -100,13 +109,14 @@ class AttachListener:
             self._drop(connection)
         for attachment in list(self._watched):
             self._unwatch(attachment)
+        self._streams.close()
         for path, listener in self._listeners.items():
             self._loop.remove_reader(listener.fileno())
             listener.close()
             path.unlink(missing_ok=True)
         self._listeners.clear()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, daemon_socket: Path) -> None:
         for _ in range(_ACCEPTS_PER_EVENT):
             try:
                 peer, _ = listener.accept()
@@ -115,10 +125,10 @@ class AttachListener:
             except OSError as error:  # out of descriptors: the peer stays in the backlog and is met again
                 self._log.warning("attach: cannot accept: %s", error)
                 self._loop.remove_reader(listener.fileno())
-                self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume, listener)
+                self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume, listener, daemon_socket)
                 return
             peer.setblocking(False)
-            connection = _Connection(peer)
+            connection = _Connection(peer, daemon_socket)
             if len(self._connections) >= CONNECTIONS_MAX:
                 self._refuse(connection, LimitExceeded("attach connections", CONNECTIONS_MAX + 1, CONNECTIONS_MAX))
                 continue
@@ -128,9 +138,9 @@ class AttachListener:
             self._strangers[connection.fd] = self._loop.call_later(STRANGER_SECONDS, self._drop, connection)
             self._loop.add_reader(connection.fd, self._readable, connection)
 
-    def _resume(self, listener: socket.socket) -> None:
+    def _resume(self, listener: socket.socket, daemon_socket: Path) -> None:
         if listener in self._listeners.values():
-            self._loop.add_reader(listener.fileno(), self._accept, listener)
+            self._loop.add_reader(listener.fileno(), self._accept, listener, daemon_socket)
 
     def _readable(self, connection: _Connection) -> None:
         try:
@@ -159,11 +169,16 @@ class AttachListener:
             raise ProtocolMismatch(
                 (limits.PROTOCOL_MIN, limits.PROTOCOL_MAX), (call.protocol_min, call.protocol_max)
             )  # fmt: skip
-        process, pidfd = self._identify(connection.socket)
+        client, pidfd = self._identify(connection.socket)
+        process = client
+        if call.stream:
+            _close(pidfd)
+            process, pidfd = self._start_proxy(connection)
         try:
             attached = self._engine.attach(
-                process, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size
-            )
+                process, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size,
+                client=client,
+            )  # fmt: skip
         except KvDepotError:
             _close(pidfd)
             raise
@@ -173,8 +188,18 @@ class AttachListener:
             self._watch(attached.attachment, process, pidfd)
         self._answer(connection, attached.session, protocol)
         self._log.info(
-            "attached engine=%s pid=%d rank=%d scheduler=%s", call.engine_id, process.pid, call.rank, call.scheduler
-        )
+            "attached engine=%s pid=%d rank=%d scheduler=%s stream=%s",
+            call.engine_id, process.pid, call.rank, call.scheduler, call.stream,
+        )  # fmt: skip
+
+    def _start_proxy(self, connection: _Connection) -> tuple[ProcessIdentity, int]:
+        """The process that will touch extents for the one that connected, and a pidfd of it."""
+        proxy = connection.proxy = self._streams.start(connection.daemon_socket)
+        try:
+            ticks = processes.start_ticks(proxy.pid)  # a child that is not reaped yet: its pid is its own
+            return ProcessIdentity(proxy.pid, ticks or 0, self._boot_id), os.dup(proxy.pidfd)
+        except OSError as error:
+            raise NotReady(f"no proxy can be watched: {error}") from error
 
     def _identify(self, peer: socket.socket) -> tuple[ProcessIdentity, int | None]:
         """Who connected, and a pidfd of it. The start time is read while the pidfd proves that the pid is its."""
@@ -197,9 +222,10 @@ class AttachListener:
             arena_id=self._offer.arena_id,
             arena_bytes=self._offer.arena_bytes,
             daemon_version=self._offer.daemon_version,
+            stream=connection.proxy.name if connection.proxy is not None else "",
         )
         try:
-            descriptor = self._offer.open_descriptor()
+            descriptor = self._descriptor(connection, session)
             try:
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
                 connection.socket.sendmsg([codec.encode_attach_reply(reply)], [rights])
@@ -208,6 +234,15 @@ class AttachListener:
         except OSError as error:  # gone already, it does not read, or no descriptor is left: as good as disconnected
             self._log.warning("attach: cannot answer: %s", error)
             self._ended(connection)
+
+    def _descriptor(self, connection: _Connection, session: bytes) -> int:
+        """What goes with the answer: the arena, or the lifeline of the proxy."""
+        proxy = connection.proxy
+        if proxy is None:
+            return self._offer.open_descriptor()
+        assert connection.attachment is not None
+        proxy.begin(connection.attachment, session)
+        return proxy.lifeline.detach()  # closed once it is sent, so that only the client has it
 
     def _refuse(self, connection: _Connection, error: KvDepotError) -> None:
         self._log.warning("attach refused: %s", error)
@@ -263,13 +298,17 @@ class AttachListener:
         if self._connections.pop(connection.fd, None) is not None:
             self._loop.remove_reader(connection.fd)
         connection.socket.close()
+        if connection.proxy is not None:
+            connection.proxy.kill()
 
 
 class _Connection:
-    def __init__(self, peer: socket.socket) -> None:
+    def __init__(self, peer: socket.socket, daemon_socket: Path) -> None:
         self.socket = peer
         self.fd = peer.fileno()
+        self.daemon_socket = daemon_socket  # beside the one that was connected to
         self.attachment: int | None = None
+        self.proxy: StreamProxy | None = None  # ends with the connection
 
 
 def _close(fd: int | None) -> None:

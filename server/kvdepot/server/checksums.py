@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import subprocess
-import sys
 
 from kvdepot.server.arena_file import ArenaFile
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.io.checksum_wire import ANSWER, pack_job
+from kvdepot.server.io.child import spawn
 
 _JOBS_MAX = 64
 _JOB_BYTES_MAX = 256 << 20
@@ -21,6 +20,7 @@ _BACKOFF_SECONDS_MIN = 0.1
 _BACKOFF_SECONDS_MAX = 30.0
 _STABLE_SECONDS = 10.0
 _MODULE = "kvdepot.server.io.checksum_worker"
+_NICENESS = 19
 
 
 class ChecksumService:
@@ -60,7 +60,12 @@ class ChecksumService:
         """Start a worker; where the host has no room for one now, try again later."""
         self._respawn = None
         try:
-            self._process, self._socket, self._pidfd = self._spawn()
+            self._process, self._socket, self._pidfd = spawn(
+                _MODULE,
+                lambda socket_fd: (self._arena.fd, socket_fd, self._arena.layout.size_bytes, os.getpid()),
+                (self._arena.fd,),
+                niceness=_NICENESS,
+            )
         except OSError as error:
             self._start_later(f"cannot start: {error}")
             return
@@ -68,25 +73,6 @@ class ChecksumService:
         self._loop.add_reader(self._socket.fileno(), self._readable)
         self._loop.add_reader(self._pidfd, self._died)
         self.wake()
-
-    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-        """Process, our end of its socket, its pidfd; nothing is left behind when one of them cannot be had."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        arguments = (self._arena.fd, theirs.fileno(), self._arena.layout.size_bytes, os.getpid())
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(ours)
-            ours.setblocking(False)
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", _MODULE, *map(str, arguments)],
-                    pass_fds=(self._arena.fd, theirs.fileno()),
-                    stdin=subprocess.DEVNULL,
-                )
-            undo.callback(process.wait)
-            undo.callback(process.kill)
-            pidfd = os.pidfd_open(process.pid)
-            undo.pop_all()
-        return process, ours, pidfd
 
     def wake(self) -> None:
         """Hand out objects while the worker has room before it."""

@@ -1,6 +1,7 @@
 """The configuration: read strictly, refused with file, key and reason (DESIGN 8).
 
-`load` reads a file, `embedded` is what `kvdepotd serve` uses without one.
+`load` reads a file, `embedded` is what `kvdepotd serve` uses without one. Over either lie variables of the
+environment, and over these the options of the command line.
 """
 
 from __future__ import annotations
@@ -10,29 +11,27 @@ import os
 import stat
 import tempfile
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
 from kvdepot.core.errors import ConfigError
-from kvdepot.core.objectfile import Codec
-from kvdepot.server.config_schema import AUTO, Tables, TierTable
+from kvdepot.server import config_environment as environment
+from kvdepot.server.config_environment import Variable
+from kvdepot.server.config_schema import AUTO, DISK_KIND, SHARED_KIND, Tables
 from kvdepot.server.embedded_disk import NoDiskError, default_directory, tier_table
-from kvdepot.server.io.pool import worker_reserve_bytes
+from kvdepot.server.engine.types import EVERY
 from kvdepot.server.memory_room import (
     CAPACITY_BYTES_MIN,
-    HANDLE_RESERVE_BYTES,
     MIB,
-    OPENER_RESERVE_BYTES,
     arena_bytes_of,
     cgroup_limits,
     directory_bytes,
     host_bytes,
 )
-from kvdepot.server.tiers.disk.config import DiskConfig
-from kvdepot.server.tiers.disk.layout import DiskLayout
+from kvdepot.server.tier_settings import check_capacity, tiers_reserve_bytes
 from pydantic import BaseModel, ValidationError
 
 EMBEDDED = "embedded default"
@@ -42,12 +41,9 @@ AUTO_CAPACITY_BYTES_MAX = 4 << 30
 DEFAULT_ARENA_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the arena is memory, its name carries the uid
 _NOT_AVAILABLE = {
     "tls": "TLS is",
-    "quota": "quotas are",
-    "policy.prefetch_share": "prefetching is",
-    "policy.negative_ttl": "the negative cache is",
     "policy.audit_sample": "the audit is",
 }
-_TIER_KINDS_NOT_AVAILABLE = ("shared", "s3")
+_TIER_KINDS_NOT_AVAILABLE = ("s3",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +55,14 @@ class Config:
     capacity_bytes: int
     arena_path: Path
     note: str = ""  # what the log should say beside it
+    sources: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    """By key ("ram.capacity", "tier.nvme.write") that has no default, or another value: as it was given, and where."""
+
+    @property
+    def state_path(self) -> Path:
+        """Where the daemon keeps what operators told it."""
+        state = self.tables.daemon.state
+        return Path(state) if state else self.arena_path.with_name(f"{self.arena_path.name}.state")
 
     @property
     def arena_bytes(self) -> int:
@@ -71,7 +75,9 @@ class Config:
         return credit if "credit" in self.tables.sessions.model_fields_set else min(credit, self.arena_bytes // 2)
 
 
-def load(path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+def load(
+    path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()
+) -> Config:
     """Raises ConfigError for the first thing that is wrong."""
     try:
         text = path.read_bytes().decode()
@@ -83,39 +89,106 @@ def load(path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None) -
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(str(path), "", f"is no TOML: {error}") from error
-    return check(str(path), document, overrides)
+    return check(str(path), document, overrides, variables)
 
 
-def embedded(overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
+def embedded(overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()) -> Config:
     """A quarter of the memory, a disk tier in the user's cache, sockets in the runtime directory, a free port."""
     document: dict[str, Any] = {"daemon": {"metrics": "127.0.0.1:0", "mode": "0600"}}
-    if "listen" not in (overrides or {}).get("daemon", {}):
+    elsewhere = any((one.table, one.key) == ("daemon", "listen") for one in variables)
+    if not elsewhere and "listen" not in (overrides or {}).get("daemon", {}):
         document["daemon"]["listen"] = [f"unix://{runtime_directory() / 'kvdepot.sock'}"]
-    config = check(EMBEDDED, document, overrides)
-    return config if DISK in (overrides or {}) else _with_disk(config, document, overrides)
+    if DISK in (overrides or {}):
+        return check(EMBEDDED, document, overrides, variables)
+    config = check(EMBEDDED, document, overrides, [one for one in variables if not one.tier])
+    return _with_disk(config, document, overrides, variables)
 
 
-def _with_disk(config: Config, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None) -> Config:
+def _with_disk(
+    config: Config, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None,
+    variables: Sequence[Variable],
+) -> Config:  # fmt: skip
     """Without one, and a note, where there is no room for it."""
     try:
         table = tier_table(default_directory(config.tables.daemon.sockets[0]), None)
-        return check(EMBEDDED, {**document, "tier": [table]}, overrides)
+        return check(EMBEDDED, {**document, "tier": [table]}, overrides, variables)
     except (NoDiskError, ConfigError) as error:
+        if isinstance(error, ConfigError) and error.file == environment.SOURCE:
+            raise
         return replace(config, note=f"no disk tier: {error}")
 
 
-def check(file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None = None) -> Config:
-    """A parsed file, with single keys of the command line over it; DISK's stand for a whole `[[tier]]`, or none."""
+def check(
+    file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    variables: Sequence[Variable] = (),
+) -> Config:  # fmt: skip
+    """A parsed file, single keys of the environment over it, and of the command line over these.
+
+    DISK's stand for a whole `[[tier]]`, or none. What a variable has made wrong is refused by the variable's name.
+    """
+    merged, names = _merged(file, document, overrides, variables)
+    try:
+        config = _checked(file, merged)
+    except ConfigError as error:
+        blamed = {name for key, name in names.items() if f"{key}.".startswith(f"{error.key}.")}
+        if not blamed:
+            raise
+        variable = ", ".join(sorted(blamed))
+        raise ConfigError(environment.SOURCE, variable, error.reason, advice=error.advice) from error
+    return replace(config, sources=_sources(merged, names, overrides or {}))
+
+
+def _merged(
+    file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None,
+    variables: Sequence[Variable],
+) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
+    """The document, and by its keys the variables that have set them."""
+    _refuse_unavailable(file, document)
+    names: dict[str, str] = {}
+    if variables:
+        _validated(file, document)  # what is no list of tables could not be looked through
+        document, names = environment.applied(document, variables)
     for table, keys in (overrides or {}).items():
         if table == DISK:
             document = {**document, "tier": _disk_given(file, keys)}
+            names = {key: name for key, name in names.items() if not key.startswith("tier")}
             continue
         document = {**document, table: {**document.get(table, {}), **keys}}
-    _refuse_unavailable(file, document)
+        names = {key: name for key, name in names.items() if key not in {f"{table}.{one}" for one in keys}}
+    return document, names
+
+
+def _sources(
+    document: Mapping[str, Any], names: Mapping[str, str], overrides: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[object, str]]:
+    found: dict[str, tuple[object, str]] = {}
+
+    def note(prefix: str, keys: Mapping[str, Any], given: Iterable[str]) -> None:
+        for key, value in keys.items():
+            source = "command line" if key in given else names.get(f"{prefix}.{key}", "file")
+            found[f"{prefix}.{key}"] = (value, source)
+
+    for table, keys in document.items():
+        if table == "tier":
+            for tier in keys:
+                note(f"tier.{tier['name']}", tier, tier if DISK in overrides else ())
+        elif table == "quota":
+            for number, quota in enumerate(keys):
+                note(f"quota[{number}]", quota, ())
+        else:
+            note(table, keys, overrides.get(table, ()))
+    return found
+
+
+def _validated(file: str, document: Mapping[str, Any]) -> Tables:
     try:
-        tables = Tables.model_validate(document)
+        return Tables.model_validate(document)
     except ValidationError as error:
         raise _config_error(file, error) from error
+
+
+def _checked(file: str, document: Mapping[str, Any]) -> Config:
+    tables = _validated(file, document)
     arena_path = _arena_path(file, tables)
     capacity_bytes = tables.ram.capacity
     if capacity_bytes == AUTO:
@@ -133,40 +206,6 @@ def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [tier_table(Path(keys["path"]), keys.get("capacity"))]
     except NoDiskError as error:
         raise ConfigError(file, "--disk", str(error)) from error
-
-
-def disk_config(tables: Tables, tier: TierTable) -> DiskConfig:
-    """All that one disk tier is configured with, from three tables."""
-    return DiskConfig(
-        name=tier.name,
-        path=Path(tier.path),
-        capacity_bytes=tier.capacity,
-        codec=tier.codec_number,
-        io_workers=tier.io_workers,
-        deadline_seconds=tier.deadline,
-        fsync=tier.fsync,
-        write_budget_bytes=tier.write_budget,
-        quarantine_keep_seconds=tables.scrub.quarantine_keep,
-        quarantine_bytes=tables.scrub.quarantine_capacity,
-        scrub_bytes_per_second=tables.scrub.rate,
-        failures=tables.breaker.failures,
-        probe_seconds=tables.breaker.probe_every,
-    )
-
-
-def tiers_reserve_bytes(tables: Tables, capacity_bytes: int) -> int:
-    """Memory that the tiers below RAM take of its capacity: their processes, and what is known of their objects."""
-    return sum(_reserve_bytes(tier, capacity_bytes, _layout(tables, tier).handles) for tier in tables.tier)
-
-
-def _reserve_bytes(tier: TierTable, arena_bytes_max: int, handles: int) -> int:
-    workers_bytes = tier.io_workers * worker_reserve_bytes(arena_bytes_max, codec=tier.codec_number is not Codec.NONE)
-    journal_bytes = worker_reserve_bytes(0, codec=False)
-    return workers_bytes + journal_bytes + OPENER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES
-
-
-def _layout(tables: Tables, tier: TierTable) -> DiskLayout:
-    return DiskLayout.plan(tier.capacity, tables.scrub.quarantine_capacity)
 
 
 def runtime_directory() -> Path:
@@ -205,6 +244,7 @@ def _arena_path(file: str, tables: Tables) -> Path:
 
 def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:
     _check_tiers(file, tables)
+    check_quotas(file, tables)
     reserve_bytes = tiers_reserve_bytes(tables, capacity_bytes)
     if capacity_bytes < CAPACITY_BYTES_MIN + reserve_bytes:
         beside = f", and {reserve_bytes // MIB} MiB of the {len(tables.tier)} tiers below" if tables.tier else ""
@@ -235,11 +275,39 @@ def _check_tiers(file: str, tables: Tables) -> None:
         if tables.ram.path and path == Path(os.path.normpath(tables.ram.path)):
             raise ConfigError(file, f"tier.{tier.name}.path", f"{path} is the directory of the arena, [ram].path")
         try:
-            _layout(tables, tier)
+            check_capacity(tables, tier)
         except ConfigError as error:
             raise ConfigError(file, f"tier.{tier.name}.capacity", error.reason) from error
+        if tables.daemon.state and Path(os.path.normpath(tables.daemon.state)).is_relative_to(path):
+            raise ConfigError(
+                file, "daemon.state", f"{tables.daemon.state} lies in the directory of tier {tier.name!r}",
+                advice="name a file in another directory: a tier has its own to itself",
+            )  # fmt: skip
         names.add(tier.name)
         seen[path] = tier.name
+
+
+def check_quotas(file: str, tables: Tables) -> None:
+    """Raises ConfigError."""
+    tiers = [EVERY, "ram", *(tier.name for tier in tables.tier if tier.kind != SHARED_KIND)]
+    shared = [tier.name for tier in tables.tier if tier.kind == SHARED_KIND]
+    seen: dict[tuple[str, str | None, str], int] = {}
+    for number, quota in enumerate(tables.quota):
+        if quota.tier in shared:
+            raise ConfigError(
+                file, f"quota[{number}].tier", f"{quota.tier!r} is shared: what lies there is not this daemon's alone",
+                advice=f"choose one of: {', '.join(tiers)}",
+            )  # fmt: skip
+        if quota.tier not in tiers:
+            raise ConfigError(
+                file, f"quota[{number}].tier", f"there is no tier {quota.tier!r}",
+                advice=f"choose one of: {', '.join(tiers)}",
+            )  # fmt: skip
+        first = seen.setdefault((quota.tenant, quota.namespace, quota.tier), number)
+        if first != number:
+            raise ConfigError(
+                file, f"quota[{number}]", f"is about the same tenant, namespace and tier as quota[{first}]"
+            )
 
 
 def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
@@ -250,7 +318,7 @@ def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
         kind = tier.get("kind") if isinstance(tier, Mapping) else None
         if kind in _TIER_KINDS_NOT_AVAILABLE:
             raise ConfigError(file, "tier.kind", f"tiers of kind {kind!r} are not available in this version",
-                              advice='use "disk"')  # fmt: skip
+                              advice=f'use "{DISK_KIND}" or "{SHARED_KIND}"')  # fmt: skip
 
 
 def _lookup(document: Mapping[str, Any], key: str) -> object:

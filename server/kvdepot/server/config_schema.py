@@ -5,10 +5,13 @@ from __future__ import annotations
 import grp
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from string import hexdigits
+from typing import Annotated, Final, Literal, Self
 
+from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
+from kvdepot.server.engine.types import EVERY, ID_DIGITS
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"
@@ -17,6 +20,8 @@ SOCKET_PATH_BYTES_MAX = 107
 """sockaddr_un (unix(7)), without its final zero."""
 AUTO: Literal["auto"] = "auto"
 NONE = "none"
+DISK_KIND: Final = "disk"
+SHARED_KIND: Final = "shared"
 _CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
 
 
@@ -56,6 +61,14 @@ class DaemonTable(_Table):
     metrics: str = "127.0.0.1:9421"  # empty: off
     mode: str = Field(default="0660", pattern=r"^0?[0-7]{3}$")
     group: str = ""
+    state: str = ""
+
+    @field_validator("state")
+    @classmethod
+    def _check_state(cls, path: str) -> str:
+        if path and (not Path(path).is_absolute() or path.endswith("/")):
+            raise ValueError(f"{path!r} is no absolute path of a file")
+        return path
 
     @field_validator("listen")
     @classmethod
@@ -98,11 +111,22 @@ class DaemonTable(_Table):
         return grp.getgrnam(self.group).gr_gid if self.group else -1
 
 
-class RamTable(_Table):
-    capacity: AutoSize = AUTO
-    path: str = ""
+class _WatermarkTable(_Table):
+    """Shares of a tier: eviction ahead of need starts above the high one, and stops at the low one."""
+
     high_watermark: Share = 0.95
     low_watermark: Share = 0.90
+
+    @model_validator(mode="after")
+    def _check_watermarks(self) -> Self:
+        if self.low_watermark >= self.high_watermark:
+            raise ValueError(f"low_watermark {self.low_watermark} is not below high_watermark {self.high_watermark}")
+        return self
+
+
+class RamTable(_WatermarkTable):
+    capacity: AutoSize = AUTO
+    path: str = ""
 
     @field_validator("path")
     @classmethod
@@ -111,29 +135,27 @@ class RamTable(_Table):
             raise ValueError(f"{path!r} is no absolute path of a directory")
         return path
 
-    @model_validator(mode="after")
-    def _check_watermarks(self) -> RamTable:
-        if self.low_watermark >= self.high_watermark:
-            raise ValueError(f"low_watermark {self.low_watermark} is not below high_watermark {self.high_watermark}")
-        return self
-
 
 class SessionsTable(_Table):
     credit: Size = 2 << 30
     grace: Seconds = 60.0
+    streams: int = Field(default=8, ge=0, le=256)
 
 
 class PolicyTable(_Table):
     eviction: Literal["gdsf", "lru"] = "gdsf"
+    prefetch_share: float = Field(default=0.25, ge=0, le=1)
+    pin_share: float = Field(default=0.25, ge=0, le=0.9)
     loads_in_flight: int = Field(default=64, ge=1, le=4096)
     lease_deadline: Annotated[Seconds, Field(gt=0)] = 120.0
+    negative_ttl: Seconds = 2.0
 
 
-class TierTable(_Table):
+class TierTable(_WatermarkTable):
     """One `[[tier]]`. The first four keys have no default."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
-    kind: Literal["disk"]
+    kind: Literal["disk", "shared"]
     path: str
     capacity: Size
     write: Literal["commit", "evict", "second_use"] = "second_use"
@@ -143,6 +165,7 @@ class TierTable(_Table):
     deadline: Annotated[Seconds, Field(gt=0)] = 10.0
     load_weight: float = Field(default=1.0, ge=0, le=1000)
     fsync: bool = False
+    on_root_filesystem: bool = False
 
     @field_validator("path")
     @classmethod
@@ -157,6 +180,12 @@ class TierTable(_Table):
         if name == "ram":
             raise ValueError("'ram' is the name of the tier above")
         return name
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.on_root_filesystem and self.kind != SHARED_KIND:
+            raise ValueError(f"on_root_filesystem is a key of tiers of kind {SHARED_KIND!r}")
+        return self
 
     @property
     def codec_number(self) -> Codec:
@@ -174,6 +203,29 @@ class ScrubTable(_Table):
     quarantine_capacity: Size = 10 << 30
 
 
+class QuotaTable(_Table):
+    """One `[[quota]]`. `capacity` has no default."""
+
+    tenant: str = EVERY
+    namespace: str | None = Field(default=None, min_length=1)
+    tier: str = EVERY
+    capacity: SizeOrNone
+
+    @field_validator("tenant")
+    @classmethod
+    def _check_tenant(cls, name: str) -> str:
+        return _short(name, TENANT_BYTES_MAX)
+
+    @field_validator("namespace")
+    @classmethod
+    def _check_namespace(cls, name: str | None) -> str | None:
+        if name is not None and set(name) <= set(hexdigits) and not ID_DIGITS.fullmatch(name.lower()):
+            raise ValueError(f"{name!r} is neither a label nor 8 to 32 digits that begin a namespace's id")
+        if name is None or set(name) <= set(hexdigits):
+            return name and name.lower()
+        return _short(name, LABEL_BYTES_MAX)
+
+
 class LogTable(_Table):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
@@ -189,7 +241,15 @@ class Tables(_Table):
     policy: PolicyTable = PolicyTable()
     breaker: BreakerTable = BreakerTable()
     scrub: ScrubTable = ScrubTable()
+    quota: list[QuotaTable] = Field(default=[], max_length=256)
     log: LogTable = LogTable()
+
+
+def _short(text: str, bytes_max: int) -> str:
+    length = len(text.encode())
+    if length > bytes_max:
+        raise ValueError(f"{length} bytes are more than the {bytes_max} that one can have")
+    return text
 
 
 def _check_url(url: str) -> None:

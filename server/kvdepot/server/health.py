@@ -1,4 +1,4 @@
-"""Readiness, computed; and the small HTTP server that answers /metrics and /healthz."""
+"""Readiness, computed; and the small HTTP server that answers /metrics, /metrics/summary and /healthz."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class Readiness:
     reason: str  # why not; or what is degraded, empty when nothing is
 
 
-def readiness(*, serving: bool, stopping: bool, ready_bytes: int, growth_reason: str) -> Readiness:
+def readiness(*, serving: bool, stopping: bool, ready_bytes: int, growth_reason: str, draining: bool) -> Readiness:
     """Ready means: a call now can be answered with something better than "no room"."""
     if stopping:
         return Readiness(False, "stopping")
     if not serving:
         return Readiness(False, "starting")
+    if draining:
+        return Readiness(False, "an operator drains it: `kvdepotctl resume` ends that")
     if ready_bytes <= 0:
         return Readiness(False, growth_reason or "no byte of the arena is populated yet")
     return Readiness(True, growth_reason)
@@ -33,8 +35,11 @@ def readiness(*, serving: bool, stopping: bool, ready_bytes: int, growth_reason:
 class HttpListener:
     """HTTP/1.0, GET only, one request a connection; bounded in size, time and number."""
 
-    def __init__(self, *, metrics: Callable[[], bytes], health: Callable[[], Readiness]) -> None:
+    def __init__(
+        self, *, metrics: Callable[[], bytes], summary: Callable[[], str], health: Callable[[], Readiness]
+    ) -> None:
         self._metrics = metrics
+        self._summary = summary
         self._health = health
         self._server: asyncio.Server | None = None
         self._connections = 0
@@ -70,13 +75,15 @@ class HttpListener:
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET only\n")
         if path == b"/metrics":
             return _response(HTTPStatus.OK, "text/plain; version=0.0.4; charset=utf-8", self._metrics())
+        if path == b"/metrics/summary":
+            return _response(HTTPStatus.OK, "text/plain; charset=utf-8", self._summary().encode() + b"\n")
         if path == b"/healthz":
             health = self._health()
             body = json.dumps({"ready": health.ready, "reason": health.reason}).encode() + b"\n"
             return _response(
                 HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE, "application/json", body
             )
-        return _response(HTTPStatus.NOT_FOUND, "text/plain", b"/metrics and /healthz are here\n")
+        return _response(HTTPStatus.NOT_FOUND, "text/plain", b"/metrics, /metrics/summary and /healthz are here\n")
 
 
 def _response(status: HTTPStatus, kind: str, body: bytes) -> bytes:

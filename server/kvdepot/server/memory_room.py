@@ -22,6 +22,10 @@ _MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
 
 OPENER_RESERVE_BYTES = 32 * MIB
 """Private memory of a tier's opening process while it is idle, as it is between openings."""
+KEEPER_RESERVE_BYTES = 32 * MIB
+"""Private memory of a shared tier's keeper without what it notes of files."""
+FILE_RESERVE_BYTES = 96
+"""What a janitor notes of a file, while it puts them in order (ADR 0018)."""
 HANDLE_RESERVE_BYTES = 200
 """What an object that only a lower tier has takes of the daemon's memory: its node, and its entry in the tier."""
 

@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from kvdepot.core import limits
 from kvdepot.core.calls import Capabilities
-from kvdepot.core.errors import ConfigError
+from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server import processes
 from kvdepot.server.arena_file import ArenaFile, ArenaRequest, describe, open_arena
 from kvdepot.server.attach import ArenaOffer, AttachListener
 from kvdepot.server.checksums import ChecksumService
 from kvdepot.server.config import Config
-from kvdepot.server.config_schema import ATTACH_SUFFIX
-from kvdepot.server.disk_tiers import DiskTiers
+from kvdepot.server.control import Control, Reread
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import EngineConfig, Liveness, ProcessIdentity
 from kvdepot.server.file_lock import FileLock
 from kvdepot.server.health import HttpListener, Readiness, readiness
-from kvdepot.server.memory_room import is_memory_file_system
+from kvdepot.server.logs import make_log
+from kvdepot.server.lower_tiers import LowerTiers
+from kvdepot.server.memory_room import MIB, is_memory_file_system
+from kvdepot.server.metric_families import METHODS
 from kvdepot.server.metrics import exposition
 from kvdepot.server.populate import Growth, Populator
+from kvdepot.server.rpc.control_service import ControlService
 from kvdepot.server.rpc.depot_service import DepotService
 from kvdepot.server.rpc.listener import GrpcListener
+from kvdepot.server.rpc.measuring import measure
 from kvdepot.server.rpc.operator_service import OperatorService
+from kvdepot.server.service_notify import ServiceNotifier
+from kvdepot.server.set_quotas import SetQuotas
+from kvdepot.server.state_file import StateFile
+from kvdepot.server.streams import StreamProxies
+from kvdepot.server.summary import summary_line
+from kvdepot.server.tier_settings import engine_tier_config
 
+ARENA_NAME = "arena"
+"""Of the arena's descriptor, where the supervisor keeps it."""
 TICK_SECONDS = 0.1
 DRAIN_SECONDS = 5.0
 """What an orderly stop waits for outstanding checksums: without them the next daemon drops the objects."""
@@ -50,7 +63,8 @@ _DRAIN_STEP_SECONDS = 0.01
 class Node:
     """One daemon. Locks and arena are taken in the constructor, which is where a start is refused.
 
-    `notify` gets what a supervisor wants to know (sd_notify(3)).
+    `notify` tells the supervisor. `kept_arenas`: descriptors that it kept over a restart, taken over. `reread` is asked
+    at a reload; None: there is no file.
     """
 
     def __init__(
@@ -59,9 +73,12 @@ class Node:
         *,
         log: logging.Logger,
         loop: asyncio.AbstractEventLoop,
-        notify: Callable[[str], None],
+        notify: ServiceNotifier,
+        kept_arenas: Sequence[int] = (),
+        reread: Reread | None,
     ) -> None:
         self._notify = notify
+        self._reread = reread
         self._config = config
         self._log = log
         self._loop = loop
@@ -71,7 +88,9 @@ class Node:
         self._locks = [FileLock(_lock_path(config.arena_path), f"the arena {config.arena_path}")]
         for path in config.tables.daemon.sockets:
             self._locks.append(_socket_lock(config, path))
-        self._arena = self._open_arena()
+        self._arena = self._open_arena(kept_arenas)
+        notify.keep(ARENA_NAME, self._arena.fd)
+        self._quotas = SetQuotas()
         self._growth = Growth(0, done=False)
         self._serving = False
         self._stopping = False
@@ -80,22 +99,27 @@ class Node:
 
     def _compose(self) -> None:
         arena, superblock = self._arena, self._arena.superblock
-        counters = Counters()
-        tiers = DiskTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
+        self._counters = counters = Counters()
+        tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
         self._engine = Engine(
             arena.tables,
             arena_id=superblock.arena_id,
             run=superblock.run,
             clock=time.monotonic,
             random_bytes=secrets.token_bytes,
-            config=engine_config(self._config),
+            config=engine_config(self._config, self._quotas),
             counters=counters,
             tiers=tiers.make,
             identify=self._identify,
         )
         offer = ArenaOffer(superblock.arena_id, arena.layout.size_bytes, self._version, arena.open_descriptor)
+        tables = self._config.tables
+        streams = StreamProxies(
+            arena_fd=arena.fd, count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
+            group_id=tables.daemon.group_id, loop=self._loop, log=self._log,
+        )  # fmt: skip
         self._attach = AttachListener(
-            engine=self._engine, offer=offer, loop=self._loop, log=self._log, boot_id=self._boot_id
+            engine=self._engine, offer=offer, streams=streams, loop=self._loop, log=self._log, boot_id=self._boot_id
         )
         self._checksums = ChecksumService(arena=arena, engine=self._engine, loop=self._loop, log=self._log)
         self._populator = Populator(
@@ -108,8 +132,24 @@ class Node:
         depot = DepotService(
             self._engine, capabilities=self.capabilities, committed=self._checksums.wake, log=self._log
         )
-        self._grpc = GrpcListener(depot, OperatorService(self.status, self._engine.listing, self._log))
-        self._http = HttpListener(metrics=exposition(self.status), health=self.readiness)
+        measure(depot, METHODS, counters)
+        self._streams = streams
+        self._control = Control(
+            self._engine, StateFile(self._config.state_path), self._config,
+            reread=self._reread, configure=self._configure,
+            readiness_changed=self._tell_readiness, quotas=self._quotas, log=self._log,
+        )  # fmt: skip
+        self._control.restore()
+        self._grpc = GrpcListener(
+            depot,
+            OperatorService(self.status, self._engine.listing, self._engine.records, self._log),
+            ControlService(self._control, self._log),
+        )
+        self._http = HttpListener(
+            metrics=exposition(self.status, counters.histograms),
+            summary=lambda: summary_line(self.status()),
+            health=self.readiness,
+        )
 
     async def start(self) -> None:
         """Adopt, populate, listen. Raises ConfigError when an address cannot be had; then `stop` is still due."""
@@ -122,7 +162,7 @@ class Node:
         tables = self._config.tables.daemon
         try:
             for path in tables.sockets:
-                self._attach.listen(_attach_path(path), tables.mode_bits, tables.group_id)
+                self._attach.listen(path, tables.mode_bits, tables.group_id)
             self._attach.watch_adopted()
             self._start_tiers()
             await self._grpc.listen(tables.sockets, tables.mode_bits, tables.group_id)
@@ -158,12 +198,29 @@ class Node:
             self._log.warning("a tier did not close in %.0f s; its medium may hang", CLOSE_SECONDS)
         self._log.info("stopped; the arena %s stays for the next daemon%s", self._arena.path, kept)
 
+    async def reload(self) -> None:
+        """What SIGHUP asks for. The log has the outcome; a refused one changes nothing."""
+        with contextlib.suppress(KvDepotError):
+            await self._control.reload()
+
+    async def _tell_readiness(self) -> None:
+        await self._grpc.set_serving(self.readiness().ready)
+
+    def _configure(self, config: Config) -> None:
+        """Run with another configuration, in which only live keys differ."""
+        self._config, tables = config, config.tables
+        tiers = {tier.name: engine_tier_config(tier) for tier in tables.tier}
+        self._engine.configure(engine_config(config, self._quotas), tiers)
+        self._streams.count_max = tables.sessions.streams
+        make_log(tables.log.level, tables.log.format)
+
     def readiness(self) -> Readiness:
         return readiness(
             serving=self._serving,
             stopping=self._stopping,
             ready_bytes=max(self._growth.ready_bytes - self._arena.layout.data_offset, 0),
             growth_reason=self._growth.reason,
+            draining=self._engine.switches.draining,
         )
 
     def capabilities(self) -> Capabilities:
@@ -190,16 +247,21 @@ class Node:
             tiers=(self._tier(engine.tier), *engine.lower_tiers),
             sessions=engine.sessions,
             namespaces=engine.namespaces,
+            quotas=engine.quotas,
             counters=engine.counters,
+            switches=self._engine.switches.status(),
+            pins=self._engine.pins.statuses(),
         )
 
-    def _open_arena(self) -> ArenaFile:
+    def _open_arena(self, kept: Sequence[int]) -> ArenaFile:
         config = self._config
         folder = config.arena_path.parent
         if not is_memory_file_system(folder):
             self._log.warning("%s is on a disk: the arena belongs on tmpfs or hugetlbfs", folder)
         request = ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file)
-        return open_arena(request, boot_id=self._boot_id, random_bytes=secrets.token_bytes, alive=self._alive)
+        return open_arena(
+            request, kept=kept, boot_id=self._boot_id, random_bytes=secrets.token_bytes, alive=self._alive
+        )
 
     def _start_tiers(self) -> None:
         """Have the tiers open. Raises ConfigError where another daemon has a directory."""
@@ -244,14 +306,23 @@ class Node:
             self._log.error("the arena stopped growing: %s", growth.reason)
         elif growth.done:
             self._log.info("arena populated, %s", "locked into memory" if growth.locked else "not locked into memory")
+        self._notify(f"STATUS={self._progress()}")
         if self.readiness().ready != was_ready:
             self._health_task = self._loop.create_task(self._grpc.set_serving(not was_ready))
 
+    def _progress(self) -> str:
+        """One line for the supervisor."""
+        growth, size_bytes = self._growth, self._arena.layout.size_bytes
+        populated = f"{growth.ready_bytes // MIB} of {size_bytes // MIB} MiB of the arena are populated"
+        return f"degraded: {growth.reason}" if growth.reason else populated
+
     def _tick(self) -> None:
+        if self._tick_handle is not None:
+            self._counters.observe("loop_lag_seconds", self._loop.time() - self._tick_handle.when())
         self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
         self._engine.tick()
         self._checksums.wake()
-        self._notify("WATCHDOG=1")
+        self._notify.alive()
 
     async def _drain(self) -> bool:
         """Whether every committed object has its sum now."""
@@ -274,7 +345,7 @@ class Node:
         self._log.info("metrics on http://%s:%d/metrics, health on /healthz", *bound)
 
 
-def engine_config(config: Config) -> EngineConfig:
+def engine_config(config: Config, quotas: SetQuotas) -> EngineConfig:
     tables = config.tables
     return EngineConfig(
         credit_bytes=config.credit_bytes,
@@ -283,16 +354,15 @@ def engine_config(config: Config) -> EngineConfig:
         high_watermark=tables.ram.high_watermark,
         low_watermark=tables.ram.low_watermark,
         loads_in_flight=tables.policy.loads_in_flight,
+        prefetch_share=tables.policy.prefetch_share,
+        pin_share=tables.policy.pin_share,
         eviction=tables.policy.eviction,
+        quotas=quotas.for_engine(tables),
     )
 
 
 def _lock_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
-
-
-def _attach_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}{ATTACH_SUFFIX}")
 
 
 def _socket_lock(config: Config, path: Path) -> FileLock:

@@ -8,7 +8,7 @@ import socket
 import struct
 from pathlib import Path
 
-from kvdepot.server.engine.types import Liveness, ProcessIdentity
+from kvdepot.server.engine.identity import Liveness, ProcessIdentity
 
 SO_PEERPIDFD = 77
 """Linux 6.5; Python's socket module has no name for it before 3.14."""

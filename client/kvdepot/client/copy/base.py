@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from kvdepot.client.arena_map import ArenaMap
     from kvdepot.client.extents import Extents
 
 Column = npt.NDArray[np.int64]
@@ -61,21 +60,144 @@ class CopyBatch:
                 )
 
 
-class BlockCopier(Protocol):
-    """Made with the layers of one rank; used by one copying thread at a time."""
+class CopyMemory(Protocol):
+    """Where the offsets of a batch point to: the arena, or memory that stands for it."""
 
-    def copy(self, arena: ArenaMap, batch: CopyBatch, direction: Direction) -> None:
+    @property
+    def buffer(self) -> memoryview: ...
+    @property
+    def data_offset(self) -> int:
+        """No piece begins before it."""
+
+
+class BlockCopier(Protocol):
+    """Made with the layers of one rank; used by one copying thread, except `mark`."""
+
+    def mark(self) -> object:
+        """What the engine has given its device to do until now. On the engine's thread."""
+
+    def after(self, mark: object) -> None:
+        """Copies started from now on wait for what was marked."""
+
+    def copy(self, arena: CopyMemory, batch: CopyBatch, direction: Direction) -> None:
         """Start copying one batch. CPU: done on return.
 
         Raises CopyError before any byte moved if a piece is out of range.
         """
 
+    def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
+        """Start copying block `sources[i]` to block `targets[i]` within each of these layers.
+
+        No block is among both. Raises CopyError before any byte moved if one is out of range.
+        """
+
     def wait(self) -> None:
-        """Return when everything started before has been copied."""
+        """Return when everything started before has been copied. Raises if the device cannot say that any more."""
+
+    def prepare(self, arena: Arena | None) -> float | None:
+        """Use idle time to make copies to this arena fast. Seconds until there is more to do; None: never."""
+
+
+class Arena(Protocol):
+    """How a rank reaches granted extents: by a mapping (`ArenaMap`), or by streams (`StreamArena`)."""
+
+    @property
+    def arena_id(self) -> int:
+        """Extents of one arena mean nothing in another."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def pinnable(self) -> memoryview:
+        """What is mapped here and has its pages: from the arena's first byte on."""
+
+    def check(self, rows: Sequence[int], granted: Sequence[int]) -> bool:
+        """Whether, as far as is known here, every row has the generation it was granted with."""
+
+    def load(self, copier: BlockCopier, extents: Extents, batch: CopyBatch, timeout_seconds: float = ...) -> bool:
+        """Copy a batch of pieces within `extents` into the layers. False: it did not get there in time."""
+
+    def store(
+        self, copier: BlockCopier, extents: Extents, batch: CopyBatch, meanwhile: Callable[[], None] = ...
+    ) -> bool:
+        """Copy a batch out of the layers. False: not all of it is in the arena, and none will come late.
+
+        `meanwhile` is called now and then where this takes long. Raises InDoubt.
+        """
+
+
+class PossibleWriter(Protocol):
+    @property
+    def proxy_dead(self) -> bool: ...
+
+
+class InDoubt(Exception):  # noqa: N818 - a state, not an error
+    """Somebody may still write into the extents of a store that failed: it is not acknowledged before `over`."""
+
+    def __init__(self, writer: PossibleWriter) -> None:
+        super().__init__("a store broke off; its extents stay lent until the proxy is proven dead")
+        self._writer = writer
+
+    @property
+    def over(self) -> bool:
+        return self._writer.proxy_dead
 
 
 class CopyError(ValueError):
     """The pieces do not fit the layers or the arena: a broken plan, never copied in part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What pieces may name: for each layer its number of blocks and the bytes of one."""
+
+    blocks: Column
+    block_bytes: Column
+
+    def check(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> None:
+        """Raises CopyError."""
+        # Seen as unsigned, a negative number is a large one: one comparison for both bounds.
+        layers = batch.layers.view(np.uint64)
+        if (layers >= len(self.blocks)).any():
+            raise CopyError(f"a piece names layer {batch.layers.max()} of {len(self.blocks)}")
+        block_bytes = self.block_bytes[batch.layers]
+        wrong = batch.blocks.view(np.uint64) >= self.blocks[batch.layers].view(np.uint64)
+        wrong |= batch.skips.view(np.uint64) >= block_bytes.view(np.uint64)
+        wrong |= (batch.lengths - 1).view(np.uint64) >= (block_bytes - batch.skips).view(np.uint64)
+        wrong |= batch.offsets < data_offset
+        wrong |= batch.offsets + batch.lengths > arena_bytes
+        if wrong.any():
+            raise CopyError(self._what_is_wrong(batch, data_offset, arena_bytes))
+
+    def check_move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
+        """Raises CopyError."""
+        blocks = np.concatenate([sources, targets])
+        for layer in layers:
+            if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.blocks[layer]:
+                raise CopyError(f"blocks {blocks.min()} to {blocks.max()} of a layer of {self.blocks[layer]}")
+
+    def _what_is_wrong(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> str:
+        if batch.blocks.min() < 0 or (batch.blocks >= self.blocks[batch.layers]).any():
+            return f"a piece names block {batch.blocks.max()}, beyond its layer"
+        if batch.skips.min() < 0 or batch.lengths.min() <= 0:
+            return "a piece is empty or begins before its block"
+        if (batch.skips + batch.lengths > self.block_bytes[batch.layers]).any():
+            return "a piece ends after its block"
+        return f"a piece lies outside the arena's data, bytes {data_offset} to {arena_bytes}"
+
+    def runs(self, batch: CopyBatch) -> Iterator[tuple[int, int, bool]]:
+        """Pieces (start, end, whole) that are one layer's whole blocks, end to end in the arena; or a part of one."""
+        whole = (batch.skips == 0) & (batch.lengths == self.block_bytes[batch.layers])
+        together = (
+            whole[1:]
+            & whole[:-1]
+            & (batch.layers[1:] == batch.layers[:-1])
+            & (batch.offsets[1:] == batch.offsets[:-1] + batch.lengths[:-1])
+        )
+        cuts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(batch)]
+        for start, end in itertools.pairwise(cuts):
+            yield start, end, bool(whole[start])
 
 
 EMPTY = CopyBatch(*(np.empty(0, dtype=np.int64) for _ in range(5)))

@@ -15,20 +15,18 @@ one. What it reaches in the whole path: docs/benchmarks.md.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from kvdepot.client.copy.base import CopyError, Direction
+from kvdepot.client.copy.base import Bounds, CopyError, Direction
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvdepot.client.arena_map import ArenaMap
-    from kvdepot.client.copy.base import Column, CopyBatch
+    from kvdepot.client.copy.base import Arena, Column, CopyBatch, CopyMemory
 
 Bytes = npt.NDArray[np.uint8]
 _MEMMOVE_BYTES_MIN: Final = 512 << 10
@@ -84,12 +82,23 @@ class _Layer:
         if self.units is None:
             self._copy_one_by_one(blocks, extent, direction)
             return
-        indices = ((blocks * self._step)[:, None] + self._inner).ravel()
+        indices = self._indices(blocks)
         if direction is Direction.STORE:
             # "clip" because numpy buffers the output of any other mode; the indices were checked.
             self.units.take(indices, out=extent.view(self.units.dtype), mode="clip")
         else:
             self.units[indices] = extent.view(self.units.dtype)
+
+    def _indices(self, blocks: Column) -> Column:
+        """Where the units of these blocks lie."""
+        return ((blocks * self._step)[:, None] + self._inner).ravel()
+
+    def move(self, sources: Column, targets: Column) -> None:
+        """Whole blocks from one place of the layer to another."""
+        if self.units is None:
+            self.view[targets] = self.view[sources]
+        else:
+            self.units[self._indices(targets)] = self.units.take(self._indices(sources), mode="clip")
 
     def _copy_one_by_one(self, blocks: Column, extent: Bytes, direction: Direction) -> None:
         shaped = extent.view(self.view.dtype).reshape(len(blocks), *self.view.shape[1:])
@@ -121,39 +130,33 @@ class CpuCopier:
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         """Raises CopyError for a tensor that is not on the CPU."""
         self._layers = [_Layer(layer) for layer in layers]
-        self._blocks = np.array([layer.blocks for layer in self._layers], dtype=np.int64)
-        self._block_bytes = np.array([layer.block_bytes for layer in self._layers], dtype=np.int64)
+        self._bounds = Bounds(
+            np.array([layer.blocks for layer in self._layers], dtype=np.int64),
+            np.array([layer.block_bytes for layer in self._layers], dtype=np.int64),
+        )
         self._large_runs = np.array([layer.large_runs for layer in self._layers], dtype=np.bool_)
         self._addresses = np.array([layer.address for layer in self._layers], dtype=np.int64)
         self._strides = np.array([layer.stride_bytes for layer in self._layers], dtype=np.int64)
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of one block of a layer, without padding."""
-        return int(self._block_bytes[layer])
+        return int(self._bounds.block_bytes[layer])
 
-    def copy(self, arena: ArenaMap, batch: CopyBatch, direction: Direction) -> None:
+    def copy(self, arena: CopyMemory, batch: CopyBatch, direction: Direction) -> None:
         """Copy one batch on this thread. Raises CopyError before any byte moved if a piece is out of range."""
         if not len(batch):
             return
         target = np.frombuffer(arena.buffer, dtype=np.uint8)
-        self._check(batch, arena.layout.data_offset, len(target))
+        self._bounds.check(batch, arena.data_offset, len(target))
         if self._large_runs[batch.layers].all():
             self._copy_runs(target, batch, direction)
             return
-        whole = (batch.skips == 0) & (batch.lengths == self._block_bytes[batch.layers])
-        together = (
-            whole[1:]
-            & whole[:-1]
-            & (batch.layers[1:] == batch.layers[:-1])
-            & (batch.offsets[1:] == batch.offsets[:-1] + batch.lengths[:-1])
-        )
-        cuts = [0, *(np.flatnonzero(~together) + 1).tolist(), len(batch)]
         begins = batch.offsets.tolist()
         layers = batch.layers.tolist()
-        for start, end in itertools.pairwise(cuts):
+        for start, end, whole in self._bounds.runs(batch):
             layer = self._layers[layers[start]]
             extent = target[begins[start] : begins[end - 1] + int(batch.lengths[end - 1])]
-            if whole[start]:
+            if whole:
                 layer.copy(batch.blocks[start:end], extent, direction)
             else:
                 layer.copy_part(int(batch.blocks[start]), int(batch.skips[start]), extent, direction)
@@ -166,28 +169,20 @@ class CpuCopier:
         for to_address, from_address, length in zip(into, out, batch.lengths.tolist(), strict=True):
             _memmove(to_address, from_address, length)
 
+    def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
+        """On this thread, by way of a private copy. Raises CopyError before any byte moved for a block out of range."""
+        self._bounds.check_move(layers, sources, targets)
+        for layer in layers:
+            self._layers[layer].move(sources, targets)
+
+    def mark(self) -> None:
+        """Nothing: what was given to a CPU is done."""
+
+    def after(self, mark: object) -> None:
+        """Likewise."""
+
     def wait(self) -> None:
         """Nothing is ever left running."""
 
-    def _check(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> None:
-        # Seen as unsigned, a negative number is a large one: one comparison for both bounds.
-        layers = batch.layers.view(np.uint64)
-        if (layers >= len(self._layers)).any():
-            raise CopyError(f"a piece names layer {batch.layers.max()} of {len(self._layers)}")
-        block_bytes = self._block_bytes[batch.layers]
-        wrong = batch.blocks.view(np.uint64) >= self._blocks[batch.layers].view(np.uint64)
-        wrong |= batch.skips.view(np.uint64) >= block_bytes.view(np.uint64)
-        wrong |= (batch.lengths - 1).view(np.uint64) >= (block_bytes - batch.skips).view(np.uint64)
-        wrong |= batch.offsets < data_offset
-        wrong |= batch.offsets + batch.lengths > arena_bytes
-        if wrong.any():
-            raise CopyError(self._what_is_wrong(batch, data_offset, arena_bytes))
-
-    def _what_is_wrong(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> str:
-        if batch.blocks.min() < 0 or (batch.blocks >= self._blocks[batch.layers]).any():
-            return f"a piece names block {batch.blocks.max()}, beyond its layer"
-        if batch.skips.min() < 0 or batch.lengths.min() <= 0:
-            return "a piece is empty or begins before its block"
-        if (batch.skips + batch.lengths > self._block_bytes[batch.layers]).any():
-            return "a piece ends after its block"
-        return f"a piece lies outside the arena's data, bytes {data_offset} to {arena_bytes}"
+    def prepare(self, arena: Arena | None) -> None:
+        """Nothing to prepare."""

@@ -1,6 +1,7 @@
 """kvdepotctl: what an operator asks a running daemon.
 
-Exit codes: 0 ok, 1 the daemon is not ready or has nothing by that name, 2 wrong usage, 3 no daemon answers.
+Exit codes: 0 ok, 1 the daemon is not ready, has nothing by that name or refuses its file, or a check of `doctor`
+fails, 2 wrong usage, 3 no daemon answers, 4 its socket is not for this user.
 """
 
 from __future__ import annotations
@@ -12,13 +13,23 @@ from pathlib import Path
 
 import click
 import grpc
+from kvdepot.client.ctl.commands.completion import completion
+from kvdepot.client.ctl.commands.configuration import config, reload
 from kvdepot.client.ctl.commands.describe import describe
+from kvdepot.client.ctl.commands.doctor import doctor
+from kvdepot.client.ctl.commands.drain import drain, resume
+from kvdepot.client.ctl.commands.evict import evict
+from kvdepot.client.ctl.commands.explain import explain
 from kvdepot.client.ctl.commands.ls import ls
+from kvdepot.client.ctl.commands.pins import pin, unpin
+from kvdepot.client.ctl.commands.quotas import quota
 from kvdepot.client.ctl.commands.status import status
+from kvdepot.client.ctl.commands.switches import loads, stores
+from kvdepot.client.ctl.commands.top import top
 from kvdepot.client.endpoint import Endpoint, EndpointError
-from kvdepot.core.errors import InvalidArgument, KvDepotError, NotFound
+from kvdepot.core.errors import ConfigError, InvalidArgument, KvDepotError, NotFound
 
-EXIT_NOT_FOUND, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
+EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_FORBIDDEN = 1, 2, 3, 4
 
 
 def default_endpoint() -> str:
@@ -50,11 +61,14 @@ class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since 
 )
 @click.pass_context
 def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
-    """Look into a running kvdepotd."""
+    """Look into a running kvdepotd, and steer it."""
     context.obj = (endpoint, timeout)
 
 
-for command in (status, ls, describe):
+for command in (
+    status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, reload, config,
+    completion,
+):  # fmt: skip
     cli.add_command(command)
 
 
@@ -68,6 +82,11 @@ def main() -> None:
     except click.Abort:
         sys.exit(130)
     except grpc.RpcError as error:
+        if "Permission denied" in (error.details() or ""):
+            click.echo(
+                "kvdepotctl: the daemon's socket is not for this user; [daemon] mode and group say for whom", err=True
+            )
+            sys.exit(EXIT_FORBIDDEN)
         click.echo(f"kvdepotctl: no answer: {error.code().name}: {error.details()}", err=True)
         click.echo("Is kvdepotd running, and does --endpoint name its socket?", err=True)
         sys.exit(EXIT_UNREACHABLE)
@@ -78,8 +97,8 @@ def main() -> None:
 
 
 def _exit_code(error: KvDepotError) -> int:
-    if isinstance(error, NotFound):
-        return EXIT_NOT_FOUND
+    if isinstance(error, NotFound | ConfigError):
+        return EXIT_REFUSED
     return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_UNREACHABLE
 
 

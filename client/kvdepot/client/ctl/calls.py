@@ -8,6 +8,19 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
 from kvdepot.client.transports.control import CHANNEL_OPTIONS
+from kvdepot.core.control import (
+    ConfigReply,
+    EvictReply,
+    PinCall,
+    PinReply,
+    QuotaEntry,
+    QuotaSubject,
+    ReloadReply,
+    Switch,
+    SwitchCall,
+    SwitchReply,
+    switch_states,
+)
 from kvdepot.core.errors import InvalidArgument, KvDepotError, NotFound
 from kvdepot.core.listing import (
     PREFIX_DIGITS_MAX,
@@ -19,12 +32,14 @@ from kvdepot.core.listing import (
     NamespacePage,
     prefix_range,
 )
-from kvdepot.proto import codec_listing
+from kvdepot.proto import codec_control, codec_listing, codec_records, codec_report
 from kvdepot.proto.status import CODE_KEY, from_status
-from kvdepot.proto.v1 import depot_pb2_grpc
+from kvdepot.proto.v1 import control_pb2, control_pb2_grpc, depot_pb2, depot_pb2_grpc
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
+    from kvdepot.core.records import RequestRecord
+    from kvdepot.core.report import DaemonStatus, PinStatus
 
 _CANDIDATES_SHOWN: Final = 8
 
@@ -35,15 +50,21 @@ Reply = TypeVar("Reply")
 def connect(endpoint: Endpoint, timeout_seconds: float) -> Iterator[Operator]:
     """`timeout_seconds` is each call's."""
     with grpc.insecure_channel(endpoint.grpc_target, options=CHANNEL_OPTIONS) as channel:
-        yield Operator(depot_pb2_grpc.OperatorStub(channel), timeout_seconds)  # type: ignore[no-untyped-call]
+        operator = depot_pb2_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
+        control = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
+        yield Operator(operator, control, timeout_seconds)
 
 
 class Operator:
     """All methods raise NotFound, InvalidArgument, or grpc.RpcError when the daemon does not answer."""
 
-    def __init__(self, stub: Any, timeout_seconds: float) -> None:
+    def __init__(self, stub: Any, control: Any, timeout_seconds: float) -> None:
         self._stub = stub
+        self._control = control
         self._timeout_seconds = timeout_seconds
+
+    def status(self) -> DaemonStatus:
+        return codec_report.decode_status(self._call(self._stub.GetStatus, depot_pb2.GetStatusRequest()))
 
     def namespaces(self, prefix: str, limit: int, cursor: str = "") -> NamespacePage:
         """At most `limit`, and where to go on."""
@@ -78,6 +99,57 @@ class Operator:
         request = codec_listing.encode_describe_chunk(namespace_id, key)
         return codec_listing.decode_chunk_description(self._call(self._stub.DescribeChunk, request))
 
+    def explain(self, request_id: str) -> tuple[RequestRecord, ...]:
+        """What is remembered of the requests of this id, or with this beginning; the latest first."""
+        request = codec_records.encode_explain(request_id)
+        return codec_records.decode_records(self._call(self._stub.ExplainRequest, request))
+
+    # What changes something
+
+    def switch(self, call: SwitchCall) -> SwitchReply:
+        request = codec_control.encode_switch_call(call)
+        return codec_control.decode_switch_reply(self._call(self._control.SetSwitch, request))
+
+    def drain(self, *, draining: bool) -> int:
+        """How many leases were granted before and have not ended."""
+        return int(self._call(self._control.SetDraining, control_pb2.SetDrainingRequest(draining=draining)).leases)
+
+    def pin(self, call: PinCall) -> PinReply:
+        return codec_control.decode_pin_reply(self._call(self._control.Pin, codec_control.encode_pin_call(call)))
+
+    def unpin(self, namespace_id: bytes, key: bytes) -> str:
+        """Empty, or why the next run of the daemon will not know."""
+        request = control_pb2.UnpinRequest(namespace=namespace_id, key=key)
+        return str(self._call(self._control.Unpin, request).not_kept)
+
+    def set_quota(self, entry: QuotaEntry) -> str:
+        """Empty, or why the next run of the daemon will not know."""
+        return str(self._call(self._control.SetQuota, codec_control.encode_set_quota(entry)).not_kept)
+
+    def delete_quota(self, subject: QuotaSubject) -> str:
+        """Likewise."""
+        request = control_pb2.DeleteQuotaRequest(subject=codec_control.encode_quota_subject(subject))
+        return str(self._call(self._control.DeleteQuota, request).not_kept)
+
+    def quotas(self, subject: QuotaSubject | None = None) -> tuple[QuotaEntry, ...]:
+        """Those in effect: all, or the one about the subject where there is one."""
+        return codec_control.decode_quotas(
+            self._call(self._control.ListQuotas, codec_control.encode_list_quotas(subject))
+        )
+
+    def evict(self, namespace_id: bytes, key: bytes) -> EvictReply:
+        request = codec_control.encode_evict_call(namespace_id, key)
+        return codec_control.decode_evict_reply(self._call(self._control.Evict, request))
+
+    def reload(self, *, dry_run: bool = False) -> ReloadReply:
+        """Raises ConfigError for a file that is wrong or, unless it is a dry run, says what takes a restart."""
+        request = control_pb2.ReloadRequest(dry_run=dry_run)
+        return codec_control.decode_reload_reply(self._call(self._control.Reload, request))
+
+    def configuration(self) -> ConfigReply:
+        request = control_pb2.GetConfigRequest()
+        return codec_control.decode_config_reply(self._call(self._control.GetConfig, request))
+
     # Names
 
     def find_namespace(self, prefix: str) -> bytes:
@@ -92,6 +164,32 @@ class Operator:
         raise NotFound(
             f"no namespace begins with {prefix}", advice=f"there are {_some(others)}" if others else "there is none"
         )
+
+    def find_switched_off(self, switch: Switch, prefix: str) -> bytes:
+        """Likewise of those that are switched off by themselves, which the daemon may know no other way."""
+        prefix = _digits("NAMESPACE", prefix)
+        off = switch_states(self.status().switches)[switch].off_namespaces
+        found = [one for one in off if one.hex().startswith(prefix)]
+        if len(found) > 1:
+            raise _ambiguous("namespaces", prefix, [one.hex() for one in found])
+        return found[0] if found else self.find_namespace(prefix)
+
+    def find_pin(self, namespace: str, key: str) -> PinStatus:
+        """The one pin whose names begin with these digits; without a key a whole namespace's. Raises likewise."""
+        namespace = _digits("NAMESPACE", namespace)
+        found = [
+            one
+            for one in self.status().pins
+            if one.namespace_id.hex().startswith(namespace)
+            and (one.key.hex().startswith(_digits("KEY", key)) if key else not one.key)
+        ]
+        if len(found) > 1:
+            names = [one.namespace_id.hex() + (f"/{one.key.hex()}" if one.key else "") for one in found]
+            raise _ambiguous("pins", f"{namespace}/{key}" if key else namespace, names)
+        if not found:
+            what = f"no path that ends with {key}" if key else "no namespace"
+            raise NotFound(f"{what} is pinned by the name of {namespace}", advice="`kvdepotctl status` lists what is")
+        return found[0]
 
     def find_chunk(self, namespace_id: bytes, prefix: str) -> bytes:
         """The one key that begins with these digits. Raises NotFound or InvalidArgument, naming candidates."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.ctl.printer import kind_text, new_table, size_text
+from kvdepot.client.ctl.printer import duration_text, kind_text, new_table, pin_record, pins_table, size_text
 from kvdepot.core.calls import ROOT_KEY
 from rich.markup import escape
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ObjectDescription,
     )
     from kvdepot.core.planner import GroupSpec
+    from kvdepot.core.report import PinStatus
     from rich.console import Console
     from rich.table import Table
 
@@ -75,10 +76,11 @@ def chunk_page_record(namespace_id: bytes, page: ChunkPage) -> dict[str, Any]:
     }
 
 
-def namespace_description_record(found: NamespaceDescription) -> dict[str, Any]:
+def namespace_description_record(found: NamespaceDescription, pins: Sequence[PinStatus]) -> dict[str, Any]:
     spec = found.spec
     return namespace_record(found.contents) | {
         "engines": list(found.engines),
+        "pins": [pin_record(one) for one in pins],
         "registered": spec is not None,
         "object_bytes": _sizes(spec) if spec else {},
         "groups": [_group_record(group) for group in spec.groups] if spec else [],
@@ -109,6 +111,7 @@ def _object_record(found: ObjectDescription) -> dict[str, Any]:
         "sequence": found.sequence or None,
         "generation": found.generation,
         "extents": found.extents,
+        "pinned": found.pinned,
         "loans": [
             {
                 "engine_id": loan.engine_id,
@@ -160,7 +163,7 @@ def _add_namespace(table: Table, namespace: NamespaceContents) -> None:
         namespace.namespace_id.hex()[:_ID_DIGITS], escape(namespace.label), escape(namespace.tenant),
         str(namespace.chunks),
     ]  # fmt: skip
-    used = f"{_duration_text(namespace.idle_seconds)} ago"
+    used = f"{duration_text(namespace.idle_seconds)} ago"
     for tier in namespace.tiers:
         objects = " ".join(f"{kind_text(kind)}:{count}" for kind, count in sorted(tier.objects.items()))
         table.add_row(*first, escape(tier.tier), objects or "0", size_text(tier.size_bytes), used)
@@ -195,15 +198,17 @@ def _held(chunk: Chunk) -> list[str]:
     return texts
 
 
-def print_namespace_description(found: NamespaceDescription, console: Console) -> None:
+def print_namespace_description(found: NamespaceDescription, pins: Sequence[PinStatus], console: Console) -> None:
     contents, spec = found.contents, found.spec
     console.print(f"namespace {contents.namespace_id.hex()} {escape(contents.label)}", soft_wrap=True)
-    console.print(f"{contents.chunks} chunks, last used {_duration_text(contents.idle_seconds)} ago")
+    console.print(f"{contents.chunks} chunks, last used {duration_text(contents.idle_seconds)} ago")
     table = new_table("tiers", "tier", "objects", "size")
     for tier in contents.tiers:
         objects = " ".join(f"{kind_text(kind)}:{count}" for kind, count in sorted(tier.objects.items()))
         table.add_row(escape(tier.tier), objects or "0", size_text(tier.size_bytes))
     console.print(table)
+    if pins:
+        console.print(pins_table(pins))
     engines = ", ".join(map(escape, found.engines))
     console.print(f"engines: {engines}" if engines else "no engine has registered it", soft_wrap=True)
     if spec is None:
@@ -246,7 +251,8 @@ def print_chunk_description(namespace_id: bytes, found: ChunkDescription, consol
     for one in found.objects:
         in_arena = bool(one.extents)
         table.add_row(
-            escape(one.tier), kind_text(one.kind), escape(one.state), size_text(one.size_bytes),
+            escape(one.tier), kind_text(one.kind), escape(one.state) + (" (pinned)" if one.pinned else ""),
+            size_text(one.size_bytes),
             "" if in_arena else size_text(one.stored_bytes), one.checksum.hex()[:_ID_DIGITS] or "not known",
             str(one.sequence or ""), str(one.generation) if in_arena else "", str(one.extents or ""),
         )  # fmt: skip
@@ -275,10 +281,3 @@ def _digits_that_tell_apart(keys: Iterable[bytes]) -> int:
     while len({text[:digits] for text in texts}) < len(set(texts)):
         digits += 1
     return digits
-
-
-def _duration_text(seconds: float) -> str:
-    for unit, unit_seconds in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= unit_seconds:
-            return f"{seconds / unit_seconds:.1f} {unit}"
-    return f"{seconds:.0f} s"

@@ -6,11 +6,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.core.calls import Kind
+from kvdepot.core.control import switch_states
 from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from kvdepot.core.report import DaemonStatus
+    from collections.abc import Iterable
+
+    from kvdepot.core.report import DaemonStatus, PinStatus, QuotaStatus, SwitchesStatus
     from rich.console import Console
 
 _STEP = 1024
@@ -41,10 +44,28 @@ def status_record(status: DaemonStatus) -> dict[str, Any]:
     """The same fields as `DaemonStatus`, JSON-safe: ids in hexadecimal, kinds by name."""
     record = asdict(status)
     record["arena_id"] = f"{status.arena_id:016x}"
+    record["switches"] = switches_record(status.switches)
+    record["pins"] = [pin_record(one) for one in status.pins]
     for namespace, found in zip(record["namespaces"], status.namespaces, strict=True):
         namespace["namespace_id"] = found.namespace_id.hex()
         namespace["objects"] = {kind_text(kind): count for kind, count in found.objects.items()}
     return record
+
+
+def switches_record(switches: SwitchesStatus) -> dict[str, Any]:
+    return {
+        name: [one.hex() for one in value] if isinstance(value, tuple) else value
+        for name, value in asdict(switches).items()
+    }
+
+
+def pin_record(pin: PinStatus) -> dict[str, Any]:
+    return asdict(pin) | {"namespace_id": pin.namespace_id.hex(), "key": pin.key.hex() or None}
+
+
+def pin_text(pin: PinStatus) -> str:
+    namespace = f"namespace {pin.namespace_id.hex()[:12]}"
+    return f"the path to chunk {pin.key.hex()[:12]} of {namespace}" if pin.key else namespace
 
 
 def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> None:
@@ -52,13 +73,27 @@ def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> N
     state = "[green]ready[/]" if status.ready else f"[red]not ready[/]: {escape(status.reason) or 'no reason given'}"
     console.print(f"kvdepotd {escape(status.version)}, pid {status.pid}, up {status.uptime_seconds:.0f} s, {state}")
     console.print(f"arena {status.arena_id:016x}, run {status.run}")
+    _print_switches(status.switches, console)
     console.print(_tiers(status))
     if any(tier.kind != "ram" for tier in status.tiers):
         console.print(_media(status))
+        console.print(_prefetch(status))
     console.print(_sessions(status) if status.sessions else "no engine is attached")
+    if status.quotas:
+        console.print(quotas_table(status.quotas))
+    if status.pins:
+        console.print(pins_table(status.pins))
     console.print(_namespaces(status) if status.namespaces else "no namespace is known")
     if counters:
         console.print(_counters(status))
+
+
+def _print_switches(switches: SwitchesStatus, console: Console) -> None:
+    """Nothing where all are on."""
+    for switch, state in switch_states(switches).items():
+        if state.anywhere_off:
+            whom = "all namespaces" if state.off else ", ".join(one.hex()[:12] for one in state.off_namespaces)
+            console.print(f"[red]{switch} are off[/] for {whom}")
 
 
 def _tiers(status: DaemonStatus) -> Table:
@@ -73,12 +108,65 @@ def _tiers(status: DaemonStatus) -> Table:
 
 def _media(status: DaemonStatus) -> Table:
     """What only tiers below RAM have."""
-    table = new_table("media", "tier", "breaker", "queued objects", "queued", "written today", "quarantined")
+    table = new_table("media", "tier", "breaker", "queued objects", "queued", "written today", "quarantined", "role")
     for tier in status.tiers:
         if tier.kind != "ram":
             sizes = (tier.queued_bytes, tier.written_today_bytes, tier.quarantined_bytes)
             table.add_row(
-                escape(tier.name), escape(tier.breaker), str(tier.queued_objects), *map(size_text, sizes)
+                escape(tier.name), escape(tier.breaker), str(tier.queued_objects), *map(size_text, sizes),
+                "janitor" if tier.is_janitor else "node" if tier.node else "",
+            )  # fmt: skip
+    return table
+
+
+def _prefetch(status: DaemonStatus) -> Table:
+    """What is read ahead into RAM for requests that wait, and what came of it since the daemon started."""
+    table = new_table("prefetch", "requests", "objects", "held", "read ahead", "used", "wasted")
+    ram = next(tier for tier in status.tiers if tier.kind == "ram")
+    wasted = sum(value for name, value in status.counters.items() if name.startswith("prefetch_wasted_bytes."))
+    since = (status.counters.get("prefetched_bytes", 0), status.counters.get("prefetch_used_bytes", 0), wasted)
+    table.add_row(
+        str(ram.prefetching_requests), str(ram.prefetched_objects), size_text(ram.prefetched_bytes),
+        *(size_text(int(size_bytes)) for size_bytes in since),
+    )  # fmt: skip
+    return table
+
+
+def pins_table(pins: Iterable[PinStatus]) -> Table:
+    """What is kept in RAM of each, as of some seconds ago."""
+    table = new_table("pins", "namespace", "path to", "ends in", "chunks", "objects kept", "size")
+    for pin in pins:
+        table.add_row(
+            pin.namespace_id.hex()[:12], pin.key.hex()[:12] or "(all)", duration_text(pin.seconds_left),
+            str(pin.chunks), str(pin.objects), size_text(pin.bytes),
+        )  # fmt: skip
+    return table
+
+
+def duration_text(seconds: float) -> str:
+    for unit, unit_seconds in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= unit_seconds:
+            return f"{seconds / unit_seconds:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def quotas_table(quotas: Iterable[QuotaStatus]) -> Table:
+    """A line for each who is held to a quota, or for the quota where there is nobody."""
+    table = new_table("quotas", "tenant", "namespace", "tier", "used", "capacity", "objects refused", "objects evicted")
+    for quota in quotas:
+        for owner in quota.owners:
+            tenant = "(unknown)" if owner.tenant is None else owner.tenant
+            table.add_row(
+                escape(tenant), escape(owner.namespace) or "(total)", escape(quota.tier),
+                size_text(owner.used_bytes), size_text(quota.capacity_bytes),
+                str(owner.refused_objects), str(owner.evicted_objects),
+            )  # fmt: skip
+        more = quota.owners_count - len(quota.owners)
+        if more or not quota.owners:
+            table.add_row(
+                escape(quota.tenant), escape(quota.namespace) or "(total)", escape(quota.tier),
+                f"{more} more" if more else "nobody", size_text(quota.capacity_bytes),
+                str(quota.refused_objects), str(quota.evicted_objects),
             )  # fmt: skip
     return table
 

@@ -31,11 +31,15 @@ class AttachError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """An accepted attachment. The connection is the liveness; the descriptor is the caller's to close."""
+    """An accepted attachment. The connection is the liveness; the descriptor is the caller's to close.
+
+    It is the arena's, or, where the reply names a stream, that of the proxy's lifeline; None where something between
+    the two processes takes descriptors away.
+    """
 
     connection: socket.socket
     reply: AttachReply
-    descriptor: int
+    descriptor: int | None
 
 
 def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
@@ -52,8 +56,8 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         reply = codec.decode_attach_reply(datagram)
         if not reply.protocol:
             raise AttachError(reply.error or "refused without a reason", by_daemon=True)
-        if len(descriptors) != 1:
-            raise AttachError(f"the answer carries {len(descriptors)} descriptors, not 1", by_daemon=True)
+        if len(descriptors) > 1:
+            raise AttachError(f"the answer carries {len(descriptors)} descriptors", by_daemon=True)
     except AttachError:
         _close(connection, descriptors)
         raise
@@ -61,7 +65,7 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         _close(connection, descriptors)
         raise AttachError(f"{path}: {error}", by_daemon=isinstance(error, KvDepotError)) from error
     connection.settimeout(None)
-    return Attached(connection, reply, descriptors[0])
+    return Attached(connection, reply, descriptors[0] if descriptors else None)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

@@ -7,14 +7,20 @@ method nobody expected to be called.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from kvdepot.client.vllm import versions
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import ConfigError
 from vllm import __version__ as vllm_version
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -24,8 +30,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+from vllm.v1.core.kv_cache_utils import (
+    generate_block_hash_extra_keys,
+    maybe_convert_block_hash,
+    to_event_extra_keys,
+)
 from vllm.v1.kv_cache_interface import (
-    KVCacheSpecKind,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
     group_kernel_blocks,
@@ -33,16 +54,14 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-VERSION_MIN: Final = (0, 32)
-VERSION_MAX: Final = (0, 33)
-
 VLLM_VERSION: Final = str(vllm_version)
-_KINDS: Final[dict[Any, Kind]] = {
-    KVCacheSpecKind.FULL_ATTENTION: Kind.ATTENTION,
-    KVCacheSpecKind.MLA_ATTENTION: Kind.ATTENTION,
-    KVCacheSpecKind.SLIDING_WINDOW: Kind.WINDOW,
-    KVCacheSpecKind.MAMBA: Kind.STATE,
+_KINDS: Final[dict[type, Kind]] = {
+    FullAttentionSpec: Kind.ATTENTION,
+    MLAAttentionSpec: Kind.ATTENTION,
+    SlidingWindowSpec: Kind.WINDOW,
+    MambaSpec: Kind.STATE,
 }
+"""By the class itself: vLLM calls subclasses the same kind, but some drop blocks, or fill them, in their own way."""
 
 
 # Set in an engine's environment, and without influence on a byte of KV: where it runs, talks, logs and is built.
@@ -74,27 +93,62 @@ def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def check_version(version: str = VLLM_VERSION) -> None:
-    """Raises ConfigError naming the supported range. Development builds without a number pass."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
-        return
-    found = (int(match[1]), int(match[2]))
-    if found[0] == 0 and found[1] == 0:
-        return
-    if not VERSION_MIN <= found <= VERSION_MAX:
-        low, high = (".".join(map(str, bound)) for bound in (VERSION_MIN, VERSION_MAX))
-        raise ConfigError(
-            "vllm", "version", f"{version} is not supported", advice=f"use vLLM {low} to {high}, or another kvdepot"
-        )
+    """Raises ConfigError where this vLLM is not one that the connector is for."""
+    versions.check_version(version)
+
+
+def register(connector: type) -> None:
+    """Make the connector known by its name: vLLM's MultiConnector looks up by it who can read a child's stats."""
+    with contextlib.suppress(ValueError):  # it is known
+        KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
+
+
+def check_interface(connector: type, interface: type = KVConnectorBase_V1) -> None:
+    """Raises ConfigError for a method of the interface that passes other arguments than the connector's own takes.
+
+    Development builds, which have no version to check, and backports are found out here.
+    """
+    for name, own in vars(connector).items():
+        known = getattr(interface, name, None)
+        if name.startswith("_") or not inspect.isfunction(own) or not inspect.isfunction(known):
+            continue
+        passed, taken = inspect.signature(known), inspect.signature(own)
+        if _named(passed) != _named(taken):
+            raise ConfigError(
+                "vllm", name, f"{VLLM_VERSION} calls it as {name}{passed}, this kvdepot takes {name}{taken}",
+                advice=f"use vLLM {versions.RANGE}, or another kvdepot",
+            )  # fmt: skip
+
+
+def _named(signature: inspect.Signature) -> list[str]:
+    """The arguments, less those that a method may get beside its own."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, found in signature.parameters.items() if found.kind not in variable]
 
 
 def group_kind(spec: Any) -> Kind | None:
     """The kind of a KV-cache group's spec; None for one kvdepot does not know."""
-    return _KINDS.get(get_kv_cache_spec_kind(spec))
+    kinds = {_KINDS.get(type(layer)) for layer in iter_layer_specs(spec)}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
-def group_kind_name(spec: Any) -> str:
-    return str(get_kv_cache_spec_kind(spec).value)
+def spec_names(spec: Any) -> str:
+    """The classes of a group's specs, for messages."""
+    return ", ".join(sorted({type(layer).__name__ for layer in iter_layer_specs(spec)}))
+
+
+def is_chunked_local(spec: Any) -> bool:
+    return any(isinstance(layer, ChunkedLocalAttentionSpec) for layer in iter_layer_specs(spec))
+
+
+def looks_ahead(spec: Any) -> bool:
+    """Whether a token's KV depends on later tokens (prefix LM), so that no hash of a prefix covers it."""
+    return any(getattr(layer, "non_causal", False) for layer in iter_layer_specs(spec))
+
+
+def retained_below_window(spec: Any) -> int:
+    """Tokens that the engine keeps before a window, and takes for loaded after a load."""
+    return max(int(getattr(layer, "extra_retained_tokens", 0)) for layer in iter_layer_specs(spec))
 
 
 def group_window_tokens(spec: Any) -> int:
@@ -102,10 +156,13 @@ def group_window_tokens(spec: Any) -> int:
 
 
 def group_is_replicated(spec: Any, tensor_parallel_size: int, pipeline_parallel_size: int) -> bool:
-    """Whether every rank holds the same bytes: MLA's latent is not split over tensor-parallel ranks."""
+    """Whether every rank holds the same bytes, by vLLM's own word of each layer: MLA's latent is in one shard.
+
+    Of KV heads that are fewer than ranks vLLM says nothing, which it takes for not replicated itself (docs/adr/0033).
+    """
     if tensor_parallel_size < 2 or pipeline_parallel_size > 1:
         return False
-    return bool(get_kv_cache_spec_kind(spec) is KVCacheSpecKind.MLA_ATTENTION)
+    return all(getattr(layer, "max_tp_shards", None) == 1 for layer in iter_layer_specs(spec))
 
 
 def layer_spec(spec: Any, layer_name: str) -> Any:
@@ -134,6 +191,43 @@ def hash_block_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def event_kinds(vllm_config: Any, kv_cache_config: Any) -> list[str] | None:
+    """vLLM's word for the kind of each group; None where the engine publishes no KV events."""
+    if not (vllm_config.kv_events_config and vllm_config.kv_events_config.enable_kv_cache_events):
+        return None
+    return [str(get_kv_cache_spec_kind(group.kv_cache_spec).value) for group in kv_cache_config.kv_cache_groups]
+
+
+def block_stored(
+    request: Any, hashes: list[Any], parent: Any, start: int, block_tokens: int, group: int, kind: str
+) -> BlockStored:
+    """The event for consecutive blocks of a request, from token `start` on, that lie outside the engine."""
+    extra_keys: list[tuple[Any, ...] | None] = []
+    feature = 0
+    for at in range(start, start + len(hashes) * block_tokens, block_tokens):
+        keys, feature = generate_block_hash_extra_keys(request, at, at + block_tokens, feature)
+        extra_keys.append(keys)
+    lora = request.lora_request
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(one) for one in hashes],
+        parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
+        token_ids=list(request.all_token_ids[start : start + len(hashes) * block_tokens]),
+        block_size=block_tokens,
+        lora_id=lora.adapter_id if lora else None,
+        medium=MEDIUM_CPU,
+        lora_name=lora.name if lora else None,
+        extra_keys=to_event_extra_keys(extra_keys),
+        group_idx=group,
+        kv_cache_spec_kind=kind,
+        locality="LOCAL",
+    )
+
+
+def block_removed(hashes: list[Any], group: int) -> BlockRemoved:
+    """Of hashes as they are in a `block_stored`."""
+    return BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
+
+
 def default_hash_seed() -> str:
     """The fixed seed of the sha256 hash chains where PYTHONHASHSEED is not set."""
     from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
@@ -145,22 +239,37 @@ __all__ = [
     "VLLM_VERSION",
     "CacheHitSource",
     "KVConnectorBase_V1",
+    "KVConnectorFactory",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
     "KVConnectorRole",
+    "KVConnectorStats",
     "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
+    "KVTransferConfig",
+    "MultiConnector",
+    "MultiKVConnectorStats",
+    "PromMetric",
     "SupportsHMA",
+    "check_interface",
+    "block_removed",
+    "block_stored",
     "check_version",
     "default_hash_seed",
     "environment_facts",
+    "event_kinds",
     "group_is_replicated",
     "group_kernel_blocks",
     "group_kind",
-    "group_kind_name",
     "group_window_tokens",
     "hash_block_tokens",
+    "is_chunked_local",
     "is_eagle",
     "layer_spec",
+    "looks_ahead",
     "mamba_modes",
+    "register",
+    "retained_below_window",
+    "spec_names",
 ]

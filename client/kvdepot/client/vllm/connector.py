@@ -22,6 +22,7 @@ from kvdepot.client.vllm.rank import start_rank
 from kvdepot.client.vllm.refusals import cacheable_groups, check_engine
 from kvdepot.client.vllm.scheduler import SchedulerSide
 from kvdepot.client.vllm.settings import Settings, parse_settings
+from kvdepot.client.vllm.stats import KVDepotPromMetrics, KVDepotStats
 from kvdepot.client.vllm.weights import Digests, LoraSalts, WeightsSource, cache_path, weights_source
 from kvdepot.client.vllm.worker import WorkerSide
 from kvdepot.core.errors import ConfigError
@@ -41,6 +42,10 @@ def _no_results(*_args: Any, **_kwargs: Any) -> Any:
     return compat.KVConnectorTransferResults()
 
 
+def _no_events(*_args: Any, **_kwargs: Any) -> tuple[Any, ...]:
+    return ()
+
+
 def _report_load(self: KVDepotConnector, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ARG001 - as the method
     self.fail_allocated(request, num_external_tokens)
 
@@ -52,6 +57,8 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError or PlannerError for an engine or settings that cannot work."""
+        compat.check_version()
+        compat.check_interface(KVDepotConnector)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self.settings: Settings = parse_settings(transfer.kv_connector_extra_config)
@@ -92,6 +99,31 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         return False
 
     @guarded(nothing)
+    def get_kv_connector_stats(self) -> KVDepotStats | None:
+        """What happened on this side since the last call, which every step makes; None: nothing."""
+        stats = KVDepotStats()
+        if self.scheduler_side is not None:
+            self.scheduler_side.stats.add_to(stats)
+        if self.worker_side is not None:
+            self.worker_side.add_stats(stats)
+        stats.add("errors", "", self.failures.take())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVDepotStats:
+        return KVDepotStats(data if data is not None else {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVDepotPromMetrics:
+        return KVDepotPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @guarded(nothing)
     def shutdown(self) -> None:
         """End threads and connections, bounded."""
         worker, self.worker_side = self.worker_side, None
@@ -114,6 +146,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         attachment = Attachment(
             self.settings.endpoint,
             EngineProcess(self._engine_id, scheduler=False, rank=rank, world_size=self._world_size),
+            transport=self.settings.transport,
             log=LOGGER,
         )
         self.worker_side, self._facts = start_rank(
@@ -192,6 +225,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             group_ids=self._group_ids,
             world_size=self._world_size,
             clock=time.monotonic,
+            event_kinds=compat.event_kinds(config, self._kv_cache_config),
             loads_on=self._loads_on,
         )
         if self._pool is not None:
@@ -275,9 +309,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         block_ids: tuple[list[int], ...],  # noqa: ARG002 - blocks are held already
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never delays the blocks: they are held weakly, and stay readable until reused."""
-        if self.scheduler_side is not None:
-            self.scheduler_side.finished(request)
-        return False, None
+        return False, self.scheduler_side.finished(request) if self.scheduler_side is not None else None
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:
@@ -289,5 +321,9 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self.scheduler_side.reset()
         return True
 
+    @guarded(_no_events)
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self.scheduler_side.events.take() if self.scheduler_side is not None else ()
+
+
+compat.register(KVDepotConnector)

@@ -16,18 +16,25 @@ class Failures:
     """Counts what went wrong and logs each kind once, with its traceback."""
 
     def __init__(self, logger: logging.Logger) -> None:
-        self._logger = logger
+        self.logger = logger
         self.counts: Counter[str] = Counter()
+        self._taken = 0
 
     def record(self, where: str, error: BaseException) -> None:
         name = f"{where}:{type(error).__name__}"
         self.counts[name] += 1
         if self.counts[name] == 1:
-            self._logger.error(
+            self.logger.error(
                 "kvdepot: %s failed; the engine goes on without it. This is a bug of kvdepot, reported once.",
                 where,
                 exc_info=error,
             )
+
+    def take(self) -> int:
+        """How many since it was last asked."""
+        count = self.counts.total()
+        new, self._taken = count - self._taken, count
+        return new
 
 
 def guarded(answer: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:

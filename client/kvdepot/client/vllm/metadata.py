@@ -37,8 +37,17 @@ class ObjectCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMove:
+    """Copy whole blocks of one group within the engine's own tensors."""
+
+    group: int  # index into the planner's groups
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOp:
-    """Copy all objects into the engine's blocks, or report the request failed."""
+    """Copy all objects, and what the engine has itself, into the engine's blocks, or report the request failed."""
 
     op_id: int
     request_id: str
@@ -46,6 +55,7 @@ class LoadOp:
     arena_id: int
     extents: bytes
     objects: tuple[ObjectCopy, ...]
+    moves: tuple[BlockMove, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

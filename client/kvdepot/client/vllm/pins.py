@@ -12,8 +12,11 @@ block nobody holds any more is normal and ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 from weakref import WeakValueDictionary
+
+PINNED_PART: Final = 4
+"""A quarter of a small pool at most is pinned by copies in progress, or its requests would be preempted for them."""
 
 
 class Block(Protocol):
@@ -32,6 +35,7 @@ class BlockPool(Protocol):
 
     blocks: Sequence[Any]
 
+    def get_cached_block(self, block_hash: Any, kv_cache_group_ids: list[int]) -> list[Any] | None: ...
     def touch(self, blocks: Sequence[Any]) -> None: ...
     def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None: ...
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
@@ -69,6 +73,10 @@ class BlockHolds:
         """Blocks of the engine's pool, the null block with them."""
         return len(self._pool.blocks)
 
+    def pinned_max(self, wanted: int) -> int:
+        """How many blocks copies in progress may pin at once where a user allows `wanted`."""
+        return max(1, min(wanted, self.pool_blocks // PINNED_PART))
+
     @property
     def pinned_blocks(self) -> int:
         """Strong pins, counted with multiplicity."""
@@ -90,6 +98,11 @@ class BlockHolds:
     def block_hash(self, block_id: int) -> Any:
         """The engine's hash of the block's contents, None if it is not (or no longer) cached."""
         return self._pool.blocks[block_id].block_hash
+
+    def cached(self, block_hash: Any, group_id: int) -> int | None:
+        """The block in which the engine's cache has these contents for one of its groups; None without one."""
+        found = self._pool.get_cached_block(block_hash, [group_id])
+        return found[0].block_id if found and not found[0].is_null else None
 
     def hold(self, block_ids: tuple[int, ...]) -> WeakHold:
         """Watch these blocks. They must be `holdable` at this moment."""
@@ -131,10 +144,14 @@ class BlockHolds:
 
     def pin(self, hold: WeakHold) -> tuple[int, ...]:
         """Turn a readable weak hold into a strong pin; what it returns is due to `unpin`."""
-        self._pool.touch([self._pool.blocks[block_id] for block_id in hold.block_ids])
-        self._pinned += len(hold.block_ids)
+        self.pin_now(hold.block_ids)
         self.drop(hold)
         return hold.block_ids
+
+    def pin_now(self, block_ids: Sequence[int]) -> None:
+        """Pin blocks whose bytes are defined now: they are due to `unpin`."""
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+        self._pinned += len(block_ids)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Every rank has finished with these blocks."""

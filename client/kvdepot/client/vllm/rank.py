@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from kvdepot.client.copy.base import CopyError
 from kvdepot.client.copy.cpu import CpuCopier
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.vllm import compat
 from kvdepot.client.vllm.audit import Audit
 from kvdepot.client.vllm.layers import LayoutError, RankLayers, rank_layers
@@ -17,6 +19,7 @@ from kvdepot.client.vllm.metadata import RankFacts
 from kvdepot.client.vllm.worker import Attached, CopyThread, WorkerSide
 
 if TYPE_CHECKING:
+    from kvdepot.client.copy.base import BlockCopier
     from kvdepot.client.vllm.guard import Failures
     from kvdepot.client.vllm.settings import Settings
 
@@ -39,13 +42,27 @@ def start_rank(
     audit: Audit | None = None
     try:
         layers = rank_layers(kv_caches, kv_cache_config, group_ids)
-        copier = CpuCopier(layers.views)
+        copier = _copier(layers.views, settings, failures.logger)
         audit = Audit(settings.audit_path, rank, layers) if settings.audit_path else None
         copies = CopyThread(attachment, copier, failures, audit=audit)
     except (LayoutError, CopyError, OSError) as error:
         problem = str(error)
     facts = RankFacts(rank, _BOOT_ID.read_text().strip(), layers.facts, software_facts(layers), problem)
     return WorkerSide(rank, attachment, copies, layers, audit), facts
+
+
+def _copier(views: Sequence[torch.Tensor], settings: Settings, log: logging.Logger) -> BlockCopier:
+    """Raises CopyError where this rank's memory cannot be copied."""
+    devices = {view.device for view in views}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return CpuCopier(views)
+    if not settings.experimental_cuda:
+        raise CopyError(
+            "copies on GPUs have been tested on stand-ins only, not yet on one; experimental_cuda = true uses them"
+        )
+    from kvdepot.client.copy.cuda import CudaDevice
+
+    return DeviceCopier(views, CudaDevice(devices.pop()), log)
 
 
 def software_facts(layers: RankLayers) -> tuple[tuple[str, str], ...]:

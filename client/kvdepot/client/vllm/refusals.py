@@ -6,7 +6,7 @@ All of it is the operator's to correct, so it is raised. Nothing here runs after
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.client.vllm import compat
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from kvdepot.client.vllm.settings import Settings
 
 WHERE = "kvdepot"
+DRAFTS_FROM_TOKENS = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Methods of speculative decoding that keep no KV of their own: what is hashed is computed, whatever they guess."""
 
 
 def check_engine(
     vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str] = os.environ
 ) -> None:
     """Raises ConfigError for the first thing that cannot work."""
-    compat.check_version()
     transfer = vllm_config.kv_transfer_config
     if transfer.kv_role == "kv_producer" and settings.load_weight > 0:
         raise ConfigError(
@@ -33,14 +34,19 @@ def check_engine(
     _check_hashes(vllm_config.cache_config, environment)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise ConfigError(WHERE, "hisparse", "HiSparse uses the same block watchers", advice="switch HiSparse off")
-    kinds = _check_groups(kv_cache_config, cacheable_groups(kv_cache_config))
-    if vllm_config.speculative_config is not None and Kind.STATE in kinds:
-        raise ConfigError(
-            WHERE,
-            "speculative_config",
-            "checkpoints of recurrent models under speculative decoding are not tested",
-            advice="switch speculative decoding off",
-        )
+    kinds = _check_groups(kv_cache_config)
+    if vllm_config.speculative_config is not None:
+        _check_speculation(str(vllm_config.speculative_config.method), kinds)
+
+
+def _check_speculation(method: str, kinds: set[Kind]) -> None:
+    if Kind.STATE in kinds:
+        problem = "checkpoints of recurrent models under speculative decoding are not tested"
+    elif method not in DRAFTS_FROM_TOKENS:
+        problem = f"{method} is not tested: a draft model's KV may lag behind the tokens that are known"
+    else:
+        return
+    raise ConfigError(WHERE, "speculative_config", problem, advice="switch speculative decoding off")
 
 
 def cacheable_groups(kv_cache_config: Any) -> tuple[int, ...]:
@@ -71,18 +77,13 @@ def _check_hashes(cache: Any, environment: Mapping[str, str]) -> None:
         )
 
 
-def _check_groups(kv_cache_config: Any, group_ids: Sequence[int]) -> set[Kind]:
+def _check_groups(kv_cache_config: Any) -> set[Kind]:
+    """Of all groups, not only those that are stored: what vLLM rebuilds after a hit nobody has tried after a load."""
     kinds = set()
-    for group_id in group_ids:
-        group = kv_cache_config.kv_cache_groups[group_id]
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        _check_spec(f"group {group_id}", group.kv_cache_spec)
         kind = compat.group_kind(group.kv_cache_spec)
-        if kind is None:
-            raise ConfigError(
-                WHERE,
-                f"group {group_id}",
-                f"caches of kind {compat.group_kind_name(group.kv_cache_spec)} are not supported",
-                advice="serve this model without kvdepot",
-            )
+        assert kind is not None  # refused by _check_spec
         if compat.is_eagle(group):
             raise ConfigError(
                 WHERE,
@@ -107,3 +108,35 @@ def _check_groups(kv_cache_config: Any, group_ids: Sequence[int]) -> set[Kind]:
             advice="serve this model without kvdepot",
         )
     return kinds
+
+
+def _check_spec(where: str, spec: Any) -> None:
+    """Raises ConfigError for a cache whose blocks a prefix alone does not determine, or that nobody has tried."""
+    if compat.is_chunked_local(spec):
+        raise ConfigError(
+            WHERE,
+            where,
+            "chunked-local attention with blocks of its own is not supported",
+            advice="unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE: vLLM then keeps it as full attention",
+        )
+    if compat.group_kind(spec) is None:
+        raise ConfigError(
+            WHERE,
+            where,
+            f"caches of kind {compat.spec_names(spec)} are not supported",
+            advice="serve this model without kvdepot",
+        )
+    if compat.looks_ahead(spec):
+        raise ConfigError(
+            WHERE,
+            where,
+            "its attention is not causal: the KV of a prefix depends on what follows",
+            advice="serve this model without kvdepot",
+        )
+    if compat.retained_below_window(spec):
+        raise ConfigError(
+            WHERE,
+            where,
+            "it keeps tokens before its window for speculative decoding",
+            advice="switch speculative decoding off",
+        )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Protocol
 
-from kvdepot.core.calls import KEY_BYTES, ROOT_KEY, Kind
+from kvdepot.core.calls import KEY_BYTES, ROOT_KEY, Kind, RequestEnd
 from kvdepot.core.keys import chunk_key
 from kvdepot.core.limits import REQUEST_ID_BYTES_MAX
+from kvdepot.core.misses import MissReason
 
 
 class EngineRequest(Protocol):
@@ -25,6 +26,7 @@ class EngineRequest(Protocol):
     prompt_embeds: Any
     prompt_is_token_ids: Any
     resumable: bool
+    kv_transfer_params: Any
 
     @property
     def num_tokens(self) -> int: ...
@@ -37,9 +39,13 @@ class Lookup:
     asked_at: float  # seconds, the session's clock
     epoch: int
     step: int  # the engine's, in which it was asked
-    renewal: bool = False  # of an answer that had become old
+    renewal: bool = False  # of an answer that had become old, or to a question that said too little
+    local_tokens: int | None = None  # that the engine has itself, as the daemon was told; None: not known then
+    local_matters: bool = False  # knowing it, the daemon might have answered otherwise
     answered: bool = False
     boundary_tokens: int = 0
+    source: str = ""  # the slowest tier that has to give something for it
+    miss: MissReason | None = None  # why there is no more, if the answer says so
 
 
 @dataclass(slots=True, eq=False)
@@ -50,20 +56,31 @@ class RequestState:
     arrived_at: float
     salt: bytes = b""  # content digest of the LoRA adapter, empty without one
     excluded: str = ""  # why it is neither stored nor served; empty if it is
+    load_tokens_max: int | None = None  # its user wants no more of it loaded
     keys: list[bytes] = field(default_factory=list)  # of chunks 0, 1, ...
     depot_id: str = field(init=False)  # what the daemon knows it by
     # loads
+    located: bool = False  # the daemon may be reading ahead for it, so it must hear of its end
     lookup: Lookup | None = None
     preemptions: int = 0  # seen at the last lookup
     offered: tuple[int, int] = (0, 0)  # local tokens and boundary of the last offer
     held_since: float | None = None  # when too many loads in flight first kept an offer back
     load_failed: bool = False  # and so nothing is offered to it again (P8)
+    handed_tokens: int | None = None  # stored of it by another engine, in that one's word; None: not read yet
+    handed_until: float = 0.0  # when to wait for them no more
+    miss: MissReason | None = None  # why the last offer was nothing; counted when the engine goes on without
     # stores
     store_epoch: int = 0  # the epoch in which it began; in any other it stores nothing
     stored: set[tuple[int, Kind]] = field(default_factory=set)  # needs no copy: there, on its way, or given up
     next_chunk: int = 0  # all before it have been considered
     assumed_chunks: int = 0  # whose attention is taken to be there because a lookup or a load said so
+    given_up: set[tuple[int, Kind]] = field(default_factory=set)  # of these, what is not on its way any more
     store_stopped: str = ""  # why no more is stored of it; empty while it goes on
+
+    # what became of it, for the daemon's record
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    missed: MissReason | None = None
 
     def __post_init__(self) -> None:
         self.depot_id = depot_id(self.request.request_id)
@@ -71,6 +88,10 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def end(self) -> RequestEnd:
+        return RequestEnd(self.local_tokens, self.loaded_tokens, self.missed or "")
 
     def update_keys(self, chunk_tokens: int, hash_block_tokens: int) -> int:
         """Add the keys of chunks whose hashes the engine knows by now; returns how many there are.
@@ -115,3 +136,19 @@ def exclusion(request: EngineRequest) -> str:
     if request.resumable:
         return "streaming_input"  # its tokens, and so its hashes, are replaced while it runs
     return ""
+
+
+def transfer_params(request: EngineRequest) -> dict[Any, Any] | None:
+    """Its `kv_transfer_params`, from whoever sent it; None where there are none, or something else instead."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else None
+
+
+def load_tokens_max(request: EngineRequest) -> int | None:
+    """`max_load_tokens` of its `kv_transfer_params`; None where there is none, or no number of tokens."""
+    return token_count((transfer_params(request) or {}).get("max_load_tokens"))
+
+
+def token_count(value: Any) -> int | None:
+    """A number of tokens as it came from outside; None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -10,11 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvdepot.client.vllm.events import KvEvents
+from kvdepot.client.vllm.kept import KeptAttention
 from kvdepot.client.vllm.loads import Loads, ResolveBlocks
 from kvdepot.client.vllm.metadata import Geometry, RankMeta, StepMeta
+from kvdepot.client.vllm.pace import Pace
 from kvdepot.client.vllm.pins import BlockHolds, BlockPool
-from kvdepot.client.vllm.requests import EngineRequest, RequestState, exclusion
+from kvdepot.client.vllm.requests import EngineRequest, RequestState, exclusion, load_tokens_max
+from kvdepot.client.vllm.stats import SchedulerStats
 from kvdepot.client.vllm.stores import BoundaryOffers, Stores
+from kvdepot.core.misses import MissReason
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
@@ -31,7 +36,10 @@ class Adapters(Protocol):
 
 
 class SchedulerSide:
-    """One per engine. `loads_on` and `stores_on` say what this engine's role and policy allow."""
+    """One per engine. `loads_on` and `stores_on` say what this engine's role and policy allow.
+
+    `event_kinds`: as `KvEvents` takes them.
+    """
 
     def __init__(
         self,
@@ -45,6 +53,7 @@ class SchedulerSide:
         group_ids: Sequence[int],
         world_size: int,
         clock: Callable[[], float],
+        event_kinds: Sequence[str] | None = None,
         loads_on: bool = True,
         stores_on: bool = True,
     ) -> None:
@@ -62,18 +71,26 @@ class SchedulerSide:
         self._stores_on = stores_on
         self._requests: dict[str, RequestState] = {}
         self._geometry: Geometry | None = Geometry(planner.chunk_tokens, planner.groups)
+        self.events = KvEvents(planner, self._group_ids, hash_block_tokens, event_kinds)
+        self.pace = Pace(clock)
         self.loads = Loads(
-            session, namespaces, planner, settings, clock, self.counters, self._group_ids, world_size
+            session, namespaces, planner, settings, clock, self.counters, self.events, self.pace, self._group_ids,
+            world_size,
         )  # fmt: skip
+        self.stats = SchedulerStats(self)
         self.stores: Stores | None = None
         self.holds: BlockHolds | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool exists: from now on blocks can be held, and so stored."""
         self.holds = BlockHolds.of(pool)
+        pinned_max = self.holds.pinned_max(self._settings.max_pinned_blocks)
+        self.loads.kept = KeptAttention(
+            self.holds, self.planner, self._group_ids, self._hash_block_tokens, pinned_max
+        )  # fmt: skip
         self.stores = Stores(
             self.session, self.namespaces, self.planner, self.holds, self._settings, self._clock,
-            self.counters, self._group_ids, self._world_size,
+            self.counters, self.events, self._group_ids, self._world_size,
         )  # fmt: skip
 
     def _poll(self) -> None:
@@ -83,6 +100,7 @@ class SchedulerSide:
     def new_request(self, request: EngineRequest) -> None:
         """Remember the request and ask the daemon what it has of it."""
         state = RequestState(request, self._clock(), store_epoch=self.namespaces.epoch_number)
+        state.load_tokens_max = load_tokens_max(request)
         state.excluded = exclusion(request)
         if not state.excluded and request.lora_request is not None:
             salt = self._adapters.salt(request.lora_request)
@@ -91,6 +109,7 @@ class SchedulerSide:
         self._requests[request.request_id] = state
         if state.excluded:
             self.counters[f"excluded_{state.excluded}"] += 1
+            state.miss = MissReason.EXCLUDED
             return
         self._poll()
         self._update_keys(state)
@@ -110,9 +129,11 @@ class SchedulerSide:
         return self.loads.offer(state, local_tokens)
 
     def allocated(self, request: EngineRequest, external_tokens: int) -> None:
-        """Blocks are there for the tokens that were offered: start the load."""
+        """Blocks are there for the tokens that were offered: start the load. None were: the request is computed."""
         if external_tokens > 0:
             self.loads.allocated(self._requests[request.request_id], external_tokens)
+        elif state := self._requests.get(request.request_id):
+            self.loads.missed(state)
 
     def allocation_failed(self, request: EngineRequest, external_tokens: int) -> None:
         """Something went wrong in `allocated`: the engine must still hear of the load."""
@@ -130,6 +151,7 @@ class SchedulerSide:
     def add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Loads granted or failed since the last step. What is in `meta` is sent even if this raises later."""
         meta.geometry, self._geometry = self._geometry, None
+        self.pace.step(scheduler_output.scheduled_new_reqs, self._requests)
         self._poll()
         block_state = scheduler_output.kv_connector_block_state
         resolve: ResolveBlocks | None = block_state.resolve_block_ids if block_state is not None else None
@@ -181,20 +203,27 @@ class SchedulerSide:
             for op_id, (ranks, indices) in meta.stores.items():
                 self.stores.acknowledged(op_id, ranks, indices)
 
-    def finished(self, request: EngineRequest) -> None:
-        """The request is over, done or aborted, at whatever step its load and its stores are."""
+    def finished(self, request: EngineRequest) -> dict[str, Any] | None:
+        """The request is over, done or aborted, at whatever step its load and its stores are.
+
+        Returns the `kv_transfer_params` of its output.
+        """
         state = self._requests.pop(request.request_id, None)
         if state is None:
-            return
+            return None
+        self.pace.finished(request)
         self.loads.finished(state)
-        if self.stores is not None:
-            self.stores.finished(state)
+        ends_later = self.stores is not None and self.stores.finished(state)
+        if state.located and not ends_later:
+            self.session.end_request(state.depot_id, state.end)
+        return self.loads.handoffs.params(state)
 
     def reset(self) -> None:
         """The engine's caches are void (weights changed in place): begin a new epoch."""
         if not self.namespaces.reset():
             return
         self.counters["epochs"] += 1
+        self.events.reset()
         self.loads.reset()
         for state in self._requests.values():
             state.lookup = None

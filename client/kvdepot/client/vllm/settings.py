@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from kvdepot.client.attachment import Transport
 from kvdepot.client.endpoint import Endpoint, EndpointError
 from kvdepot.core.errors import ConfigError
 
@@ -39,15 +40,16 @@ class Settings:
     lookup_timeout_seconds: float = 0.05
     load_timeout_seconds: float = 30.0  # from allocation to the last rank's copy
     min_load_tokens: int = 64  # a shorter hit costs more than recomputing it
-    load_weight: float = 1.0  # 0: offer nothing; scales this daemon's offers against others
+    load_weight: float = 1.0  # 0: offer nothing; a second of loading is worth so many of computing
     loads_in_flight: int = 48  # below the daemon's own limit (64): it hears of a load's end a moment later
     store_decode: bool = True  # generated tokens are stored too
     max_pinned_blocks: int = 4096  # engine blocks held by copies in progress; at most a quarter of them all
-    transport: str = "auto"
+    transport: Transport = Transport.AUTO
     model_revision: str = ""  # names the weights when their files are not on this node
     weights_version: str = ""  # names weights changed in place; without it each reset draws a new epoch
     keep_across_sleep: bool = False
     tenant: str = ""
+    experimental_cuda: bool = False  # copies on GPUs, until they have been tried on one
     audit_path: str = ""  # JSON lines of what was stored and loaded, with digests; for tests and audits
 
 
@@ -66,14 +68,22 @@ def parse_settings(extra: Mapping[str, Any], environment: Mapping[str, str] = os
     for field in fields(Settings):
         if field.name in extra and field.name != "endpoint":
             values[field.name] = _checked(field.name, field.default, extra[field.name])
-    if values.get("transport", "auto") not in ("auto", "shm"):
-        raise ConfigError(WHERE, "transport", f"{values['transport']!r} is not supported", advice="use auto or shm")
+    if "transport" in values:
+        values["transport"] = _transport(values["transport"])
     values.setdefault("audit_path", environment.get(AUDIT_VARIABLE, ""))
     try:
         endpoint = Endpoint.parse(str(extra["endpoint"]))
     except EndpointError as error:
         raise ConfigError(WHERE, "endpoint", str(error)) from error
     return Settings(endpoint=endpoint, **values)
+
+
+def _transport(name: str) -> Transport:
+    try:
+        return Transport(name)
+    except ValueError:
+        advice = f"use one of {', '.join(Transport)}"
+        raise ConfigError(WHERE, "transport", f"{name!r} is none", advice=advice) from None
 
 
 def _checked(key: str, default: object, value: Any) -> Any:

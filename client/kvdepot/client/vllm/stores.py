@@ -20,10 +20,11 @@ import numpy as np
 from kvdepot.client.failures import CallFailure
 from kvdepot.client.vllm.metadata import ObjectCopy, SpanCopy, StepMeta, StoreOp
 from kvdepot.client.vllm.requests import RequestState
-from kvdepot.core.calls import EXTENT_WORDS, Kind, ReserveCall, ReserveOutcome, ReserveReply
+from kvdepot.core.calls import EXTENT_WORDS, CommitOutcome, Kind, ReserveCall, ReserveOutcome, ReserveReply
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
+    from kvdepot.client.vllm.events import KvEvents
     from kvdepot.client.vllm.namespaces import Namespaces
     from kvdepot.client.vllm.pins import BlockHolds, WeakHold
     from kvdepot.client.vllm.settings import Settings
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 RESERVE_TIMEOUT_SECONDS: Final = 5.0
 OBJECTS_PER_CALL: Final = 512
-PINNED_PART: Final = 4
-"""A quarter of a small pool at most is pinned by copies in progress, or its requests would be preempted for them."""
 TRIES_MAX: Final = 8
 RETRY_SECONDS: Final = 0.05  # doubled at each try: 8 tries span about thirteen seconds
 PENDING_SECONDS_MAX: Final = 15.0
@@ -46,6 +45,7 @@ BoundaryOffers = Sequence[tuple[int, int, int]]
 class StoreObject:
     """One object on its way to the daemon."""
 
+    state: RequestState
     planned: PlannedObject
     key: bytes
     parent: bytes
@@ -86,6 +86,7 @@ class Dispatched:
     epoch: int
     lease_id: int
     indices: tuple[int, ...]
+    chunks: tuple[int | None, ...]  # of each, where it is attention
     block_ids: tuple[int, ...]
     ranks_done: int = 0
     failed: set[int] = field(default_factory=set)
@@ -103,6 +104,7 @@ class Stores:
         settings: Settings,
         clock: Callable[[], float],
         counters: Counter[str],
+        events: KvEvents,
         group_ids: Sequence[int],
         world_size: int,
     ) -> None:
@@ -110,15 +112,18 @@ class Stores:
         self._namespaces = namespaces
         self._planner = planner
         self._holds = holds
-        self._pinned_max = max(1, min(settings.max_pinned_blocks, holds.pool_blocks // PINNED_PART))
+        self._pinned_max = holds.pinned_max(settings.max_pinned_blocks)
         self._clock = clock
         self._counters = counters
+        self._events = events
         self._group_ids = tuple(group_ids)
         self._group_of = {engine: group for group, engine in enumerate(group_ids)}
         self._world_size = world_size
         self._requests: dict[RequestState, RequestStores] = {}
         self._ops: dict[int, Dispatched] = {}
         self._next_op = 1
+        self._commits = 0  # not answered
+        self._committed_at = 0.0  # the last one was asked for
 
     # --- what there is to store
 
@@ -179,6 +184,7 @@ class Stores:
                 table = tables[self._group_ids[span.group]]
                 ids = tuple(table[span.table_block : span.table_block + span.blocks])
             if len(ids) != span.blocks or not self._holds.holdable(ids):
+                state.given_up.add((planned.chunk, planned.kind))
                 self._counters["store_dropped_no_source"] += 1
                 return
             spans.append(SpanCopy(span.group, span.object_block, ids))
@@ -188,7 +194,7 @@ class Stores:
             self._requests[state] = stores
         hold = self._holds.hold(tuple(block_id for span in spans for block_id in span.block_ids))
         stores.waiting.append(
-            StoreObject(planned, state.keys[planned.chunk], state.parent_key(planned.chunk), tuple(spans), hold)
+            StoreObject(state, planned, state.keys[planned.chunk], state.parent_key(planned.chunk), tuple(spans), hold)
         )
         stores.progress_at = self._clock()
 
@@ -275,9 +281,13 @@ class Stores:
             self._counters[f"reserve_{outcome.name.lower()}"] += 1
             if outcome is ReserveOutcome.GRANTED:
                 found.arena_id, found.extents = arena_id, extents.get(found.index, b"")
+                if found.planned.kind is Kind.ATTENTION:
+                    self._events.missing(found.key)
                 stores.granted.append(found)
             elif outcome in (ReserveOutcome.PRESENT, ReserveOutcome.PENDING):
                 self._holds.drop(found.hold)
+                if outcome is ReserveOutcome.PRESENT and found.planned.kind is Kind.ATTENTION:
+                    self._events.stored(stores.state, found.planned.chunk)
             elif outcome is ReserveOutcome.LATER or (outcome is ReserveOutcome.NO_PARENT and again):
                 again.append(found)
             else:
@@ -308,6 +318,7 @@ class Stores:
             return
         state.assumed_chunks = 0
         state.stored.clear()
+        state.given_up.clear()
         state.next_chunk = 0
 
     # --- dispatch
@@ -343,7 +354,8 @@ class Stores:
         self._next_op += 1
         block_ids = tuple(block_id for found in objects for block_id in self._holds.pin(found.hold))
         indices = tuple(found.index for found in objects)
-        self._ops[op_id] = Dispatched(stores, stores.epoch, lease_id, indices, block_ids)
+        chunks = tuple(found.planned.chunk if found.planned.kind is Kind.ATTENTION else None for found in objects)
+        self._ops[op_id] = Dispatched(stores, stores.epoch, lease_id, indices, chunks, block_ids)
         stores.ops += 1
         stores.progress_at = self._clock()
         copies = tuple(
@@ -378,23 +390,35 @@ class Stores:
         good = [] if void else [index for index in op.indices if index not in op.failed]
         if good:
             self._counters["stored_objects"] += len(good)
-            self._session.commit(op.lease_id, good, self._committed)
+            chunks = [op.chunks[op.indices.index(index)] for index in good]
+            self._commits += 1
+            self._committed_at = self._clock()
+            self._session.commit(op.lease_id, good, partial(self._committed, op, chunks))
         bad = [index for index in op.indices if index not in good]
         if bad:
             self._counters["store_failed_copy"] += len(bad)
             self._session.abandon(op.lease_id, bad)
         self._settle(op.stores)
 
-    def _committed(self, outcomes: bytes) -> None:
-        for outcome in outcomes:
+    def _committed(self, op: Dispatched, chunks: Sequence[int | None], outcomes: bytes) -> None:
+        self._commits -= 1
+        current = op.epoch == self._namespaces.epoch_number
+        for outcome, chunk in zip(outcomes, chunks, strict=False):
             self._counters[f"commit_{outcome}"] += 1
+            if chunk is not None and current and outcome == CommitOutcome.COMMITTED:
+                self._events.stored(op.stores.state, chunk)
 
-    def finished(self, state: RequestState) -> None:
-        """The engine is done with the request. Its blocks stay readable until reused, so its stores go on."""
+    def finished(self, state: RequestState) -> bool:
+        """The engine is done with the request. Its blocks stay readable until reused, so its stores go on.
+
+        Returns whether it has any, and the daemon hears of its end when they are over.
+        """
         stores = self._requests.get(state)
-        if stores is not None:
-            stores.finished = True
-            self._settle(stores)
+        if stores is None:
+            return False
+        stores.finished = True
+        self._settle(stores)
+        return True
 
     def reset(self) -> None:
         """A new epoch: what no rank has seen is given back, what ranks copy is abandoned when they finish."""
@@ -410,9 +434,9 @@ class Stores:
 
     def pending(self) -> bool:
         """Whether the engine has to keep stepping for a store, with an end to it."""
-        if not self._requests:
-            return False
         now = self._clock()
+        if self._events.on and self._commits and now - self._committed_at < PENDING_SECONDS_MAX:
+            return True  # a step publishes what was stored
         return any(stores.busy and now - stores.progress_at < PENDING_SECONDS_MAX for stores in self._requests.values())
 
     @property
@@ -422,14 +446,15 @@ class Stores:
 
     def _drop(self, found: StoreObject, reason: str) -> None:
         self._holds.drop(found.hold)
+        found.state.given_up.add((found.planned.chunk, found.planned.kind))
         self._counters[f"store_dropped_{reason}"] += 1
 
     def _settle(self, stores: RequestStores) -> None:
         """Forget the stores of a request when they are over, and tell the daemon."""
         if stores.busy or not stores.finished or self._requests.pop(stores.state, None) is None:
             return
-        if stores.asked:
-            self._session.end_request(stores.state.depot_id)
+        if stores.asked or stores.state.located:
+            self._session.end_request(stores.state.depot_id, stores.state.end)
 
 
 def _checked(reply: ReserveReply, count: int) -> tuple[list[ReserveOutcome], dict[int, bytes]]:

@@ -1,4 +1,4 @@
-"""The connector's worker side: one rank's copies between KV blocks and the arena (DESIGN 4).
+"""The connector's worker side: one rank's copies between KV blocks and the arena, mapped or not (DESIGN 4).
 
 One copying thread does all copies, loads before stores, in bounded batches. It alone
 reports results, after its last byte: so nothing is written into a block once its load
@@ -7,24 +7,26 @@ was reported, and no extent is touched once a copy was acknowledged.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, concatenate, object_pieces
+import numpy as np
+from kvdepot.client.copy.base import BATCH_BYTES, CopyBatch, CopyError, InDoubt, concatenate, object_pieces
 from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.client.vllm.audit import LOADED, STORED, Audit
 from kvdepot.client.vllm.compat import KVConnectorTransferResults
-from kvdepot.client.vllm.metadata import LoadOp, ObjectCopy, RankMeta, StepMeta, StoreOp
+from kvdepot.client.vllm.metadata import BlockMove, LoadOp, ObjectCopy, RankMeta, StepMeta, StoreOp
+from kvdepot.client.vllm.stats import KVDepotStats
 from kvdepot.core.calls import Kind
 from kvdepot.core.planner import Planner
 
 if TYPE_CHECKING:
-    from kvdepot.client.arena_map import ArenaMap
-    from kvdepot.client.copy.base import BlockCopier
+    from kvdepot.client.copy.base import Arena, BlockCopier, Column
     from kvdepot.client.vllm.guard import Failures
     from kvdepot.client.vllm.layers import RankLayers
 
@@ -36,7 +38,7 @@ class Attached(Protocol):
     """What is used of `kvdepot.client.attachment.Attachment`."""
 
     @property
-    def arena(self) -> ArenaMap | None: ...
+    def arena(self) -> Arena | None: ...
     @property
     def session(self) -> bytes | None: ...
     def close(self) -> None: ...
@@ -48,6 +50,18 @@ class _Outcome:
 
     op: LoadOp | StoreOp
     failed: frozenset[int]
+    seconds: float = 0.0  # of copying
+
+
+Op = TypeVar("Op", LoadOp, StoreOp)
+Queued = tuple[Op, object]
+"""An operation, and the mark of what the engine had given its device when it came."""
+
+
+class _LostDevice:
+    """A device that failed cannot say whether it still writes: what it was given stays lent until this process ends."""
+
+    proxy_dead = False
 
 
 class ObjectPlaces:
@@ -89,6 +103,24 @@ class ObjectPlaces:
             ]
         )
 
+    def size_bytes(self, objects: Sequence[ObjectCopy], *, writing: bool) -> int:
+        """Of the rank's share of these objects, as `pieces` has it."""
+        return sum(
+            len(span.block_ids) * sum(self._bytes[span.group])
+            for copied in objects
+            for span in copied.spans
+            if not (writing and self._rank and self._planner.groups[span.group].replicated)
+        )
+
+    def moves(self, moves: Sequence[BlockMove]) -> Iterator[tuple[Sequence[int], Column, Column]]:
+        """Layers with the blocks to copy within them, and where to, in batches of about BATCH_BYTES."""
+        for move in moves:
+            layers = self._layers[move.group]
+            most = max(1, BATCH_BYTES // max(1, sum(self._bytes[move.group])))
+            for first in range(0, len(move.sources), most):
+                part = slice(first, first + most)
+                yield layers, np.array(move.sources[part], np.int64), np.array(move.targets[part], np.int64)
+
     def _check(self, copied: ObjectCopy, extents: Extents) -> None:
         if copied.index not in extents.fragments:
             raise CopyError(f"object {copied.index} of the operation has no extents")
@@ -116,13 +148,19 @@ class CopyThread:
         self._failures = failures
         self._clock = clock
         self._audit = audit
-        self._loads: deque[LoadOp] = deque()
-        self._stores: deque[StoreOp] = deque()
+        self._loads: deque[Queued[LoadOp]] = deque()
+        self._stores: deque[Queued[StoreOp]] = deque()
         self._done: deque[_Outcome] = deque()  # appended and popped atomically
+        self._doubted: deque[tuple[_Outcome, InDoubt]] = deque()  # so is this
         self._cancelled: set[int] = set()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def places(self) -> ObjectPlaces | None:
+        """None until the geometry has arrived."""
+        return self._places
 
     def start(self, places: ObjectPlaces) -> None:
         """Begin copying: the geometry has arrived."""
@@ -130,10 +168,11 @@ class CopyThread:
         self._thread.start()
 
     def submit(self, loads: Sequence[LoadOp], stores: Sequence[StoreOp], cancelled: Sequence[int] = ()) -> None:
-        """Queue operations; ids in `cancelled` must not succeed any more."""
+        """Queue operations; ids in `cancelled` must not succeed any more. On the engine's thread."""
+        mark = self._copier.mark() if loads or stores else None
         with self._wake:
-            self._loads.extend(loads)
-            self._stores.extend(stores)
+            self._loads.extend((op, mark) for op in loads)
+            self._stores.extend((op, mark) for op in stores)
             self._cancelled.update(cancelled)
             self._wake.notify()
 
@@ -142,7 +181,25 @@ class CopyThread:
         done = []
         while self._done:
             done.append(self._done.popleft())
-        return done
+        for _ in range(len(self._doubted)):
+            outcome, doubt = self._doubted.popleft()
+            if doubt.over:
+                done.append(outcome)
+            else:
+                self._doubted.append((outcome, doubt))
+        return done + self._withdraw_late()
+
+    def _withdraw_late(self) -> list[_Outcome]:
+        """Loads that nobody has begun by their deadline: whatever holds the thread up, they end in time."""
+        if not self._loads:
+            return []
+        with self._wake:
+            now = self._clock()
+            late = [op for op, _ in self._loads if op.deadline <= now]
+            if late:
+                self._loads = deque((op, mark) for op, mark in self._loads if op.deadline > now)
+                self._cancelled.difference_update(op.op_id for op in late)
+        return [_everything(op) for op in late]
 
     def close(self) -> None:
         """Finish the copy in progress, drop the rest. Bounded by JOIN_SECONDS."""
@@ -152,28 +209,52 @@ class CopyThread:
         if self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
 
-    def _next(self) -> LoadOp | StoreOp | None:
-        with self._wake:
-            while not (self._stopping or self._loads or self._stores):
-                self._wake.wait()
-            if self._stopping:
-                return None
-            return self._loads.popleft() if self._loads else self._stores.popleft()
+    def _next(self) -> Queued[LoadOp] | Queued[StoreOp] | None:
+        while True:
+            with self._wake:
+                if self._stopping:
+                    return None
+                if self._loads or self._stores:
+                    return self._loads.popleft() if self._loads else self._stores.popleft()
+            pause = self._prepare()
+            with self._wake:
+                if not (self._stopping or self._loads or self._stores):
+                    self._wake.wait(pause)
+
+    def _prepare(self) -> float | None:
+        try:
+            return self._copier.prepare(self._attachment.arena)
+        except Exception as error:  # noqa: BLE001 - copies work without it
+            self._failures.record("prepare", error)
+            return None
 
     def _run(self) -> None:
-        while (op := self._next()) is not None:
-            self._do(op)
+        while (queued := self._next()) is not None:
+            self._do(*queued)
+        with contextlib.suppress(Exception):
+            self._copier.prepare(None)
 
-    def _do(self, op: LoadOp | StoreOp) -> None:
+    def _do(self, op: LoadOp | StoreOp, mark: object) -> None:
         failed = frozenset(copied.index for copied in op.objects)
+        began = self._clock()
         try:
+            self._copier.after(mark)
             failed = frozenset(self._load(op) if isinstance(op, LoadOp) else self._store(op))
+        except InDoubt as doubt:
+            self._doubted.append((_Outcome(op, failed), doubt))
+            return
         except Exception as error:  # noqa: BLE001 - I3: an operation that fails in any way is a failed copy
             self._failures.record("copy", error)
+        try:
+            self._copier.wait()  # also for what failed: nothing moves any more once this is reported
+        except Exception as error:  # noqa: BLE001
+            self._failures.record("wait", error)
+            self._doubted.append((_Outcome(op, failed), InDoubt(_LostDevice())))
+            return
         self._cancelled.discard(op.op_id)
-        self._done.append(_Outcome(op, failed))
+        self._done.append(_Outcome(op, failed, self._clock() - began))
 
-    def _arena(self, op: LoadOp | StoreOp) -> ArenaMap | None:
+    def _arena(self, op: LoadOp | StoreOp) -> Arena | None:
         arena = self._attachment.arena
         return arena if arena is not None and arena.arena_id == op.arena_id else None
 
@@ -184,15 +265,19 @@ class CopyThread:
         if arena is None:
             return everything
         assert self._places is not None
-        extents = parse_extents(op.extents, arena.layout.size_bytes)
+        extents = parse_extents(op.extents, arena.size_bytes)
         pieces = self._places.pieces(op.objects, extents, writing=False)
         rows, granted = extents.granted(everything)
         if not arena.check(rows, granted):
             return everything
-        for batch in pieces.split():
-            if self._clock() >= op.deadline or op.op_id in self._cancelled:
+        for layers, sources, targets in self._places.moves(op.moves):
+            if self._left(op) <= 0:
                 return everything
-            self._copier.copy(arena, batch, Direction.LOAD)
+            self._copier.move(layers, sources, targets)
+        for batch in pieces.split():
+            left = self._left(op)
+            if left <= 0 or not arena.load(self._copier, extents, batch, left):
+                return everything
         self._copier.wait()
         if not arena.check(rows, granted) or op.op_id in self._cancelled:
             return everything
@@ -200,16 +285,21 @@ class CopyThread:
             self._audit.record(LOADED, op.request_id, op.objects)
         return []
 
+    def _left(self, op: LoadOp) -> float:
+        """Seconds in which a load may still write into the engine's blocks."""
+        return 0.0 if op.op_id in self._cancelled else op.deadline - self._clock()
+
     def _store(self, op: StoreOp) -> list[int]:
         """Copy object by object, in batches over all of them; returns the indices that did not succeed."""
         arena = self._arena(op)
         if arena is None:
             return [copied.index for copied in op.objects]
         assert self._places is not None
-        extents = parse_extents(op.extents, arena.layout.size_bytes)
+        extents = parse_extents(op.extents, arena.size_bytes)
         good = [copied for copied in op.objects if self._still_granted(arena, extents, copied)]
         for batch in self._places.pieces(good, extents, writing=True).split():
-            self._copier.copy(arena, batch, Direction.STORE)
+            if not arena.store(self._copier, extents, batch, self._yield_to_loads):
+                return [copied.index for copied in op.objects]
             self._yield_to_loads()
         self._copier.wait()
         written = [copied for copied in good if self._still_granted(arena, extents, copied)]
@@ -217,17 +307,17 @@ class CopyThread:
             self._audit.record(STORED, "", written)
         return sorted({copied.index for copied in op.objects} - {copied.index for copied in written})
 
-    def _still_granted(self, arena: ArenaMap, extents: Extents, copied: ObjectCopy) -> bool:
+    def _still_granted(self, arena: Arena, extents: Extents, copied: ObjectCopy) -> bool:
         return copied.index in extents.fragments and arena.check(*extents.granted([copied.index]))
 
     def _yield_to_loads(self) -> None:
-        """Between two batches of a store, run the loads that have come in: a request waits for them."""
+        """Beside and between the batches of a store, run the loads that have come in: a request waits for them."""
         while self._loads:
             with self._wake:
-                if not self._loads:
+                if not self._loads or self._stopping:
                     return
-                op = self._loads.popleft()
-            self._do(op)
+                queued = self._loads.popleft()
+            self._do(*queued)
 
 
 class WorkerSide:
@@ -255,6 +345,7 @@ class WorkerSide:
         self._unloadable: set[str] = set()
         self._cancelled: set[int] = set()  # loads whose bytes are void, even if the copy is done and not reported
         self._meta = RankMeta()
+        self._stats = KVDepotStats()
         self._told_arena: int | None = None
 
     def start_loads(self, meta: StepMeta) -> None:
@@ -289,6 +380,7 @@ class WorkerSide:
             done += self._running.take_done()
         for outcome in done:
             op = outcome.op
+            self._count(outcome)
             if isinstance(op, StoreOp):
                 self._meta.stores[op.op_id] = (1, outcome.failed)
                 continue
@@ -299,6 +391,21 @@ class WorkerSide:
             if void:
                 failed.add(op.request_id)
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def _count(self, outcome: _Outcome) -> None:
+        """What was moved: of a failed load nothing, of a store what succeeded."""
+        loading = isinstance(outcome.op, LoadOp)
+        moved = [] if loading and outcome.failed else [o for o in outcome.op.objects if o.index not in outcome.failed]
+        places = self._copies.places if self._copies is not None else None
+        if places is not None:
+            direction = "load" if loading else "store"
+            self._stats.add("copied_bytes", direction, places.size_bytes(moved, writing=not loading))
+            self._stats.add("copy_seconds", direction, outcome.seconds)
+
+    def add_stats(self, stats: KVDepotStats) -> None:
+        """What this rank has done since it was last asked."""
+        stats.aggregate(self._stats)
+        self._stats.reset()
 
     def take_meta(self) -> RankMeta | None:
         """This step's message to the scheduler side; None when there is nothing new."""

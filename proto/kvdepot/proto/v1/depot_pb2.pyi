@@ -16,8 +16,9 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class AttachRequest(google.protobuf.message.Message):
-    """One datagram each way on the attachment socket (SOCK_SEQPACKET). The reply of an
-    accepted attachment carries the arena's file descriptor (SCM_RIGHTS).
+    """One datagram each way on the attachment socket (SOCK_SEQPACKET). The reply of an accepted
+    attachment carries a file descriptor (SCM_RIGHTS): the arena's, or, where `stream` is set, one end
+    of a socket whose other end only the process's proxy has.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -29,6 +30,7 @@ class AttachRequest(google.protobuf.message.Message):
     SCHEDULER_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
+    STREAM_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     client_version: builtins.str
@@ -38,6 +40,8 @@ class AttachRequest(google.protobuf.message.Message):
     """-1: no worker in this process"""
     world_size: builtins.int
     """workers of the engine"""
+    stream: builtins.bool
+    """this process cannot map the arena: a proxy is to move its payload (service Data)"""
     def __init__(
         self,
         *,
@@ -48,8 +52,9 @@ class AttachRequest(google.protobuf.message.Message):
         scheduler: builtins.bool = ...,
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
+        stream: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_version", b"client_version", "engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "scheduler", b"scheduler", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_version", b"client_version", "engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "scheduler", b"scheduler", "stream", b"stream", "world_size", b"world_size"]) -> None: ...
 
 global___AttachRequest = AttachRequest
 
@@ -63,6 +68,7 @@ class AttachResponse(google.protobuf.message.Message):
     ARENA_ID_FIELD_NUMBER: builtins.int
     ARENA_BYTES_FIELD_NUMBER: builtins.int
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
+    STREAM_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     """0: refused, see error"""
     error: builtins.str
@@ -71,6 +77,8 @@ class AttachResponse(google.protobuf.message.Message):
     arena_id: builtins.int
     arena_bytes: builtins.int
     daemon_version: builtins.str
+    stream: builtins.str
+    """the proxy's socket is the daemon's with a dot and this behind it; empty: the arena is mapped"""
     def __init__(
         self,
         *,
@@ -80,8 +88,9 @@ class AttachResponse(google.protobuf.message.Message):
         arena_id: builtins.int = ...,
         arena_bytes: builtins.int = ...,
         daemon_version: builtins.str = ...,
+        stream: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_id", b"arena_id", "daemon_version", b"daemon_version", "error", b"error", "protocol", b"protocol", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_id", b"arena_id", "daemon_version", b"daemon_version", "error", b"error", "protocol", b"protocol", "session", b"session", "stream", b"stream"]) -> None: ...
 
 global___AttachResponse = AttachResponse
 
@@ -345,11 +354,19 @@ class LocateRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     HIGH_TOKENS_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    BUDGET_SECONDS_FIELD_NUMBER: builtins.int
+    WAIT_SECONDS_FIELD_NUMBER: builtins.int
+    LOCAL_TOKENS_FIELD_NUMBER: builtins.int
+    TOKEN_SECONDS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     namespace: builtins.bytes
     keys: builtins.bytes
     high_tokens: builtins.int
     request_id: builtins.str
+    budget_seconds: builtins.float
+    wait_seconds: builtins.float
+    local_tokens: builtins.int
+    token_seconds: builtins.float
     def __init__(
         self,
         *,
@@ -358,8 +375,12 @@ class LocateRequest(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         high_tokens: builtins.int = ...,
         request_id: builtins.str = ...,
+        budget_seconds: builtins.float = ...,
+        wait_seconds: builtins.float = ...,
+        local_tokens: builtins.int = ...,
+        token_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["high_tokens", b"high_tokens", "keys", b"keys", "namespace", b"namespace", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_seconds", b"budget_seconds", "high_tokens", b"high_tokens", "keys", b"keys", "local_tokens", b"local_tokens", "namespace", b"namespace", "request_id", b"request_id", "session", b"session", "token_seconds", b"token_seconds", "wait_seconds", b"wait_seconds"]) -> None: ...
 
 global___LocateRequest = LocateRequest
 
@@ -370,17 +391,23 @@ class LocateResponse(google.protobuf.message.Message):
     BOUNDARY_TOKENS_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     ATTENTION_TOKENS_FIELD_NUMBER: builtins.int
+    ESTIMATE_SECONDS_FIELD_NUMBER: builtins.int
+    MISS_FIELD_NUMBER: builtins.int
     boundary_tokens: builtins.int
     tier: builtins.str
     attention_tokens: builtins.int
+    estimate_seconds: builtins.float
+    miss: builtins.str
     def __init__(
         self,
         *,
         boundary_tokens: builtins.int = ...,
         tier: builtins.str = ...,
         attention_tokens: builtins.int = ...,
+        estimate_seconds: builtins.float = ...,
+        miss: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_tokens", b"attention_tokens", "boundary_tokens", b"boundary_tokens", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_tokens", b"attention_tokens", "boundary_tokens", b"boundary_tokens", "estimate_seconds", b"estimate_seconds", "miss", b"miss", "tier", b"tier"]) -> None: ...
 
 global___LocateResponse = LocateResponse
 
@@ -421,17 +448,20 @@ class AcquireResponse(google.protobuf.message.Message):
     OUTCOME_FIELD_NUMBER: builtins.int
     EXTENTS_FIELD_NUMBER: builtins.int
     ARENA_ID_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
     outcome: builtins.int
     extents: builtins.bytes
     arena_id: builtins.int
+    reason: builtins.str
     def __init__(
         self,
         *,
         outcome: builtins.int = ...,
         extents: builtins.bytes = ...,
         arena_id: builtins.int = ...,
+        reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "extents", b"extents", "outcome", b"outcome"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "extents", b"extents", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
 
 global___AcquireResponse = AcquireResponse
 
@@ -612,15 +642,24 @@ class EndRequestRequest(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    LOCAL_TOKENS_FIELD_NUMBER: builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: builtins.int
+    MISS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     request_id: builtins.str
+    local_tokens: builtins.int
+    loaded_tokens: builtins.int
+    miss: builtins.str
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         request_id: builtins.str = ...,
+        local_tokens: builtins.int = ...,
+        loaded_tokens: builtins.int = ...,
+        miss: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 global___EndRequestRequest = EndRequestRequest
 
@@ -663,6 +702,13 @@ class TierStatus(google.protobuf.message.Message):
     QUEUED_BYTES_FIELD_NUMBER: builtins.int
     WRITTEN_TODAY_BYTES_FIELD_NUMBER: builtins.int
     QUARANTINED_BYTES_FIELD_NUMBER: builtins.int
+    PREFETCHED_OBJECTS_FIELD_NUMBER: builtins.int
+    PREFETCHED_BYTES_FIELD_NUMBER: builtins.int
+    PREFETCHING_REQUESTS_FIELD_NUMBER: builtins.int
+    NODE_FIELD_NUMBER: builtins.int
+    JANITOR_FIELD_NUMBER: builtins.int
+    PINNED_OBJECTS_FIELD_NUMBER: builtins.int
+    PINNED_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     capacity_bytes: builtins.int
@@ -679,6 +725,15 @@ class TierStatus(google.protobuf.message.Message):
     queued_bytes: builtins.int
     written_today_bytes: builtins.int
     quarantined_bytes: builtins.int
+    prefetched_objects: builtins.int
+    prefetched_bytes: builtins.int
+    prefetching_requests: builtins.int
+    node: builtins.str
+    """Of shared tiers: this daemon's id in the directory, and that of the node that counts and evicts there."""
+    janitor: builtins.str
+    pinned_objects: builtins.int
+    """Of RAM."""
+    pinned_bytes: builtins.int
     def __init__(
         self,
         *,
@@ -697,8 +752,15 @@ class TierStatus(google.protobuf.message.Message):
         queued_bytes: builtins.int = ...,
         written_today_bytes: builtins.int = ...,
         quarantined_bytes: builtins.int = ...,
+        prefetched_objects: builtins.int = ...,
+        prefetched_bytes: builtins.int = ...,
+        prefetching_requests: builtins.int = ...,
+        node: builtins.str = ...,
+        janitor: builtins.str = ...,
+        pinned_objects: builtins.int = ...,
+        pinned_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "objects", b"objects", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
 
@@ -773,6 +835,9 @@ class GetStatusResponse(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     NAMESPACES_FIELD_NUMBER: builtins.int
     COUNTERS_FIELD_NUMBER: builtins.int
+    QUOTAS_FIELD_NUMBER: builtins.int
+    SWITCHES_FIELD_NUMBER: builtins.int
+    PINS_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     pid: builtins.int
     uptime_seconds: builtins.float
@@ -788,6 +853,12 @@ class GetStatusResponse(google.protobuf.message.Message):
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NamespaceStatus]: ...
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    @property
+    def quotas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QuotaStatus]: ...
+    @property
+    def switches(self) -> global___Switches: ...
+    @property
+    def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Pin]: ...
     def __init__(
         self,
         *,
@@ -802,10 +873,155 @@ class GetStatusResponse(google.protobuf.message.Message):
         sessions: collections.abc.Iterable[global___SessionStatus] | None = ...,
         namespaces: collections.abc.Iterable[global___NamespaceStatus] | None = ...,
         counters: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        quotas: collections.abc.Iterable[global___QuotaStatus] | None = ...,
+        switches: global___Switches | None = ...,
+        pins: collections.abc.Iterable[global___Pin] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "namespaces", b"namespaces", "pid", b"pid", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["switches", b"switches"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class Pin(google.protobuf.message.Message):
+    """What an operator has pinned in RAM (service Control). What it holds is as of some seconds ago."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    SECONDS_LEFT_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    OBJECTS_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    key: builtins.bytes
+    """of the chunk that ends the path; empty: all of the namespace"""
+    seconds_left: builtins.float
+    chunks: builtins.int
+    objects: builtins.int
+    """in RAM and within the share of pins"""
+    bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        key: builtins.bytes = ...,
+        seconds_left: builtins.float = ...,
+        chunks: builtins.int = ...,
+        objects: builtins.int = ...,
+        bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunks", b"chunks", "key", b"key", "namespace", b"namespace", "objects", b"objects", "seconds_left", b"seconds_left"]) -> None: ...
+
+global___Pin = Pin
+
+@typing.final
+class Switches(google.protobuf.message.Message):
+    """What operators have switched off (service Control), for all namespaces or for single ones."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOADS_OFF_FIELD_NUMBER: builtins.int
+    LOADS_OFF_NAMESPACES_FIELD_NUMBER: builtins.int
+    STORES_OFF_FIELD_NUMBER: builtins.int
+    STORES_OFF_NAMESPACES_FIELD_NUMBER: builtins.int
+    DRAINING_FIELD_NUMBER: builtins.int
+    loads_off: builtins.bool
+    stores_off: builtins.bool
+    draining: builtins.bool
+    @property
+    def loads_off_namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    @property
+    def stores_off_namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        loads_off: builtins.bool = ...,
+        loads_off_namespaces: collections.abc.Iterable[builtins.bytes] | None = ...,
+        stores_off: builtins.bool = ...,
+        stores_off_namespaces: collections.abc.Iterable[builtins.bytes] | None = ...,
+        draining: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["draining", b"draining", "loads_off", b"loads_off", "loads_off_namespaces", b"loads_off_namespaces", "stores_off", b"stores_off", "stores_off_namespaces", b"stores_off_namespaces"]) -> None: ...
+
+global___Switches = Switches
+
+@typing.final
+class QuotaStatus(google.protobuf.message.Message):
+    """One quota of the configuration in one tier. Its counts never fall, also where owners vanish."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: builtins.int
+    OWNERS_COUNT_FIELD_NUMBER: builtins.int
+    OWNERS_FIELD_NUMBER: builtins.int
+    REFUSED_OBJECTS_FIELD_NUMBER: builtins.int
+    EVICTED_OBJECTS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """as configured; "*": each"""
+    namespace: builtins.str
+    """as configured; "*": each; empty: the total of the tenant's"""
+    tier: builtins.str
+    capacity_bytes: builtins.int
+    owners_count: builtins.int
+    refused_objects: builtins.int
+    evicted_objects: builtins.int
+    @property
+    def owners(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QuotaOwnerStatus]:
+        """the fullest first, not all where there are many"""
+
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str = ...,
+        namespace: builtins.str = ...,
+        tier: builtins.str = ...,
+        capacity_bytes: builtins.int = ...,
+        owners_count: builtins.int = ...,
+        owners: collections.abc.Iterable[global___QuotaOwnerStatus] | None = ...,
+        refused_objects: builtins.int = ...,
+        evicted_objects: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["capacity_bytes", b"capacity_bytes", "evicted_objects", b"evicted_objects", "namespace", b"namespace", "owners", b"owners", "owners_count", b"owners_count", "refused_objects", b"refused_objects", "tenant", b"tenant", "tier", b"tier"]) -> None: ...
+
+global___QuotaStatus = QuotaStatus
+
+@typing.final
+class QuotaOwnerStatus(google.protobuf.message.Message):
+    """A tenant or a namespace that a quota holds to its capacity."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    REFUSED_OBJECTS_FIELD_NUMBER: builtins.int
+    EVICTED_OBJECTS_FIELD_NUMBER: builtins.int
+    tenant: builtins.str
+    """absent: not known, no engine has registered its namespace in this run"""
+    namespace: builtins.str
+    """an id where the quota is each namespace's; empty: the total of the tenant's"""
+    used_bytes: builtins.int
+    refused_objects: builtins.int
+    evicted_objects: builtins.int
+    def __init__(
+        self,
+        *,
+        tenant: builtins.str | None = ...,
+        namespace: builtins.str = ...,
+        used_bytes: builtins.int = ...,
+        refused_objects: builtins.int = ...,
+        evicted_objects: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_tenant", b"_tenant", "tenant", b"tenant"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_tenant", b"_tenant", "evicted_objects", b"evicted_objects", "namespace", b"namespace", "refused_objects", b"refused_objects", "tenant", b"tenant", "used_bytes", b"used_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_tenant", b"_tenant"]) -> typing.Literal["tenant"] | None: ...
+
+global___QuotaOwnerStatus = QuotaOwnerStatus
 
 @typing.final
 class NamespaceStatus(google.protobuf.message.Message):
@@ -1238,6 +1454,7 @@ class StoredObject(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     EXTENTS_FIELD_NUMBER: builtins.int
     LOANS_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
     tier: builtins.str
     kind: builtins.int
     bytes: builtins.int
@@ -1252,6 +1469,8 @@ class StoredObject(google.protobuf.message.Message):
     """in the arena"""
     extents: builtins.int
     """in how many pieces"""
+    pinned: builtins.bool
+    """in the arena"""
     @property
     def loans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Loan]:
         """of an extent of the arena"""
@@ -1269,8 +1488,9 @@ class StoredObject(google.protobuf.message.Message):
         generation: builtins.int = ...,
         extents: builtins.int = ...,
         loans: collections.abc.Iterable[global___Loan] | None = ...,
+        pinned: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "checksum", b"checksum", "extents", b"extents", "generation", b"generation", "kind", b"kind", "loans", b"loans", "sequence", b"sequence", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "checksum", b"checksum", "extents", b"extents", "generation", b"generation", "kind", b"kind", "loans", b"loans", "pinned", b"pinned", "sequence", b"sequence", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
 
 global___StoredObject = StoredObject
 
@@ -1315,3 +1535,214 @@ class DescribeChunkResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["children", b"children", "chunk", b"chunk", "depth", b"depth", "more_children", b"more_children", "objects", b"objects", "path", b"path", "tiers", b"tiers"]) -> None: ...
 
 global___DescribeChunkResponse = DescribeChunkResponse
+
+@typing.final
+class ExplainRequestRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.str
+    """or its beginning"""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+global___ExplainRequestRequest = ExplainRequestRequest
+
+@typing.final
+class LookupRecord(google.protobuf.message.Message):
+    """The last lookup of a request, and what was answered."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class HeldEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    CHUNKS_FIELD_NUMBER: builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: builtins.int
+    HIGH_TOKENS_FIELD_NUMBER: builtins.int
+    PATH_CHUNKS_FIELD_NUMBER: builtins.int
+    HELD_FIELD_NUMBER: builtins.int
+    BOUNDARY_TOKENS_FIELD_NUMBER: builtins.int
+    OFFERED_TOKENS_FIELD_NUMBER: builtins.int
+    OFFERED_TIER_FIELD_NUMBER: builtins.int
+    ESTIMATE_SECONDS_FIELD_NUMBER: builtins.int
+    MISS_FIELD_NUMBER: builtins.int
+    MISSING_CHUNK_FIELD_NUMBER: builtins.int
+    MISSING_KEY_FIELD_NUMBER: builtins.int
+    OTHER_NAMESPACE_FIELD_NUMBER: builtins.int
+    chunks: builtins.int
+    chunk_tokens: builtins.int
+    high_tokens: builtins.int
+    path_chunks: builtins.int
+    boundary_tokens: builtins.int
+    offered_tokens: builtins.int
+    offered_tier: builtins.str
+    estimate_seconds: builtins.float
+    miss: builtins.str
+    missing_chunk: builtins.int
+    missing_key: builtins.bytes
+    other_namespace: builtins.bytes
+    @property
+    def held(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by tier"""
+
+    def __init__(
+        self,
+        *,
+        chunks: builtins.int = ...,
+        chunk_tokens: builtins.int = ...,
+        high_tokens: builtins.int = ...,
+        path_chunks: builtins.int = ...,
+        held: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        boundary_tokens: builtins.int = ...,
+        offered_tokens: builtins.int = ...,
+        offered_tier: builtins.str = ...,
+        estimate_seconds: builtins.float = ...,
+        miss: builtins.str = ...,
+        missing_chunk: builtins.int = ...,
+        missing_key: builtins.bytes = ...,
+        other_namespace: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "estimate_seconds", b"estimate_seconds", "held", b"held", "high_tokens", b"high_tokens", "miss", b"miss", "missing_chunk", b"missing_chunk", "missing_key", b"missing_key", "offered_tier", b"offered_tier", "offered_tokens", b"offered_tokens", "other_namespace", b"other_namespace", "path_chunks", b"path_chunks"]) -> None: ...
+
+global___LookupRecord = LookupRecord
+
+@typing.final
+class LoadRecord(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: builtins.int
+    OBJECTS_FIELD_NUMBER: builtins.int
+    ASKED_SECONDS_AGO_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    outcome: builtins.str
+    objects: builtins.int
+    asked_seconds_ago: builtins.float
+    seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        outcome: builtins.str = ...,
+        objects: builtins.int = ...,
+        asked_seconds_ago: builtins.float = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asked_seconds_ago", b"asked_seconds_ago", "objects", b"objects", "outcome", b"outcome", "seconds", b"seconds"]) -> None: ...
+
+global___LoadRecord = LoadRecord
+
+@typing.final
+class RequestRecord(google.protobuf.message.Message):
+    """What the daemon remembers of one request. Times are seconds before the answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ReservedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    ENGINE_ID_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    BEGAN_SECONDS_AGO_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    LOOKED_UP_SECONDS_AGO_FIELD_NUMBER: builtins.int
+    LOOKUP_FIELD_NUMBER: builtins.int
+    DIFFERENCES_FIELD_NUMBER: builtins.int
+    LOADS_FIELD_NUMBER: builtins.int
+    RESERVED_FIELD_NUMBER: builtins.int
+    ENDED_SECONDS_AGO_FIELD_NUMBER: builtins.int
+    LOCAL_TOKENS_FIELD_NUMBER: builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: builtins.int
+    MISS_FIELD_NUMBER: builtins.int
+    engine_id: builtins.str
+    request_id: builtins.str
+    namespace: builtins.bytes
+    began_seconds_ago: builtins.float
+    lookups: builtins.int
+    looked_up_seconds_ago: builtins.float
+    ended_seconds_ago: builtins.float
+    local_tokens: builtins.int
+    """these three are the engine's words, once it has ended"""
+    loaded_tokens: builtins.int
+    miss: builtins.str
+    @property
+    def lookup(self) -> global___LookupRecord: ...
+    @property
+    def differences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def loads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LoadRecord]: ...
+    @property
+    def reserved(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """objects by outcome"""
+
+    def __init__(
+        self,
+        *,
+        engine_id: builtins.str = ...,
+        request_id: builtins.str = ...,
+        namespace: builtins.bytes = ...,
+        began_seconds_ago: builtins.float = ...,
+        lookups: builtins.int = ...,
+        looked_up_seconds_ago: builtins.float = ...,
+        lookup: global___LookupRecord | None = ...,
+        differences: collections.abc.Iterable[builtins.str] | None = ...,
+        loads: collections.abc.Iterable[global___LoadRecord] | None = ...,
+        reserved: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        ended_seconds_ago: builtins.float | None = ...,
+        local_tokens: builtins.int = ...,
+        loaded_tokens: builtins.int = ...,
+        miss: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "ended_seconds_ago", b"ended_seconds_ago", "lookup", b"lookup"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "began_seconds_ago", b"began_seconds_ago", "differences", b"differences", "ended_seconds_ago", b"ended_seconds_ago", "engine_id", b"engine_id", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "looked_up_seconds_ago", b"looked_up_seconds_ago", "lookup", b"lookup", "lookups", b"lookups", "miss", b"miss", "namespace", b"namespace", "request_id", b"request_id", "reserved", b"reserved"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago"]) -> typing.Literal["ended_seconds_ago"] | None: ...
+
+global___RequestRecord = RequestRecord
+
+@typing.final
+class ExplainRequestResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: builtins.int
+    @property
+    def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestRecord]:
+        """the latest first"""
+
+    def __init__(
+        self,
+        *,
+        records: collections.abc.Iterable[global___RequestRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["records", b"records"]) -> None: ...
+
+global___ExplainRequestResponse = ExplainRequestResponse

@@ -530,6 +530,11 @@ class OperatorStub(object):
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkResponse.FromString,
                 _registered_method=True)
+        self.ExplainRequest = channel.unary_unary(
+                '/kvdepot.v1.Operator/ExplainRequest',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -572,6 +577,12 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainRequest(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -604,6 +615,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.DescribeChunk,
                     request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkRequest.FromString,
                     response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkResponse.SerializeToString,
+            ),
+            'ExplainRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRequest,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -769,6 +785,33 @@ class Operator(object):
             '/kvdepot.v1.Operator/DescribeChunk',
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkRequest.SerializeToString,
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.DescribeChunkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.Operator/ExplainRequest',
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -73,7 +73,7 @@ class PendingAcquires:
         entries[visible] = self._pin(asked, np.flatnonzero(visible))
         if not self._place(asked, sources):
             self._space.give_back_many(entries[visible])
-            answer(AcquireReply(AcquireOutcome.LATER))
+            answer(self._no_room(asked, sources))
             return
         entries[missing] = self._pin(asked, missing)
         lease = ReadLease(asked.session, asked.call.lease_id, entries, hash(asked.call), None, deadline)
@@ -84,12 +84,12 @@ class PendingAcquires:
         promotion = lease.pending.promotion = Promotion(partial(self._ended, lease))
         self._promotions.start(promotion, list(dict.fromkeys(asked.rows[missing].tolist())))
 
-    def cancel(self, lease: ReadLease) -> None:
+    def cancel(self, lease: ReadLease, reason: str = "") -> None:
         """Its end has come first: nobody needs it any more, and no rank has seen it."""
         pending, lease.pending = lease.pending, None
         assert pending is not None and pending.promotion is not None
         self._promotions.cancel(pending.promotion)
-        pending.answer(AcquireReply(AcquireOutcome.REFUSED))
+        pending.answer(AcquireReply(AcquireOutcome.REFUSED, reason=reason))
 
     def _sources(self, asked: Asked, missing: list[int]) -> dict[int, LowerTier | None] | None:
         """Where to read each missing object from; None for what is being read already. None: one is nowhere."""
@@ -98,11 +98,11 @@ class PendingAcquires:
             node, kind, row = int(asked.nodes[at]), asked.call.kinds[at], int(asked.rows[at])
             if node == NONE or kind not in asked.namespace.object_bytes:
                 return None
-            if row != NO_ROW:
-                if not self._promotions.reading(row):
-                    return None  # being stored, or adopted and not yet verified
+            if row != NO_ROW and self._promotions.reading(row):
                 sources[at] = None
                 continue
+            if row != NO_ROW and not self._space.rows.unverified(row):
+                return None  # being stored
             source = self._promotions.source(node, kind)
             if source is None:
                 return None
@@ -115,6 +115,9 @@ class PendingAcquires:
         for at, source in sources.items():
             node, kind = int(asked.nodes[at]), asked.call.kinds[at]
             row = self._space.index.row(node, kind)  # made a moment ago if the call names the object twice
+            if row != NO_ROW and self._space.rows.unverified(row):
+                self._space.drop_row(node, kind)  # a tier's copy is verified as it is read
+                row = NO_ROW
             if row == NO_ROW:
                 assert source is not None
                 row = self._promotions.place(asked.namespace, node, kind, source)
@@ -124,6 +127,16 @@ class PendingAcquires:
                 placed.append(row)
             asked.rows[at] = row
         return True
+
+    def _no_room(self, asked: Asked, sources: dict[int, LowerTier | None]) -> AcquireReply:
+        space, sizes = self._space, asked.namespace.object_bytes
+        missing = {(int(asked.nodes[at]), asked.call.kinds[at]) for at, source in sources.items() if source is not None}
+        size_bytes = sum(space.allocator.rounded(sizes[kind]) for _, kind in missing)
+        refused = space.refused_by_quota(asked.namespace.slot, size_bytes, len(missing))
+        if refused is None:
+            return AcquireReply(AcquireOutcome.LATER)
+        owner, later = refused
+        return AcquireReply(AcquireOutcome.LATER if later else AcquireOutcome.REFUSED, reason=f"quota: of {owner}")
 
     def _pin(self, asked: Asked, at: npt.NDArray[np.intp]) -> npt.NDArray[np.uint32]:
         lent, call = self._space.lent, asked.call

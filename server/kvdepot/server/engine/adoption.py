@@ -39,9 +39,9 @@ REASONS = (
     "no_parent",
     "unknown_namespace",
     "repeated",
-    "overlap",
     "torn_fields",
     "torn_generation",
+    "overlap",  # this and what follows: its bytes may be another's
     "torn_extent",
     "torn_links",
 )
@@ -246,6 +246,7 @@ class Adoption:
         all_rows, owners = self._extents()
         held = all_rows[(self._reasons[owners] == 0) | lent[owners]]
         self._claim(held[self._in_arena(held)])
+        self._hold(all_rows, owners, (self._reasons == 0) | lent)
         self._free_others(held)
         self._enter(all_rows, owners)
         offer_for_eviction(self._space)
@@ -275,6 +276,18 @@ class Adoption:
         last = np.append(first[1:], len(starts)) - 1
         for start, end in zip(starts[first].tolist(), reach[last].tolist(), strict=True):
             self._space.allocator.claim(start, end - start)
+
+    def _hold(self, all_rows: _Numbers, owners: _Numbers, kept: _Flags) -> None:
+        """Whose the claimed bytes are. Where a table was torn, the bytes of what will never be freed are nobody's."""
+        kept = kept & ~np.isin(self._heads, np.array(sorted(self._space.unreusable), np.int64))
+        sizes = np.zeros(len(self._heads), np.int64)
+        mine = kept[owners]
+        granule = self._space.allocator.granule_bytes
+        lengths = self._space.rows.lengths[all_rows[mine]].astype(np.int64)
+        np.add.at(sizes, owners[mine], -(-lengths // granule) * granule)
+        slots, sizes = self._space.rows.namespaces[self._heads[kept]], sizes[kept]
+        for slot in np.unique(slots).tolist():
+            self._space.account.add(slot, int((slots == slot).sum()), int(sizes[slots == slot].sum()))
 
     def _free_others(self, held: _Numbers) -> None:
         """Heads first, then continuations that nothing links."""

@@ -6,9 +6,11 @@ may call what, deals with repeats and deadlines, and delegates the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
+import numpy as np
 from kvdepot.core import limits
 from kvdepot.core.arena import ArenaTables
 from kvdepot.core.calls import (
@@ -28,7 +30,8 @@ from kvdepot.core.calls import (
     ReserveOutcome,
     ReserveReply,
 )
-from kvdepot.core.errors import InvalidArgument, NoRoom, UnknownNamespace
+from kvdepot.core.control import Switch
+from kvdepot.core.errors import InvalidArgument, NoRoom, NotFound, UnknownNamespace
 from kvdepot.core.eviction import policy_by_name
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.lifecycle import LeaseState
@@ -40,12 +43,18 @@ from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.leases import Lease, ReadLease, WriteLease
 from kvdepot.server.engine.listing import Listing
 from kvdepot.server.engine.load import Loads
+from kvdepot.server.engine.locates import Locates
 from kvdepot.server.engine.namespaces import Namespace, checked_id
+from kvdepot.server.engine.pins import Pins
+from kvdepot.server.engine.prefetch import Prefetch
+from kvdepot.server.engine.records import Records
+from kvdepot.server.engine.removal import Removal
 from kvdepot.server.engine.requests import Requests
 from kvdepot.server.engine.sessions import Session, Sessions
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.store import Stores
 from kvdepot.server.engine.sums import Sums
+from kvdepot.server.engine.switches import REFUSALS, Switches
 from kvdepot.server.engine.tiering import Tiering
 from kvdepot.server.engine.types import (
     AdoptionReport,
@@ -58,6 +67,7 @@ from kvdepot.server.engine.types import (
     TierConfig,
     ToSum,
 )
+from kvdepot.server.engine.vacating import vacate
 from kvdepot.server.engine.workers import Workers
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
@@ -101,6 +111,7 @@ class Engine:
         self._space = Space(
             tables, run=run, clock=clock, random_bytes=random_bytes,
             policy=policy_by_name(config.eviction, tables.layout.rows), counters=self.counters,
+            quotas=config.quotas,
             tiers=[
                 (tier, settings, policy_by_name(config.eviction, tier.handles_max)) for tier, settings in tiers(workers)
             ],
@@ -110,9 +121,18 @@ class Engine:
         self._sums = Sums(self._space, self._sessions.hold_extents)
         self._tiering = Tiering(self._space, workers)
         self._sums.verified = self._tiering.committed
-        self._stores = Stores(self._space, self._requests, config, arena_id, self._tiering)
+        self.switches = Switches()
+        self._stores = Stores(self._space, self._requests, config, arena_id, self._tiering, self.switches)
         self.listing = Listing(self._space, self._sessions)
-        self._loads = Loads(self._space, config, arena_id, self._tiering, self._sums.want)
+        self._prefetch = Prefetch(
+            self._space, self._tiering.promotions, share=config.prefetch_share, seconds=config.lease_deadline_seconds
+        )  # fmt: skip
+        self.records = Records(self._space.namespaces, clock)
+        self._locates = Locates(
+            self._space, self._tiering, self._prefetch, self.records, self.switches, self._sums.want
+        )
+        self._loads = Loads(self._space, config, arena_id, self._tiering)
+        self.pins = Pins(self._space, config.pin_share)
 
     # Life of the arena
 
@@ -136,7 +156,8 @@ class Engine:
         self._tiering.start()
 
     async def close_tiers(self) -> None:
-        """Let them finish what is in flight and end their workers."""
+        """Let them finish what is in flight and end their workers; who waits for a look-up is answered."""
+        self._locates.close()
         await self._tiering.close()
 
     def tick(self) -> None:
@@ -149,13 +170,21 @@ class Engine:
         for session in self._sessions.unreachable():
             self._remove_session(session)
         self._requests.expire()
+        self._prefetch.tick()
+        self.pins.tick()
+        self._space.reclaim()
+        self._space.settle_some()
         self._space.unpark()
-        allocator = self._space.allocator
+        allocator, config = self._space.allocator, self._config
+        self._space.account.trim(
+            config.high_watermark, config.low_watermark, config.evictions_per_tick, self._space.demoting
+        )  # fmt: skip
         # While the arena is populated the ready part is nearly full of what was adopted, and room is on its way.
         if not self._space.growing and allocator.used_bytes > self._config.high_watermark * allocator.ready_bytes:
             low = int(self._config.low_watermark * allocator.ready_bytes)
             self._space.evict_to(low, self._config.evictions_per_tick)
         self._tiering.tick()
+        self._locates.tick()
 
     def status(self) -> EngineStatus:
         space = self._space
@@ -168,7 +197,11 @@ class Engine:
             lent_bytes=space.lent_bytes(),
             objects=space.objects,
             unverified_objects=space.unverified,
-            state="populating" if space.growing else "ready",
+            prefetched_objects=self._prefetch.held_objects,
+            prefetched_bytes=self._prefetch.held_bytes,
+            prefetching_requests=len(self._prefetch),
+            pinned_objects=self.pins.objects,
+            pinned_bytes=self.pins.bytes,
         )
         return EngineStatus(
             tier=tier,
@@ -177,15 +210,26 @@ class Engine:
                 s.status(self._config.credit_bytes) for s in self._sessions.by_slot.values() if not s.worker
             ),
             namespaces=tuple(namespace.status() for namespace in space.namespaces.by_slot.values()),
+            quotas=tuple(status for account in space.accounts for status in account.statuses()),
             counters=self.counters.snapshot(),
         )
 
     # Sessions
 
     def attach(
-        self, process: ProcessIdentity, engine_id: str, *, scheduler: bool, rank: int, world_size: int
+        self,
+        process: ProcessIdentity,
+        engine_id: str,
+        *,
+        scheduler: bool,
+        rank: int,
+        world_size: int,
+        client: ProcessIdentity | None = None,
     ) -> Attached:
         """One connection of one process. Joins the attachment the process already has.
+
+        `client`: the process that `process`, a proxy, stands for. Where it has been attached itself, it stays in the
+        table beside its proxy: it may have the arena mapped.
 
         Raises the errors of core.errors: another live process is this engine's scheduler
         or rank, world_size is out of range or differs, tables are full.
@@ -193,7 +237,9 @@ class Engine:
         orphan = self._sessions.expired_for(engine_id, process)
         if orphan is not None:
             self._end_service(orphan)
-        return self._sessions.attach(process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size)
+        return self._sessions.attach(
+            process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, client=client
+        )
 
     def disconnected(self, attachment: int) -> None:
         """One connection of the attachment ended while its process lives, or its death cannot be proven."""
@@ -242,9 +288,17 @@ class Engine:
 
     # Calls; all raise the "attach first" error on an unknown session token
 
-    def locate(self, call: LocateCall) -> LocateReply:
+    def locate(self, call: LocateCall, answer: Callable[[LocateReply], None]) -> float:
+        """`answer` is called once: before this returns, or when shared tiers have been asked for what is not known.
+
+        Returns after how many seconds `answer_locates` has to be called, so that it is called in time; 0: it was.
+        """
         session = self._sessions.of(call.session)
-        return self._loads.locate(_namespace(session, call.namespace), call)
+        return self._locates.locate(session, _namespace(session, call.namespace), call, answer)
+
+    def answer_locates(self) -> None:
+        """Answer those that have waited for long enough; `tick` does too."""
+        self._locates.tick()
 
     def acquire(self, call: AcquireCall, answer: Answer) -> None:
         """`answer` is called once: before this returns, or when a lower tier has been read, or the lease has ended.
@@ -268,7 +322,16 @@ class Engine:
         elif call.lease_id in session.ended_leases or not session.complete:
             ended(AcquireReply(AcquireOutcome.REFUSED))
         else:
-            self._loads.acquire(session, namespace, call, ended)
+            recorded = self.records.loading(session.engine_id, call.request_id, namespace, len(call.kinds), ended)
+            refusal = self.switches.refusal(Switch.LOADS, namespace.id)
+            if refusal is not None:
+                self.counters.add(f"refused_loads.{refusal}")
+                recorded(AcquireReply(AcquireOutcome.REFUSED, reason=REFUSALS[refusal]))
+                return
+            self._loads.acquire(session, namespace, call, recorded)
+            lease = session.leases.get(call.lease_id)
+            entries = lease.entries if isinstance(lease, ReadLease) else np.empty(0, np.uint32)
+            self._prefetch.acquired((session.slot, call.request_id), self._space.lent.rows[entries])
 
     def release(self, call: ReleaseCall) -> None:
         session = self._sessions.of(call.session)
@@ -293,7 +356,14 @@ class Engine:
             return _all_refused(call, "the lease was given back already")
         if not session.complete:
             return _all_refused(call, f"{session.ranks_attached} of {session.world_size} ranks are attached")
-        reply = self._stores.reserve(session, namespace, call)
+        self._prefetch.over((session.slot, call.request_id), "computed")
+        refusal = self.switches.refusal(Switch.STORES, namespace.id)
+        if refusal is not None:
+            self._stores.refuse(namespace, call, refusal)
+            reply = _all_refused(call, REFUSALS[refusal])
+        else:
+            reply = self._stores.reserve(session, namespace, call)
+        self.records.reserved(session.engine_id, call.request_id, namespace, reply.outcomes)
         namespace.used_at = self._clock()
         return reply
 
@@ -313,7 +383,10 @@ class Engine:
             self._stores.abandon(session, item)
 
     def end_request(self, call: EndRequestCall) -> None:
-        self._requests.end(self._sessions.of(call.session).slot, call.request_id)
+        session = self._sessions.of(call.session)
+        self._requests.end(session.slot, call.request_id)
+        self._prefetch.ended((session.slot, call.request_id))
+        self.records.ended(session.engine_id, call.request_id, call.end)
 
     def declare(self, call: DeclareCall) -> DeclareReply:
         session = self._sessions.of(call.session)
@@ -323,6 +396,59 @@ class Engine:
             self._drop(session.leases[lease_id])
         lost = tuple(lease_id for lease_id in call.lease_ids if lease_id not in session.leases)
         return DeclareReply(lost, session.ranks_attached)
+
+    # What operators change
+
+    def switch(self, switch: Switch, namespace_id: bytes, *, on: bool) -> int:
+        """Takes effect before it returns. An empty id: for all.
+
+        Returns how many leases were granted before and have not ended: what they lend is loaded on, and what they
+        reserved is written, but not committed. Raises NotFound when there is nothing of that id to switch off.
+        """
+        if namespace_id and not on and namespace_id not in self._space.namespaces.by_id:
+            raise NotFound(f"there is no namespace {namespace_id.hex()}")
+        self.switches.set(switch, namespace_id, on=on)
+        if switch is Switch.LOADS:
+            self._refuse_what_waits()
+        return self._leases(ReadLease if switch is Switch.LOADS else WriteLease)
+
+    def drain(self, *, draining: bool) -> int:
+        """Grant nothing to anybody until it is resumed; what was granted ends as ever. How many leases that are."""
+        self.switches.draining = draining
+        if draining:
+            self._refuse_what_waits()
+        return self._leases(ReadLease) + self._leases(WriteLease)
+
+    def _refuse_what_waits(self) -> None:
+        refusal = partial(self.switches.refusal, Switch.LOADS)
+        self._prefetch.end_namespaces(refusal)
+        for session in list(self._sessions.by_slot.values()):
+            self._loads.switched_off(session, refusal)
+
+    def _leases(self, kind: type[Lease]) -> int:
+        sessions = self._sessions.by_slot.values()
+        return sum(isinstance(lease, kind) for session in sessions for lease in session.leases.values())
+
+    def removal(self, namespace_id: bytes, key: bytes) -> Removal:
+        """To drop a chunk with all below it or, without a key, all of a namespace. Raises NotFound."""
+        return Removal(self._space, namespace_id, key)
+
+    def configure(self, config: EngineConfig, tiers: Mapping[str, TierConfig]) -> None:
+        """Other limits and policies from now on; `tiers` by name. The eviction policy stays the one of the start.
+
+        No lease ends for it. What is above a smaller limit goes by use, by time or tick by tick.
+        """
+        self._config = config
+        self._stores.configure(config)
+        self._loads.configure(config)
+        self._sessions.configure(grace=config.grace_seconds, lease_deadline=config.lease_deadline_seconds)
+        self.pins.configure(config.pin_share)
+        self._prefetch.configure(share=config.prefetch_share, seconds=config.lease_deadline_seconds)
+        for account in self._space.accounts:
+            account.configure(config.quotas)
+        for namespace in self._space.namespaces.by_slot.values():
+            self._space.namespaces.named(namespace)  # as when it came: to its owners, of which there may be others
+        self._tiering.configure(tiers)
 
     # Checksums
 
@@ -387,6 +513,7 @@ class Engine:
 
     def _leave_namespaces(self, session: Session) -> None:
         self._requests.end_session(session.slot)
+        self._prefetch.end_session(session.slot)
         for namespace in session.namespaces.values():
             namespace.sessions -= 1
         session.namespaces.clear()
@@ -397,12 +524,8 @@ class Engine:
         namespace = namespaces.add(namespace_id, spec.label, self._clock())
         if namespace is not None:
             return namespace
-        evictions = _NAMESPACE_EVICTIONS_MAX
-        for idle in namespaces.idle():
-            evictions -= self._space.drop_namespace(idle, evictions)
-            if not idle.nodes:
-                namespaces.remove(idle)
-                break
+        idle = (one for one in namespaces.idle() if not self.pins.pins(one))
+        vacate(self._space, idle, _NAMESPACE_EVICTIONS_MAX)
         namespace = namespaces.add(namespace_id, spec.label, self._clock())
         if namespace is None:
             raise NoRoom("the namespace table is full, and none could be dropped at once")

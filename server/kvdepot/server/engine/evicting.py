@@ -15,7 +15,8 @@ stands on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 from kvdepot.core.calls import Kind
@@ -44,6 +45,12 @@ class Holding(Protocol):
     def busy(self, node: int) -> bool:
         """Somebody touches an object of the node at the moment: its turn comes later."""
 
+    def kept(self, node: int) -> bool:
+        """An object of the node is not to go for now; who kept it says when that has changed."""
+
+    def pinned(self, node: int, kind: int) -> bool:
+        """Likewise, while others of the node may go."""
+
     def children(self, node: int) -> int:
         """How many children of the node have objects here."""
 
@@ -64,6 +71,9 @@ class Tree(Protocol):
     def copied(self, holding: Holding, node: int, kind: int) -> bool:
         """Whether another tier has a complete copy."""
 
+    def path_kind(self, node: int) -> int:
+        """The kind of object that makes a path in the node's namespace."""
+
     def stands(self, node: int) -> bool:
         """Whether a request in progress ends at the node (provisional, DESIGN 5)."""
 
@@ -81,8 +91,9 @@ class Evictor:
         self._holding = holding
         self.policy = policy
         self._count = count
-        self._parked: set[int] = set()  # victims that were busy when it was their turn
-        self._returned = False  # something was given back since the last one was parked
+        self._parked: dict[int, set[int]] = {}  # by namespace slot: victims that were busy when it was their turn
+        self._returns = 0  # how often something was given back
+        self._offered: dict[int, int] = {}  # by namespace slot: `_returns` when its parked ones were offered again
         self.filling = NONE  # the node that room is being made for
 
     # Candidates
@@ -93,11 +104,24 @@ class Evictor:
         if worth is None:
             self.policy.on_not_candidate(node)
         else:
-            self.policy.on_candidate(node, worth)
+            self.policy.on_candidate(node, worth, self._tree.index.namespace(node))
+
+    @contextmanager
+    def keeping(self, node: int) -> Iterator[None]:
+        """What is evicted meanwhile is nothing of this node, nor what it follows; NONE: of any."""
+        self.filling = node
+        if node != NONE:
+            self.policy.on_not_candidate(node)
+        try:
+            yield
+        finally:
+            self.filling = NONE
+            if node != NONE:
+                self.settle(node)
 
     def removed(self, node: int) -> None:
         self.policy.on_removed(node)
-        self._parked.discard(node)
+        self._parked.get(self._tree.index.namespace(node), set()).discard(node)
 
     def worth(self, node: int) -> float | None:
         """Seconds saved by each use of the node's unit, per byte; None when nothing of it may go."""
@@ -120,15 +144,21 @@ class Evictor:
         """What of the node's objects may go now."""
         tree, holding = self._tree, self._holding
         leaf = tree.index.is_leaf(node)
-        namespace = tree.namespaces.by_slot[tree.index.namespace(node)]
-        if not leaf and len(namespace.kinds) == 1 and holding.children(node):
+        if not leaf and not self._several(node) and holding.children(node):
             return []  # the common case: an inner node of a namespace of attention alone
         kinds = self._whole(node)
-        if node == self.filling or not kinds:
+        if node == self.filling or not kinds or holding.kept(node):
             return []
+        if self._holds_pins(node):
+            return [kind for kind in kinds if not holding.pinned(node, kind)]
         if leaf:
             return [] if not tree.usable.serves(node) and tree.stands(node) else kinds
+        namespace = tree.namespaces.by_slot[tree.index.namespace(node)]
         return [kind for kind in kinds if self._may_leave(namespace, node, kind)]
+
+    def _holds_pins(self, node: int) -> bool:
+        """Whether its path is pinned here; other objects of it may be above the share of pins."""
+        return self._holding.pinned(node, self._tree.path_kind(node))
 
     def _whole(self, node: int) -> list[int]:
         """What is here of the node, all of it complete; empty when something is being written."""
@@ -171,7 +201,7 @@ class Evictor:
         tree, holding = self._tree, self._holding
         if tree.usable.usable(at) or tree.index.branches(at) or tree.stands(at) or at == self.filling:
             return []
-        if holding.busy(at):
+        if holding.busy(at) or holding.kept(at) or self._holds_pins(at):
             return []
         kinds = self._whole(at)
         return kinds if not stays or self._copied(at, kinds) else []
@@ -186,11 +216,11 @@ class Evictor:
 
     # Evicting
 
-    def evict_one(self, reason: str) -> bool:
-        """Drop one unit; False when there is none."""
-        node = self.victim()
+    def evict_one(self, reason: str, slots: Collection[int] | None = None) -> int:
+        """Drop one unit, of these namespaces or of all; how many objects went, 0 when nothing may go."""
+        node = self.victim(slots)
         if node is None:
-            return False
+            return 0
         unit = self._unit(node, self._going(node))
         self.policy.on_evicted(node, self._heir(node))
         size_bytes = 0
@@ -198,45 +228,71 @@ class Evictor:
             for kind in kinds:
                 size_bytes += self._holding.cost_bytes(at, kind)
                 self._holding.drop(at, kind)
-        self._count(reason, sum(len(kinds) for _, kinds in unit), size_bytes)
+        objects = sum(len(kinds) for _, kinds in unit)
+        self._count(reason, objects, size_bytes)
         for at, _ in unit:
             self._tree.changed(at)
-        return True
+        return objects
 
-    def victim(self) -> int | None:
-        """The node whose unit goes next."""
-        node = self._first()
-        if node is None and self._parked and self._returned:
-            self.unpark()
-            node = self._first()
+    def victim(self, slots: Collection[int] | None = None) -> int | None:
+        """The node whose unit goes next, of these namespaces or of all."""
+        node = self._first(slots)
+        if node is None and self._offer_parked(slots):
+            node = self._first(slots)
         return node
 
     def park(self, node: int) -> None:
         """Pass over the node until `unpark`."""
         self.policy.on_not_candidate(node)
-        self._parked.add(node)
+        self._parked.setdefault(self._tree.index.namespace(node), set()).add(node)
 
     @property
     def parked(self) -> frozenset[int]:
-        return frozenset(self._parked)
+        return frozenset().union(*self._parked.values())
+
+    def waits(self, slots: Collection[int]) -> bool:
+        """Whether something of these namespaces was passed over: it may go later."""
+        return any(self._parked.get(slot) for slot in slots)
 
     def returned(self) -> None:
         """Something is touched no more."""
-        self._returned = True
+        self._returns += 1
 
     def unpark(self) -> None:
         """Offer again what was passed over."""
-        parked, self._parked = self._parked, set()
-        self._returned = False
-        for node in parked:
+        for slot in list(self._parked):
+            self._unpark(slot)
+
+    def _unpark(self, slot: int) -> None:
+        self._offered[slot] = self._returns
+        for node in self._parked.pop(slot):
             self.settle(node)
 
-    def _first(self) -> int | None:
-        while (node := self.policy.victim()) is not None:
-            if not self._holding.busy(node):
+    def _offer_parked(self, slots: Collection[int] | None) -> bool:
+        """Offer again what was passed over, where something was given back since the last time."""
+        due = [slot for slot in (self._parked if slots is None else slots) if self._due(slot)]
+        for slot in due:
+            self._unpark(slot)
+        return bool(due)
+
+    def _due(self, slot: int) -> bool:
+        return bool(self._parked.get(slot)) and self._offered.get(slot, 0) != self._returns
+
+    def _first(self, slots: Collection[int] | None) -> int | None:
+        while (node := self.policy.victim(slots)) is not None:
+            if self._holding.busy(node):
+                self.park(node)
+            elif self._several(node):
+                self.settle(node)  # it is worth more when a state above it went
+                if self.policy.victim(slots) == node:
+                    return node
+            else:
                 return node
-            self.park(node)
         return None
+
+    def _several(self, node: int) -> bool:
+        """Whether its namespace has more than the objects that make a path."""
+        return len(self._tree.namespaces.by_slot[self._tree.index.namespace(node)].kinds) > 1
 
     def _heir(self, node: int) -> int:
         """The node that requests resume at without this one."""

@@ -10,11 +10,15 @@ A node is one chunk of one namespace. It has at most one row a kind, at most one
 kind and lower tier, a parent (NONE: the root) and its children in a doubly linked list. It
 exists while any tier has an object of it. Nothing here survives a restart: adoption
 rebuilds it from the extent table, and each lower tier says what it found.
+
+`detach` cuts a subtree off in one step, however large it is: from then on `find` and
+`find_many` do not know its nodes, which are there until they are removed one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -26,6 +30,7 @@ from kvdepot.server.tiers.base import NO_HANDLE
 NONE: Final = 0xFFFF_FFFF
 """No node."""
 _MASK64: Final = (1 << 64) - 1
+_CUT_OFF: Final = 0xFFFF_FFFF
 _U64 = np.uint64
 
 U32 = npt.NDArray[np.uint32]
@@ -57,6 +62,11 @@ class Index:
         self._first_child = np.empty(capacity, np.uint32).data
         self._following = np.empty(capacity, np.uint32).data
         self._preceding = np.empty(capacity, np.uint32).data
+        self._detached: dict[int, None] = {}  # roots of what was cut off
+        self._cuts = 1
+        # For how many cuts a node is known to hang on the tree, or _CUT_OFF: it does not.
+        self._seen = np.zeros(capacity, np.uint32).data
+        self._random_bytes = random_bytes
         bits = max(4, (2 * capacity - 1).bit_length())
         self._shift = 64 - bits
         self._slot_mask = (1 << bits) - 1
@@ -67,6 +77,11 @@ class Index:
     # Looking up
 
     def find(self, namespace: int, key: bytes) -> int:
+        node = self.named(namespace, key)
+        return NONE if self._detached and node != NONE and self.cut_off(node) else node
+
+    def named(self, namespace: int, key: bytes) -> int:
+        """As `find`, and what was cut off too."""
         low = int.from_bytes(key[:8], "little")
         high = int.from_bytes(key[8:], "little")
         at = self._home(namespace, low, high)
@@ -91,7 +106,25 @@ class Index:
             found[todo[same]] = candidates[same]
             todo = todo[~same]
             at[todo] = (at[todo] + 1) & self._slot_mask
+        if self._detached:
+            for at_key in np.flatnonzero(found != NONE).tolist():
+                if self.cut_off(int(found[at_key])):
+                    found[at_key] = NONE
         return found
+
+    def cut_off(self, node: int) -> bool:
+        """Whether the node was detached, or one above it. Walks up as far as nothing is known since the last cut."""
+        if not self._detached:
+            return False
+        seen, cuts = self._seen, self._cuts
+        walked = []
+        while node != NONE and seen[node] not in (cuts, _CUT_OFF):
+            walked.append(node)
+            node = self._parent[node]
+        known = cuts if node == NONE else seen[node]
+        for node in walked:
+            seen[node] = known
+        return bool(known == _CUT_OFF)
 
     def row(self, node: int, kind: int) -> int:
         """Head row of the node's object, or NO_ROW."""
@@ -110,6 +143,13 @@ class Index:
 
     def in_ram(self, node: int) -> bool:
         return any(rows[node] != NO_ROW for rows in self._rows)
+
+    def many_in_tier(self, tier: int, nodes: Nodes) -> Nodes:
+        """Those of the nodes that a lower tier has any object of."""
+        return nodes[np.any([column[nodes] != NO_HANDLE for column in self.handles[tier]], axis=0)]
+
+    def many_in_ram(self, nodes: Nodes) -> Nodes:
+        return nodes[np.any([rows[nodes] != NO_ROW for rows in self.rows], axis=0)]
 
     def children_in_ram(self, node: int) -> int:
         """How many children have a row."""
@@ -165,11 +205,13 @@ class Index:
         first = self._first_child[node]
         return first != NONE and self._following[first] != NONE
 
-    def leaves_first(self, node: int) -> list[int]:
-        """The subtree, every child before its parent."""
+    def leaves_first(self, node: int, limit: int) -> list[int]:
+        """The subtree, every child before its parent; nothing if it has more than `limit` nodes."""
         order = [node]
         for at in order:
-            order.extend(self.children(at))
+            order.extend(islice(self.children(at), limit))
+            if len(order) > limit:
+                return []
         return order[::-1]
 
     # Changing
@@ -197,11 +239,9 @@ class Index:
         for counts in self._children_in:
             counts[node] = 0
         self._first_child[node] = NONE
+        self._seen[node] = 0
         self._link(node, parent)
-        at = self._home(namespace, low, high)
-        while self._slot[at]:
-            at = (at + 1) & self._slot_mask
-        self._slot[at] = node + 1
+        self._hash(node)
         self.count += 1
         return node
 
@@ -276,9 +316,33 @@ class Index:
         if before != after and parent != NONE:
             self._children_in[place][parent] += 1 if after else -1
 
+    def detach(self, node: int) -> None:
+        """Cut the node, which has no objects, off with all that lies below it."""
+        if not self.cut_off(node):
+            self._cuts += 1
+        self._seen[node] = _CUT_OFF
+        self._detached[node] = None
+        self._unlink(node)
+        self._parent[node] = NONE
+
+    def last_detached(self) -> int:
+        """The root of what was cut off last, NONE where nothing is."""
+        return next(reversed(self._detached), NONE)
+
+    def first_child(self, node: int) -> int:
+        return int(self._first_child[node])
+
+    def rename(self, node: int) -> None:
+        """Give the node a random key: its own is another's from now on."""
+        self._unhash(node)
+        for word in (2 * node, 2 * node + 1):
+            self._key[word] = int.from_bytes(self._random_bytes(8), "little")
+        self._hash(node)
+
     def remove(self, node: int) -> None:
         """Forget a leaf without objects."""
         assert self._first_child[node] == NONE, "only leaves are removed"
+        self._detached.pop(node, None)
         self._unhash(node)
         self._unlink(node)
         self._parent[node] = self._free
@@ -349,6 +413,12 @@ class Index:
             self._following[before] = after
         if after != NONE:
             self._preceding[after] = before
+
+    def _hash(self, node: int) -> None:
+        at = self._home(self._namespace[node], self._key[2 * node], self._key[2 * node + 1])
+        while self._slot[at]:
+            at = (at + 1) & self._slot_mask
+        self._slot[at] = node + 1
 
     def _unhash(self, node: int) -> None:
         """Remove from the hash table, moving back what probed past it."""

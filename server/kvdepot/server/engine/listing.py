@@ -37,7 +37,7 @@ from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.sessions import WORKER_PREFIX, Sessions
-from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.space import PINNED, Space
 from kvdepot.server.tiers.base import NO_HANDLE
 
 _RAM: Final = "ram"
@@ -86,7 +86,7 @@ class Listing:
         return NamespaceContents(
             namespace_id=namespace.id,
             label=namespace.label,
-            tenant=spec.tenant if spec else "",
+            tenant=namespace.tenant or "",
             epoch=spec.epoch if spec else "",
             chunk_tokens=spec.chunk_tokens if spec else 0,
             chunks=namespace.nodes,
@@ -230,6 +230,7 @@ class Listing:
             generation=rows.generation[row],
             extents=len(rows.chain(row)),
             loans=tuple(self._loans(row)),
+            pinned=bool(self._space.kept_rows[row] & PINNED),
         )
 
     def _loans(self, row: int) -> Iterator[LoanDescription]:

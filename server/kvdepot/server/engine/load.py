@@ -1,8 +1,6 @@
-"""Locate, acquire, release: how objects leave the arena."""
+"""Acquire and release: how objects leave the arena."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +12,6 @@ from kvdepot.core.calls import (
     AcquireCall,
     AcquireOutcome,
     AcquireReply,
-    Kind,
-    LocateCall,
-    LocateReply,
 )
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.lifecycle import LeaseEvent
@@ -25,106 +20,27 @@ from kvdepot.server.engine.acquires import Answer, Asked, PendingAcquires
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.leases import ReadLease
 from kvdepot.server.engine.namespaces import Namespace
-from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.switches import REFUSALS, Refusal
 from kvdepot.server.engine.tiering import Tiering
 from kvdepot.server.engine.types import EngineConfig
-from kvdepot.server.tiers.base import NO_HANDLE
 
 _Rows = npt.NDArray[np.int64]
-_WANTED_PER_LOCATE_MAX = 256
 
 
 class Loads:
-    """Read leases of all sessions. `want(row)` asks for an adopted object to be verified soon."""
+    """Read leases of all sessions."""
 
-    def __init__(
-        self, space: Space, config: EngineConfig, arena_id: int, tiering: Tiering, want: Callable[[int], None]
-    ) -> None:
+    def __init__(self, space: Space, config: EngineConfig, arena_id: int, tiering: Tiering) -> None:
         self._space = space
         self._tiering = tiering
         self._pending = PendingAcquires(space, tiering.promotions, self._grant_pending)
         self._config = config
         self._arena_id = arena_id
-        self._want = want
 
-    # Locate
-
-    def locate(self, namespace: Namespace, call: LocateCall) -> LocateReply:
-        """The deepest boundary of which every object may be served now. Pins nothing."""
-        counters = self._space.counters
-        counters.add("locates")
-        if len(call.keys) % KEY_BYTES:
-            raise InvalidArgument(f"keys has {len(call.keys)} bytes, no multiple of {KEY_BYTES}")
-        check_limit("keys of one call", len(call.keys) // KEY_BYTES, limits.KEYS_PER_CALL_MAX)
-        planner = namespace.planner
-        assert planner is not None, "only registered namespaces are located in"
-        space = self._space
-        nodes = space.index.find_many(namespace.slot, call.keys)
-        ram = {Kind(kind): self._visible(self._rows_at(nodes, kind)) for kind in namespace.object_bytes}
-        presence = {kind: seen | self._promotable(nodes, kind) for kind, seen in ram.items()} if space.tiers else ram
-        flags = {kind: seen.tobytes() for kind, seen in presence.items()}
-        boundary = planner.longest_boundary(flags, 0, call.high_tokens)
-        attention = flags.get(Kind.ATTENTION, b"")
-        reach = attention.find(0)
-        reach = len(attention) if reach < 0 else reach
-        if boundary:
-            counters.add("located_tokens", boundary)
-            counters.add("locate_hits")
-        else:
-            counters.add(f"misses.{self._miss_reason(nodes, namespace, flags)}")
-        if self._space.unverified:
-            self._want_unverified(nodes, namespace)
-        in_ram = presence is ram or boundary == planner.longest_boundary(
-            {kind: seen.tobytes() for kind, seen in ram.items()}, 0, call.high_tokens
-        )
-        tier = "" if not boundary else "ram" if in_ram else self._tiering.readable[0].tier.name
-        return LocateReply(boundary, tier, reach * planner.chunk_tokens)
-
-    def _promotable(self, nodes: npt.NDArray[np.int64], kind: int) -> npt.NDArray[np.bool_]:
-        """Which objects a lower tier would give, RAM having none, or one on its way."""
-        rows = self._rows_at(nodes, kind)
-        known = nodes != NONE
-        found = np.zeros(len(nodes), np.bool_)
-        for tier in self._tiering.readable:
-            found[known] |= self._space.index.handles[tier.number][kind - 1][nodes[known]] != NO_HANDLE
-        held = np.flatnonzero(found & (rows != NO_ROW))
-        found[held] = [self._tiering.promotions.reading(row) for row in rows[held].tolist()]
-        return found
-
-    def _rows_at(self, nodes: npt.NDArray[np.int64], kind: int) -> _Rows:
-        rows = np.full(len(nodes), NO_ROW, np.int64)
-        known = nodes != NONE
-        rows[known] = self._space.index.rows[kind - 1][nodes[known]]
-        return rows
-
-    def _visible(self, rows: _Rows) -> npt.NDArray[np.bool_]:
-        table = self._space.rows
-        seen: npt.NDArray[np.bool_] = rows != NO_ROW
-        held = rows[seen]
-        seen[seen] = (table.states[held] == COMMITTED) & (table.runs[held] == table.run)
-        return seen
-
-    def _miss_reason(self, nodes: npt.NDArray[np.int64], namespace: Namespace, flags: dict[Kind, bytes]) -> str:
-        if not len(nodes) or nodes[0] == NONE:
-            return "unknown"
-        first = self._space.index.row(int(nodes[0]), namespace.path_kind)
-        if first != NO_ROW and not self._space.rows.visible(first):
-            return "unverified" if self._space.rows.state[first] == COMMITTED else "being_written"
-        if first == NO_ROW and not flags[Kind(namespace.path_kind)][0]:
-            return "tier_unavailable"
-        return "no_checkpoint" if flags.get(Kind.STATE, b"\1").find(1) < 0 else "incomplete"
-
-    def _want_unverified(self, nodes: npt.NDArray[np.int64], namespace: Namespace) -> None:
-        """What a request asked for is verified first."""
-        table = self._space.rows
-        for kind in namespace.object_bytes:
-            rows = self._rows_at(nodes, kind)
-            rows = rows[rows != NO_ROW]
-            rows = rows[(table.states[rows] == COMMITTED) & (table.runs[rows] != table.run)]
-            for row in rows[:_WANTED_PER_LOCATE_MAX].tolist():
-                self._want(row)
+    def configure(self, config: EngineConfig) -> None:
+        self._config = config
 
     # Acquire
 
@@ -145,7 +61,7 @@ class Loads:
             answer(AcquireReply(AcquireOutcome.LATER))
             return
         nodes, rows = self._resolve(namespace, call)
-        visible = self._visible(rows)
+        visible = self._space.rows.visible_many(rows)
         if visible.all():
             answer(self._grant(session, namespace, call, nodes, rows))
         else:
@@ -231,16 +147,23 @@ class Loads:
 
     # Release
 
-    def release(self, lease: ReadLease) -> None:
-        """Every rank is done with it."""
+    def release(self, lease: ReadLease, reason: str = "") -> None:
+        """Every rank is done with it. `reason` is told to who still waits for it to be granted."""
         session = lease.session
         lease.enter(LeaseEvent.END)
         if lease.pending is not None:
-            self._pending.cancel(lease)
+            self._pending.cancel(lease, reason)
         del session.leases[lease.id]
         session.ended_leases.add(lease.id)
         session.loads -= 1
         self._space.give_back_many(lease.entries)
+
+    def switched_off(self, session: Session, refusal: Refusal) -> None:
+        """Refuse what still waits to be granted in namespaces (ids) for which there is a reason now."""
+        for lease in list(session.leases.values()):
+            if isinstance(lease, ReadLease) and lease.pending and (why := refusal(lease.pending.asked.namespace.id)):
+                self._space.counters.add(f"refused_loads.{why}")
+                self.release(lease, REFUSALS[why])
 
     def expire(self, lease: ReadLease) -> None:
         """Service ends; the pins stay (I5, I6), unless no rank can have seen them."""

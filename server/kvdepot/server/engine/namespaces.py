@@ -25,6 +25,7 @@ class Namespace:
         self.slot = slot
         self.id = namespace_id
         self.label = label
+        self.tenant: str | None = None  # known once registered
         self.spec: NamespaceSpec | None = None
         self.spec_bytes = 0  # of the spec's canonical encoding
         self.planner: Planner | None = None
@@ -44,6 +45,7 @@ class Namespace:
         self.spec = spec
         self.spec_bytes = len(spec.canonical())
         self.planner = planner
+        self.tenant = spec.tenant
         self.label = spec.label
         self.path_kind = int(planner.path_kind)
         self.object_bytes = {int(kind): planner.object_bytes(kind) for kind in planner.kinds}
@@ -77,7 +79,7 @@ class Namespace:
         return NamespaceStatus(
             namespace_id=self.id,
             label=self.label,
-            tenant=spec.tenant if spec else "",
+            tenant=self.tenant or "",
             epoch=spec.epoch if spec else "",
             chunk_tokens=spec.chunk_tokens if spec else 0,
             objects={kind: count for kind, count in self.objects.items() if count},
@@ -100,6 +102,8 @@ class Namespaces:
         self._labels = tables.namespaces["label"].view("u1").reshape(-1, LABEL_BYTES_MAX)
         self._used = tables.namespaces["used"].data
         self.needs_changed: Callable[[Namespace], None] = lambda _: None  # told when a namespace turns out to need more
+        self.named: Callable[[Namespace], None] = lambda _: None  # told of each, and again when its tenant is known
+        self.left: Callable[[int], None] = lambda _: None  # told of a slot without a namespace
         self.by_slot: dict[int, Namespace] = {}
         self.by_id: dict[bytes, Namespace] = {}
 
@@ -131,6 +135,7 @@ class Namespaces:
     def define(self, namespace: Namespace, spec: NamespaceSpec) -> None:
         """Raises NoRoom when the specs in use leave none; those of idle namespaces are forgotten first."""
         namespace.define(spec)
+        self.named(namespace)
         over = sum(one.spec_bytes for one in self.by_slot.values()) - SPECS_BYTES_MAX
         for idle in self.idle() if over > 0 else ():
             if over > 0 and idle is not namespace:
@@ -145,6 +150,11 @@ class Namespaces:
         self._used[namespace.slot] = 0
         del self.by_slot[namespace.slot]
         del self.by_id[namespace.id]
+        self.left(namespace.slot)
+
+    def defined(self, namespace: Namespace) -> bool:
+        """Whether it is still in the table, and its spec is known."""
+        return namespace.spec is not None and self.by_slot.get(namespace.slot) is namespace
 
     def idle(self) -> list[Namespace]:
         """Those that no session registered, least recently used first."""
@@ -154,6 +164,7 @@ class Namespaces:
         namespace.needs_changed = self._needs_changed
         self.by_slot[namespace.slot] = namespace
         self.by_id[namespace.id] = namespace
+        self.named(namespace)
 
     def _needs_changed(self, namespace: Namespace) -> None:
         self.needs_changed(namespace)

@@ -66,7 +66,10 @@ def offer_for_eviction(space: Space) -> None:
     boundaries = index.boundaries_of(nodes)
     space.usable.plant(nodes, index.parents_of(nodes), boundaries)
     for node in nodes[np.argsort(boundaries, kind="stable")].tolist():
-        space.policy.on_commit(node, now, index.parent(node), index.mark(node))
+        parent = index.parent(node)
+        space.policy.on_commit(node, now, parent, index.mark(node))
+        if space.usable.usable(node) and parent != NONE and not space.usable.usable(parent):
+            space.policy.on_end(node)  # states do not lie at every chunk there: a request ended or branched
         space.evictor.settle(node)
 
 

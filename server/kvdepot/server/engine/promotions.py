@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from kvdepot.core.arena import NO_ROW, LentMode
 from kvdepot.core.calls import ROOT_KEY
-from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.index import NONE, Nodes
 from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.rows import RESERVED
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.workers import ObjectLoan, Workers
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome, ObjectName, Read
+from kvdepot.server.tiers.base import DAMAGED, NO_HANDLE, IoOutcome, ObjectName, Read
 
+Flags = npt.NDArray[np.bool_]
 Ended = Callable[[bool], None]
 """True: every object is in RAM. Called once, unless it was cancelled first."""
 
@@ -38,6 +41,8 @@ class _Reading:
     loan: ObjectLoan
     generation: int
     asked: bool = False  # the tier has the job: one whom nobody waits for may still be joined
+    asked_at: float = 0.0
+    expected_seconds: float = 0.0  # of transfer, from then on
     waiting: list[Promotion] = field(default_factory=list)
 
 
@@ -68,6 +73,7 @@ class Promotions:
         self._workers = workers
         self._tiers = tiers
         self._readings: dict[int, _Reading] = {}
+        self.read_ended: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return len(self._readings)
@@ -76,9 +82,28 @@ class Promotions:
         """Whether the row is being filled from a lower tier."""
         return row in self._readings
 
+    def sources(self) -> list[LowerTier]:
+        """Those that can be read, the one to read from first; one that has fallen silent is the last resort."""
+        now = self._space.clock()
+        readable = [tier for tier in self._tiers if tier.tier.readable]
+        return sorted(readable, key=lambda tier: not tier.reads.answers(now))
+
     def source(self, node: int, kind: int) -> LowerTier | None:
         """The tier to read the object from."""
-        return next((tier for tier in self._tiers if tier.tier.readable and tier.has(node, kind)), None)
+        having = [tier for tier in self._tiers if tier.tier.readable and tier.has(node, kind)]
+        if len(having) < 2:
+            return having[0] if having else None
+        return next(tier for tier in self.sources() if tier in having)
+
+    def shares(self, nodes: Nodes, kind: int) -> list[tuple[LowerTier, Flags]]:
+        """Which of the nodes' objects each tier is the one to read from; it is where it has them."""
+        left = np.ones(len(nodes), np.bool_)
+        shares = []
+        for tier in self.sources():
+            given = left & (self._space.index.handles[tier.number][kind - 1][nodes] != NO_HANDLE)
+            left &= ~given
+            shares.append((tier, given))
+        return shares
 
     def place(self, namespace: Namespace, node: int, kind: int, source: LowerTier) -> int:
         """A reserved row for an object that `source` has; NO_ROW when nothing evictable is left. `start` reads it."""
@@ -118,6 +143,8 @@ class Promotions:
         for reading in fresh:
             if reading.waiting:  # else an earlier one failed at once, and nobody wants this one any more
                 reading.asked = True
+                reading.asked_at = self._space.clock()
+                reading.expected_seconds = reading.tier.reads.asked(reading.name.raw_bytes, reading.asked_at)
                 extents = self._space.rows.extents(reading.row)
                 reading.tier.tier.read(reading.handle, reading.name, extents, reading.loan, self._answer(reading))
 
@@ -135,7 +162,13 @@ class Promotions:
 
     def _ended(self, reading: _Reading, read: Read) -> None:
         space, row, tier = self._space, reading.row, reading.tier
+        tier.reads.answered(
+            reading.name.raw_bytes, read.outcome, asked_at=reading.asked_at,
+            expected_seconds=reading.expected_seconds, now=space.clock(),
+        )  # fmt: skip
         space.counters.add(f"tier_reads.{tier.tier.name}/{read.outcome}")
+        if reading.asked_at:
+            space.counters.observe(f"tier_read_seconds.{tier.tier.name}/", space.clock() - reading.asked_at)
         if self._readings.get(row) is reading:
             del self._readings[row]
         whole = read.outcome is IoOutcome.OK and self._alive(reading)
@@ -146,8 +179,8 @@ class Promotions:
             space.counters.add("promoted_bytes", reading.name.raw_bytes)
         else:
             self._drop(reading)
-        if read.outcome in DAMAGED:
-            self._damaged(reading, read.outcome)
+        if read.outcome in DAMAGED or (tier.shared and read.outcome in (IoOutcome.GONE, IoOutcome.FOREIGN)):
+            self._dead(reading, read.outcome)
         waiting, reading.waiting = reading.waiting, []
         for promotion in waiting:
             promotion.readings.remove(reading)
@@ -155,6 +188,7 @@ class Promotions:
                 self.cancel(promotion)
             if not promotion.readings:
                 promotion.end(whole)
+        self.read_ended()
 
     def _alive(self, reading: _Reading) -> bool:
         rows = self._space.rows
@@ -162,12 +196,13 @@ class Promotions:
 
     def _drop(self, reading: _Reading) -> None:
         if self._alive(reading):
-            self._space.drop_copy(reading.node, reading.kind)
+            self._space.drop_row(reading.node, reading.kind)
 
-    def _damaged(self, reading: _Reading, outcome: IoOutcome) -> None:
-        """The tier has quarantined it, and its handle is dead, unless it left the tier while it was read."""
+    def _dead(self, reading: _Reading, outcome: IoOutcome) -> None:
+        """It is quarantined, gone, or another one: its handle is dead, unless it left the tier meanwhile."""
         tier = reading.tier
-        self._space.counters.add(f"tier_damaged_objects.{tier.tier.name}/{outcome}")
+        if outcome in DAMAGED:
+            self._space.counters.add(f"tier_damaged_objects.{tier.tier.name}/{outcome}")
         if tier.epoch(reading.handle) == reading.epoch:
             tier.forget(reading.node, reading.kind)
             self._lost(tier, reading.node, reading.kind)

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvdepot.core import limits
 from kvdepot.core.calls import Kind
+from kvdepot.core.misses import MissReason
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.rows import COMMITTED
@@ -38,7 +39,7 @@ class Requests:
         self._seconds = seconds
         self._requests: OrderedDict[tuple[int, str], _Request] = OrderedDict()
         self._standing: Counter[tuple[int, bytes]] = Counter()  # (namespace, key): requests that end there
-        space.standing = self.stands
+        space.stands = self.stands
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -67,6 +68,7 @@ class Requests:
         for key in tails:
             self._lift(request, key)
         for key in tails:
+            self._mark_end(request.namespace, key)
             self._prune(request.namespace, key)
 
     def stands(self, node: int) -> bool:
@@ -99,9 +101,9 @@ class Requests:
 
     def _settle(self, slot: int, key: bytes) -> None:
         """A leaf that nobody could resume at may go when no request stands on it, and not before."""
-        node = self._space.index.find(slot, key)
+        node = self._space.index.named(slot, key)
         if node != NONE and not self._space.usable.serves(node):
-            self._space.evictor.settle(node)
+            self._space.settle_evictors(node)
 
     def _prune(self, namespace: Namespace, key: bytes) -> None:
         space = self._space
@@ -109,8 +111,18 @@ class Requests:
         while node != NONE and self._prunable(node):
             above = space.index.parent(node)
             space.counters.add("pruned_objects", len(space.index.rows_of(node)))
+            space.note_lost(node, MissReason.PRUNED)
             space.drop_subtree(node)
             node = above
+
+    def _mark_end(self, namespace: Namespace, key: bytes) -> None:
+        """Where the next request that continues this one will resume."""
+        space = self._space
+        node = space.index.find(namespace.slot, key)
+        if node != NONE and not space.usable.usable(node):
+            node = space.usable.resume(node)
+        if node != NONE:
+            space.ended(node)
 
     def _prunable(self, node: int) -> bool:
         space = self._space

@@ -110,6 +110,17 @@ class Rows:
         """Whether the object may be served: committed, and written or verified in this run (row I1c)."""
         return self.state[head] == COMMITTED and self.run_of[head] == self.run
 
+    def visible_many(self, heads: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """`visible` of each; NO_ROW is not."""
+        seen: npt.NDArray[np.bool_] = heads != NO_ROW
+        held = heads[seen]
+        seen[seen] = (self.states[held] == COMMITTED) & (self.runs[held] == self.run)
+        return seen
+
+    def unverified(self, head: int) -> bool:
+        """Whether the object was adopted, and its bytes have not been looked at yet."""
+        return self.state[head] == COMMITTED and self.run_of[head] != self.run
+
     def summed(self, head: int) -> bool:
         return bool(self.flag[head] & SUMMED)
 

@@ -134,6 +134,14 @@ class Sessions:
 
     # Adopting
 
+    def configure(self, *, grace: float, lease_deadline: float) -> None:
+        """Seconds. Leases of before end by themselves no later than new ones: `due` needs them in that order."""
+        self._grace_seconds = grace
+        latest = self._clock() + lease_deadline
+        for session in self.by_slot.values():
+            for lease in session.leases.values():
+                lease.deadline = min(lease.deadline, latest)
+
     def load(self, dead: Callable[[ProcessIdentity], bool]) -> set[int]:
         """Read the tables of an earlier run.
 
@@ -186,13 +194,20 @@ class Sessions:
         return session if self._clock() - session.idle_since >= self._grace_seconds else None
 
     def attach(
-        self, process: ProcessIdentity, engine_id: str, *, scheduler: bool, rank: int, world_size: int
+        self,
+        process: ProcessIdentity,
+        engine_id: str,
+        *,
+        scheduler: bool,
+        rank: int,
+        world_size: int,
+        client: ProcessIdentity | None = None,
     ) -> Attached:
         _check(engine_id, scheduler, rank, world_size)
         engine = engine_digest(engine_id)
         session = self._current(engine, process) or self._revivable(engine, process)
         if session is not None:
-            self._check_conflicts(session, process, scheduler, rank, world_size)
+            self._check_conflicts(session, (process, client or process), scheduler, rank, world_size)
         attachment = None if session is None else _joinable(session, process, rank)
         slot = self._free_attachment() if attachment is None else attachment.slot  # a session without one never ends
         if session is None:
@@ -291,14 +306,14 @@ class Sessions:
         return None
 
     def _check_conflicts(
-        self, session: Session, process: ProcessIdentity, scheduler: bool, rank: int, world_size: int
+        self, session: Session, own: tuple[ProcessIdentity, ...], scheduler: bool, rank: int, world_size: int
     ) -> None:
         if session.world_size not in (0, world_size):
             raise EngineIdInUse(
                 f"engine {session.engine_id} has {session.world_size} workers, this process says {world_size}"
             )
         for other in session.attachments.values():
-            if _same(other.process, process):
+            if any(_same(other.process, process) for process in own):
                 continue
             if scheduler and other.scheduler:
                 raise EngineIdInUse(f"process {other.process.pid} is already the scheduler of an engine with this id")

@@ -6,7 +6,7 @@ eviction policy. Everything that leaves the index goes through `drop_row`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -16,19 +16,38 @@ from kvdepot.core.allocator import Extent, ExtentAllocator
 from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode
 from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import EvictionPolicy
+from kvdepot.core.misses import MissReason
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.evicting import Evictor, Holding
 from kvdepot.server.engine.index import NONE, Index
 from kvdepot.server.engine.lent import LentTable
+from kvdepot.server.engine.lost_keys import LostKeys
 from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace, Namespaces
+from kvdepot.server.engine.quotas import Account, Owner
 from kvdepot.server.engine.rows import COMMITTED, DYING, RESERVED, Rows
-from kvdepot.server.engine.types import TierConfig
+from kvdepot.server.engine.types import Quota, TierConfig
 from kvdepot.server.engine.usable import Usable
 from kvdepot.server.tiers.base import Tier
 
 _MASK64: Final = (1 << 64) - 1
 _KINDS: Final = tuple(map(int, Kind))
+SETTLE_NODES_MAX: Final = 256
+"""Nodes settled in one go when it turns out what their namespace needs: 2 to 4 ms."""
+_SETTLE_NUMBERS: Final = 1 << 18
+"""Node numbers that are looked through for them: 0.2 ms, which counts as ..."""
+_SETTLE_MIN: Final = 16
+"""... so many nodes."""
+DROP_NODES_MAX: Final = 128
+"""Nodes dropped in one go: 1 to 2 ms on a quiet machine."""
+_SLICES_FOR_ROOM: Final = 32
+"""So often that is done to make room between two ticks, some 50 ms: what was cut off may lie in lower tiers alone."""
+_SHARED_EVICTIONS: Final = 16
+"""Objects of a shared tier forgotten at most to make room for one node: RAM may have their nodes, too."""
+HELD: Final = 1
+"""Of `Space.kept_rows`: by prefetch (`Holds`)."""
+PINNED: Final = 2
+"""By an operator (`Pins`)."""
 NODES_MAX: Final = 16 << 20
 """Chunks of all tiers together, some 100 bytes each; objects of further ones are not taken in."""
 
@@ -46,6 +65,7 @@ class Space:
         policy: EvictionPolicy,
         counters: Counters,
         tiers: Sequence[tuple[Tier, TierConfig, EvictionPolicy]] = (),
+        quotas: Sequence[Quota] = (),
     ) -> None:
         layout = tables.layout
         self.rows = Rows(tables, run)
@@ -54,22 +74,35 @@ class Space:
         self.index = Index(min(nodes, NODES_MAX), random_bytes, len(tiers))
         self.tiers: tuple[LowerTier, ...] = ()
         self.demoting: Callable[[int], bool] = lambda _: False  # whether a node is being written to a lower tier first
+        self.kept_rows = bytearray(layout.rows)  # HELD, PINNED: the object is not to be evicted for now
+        self.dropped: Callable[[int], None] = lambda _: None  # an object that was held has left the index
+        self.pinned_dropped: Callable[[int], None] = lambda _: None  # likewise
+        # Let something of these namespaces, or of all, be evicted that was kept; False when there is nothing.
+        self.give_way: Callable[[Collection[int] | None], bool] = lambda _: False
         self.namespaces = Namespaces(tables)
+        self.lost_keys = LostKeys()
         self.allocator = ExtentAllocator(layout.data_offset, layout.data_bytes)
         self._data_bytes = layout.data_bytes
         self.counters = counters
         self.clock = clock
         self.usable = Usable(self.index, self.namespaces, self._complete_anywhere)
         self.namespaces.needs_changed = self._settle_namespace
-        self.standing: Callable[[int], bool] = lambda _: False  # whether a request in progress ends at a node
+        self.stands: Callable[[int], bool] = lambda _: False  # whether a request in progress ends at a node
         self.evictor = Evictor(self, self, policy, self._count_evicted)
         self.policy = policy
-        self.tiers = tuple(LowerTier(self, number, *one) for number, one in enumerate(tiers))
+        self.account = Account("ram", quotas, self.evictor)
+        self.tiers = tuple(LowerTier(self, number, *one, quotas) for number, one in enumerate(tiers))
+        self.accounts = (self.account, *(tier.account for tier in self.tiers))
+        self.namespaces.named = self._named
+        self.namespaces.left = self._left
+        self._unsettled_from: dict[int, int] = {}  # by namespace slot: the node number to settle next
         self._unsettled: dict[int, None] | None = None  # nodes that `settling_once` settles at its end
+        self.drop_nodes_max = DROP_NODES_MAX
+        self._slices_left = _SLICES_FOR_ROOM
         self.unverified = 0  # adopted objects not yet verified
         self.unsummed = 0  # committed objects without a sum
         self.objects = 0  # committed objects
-        self._unreusable: set[int] = set()  # dying rows whose bytes overlap others' (a torn table)
+        self.unreusable: set[int] = set()  # dying rows whose bytes overlap others' (a torn table)
 
     @property
     def growing(self) -> bool:
@@ -96,12 +129,13 @@ class Space:
     ) -> int:
         """A row of the node in the making, evicting as needed; NO_ROW when nothing evictable is left.
 
-        The caller lends it and calls `rows.publish_reserved`.
+        The caller lends it and calls `rows.publish_reserved`, or asks `account.over` why there is none.
         """
         self.evictor.filling = node
         self.policy.on_not_candidate(node)
         try:
-            extents = self._allocate(size_bytes)
+            within = self.within_quota(self.account, namespace.slot, self.allocator.rounded(size_bytes))
+            extents = self._allocate(size_bytes) if within else []
         finally:
             self.evictor.filling = NONE
         if not extents:
@@ -109,6 +143,7 @@ class Space:
             return NO_ROW
         row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
         self.index.set_row(node, kind, row)
+        self.account.add(namespace.slot, 1, self.allocator.rounded(size_bytes))
         above = self.index.parent(node)
         if above != NONE:
             self.settle_evictors(above)
@@ -131,12 +166,71 @@ class Space:
             extents = self.allocator.allocate(size_bytes)
         return extents
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another node."""
+        if self.index.count >= self.index.capacity:
+            self._reclaim_for_room()
+        return self.index.count >= self.index.capacity
+
+    def make_room_for_nodes(self, count: int) -> None:
+        """For local objects, as far as what only a shared tier has can go: it can be looked up again."""
+        index = self.index
+        left = _SHARED_EVICTIONS * count
+        for tier in self.tiers:
+            while tier.shared and index.count + count > index.capacity and left > 0:
+                gone = tier.evictor.evict_one("nodes")
+                if not gone:
+                    break
+                left -= gone
+
+    def within_quota(self, account: Account, slot: int, size_bytes: int) -> bool:
+        """Whether so much more of the namespace may lie in the account's tier, dropping others of its owners for it."""
+        if account.make_room(slot, size_bytes) or (self._reclaim_for_room() and account.make_room(slot, size_bytes)):
+            return True
+        owner = account.over(slot, size_bytes) if account is self.account else None
+        while owner is not None and self.give_way(owner.slots):
+            if account.make_room(slot, size_bytes):
+                return True
+        return False
+
+    def refused_by_quota(self, slot: int, size_bytes: int, objects: int = 1) -> tuple[Owner, bool] | None:
+        """For whose sake RAM takes no such objects of the namespace, which is counted, and whether it may later."""
+        owner = self.account.over(slot, size_bytes)
+        if owner is None:
+            return None
+        self.account.refuse(owner, objects)
+        return owner, size_bytes <= owner.capacity_bytes and self._comes_back(owner)
+
+    def _comes_back(self, owner: Owner) -> bool:
+        """Whether something of the owner's in RAM that may not go now may go later: it is reserved, dying or lent."""
+        return self.evictor.waits(owner.slots) or any(
+            self.account.objects(slot) > sum(self.namespaces.by_slot[slot].objects.values()) for slot in owner.slots
+        )
+
+    def _named(self, namespace: Namespace) -> None:
+        self.account.enter(namespace)
+        for tier in self.tiers:
+            tier.named(namespace)
+
+    def _left(self, slot: int) -> None:
+        for account in self.accounts:
+            account.leave(slot)
+
     def add_node(self, namespace: Namespace, key: bytes, parent: int, boundary: int) -> int:
+        self.free_name(namespace.slot, key)
         namespace.nodes += 1
         node = self.index.add(namespace.slot, key, parent, boundary)
         if parent != NONE:
             self.settle_evictors(parent)
         return node
+
+    def free_name(self, slot: int, key: bytes) -> None:
+        """Take the name from a node that was cut off and is not reclaimed yet, and its objects from the tiers."""
+        former = self.index.named(slot, key) if self.index.last_detached() != NONE else NONE
+        if former != NONE and self.index.cut_off(former):
+            self._cut_off(former)
+            self.index.rename(former)
 
     def commit(self, row: int, node: int) -> None:
         """The caller clears the writer's lent entry next and then calls `settle_node`."""
@@ -165,14 +259,32 @@ class Space:
         """Objects of the node came, went or were completed: say anew what of it may go, in every tier."""
         changed = self.usable.settle(node)
         self.settle_evictors(node)
-        if changed not in (NONE, node):
-            self.settle_evictors(changed)
+        for at in changed:
+            if at not in (NONE, node):
+                self.settle_evictors(at)
 
     def _settle_namespace(self, namespace: Namespace) -> None:
-        """It was adopted, and what its boundaries need is known only now. O(its nodes), once."""
-        nodes = self.index.nodes()
-        for node in nodes[self.index.namespaces[nodes] == namespace.slot].tolist() if namespace.nodes else ():
-            self.settle_node(node)
+        """It was adopted, and what its boundaries need is known only now: its nodes are settled in slices."""
+        if namespace.nodes:
+            self._unsettled_from[namespace.slot] = 0
+            self.settle_some()
+
+    def settle_some(self) -> None:
+        """Go on with that. Until a node's turn comes its worth is what it was."""
+        left, index = SETTLE_NODES_MAX, self.index
+        while left > 0 and self._unsettled_from:
+            slot, start = next(iter(self._unsettled_from.items()))
+            candidates = index.candidates(slot, start, start + _SETTLE_NUMBERS)
+            following = start + _SETTLE_NUMBERS
+            if len(candidates) > left:
+                candidates = candidates[:left]
+                following = int(candidates[-1]) + 1
+            for node in index.live(slot, candidates).tolist():
+                self.settle_node(node)
+            left -= max(len(candidates), _SETTLE_MIN)
+            self._unsettled_from[slot] = following
+            if following >= index.high:
+                del self._unsettled_from[slot]
 
     def settle_evictors(self, node: int) -> None:
         """Say anew what of the node may go."""
@@ -185,21 +297,24 @@ class Space:
 
     @contextmanager
     def settling_once(self) -> Iterator[None]:
-        """Within it nothing is evicted; what may go is said once at its end, for each node that changed."""
+        """Within it no object leaves; what may go is said once at its end, for each node that changed."""
         self._unsettled = {}
         try:
             yield
         finally:
             unsettled, self._unsettled = self._unsettled, None
-            for node in unsettled:
-                if self.index.has_objects(node):
-                    self.settle_evictors(node)
+            nodes = np.fromiter(unsettled, np.int64, len(unsettled))
+            for node in self.index.many_in_ram(nodes).tolist():
+                self.evictor.settle(node)
+            for tier in self.tiers:
+                for node in self.index.many_in_tier(tier.number, nodes).tolist():
+                    tier.settle(node)
 
     def node_of(self, row: int) -> int:
-        """The node that has this row, NONE for a row that was unindexed."""
+        """The node that has this row, cut off or not; NONE for a row that was unindexed."""
         if self.rows.state[row] not in (RESERVED, COMMITTED):
             return NONE
-        node = self.index.find(self.rows.namespace[row], self.rows.key(row))
+        node = self.index.named(self.rows.namespace[row], self.rows.key(row))
         return node if node != NONE and self.index.row(node, self.rows.kind[row]) == row else NONE
 
     def size_bytes(self, row: int) -> int:
@@ -207,34 +322,32 @@ class Space:
 
     def rounded_bytes(self, row: int) -> int:
         """What the object takes of the arena."""
+        if self.rows.next[row] == NO_ROW:
+            return self.allocator.rounded(self.rows.length[row])
         return sum(self.allocator.rounded(length) for _, length in self.rows.extents(row))
 
     # Dropping
-
-    def drop_row(self, node: int, kind: int) -> None:
-        """Unindex one object in RAM. Where it made the path and nobody else has it, the subtree goes."""
-        self._unindex(node, kind)
-        self.lost(node, kind)
 
     def drop_corrupt(self, row: int) -> None:
         """Drop a committed object of RAM that is proved bad, with what nobody can reach without it."""
         node, kind = self.node_of(row), self.rows.kind[row]
         assert node != NONE, "a committed row without a node"
         self.counters.add("corrupt_objects")
-        self.counters.add("dropped_objects.below_corrupt", max(self.drop_copy(node, kind) - 1, 0))
+        self.counters.add("dropped_objects.below_corrupt", max(self.drop_row(node, kind, MissReason.CORRUPT) - 1, 0))
 
-    def drop_copy(self, node: int, kind: int) -> int:
-        """Unindex an object in RAM that is no good, and what cannot be reached without it; how many nodes went."""
+    def drop_row(self, node: int, kind: int, reason: MissReason = MissReason.LOST) -> int:
+        """Unindex an object in RAM, and what cannot be reached without it in any tier; how many nodes went."""
         self._unindex(node, kind)
-        return self.lost(node, kind)
+        return self.lost(node, kind, reason)
 
-    def lost(self, node: int, kind: int) -> int:
+    def lost(self, node: int, kind: int, reason: MissReason = MissReason.LOST) -> int:
         """A copy of the object is gone. Where it made the path and nobody else has it, the subtree goes.
 
         Returns how many nodes went.
         """
         makes_path = kind == self.path_kind(node) or not self.index.has_objects(node)
         if makes_path and self.index.row(node, kind) == NO_ROW and not self.elsewhere(node, kind):
+            self.note_lost(node, reason)
             return self.drop_subtree(node)
         self._settle_path(node)
         return 0
@@ -247,21 +360,64 @@ class Space:
             self.settle_node(parent)
 
     def drop_subtree(self, node: int) -> int:
-        """Drop everything at and below the node in every tier; bytes that are lent stay until they are given back."""
+        """Drop everything at and below the node in every tier; bytes that are lent stay until they are given back.
+
+        What is more than can be dropped in one go is cut off, so that nobody finds it, and left to `reclaim`.
+        Returns how many nodes went.
+        """
         parent = self.index.parent(node)
-        order = self.index.leaves_first(node)
+        order = self.index.leaves_first(node, self.drop_nodes_max)
         affected = {parent}
+        if not order:
+            affected.update(self._cut_off(node))
         for at in order:
-            for kind in _KINDS:
-                if self.index.row(at, kind) != NO_ROW:
-                    self._unindex(at, kind)
-                for tier in self.tiers:
-                    if tier.has(at, kind):
-                        tier.drop(at, kind)
-            affected.add(self._forget(at))
-        for at in affected.difference(order, (NONE,)):
+            self._strip(at)
+            affected.update(self._forget(at))
+        for at in affected.difference(order, (NONE, node)):
             self.settle_evictors(at)
-        return len(order)
+        return len(order) or 1
+
+    def reclaim(self) -> None:
+        """Drop some of what was cut off. Once a tick."""
+        self._slices_left = _SLICES_FOR_ROOM
+        self._reclaim_slice()
+
+    def _reclaim_for_room(self) -> bool:
+        """Ahead of the tick; False when there is nothing, or was enough of it."""
+        if self._slices_left <= 0 or not self._reclaim_slice():
+            return False
+        self._slices_left -= 1
+        return True
+
+    def _reclaim_slice(self) -> bool:
+        """False when nothing was cut off."""
+        index, before = self.index, self.index.count
+        steps = 0  # each node is cut off from the one above it, then removed
+        while steps < 2 * self.drop_nodes_max and (node := index.last_detached()) != NONE:
+            steps += 1
+            child = index.first_child(node)
+            if child != NONE:
+                self._cut_off(child)
+            else:
+                self._forget(node)
+        self.counters.add("dropped_objects.below_dropped", before - index.count)
+        return steps > 0
+
+    def _cut_off(self, node: int) -> list[int]:
+        """Whose outlook changed, NONE among them."""
+        self._strip(node)
+        changed = self._leave_policies(node)
+        self.index.detach(node)
+        return changed
+
+    def _strip(self, node: int) -> None:
+        """Drop its objects in every tier."""
+        for kind in _KINDS:
+            if self.index.row(node, kind) != NO_ROW:
+                self._unindex(node, kind)
+            for tier in self.tiers:
+                if tier.has(node, kind):
+                    tier.drop(node, kind)
 
     def _unindex(self, node: int, kind: int) -> None:
         row = self.index.row(node, kind)
@@ -272,18 +428,31 @@ class Space:
             elif not self.rows.summed(row):
                 self.unsummed -= 1
         self.index.set_row(node, kind, NO_ROW)
+        if self.kept_rows[row] & HELD:
+            self.dropped(row)
+        if self.kept_rows[row] & PINNED:
+            self.pinned_dropped(row)
         self.rows.unindex(row)
         if not self.lent.pinned(row):
-            self.rows.free(row, self.allocator)
+            self._free(row)
 
-    def _forget(self, node: int) -> int:
-        """The ancestor whose outlook changed, or NONE."""
+    def _free(self, row: int) -> None:
+        self.account.add(self.rows.namespace[row], -1, -self.rounded_bytes(row))
+        self.rows.free(row, self.allocator)
+
+    def _forget(self, node: int) -> list[int]:
+        """Likewise."""
         self.namespaces.by_slot[self.index.namespace(node)].nodes -= 1
+        changed = self._leave_policies(node)
+        self.index.remove(node)
+        return changed
+
+    def _leave_policies(self, node: int) -> list[int]:
+        """Likewise."""
         changed = self.usable.removed(node)
         self.evictor.removed(node)
         for tier in self.tiers:
             tier.evictor.removed(node)
-        self.index.remove(node)
         return changed
 
     # Giving back
@@ -304,14 +473,14 @@ class Space:
     def _given_back(self, row: int) -> None:
         if self.rows.state[row] != DYING:
             return
-        if row in self._unreusable:
-            self.counters.add("arena.leaked_objects")
+        if row in self.unreusable:
+            self.counters.add("leaked_objects")
             return
-        self.rows.free(row, self.allocator)
+        self._free(row)
 
     def never_reuse(self, row: int) -> None:
         """Its bytes overlap another lent object's: they stay out of use until the next adoption."""
-        self._unreusable.add(row)
+        self.unreusable.add(row)
 
     def lent_bytes(self) -> int:
         """Bytes that somebody may be touching. O(lent table)."""
@@ -319,52 +488,55 @@ class Space:
         several = self.rows.nexts[rows] != NO_ROW
         return int(self.rows.lengths[rows[~several]].sum()) + sum(map(self.size_bytes, rows[several].tolist()))
 
-    def drop_namespace(self, namespace: Namespace, limit: int) -> int:
-        """Drop at most `limit` of its nodes, from the leaves up, none that is lent; how many were dropped."""
-        before = namespace.nodes
-        for leaf in self.index.leaves_of(namespace.slot).tolist():
-            node = leaf
-            while node != NONE and self.index.is_leaf(node) and not self.busy(node):
-                if before - namespace.nodes >= limit:
-                    return limit
-                above = self.index.parent(node)
-                self.drop_subtree(node)
-                node = above
-        return before - namespace.nodes
-
     # Evicting
 
     def evict_one(self, reason: str) -> bool:
-        """Drop the least useful unit; False when nothing may go."""
-        return self.evictor.evict_one(reason)
+        """Drop the least useful unit: first what nobody can find, last what is kept; False when nothing may go."""
+        return self._reclaim_for_room() or self.evictor.evict_one(reason) > 0 or self.give_way(None)
 
     def evict_to(self, used_bytes: int, limit: int) -> None:
-        """At most `limit` evictions towards `used_bytes`."""
+        """Towards `used_bytes`; no further unit once `limit` objects have gone or wait to be demoted."""
         while limit > 0 and self.allocator.used_bytes > used_bytes:
-            limit -= 1
             node = self.evictor.victim()
             if node is not None and self.demoting(node):
                 self.evictor.park(node)
-            elif not self.evict_one("watermark"):
+                limit -= 1
+                continue
+            gone = self.evictor.evict_one("watermark")
+            if not gone:
                 return
+            limit -= gone
 
     def unpark(self) -> None:
         """Offer again what was lent when the policy named it."""
         self.evictor.unpark()
 
     def hit(self, node: int) -> None:
-        """A request resumed at the node: a use for the policy of every tier."""
+        """A request resumed at the node: a use for the policy of every tier, and of the path for a shared one."""
         now = self.clock()
         self.policy.on_hit(node, now)
         for tier in self.tiers:
             tier.policy.on_hit(node, now)
+            tier.used(node)
+
+    def ended(self, node: int) -> None:
+        """A request ended at the node."""
+        self.policy.on_end(node)
+        for tier in self.tiers:
+            tier.policy.on_end(node)
 
     def changed(self, node: int) -> None:
         """Objects of the node went: remove it where none is left, and settle what depends on it."""
         if self.index.has_objects(node):
             self._settle_path(node)
         else:
+            self.note_lost(node, MissReason.EVICTED)
             self.drop_subtree(node)
+
+    def note_lost(self, node: int, reason: MissReason) -> None:
+        """For those who ask for the chunk next."""
+        namespace = self.namespaces.by_slot[self.index.namespace(node)]
+        self.lost_keys.note(namespace.id, self.index.key(node), reason)
 
     def copied(self, holding: Holding, node: int, kind: int) -> bool:
         """Whether another tier than this one has a complete copy."""
@@ -372,12 +544,8 @@ class Space:
             return True
         return any(tier is not holding and tier.complete(node, kind) for tier in self.tiers)
 
-    def stands(self, node: int) -> bool:
-        """Whether a request in progress ends at the node."""
-        return self.standing(node)
-
     def _complete_anywhere(self, node: int, kind: int) -> bool:
-        return self.complete(node, kind) or any(tier.complete(node, kind) for tier in self.tiers)
+        return self.complete(node, kind) or self.elsewhere(node, kind)
 
     def _count_evicted(self, reason: str, objects: int, size_bytes: int) -> None:
         self.counters.add(f"evicted_objects.{reason}", objects)
@@ -395,14 +563,18 @@ class Space:
     def busy(self, node: int) -> bool:
         return any(map(self.lent.pinned, self.index.rows_of(node)))
 
+    def kept(self, node: int) -> bool:
+        return any(self.kept_rows[row] & HELD for row in self.index.rows_of(node))
+
+    def pinned(self, node: int, kind: int) -> bool:
+        row = self.index.row(node, kind)
+        return row != NO_ROW and bool(self.kept_rows[row] & PINNED)
+
     def children(self, node: int) -> int:
         return self.index.children_in_ram(node)
 
     def cost_bytes(self, node: int, kind: int) -> int:
-        row = self.index.row(node, kind)
-        if self.rows.next[row] == NO_ROW:
-            return self.allocator.rounded(self.rows.length[row])
-        return self.rounded_bytes(row)
+        return self.rounded_bytes(self.index.row(node, kind))
 
     def drop(self, node: int, kind: int) -> None:
         self._unindex(node, kind)

@@ -19,9 +19,11 @@ from kvdepot.core.calls import (
     ReserveOutcome,
     ReserveReply,
 )
+from kvdepot.core.control import Switch
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
+from kvdepot.core.misses import MissReason
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.leases import NO_ENTRY, OPEN, WriteLease
 from kvdepot.server.engine.namespaces import Namespace
@@ -29,6 +31,7 @@ from kvdepot.server.engine.requests import Requests
 from kvdepot.server.engine.rows import COMMITTED, RESERVED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.switches import Switches
 from kvdepot.server.engine.tiering import Tiering
 from kvdepot.server.engine.types import EngineConfig
 
@@ -76,14 +79,26 @@ def parsed(call: ReserveCall, namespace: Namespace) -> list[_Asked]:
 class Stores:
     """Write leases of all sessions."""
 
-    def __init__(self, space: Space, requests: Requests, config: EngineConfig, arena_id: int, tiering: Tiering) -> None:
+    def __init__(
+        self,
+        space: Space,
+        requests: Requests,
+        config: EngineConfig,
+        arena_id: int,
+        tiering: Tiering,
+        switches: Switches,
+    ) -> None:
         self._space = space
+        self._switches = switches
         self._tiering = tiering
         self._requests = requests
         self._config = config
         self._arena_id = arena_id
         self._attention_reserved_bytes = 0  # of all sessions
         self._reason = ""  # of the last refusal in the call at hand
+
+    def configure(self, config: EngineConfig) -> None:
+        self._config = config
 
     # Reserve
 
@@ -95,20 +110,39 @@ class Stores:
         refused: dict[bytes, int] = {}  # keys of this call that got no node: what descends from them shares the answer
         fragments: list[int] = []
         self._reason = ""
+        deepest: _Asked | None = None  # of what is there
         for one in asked:
             outcome = self._reserve_one(namespace, lease, one, refused, fragments)
             outcomes[one.index] = outcome
+            if outcome == ReserveOutcome.PRESENT and (deepest is None or one.boundary > deepest.boundary):
+                deepest = one
             if outcome in _HERE_WHEN_GRANTED:
                 if call.request_id:
                     self._requests.note(session.slot, call.request_id, namespace, one.key, one.parent)
             else:
                 refused.setdefault(one.key, outcome)
+                self._space.lost_keys.note(namespace.id, one.key, MissReason.NO_GRANT)
             self._space.counters.add(f"reserved_objects.{ReserveOutcome(outcome).name.lower()}")
+        if deepest is not None:
+            self._count_use(namespace, deepest)
         reply = ReserveReply(bytes(outcomes), np.array(fragments, "<u8").tobytes(), self._arena_id, self._reason)
         if lease.open:
             lease.reply = reply
             session.leases[lease.id] = lease
         return reply
+
+    def refuse(self, namespace: Namespace, call: ReserveCall, reason: MissReason) -> None:
+        """By an operator's word; whoever asks for these chunks is told."""
+        for one in parsed(call, namespace):
+            self._space.lost_keys.note(namespace.id, one.key, MissReason.STORES_OFF)
+            self._space.counters.add(f"reserved_objects.{ReserveOutcome.REFUSED.name.lower()}")
+            self._space.counters.add(f"refused_stores.{reason}")
+
+    def _count_use(self, namespace: Namespace, one: _Asked) -> None:
+        """A path that is offered again was used, where it ends (DESIGN 5); the chunks before were only passed."""
+        node = self._space.index.find(namespace.slot, one.key)
+        if node != NONE:
+            self._space.hit(node)
 
     def _reserve_one(
         self, namespace: Namespace, lease: WriteLease, one: _Asked, refused: dict[bytes, int], fragments: list[int]
@@ -119,7 +153,6 @@ class Stores:
         if row != NO_ROW:
             if not space.rows.visible(row):
                 return ReserveOutcome.PENDING  # being written, or adopted and being verified
-            space.hit(node)
             self._tiering.used_again(np.array([node]), bytes([one.kind]))
             return ReserveOutcome.PRESENT
         if node != NONE and self._tiering.promotions.source(node, one.kind) is not None:
@@ -177,7 +210,9 @@ class Stores:
         if not held:
             if not space.rows.free_count and not space.evict_one("room"):
                 return ReserveOutcome.NO_ROOM
-            if space.index.count >= space.index.capacity:
+            if space.full:
+                space.make_room_for_nodes(1)
+            if space.full:
                 return ReserveOutcome.NO_ROOM
             # Eviction may have taken the parent, had it no other child: look again.
             if one.parent != ROOT_KEY and space.index.find(namespace.slot, one.parent) != above:
@@ -192,8 +227,7 @@ class Stores:
                 space.settle_node(node)
             else:
                 space.drop_subtree(node)
-            # What is not populated yet will be room soon.
-            return ReserveOutcome.LATER if space.growing else ReserveOutcome.NO_ROOM
+            return self._no_room(namespace, space.allocator.rounded(namespace.object_bytes[one.kind]))
         lease.entries[one.index] = space.lent.lend(lease.id, lease.session.slot, LentMode.WRITE, row, one.index)
         space.rows.publish_reserved(row)
         self._charge(lease, one.index, one.kind, row)
@@ -201,6 +235,16 @@ class Stores:
             fragments += (one.index, at, space.rows.offset[at], space.rows.length[at], space.rows.generation[at])
         space.counters.add("granted_write_bytes", namespace.object_bytes[one.kind])
         return ReserveOutcome.GRANTED
+
+    def _no_room(self, namespace: Namespace, size_bytes: int) -> ReserveOutcome:
+        space = self._space
+        refused = space.refused_by_quota(namespace.slot, size_bytes)
+        if refused is None:
+            # What is not populated yet will be room soon.
+            return ReserveOutcome.LATER if space.growing else ReserveOutcome.NO_ROOM
+        owner, later = refused
+        self._reason = f"quota: {owner} has {owner.used_bytes} of {owner.capacity_bytes} bytes in RAM"
+        return ReserveOutcome.LATER if later else ReserveOutcome.NO_ROOM
 
     def _charge(self, lease: WriteLease, index: int, kind: int, row: int) -> None:
         size_bytes = self._space.rounded_bytes(row)
@@ -243,12 +287,18 @@ class Stores:
         row = space.lent.row_of(lease.entries[index])
         if not lease.held:
             return self._give_back(lease, index, CommitOutcome.EXPIRED)
+        namespace_id, key = space.namespaces.by_slot[space.rows.namespace[row]].id, space.rows.key(row)
+        if self._switches.off(Switch.STORES, namespace_id):
+            outcome = self._give_back(lease, index, CommitOutcome.EXPIRED)  # of all that clients know, what it is like
+            space.lost_keys.note(namespace_id, key, MissReason.STORES_OFF)
+            space.counters.add("refused_stores.stores_off")
+            return outcome
         if space.rows.state[row] != RESERVED:
             # Only the loss of its parent unindexes a live reservation.
             return self._give_back(lease, index, CommitOutcome.NO_PARENT)
-        if not self._parent_holds(row):
-            return self._give_back(lease, index, CommitOutcome.NO_PARENT)
         node = space.node_of(row)
+        if space.index.cut_off(node) or not self._parent_holds(row):
+            return self._give_back(lease, index, CommitOutcome.NO_PARENT)
         space.commit(row, node)
         self._give_back(lease, index, CommitOutcome.COMMITTED)
         space.settle_node(node)
@@ -275,7 +325,7 @@ class Stores:
         entry = lease.entries[index]
         row = space.lent.row_of(entry)
         if space.rows.state[row] == RESERVED:
-            space.drop_row(space.node_of(row), space.rows.kind[row])
+            space.drop_row(space.node_of(row), space.rows.kind[row], MissReason.ABANDONED)
         size_bytes = abs(lease.credits[index])
         lease.session.credit_used_bytes -= size_bytes
         if lease.credits[index] < 0:
@@ -324,5 +374,5 @@ class Stores:
                 continue
             row = self._space.lent.row_of(entry)
             if self._space.rows.state[row] == RESERVED:
-                self._space.drop_row(self._space.node_of(row), self._space.rows.kind[row])
+                self._space.drop_row(self._space.node_of(row), self._space.rows.kind[row], MissReason.ABANDONED)
         self._space.counters.add("expired_leases.write")

@@ -6,7 +6,8 @@ Nothing here waits: a tier answers later, on the loop's thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -20,12 +21,18 @@ from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.promotions import Promotions
 from kvdepot.server.engine.space import Space
-from kvdepot.server.engine.types import WritePolicy
+from kvdepot.server.engine.types import TierConfig, WritePolicy
+from kvdepot.server.engine.vacating import vacate
 from kvdepot.server.engine.workers import Workers
 from kvdepot.server.engine.write_queue import WriteQueue
-from kvdepot.server.tiers.base import NO_HANDLE, Found, Tier
+from kvdepot.server.tiers.base import NO_HANDLE, ObjectName, Tier
+from kvdepot.server.tiers.found import FoundObjects
 
 _EVICTIONS_PER_TICK: Final = 256
+_VACATED_MAX: Final = 4096
+"""Nodes dropped at most for the new namespaces of one slice of what a tier found: some 50 ms."""
+_VACATED_MIN: Final = 256
+"""What each of them counts at least, for the search."""
 _KINDS: Final = frozenset(map(int, Kind))
 
 
@@ -36,12 +43,20 @@ class Tiering:
         self._space = space
         self._by_name = {tier.tier.name: tier for tier in space.tiers}
         self._queues = {tier.number: WriteQueue(space, workers, tier) for tier in space.tiers}
-        self._preferred = sorted(space.tiers, key=lambda tier: -tier.config.load_weight)
+        self._preferred = list(space.tiers)
         self.promotions = Promotions(space, workers, self._preferred, self.lost_copy)
+        self._vacating = 0  # nodes that may still be dropped for namespaces of the slice at hand
+        self.configure({})
+        space.demoting = self._demoting
+
+    def configure(self, tiers: Mapping[str, TierConfig]) -> None:
+        """These settings from now on, by name. What waits to be written is written."""
+        for tier in self._space.tiers:
+            tier.config = tiers.get(tier.tier.name, tier.config)
+        self._preferred.sort(key=lambda tier: (-tier.config.load_weight, tier.number))
         self._at_commit = self._with_policy(WritePolicy.COMMIT)
         self._at_second_use = self._with_policy(WritePolicy.SECOND_USE)
         self._at_eviction = self._with_policy(WritePolicy.EVICT)
-        space.demoting = self._demoting
 
     def _with_policy(self, policy: WritePolicy) -> list[tuple[LowerTier, WriteQueue]]:
         return [(tier, self._queues[tier.number]) for tier in self._space.tiers if tier.config.write is policy]
@@ -61,9 +76,7 @@ class Tiering:
     def tick(self) -> None:
         for tier in self._space.tiers:
             tier.tier.tick()
-            capacity_bytes, config = tier.tier.capacity_bytes, tier.config
-            if tier.tier.writable and tier.tier.used_bytes > config.high_watermark * capacity_bytes:
-                tier.evict_to(int(config.low_watermark * capacity_bytes), _EVICTIONS_PER_TICK, "watermark")
+            tier.trim(_EVICTIONS_PER_TICK)
         for queue in self._queues.values():
             queue.tick()
 
@@ -79,7 +92,7 @@ class Tiering:
         own, queue = tier.tier.status(), self._queues[tier.number]
         return replace(
             own,
-            objects=tier.objects,
+            objects=tier.objects,  # that this daemon knows of
             queued_objects=own.queued_objects + len(queue),
             queued_bytes=own.queued_bytes + queue.waiting_bytes,
         )
@@ -120,20 +133,26 @@ class Tiering:
 
     # What tiers say
 
-    def found(self, tier: Tier, objects: Sequence[Found]) -> None:
+    def found(self, tier: Tier, objects: FoundObjects) -> None:
         """Take in what has a place in the tree; the tier drops the rest."""
         lower = self._by_name[tier.name]
+        if lower.shared is None:
+            self._space.make_room_for_nodes(len(objects))
+        outcomes: Counter[str] = Counter()
+        self._vacating = _VACATED_MAX
         with self._space.settling_once():
-            for one in objects:
-                reason = self._take_in(lower, one)
-                self._space.counters.add(f"tier_found_objects.{tier.name}/{reason or 'kept'}")
+            for handle, name in objects:
+                reason = self._take_in(lower, handle, name)
+                outcomes[reason or "kept"] += 1
                 if reason:
-                    tier.drop(one.handle)
+                    tier.drop(handle)
+        for outcome, count in outcomes.items():
+            self._space.counters.add(f"tier_found_objects.{tier.name}/{outcome}", count)
 
-    def _take_in(self, lower: LowerTier, one: Found) -> str:
+    def _take_in(self, lower: LowerTier, handle: int, name: ObjectName) -> str:
         """Empty, or why the engine has no use for it."""
-        space, name = self._space, one.name
-        namespace = self._namespace(name.namespace)
+        space = self._space
+        namespace = space.namespaces.by_id.get(name.namespace) if lower.shared else self._namespace(name)
         if namespace is None or name.kind not in _KINDS or not name.boundary_tokens or name.key == ROOT_KEY:
             return "no_namespace" if namespace is None else "senseless"
         if not namespace.accepts(name.kind, name.raw_bytes):
@@ -142,8 +161,10 @@ class Tiering:
         if name.parent != ROOT_KEY and not self._makes_path(above, min(namespace.path_kind, name.kind)):
             return "no_parent"
         node = space.index.find(namespace.slot, name.key)
+        if lower.shared and name.kind != namespace.path_kind and not self._makes_path(node, namespace.path_kind):
+            return "no_parent"  # a disk's comes later at worst
         if node == NONE:
-            if space.index.count >= space.index.capacity:
+            if space.full:
                 return "index_full"
             if above != NONE and space.index.boundary(above) >= name.boundary_tokens:
                 return "senseless"
@@ -151,22 +172,32 @@ class Tiering:
         elif space.index.parent(node) != above or space.index.boundary(node) != name.boundary_tokens:
             return "senseless"
         elif lower.has(node, name.kind):
-            return "repeated"
+            return "repeated" if lower.handle(node, name.kind) != handle else ""  # it was written meanwhile
         namespace.learn(name.kind, name.raw_bytes)
-        lower.keep(node, name.kind, one.handle)
+        lower.keep(node, name.kind, handle)
         return ""
 
-    def _makes_path(self, above: int, path_kind: int) -> bool:
-        """Whether the chunk before has the object that makes a path, in any tier."""
+    def _makes_path(self, node: int, path_kind: int) -> bool:
+        """Whether the chunk has the object that makes a path, in any tier."""
         space = self._space
-        return above != NONE and (
-            space.index.row(above, path_kind) != NO_ROW or space.elsewhere(above, path_kind)
-        )  # fmt: skip
+        return node != NONE and (space.index.row(node, path_kind) != NO_ROW or space.elsewhere(node, path_kind))
 
-    def _namespace(self, namespace_id: bytes) -> Namespace | None:
-        """One that no engine has registered yet gets a slot all the same."""
-        namespaces = self._space.namespaces
-        return namespaces.by_id.get(namespace_id) or namespaces.add(namespace_id, "", self._space.clock())
+    def _namespace(self, name: ObjectName) -> Namespace | None:
+        """One that no engine has registered yet gets a slot all the same.
+
+        In a full table that is the slot of what was used, or found, the longest ago, and of which RAM has nothing;
+        the beginning of a path only is worth that.
+        """
+        space, now = self._space, self._space.clock()
+        namespaces = space.namespaces
+        namespace = namespaces.by_id.get(name.namespace) or namespaces.add(name.namespace, "", now)
+        if namespace is None and name.parent == ROOT_KEY and self._vacating > 0:
+            others = (idle for idle in namespaces.idle() if not any(idle.objects.values()))
+            self._vacating -= max(vacate(space, others, self._vacating), _VACATED_MIN)
+            namespace = namespaces.add(name.namespace, "", now)
+        if namespace is not None and namespace.spec is None:
+            namespace.used_at = now
+        return namespace
 
     def lost(self, tier: Tier, handles: Sequence[int]) -> None:
         """Their objects are no longer there.

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
+from typing import Final
 
-from kvdepot.core.report import NamespaceStatus, SessionStatus, TierStatus
+from kvdepot.core.report import NamespaceStatus, QuotaStatus, SessionStatus, TierStatus
+from kvdepot.server.engine.identity import Liveness as Liveness
+from kvdepot.server.engine.identity import ProcessIdentity as ProcessIdentity
 
+EVERY: Final = "*"
+"""In a quota: each tenant, each namespace or each tier, by itself."""
 
-class Liveness(IntEnum):
-    """What is known about a process that an earlier daemon run wrote down."""
-
-    ALIVE = 1
-    DEAD = 2  # proven: pidfd readable, pid gone, other start time, other boot
-    UNKNOWN = 3  # no pid visible from here: its extents stay lent
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessIdentity:
-    pid: int  # in the daemon's PID namespace, 0 when unknown
-    start_ticks: int  # start time, clock ticks since boot
-    boot_id: bytes  # 16 bytes
+ID_DIGITS: Final = re.compile(r"[0-9a-f]{8,32}")
+"""A namespace in a quota: a text like this begins its id, any other is its label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +37,16 @@ class AttachmentInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """One `[[quota]]`: what a tenant's namespaces together, or a namespace, may take of one tier (ADR 0016)."""
+
+    tenant: str = EVERY
+    namespace: str | None = None  # None: their total. EVERY, a label, or the first digits of an id
+    tier: str = EVERY
+    capacity_bytes: int | None = None  # None: no limit, also where another entry has one
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Limits and policies of one engine. Bytes and seconds as the names say."""
 
@@ -53,8 +58,11 @@ class EngineConfig:
     high_watermark: float = 0.95
     low_watermark: float = 0.90
     loads_in_flight: int = 64  # reader leases per session
+    prefetch_share: float = 0.25  # of RAM: for what requests that have not acquired yet will need; 0: none
+    pin_share: float = 0.25  # of RAM: what operators may pin
     evictions_per_tick: int = 256
     eviction: str = "gdsf"  # a name of core.eviction.policy_names()
+    quotas: tuple[Quota, ...] = ()
 
 
 class WritePolicy(StrEnum):
@@ -71,7 +79,7 @@ class TierConfig:
 
     write: WritePolicy = WritePolicy.SECOND_USE
     queue_bytes: int = 256 << 20  # of objects that wait to be written; further ones are dropped and counted
-    load_weight: float = 1.0  # of several tiers that have an object, the heaviest is read
+    load_weight: float = 1.0  # the heaviest that has an object is read; its seconds count divided by it
     high_watermark: float = 0.95
     low_watermark: float = 0.90
 
@@ -104,4 +112,5 @@ class EngineStatus:
     lower_tiers: tuple[TierStatus, ...]
     sessions: tuple[SessionStatus, ...]
     namespaces: tuple[NamespaceStatus, ...]
+    quotas: tuple[QuotaStatus, ...]
     counters: dict[str, float]

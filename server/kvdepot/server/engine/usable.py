@@ -54,18 +54,29 @@ class Usable:
 
     # Changes
 
-    def settle(self, node: int) -> int:
-        """Objects of the node came, went or were completed. Returns the ancestor whose outlook changed, or NONE."""
+    def settle(self, node: int) -> list[int]:
+        """Objects of the node came, went or were completed.
+
+        Returns whose outlook changed: an ancestor, those whose windows are needed now, or not any more, and nodes below
+        whose windows reach up to this one. NONE among them.
+        """
         namespace = self._namespaces.by_slot[self._index.namespace(node)]
-        changed = self._set(node, self._judge(namespace, node))
+        changed = self._set(namespace, node, self._judge(namespace, node))
         reach = namespace.window_chunks - 1
         if reach > 0:
-            self._settle_below(namespace, node, reach)
+            self._settle_below(namespace, node, reach, changed)
         return changed
 
-    def removed(self, node: int) -> int:
-        """The node, a leaf, is about to leave the index. Returns as `settle` does."""
-        return self._set(node, False)
+    def removed(self, node: int) -> list[int]:
+        """The node is about to leave the tree, with what is below it. Returns likewise whose outlook changed.
+
+        What is below may keep flags that are no longer true, where windows reached up to the node: nobody finds it.
+        """
+        namespace = self._namespaces.by_slot[self._index.namespace(node)]
+        before = self.serves(node)
+        changed = self._reached(namespace, node) if self._usable[node] else []
+        self._usable[node] = False
+        return [*changed, self._pass_on(node, before, False)]
 
     def plant(self, nodes: Nodes, parents: U32, boundaries: U32) -> None:
         """All nodes of an adopted index at once: their flags, then the counts from the deepest level up."""
@@ -91,21 +102,37 @@ class Usable:
                 return False
         return True
 
-    def _settle_below(self, namespace: Namespace, node: int, reach: int) -> None:
+    def _settle_below(self, namespace: Namespace, node: int, reach: int, changed: list[int]) -> None:
         """Windows of nodes close below reach into this one."""
         for child in self._index.children(node):
             if self._usable[child] != self._judge(namespace, child):
-                self._set(child, not self._usable[child])
+                changed += (child, *self._set(namespace, child, not self._usable[child]))
             if reach > 1:
-                self._settle_below(namespace, child, reach - 1)
+                self._settle_below(namespace, child, reach - 1, changed)
 
-    def _set(self, node: int, usable: bool) -> int:
+    def _set(self, namespace: Namespace, node: int, usable: bool) -> list[int]:
         before = self.serves(node)
+        changed = self._reached(namespace, node) if usable != self._usable[node] else []
         self._usable[node] = usable
-        while before != (after := self.serves(node)):
+        return [*changed, self._pass_on(node, before, self.serves(node))]
+
+    def _reached(self, namespace: Namespace, node: int) -> list[int]:
+        """Ancestors whose windows are needed while the node is usable."""
+        reached = []
+        for _ in range(namespace.window_chunks - 1):
+            node = self._index.parent(node)
+            if node == NONE:
+                break
+            reached.append(node)
+        return reached
+
+    def _pass_on(self, node: int, before: bool, after: bool) -> int:
+        """Tell those above that the node serves now, or does not any more; the last one whose outlook changed."""
+        while before != after:
             node = self._index.parent(node)
             if node == NONE:
                 return NONE
             before = self.serves(node)
             self._serving[node] += 1 if after else -1
+            after = self.serves(node)
         return node

@@ -41,6 +41,11 @@ class Workers:
         """Write the process down, before it is lent anything. Raises NoRoom when a table is full."""
         return self._sessions.open_worker(self._identify(pid)).slot
 
+    @property
+    def earlier(self) -> int:
+        """Of earlier runs: an adopted arena's, whose pipes nobody holds, until they are proven dead."""
+        return sum(one.worker and not one.connected for one in self._sessions.by_slot.values())
+
     def dead(self, worker: int) -> None:
         """Its death is proven and its loans have ended."""
         attachment = self._sessions.attachments[worker]

@@ -98,18 +98,23 @@ class WriteQueue:
         try:
             while self._waiting and tier.writable and tier.write_slots > 0 and not self._full:
                 row, (generation, size_bytes) = next(iter(self._waiting.items()))
+                node, kind = space.node_of(row), space.rows.kind[row]
+                cost_bytes = tier.cost_bytes(size_bytes)
                 if not self._missing(row, generation):
                     self._forget(row)
-                elif tier.cost_bytes(size_bytes) > tier.capacity_bytes:
+                elif cost_bytes > tier.capacity_bytes:
                     self._forget(row)
                     self._refuse("too_large")
                 elif tier.budget_spent:
                     self._forget(row)
                     self._refuse("budget")
-                elif not self._has_path(space.node_of(row), space.rows.kind[row]):
+                elif not self._has_path(node, kind):
                     self._forget(row)
                     self._refuse("no_parent")
-                elif not self._tier.make_room(tier.cost_bytes(size_bytes)):
+                elif not self._tier.within_quota(node, kind, cost_bytes):
+                    self._forget(row)
+                    self._refuse("quota")
+                elif not self._tier.make_room(node, kind, cost_bytes):
                     return  # what was dropped for it is not free yet, or nothing may go: later
                 else:
                     self._forget(row)
@@ -118,11 +123,12 @@ class WriteQueue:
             self._pumping = False
 
     def _missing(self, row: int, generation: int) -> bool:
-        """Whether it is still in RAM, and still not in the tier."""
+        """Whether it is still in RAM where it is found, and still not in the tier."""
         space = self._space
         if not self._live(row, generation) or not space.rows.visible(row):
             return False
-        return not self._tier.has(space.node_of(row), space.rows.kind[row])
+        node = space.node_of(row)
+        return not space.index.cut_off(node) and not self._tier.has(node, space.rows.kind[row])
 
     def _live(self, row: int, generation: int) -> bool:
         return self._space.rows.generation[row] == generation and self._space.rows.state[row] == COMMITTED
@@ -143,14 +149,19 @@ class WriteQueue:
             namespace.id, rows.key(row), rows.parent(row), rows.kind[row], rows.boundary[row], space.size_bytes(row)
         )
         raw_sum = rows.sum_hi[row] << 64 | rows.sum_lo[row] if rows.summed(row) else None
+        namespace.learn(name.kind, name.raw_bytes)
         self._writing[row] = generation
+        self._tier.writing(namespace.slot, name.kind, 1)
         loan = self._workers.loan(row, LentMode.READ)
         self._tier.tier.write(
-            name, rows.extents(row), loan, raw_sum, lambda written: self._written(row, generation, written)
-        )
+            name, rows.extents(row), loan, raw_sum,
+            lambda written: self._written(row, generation, (namespace.slot, name.kind), written),
+        )  # fmt: skip
 
-    def _written(self, row: int, generation: int, written: Written) -> None:
+    def _written(self, row: int, generation: int, what: tuple[int, int], written: Written) -> None:
+        """`what`: namespace slot and kind; the row may be another object's by now."""
         space, tier = self._space, self._tier
+        tier.writing(*what, -1)
         space.counters.add(f"tier_writes.{tier.tier.name}/{written.outcome}")
         if self._writing.get(row) == generation:
             del self._writing[row]
@@ -164,7 +175,7 @@ class WriteQueue:
             self._full = True
             if tier.tier.writable:
                 # It has bytes, or would not have been asked: it lacks handles, records or an unbroken place.
-                tier.evictor.evict_one("room")
+                tier.evict_for(*self._place(row))
             self._enter(row)
             if row in self._waiting:
                 self._waiting.move_to_end(row, last=False)
@@ -172,15 +183,24 @@ class WriteQueue:
             space.settle_node(space.node_of(row))
         self.pump()
 
+    def _place(self, row: int) -> tuple[int, int]:
+        """(node, kind) of an object that is there."""
+        return self._space.node_of(row), self._space.rows.kind[row]
+
     def _take_in(self, row: int, written: Written, *, live: bool) -> None:
         space, tier = self._space, self._tier
         node = space.node_of(row) if live else NONE
-        if node == NONE or tier.has(node, space.rows.kind[row]) or not self._has_path(node, space.rows.kind[row]):
+        if tier.owner(written.handle) is not None:
+            return  # it was looked up meanwhile
+        found = node != NONE and not space.index.cut_off(node)
+        if not found or tier.has(node, space.rows.kind[row]) or not self._has_path(node, space.rows.kind[row]):
             tier.tier.drop(written.handle)
             return
         if not space.rows.summed(row):
             space.set_sum(row, written.raw_sum)
         tier.keep(node, space.rows.kind[row], written.handle)
+        if (above := space.index.parent(node)) != NONE:
+            tier.used(above)
 
     def _refuse(self, reason: str) -> None:
         self._space.counters.add(f"tier_writes_dropped.{self._tier.tier.name}/{reason}")

@@ -26,6 +26,8 @@ class Breaker:
         self._clock = clock
         self._failures = 0
         self._probe_at = 0.0
+        self.probed = 0
+        """Probes that worked."""
         self.state = BreakerState.CLOSED
         self.reason = ""
         """Of the last failure, while the breaker is not closed."""
@@ -59,6 +61,7 @@ class Breaker:
     def probe_worked(self) -> None:
         assert self.state is BreakerState.PROBING
         self.state = BreakerState.CLOSED
+        self.probed += 1
         self.reason = ""
         self._failures = 0
 

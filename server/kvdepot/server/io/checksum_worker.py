@@ -6,26 +6,22 @@ It reads nothing but what it is asked, writes nothing, and ends with its parent.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 import signal
 import socket
 import sys
 
 import xxhash
 from kvdepot.server.io.checksum_wire import ANSWER, EXTENT, JOB_BYTES_MAX, JOB_HEADER
+from kvdepot.server.io.lifeline import die_with, exit_code
 
-_PR_SET_PDEATHSIG = 1
-_NICENESS = 19
 _SLICE_BYTES = 4 << 20
 """XXH3 runs without the GIL, but a signal is only handled between slices."""
 
 
 def main(arguments: list[str]) -> int:
     arena_fd, socket_fd, size_bytes, parent = (int(argument) for argument in arguments)
-    _die_with(parent)
-    os.nice(_NICENESS)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is for the daemon, which drains first
     arena = memoryview(mmap.mmap(arena_fd, size_bytes, access=mmap.ACCESS_READ))
     jobs = socket.socket(fileno=socket_fd)
@@ -61,12 +57,5 @@ def _read(jobs: socket.socket, length: int) -> bytes:
     return bytes(data)
 
 
-def _die_with(parent: int) -> None:
-    """The kernel kills this process when the daemon ends; a parent already gone ends it here."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from functools import cache
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
+from kvdepot.server.durable_files import sync_folder
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -60,6 +62,7 @@ class DirectFiles:
         self.directory = directory
         self.direct = True
         self._open: dict[str, _OpenFile] = {}  # the least recently used first
+        self._held: dict[str, _OpenFile] = {}
 
     def path(self, file: str) -> str:
         return os.path.join(self.directory, file)  # noqa: PTH118 - names, and in the way of every job
@@ -78,30 +81,48 @@ class DirectFiles:
 
     def sync_folder(self, file: str) -> None:
         """Make the name of a new file durable."""
-        fd = os.open(os.path.dirname(self.path(file)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # noqa: PTH120
+        sync_folder(os.path.dirname(self.path(file)))  # noqa: PTH120
+
+    @contextlib.contextmanager
+    def held(self, file: str, *, create: bool = False) -> Iterator[int]:
+        """Open it once: until the end this name means this file, whatever others do with the name. Its descriptor.
+
+        `create`: a new file, and nothing else may have this name. What closing says is raised: the write of a
+        network file system may fail that late.
+        """
+        flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL if create else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = self._open_directly(self.path(file), flags)
+        self._held[file] = _OpenFile(fd, create, 0, 0)
         try:
-            os.fsync(fd)
+            yield fd
         finally:
+            del self._held[file]
             os.close(fd)
 
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1].fd)
 
-    def open_buffered(self, file: str, *, create: bool, flags: int = 0) -> int:
-        """A descriptor, the caller's, without O_DIRECT. `create`: with its folders, but not the directory itself."""
+    def open_buffered(self, file: str, *, create: bool, flags: int = 0, folders: bool = True) -> int:
+        """A descriptor, the caller's, without O_DIRECT. `create`: with its `folders`, but not the directory itself."""
         wanted = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0) | flags
         try:
             return os.open(self.path(file), wanted, 0o600)
         except FileNotFoundError:
-            if not create:
+            if not create or not folders:
                 raise
-            folder = self.directory
-            for name in file.split("/")[:-1]:
-                folder = os.path.join(folder, name)  # noqa: PTH118
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(folder, 0o700)  # noqa: PTH102
+            self.make_folders(file)
             return os.open(self.path(file), wanted, 0o600)
+
+    def make_folders(self, file: str) -> list[str]:
+        """Those that the file lies in, below the directory; which of them were new."""
+        folder, made = "", []
+        for name in file.split("/")[:-1]:
+            folder = f"{folder}/{name}" if folder else name
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path(folder), 0o700)  # noqa: PTH102
+                made.append(folder)
+        return made
 
     def _move(self, parts: Sequence[Part], buffers: Sequence[memoryview], *, writing: bool) -> int:
         moved = 0
@@ -132,6 +153,8 @@ class DirectFiles:
             if self.direct and error.errno in _REFUSES_DIRECT:
                 self.close()
                 self.direct = False
+                for held in self._held.values():
+                    fcntl.fcntl(held.fd, fcntl.F_SETFL, fcntl.fcntl(held.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 return self._move_request(file, offset, request, writing=writing)
             error.filename = error.filename or self.path(file)
             raise
@@ -154,6 +177,9 @@ class DirectFiles:
 
     def _file(self, file: str, *, writable: bool) -> _OpenFile:
         """Open, and still what is found under this name: its directory may have been removed or mounted over."""
+        held = self._held.get(file)
+        if held is not None:
+            return held
         path = self.path(file)
         known = self._open.pop(file, None)
         if known is not None:
@@ -168,6 +194,19 @@ class DirectFiles:
         status = os.fstat(fd)
         self._open[file] = opened = _OpenFile(fd, writable, status.st_dev, status.st_ino)
         return opened
+
+    def _open_directly(self, path: str, flags: int) -> int:
+        """Without O_DIRECT where it is refused, which may leave a new file behind."""
+        if not self.direct:
+            return os.open(path, flags, 0o600)
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno not in _REFUSES_DIRECT:
+                raise
+        self.close()
+        self.direct = False
+        return os.open(path, flags & ~os.O_EXCL, 0o600)
 
 
 def _identity(path: str) -> tuple[int, int] | None:

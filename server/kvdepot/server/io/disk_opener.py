@@ -7,7 +7,6 @@ the kernel drops the lock. docs/formats/disk.md, Opening.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import secrets
@@ -28,6 +27,7 @@ from kvdepot.server.io.directory_guard import (
     read_token,
     renew_token,
 )
+from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import DAEMON_LOCK
 from kvdepot.server.tiers.disk.messages import (
@@ -43,8 +43,6 @@ from kvdepot.server.tiers.disk.messages import (
 )
 from kvdepot.server.tiers.disk.opening import Opener, failed
 
-_PR_SET_PDEATHSIG = 1
-_NICENESS = 10
 _RETRY_SECONDS = 0.1
 _HELD_SECONDS = 1.0
 """A daemon that was killed just now is dead within it, and so is its opening process."""
@@ -55,8 +53,7 @@ _RECEIVE_BYTES = 1 << 16
 def main(arguments: list[str]) -> int:
     socket_fd, parent = int(arguments[0]), int(arguments[1])
     root = Path(arguments[2])
-    _die_with(parent)
-    os.nice(_NICENESS)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is for the daemon, which drains first
     gc.disable()  # an index is millions of small objects, none of them in cycles
     link = _Link(socket.socket(fileno=socket_fd))
@@ -188,12 +185,5 @@ def _pause(seconds: float) -> None:
     select.select([], [], [], seconds)
 
 
-def _die_with(parent: int) -> None:
-    """The kernel kills this process when the daemon ends; a parent already gone ends it here."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main))

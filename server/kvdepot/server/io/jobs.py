@@ -13,6 +13,11 @@ from typing import Final
 from kvdepot.core.allocator import Extent
 from kvdepot.server.tiers.base import IoOutcome, ObjectName
 
+ABSENT: Final = -1
+"""The length of a file that is not there."""
+UNKNOWN: Final = -2
+"""Of one that could not be asked for, while others could."""
+FILES_PER_LOOK_UP: Final = 256
 JOBS_PER_WORKER: Final = 2
 """In a worker's hands at once: it has a thread for each, and one reads or writes while the other verifies."""
 
@@ -107,10 +112,69 @@ class Probe:
     write: bool
 
 
+# Objects that are files of their own, in a directory that others have too (docs/formats/shared.md).
+
+
+@dataclass(frozen=True, slots=True)
+class LookUpFiles:
+    """Which of these are there, and how long: `Answer.lengths`. All at once, as far as a file system does that.
+
+    Fails only where none could be found out.
+    """
+
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFile:
+    """Read the object that a file holds, as `ReadObject` does. One that is proved damaged is quarantined by rename.
+
+    FOREIGN: its header is sound, and differs from `name` in parent or boundary alone. The file stays.
+
+    `quarantine`: the name it gets, to which outcome and suffix are added. A file that is not there, or no more, is
+    GONE; where the marker of the directory is missing too that says nothing of the file: IO_ERROR.
+    """
+
+    file: str
+    name: ObjectName
+    extents: tuple[Extent, ...] | None
+    quarantine: str
+
+
+@dataclass(frozen=True, slots=True)
+class PublishFile:
+    """Make an object a file: write `temporary`, then rename it; or nothing, where it is there already.
+
+    GONE: the folder of temporaries is missing, or on another file system than `device` (0: any); nothing was written.
+    Nor was it where the answer is FOREIGN (see `ReadFile`).
+    """
+
+    file: str
+    temporary: str  # nobody else has a file of this name
+    device: int
+    name: ObjectName
+    codec: int  # a `kvdepot.core.objectfile.Codec`
+    created_at: int  # unix seconds
+    extents: tuple[Extent, ...]
+    raw_sum: int | None  # of the payload when known
+    sync: bool
+    quarantine: str  # as for `ReadFile`: of a damaged file that is in the way
+
+
+@dataclass(frozen=True, slots=True)
+class TouchFiles:
+    """Set the times of these to now, by the file system's clock. `Answer.lengths`: 0, ABSENT or UNKNOWN.
+
+    Fails only where none could be touched.
+    """
+
+    files: tuple[str, ...]
+
+
 def job_bytes(job: Job) -> int:
     """Payload bytes that a job moves; what a queue is bounded by."""
     match job:
-        case ReadObject() | WriteObject():
+        case ReadObject() | WriteObject() | ReadFile() | PublishFile():
             return job.name.raw_bytes
         case Append():
             return len(job.data)
@@ -120,7 +184,10 @@ def job_bytes(job: Job) -> int:
             return 0
 
 
-Job = ReadObject | WriteObject | Append | Allocate | Remove | Quarantine | Probe
+Job = (
+    ReadObject | WriteObject | Append | Allocate | Remove | Quarantine | Probe
+    | LookUpFiles | ReadFile | PublishFile | TouchFiles
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +201,5 @@ class Answer:
     raw_sum: int = 0
     seconds: float = 0.0  # in the worker
     direct: bool = True  # False: through the page cache, because the path refuses O_DIRECT
+    already_there: bool = False  # a publication found the object, and wrote nothing
+    lengths: tuple[int, ...] = ()  # of each file of the job, or ABSENT, or UNKNOWN

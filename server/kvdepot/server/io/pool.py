@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from kvdepot.core.errors import NoRoom
 from kvdepot.server.io.breaker import Breaker, BreakerState
+from kvdepot.server.io.context import coded_limit
 from kvdepot.server.io.jobs import (
     JOBS_PER_WORKER,
     Answer,
@@ -23,10 +24,11 @@ from kvdepot.server.io.jobs import (
     Job,
     Priority,
     Probe,
+    PublishFile,
+    ReadFile,
     ReadObject,
     WriteObject,
 )
-from kvdepot.server.io.perform import coded_limit
 from kvdepot.server.io.tasks import Task, TaskQueue
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
@@ -43,6 +45,11 @@ _ARENA_BYTES_PER_PAGE_TABLE_BYTE: Final = 512  # 8 bytes per page of 4096
 _BACKOFF_SECONDS_MIN = 0.1
 _BACKOFF_SECONDS_MAX = 30.0
 _STABLE_SECONDS = 10.0
+_START_SECONDS = 20.0
+"""What the start of a worker may take. It touches nothing of the path, and so says nothing about it.
+
+A tenth of a second of CPU, which on a host with too much to do comes late: one that is ended for it never starts.
+"""
 _PATIENCE_SECONDS = 1.0
 """Jobs wait so long for a worker that has to be started again."""
 _DEATH_SECONDS = 1.0
@@ -71,14 +78,17 @@ class _Worker:
     started_at: float
     hand: dict[int, Task] = field(default_factory=dict)
     kept: dict[int, Loan] = field(default_factory=dict)  # of jobs that were answered TIMEOUT
+    up: bool = False  # its process has started
     killed: bool = False
+    start_timer: asyncio.TimerHandle | None = None
 
 
 class IoPool:
     """I/O workers of one path; see `submit`.
 
     Counts: `io_answers.<outcome>`; `io_bytes.read` and `.written`; `io_seconds.read`, `.write`, `.other` (in workers);
-    `io_workers.started`, `.abandoned`, `.crashed`; `io_breaker.opened`; `io_jobs.buffered` (without O_DIRECT).
+    `io_workers.started`, `.abandoned`, `.crashed`; `io_breaker_openings`; `io_buffered_jobs` (without O_DIRECT);
+    `io_failed_callbacks`.
     """
 
     def __init__(
@@ -98,7 +108,7 @@ class IoPool:
     ) -> None:
         """`registry` None is for a pool that is never given a loan (a journal's).
 
-        `deadline_seconds` count from the moment a worker is handed a job.
+        `deadline_seconds` count from the moment a worker has a job.
         `changed` is called when `usable` or `direct` changed.
         `failing` outcomes, so many in a row as the breaker says, take the path out of use; `probe` brings it back.
         """
@@ -145,9 +155,9 @@ class IoPool:
         return self._queue.payload_bytes
 
     @property
-    def free_hands(self) -> int:
-        """How many more jobs would be handed out at once."""
-        return max(JOBS_PER_WORKER * len(self._serving) - self.in_flight - self.queued, 0)
+    def starting(self) -> int:
+        """Workers that have not started yet."""
+        return sum(not worker.up for worker in self._workers.values())
 
     @property
     def usable(self) -> bool:
@@ -260,14 +270,19 @@ class IoPool:
                 self._hand(worker, task)
 
     def _free_worker(self) -> _Worker | None:
-        free = [worker for worker in self._serving if len(worker.hand) < JOBS_PER_WORKER]
+        """None that is starting: until it has, another may be free."""
+        free = [worker for worker in self._serving if worker.up and len(worker.hand) < JOBS_PER_WORKER]
         return min(free, key=lambda worker: len(worker.hand), default=None)
 
     def _hand(self, worker: _Worker, task: Task) -> None:
         task.tried += 1
-        task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
         worker.hand[task.number] = task
+        if worker.up:
+            self._watch(worker, task)
         worker.process.send(task.frame)
+
+    def _watch(self, worker: _Worker, task: Task) -> None:
+        task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
 
     def _cancel_queue(self) -> None:
         while (task := self._queue.take()) is not None:
@@ -279,7 +294,17 @@ class IoPool:
     def _answer(self, task: Task, answer: Answer) -> None:
         self._count(f"io_answers.{answer.outcome}", 1)
         self._moved.set()
-        task.done(answer)
+        with self._guarded(f"the answer to {type(task.job).__name__}"):
+            task.done(answer)
+
+    @contextlib.contextmanager
+    def _guarded(self, what: str) -> Iterator[None]:
+        """Around a callback: a fault of ours must not cost others their answers, or the pool a worker."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - whatever it is
+            self._count("io_failed_callbacks", 1)
+            self._log.exception("%s: %s could not be dealt with", self._settings.directory, what)
 
     def _judge(self, outcome: IoOutcome, why: str) -> None:
         """What an answer says about the path."""
@@ -290,23 +315,29 @@ class IoPool:
 
     # What becomes of jobs in workers' hands.
 
+    def started(self, worker: WorkerProcess) -> None:
+        its = self._workers[worker]
+        its.up = True
+        self._end_start(its)
+        for task in its.hand.values():  # a probe
+            self._watch(its, task)
+        self._dispatch()
+
     def answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None:
         its = self._workers[worker]
         task = its.hand.pop(number, None)
         if task is None:  # too late for its deadline, but not for the loan
             loan = its.kept.pop(number, None)
             if loan is not None:
-                loan.end()
+                self._end(loan)
             return
         self._take_back(task)
         self._note(task.job, answer)
         self._judge(answer.outcome, answer.detail)
         if its in self._leaving and not its.hand:
             self._kill(its)
-        try:
-            self._answer(task, answer)
-        finally:
-            self._dispatch()
+        self._answer(task, answer)
+        self._dispatch()
 
     def broken(self, worker: WorkerProcess, why: str) -> None:
         """Ended like one that crashed."""
@@ -316,9 +347,10 @@ class IoPool:
 
     def died(self, worker: WorkerProcess, status: int) -> None:
         its = self._workers.pop(worker)
+        self._end_start(its)
         self._move(its, None)
         for loan in its.kept.values():
-            loan.end()
+            self._end(loan)
         for task in its.hand.values():
             self._take_back(task)
         if self._registry is not None and its.number != _NO_NUMBER:
@@ -345,13 +377,18 @@ class IoPool:
         if task.timer is not None:
             task.timer.cancel()
         if task.loan is not None:
-            task.loan.end()
+            self._end(task.loan)
+
+    def _end(self, loan: Loan) -> None:
+        with self._guarded("the end of a loan"):
+            loan.end()
 
     def _overdue(self, worker: _Worker, task: Task) -> None:
         why = f"no answer from I/O worker {worker.process.pid} within {task.deadline_seconds:g} s"
         if not worker.killed:
             self._count("io_workers.abandoned", 1)
-            self._log.warning("%s: %s; it is killed and left to the kernel", self._settings.directory, why)
+            if self.breaker.closed:  # else it is a probe of a path of which all is said
+                self._log.warning("%s: %s; it is killed and left to the kernel", self._settings.directory, why)
         self._kill(worker)
         self._judge(IoOutcome.TIMEOUT, why)
         self._expire(worker, task, why)
@@ -367,12 +404,12 @@ class IoPool:
         self._answer_soon(task, Answer(IoOutcome.TIMEOUT, why))
 
     def _note(self, job: Job, answer: Answer) -> None:
-        direction = "read" if isinstance(job, ReadObject) else "write" if isinstance(job, WriteObject) else "other"
-        self._count(f"io_seconds.{direction}", answer.seconds)
-        if answer.outcome is IoOutcome.OK and isinstance(job, ReadObject | WriteObject | Append):
-            self._count("io_bytes.read" if direction == "read" else "io_bytes.written", answer.stored_bytes)
+        reads, writes = isinstance(job, ReadObject | ReadFile), isinstance(job, WriteObject | PublishFile)
+        self._count(f"io_seconds.{'read' if reads else 'write' if writes else 'other'}", answer.seconds)
+        if answer.outcome is IoOutcome.OK and (reads or writes or isinstance(job, Append)) and not answer.already_there:
+            self._count("io_bytes.read" if reads else "io_bytes.written", answer.stored_bytes)
         if not answer.direct:
-            self._count("io_jobs.buffered", 1)
+            self._count("io_buffered_jobs", 1)
         if self.direct and not answer.direct:
             self.direct = False
             self._log.warning("%s refuses O_DIRECT: its files go through the page cache", self._settings.directory)
@@ -420,7 +457,21 @@ class IoPool:
             self._start_later(None, f"no I/O worker can be registered: {error.message}")
             return None
         self._count("io_workers.started", 1)
+        worker.start_timer = self._loop.call_later(_START_SECONDS, self._start_overdue, worker)
         return worker
+
+    def _start_overdue(self, worker: _Worker) -> None:
+        why = f"I/O worker {worker.process.pid} has not started within {_START_SECONDS:g} s"
+        self._count("io_workers.abandoned", 1)
+        self._kill(worker)
+        self._start_later(None, why)
+        for task in tuple(worker.hand.values()):  # a probe
+            self._expire(worker, task, why)
+        self._fill()
+
+    def _end_start(self, worker: _Worker) -> None:
+        if worker.start_timer is not None:
+            worker.start_timer.cancel()
 
     def _start_later(self, crashed: _Worker | None, why: str) -> None:
         if self._closed or self._respawn is not None:
@@ -436,6 +487,7 @@ class IoPool:
     def _kill(self, worker: _Worker) -> None:
         """Its death is not waited for."""
         self._move(worker, self._leaving)
+        self._end_start(worker)
         if not worker.killed:
             worker.killed = True
             worker.process.kill()
@@ -453,7 +505,7 @@ class IoPool:
 
     def _take_out_of_use(self) -> None:
         """Workers end too: those that come after the probe open their files anew."""
-        self._count("io_breaker.opened", 1)
+        self._count("io_breaker_openings", 1)
         self._log.warning("%s is out of use: %s", self._settings.directory, self.breaker.reason)
         self._retire()
         self._cancel_queue()

@@ -16,15 +16,21 @@ from kvdepot.core.allocator import Extent
 from kvdepot.core.limits import OBJECT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io.jobs import (
+    ABSENT,
+    FILES_PER_LOOK_UP,
     Allocate,
     Answer,
     Append,
     Job,
+    LookUpFiles,
     Part,
     Probe,
+    PublishFile,
     Quarantine,
+    ReadFile,
     ReadObject,
     Remove,
+    TouchFiles,
     WriteObject,
 )
 from kvdepot.server.tiers.base import IoOutcome, ObjectName
@@ -39,7 +45,10 @@ APPEND_BYTES_MAX: Final = 16 << 20
 DETAIL_BYTES_MAX: Final = 1_024
 JOB_BYTES_MAX: Final = 20 << 20
 """One frame to a worker: the longest Append, or the most parts and extents."""
-ANSWER_BYTES_MAX: Final = 2_048
+ANSWER_BYTES_MAX: Final = 4_096
+
+STARTED: Final = 0
+"""Number of a worker's first answer, which is to no job: its process has started."""
 
 FRAME: Final = struct.Struct("<IQ")
 _U8 = struct.Struct("<B")
@@ -50,7 +59,9 @@ _EXTENT = struct.Struct("<QQ")
 _NAME = struct.Struct("<16s16s16sBIQ")
 _READ = struct.Struct("<Q?")
 _WRITE = struct.Struct("<QBQ??16s")
-_ANSWER = struct.Struct("<BQ16s16sd?H")
+_PUBLISH = struct.Struct("<QBQ??16s")
+_ANSWER = struct.Struct("<BQ16s16sd??H")
+_LENGTH = struct.Struct("<q")
 _OFFSET_MAX = 1 << 63
 _OUTCOMES = tuple(IoOutcome)
 
@@ -290,6 +301,43 @@ def _take_probe(reader: _Reader) -> Probe:
     return Probe(_take_file(reader), reader.flag())
 
 
+def _pack_few_files(files: Sequence[str]) -> bytes:
+    return _pack_several([_pack_file(file) for file in files], FILES_PER_LOOK_UP, "files")
+
+
+def _take_few_files(reader: _Reader) -> tuple[str, ...]:
+    return reader.several(FILES_PER_LOOK_UP, lambda: _take_file(reader))
+
+
+def _pack_read_file(job: ReadFile) -> bytes:
+    names = _pack_file(job.file) + _pack_file(job.quarantine) + _pack_name(job.name)
+    return _U8.pack(job.extents is not None) + names + _pack_extents(job.extents or ())
+
+
+def _take_read_file(reader: _Reader) -> ReadFile:
+    has_extents = reader.flag()
+    file, quarantine, name = _take_file(reader), _take_file(reader), _take_name(reader)
+    extents = _take_extents(reader)
+    return ReadFile(file, name, extents if has_extents else None, quarantine)
+
+
+def _pack_publish(job: PublishFile) -> bytes:
+    raw_sum = (job.raw_sum or 0).to_bytes(16, "little")
+    head = _PUBLISH.pack(job.device, job.codec, job.created_at, job.sync, job.raw_sum is not None, raw_sum)
+    files = b"".join(map(_pack_file, (job.file, job.temporary, job.quarantine)))
+    return head + files + _pack_name(job.name) + _pack_extents(job.extents)
+
+
+def _take_publish(reader: _Reader) -> PublishFile:
+    device, codec, created_at, sync, known, raw_sum = reader.take(_PUBLISH)
+    if codec not in Codec.__members__.values():
+        raise WireError(f"codec {codec} is unknown")
+    file, temporary, quarantine = _take_file(reader), _take_file(reader), _take_file(reader)
+    name, extents = _take_name(reader), _take_extents(reader)
+    known_sum = int.from_bytes(raw_sum, "little") if known else None
+    return PublishFile(file, temporary, device, name, codec, created_at, extents, known_sum, sync, quarantine)
+
+
 _JOBS: dict[type[Any], tuple[int, Callable[[Any], bytes], Callable[[_Reader], Job]]] = {
     ReadObject: (1, _pack_read, _take_read),
     WriteObject: (2, _pack_write, _take_write),
@@ -298,6 +346,10 @@ _JOBS: dict[type[Any], tuple[int, Callable[[Any], bytes], Callable[[_Reader], Jo
     Remove: (5, lambda job: _pack_files(job.files), lambda reader: Remove(_take_files(reader))),
     Quarantine: (6, lambda job: _pack_parts(job.parts) + _pack_file(job.file), _take_quarantine),
     Probe: (7, lambda job: _pack_file(job.file) + _U8.pack(job.write), _take_probe),
+    LookUpFiles: (8, lambda job: _pack_few_files(job.files), lambda reader: LookUpFiles(_take_few_files(reader))),
+    ReadFile: (9, _pack_read_file, _take_read_file),
+    PublishFile: (10, _pack_publish, _take_publish),
+    TouchFiles: (11, lambda job: _pack_few_files(job.files), lambda reader: TouchFiles(_take_few_files(reader))),
 }
 _UNPACK = {tag: unpack for tag, _, unpack in _JOBS.values()}
 
@@ -310,23 +362,32 @@ def pack_answer(number: int, answer: Answer) -> bytes:
     detail = answer.detail.encode("utf-8", "replace")[:DETAIL_BYTES_MAX].decode("utf-8", "ignore").encode()
     head = _ANSWER.pack(
         _OUTCOMES.index(answer.outcome), answer.stored_bytes, answer.stored_sum.to_bytes(16, "little"),
-        answer.raw_sum.to_bytes(16, "little"), answer.seconds, answer.direct, len(detail),
+        answer.raw_sum.to_bytes(16, "little"), answer.seconds, answer.direct, answer.already_there, len(detail),
     )  # fmt: skip
-    return _frame(number, head + detail, ANSWER_BYTES_MAX)
+    lengths = _pack_several([_LENGTH.pack(length) for length in answer.lengths], FILES_PER_LOOK_UP, "lengths")
+    return _frame(number, head + detail + lengths, ANSWER_BYTES_MAX)
 
 
 def unpack_answer(body: bytes | bytearray | memoryview) -> Answer:
     """What stands behind a frame's head. Raises WireError."""
     reader = _Reader(body)
-    outcome, stored_bytes, stored_sum, raw_sum, seconds, direct, length = reader.take(_ANSWER)
+    outcome, stored_bytes, stored_sum, raw_sum, seconds, direct, already_there, length = reader.take(_ANSWER)
     if outcome >= len(_OUTCOMES):
         raise WireError(f"outcome {outcome} is unknown")
     if not 0 <= seconds < math.inf:
         raise WireError(f"{seconds} seconds")
     detail = reader.text(length)
+    lengths = reader.several(FILES_PER_LOOK_UP, lambda: _take_length(reader))
     reader.end()
     sums = (int.from_bytes(stored_sum, "little"), int.from_bytes(raw_sum, "little"))
-    return Answer(_OUTCOMES[outcome], detail, stored_bytes, *sums, seconds, direct)
+    return Answer(_OUTCOMES[outcome], detail, stored_bytes, *sums, seconds, direct, already_there, lengths)
+
+
+def _take_length(reader: _Reader) -> int:
+    (length,) = reader.take(_LENGTH)
+    if length < ABSENT:
+        raise WireError(f"a file of {length} bytes")
+    return int(length)
 
 
 def take_answers(received: bytearray) -> list[tuple[int, Answer]]:

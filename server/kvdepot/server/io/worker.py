@@ -11,7 +11,7 @@ What that gives and costs was measured: ADR 0012.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import os
 import queue
 import signal
@@ -23,14 +23,14 @@ from typing import Final
 
 from kvdepot.server.io import directory_guard
 from kvdepot.server.io.arena_pages import ArenaPages
+from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import outcome_of
 from kvdepot.server.io.jobs import JOBS_PER_WORKER, Answer, Job
-from kvdepot.server.io.perform import Context, perform
-from kvdepot.server.io.wire import FRAME, JOB_BYTES_MAX, body_bytes, pack_answer, unpack_job
+from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.io.perform import perform
+from kvdepot.server.io.wire import FRAME, JOB_BYTES_MAX, STARTED, body_bytes, pack_answer, unpack_job
+from kvdepot.server.tiers.base import IoOutcome
 
-_PR_SET_PDEATHSIG = 1
-_NICENESS: Final = 5
-"""Behind the engines and the daemon; loads still wait for it, so not far."""
 _IDLE_SECONDS: Final = 5.0
 """Then files are closed: an open one keeps the blocks of what was removed."""
 
@@ -39,8 +39,7 @@ def main(arguments: list[str]) -> int:
     arena_fd, arena_bytes, socket_fd, parent = map(int, arguments[:4])
     directory = arguments[4]
     entrance = Entrance(directory, arguments[5])
-    _die_with(parent)
-    os.nice(_NICENESS)
+    die_with(parent)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which drains first, and then ends this process
         signal.signal(ending, signal.SIG_IGN)
     arena = None if arena_fd < 0 else ArenaPages(arena_fd, arena_bytes)
@@ -53,6 +52,8 @@ def main(arguments: list[str]) -> int:
     for _ in range(JOBS_PER_WORKER):
         context = Context(directory) if arena is None else Context(directory, arena.view, arena.present)
         threading.Thread(target=_serve, args=(jobs, context, entrance, daemon, sending), daemon=True).start()
+    with sending, contextlib.suppress(ConnectionError):
+        daemon.sendall(pack_answer(STARTED, Answer(IoOutcome.OK)))
     stream = daemon.makefile("rb")
     while len(head := stream.read(FRAME.size)) == FRAME.size:
         number, length = body_bytes(head, JOB_BYTES_MAX)
@@ -98,7 +99,7 @@ def _serve(
             context.close()
             continue
         frame = pack_answer(number, entrance.enter() or perform(job, context))
-        with sending:
+        with sending, contextlib.suppress(ConnectionError):  # the first thread ends the process
             daemon.sendall(frame)
 
 
@@ -108,14 +109,7 @@ def _end(failure: threading.ExceptHookArgs) -> None:
     os._exit(1)
 
 
-def _die_with(parent: int) -> None:
-    """The kernel kills this process when the daemon ends; a parent already gone ends it here."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(0)
-
-
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = exit_code(main)
     sys.stderr.flush()
     os._exit(code)  # not waiting for threads that hang

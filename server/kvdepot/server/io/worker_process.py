@@ -6,16 +6,17 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvdepot.server.io.child import spawn
 from kvdepot.server.io.jobs import Answer
-from kvdepot.server.io.wire import WireError, take_answers
+from kvdepot.server.io.wire import STARTED, WireError, take_answers
 
 _MODULE = "kvdepot.server.io.worker"
+_NICENESS = 5
+"""Behind the engines and the daemon; loads still wait for it, so not far."""
 _RECEIVE_BYTES = 1 << 16
 
 
@@ -35,6 +36,9 @@ class WorkerSettings:
 class WorkerListener(Protocol):
     """What a worker process says, on the loop's thread."""
 
+    def started(self, worker: WorkerProcess) -> None:
+        """It takes up jobs from now on."""
+
     def answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None: ...
 
     def broken(self, worker: WorkerProcess, why: str) -> None:
@@ -53,7 +57,14 @@ class WorkerProcess:
         self._unsent = bytearray()
         self._waiting = False  # for room in the socket
         self._received = bytearray()
-        self._process, self._socket, self._pidfd = _spawn(settings)
+        self._process, self._socket, self._pidfd = spawn(
+            _MODULE,
+            lambda socket_fd: (
+                settings.arena_fd, settings.arena_bytes, socket_fd, os.getpid(), settings.directory, settings.guard,
+            ),
+            () if settings.arena_fd < 0 else (settings.arena_fd,),
+            niceness=_NICENESS,
+        )  # fmt: skip
         self._open = True
         loop.add_reader(self._socket.fileno(), self._readable)
         loop.add_reader(self._pidfd, self._ended)
@@ -111,7 +122,10 @@ class WorkerProcess:
             self._listener.broken(self, str(error))
             return False
         for number, answer in answers:
-            self._listener.answered(self, number, answer)
+            if number == STARTED:
+                self._listener.started(self)
+            else:
+                self._listener.answered(self, number, answer)
         return bool(data)
 
     def _ended(self) -> None:
@@ -134,26 +148,3 @@ class WorkerProcess:
         self._socket.close()
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-
-
-def _spawn(settings: WorkerSettings) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    """Process, our end of its socket, its pidfd. Half a millisecond, measured: not worth a thread,
-
-    which would also have to outlive it (prctl(2): the parent of PR_SET_PDEATHSIG is a thread).
-    """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(ours)
-        ours.setblocking(False)
-        with theirs:
-            numbers = (settings.arena_fd, settings.arena_bytes, theirs.fileno(), os.getpid())
-            process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, *map(str, numbers), os.fspath(settings.directory), settings.guard],
-                pass_fds=[fd for fd in (settings.arena_fd, theirs.fileno()) if fd >= 0],
-                stdin=subprocess.DEVNULL,
-            )
-        undo.callback(process.wait)
-        undo.callback(process.kill)
-        pidfd = os.pidfd_open(process.pid)
-        undo.pop_all()
-    return process, ours, pidfd

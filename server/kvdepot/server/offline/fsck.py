@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Answer, ReadObject
-from kvdepot.server.io.perform import Context, perform
+from kvdepot.server.io.perform import perform
 from kvdepot.server.offline.store_files import (
     OfflineRefusalError,
     Quarantined,

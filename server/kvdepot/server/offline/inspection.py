@@ -24,8 +24,9 @@ from kvdepot.core.objectfile import (
     fields_as_found,
     object_bytes,
 )
+from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Part, ReadObject
-from kvdepot.server.io.perform import Context, perform
+from kvdepot.server.io.perform import perform
 from kvdepot.server.offline.store_files import (
     OfflineRefusalError,
     layout_as_found,

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable
 
 from kvdepot.core import limits
-from kvdepot.core.calls import AcquireReply, Capabilities
+from kvdepot.core.calls import AcquireReply, Capabilities, LocateReply
 from kvdepot.core.errors import ProtocolMismatch
 from kvdepot.proto import codec, codec_namespace
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 from kvdepot.server.engine.engine import Engine
-from kvdepot.server.rpc.answer import Context, answer
+from kvdepot.server.rpc.answer import Context, Settled, answer
 
 
 class DepotService(pb_grpc.DepotServicer):
@@ -60,21 +60,22 @@ class DepotService(pb_grpc.DepotServicer):
         return await answer(context, self._log, run)
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateResponse:  # noqa: N802
-        def run() -> pb.LocateResponse:
-            return codec.encode_locate_reply(self._engine.locate(codec.decode_locate_call(request)))
-
-        return await answer(context, self._log, run)
+        """What shared tiers are asked for is waited for, beside other calls. Who gave up waiting asks again."""
+        located: Settled[LocateReply] = Settled()
+        seconds = await answer(
+            context, self._log, lambda: self._engine.locate(codec.decode_locate_call(request), located.settle)
+        )
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, self._engine.answer_locates)
+        return codec.encode_locate_reply(await located.reply)
 
     async def Acquire(self, request: pb.AcquireRequest, context: Context) -> pb.AcquireResponse:  # noqa: N802
         """What has to be read first is waited for, beside other calls. Who gave up waiting asks again, or releases."""
-        answered: asyncio.Future[AcquireReply] = asyncio.get_running_loop().create_future()
-
-        def settle(reply: AcquireReply) -> None:
-            if not answered.done():
-                answered.set_result(reply)
-
-        await answer(context, self._log, lambda: self._engine.acquire(codec.decode_acquire_call(request), settle))
-        return codec.encode_acquire_reply(await answered)
+        acquired: Settled[AcquireReply] = Settled()
+        await answer(
+            context, self._log, lambda: self._engine.acquire(codec.decode_acquire_call(request), acquired.settle)
+        )
+        return codec.encode_acquire_reply(await acquired.reply)
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:  # noqa: N802
         def run() -> pb.ReleaseResponse:

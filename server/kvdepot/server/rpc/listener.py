@@ -11,12 +11,16 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvdepot.core import limits
+from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
+from kvdepot.server.rpc.control_service import ControlService
 from kvdepot.server.rpc.depot_service import DepotService
 from kvdepot.server.rpc.operator_service import OperatorService
 
-SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
+SERVICES = tuple(
+    service.full_name for file in (pb, control_pb2) for service in file.DESCRIPTOR.services_by_name.values()
+)
 _STREAMS_MAX = 256
 """Calls in flight a connection; further ones wait at the client."""
 _OPTIONS = (
@@ -30,11 +34,12 @@ _OPTIONS = (
 class GrpcListener:
     """Owns the grpc.aio server. The caller holds the lock of every socket path."""
 
-    def __init__(self, depot: DepotService, operator: OperatorService) -> None:
+    def __init__(self, depot: DepotService, operator: OperatorService, control: ControlService) -> None:
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health_aio.HealthServicer()
         pb_grpc.add_DepotServicer_to_server(depot, self._server)  # type: ignore[no-untyped-call]
         pb_grpc.add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
+        control_pb2_grpc.add_ControlServicer_to_server(control, self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.report import DaemonStatus, NamespaceStatus
-from kvdepot.proto import codec_listing, codec_report
+from kvdepot.proto import codec_listing, codec_records, codec_report
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 from kvdepot.server.engine.listing import Listing
+from kvdepot.server.engine.records import Records
 from kvdepot.server.rpc.answer import Context, answer
 
 PAGE_SIZE_MAX = 64
@@ -21,9 +22,12 @@ PAGE_BYTES_MAX = 2 << 20
 
 
 class OperatorService(pb_grpc.OperatorServicer):
-    def __init__(self, status: Callable[[], DaemonStatus], listing: Listing, log: logging.Logger) -> None:
+    def __init__(
+        self, status: Callable[[], DaemonStatus], listing: Listing, records: Records, log: logging.Logger
+    ) -> None:
         self._status = status
         self._listing = listing
+        self._records = records
         self._log = log
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802, ARG002
@@ -81,6 +85,14 @@ class OperatorService(pb_grpc.OperatorServicer):
         def run() -> pb.DescribeChunkResponse:
             description = self._listing.describe_chunk(*codec_listing.decode_describe_chunk(request))
             return codec_listing.encode_chunk_description(description)
+
+        return await answer(context, self._log, run)
+
+    async def ExplainRequest(  # noqa: N802
+        self, request: pb.ExplainRequestRequest, context: Context
+    ) -> pb.ExplainRequestResponse:
+        def run() -> pb.ExplainRequestResponse:
+            return codec_records.encode_records(self._records.explain(codec_records.decode_explain(request)))
 
         return await answer(context, self._log, run)
 

@@ -13,12 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import Damage
 from kvdepot.core.objectfile import ObjectName as ObjectName  # part of this interface
-from kvdepot.core.report import TierStatus
+
+if TYPE_CHECKING:
+    from kvdepot.core.report import TierStatus
+    from kvdepot.server.tiers.found import FoundObjects
 
 NO_HANDLE: Final = 0xFFFF_FFFF
 """No object of this tier."""
@@ -37,9 +40,11 @@ class IoOutcome(StrEnum):
     LENGTH = Damage.LENGTH.value
     CODEC = Damage.CODEC.value
     CORRUPT = Damage.CORRUPT.value  # the payload's checksum
+    BAD_PLACE = "bad_place"  # it failed again and again while others were read: given up, and its place is not reused
     TORN = "torn"  # likewise, but newer than the last synced snapshot: a power loss explains it
     # The medium did not answer, or refused.
     GONE = "gone"  # no such file, stale handle
+    FOREIGN = "foreign"  # a whole object of this name, of which asker and writer said different things: left alone
     UNREADABLE = "unreadable"  # permission
     IO_ERROR = "io_error"
     NO_SPACE = "no_space"  # ENOSPC, EDQUOT
@@ -48,7 +53,7 @@ class IoOutcome(StrEnum):
     CANCELLED = "cancelled"  # the loan was refused, the tier closed or its breaker open: nothing was touched
 
 
-DAMAGED: Final = frozenset({*map(IoOutcome, Damage), IoOutcome.TORN})
+DAMAGED: Final = frozenset({*map(IoOutcome, Damage), IoOutcome.TORN, IoOutcome.BAD_PLACE})
 """The object is proved bad: its handle is dead."""
 
 
@@ -70,6 +75,10 @@ class Loan(Protocol):
 
 class WorkerRegistry(Protocol):
     """Where the engine writes down which processes are workers, so that a later daemon run knows (I6)."""
+
+    @property
+    def earlier(self) -> int:
+        """Workers of earlier daemon runs that are not proven dead."""
 
     def started(self, pid: int) -> int:
         """Number of a worker process that was just made. Raises NoRoom when the attachment table is full."""
@@ -97,14 +106,6 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One object that a tier found on its medium while it opened."""
-
-    handle: int
-    name: ObjectName
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
     """How an object lies on the medium, for operators."""
 
@@ -113,10 +114,21 @@ class Stored:
     stored_sum: int | None  # XXH3-128 of the stored bytes; None: only the object's header knows
 
 
+@dataclass(frozen=True, slots=True)
+class TierTraits:
+    """What sets a kind of tier apart, for the engine and for the conformance suite."""
+
+    shared: bool = False
+    """Other daemons put objects on its medium and take them away. What its index does not know may be there: `look_up`.
+
+    It is a `SharedTier`. `drop` only forgets; the medium's capacity is its janitor's care, and no quota counts there.
+    """
+
+
 class TierListener(Protocol):
     """What a tier tells the engine without being asked, on the loop's thread."""
 
-    def found(self, tier: Tier, objects: Sequence[Found]) -> None:
+    def found(self, tier: Tier, objects: FoundObjects) -> None:
         """A slice of what lies on the medium, parents before children. The engine drops what it has no use for."""
 
     def lost(self, tier: Tier, handles: Sequence[int]) -> None:
@@ -128,6 +140,7 @@ class Tier(Protocol):
 
     name: str
     handles_max: int
+    traits: TierTraits
 
     @property
     def readable(self) -> bool:
@@ -179,7 +192,8 @@ class Tier(Protocol):
         """Fill unpublished extents (of together `raw_bytes`) and verify everything. Before any write in the queue.
 
         `done` may be called before this returns. A handle that is dropped meanwhile does not change the answer.
-        DAMAGED outcomes: the tier has quarantined it and the handle is dead without `lost`.
+        DAMAGED outcomes: the tier has quarantined it and the handle is dead without `lost`. So it is after GONE and
+        FOREIGN of a shared tier.
         """
 
     def drop(self, handle: int) -> None:
@@ -192,3 +206,21 @@ class Tier(Protocol):
         """Finish what is in flight within a bounded time, whatever the medium does; persist; end the workers."""
 
     def status(self) -> TierStatus: ...
+
+
+class SharedTier(Tier, Protocol):
+    """A tier whose traits say `shared`."""
+
+    def look_up(self, names: Sequence[ObjectName], done: Callable[[], None]) -> None:
+        """Find out which of these it has; they have no handles, and parents come first.
+
+        Those that are there are told as `found`, as many as there are free handles, then `done` is called: once, within
+        the deadline of one operation, maybe before this returns. An object that is being written may be found
+        meanwhile: both answers then name one handle.
+        """
+
+    def used(self, handles: Sequence[int]) -> None:
+        """A request used the path that these make, parents first: what its recency on the medium is about.
+
+        Not called again for the same path within half an hour.
+        """

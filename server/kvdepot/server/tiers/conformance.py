@@ -3,6 +3,8 @@
 Inherit `TierConformance` in a test module and give it a pytest fixture `harness` that
 yields a `TierHarness` over an empty medium. `peek` and `poke` are the back door: what
 lies on the medium, not what the tier says lies there.
+
+Tiers whose traits say `shared` count handles, forget where others free, and are asked where others tell.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectHeader, object_bytes, payload_sum
-from kvdepot.server.tiers.base import DAMAGED, Found, IoOutcome, ObjectName, Read, Tier, Written
+from kvdepot.server.tiers.base import DAMAGED, IoOutcome, ObjectName, Read, SharedTier, Tier, Written
+from kvdepot.server.tiers.found import FoundObjects
 
 PAGE_BYTES: Final = 4096
 ARENA_BYTES_MIN: Final = 64 * PAGE_BYTES
@@ -46,6 +49,8 @@ class RecordingLoan:
 class RecordingRegistry:
     """Numbers workers."""
 
+    earlier = 0
+
     def __init__(self) -> None:
         self.alive: set[int] = set()
         self._count = 0
@@ -63,10 +68,10 @@ class RecordingRegistry:
 class RecordingListener:
     """What the engine would be told."""
 
-    found_objects: list[Found] = field(default_factory=list)
+    found_objects: list[tuple[int, ObjectName]] = field(default_factory=list)
     lost_handles: list[int] = field(default_factory=list)
 
-    def found(self, tier: Tier, objects: Sequence[Found]) -> None:  # noqa: ARG002
+    def found(self, tier: Tier, objects: FoundObjects) -> None:  # noqa: ARG002
         self.found_objects.extend(objects)
 
     def lost(self, tier: Tier, handles: Sequence[int]) -> None:  # noqa: ARG002
@@ -88,6 +93,9 @@ class TierHarness(Protocol):
 
     def poke(self, handle: int, data: bytes) -> None:
         """Replace them, from the header's first byte on."""
+
+    def take_away(self, handle: int) -> None:
+        """As another daemon would; only asked where the tier's traits say `shared`."""
 
     def reopen(self, *, crash: bool) -> None:
         """A new tier (and listener) over the same medium, the old one closed or gone without a word; then `settle`."""
@@ -213,7 +221,7 @@ class TierConformance:
         assert answer.outcome is IoOutcome.NO_SPACE and len(handles) > 2
         before = tier.used_bytes
         tier.drop(handles[1])
-        assert tier.used_bytes <= before - 32 * PAGE_BYTES
+        assert tier.used_bytes <= before - (1 if tier.traits.shared else 32 * PAGE_BYTES)
         harness.settle()
         assert written(harness, name_of(_FILL_MAX, pages=32)).outcome is IoOutcome.OK
         assert read(harness, handles[0], names[0]) == (IoOutcome.OK, payload_of(names[0]))
@@ -223,6 +231,9 @@ class TierConformance:
             name, before = name_of(pages, pages=pages), harness.tier.used_bytes
             written(harness, name)
             taken = harness.tier.used_bytes - before
+            if harness.tier.traits.shared:
+                assert taken == harness.tier.cost_bytes(name.raw_bytes) == 1
+                continue
             assert name.raw_bytes < taken <= harness.tier.cost_bytes(name.raw_bytes) >= object_bytes(name.raw_bytes)
 
     def test_a_dropped_object_that_is_being_read_is_still_answered(self, harness: TierHarness) -> None:
@@ -243,10 +254,12 @@ class TierConformance:
             for name in names:
                 written(harness, name)
             harness.reopen(crash=crash)
-            order = [one.name for one in harness.listener.found_objects]
+            if harness.tier.traits.shared:
+                looked_up(harness, names)
+            order = [name for _, name in harness.listener.found_objects]
             assert [name for name in order if name in names] == names
-            for one in harness.listener.found_objects:
-                assert read(harness, one.handle, one.name) == (IoOutcome.OK, payload_of(one.name))
+            for handle, name in harness.listener.found_objects:
+                assert read(harness, handle, name) == (IoOutcome.OK, payload_of(name))
 
     def test_what_was_dropped_is_not_found_again(self, harness: TierHarness) -> None:
         names = path_of(3)
@@ -254,13 +267,15 @@ class TierConformance:
         harness.tier.drop(handles[2])
         harness.settle()
         harness.reopen(crash=True)
-        assert [one.name for one in harness.listener.found_objects] == names[:2]
+        assert [name for _, name in harness.listener.found_objects] == ([] if harness.tier.traits.shared else names[:2])
 
     def test_room_is_the_same_after_a_restart(self, harness: TierHarness) -> None:
         for name in path_of(4):
             written(harness, name)
         used_bytes = harness.tier.used_bytes
         harness.reopen(crash=False)
+        if harness.tier.traits.shared:
+            looked_up(harness, path_of(4))
         assert harness.tier.used_bytes == used_bytes
         assert written(harness, name_of(77)).outcome is IoOutcome.OK
 
@@ -268,7 +283,58 @@ class TierConformance:
         written(harness, name_of(1))
         status = harness.tier.status()
         assert (status.name, status.state) == (harness.tier.name, "ready")
-        assert 0 < status.used_bytes == harness.tier.used_bytes <= status.capacity_bytes
+        if not harness.tier.traits.shared:  # else it is about all that lies there, whoever put it there
+            assert 0 < status.used_bytes == harness.tier.used_bytes <= status.capacity_bytes
+
+    # Tiers that others have too
+
+    def test_a_look_up_finds_what_is_there_parents_first_and_ends_once(self, harness: TierHarness) -> None:
+        if not harness.tier.traits.shared:
+            return
+        names = path_of(300)
+        for name in names[:150]:
+            harness.tier.drop(written(harness, name).handle)
+        looked_up(harness, names)
+        assert [name for _, name in harness.listener.found_objects] == names[:150]
+        for handle, name in harness.listener.found_objects[::50]:
+            assert read(harness, handle, name) == (IoOutcome.OK, payload_of(name))
+
+    def test_what_was_dropped_is_forgotten_here_and_lies_there(self, harness: TierHarness) -> None:
+        if not harness.tier.traits.shared:
+            return
+        (name,) = path_of(1)
+        for _ in range(3):
+            harness.tier.drop(written(harness, name).handle)
+            assert harness.tier.used_bytes == 0
+        looked_up(harness, [name])
+        assert len(harness.listener.found_objects) == 1
+
+    def test_an_object_that_others_took_away_is_gone_and_nothing_else(self, harness: TierHarness) -> None:
+        if not harness.tier.traits.shared:
+            return
+        first, second = path_of(2)
+        handles = [written(harness, name).handle for name in (first, second)]
+        harness.take_away(handles[1])
+        assert read(harness, handles[1], second)[0] is IoOutcome.GONE
+        assert harness.tier.used_bytes == 1 and handles[1] not in harness.listener.lost_handles
+        assert read(harness, handles[0], first) == (IoOutcome.OK, payload_of(first))
+        assert harness.tier.status().state == "ready"
+
+    def test_who_asks_with_another_parent_misses_and_the_object_stays(self, harness: TierHarness) -> None:
+        if not harness.tier.traits.shared:
+            return
+        name = name_of(1)
+        harness.tier.drop(written(harness, name).handle)
+        wrong = replace(name, parent=name_of(2).key)
+        looked_up(harness, [wrong])
+        ((handle, _),) = harness.listener.found_objects
+        assert read(harness, handle, wrong)[0] is IoOutcome.FOREIGN
+        assert harness.tier.used_bytes == 0 and handle not in harness.listener.lost_handles
+        assert written(harness, wrong).outcome is IoOutcome.FOREIGN
+        assert harness.tier.used_bytes == 0
+        looked_up(harness, [name])
+        handle, _ = harness.listener.found_objects[-1]
+        assert read(harness, handle, name) == (IoOutcome.OK, payload_of(name))
 
 
 # What the suite does to a medium
@@ -343,6 +409,14 @@ def written(
     harness.settle()
     (answer,) = answers
     return answer
+
+
+def looked_up(harness: TierHarness, names: Sequence[ObjectName]) -> None:
+    """Have a shared tier look them up, and wait for the answer."""
+    answers: list[bool] = []
+    cast("SharedTier", harness.tier).look_up(names, lambda: answers.append(True))
+    harness.settle()
+    assert answers == [True]
 
 
 def read(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 from kvdepot.client.ctl.calls import connect
+from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.completing import Name
 from kvdepot.client.ctl.listings import (
     chunk_description_record,
     namespace_description_record,
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", metavar="NAMESPACE[/KEY]")
-@click.option("--differs", metavar="OTHER", help="Show only the fields in which namespace OTHER differs.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (sizes in bytes, ids in hexadecimal).")
+@click.argument("name", metavar="NAMESPACE[/KEY]", type=Name(chunks=True))
+@click.option(
+    "--differs", metavar="OTHER", type=Name(chunks=False), help="Show only the fields in which namespace OTHER differs."
+)
+@json_option
 @click.pass_obj
 def describe(connection: tuple[Endpoint, float], name: str, differs: str | None, as_json: bool) -> int:
     """Show everything about a namespace, or about one chunk of it.
@@ -47,10 +51,11 @@ def describe(connection: tuple[Endpoint, float], name: str, differs: str | None,
 
 def _namespace(operator: Operator, namespace_id: bytes, *, as_json: bool) -> None:
     found = operator.describe_namespace(namespace_id)
+    pins = [one for one in operator.status().pins if one.namespace_id == namespace_id]
     if as_json:
-        click.echo(json.dumps(namespace_description_record(found), indent=2))
+        click.echo(json.dumps(namespace_description_record(found, pins), indent=2))
     else:
-        print_namespace_description(found, Console())
+        print_namespace_description(found, pins, Console())
 
 
 def _chunk(operator: Operator, namespace_id: bytes, key: bytes, *, as_json: bool) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 from kvdepot.client.ctl.calls import connect
+from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.completing import Name
 from kvdepot.client.ctl.listings import chunk_page_record, namespace_record, print_chunks, print_namespaces
 from rich.console import Console
 
@@ -16,10 +18,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("name", metavar="[NAMESPACE[/KEY]]", default="")
+@click.argument("name", metavar="[NAMESPACE[/KEY]]", type=Name(chunks=True), default="")
 @click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Show at most so many.")
 @click.option("--cursor", default="", help="Go on where a listing stopped, with what it printed.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object (sizes in bytes, ids in hexadecimal).")
+@json_option
 @click.pass_obj
 def ls(connection: tuple[Endpoint, float], name: str, limit: int, cursor: str, as_json: bool) -> int:
     """List the namespaces, or the chunks of NAMESPACE (those whose key begins with KEY).

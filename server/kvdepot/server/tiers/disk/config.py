@@ -1,33 +1,14 @@
-"""What a disk tier is configured with. `kvdepot.server.config` reads it from TOML."""
+"""What a disk tier is configured with beside what every tier is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final
 
-CAPACITY_BYTES_MIN: Final = 16 << 20
+from kvdepot.server.tiers.config import LowerTierConfig
 
 
 @dataclass(frozen=True, slots=True)
-class DiskConfig:
-    """Sizes in bytes, times in seconds. Below `capacity_bytes_min` no tier fits; the configuration refuses it."""
+class DiskConfig(LowerTierConfig):
+    """Below CAPACITY_BYTES_MIN no tier fits; the configuration refuses it."""
 
-    name: str
-    path: Path
-    capacity_bytes: int
-    codec: int = 0  # a `kvdepot.core.objectfile.Codec`
-    io_workers: int = 2
-    deadline_seconds: float = 10.0  # of one operation
-    fsync: bool = False
-    write_budget_bytes: int | None = None  # a day (UTC); None: none
-    quarantine_keep_seconds: float = 7 * 86_400.0
-    quarantine_bytes: int = 10 << 30
     scrub_bytes_per_second: int = 50 << 20  # 0: no scrubbing
-    failures: int = 5  # in a row, then the breaker opens
-    probe_seconds: float = 5.0
-
-    @property
-    def write_slots(self) -> int:
-        """Writes at once: what keeps every worker busy, and one behind it."""
-        return 4 * self.io_workers

@@ -12,9 +12,9 @@ from kvdepot.server.io.jobs import Allocate, Answer, Priority
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import DiskLayout, segment_name
 from kvdepot.server.tiers.disk.space import Space
-from kvdepot.server.tiers.disk.workers import Hold, Workers
+from kvdepot.server.tiers.workers import Hold, Workers
 
-_RETRY_SECONDS: Final = 60.0
+_RETRY_SECONDS: Final = 15.0
 _RETRY_SECONDS_MIN: Final = 0.5
 _FAILURES_MAX: Final = 4
 
@@ -32,7 +32,7 @@ class Growth:
         self._clock = clock
         self._grown = grown
         self._under_way = False
-        self._held = False
+        self._hold = Hold(None)
         self._retry_at = 0.0
         self._failures = 0  # in a row
         self.segments = 0
@@ -54,29 +54,33 @@ class Growth:
         self._worked()
 
     def run_once(self, wanted_bytes: int = 0) -> None:
-        """Make the next segment if less than one is free, or less than what is waited for."""
-        if self._under_way or self._held or self.segments >= self._layout.segments or not self._workers.usable:
+        """Make the next segment if less than one is free, or less than what is waited for.
+
+        One that was refused is tried again in any case: else a tier that has let go of much would never say that there
+        is room again, nor take it.
+        """
+        if self._under_way or self._hold.workers or self.segments >= self._layout.segments or not self._workers.usable:
             return
         if self._clock() < self._retry_at:
             return
-        if self._space.free_bytes >= max(wanted_bytes, self._layout.segment_bytes):
+        if not self.refused and self._space.free_bytes >= max(wanted_bytes, self._layout.segment_bytes):
             return
-        self._under_way = self._held = True
+        self._under_way = True
+        self._hold = Hold(None)
         number = self.segments
         job = Allocate(segment_name(number), self._layout.length_of(number))
-        self._workers.submit(job, priority=Priority.STORE, done=self._allocated, loan=Hold(None, self._released))
+        self._workers.submit(
+            job, priority=Priority.STORE, done=lambda answer: self._allocated(number, answer), loan=self._hold
+        )
 
-    def _released(self) -> None:
-        self._held = False
-
-    def _allocated(self, answer: Answer) -> None:
+    def _allocated(self, number: int, answer: Answer) -> None:
         self._under_way = False
-        self._held = self._held and answer.outcome is IoOutcome.TIMEOUT
         if answer.outcome is IoOutcome.CANCELLED:
             return
         if answer.outcome is IoOutcome.OK:
             self._worked()
-            self.segments += 1
+            if number == self.segments:  # else an opening has counted what there is meanwhile
+                self.segments += 1
             self._space.grow(self.ready_bytes)
         else:
             self._failed(answer)

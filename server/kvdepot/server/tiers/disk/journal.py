@@ -7,7 +7,8 @@ journal is broken for good, and what was not answered has failed. An opening mak
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,7 +26,7 @@ from kvdepot.server.tiers.disk.records import (
     pack_mark,
     pack_put,
 )
-from kvdepot.server.tiers.disk.workers import Hold, Workers
+from kvdepot.server.tiers.workers import Hold, Workers
 
 _BATCH_BYTES: Final = 1 << 20
 Done = Callable[[IoOutcome], None]
@@ -163,22 +164,31 @@ class Journal:
             self._break(batch, answer)
             return
         self._length += len(batch.data)
-        for done in batch.answers:
-            done(IoOutcome.OK)
-        if batch.closes:
-            closed, self.generation, self._length = self.generation, self.generation + 1, 0
-            self.compacted = False
-            self._closed(closed)
-        self._next()
+        try:
+            _tell(batch.answers, IoOutcome.OK)
+        finally:
+            if batch.closes:
+                closed, self.generation, self._length = self.generation, self.generation + 1, 0
+                self.compacted = False
+                self._closed(closed)
+            self._next()
 
     def _break(self, batch: _Batch, answer: Answer) -> None:
         was_open, self._open = self._open, False
-        for done in batch.answers:
-            done(answer.outcome)
-        self._fail(answer.outcome)
-        if was_open:
-            self._broken(answer)
+        waiting, self._waiting = self._waiting, deque()
+        try:
+            _tell([*batch.answers, *(done for _, done in waiting)], answer.outcome)
+        finally:
+            if was_open:
+                self._broken(answer)
 
     def _fail(self, outcome: IoOutcome) -> None:
-        while self._waiting:
-            self._waiting.popleft()[1](outcome)
+        waiting, self._waiting = self._waiting, deque()
+        _tell([done for _, done in waiting], outcome)
+
+
+def _tell(answers: Sequence[Done], outcome: IoOutcome) -> None:
+    """All of them, also where one raises; that is raised at the end."""
+    with ExitStack() as stack:
+        for done in reversed(answers):
+            stack.callback(done, outcome)

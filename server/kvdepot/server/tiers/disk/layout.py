@@ -10,9 +10,10 @@ from typing import Final, Self
 
 from kvdepot.core.allocator import GRANULE_BYTES, Extent
 from kvdepot.core.errors import ConfigError
+from kvdepot.server.durable_files import TEMPORARY
 from kvdepot.server.io.directory_guard import WORKERS_LOCK
 from kvdepot.server.io.jobs import Part
-from kvdepot.server.tiers.disk.config import CAPACITY_BYTES_MIN
+from kvdepot.server.tiers.config import CAPACITY_BYTES_MIN
 from kvdepot.server.tiers.disk.records import FORMAT_VERSION, STORE_ID_BYTES, BadFile
 
 MIB: Final = 1 << 20
@@ -24,7 +25,6 @@ JOURNALS: Final = "journal"
 SNAPSHOTS: Final = "snapshots"
 QUARANTINE: Final = "quarantine"
 FOLDERS: Final = (SEGMENTS, JOURNALS, SNAPSHOTS, QUARANTINE)
-TEMPORARY: Final = ".tmp"
 LOOSE: Final = frozenset({STORE, STORE + TEMPORARY, DAEMON_LOCK, WORKERS_LOCK, "lost+found"})
 """What may lie beside the folders. The last one is a file system's own, in its root."""
 

@@ -11,7 +11,7 @@ from kvdepot.core.objectfile import ObjectName, object_bytes
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.logs import EVENTS
 from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.disk.budget import WriteBudget
+from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.journal import Journal
@@ -19,7 +19,7 @@ from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.disk.quarantine import QuarantineRoom
 from kvdepot.server.tiers.disk.records import Mark, RecordType
 from kvdepot.server.tiers.disk.space import Space
-from kvdepot.server.tiers.disk.workers import Workers
+from kvdepot.server.tiers.workers import Workers
 
 
 @dataclass(slots=True)

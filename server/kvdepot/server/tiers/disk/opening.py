@@ -8,12 +8,16 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from kvdepot.core.allocator import Extent
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk import layout as names
+from kvdepot.server.tiers.disk.columns import Flags, PutColumns, Words
+from kvdepot.server.tiers.disk.held import HeldPlaces, settle
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
 from kvdepot.server.tiers.disk.messages import (
     Compact,
@@ -21,14 +25,15 @@ from kvdepot.server.tiers.disk.messages import (
     Done,
     Failed,
     Opened,
+    Place,
     Sent,
     Sync,
     Synced,
     claims_of,
-    packed_objects,
+    objects_of,
 )
 from kvdepot.server.tiers.disk.messages import Open as OpenRequest
-from kvdepot.server.tiers.disk.records import BadFile, pack_put
+from kvdepot.server.tiers.disk.records import BadFile
 from kvdepot.server.tiers.disk.recovery import (
     Index,
     SnapshotFacts,
@@ -72,14 +77,15 @@ class Opener:
 
     def answer(self, request: OpenRequest | Compact | Sync) -> Iterator[Sent]:
         match request:
-            case OpenRequest(held):
-                yield from self._open(held)
+            case OpenRequest(dead, writing):
+                yield from self._open(dead, writing)
             case Compact():
                 yield self._compact(request)
             case Sync():
                 yield self._sync()
 
-    def _open(self, held: Sequence[Extent]) -> Iterator[Sent]:
+    def _open(self, dead: Sequence[Place], writing: Sequence[Extent]) -> Iterator[Sent]:
+        held = HeldPlaces.of(dead, writing)
         try:
             store, layout = self._open_store()
             index = read_index(self._root, store, layout)
@@ -89,11 +95,12 @@ class Opener:
         except OSError as error:
             yield failed(error)
             return
-        records = [pack_put(put) for put in index.puts]
-        yield self._write(store, layout, index, records)
-        used = {fragment for put in index.puts for fragment in put.fragments}
-        yield from claims_of(sorted(used.union(held)))
-        yield from packed_objects(records)
+        overwritten, overtaken = settle(index.puts, held)
+        index, held = _without(index, overwritten), held.without(overtaken)
+        opened = self._write(store, layout, index, held.end_bytes)
+        yield replace(opened, overtaken=tuple(overtaken.tolist()))
+        yield from claims_of(_used_runs(index.puts, held))
+        yield from objects_of(index.puts)
         yield Done()
 
     def _open_store(self) -> tuple[Store, DiskLayout]:
@@ -110,18 +117,19 @@ class Opener:
         segment_bytes = store.segment_bytes if store else None
         return DiskLayout.plan(self._capacity_bytes, self._quarantine_bytes, segment_bytes)
 
-    def _write(self, store: Store, layout: DiskLayout, index: Index, records: Sequence[bytes]) -> Opened:
+    def _write(self, store: Store, layout: DiskLayout, index: Index, held_end: int) -> Opened:
         """Make the next generation. Where that fails, what was found is served, and nothing is taken."""
         found = index.replayed
         size_bytes, refused, outcome = 0, "", ""
         segments = layout.segments
         try:
-            segments = complete_segments(self._root, layout, index.puts)
+            used_end = max(int(index.puts.places()[1].max(initial=0)), held_end)
+            segments = complete_segments(self._root, layout, used_end)
             sync_segments(self._root)
             facts = SnapshotFacts(
                 found.highest_sequence, found.highest_sequence, found.scrub_position, found.day, found.day_bytes
             )
-            size_bytes = write_generation(self._root, store, index.generation, records, facts)
+            size_bytes = write_generation(self._root, store, index.generation, index.puts.packed(), facts)
             remove_temporaries(self._root)
         except OSError as error:
             why = failed(error)
@@ -150,6 +158,26 @@ class Opener:
         except OSError as error:
             return Synced(str(error))
         return Synced()
+
+
+def _without(index: Index, overwritten: Flags) -> Index:
+    count = np.count_nonzero(overwritten)
+    if not count:
+        return index
+    note = f"{count} objects are damaged: the daemon has written in their places, and the journal of that is lost"
+    return replace(index, puts=index.puts.select(np.flatnonzero(~overwritten)), notes=(*index.notes, note))
+
+
+def _used_runs(puts: PutColumns, held: HeldPlaces) -> Words:
+    """(first byte, bytes) of what is not free, ascending. Fragments that touch are one run."""
+    starts, ends, _ = puts.places()
+    places = np.stack((starts, ends), axis=1)
+    others = np.stack((held.starts, held.ends), axis=1)
+    places = np.unique(np.concatenate((places, others)), axis=0)
+    apart = places[1:, 0] != places[:-1, 1]
+    starts = places[np.concatenate(([True], apart))[: len(places)], 0]
+    ends = places[np.concatenate((apart, [True]))[-len(places) :] if len(places) else [], 1]
+    return np.stack((starts, ends - starts), axis=1).astype(np.uint64)
 
 
 def failed(error: OSError) -> Failed:

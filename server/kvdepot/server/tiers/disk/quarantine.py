@@ -11,7 +11,7 @@ from kvdepot.core.allocator import GRANULE_BYTES
 from kvdepot.server.io.jobs import Answer, Part, Priority, Quarantine, Remove
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import quarantine_name
-from kvdepot.server.tiers.disk.workers import Hold, Workers
+from kvdepot.server.tiers.workers import Hold, Workers
 
 FILES_MAX: Final = 4_096
 
@@ -27,13 +27,27 @@ class QuarantineRoom:
         self._keep_seconds = keep_seconds
         self._wall_clock = wall_clock
         self._files: deque[tuple[str, int]] = deque()  # oldest first
-        self._removing: set[str] = set()
+        self._copying: set[str] = set()  # not answered yet
+        self._removing: set[str] = set()  # likewise
+        self._looking = False
+        self._taken: set[str] = set()  # since an opening began to look, or on their way by then
+        self._removed: set[str] = set()  # likewise
         self.used_bytes = 0
 
+    def look(self) -> None:
+        """An opening is about to look at what is there; `recover` follows, or another `look`."""
+        self._looking = True
+        self._taken = set(self._copying)
+        self._removed = set(self._removing)
+
     def recover(self, files: Iterable[tuple[str, int]]) -> None:
-        """What an opening found, oldest first."""
-        self._files = deque((file, _rounded(size)) for file, size in files)
-        self._removing.clear()
+        """What an opening found. What came or went since `look` it may have seen, or not, or in part."""
+        found = {file: _rounded(size) for file, size in files if file not in self._removed}
+        found.update((file, size) for file, size in self._files if file in self._taken)
+        self._files = deque(sorted(found.items()))
+        self._looking = False
+        self._taken.clear()
+        self._removed.clear()
         self.used_bytes = sum(size for _, size in self._files)
         self.tend()
 
@@ -45,8 +59,15 @@ class QuarantineRoom:
             return
         file = quarantine_name(int(self._wall_clock()), sequence, reason)
         self._files.append((file, size_bytes))
+        self._copying.add(file)
+        if self._looking:
+            self._taken.add(file)
         self.used_bytes += size_bytes
         too_old = self._oldest(self._capacity_bytes, keep=1)
+
+        def ended() -> None:
+            self._copying.discard(file)
+            left()
 
         def copy(_: Answer) -> None:
             overdue = False
@@ -55,11 +76,11 @@ class QuarantineRoom:
                 nonlocal overdue
                 overdue = answer.outcome is IoOutcome.TIMEOUT
                 if not overdue:
-                    left()
+                    ended()
 
             def released() -> None:
                 if overdue:  # else it was not copied yet, or is copied again by another worker
-                    left()
+                    ended()
 
             job = Quarantine(parts, file)
             self._workers.submit(job, priority=Priority.TEND, done=answered, loan=Hold(None, released))
@@ -87,10 +108,18 @@ class QuarantineRoom:
     def _pop(self) -> str:
         file, size_bytes = self._files.popleft()
         self.used_bytes -= size_bytes
+        if self._looking:
+            self._removed.add(file)
         return file
 
     def _remove(self, files: list[str], done: Callable[[Answer], None]) -> None:
-        self._workers.submit(Remove(tuple(files)), priority=Priority.TEND, done=done)
+        self._removing.update(files)
+
+        def answered(answer: Answer) -> None:
+            self._removing.difference_update(files)
+            done(answer)
+
+        self._workers.submit(Remove(tuple(files)), priority=Priority.TEND, done=answered)
 
 
 def _rounded(size_bytes: int) -> int:

@@ -9,7 +9,8 @@ from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.io.jobs import Answer, Priority, ReadObject
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, Read
 from kvdepot.server.tiers.disk.medium import Medium
-from kvdepot.server.tiers.disk.workers import Hold
+from kvdepot.server.tiers.failing import FailingObjects
+from kvdepot.server.tiers.workers import Hold
 
 
 class Reading:
@@ -22,6 +23,7 @@ class Reading:
         self._medium = medium
         self._refused = refused
         self._damaged = damaged
+        self._failing = FailingObjects[int](medium.data.breaker)  # by sequence
         self.in_flight = 0
 
     def read(
@@ -29,16 +31,14 @@ class Reading:
     ) -> None:
         self._submit(handle, name, tuple(extents), loan, Priority.LOAD, lambda read, _: done(read))
 
-    def verify(self, handle: int, lost: Callable[[int], None], done: Callable[[], None]) -> None:
-        """Read an object for its own sake. `lost` is told its handle if that is dead now."""
+    def verify(self, handle: int, done: Callable[[IoOutcome, bool], None]) -> None:
+        """Read an object for its own sake. `done` is also told whether its handle is dead now."""
         name = self._medium.catalog.name(handle)
 
-        def verified(read: Read, served: bool) -> None:
-            if served and read.outcome in DAMAGED:
-                lost(handle)
-            done()
-
-        self._submit(handle, name, None, None, Priority.TEND, verified)
+        self._submit(
+            handle, name, None, None, Priority.TEND,
+            lambda read, served: done(read.outcome, served and read.outcome in DAMAGED),
+        )  # fmt: skip
 
     def _submit(
         self, handle: int, name: ObjectName, extents: tuple[Extent, ...] | None, loan: Loan | None,
@@ -76,18 +76,30 @@ class Reading:
     def _judge(self, handle: int, name: ObjectName, answer: Answer, *, served: bool) -> Read:
         catalog = self._medium.catalog
         outcome = answer.outcome
+        if outcome is IoOutcome.OK:
+            self._failing.read()
         if outcome is IoOutcome.OK and served and answer.stored_sum != catalog.stored_sum(handle):
             outcome = IoOutcome.CORRUPT  # whole, but not what the index says
+        if outcome is IoOutcome.IO_ERROR and served and self._failing.failed(catalog.sequence(handle)):
+            outcome = IoOutcome.BAD_PLACE
         if outcome in DAMAGED and served:
             outcome = self._bury(handle, name, outcome, answer.detail)
         elif outcome is IoOutcome.OK and served:
             catalog.prove(handle)
+            self._failing.forget(catalog.sequence(handle))
         else:
             self._refused(outcome, answer.detail)
         return Read(outcome, answer.raw_sum if outcome is IoOutcome.OK else 0)
 
     def _bury(self, handle: int, name: ObjectName, outcome: IoOutcome, detail: str) -> IoOutcome:
         medium = self._medium
+        if outcome is IoOutcome.BAD_PLACE:
+            sequence = medium.unindex(handle, "lost", outcome)
+            self._failing.forget(sequence)
+            self._damaged(name, outcome, detail)
+            medium.space.shun(sequence)
+            medium.kill(sequence)
+            return outcome
         if medium.catalog.unproven(handle):
             outcome = IoOutcome.TORN
         parts = medium.parts(handle)

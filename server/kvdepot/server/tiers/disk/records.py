@@ -24,10 +24,10 @@ FRAGMENTS_MAX: Final = 1024
 SEQUENCE_BITS: Final = 40
 """Below the generation that an opening took: writes of one opening."""
 GENERATION_MAX: Final = (1 << 64 - SEQUENCE_BITS) - 1
+ADDRESS_MAX: Final = 1 << 56
+KINDS: Final = (1, 2, 3)
 
 _MASK64 = (1 << 64) - 1
-_ADDRESS_MAX = 1 << 56
-_KINDS = (1, 2, 3)
 _PREFIX = struct.Struct("<IBBHQQ")
 _PUT = struct.Struct("<16s16s16sBBHIQQQQQQQ")
 _FRAGMENT = struct.Struct("<QQ")
@@ -164,7 +164,7 @@ def check_record(data: memoryview, at: int) -> tuple[int, int, int, int, int, in
 def _unpack_put(data: memoryview, at: int, flags: int, fragments: int, sequence: int, generation: int) -> Put:
     (namespace, key, parent, kind, codec, zero, boundary, raw_bytes, stored_bytes,
      stored_low, stored_high, raw_low, raw_high, created_at) = _PUT.unpack_from(data, at + _PREFIX.size)  # fmt: skip
-    if kind not in _KINDS or zero or not boundary:
+    if kind not in KINDS or zero or not boundary:
         raise BadRecord(f"kind {kind} or boundary {boundary} cannot be")
     if not 0 < stored_bytes <= raw_bytes <= OBJECT_BYTES_MAX:
         raise BadRecord(f"lengths {stored_bytes} stored, {raw_bytes} raw cannot be")
@@ -180,7 +180,7 @@ def _unpack_put(data: memoryview, at: int, flags: int, fragments: int, sequence:
 def _fragments(data: memoryview, at: int, count: int, total_bytes: int) -> tuple[Extent, ...]:
     found = tuple(_FRAGMENT.unpack_from(data, at + index * _FRAGMENT.size) for index in range(count))
     for address, length in found:
-        if address % GRANULE_BYTES or length % GRANULE_BYTES or not length or address + length > _ADDRESS_MAX:
+        if address % GRANULE_BYTES or length % GRANULE_BYTES or not length or address + length > ADDRESS_MAX:
             raise BadRecord(f"no fragment can have {length} bytes at {address}")
         total_bytes -= length
     if total_bytes:

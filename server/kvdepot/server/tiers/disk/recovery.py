@@ -6,35 +6,32 @@ Everything here raises OSError as the system calls do.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import xxhash
-from kvdepot.core.allocator import Extent
+from kvdepot.server.durable_files import TEMPORARY, publish
 from kvdepot.server.tiers.disk import layout as names
+from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
 from kvdepot.server.tiers.disk.records import (
     GENERATION_MAX,
     SEQUENCE_BITS,
     SNAPSHOT_HEADER_BYTES,
     BadFile,
-    Put,
     SnapshotHeader,
     pack_journal_header,
-    pack_put,
     pack_snapshot_header,
-    record_bytes,
 )
 from kvdepot.server.tiers.disk.replay import Replayed, replay
 
 _FILE_BYTES_MAX: Final = 2 << 30
 """Of a journal or snapshot: above what any capacity makes. More is not read."""
-_WRITE_BYTES = 1 << 20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -43,7 +40,7 @@ class Index:
     """What lies on the medium. `notes` are for the log: what did not count, and why."""
 
     replayed: Replayed
-    puts: tuple[Put, ...]  # parents before children
+    puts: PutColumns  # parents before children
     generation: int  # above every one that a file name has
     notes: tuple[str, ...] = ()
 
@@ -85,7 +82,7 @@ def make_store(root: Path, layout: DiskLayout, random_bytes: Callable[[int], byt
 def read_index(root: Path, store: Store, layout: DiskLayout) -> Index:
     """Replay what is there, less what lies outside the capacity or the files. Writes nothing."""
     snapshots, journals = _numbered(root / names.SNAPSHOTS), _numbered(root / names.JOURNALS)
-    whole = sorted(number for number, path in snapshots.items() if path.suffix != names.TEMPORARY)
+    whole = sorted(number for number, path in snapshots.items() if path.suffix != TEMPORARY)
     notes: list[str] = []
     found: Replayed | None = None
     for number in reversed(whole):
@@ -134,11 +131,11 @@ def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> 
     if found.stopped:
         raise BadFile(found.stopped)
     sync_segments(root)
-    puts = sorted(found.live.values(), key=lambda put: put.name.boundary_tokens)
+    puts = found.live.select(_parents_first(found.live))
     facts = SnapshotFacts(
         synced_sequence, found.highest_sequence, found.scrub_position, found.day, found.day_bytes
     )  # fmt: skip
-    size_bytes = _write_snapshot(root, store, generation + 1, [pack_put(put) for put in puts], facts)
+    size_bytes = _write_snapshot(root, store, generation + 1, puts.packed(), facts)
     remove_others(root, generation + 1)
     return size_bytes
 
@@ -153,16 +150,17 @@ def sync_segments(root: Path) -> None:
             os.close(fd)
 
 
-def complete_segments(root: Path, layout: DiskLayout, puts: Iterable[Put]) -> int:
+def complete_segments(root: Path, layout: DiskLayout, used_end: int) -> int:
     """Allocate what is missing up to the last segment that is there; cut off what is beyond the capacity. How many.
 
-    Where the file system has no room for segments that no object is in, they go.
+    `used_end`: the byte after the last one that is not free. Segments before it are made also where none is there;
+    those behind it go where the file system has no room for them.
     """
     there = _segment_sizes(root)
     for number in [number for number in there if number >= layout.segments]:
         (root / names.segment_name(number)).unlink()
         del there[number]
-    count = max(there, default=-1) + 1
+    count = max(max(there, default=-1) + 1, -(-used_end // layout.segment_bytes))
     for number in range(count):
         length = layout.length_of(number)
         if there.get(number) == length:
@@ -170,8 +168,7 @@ def complete_segments(root: Path, layout: DiskLayout, puts: Iterable[Put]) -> in
         try:
             _allocate(root / names.segment_name(number), length)
         except OSError as error:
-            end = max((address + length for put in puts for address, length in put.fragments), default=0)
-            if error.errno not in _NO_ROOM or end > number * layout.segment_bytes:
+            if error.errno not in _NO_ROOM or used_end > number * layout.segment_bytes:
                 raise
             for beyond in range(number, count):
                 (root / names.segment_name(beyond)).unlink(missing_ok=True)
@@ -184,32 +181,14 @@ def remove_others(root: Path, generation: int) -> None:
     for folder in (names.SNAPSHOTS, names.JOURNALS):
         for path in (root / folder).iterdir():
             number = names.generation_of(path.name)
-            if number is not None and (number < generation or path.suffix == names.TEMPORARY):
+            if number is not None and (number < generation or path.suffix == TEMPORARY):
                 path.unlink(missing_ok=True)
 
 
 def remove_temporaries(root: Path) -> None:
     """What a worker that was killed has left. Only while there is none."""
-    for path in (root / names.PROBE, *(root / names.QUARANTINE).glob("*" + names.TEMPORARY)):
+    for path in (root / names.PROBE, *(root / names.QUARANTINE).glob("*" + TEMPORARY)):
         path.unlink(missing_ok=True)
-
-
-def publish(path: Path, pieces: Iterable[bytes]) -> None:
-    """A file that is whole and durable as soon as its name is there."""
-    temporary = path.with_name(path.name + names.TEMPORARY)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        with open(fd, "wb", buffering=_WRITE_BYTES) as file:  # noqa: PTH123 - a descriptor
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(fd)
-        temporary.rename(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    _sync_folder(path.parent)
 
 
 def _write_snapshot(
@@ -279,42 +258,53 @@ def _segment_sizes(root: Path) -> dict[int, int]:
     return {
         int(path.stem): path.stat().st_size
         for path in (root / names.SEGMENTS).glob("*.seg")
-        if path.stem.isdigit() and path.name == Path(names.segment_name(int(path.stem))).name
+        if path.stem.isdecimal() and path.name == Path(names.segment_name(int(path.stem))).name
     }
 
 
-def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[tuple[Put, ...], list[str]]:
+def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[PutColumns, list[str]]:
     """Objects inside the files and the capacity, parents first, as many as the index has room for."""
-    sizes = _segment_sizes(root)
-    unproven = not found.closed
-    inside = [
-        replace(put, unproven=True) if unproven and sequence > found.synced_sequence else put
-        for sequence, put in found.live.items()
-        if _inside(put.fragments, sizes, layout)
-    ]
-    inside.sort(key=lambda put: put.name.boundary_tokens)
+    live = found.live
+    if not found.closed:
+        live = live.unproven(live.sequences > found.synced_sequence)
+    inside = live.select(np.flatnonzero(_inside(live, _segment_sizes(root), layout)))
+    inside = inside.select(_parents_first(inside))
     fitting = _fitting(inside, layout)
     notes = []
-    if len(inside) < len(found.live):
-        notes.append(f"{len(found.live) - len(inside)} objects lie outside the segments or the capacity")
+    if len(inside) < len(live):
+        notes.append(f"{len(live) - len(inside)} objects lie outside the segments or the capacity")
+    if found.overlapped:
+        notes.append(f"{found.overlapped} objects are damaged: later ones were written over them")
     if fitting < len(inside):
         notes.append(f"{len(inside) - fitting} objects do not fit the index of this capacity")
-    return tuple(inside[:fitting]), notes
+    return inside.select(np.arange(fitting)), notes
 
 
-def _inside(fragments: Sequence[Extent], sizes: dict[int, int], layout: DiskLayout) -> bool:
-    if any(address + length > layout.data_bytes for address, length in fragments):
-        return False
-    return all(offset + piece <= sizes.get(segment, 0) for segment, offset, piece in layout.pieces(fragments))
+def _parents_first(puts: PutColumns) -> Numbers:
+    order: Numbers = np.argsort(puts.fields["boundary_tokens"], kind="stable")
+    return order
 
 
-def _fitting(puts: Sequence[Put], layout: DiskLayout) -> int:
-    left_bytes = layout.snapshot_bytes - SNAPSHOT_HEADER_BYTES
-    for count, put in enumerate(puts[: layout.handles]):
-        left_bytes -= record_bytes(len(put.fragments))
-        if left_bytes < 0:
-            return count
-    return min(len(puts), layout.handles)
+def _inside(puts: PutColumns, sizes: dict[int, int], layout: DiskLayout) -> Flags:
+    """Which of them have all of their bytes in segments that are there and long enough."""
+    length = layout.segment_bytes
+    sizes = {number: size for number, size in sizes.items() if number < layout.segments}  # others may have any number
+    there = np.zeros(max(sizes, default=0) + 2, np.int64)  # the last one stands for all that are not there
+    there[list(sizes)] = list(sizes.values())
+    short: Numbers = np.cumsum(there < length) - (there < length)  # segments before each that are not whole
+    starts, ends, owners = puts.places()
+    first, last = (np.minimum(at // length, len(there) - 1) for at in (starts, ends - 1))
+    inside = (short[first] == short[last]) & (ends - last * length <= there[last]) & (ends <= layout.data_bytes)
+    found = np.ones(len(puts), np.bool_)
+    found[owners[~inside]] = False
+    return found
+
+
+def _fitting(puts: PutColumns, layout: DiskLayout) -> int:
+    """How many of the first ones."""
+    ends = np.cumsum(puts.fields["length"], dtype=np.int64)
+    fitting = np.searchsorted(ends, layout.snapshot_bytes - SNAPSHOT_HEADER_BYTES, side="right")
+    return min(int(fitting), layout.handles)
 
 
 def _allocate(path: Path, length_bytes: int) -> None:
@@ -322,13 +312,5 @@ def _allocate(path: Path, length_bytes: int) -> None:
     try:
         os.ftruncate(fd, length_bytes)
         os.posix_fallocate(fd, 0, length_bytes)
-    finally:
-        os.close(fd)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)

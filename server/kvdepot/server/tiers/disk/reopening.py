@@ -7,40 +7,43 @@ and what the index does not know any more is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from kvdepot.core.allocator import Extent
-from kvdepot.server.tiers.base import Found
+from kvdepot.server.tiers.disk.columns import Numbers, PutColumns, Words
 from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.disk.medium import Medium
-from kvdepot.server.tiers.disk.messages import Opened
-from kvdepot.server.tiers.disk.records import SEQUENCE_BITS, Put
+from kvdepot.server.tiers.disk.messages import Open, Opened
+from kvdepot.server.tiers.disk.records import SEQUENCE_BITS
+from kvdepot.server.tiers.found import FoundObjects
 
-_U64 = npt.NDArray[np.uint64]
+LOST_AT_ONCE: Final = 512
+"""Objects that the engine is told are lost in one callback: some 5 ms."""
 
 
 class Reopening:
     """One opening, from the request to its end. `found` and `lost` go to the engine."""
 
     def __init__(
-        self, medium: Medium, found: Callable[[Sequence[Found]], None], lost: Callable[[Sequence[int]], None]
+        self, medium: Medium, found: Callable[[FoundObjects], None], lost: Callable[[Sequence[int]], None]
     ) -> None:
         self._medium = medium
         self._found = found
         self._lost = lost
         self._streamed: npt.NDArray[np.bool_] = np.zeros(medium.catalog.handles_max, np.bool_)
-        self._handles: npt.NDArray[np.int64] = np.flatnonzero(medium.catalog.sequences)
+        self._handles: Numbers = np.flatnonzero(medium.catalog.sequences)
         order = np.argsort(medium.catalog.sequences[self._handles])
         self._handles = self._handles[order]
-        self._sequences: _U64 = medium.catalog.sequences[self._handles]
-        self._died: list[int] = []
-        self._unplaced = 0
+        self._sequences: Words = medium.catalog.sequences[self._handles]
+        self._died: set[int] = set()
+        self._gone: list[tuple[int, int]] | None = None  # (handle, sequence) of what is yet to be told, the next last
         self.facts: Opened | None = None
 
-    def begin(self) -> tuple[Extent, ...]:
-        """What is to be claimed whatever the index says."""
-        return tuple(self._medium.space.reopen())
+    def begin(self) -> Open:
+        """With what is held whatever the index says."""
+        self._medium.quarantine.look()
+        return self._medium.space.reopen()
 
     def opened(self, facts: Opened) -> None:
         medium = self._medium
@@ -51,52 +54,78 @@ class Reopening:
         medium.space.resize(
             medium.layout.data_bytes, min(facts.segments * facts.segment_bytes, medium.layout.data_bytes)
         )
+        medium.space.overtake(facts.overtaken)
 
-    def objects(self, puts: Sequence[Put]) -> None:
-        slice_found = []
-        for put, known in zip(puts, self._known(puts), strict=True):
-            if self._medium.space.stream(put.sequence):
-                continue  # dropped while its KILL could not be appended
-            if known >= 0:
-                self._streamed[known] = True
-            elif self._medium.catalog.full:
-                self._unplaced += 1
-                self._medium.space.retire(put.sequence, put.fragments)
-                self._died.append(put.sequence)
-            else:
-                handle = self._medium.catalog.add(put)
-                self._streamed[handle] = True
-                slice_found.append(Found(handle, put.name))
-        if slice_found:
-            self._found(slice_found)
+    def objects(self, puts: PutColumns) -> None:
+        medium = self._medium
+        dying = medium.space.stream(puts.sequences)  # dropped while its KILL could not be appended
+        known = self._known(puts.sequences)
+        self._streamed[known[~dying & (known >= 0)]] = True
+        new = np.flatnonzero(~dying & (known < 0))
+        self._without_place(puts.select(new[medium.catalog.room :]))
+        placed = puts.select(new[: medium.catalog.room])
+        if not len(placed):
+            return
+        handles = medium.catalog.add_many(placed)
+        self._streamed[handles] = True
+        fields = placed.fields
+        self._found(
+            FoundObjects(
+                handles, fields["namespace"], fields["key"], fields["parent"], fields["kind"],
+                fields["boundary_tokens"], fields["raw_bytes"],
+            )
+        )  # fmt: skip
+
+    def _without_place(self, puts: PutColumns) -> None:
+        for put in puts:
+            self._medium.space.retire(put.sequence, put.fragments)
+            self._died.add(put.sequence)
 
     def dropped(self, handle: int, sequence: int) -> None:
         """An object left meanwhile: the engine dropped it, or it is damaged."""
         if self._streamed[handle]:
             self._streamed[handle] = False
-            self._died.append(sequence)
+            self._died.add(sequence)
+
+    @property
+    def complete(self) -> bool:
+        """All has been streamed; some of what is lost is yet to be told."""
+        return self._gone is not None
+
+    def lose(self) -> bool:
+        """All has been streamed: tell a slice of what the index has lost. Whether that was the last one.
+
+        The ends of paths come first: what the engine drops because another object is lost is none that is told later.
+        """
+        catalog = self._medium.catalog
+        if self._gone is None:
+            known = self._handles[~self._streamed[self._handles]]
+            gone = catalog.ends_last(known[catalog.sequences[known] != 0])
+            self._gone = list(zip(gone.tolist(), catalog.sequences[gone].tolist(), strict=True))
+        told: list[int] = []
+        while self._gone and len(told) < LOST_AT_ONCE:
+            handle, sequence = self._gone.pop()
+            if catalog.sequence(handle) == sequence:  # else the engine has dropped it in between
+                self._medium.unindex(handle, "lost", "index")
+                told.append(handle)
+        if told:
+            self._lost(told)
+        return not self._gone
 
     def finish(self) -> list[int]:
         """The new allocator counts. Answers the sequences whose KILL is to be appended."""
         medium = self._medium
-        gone = [handle for handle in self._handles.tolist() if handle in medium.catalog and not self._streamed[handle]]
-        for handle in gone:
-            medium.unindex(handle, "lost", "index")
-        if gone:
-            self._lost(gone)
         assert self.facts is not None
         medium.sequence = max(medium.sequence, self.facts.generation << SEQUENCE_BITS)
         medium.budget.recover(self.facts.day, self.facts.day_bytes)
         medium.quarantine.recover(self.facts.quarantined)
         return medium.space.finish(self._died)
 
-    def _known(self, puts: Sequence[Put]) -> list[int]:
+    def _known(self, wanted: Words) -> Numbers:
         """The handle of each that was served before and still is; else -1."""
         if not len(self._sequences):
-            return [-1] * len(puts)
-        wanted = np.array([put.sequence for put in puts], np.uint64)
+            return np.full(len(wanted), -1, np.int64)
         at = np.minimum(np.searchsorted(self._sequences, wanted), len(self._sequences) - 1)
         handles = self._handles[at]
         same = (self._sequences[at] == wanted) & (self._medium.catalog.sequences[handles] == wanted)
-        known: list[int] = np.where(same, handles, -1).tolist()
-        return known
+        return np.where(same, handles, -1)

@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+from kvdepot.server.tiers.disk.columns import (
+    Flags,
+    Numbers,
+    PutColumns,
+    Words,
+    impossible,
+    prefixes,
+    refusal,
+    split_records,
+)
 from kvdepot.server.tiers.disk.records import (
     JOURNAL_HEADER_BYTES,
     SNAPSHOT_HEADER_BYTES,
     SYNCED,
     BadFile,
-    BadRecord,
-    Mark,
-    Put,
     RecordType,
     SnapshotHeader,
     check_journal_header,
-    unpack_record,
     unpack_snapshot_header,
 )
 
 _DAY_SECONDS: Final = 86_400
+_CELLS_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(slots=True)
 class Replayed:
     """`live` by sequence. `stopped` says where and why the replay ended early, empty when it did not."""
 
-    live: dict[int, Put] = field(default_factory=dict)
+    live: PutColumns = field(default_factory=PutColumns.none)
     closed: bool = False  # the last journal ends with a synced CLOSE
     stopped: str = ""
     synced_sequence: int = 0
@@ -57,113 +66,172 @@ def replay(snapshot: bytes | None, journals: Sequence[tuple[int, bytes]], store_
 class _Replay:
     def __init__(self, store_id: bytes) -> None:
         self._store_id = store_id
-        self._puts: dict[int, Put] = {}  # every write seen, dead ones too: they overwrote what was there before
-        self._dead: set[int] = set()
+        self._puts: list[PutColumns] = []  # every write seen, dead ones too: they overwrote what was there before
+        self._dead: list[Words] = []
         self._result = Replayed()
 
     def take_snapshot(self, data: memoryview, generation: int) -> None:
         header = unpack_snapshot_header(data, self._store_id, generation)
-        at, count = SNAPSHOT_HEADER_BYTES, 0
-        while at < len(data):
-            try:
-                record, at = unpack_record(data, at)
-            except BadRecord as error:
-                raise BadFile(f"record {count}: {error}") from error
-            if isinstance(record, Mark) or record.generation > generation or record.sequence in self._puts:
-                raise BadFile(f"record {count} does not belong into a snapshot")
-            self._puts[record.sequence] = record
-            count += 1
-        if count != header.records:
-            raise BadFile(f"{count} records instead of {header.records}")
+        records, stopped = split_records(data, SNAPSHOT_HEADER_BYTES)
+        puts = prefixes(records)["type"] == RecordType.PUT
+        if puts.all():
+            columns = PutColumns.unpacked(records)
+            bad = np.flatnonzero(impossible(columns, records))
+            if len(bad):
+                raise BadFile(f"record {bad[0]}: {refusal(records[bad[0]])}")
+            puts = (columns.fields["generation"] <= generation) & ~_repeated(columns.sequences)
+        if not puts.all():
+            raise BadFile(f"record {np.argmin(puts)} does not belong into a snapshot")
+        if stopped:
+            raise BadFile(f"record {len(records)}: {stopped}")
+        if len(records) != header.records:
+            raise BadFile(f"{len(records)} records instead of {header.records}")
+        self._puts.append(columns)
         self._start_with(header)
 
     def _start_with(self, header: SnapshotHeader) -> None:
         result = self._result
         result.synced_sequence = header.synced_sequence
-        result.highest_sequence = max(header.highest_sequence, max(self._puts, default=0))
+        result.highest_sequence = header.highest_sequence
+        self._count_highest(self._puts[-1].sequences)
         result.scrub_position = header.scrub_position
         result.day, result.day_bytes = header.day, header.day_bytes
 
     def take_journal(self, data: memoryview, generation: int) -> bool:
         """Whether the next journal may follow."""
         self._result.closed = False
-        at = JOURNAL_HEADER_BYTES
+        at = 0
         try:
             check_journal_header(data, self._store_id, generation)
-            while at < len(data):
-                record, at = self._next(data, at, generation)
-                if isinstance(record, Put):
-                    self._put(record)
-                elif record.type is RecordType.CLOSE:
-                    return self._close(record, len(data) - at, generation)
-                else:
-                    self._mark(record)
-        except (BadFile, BadRecord) as error:
-            self._result.stopped = f"journal {generation} at byte {at}: {error}"
+            at = JOURNAL_HEADER_BYTES
+        except BadFile as error:
+            self._stop(generation, JOURNAL_HEADER_BYTES, str(error))
+            return False
+        records, stopped = split_records(data, at)
+        heads = prefixes(records)
+        is_put = heads["type"] == RecordType.PUT
+        sound = heads["generation"] == generation
+        put_rows = np.flatnonzero(is_put)
+        puts = PutColumns.unpacked([records[row] for row in put_rows.tolist()])
+        sound[put_rows] &= ~impossible(puts, [records[row] for row in put_rows.tolist()])
+        sound[put_rows] &= ~self._seen(puts.sequences)
+        end = int(np.argmin(sound)) if not sound.all() else len(records)
+        closes = np.flatnonzero(heads["type"][:end] == RecordType.CLOSE)
+        if len(closes):
+            end = int(closes[0])
+        self._take(heads[:end], puts.select(np.arange(np.searchsorted(put_rows, end))))
+        at += int(heads["length"][:end].sum(dtype=np.int64))
+        if len(closes):
+            return self._close(heads[end], len(data) - at - int(heads["length"][end]), generation)
+        if end < len(records):
+            stopped = self._why(records[end], heads[end], generation)
+        if stopped:
+            self._stop(generation, at, stopped)
         return False
 
-    def _next(self, data: memoryview, at: int, generation: int) -> tuple[Put | Mark, int]:
-        record, end = unpack_record(data, at)
-        if record.generation != generation:
-            raise BadRecord(f"is of generation {record.generation}")
-        if isinstance(record, Put) and record.sequence in self._puts:
-            raise BadRecord(f"repeats sequence {record.sequence}")
-        return record, end
+    def _seen(self, sequences: Words) -> Flags:
+        """Sequences of an earlier PUT."""
+        known = np.concatenate([*(puts.sequences for puts in self._puts), np.empty(0, np.uint64)])
+        return _repeated(sequences) | np.isin(sequences, known)
 
-    def _put(self, put: Put) -> None:
+    def _why(self, record: bytes, head: npt.NDArray[Any], generation: int) -> str:
+        if head["generation"] != generation:
+            return f"is of generation {head['generation']}"
+        return refusal(record) or f"repeats sequence {head['sequence']}"
+
+    def _stop(self, generation: int, at: int, why: str) -> None:
+        self._result.stopped = f"journal {generation} at byte {at}: {why}"
+
+    def _take(self, heads: npt.NDArray[Any], puts: PutColumns) -> None:
+        """The sound part of a journal."""
         result = self._result
-        self._puts[put.sequence] = put
-        result.highest_sequence = max(result.highest_sequence, put.sequence)
-        day = put.created_at // _DAY_SECONDS
+        self._puts.append(puts)
+        self._count_highest(puts.sequences)
+        self._count_day(puts)
+        killed = heads["sequence"][heads["type"] == RecordType.KILL]
+        self._dead.append(killed)
+        self._count_highest(killed)
+        scrubbed = heads["sequence"][heads["type"] == RecordType.SCRUB]
+        if len(scrubbed):
+            result.scrub_position = int(scrubbed[-1])
+
+    def _count_highest(self, sequences: Words) -> None:
+        self._result.highest_sequence = max(self._result.highest_sequence, int(sequences.max(initial=0)))
+
+    def _count_day(self, puts: PutColumns) -> None:
+        result = self._result
+        days = puts.fields["created_at"] // _DAY_SECONDS
+        day = int(days.max(initial=0))
         if day > result.day:
             result.day, result.day_bytes = day, 0
-        if day == result.day:
-            result.day_bytes += put.medium_bytes
+        result.day_bytes += int(puts.medium_bytes()[days == result.day].sum())
 
-    def _mark(self, mark: Mark) -> None:
-        if mark.type is RecordType.SCRUB:
-            self._result.scrub_position = mark.sequence
-        else:
-            self._dead.add(mark.sequence)
-            self._result.highest_sequence = max(self._result.highest_sequence, mark.sequence)
-
-    def _close(self, mark: Mark, left_bytes: int, generation: int) -> bool:
-        self._result.highest_sequence = max(self._result.highest_sequence, mark.sequence)
+    def _close(self, head: npt.NDArray[Any], left_bytes: int, generation: int) -> bool:
+        self._result.highest_sequence = max(self._result.highest_sequence, int(head["sequence"]))
         if left_bytes:
             self._result.stopped = f"journal {generation}: {left_bytes} bytes behind its end"
             return False
-        self._result.closed = bool(mark.flags & SYNCED)
+        self._result.closed = bool(head["flags"] & SYNCED)
         return True
 
     def finish(self) -> Replayed:
         result = self._result
-        buried = self._overwritten()
-        newest: dict[tuple[bytes, bytes, int], int] = {}
-        for sequence in sorted(self._puts):
-            if sequence in self._dead or sequence in buried:
-                continue
-            name = self._puts[sequence].name
-            newest[name.namespace, name.key, name.kind] = sequence
-        result.live = {sequence: self._puts[sequence] for sequence in sorted(newest.values())}
-        result.overlapped = len(buried - self._dead)
+        puts = PutColumns.joined([*self._puts, PutColumns.none()])
+        puts = puts.select(np.argsort(puts.sequences))
+        dead = np.isin(puts.sequences, np.concatenate([*self._dead, np.empty(0, np.uint64)]))
+        buried = _overwritten(puts)
+        whole = puts.select(np.flatnonzero(~dead & ~buried))
+        result.live = whole.select(_newest(whole))
+        result.overlapped = int((buried & ~dead).sum())
         return result
 
-    def _overwritten(self) -> set[int]:
-        """Writes of which a later one has overwritten something. Paint in order of sequence, see who is still whole."""
-        sequences = sorted(self._puts)
-        flat = [
-            (address, address + length, owner)
-            for owner, sequence in enumerate(sequences)
-            for address, length in self._puts[sequence].fragments
-        ]
-        starts, ends, owners = np.array(flat, np.int64).reshape(-1, 3).T
-        edges = np.unique(np.concatenate((starts, ends)))
-        first, last = np.searchsorted(edges, starts).tolist(), np.searchsorted(edges, ends).tolist()
-        cells = np.full(len(edges), -1, np.int64)
-        for low, high, owner in zip(first, last, owners.tolist(), strict=True):
-            cells[low:high] = owner
-        return {
-            sequences[owner]
-            for low, high, owner in zip(first, last, owners.tolist(), strict=True)
-            if cells[low] != owner or (high - low > 1 and (cells[low:high] != owner).any())
-        }
+
+def _repeated(sequences: Words) -> Flags:
+    """Those that came before."""
+    repeated = np.ones(len(sequences), np.bool_)
+    repeated[np.unique(sequences, return_index=True)[1]] = False
+    return repeated
+
+
+def _newest(puts: PutColumns) -> Numbers:
+    """Of several writes of one object, in order of sequence, the last."""
+    fields = puts.fields
+    names = (fields["kind"], *fields["namespace"].T, *fields["key"].T)
+    order = np.lexsort((np.arange(len(puts)), *names))
+    last = np.ones(len(order), np.bool_)
+    last[:-1] = np.any([name[order][1:] != name[order][:-1] for name in names], axis=0)
+    newest: Numbers = np.sort(order[last])
+    return newest
+
+
+def _overwritten(puts: PutColumns) -> Flags:
+    """Writes of which a later one has overwritten something. Paint in order of sequence, see who is still whole."""
+    overwritten = np.zeros(len(puts), np.bool_)
+    starts, ends, owners = puts.places()
+    order = np.argsort(starts)
+    if (ends[order][:-1] <= starts[order][1:]).all():
+        return overwritten
+    edges = np.unique(np.concatenate((starts, ends)))
+    first, last = np.searchsorted(edges, starts), np.searchsorted(edges, ends)
+    cells = np.full(len(edges), -1, np.int64)
+    for part in _portions(last - first):
+        covered, by = _covered(first[part], last[part], owners[part])
+        np.maximum.at(cells, covered, by)
+    for part in _portions(last - first):
+        covered, by = _covered(first[part], last[part], owners[part])
+        overwritten[by[cells[covered] != by]] = True
+    return overwritten
+
+
+def _covered(first: Numbers, last: Numbers, owners: Numbers) -> tuple[Numbers, Numbers]:
+    """(cell, owner) for every cell of every fragment."""
+    counts = last - first
+    starts = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum())) + np.repeat(first - starts, counts), np.repeat(owners, counts)
+
+
+def _portions(counts: Numbers) -> list[slice]:
+    """Parts with together some _CELLS_AT_ONCE each, so that a few large writes over many small ones fit in memory."""
+    portions = np.cumsum(counts) // _CELLS_AT_ONCE
+    borders = [0, *(np.flatnonzero(np.diff(portions)) + 1).tolist(), len(counts)]
+    return [slice(low, high) for low, high in pairwise(borders)]

@@ -6,11 +6,18 @@ nobody reads it any more; a place that is being written only when its writer has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
+import numpy as np
 from kvdepot.core.allocator import Extent, ExtentAllocator
+from kvdepot.server.tiers.disk.columns import Flags, Words
+from kvdepot.server.tiers.disk.messages import Open, Place
 from kvdepot.server.tiers.disk.records import FRAGMENTS_MAX
+
+_SHUNNED_SHARE_MAX: Final = 1 / 64
 
 
 @dataclass(slots=True)
@@ -20,6 +27,7 @@ class _Held:
     fragments: tuple[Extent, ...]
     dying: bool = False
     killed: bool = False
+    shunned: bool = False  # it cannot be read
     streamed: bool = False  # in the index that is being read again
 
 
@@ -40,6 +48,8 @@ class Space:
         self._allocator = ExtentAllocator(0, data_bytes)
         self._held: dict[int, _Held] = {}
         self._readers: dict[int, int] = {}
+        self._shunned: deque[int] = deque()
+        self._shunned_bytes = 0
         self._reopening: _Reopening | None = None
         self.coming_bytes = 0
         """On their way to be free: dead objects whose KILL or readers are not done."""
@@ -123,6 +133,22 @@ class Space:
             held.killed = True
             self._settle(sequence)
 
+    def shun(self, sequence: int) -> None:
+        """Its place, `retire`d, cannot be read: it counts as used until the tier closes or too much is shunned."""
+        self._set_shunned(self._held[sequence], shunned=True)
+        self._shunned.append(sequence)
+        while self._shunned_bytes > self._data_bytes * _SHUNNED_SHARE_MAX:
+            oldest = self._shunned.popleft()
+            if oldest in self._held:
+                self._set_shunned(self._held[oldest], shunned=False)
+                self._settle(oldest)
+
+    def _set_shunned(self, held: _Held, *, shunned: bool) -> None:
+        held.shunned = shunned
+        size_bytes = _bytes(held) if shunned else -_bytes(held)
+        self._shunned_bytes += size_bytes
+        self.coming_bytes -= size_bytes
+
     def unkilled(self) -> list[int]:
         """Dead objects whose KILL is not in the journal."""
         return [sequence for sequence, held in self._held.items() if held.dying and not held.killed]
@@ -138,7 +164,7 @@ class Space:
 
     def _settle(self, sequence: int) -> None:
         held = self._held.get(sequence)
-        if held is not None and held.dying and held.killed and sequence not in self._readers:
+        if held is not None and held.dying and held.killed and not held.shunned and sequence not in self._readers:
             self._release(sequence)
 
     def _release(self, sequence: int) -> None:
@@ -152,13 +178,32 @@ class Space:
 
     # Opening, and opening again while reads go on.
 
-    def reopen(self) -> list[Extent]:
-        """The index is read again: what must not be free whatever it says."""
+    def reopen(self) -> Open:
+        """The index is read again: what must not be free whatever it says. No two of these overlap."""
         self.give_up()
+        dead = self._dead_apart()
         for held in self._held.values():
             held.streamed = False
         self._reopening = _Reopening(ExtentAllocator(0, self._data_bytes), set(self._held))
-        return [fragment for held in self._held.values() for fragment in held.fragments]
+        writing = (fragment for held in self._held.values() if not held.dying for fragment in held.fragments)
+        return Open(dead, tuple(writing))
+
+    def _dead_apart(self) -> tuple[Place, ...]:
+        """Of two dead writes that overlap the older one is forgotten.
+
+        What an index brings back may lie below an object that it has lost. If that opening then fails, both are
+        served until the next one, and either may be dropped.
+        """
+        dead = ((sequence, held) for sequence, held in self._held.items() if held.dying)
+        places = sorted(((sequence, *fragment) for sequence, held in dead for fragment in held.fragments), key=_address)
+        last = (0, 0, 0)
+        for place in places:
+            sequence, address, _ = place
+            if sequence in self._held and last[0] in self._held and address < last[1] + last[2]:
+                self._lose(min(sequence, last[0]))
+            if sequence in self._held:
+                last = place
+        return tuple(place for place in places if place[0] in self._held)
 
     def resize(self, data_bytes: int, ready_bytes: int) -> None:
         """How much there is, before the claims."""
@@ -167,18 +212,34 @@ class Space:
         self._reopening.allocator = ExtentAllocator(0, data_bytes)
         self._reopening.allocator.grow(ready_bytes)
 
+    def overtake(self, sequences: Iterable[int]) -> None:
+        """Dead writes in whose places the index has later ones."""
+        assert self._reopening is not None
+        for sequence in sequences:
+            self._reopening.held.discard(sequence)
+            if self._reopening.released.pop(sequence, None) is None:
+                self._lose(sequence)
+
     def claim(self, fragments: Iterable[Extent]) -> None:
         """In ascending order. Raises ExtentError when they overlap."""
         assert self._reopening is not None
         for address, length in fragments:
             self._reopening.allocator.claim(address, length)
 
-    def stream(self, sequence: int) -> bool:
-        """The index has this write. True: it is not an object's any more, and its KILL is still to be appended."""
-        held = self._held.get(sequence)
-        if held is not None:
+    def stream(self, sequences: Words) -> Flags:
+        """The index has these writes. True: it is not an object's any more, and its KILL is still to be appended."""
+        assert self._reopening is not None
+        released = self._reopening.released
+        ended = np.fromiter((*self._held, *released), np.uint64, len(self._held) + len(released))
+        found = np.isin(sequences, ended)
+        for sequence in sequences[found].tolist():
+            if sequence in released:
+                self._held[sequence] = released.pop(sequence)
+                self.unsure(sequence)
+            held = self._held[sequence]
             held.streamed = True
-        return held is not None
+            held.killed = False  # its KILL may have been in the journal: in one that is lost
+        return found
 
     def give_up(self) -> None:
         """The opening failed. What was released meanwhile is free in the allocator that stays."""
@@ -187,15 +248,14 @@ class Space:
             for held in reopening.released.values():
                 self._free_all(held)
 
-    def finish(self, streamed: Sequence[int]) -> list[int]:
+    def finish(self, streamed: set[int]) -> list[int]:
         """Use the new allocator. `streamed`: writes that died while it was filled. Answers what is yet to be killed."""
         reopening, self._reopening = self._reopening, None
         assert reopening is not None
         self._allocator = reopening.allocator
         there = reopening.held.union(streamed)
-        for sequence, held in reopening.released.items():
-            if held.streamed or sequence in there:
-                self._free_all(held)
+        for held in reopening.released.values():
+            self._free_all(held)
         unkilled = []
         for sequence in self.unkilled():
             held = self._held[sequence]
@@ -206,17 +266,27 @@ class Space:
         return unkilled
 
     def _forget(self, sequence: int, *, claimed: bool) -> None:
-        held = self._held[sequence]
         if not claimed:  # the index has lost it: its place is free or another's
-            del self._held[sequence]
-            self.coming_bytes -= _bytes(held)
+            self._lose(sequence)
         else:
-            held.killed = True
+            self._held[sequence].killed = True
             self._settle(sequence)
+
+    def _lose(self, sequence: int) -> None:
+        """A dead write that has no place any more."""
+        held = self._held[sequence]
+        if held.shunned:
+            self._set_shunned(held, shunned=False)
+        del self._held[sequence]
+        self.coming_bytes -= _bytes(held)
 
     def _free_all(self, held: _Held) -> None:
         for fragment in held.fragments:
             self._allocator.free(*fragment)
+
+
+def _address(place: Place) -> int:
+    return place[1]
 
 
 def _bytes(held: _Held) -> int:

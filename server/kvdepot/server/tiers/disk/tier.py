@@ -19,14 +19,14 @@ from kvdepot.core.objectfile import ObjectName, object_bytes
 from kvdepot.core.report import TierStatus
 from kvdepot.core.units import format_size_rounded
 from kvdepot.server.io.jobs import Answer, Priority, Probe
-from kvdepot.server.tiers.base import Found, IoOutcome, Loan, Read, Stored, TierListener, Written
-from kvdepot.server.tiers.disk.budget import WriteBudget
+from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
+from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.growth import Growth
-from kvdepot.server.tiers.disk.health import STOPS_WRITING, Health, State
 from kvdepot.server.tiers.disk.journal import Journal
 from kvdepot.server.tiers.disk.layout import PROBE, DiskLayout
+from kvdepot.server.tiers.disk.links import OpenerLink
 from kvdepot.server.tiers.disk.medium import Medium
 from kvdepot.server.tiers.disk.messages import (
     Begin,
@@ -40,7 +40,6 @@ from kvdepot.server.tiers.disk.messages import (
     Locked,
     Message,
     Objects,
-    Open,
     Opened,
     Sync,
     Synced,
@@ -52,8 +51,10 @@ from kvdepot.server.tiers.disk.records import Mark, RecordType
 from kvdepot.server.tiers.disk.reopening import Reopening
 from kvdepot.server.tiers.disk.scrub import Scrubber
 from kvdepot.server.tiers.disk.space import Space
-from kvdepot.server.tiers.disk.workers import OpenerLink, Workers
 from kvdepot.server.tiers.disk.writing import Writing
+from kvdepot.server.tiers.found import FoundObjects
+from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, why_failed
+from kvdepot.server.tiers.workers import Workers
 
 _VERDICT_SECONDS: Final = 5.0
 """How long `start` waits to hear whether another daemon has the directory. A hung one is not waited for."""
@@ -70,15 +71,21 @@ class DiskTier:
     def __init__(
         self, config: DiskConfig, *, data: Workers, journal: Workers, opener: OpenerLink, log: logging.Logger,
         clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
+        count: Callable[[str, float], None] = lambda name, amount: None,  # noqa: ARG005
     ) -> None:  # fmt: skip
-        """`data` and `journal` do nothing before they are renewed. Raises ConfigError for an impossible capacity."""
+        """`data` and `journal` do nothing before they are renewed; `count` is as `IoPool`'s.
+
+        Raises ConfigError for an impossible capacity.
+        """
         self.name = config.name
+        self.traits = TierTraits()
         self._config = config
         self._data = data
         self._journal_workers = journal
         self._opener = opener
         self._log = log
         self._clock = clock
+        self._count = count
         layout = DiskLayout.plan(config.capacity_bytes, config.quarantine_bytes)
         self.handles_max = layout.handles
         self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
@@ -165,6 +172,8 @@ class DiskTier:
         if self._health.state is State.CLOSED or self._listener is None:
             return
         self._writing.expire()
+        if self._reopening is not None and self._reopening.complete:
+            self._streamed(self._reopening)
         if self._health.state is State.READY:
             self._growth.run_once()
             self._scrubber.run_once()
@@ -240,8 +249,8 @@ class DiskTier:
         return ""
 
     def _reason(self) -> str:
-        budget = "the write budget of this day is spent" if self.budget_spent else ""
-        return "; ".join(reason for reason in (self._why_not_writable(), self._growth.refused, budget) if reason)
+        reasons = (self._why_not_writable(), self._growth.refused, self._medium.budget.reason)
+        return "; ".join(reason for reason in reasons if reason)
 
     # What goes wrong
 
@@ -259,8 +268,7 @@ class DiskTier:
         if answer.outcome is IoOutcome.GONE:
             self._gone(answer.detail)
         else:
-            why = STOPS_WRITING.get(answer.outcome, str(answer.outcome))
-            self._stop_writing(f"the journal cannot be appended: {why}: {answer.detail}")
+            self._stop_writing(f"the journal cannot be appended: {why_failed(answer)}")
 
     def _gone(self, reason: str) -> None:
         """Nothing is served until the index was read again."""
@@ -291,7 +299,7 @@ class DiskTier:
         if self._health.state not in (State.READ_ONLY, State.OFFLINE) or not self._locked:
             return
         if answer.outcome is not IoOutcome.OK:
-            self._health.note(f"{STOPS_WRITING.get(answer.outcome, answer.outcome)}: {answer.detail}")
+            self._health.note(why_failed(answer))
         elif self._medium.journal.idle and self._reopening is None:
             self._open()
 
@@ -308,7 +316,7 @@ class DiskTier:
 
     def _open(self) -> None:
         self._reopening = Reopening(self._medium, self._tell_found, self._tell_lost)
-        self._opener.send(Open(self._reopening.begin()))
+        self._opener.send(self._reopening.begin())
 
     def _heard(self, message: Message) -> None:
         match message:
@@ -330,7 +338,7 @@ class DiskTier:
             case Objects(puts) if self._reopening is not None:
                 self._reopening.objects(puts)
             case Done() if self._reopening is not None:
-                self._opened(self._reopening)
+                self._streamed(self._reopening)
             case Compacted():
                 self._compacted(message)
             case Synced(failed):
@@ -347,8 +355,13 @@ class DiskTier:
         except ExtentError as error:
             self._lost_opener(f"the index contradicts itself: {error}")
 
+    def _streamed(self, reopening: Reopening) -> None:
+        """The index is complete; what it has lost is told in slices, the further ones at each tick."""
+        if reopening.lose():
+            self._opened(reopening)
+
     def _opened(self, reopening: Reopening) -> None:
-        """The index is complete. Workers are made, or made anew: they may have files open that are gone."""
+        """The engine knows all of the index. Workers are made, or made anew: they may have files open that are gone."""
         facts = reopening.facts
         assert facts is not None
         unkilled = reopening.finish()  # the engine drops what lay behind lost objects: part of this opening yet
@@ -379,7 +392,7 @@ class DiskTier:
         self._reopening = None
         self._worsen(State.READ_ONLY if self._serves else State.OFFLINE, reason)
 
-    def _tell_found(self, objects: Sequence[Found]) -> None:
+    def _tell_found(self, objects: FoundObjects) -> None:
         assert self._listener is not None
         self._listener.found(self, objects)
 
@@ -407,7 +420,14 @@ class DiskTier:
             self._medium.journal.resume()
 
     def _verify(self, handle: int, done: Callable[[], None]) -> None:
-        self._reading.verify(handle, lambda lost: self._tell_lost([lost]), done)
+        def verified(outcome: IoOutcome, lost: bool) -> None:
+            self._count(f"tier_scrubbed_objects.{outcome}", 1)
+            if lost:
+                self._count(f"tier_damaged_objects.{outcome}", 1)
+                self._tell_lost([handle])
+            done()
+
+        self._reading.verify(handle, verified)
 
     def _note_scrubbed(self, sequence: int) -> None:
         self._medium.journal.append(Mark(RecordType.SCRUB, sequence, 0), lambda _: None)

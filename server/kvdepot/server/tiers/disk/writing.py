@@ -14,7 +14,7 @@ from kvdepot.server.tiers.base import IoOutcome, Loan, Written
 from kvdepot.server.tiers.disk.growth import Growth
 from kvdepot.server.tiers.disk.medium import Medium
 from kvdepot.server.tiers.disk.records import SNAPSHOT_HEADER_BYTES, Put, record_bytes
-from kvdepot.server.tiers.disk.workers import Hold
+from kvdepot.server.tiers.workers import Hold
 
 _RECORD_BYTES: Final = record_bytes(4)
 """What is kept free in the index for a write that is under way: more fragments are rare."""

@@ -1,0 +1,162 @@
+"""Time to first token by where a prompt's prefix is: computed, in the engine's cache, in kvdepot's RAM, on its disk.
+
+One engine and one daemon; every prompt ends ten tokens behind a chunk's boundary, so that the
+same ten tokens are left to compute wherever the rest comes from. Local and RAM are asked in
+turns, and what they are compared by is the median of each prompt's own ratios. For the disk the
+daemon starts again without its arena; each prompt is read once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
+
+from benchmarks.report import Report, arguments
+from demo.daemon import Daemon
+from demo.engine import LOAD_ALWAYS, ROOT, Engine, EngineOptions, depot_connector
+from demo.scenarios import await_lookups
+from demo.toys import DENSE, HYBRID, Toy, make_toy, prompt
+
+CHUNKS = (1, 2, 4, 8, 12, 18)
+TAIL_TOKENS = 10
+TOYS = {toy.name: toy for toy in (HYBRID, DENSE)}
+RATIO_MAX = 1.3
+LONG_TOKENS = 3000
+"""From here on a prompt counts as long: below it, a hit saves little of a few milliseconds."""
+DISK = 1  # of the daemon's tiers; 0 is RAM
+DAEMON = """capacity = "1GiB"
+[[tier]]
+name = "disk"
+kind = "disk"
+path = "{path}"
+capacity = "4GiB"
+write = "commit"
+"""
+POOL_BYTES = 1 << 29
+CONNECTOR = {"lookup_timeout_seconds": 2.0, "load_weight": LOAD_ALWAYS}
+"""On two cores the default of 0.05 would now and then turn a hit into a miss; what a lookup takes is in the figures.
+What a disk has is loaded, also where the toy would compute it sooner: that is what is to be seen."""
+SOURCES = ("cold", "local", "ram", "disk")
+
+Seconds = dict[tuple[str, int], list[float]]
+"""To the first token, by source and prompt tokens."""
+
+
+class Run:
+    """One engine's prompts: `rounds` of each length."""
+
+    def __init__(self, toy: Toy, engine: Engine, daemon: Daemon, rounds: int) -> None:
+        self.seconds: Seconds = defaultdict(list)
+        self.ratios: dict[int, list[float]] = defaultdict(list)  # RAM by local, by prompt tokens
+        self._toy = toy
+        self._engine = engine
+        self._daemon = daemon
+        self._prompts = [
+            prompt(chunks * toy.chunk_tokens + TAIL_TOKENS, f"first-token-{toy.name}-{chunks}-{number}")
+            for number in range(rounds)
+            for chunks in CHUNKS
+        ]
+
+    def cold_local_and_ram(self, repeats: int) -> None:
+        for ids in self._prompts:
+            self._ask("cold", ids)
+            for _ in range(repeats):
+                self._daemon.settle()
+                self._engine.reset_prefix_cache()
+                ram = self._ask("ram", ids)
+                self._daemon.settle()
+                self.ratios[len(ids)].append(ram / self._ask("local", ids))
+
+    def from_disk(self) -> None:
+        self._engine.reset_prefix_cache()
+        for ids in self._prompts:
+            self._ask("disk", ids)
+
+    def _ask(self, source: str, ids: Sequence[int]) -> float:
+        answer = self._engine.ask(ids, 1)
+        boundary = len(ids) - TAIL_TOKENS
+        expected = {"cold": (0, 0), "local": (boundary, 0)}.get(source, (0, boundary))
+        if (answer.local_tokens, answer.external_tokens) != expected:
+            raise SystemExit(f"{source}: {len(ids)} tokens, {expected} local and external expected: {answer}")
+        self.seconds[source, len(ids)].append(answer.completion.first_token_seconds)
+        return answer.completion.first_token_seconds
+
+
+def measure(toy: Toy, rounds: int, repeats: int, directory: Path) -> Run:
+    model = make_toy(toy, ROOT / "build" / "toys")
+    with Daemon(DAEMON.format(path=directory / f"disk-{toy.name}")) as daemon:
+        options = EngineOptions(
+            toy, model, depot_connector(daemon.endpoint, **CONNECTOR), {"kv_cache_memory_bytes": POOL_BYTES}
+        )
+        with Engine(options, directory / f"{toy.name}.log") as engine:
+            daemon.wait_attached(1)
+            await_lookups(engine, daemon)
+            run = Run(toy, engine, daemon, rounds)
+            run.cold_local_and_ram(repeats)
+            daemon.wait(lambda status: not status.tiers[DISK].queued_objects, 120, "done writing to disk")
+            daemon.settle()
+            daemon.stop()
+            daemon.arena.unlink()
+            daemon.start()
+            daemon.wait(lambda status: status.tiers[DISK].state == "ready", 60, "back on its disk")
+            daemon.wait_attached(1)
+            run.from_disk()
+    return run
+
+
+def tabulate(toy: Toy, run: Run, report: Report) -> None:
+    print(f"\n{toy.name}: median milliseconds to the first token\n{'tokens':>8}" + "".join(f"{s:>10}" for s in SOURCES))
+    for tokens in sorted(run.ratios):
+        medians = [statistics.median(run.seconds[source, tokens]) for source in SOURCES]
+        print(f"{tokens:>8}" + "".join(f"{1000 * seconds:>10.1f}" for seconds in medians))
+        for source, seconds in zip(SOURCES, medians, strict=True):
+            report.figure(f"{toy.name}_{source}_{tokens}_ms", 1000 * seconds, "ms")
+    long = [ratio for tokens, ratios in run.ratios.items() if tokens >= LONG_TOKENS for ratio in ratios]
+    report.figure(f"{toy.name}_ram_by_local", statistics.median(long), "", at_most=RATIO_MAX)
+
+
+def plot(runs: dict[str, Run], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "kvdepot"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(runs), figsize=(5 * len(runs), 4), squeeze=False)
+    for axis, (name, run) in zip(axes[0], runs.items(), strict=True):
+        lengths = sorted(run.ratios)
+        for source in SOURCES:
+            medians = [1000 * statistics.median(run.seconds[source, tokens]) for tokens in lengths]
+            axis.plot(lengths, medians, marker="o", label=source)
+        axis.set(title=name, xlabel="prompt tokens", ylabel="ms to first token (median)", yscale="log")
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=TOYS, default=list(TOYS))
+    parser.add_argument("--rounds", type=int, default=3, help="prompts of each length (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of RAM and local a prompt (default %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw the curves there")
+    options = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="kvd-first-token-"))
+    report = Report("first_token: by where the prefix is")
+    runs = {name: measure(TOYS[name], options.rounds, options.repeats, directory) for name in options.models}
+    for name, run in runs.items():
+        tabulate(TOYS[name], run, report)
+    report.note("prompts", f"{options.rounds} of each length, RAM and local {options.repeats} times each")
+    report.finish(options.json)
+    if options.plot:
+        plot(runs, options.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""Time to first token of conversations whose turns go to two engines in turns: sharing a daemon, and not (row B4).
+
+As a router without affinity sends them: turn n to one engine, turn n+1 to the other, at once, with the
+`kv_transfer_params` of the answer before. Two engines without kvdepot are asked the same, in turns with the others
+(two conversations here, the same two there), each engine's model on a core of its own. Every answer must have the
+same tokens with and without. Once with the engines' own prefix caching, which makes a not sharing engine compute what
+was said since its own last turn, and once without, where it computes all.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
+
+from benchmarks.report import Report, arguments
+from demo.daemon import Daemon
+from demo.engine import ROOT, Completion, Engine, EngineOptions, depot_connector
+from demo.scenarios import await_lookups
+from demo.toys import CONTEXT_TOKENS_MAX, DENSE, make_toy, prompt
+
+CLIENTS = 2
+TURNS = (12, 18)  # from, to
+FIRST_TOKENS = (512, 1024)  # of what is said first, a system prompt with it
+SAID_TOKENS = (64, 256)  # of what is said later
+DAEMON = 'capacity = "2GiB"\n'
+CONNECTOR = {"lookup_timeout_seconds": 2.0}
+"""On two cores the default of 0.05 would now and then turn a hit into a miss; what a lookup takes is in the figures."""
+RATIO_MAX = {True: 1 - 0.286, False: 0.5}
+"""Of sharing by not sharing, with the engines' own prefix caching and without."""
+ASKED = {"do_remote_decode": True}
+
+Said = tuple[tuple[int, ...], ...]
+"""By turn, what the user says."""
+
+
+@dataclass
+class Conversation:
+    """One client's, under way."""
+
+    said: Said
+    engines: Sequence[Engine]
+    answer_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    params: dict[str, Any] | None = None
+    answers: list[Completion] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)  # by turn
+
+    @property
+    def over(self) -> bool:
+        return len(self.answers) == len(self.said)
+
+    @property
+    def _engine(self) -> Engine:
+        return self.engines[len(self.answers) % len(self.engines)]
+
+    def begin(self) -> Future[Any]:
+        self.tokens += self.said[len(self.answers)]
+        self.prompt_tokens.append(len(self.tokens))
+        return self._engine.begin([self.tokens], self.answer_tokens, params=self.params)
+
+    def take(self, begun: Future[Any]) -> None:
+        (done,) = self._engine.finish(begun)
+        if done.error:
+            raise SystemExit(done.error)
+        self.answers.append(done)
+        self.tokens += done.tokens
+        self.params = done.params
+
+
+@dataclass
+class Turns:
+    """What the turns from the second one on took."""
+
+    milliseconds: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, talk: Conversation) -> None:
+        for answer, tokens in list(zip(talk.answers, talk.prompt_tokens, strict=True))[1:]:
+            self.milliseconds.append(1000 * answer.first_token_seconds)
+            self.cached_tokens += answer.cached_tokens
+            self.prompt_tokens += tokens
+
+    def percentile(self, percent: int) -> float:
+        return float(np.percentile(self.milliseconds, percent))
+
+
+def script(number: int) -> Said:
+    """The user's part of a conversation, the same in every run."""
+    numbers = random.Random(number)
+    turns = numbers.randint(*TURNS)
+    lengths = [numbers.randint(*FIRST_TOKENS), *(numbers.randint(*SAID_TOKENS) for _ in range(turns - 1))]
+    return tuple(tuple(prompt(tokens, f"turn-{number}-{turn}")) for turn, tokens in enumerate(lengths))
+
+
+def talk_through(
+    scripts: Sequence[Said], engines: Sequence[Engine], answer_tokens: int, params: Any
+) -> list[Conversation]:
+    """One client each, all at once; each waits for its answer and goes on."""
+    talks = [Conversation(said, engines, answer_tokens, params=params) for said in scripts]
+    waiting = {talk.begin(): talk for talk in talks}
+    while waiting:
+        for begun in wait(waiting, return_when=FIRST_COMPLETED).done:
+            talk = waiting.pop(begun)
+            talk.take(begun)
+            if not talk.over:
+                waiting[talk.begin()] = talk
+    return talks
+
+
+def measure(conversations: int, answer_tokens: int, directory: Path, *, local: bool) -> dict[str, Turns]:
+    """With the engines' own prefix caching, or without."""
+    model = make_toy(DENSE, ROOT / "build" / "toys")
+    turns = {"apart": Turns(), "shared": Turns()}
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        daemon = stack.enter_context(Daemon(DAEMON))
+        engines: dict[str, list[Engine]] = {}
+        starting = []
+        for name, connector in {"apart": None, "shared": depot_connector(daemon.endpoint, **CONNECTOR)}.items():
+            for number in range(2):
+                environment = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
+                options = EngineOptions(DENSE, model, connector, {"enable_prefix_caching": local}, environment)
+                engine = Engine(options, directory / f"{name}-{number}.log")
+                engines.setdefault(name, []).append(engine)
+                stack.callback(engine.close)
+                starting.append((engine, engine.launch()))
+        for engine, ready in starting:
+            engine.wait_ready(ready)
+        daemon.wait_attached(2)
+        for engine in engines["shared"]:
+            await_lookups(engine, daemon)
+        for engine in engines["apart"]:
+            engine.ask(prompt(FIRST_TOKENS[0], "warm-up"), 1)
+        for first in range(0, conversations, CLIENTS):
+            scripts = [script(number) for number in range(first, min(first + CLIENTS, conversations))]
+            talks = {
+                name: talk_through(scripts, engines[name], answer_tokens, ASKED if name == "shared" else None)
+                for name in (turns if first // CLIENTS % 2 else reversed(turns))
+            }
+            check(talks["apart"], talks["shared"])
+            for name, some in talks.items():
+                for talk in some:
+                    turns[name].add(talk)
+            daemon.settle()
+    return turns
+
+
+def check(apart: Sequence[Conversation], shared: Sequence[Conversation]) -> None:
+    """Raises SystemExit where what was loaded has changed a token."""
+    for one, other in zip(apart, shared, strict=True):
+        for turn, (computed, loaded) in enumerate(zip(one.answers, other.answers, strict=True)):
+            if computed.tokens != loaded.tokens:
+                raise SystemExit(f"turn {turn + 1}: other tokens with sharing than without: {loaded} and {computed}")
+
+
+def tabulate(turns: dict[str, Turns], report: Report, *, local: bool) -> None:
+    caching = "local" if local else "no_local"
+    print(f"\nown prefix caching {'on' if local else 'off'}: milliseconds to the first token, from turn 2 on")
+    print(f"{'':>10}{'turns':>8}{'p50':>10}{'p75':>10}{'p99':>10}{'not computed':>14}")
+    for name, some in turns.items():
+        figures = [some.percentile(percent) for percent in (50, 75, 99)]
+        share = some.cached_tokens / some.prompt_tokens
+        print(f"{name:>10}{len(some.milliseconds):>8}" + "".join(f"{ms:>10.1f}" for ms in figures) + f"{share:>14.1%}")
+        for percent, ms in zip((50, 75), figures, strict=False):
+            report.figure(f"{caching}_{name}_p{percent}_ms", ms, "ms")
+    for percent in (50, 75):
+        ratio = turns["shared"].percentile(percent) / turns["apart"].percentile(percent)
+        report.figure(f"{caching}_p{percent}_ratio", ratio, "", at_most=RATIO_MAX[local])
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--conversations", type=int, default=24, help="(default %(default)s)")
+    parser.add_argument("--answer-tokens", type=int, default=96, help="of every answer (default %(default)s)")
+    parser.add_argument("--local", nargs="+", choices=("on", "off"), default=["on", "off"], help="own prefix caching")
+    options = parser.parse_args()
+    longest = FIRST_TOKENS[1] + TURNS[1] * (SAID_TOKENS[1] + options.answer_tokens)
+    if longest > CONTEXT_TOKENS_MAX:
+        parser.error(f"a conversation may have {longest} tokens, the model takes {CONTEXT_TOKENS_MAX}")
+    directory = Path(tempfile.mkdtemp(prefix="kvd-multi-turn-"))
+    report = Report("multi_turn: two engines, sharing a daemon and apart")
+    for local in (caching == "on" for caching in options.local):
+        turns = measure(options.conversations, options.answer_tokens, directory, local=local)
+        tabulate(turns, report, local=local)
+    report.note("model", f"{DENSE.name} toy, {DENSE.dtype}, on CPUs")
+    report.note("conversations", f"{options.conversations} of {TURNS[0]} to {TURNS[1]} turns, {CLIENTS} at a time")
+    report.note("tokens", f"said {FIRST_TOKENS}, then {SAID_TOKENS}; answered {options.answer_tokens}")
+    report.note("load", f"{os.getloadavg()[2]:.1f} in the last 15 minutes")
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()

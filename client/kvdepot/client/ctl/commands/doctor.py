@@ -1,0 +1,89 @@
+"""`kvdepotctl doctor`: does this machine suit the daemon, and what to do where it does not."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
+
+import click
+from click.core import ParameterSource
+from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.doctor.daemon import ask
+from kvdepot.client.ctl.doctor.examination import examine
+from kvdepot.client.ctl.doctor.findings import Outcome
+from kvdepot.client.ctl.doctor.host import Host
+from kvdepot.client.ctl.doctor.settings import config_file, read_settings
+from kvdepot.client.endpoint import Endpoint
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvdepot.client.ctl.doctor.findings import Finding
+    from kvdepot.client.ctl.doctor.settings import Settings
+
+EXIT_OK, EXIT_FAILED = 0, 1
+_STYLES: Final = {Outcome.OK: "green", Outcome.WARN: "yellow", Outcome.FAIL: "red", Outcome.SKIPPED: "dim"}
+
+
+@click.command()
+@click.option("--config", "file", metavar="FILE", help="The daemon's configuration. [default: the service's, if there]")
+@click.option("--read-only", is_flag=True, help="Make no temporary file in a tier's directory, and do not attach.")
+@json_option
+@click.pass_context
+def doctor(context: click.Context, file: str | None, read_only: bool, as_json: bool) -> int:
+    """Check this host against a configuration and a running daemon, and say what to fix.
+
+    Exit code 1 if a check fails, which a daemon that does not answer is too. Run it as the daemon's user or as root:
+    what others may not look at is skipped.
+    """
+    connection: tuple[Endpoint, float] = context.obj
+    endpoint, timeout_seconds = connection
+    host = Host()
+    settings, first = read_settings(config_file(host, file))
+    if settings is not None and file is not None and _is_default(context):
+        endpoint = Endpoint.parse(settings.listen[0])
+    daemon = ask(endpoint, timeout_seconds, attaching=not read_only)
+    findings = [first, *examine(host, settings, daemon, timeout_seconds=timeout_seconds, writing=not read_only)]
+    if as_json:
+        click.echo(json.dumps(_record(endpoint, settings, findings), indent=2))
+    else:
+        _print(findings, Console())
+    return EXIT_FAILED if any(one.outcome is Outcome.FAIL for one in findings) else EXIT_OK
+
+
+def _is_default(context: click.Context) -> bool:
+    """Nobody has named a socket, so it is the file's."""
+    parent = context.parent
+    return parent is not None and parent.get_parameter_source("endpoint") is ParameterSource.DEFAULT
+
+
+def _record(endpoint: Endpoint, settings: Settings | None, findings: Sequence[Finding]) -> dict[str, object]:
+    return {
+        "endpoint": str(endpoint),
+        "configuration": settings.file if settings else None,
+        "outcomes": {str(outcome): count for outcome, count in _counts(findings).items()},
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def _print(findings: Sequence[Finding], console: Console) -> None:
+    """A row a check, below it what to do."""
+    table = Table(title="doctor", title_justify="left", title_style="bold")
+    for column in ("outcome", "of", "check", "found"):
+        table.add_column(column, overflow="fold")
+    for one in findings:
+        fix = f"\n[bold]fix:[/] {escape(one.fix)}" if one.fix else ""
+        state = f"[{_STYLES[one.outcome]}]{one.outcome}[/]"
+        table.add_row(state, escape(one.subject), escape(one.check), escape(one.message) + fix)
+    console.print(table)
+    console.print(", ".join(f"{count} {outcome}" for outcome, count in _counts(findings).items()))
+
+
+def _counts(findings: Sequence[Finding]) -> dict[Outcome, int]:
+    found = Counter(one.outcome for one in findings)
+    return {outcome: found[outcome] for outcome in Outcome}

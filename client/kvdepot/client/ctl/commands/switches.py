@@ -1,0 +1,60 @@
+"""`kvdepotctl loads` and `kvdepotctl stores`: switch them off and on, without touching an engine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+from kvdepot.client.ctl.calls import connect
+from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.completing import Name
+from kvdepot.client.ctl.printer import switches_record
+from kvdepot.core.control import Switch, SwitchCall, switch_states
+
+if TYPE_CHECKING:
+    from kvdepot.client.endpoint import Endpoint
+
+_HELP = """Switch {0} off or on, for NAMESPACE (its id, which may be cut short) or for all.
+
+    It takes effect before this answers, and outlives restarts of the daemon. Switching all on leaves those off that
+    were switched off by themselves.
+    """
+
+
+def _command(switch: Switch) -> click.Command:
+    @click.command(name=switch, help=_HELP.format(switch))
+    @click.argument("state", type=click.Choice(["on", "off"]))
+    @click.argument("namespace", metavar="[NAMESPACE]", type=Name(chunks=False), default="")
+    @json_option
+    @click.pass_obj
+    def run(connection: tuple[Endpoint, float], state: str, namespace: str, as_json: bool) -> int:
+        _set(connection, switch, namespace, on=state == "on", as_json=as_json)
+        return 0
+
+    return run
+
+
+loads, stores = _command(Switch.LOADS), _command(Switch.STORES)
+
+
+def _set(connection: tuple[Endpoint, float], switch: Switch, namespace: str, *, on: bool, as_json: bool) -> None:
+    with connect(*connection) as operator:
+        find = operator.find_namespace if not on else lambda prefix: operator.find_switched_off(switch, prefix)
+        namespace_id = find(namespace) if namespace else b""
+        reply = operator.switch(SwitchCall(switch, on, namespace_id))
+    if as_json:
+        record = {**switches_record(reply.switches), "leases": reply.leases, "not_kept": reply.not_kept}
+        click.echo(json.dumps(record, indent=2))
+        return
+    whom = f"namespace {namespace_id.hex()[:12]}" if namespace_id else "all namespaces"
+    click.echo(f"{switch} are {'on' if on else 'off'} for {whom}")
+    state = switch_states(reply.switches)[switch]
+    if on and namespace_id and state.off:
+        click.echo(f"but {switch} are off for all: `kvdepotctl {switch} on` ends that")
+    if on and not namespace_id and state.off_namespaces:
+        click.echo(f"still off by themselves: {', '.join(one.hex()[:12] for one in state.off_namespaces)}")
+    if not on and reply.leases:
+        click.echo(f"granted before, and going on until they end: {reply.leases}")
+    if reply.not_kept:
+        click.echo(f"warning: {reply.not_kept}", err=True)

@@ -1,0 +1,112 @@
+"""What the daemon's configuration means, as `kvdepotd check-config --json` says it.
+
+That program knows the file's keys, their defaults, the environment over them, and the arena that follows; nothing of it
+is known here a second time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvdepot.client.ctl.doctor.findings import HOST, Check
+from kvdepot.client.ctl.doctor.programs import Program
+
+if TYPE_CHECKING:
+    from kvdepot.client.ctl.doctor.findings import Finding
+    from kvdepot.client.ctl.doctor.host import Host
+
+UNIT_CONFIG: Final = "/etc/kvdepot/kvdepot.toml"
+"""What the packaged unit serves."""
+SECONDS_MAX: Final = 30.0
+"""Of a program that imports all of the daemon."""
+COMMAND: Final = (sys.executable, "-m", "kvdepot.server.app", "check-config", "--json")
+_CHECK: Final = Check("configuration", HOST)
+_REFUSED: Final = "kvdepotd: "
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tier's directory. `kind`: ram, disk or shared. `needed_bytes`: what all its files take when it is full.
+
+    `held`: pattern of those that lie there already; empty where that would take too long to count.
+    """
+
+    name: str
+    kind: str
+    path: str
+    needed_bytes: int
+    held: str = ""
+    on_root_filesystem: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`mode` of the sockets; `group_id` -1: the daemon's own. `metrics` empty: off."""
+
+    file: str
+    capacity_bytes: int
+    places: tuple[Place, ...]  # RAM first
+    listen: tuple[str, ...] = ()
+    mode: int = 0o660
+    group_id: int = -1
+    metrics: str = ""
+    note: str = ""
+
+    @property
+    def ram(self) -> Place:
+        return self.places[0]
+
+
+def config_file(host: Host, given: str | None) -> str | None:
+    """None: the embedded default."""
+    if given is not None:
+        return given
+    return str(host.path(UNIT_CONFIG)) if host.path(UNIT_CONFIG).exists() else None
+
+
+def read_settings(
+    file: str | None, command: tuple[str, ...] = COMMAND, seconds: float = SECONDS_MAX
+) -> tuple[Settings | None, Finding]:
+    """None with the reason where there are none."""
+    ended = Program([*command, *([file] if file else [])]).wait(time.monotonic() + seconds)
+    if ended is None:
+        return None, _CHECK.fail(
+            f"`kvdepotd check-config` was not over within {seconds:g} s",
+            "a path in the configuration lies on a mount that hangs: see to the mount, or name another path",
+        )
+    if ended.code:
+        reason = (ended.errors.strip().splitlines() or ["no reason given"])[-1]
+        if reason.startswith(_REFUSED):
+            return None, _CHECK.fail(
+                reason.removeprefix(_REFUSED), "correct it; `kvdepotd check-config FILE` says whether it will do"
+            )
+        return None, _CHECK.skipped(f"kvdepotd does not run here ({reason}): install kvdepot[server]")
+    settings = decode(json.loads(ended.output))
+    if settings.note:
+        return settings, _CHECK.warn(f"{settings.file}: {settings.note}", "make room, or name a tier in a file")
+    return settings, _CHECK.ok(f"{settings.file}: good")
+
+
+def decode(facts: Any) -> Settings:
+    """From `kvdepot.server.config_facts`."""
+    arena = Path(facts["ram"]["arena_path"])
+    # Whoever runs the daemon: the name has the uid in its middle.
+    held = "-".join((arena.name.split("-")[0], "*", arena.name.split("-")[-1]))
+    ram = Place("ram", "ram", str(arena.parent), facts["ram"]["arena_bytes"], held)
+    tiers = (
+        Place(
+            one["name"], one["kind"], one["path"], one["capacity_bytes"],
+            held="*" if one["kind"] == "disk" else "", on_root_filesystem=one["on_root_filesystem"],
+        )
+        for one in facts["tiers"]
+    )  # fmt: skip
+    daemon = facts["daemon"]
+    return Settings(
+        facts["file"], facts["ram"]["capacity_bytes"], (ram, *tiers), tuple(daemon["listen"]), daemon["mode"],
+        daemon["group_id"], daemon["metrics"], facts["note"],
+    )  # fmt: skip

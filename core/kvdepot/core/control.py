@@ -1,0 +1,118 @@
+"""The calls with which operators change a running daemon, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from kvdepot.core.report import PinStatus, SwitchesStatus
+
+PIN_SECONDS_MAX: Final = 366 * 86_400.0
+
+
+class Switch(StrEnum):
+    """What can be switched off and on, for all namespaces or for one."""
+
+    LOADS = "loads"
+    STORES = "stores"
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchState:
+    """One switch. `off`: for all. `off_namespaces`: for these by themselves."""
+
+    off: bool
+    off_namespaces: tuple[bytes, ...]
+
+    @property
+    def anywhere_off(self) -> bool:
+        return self.off or bool(self.off_namespaces)
+
+
+def switch_states(status: SwitchesStatus) -> dict[Switch, SwitchState]:
+    return {
+        Switch.LOADS: SwitchState(status.loads_off, status.loads_off_namespaces),
+        Switch.STORES: SwitchState(status.stores_off, status.stores_off_namespaces),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchCall:
+    switch: Switch
+    on: bool
+    namespace_id: bytes = b""  # empty: all. Those that were switched off by themselves stay so
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchReply:
+    switches: SwitchesStatus  # as they are now
+    leases: int = 0  # granted before and not ended: loads, or stores, in progress
+    not_kept: str = ""  # why the next run of the daemon will not know; empty: it will
+
+
+@dataclass(frozen=True, slots=True)
+class PinCall:
+    namespace_id: bytes
+    key: bytes  # of the chunk that ends a path; empty: all of the namespace, now and later
+    seconds: float  # from now on, also where it is pinned already
+
+
+@dataclass(frozen=True, slots=True)
+class PinReply:
+    pin: PinStatus
+    not_kept: str = ""  # as with switches
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSubject:
+    """What an entry is about, as in `[[quota]]`."""
+
+    tenant: str = "*"  # of all: each
+    namespace: str | None = None  # None: the total of the tenant's. "*": each; a label, or the first digits of an id
+    tier: str = "*"
+
+    def __str__(self) -> str:
+        tenant = "each tenant" if self.tenant == "*" else f"tenant {self.tenant!r}"
+        namespace = "each namespace" if self.namespace == "*" else f"namespace {self.namespace!r}"
+        whose = tenant if self.namespace is None else f"{namespace} of {tenant}"
+        return f"{whose} in {'each tier' if self.tier == '*' else f'tier {self.tier!r}'}"
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaEntry:
+    subject: QuotaSubject
+    capacity_bytes: int | None  # None: no limit, also where a wider entry has one
+    by_operator: bool = False  # set at run time, in place of what the configuration says about the subject
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
+    """One key whose value in the file is not the one that the daemon runs with. As text, sizes in bytes."""
+
+    key: str
+    before: str
+    after: str
+    live: bool  # whether a reload applies it; else a restart does
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadReply:
+    file: str
+    changes: tuple[ConfigChange, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigReply:
+    """What the daemon runs with: file, command line and defaults together, by key."""
+
+    file: str
+    values: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictReply:
+    chunks: int
+    more: bool = False  # than were counted
+    spared: tuple[str, ...] = ()  # tiers that keep what they have: shared ones, and those out of use

@@ -1,0 +1,40 @@
+"""What follows from a configuration, for programs: `kvdepotd check-config --json`, which `kvdepotctl doctor` reads.
+
+Keys are added, never renamed. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvdepot.server.config import Config
+
+
+def facts(config: Config) -> dict[str, Any]:
+    daemon = config.tables.daemon
+    return {
+        "file": config.file,
+        "note": config.note,
+        "daemon": {
+            "listen": list(daemon.listen),
+            "mode": daemon.mode_bits,
+            "group_id": daemon.group_id,
+            "metrics": daemon.metrics,
+        },
+        "ram": {
+            "capacity_bytes": config.capacity_bytes,
+            "arena_bytes": config.arena_bytes,
+            "arena_path": str(config.arena_path),
+        },
+        "tiers": [
+            {
+                "name": tier.name,
+                "kind": tier.kind,
+                "path": tier.path,
+                "capacity_bytes": tier.capacity,
+                "on_root_filesystem": tier.on_root_filesystem,
+            }
+            for tier in config.tables.tier
+        ],
+    }

@@ -1,0 +1,204 @@
+"""What operators change in a running daemon: the engine does it at once, then it is kept for the next run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from kvdepot.core.control import (
+    PIN_SECONDS_MAX,
+    ConfigReply,
+    EvictReply,
+    PinCall,
+    PinReply,
+    QuotaEntry,
+    QuotaSubject,
+    ReloadReply,
+    SwitchCall,
+    SwitchReply,
+    switch_states,
+)
+from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.core.report import PinStatus
+from kvdepot.server.config import Config
+from kvdepot.server.engine.engine import Engine
+from kvdepot.server.reloading import changes, refuse_what_needs_a_restart, values
+from kvdepot.server.set_quotas import SetQuotas, spelled
+from kvdepot.server.state_file import KeptPin, OperatorState, StateFile
+
+Reread = Callable[[], Config]
+"""Reads and checks the configuration again, the command line over it. Raises ConfigError."""
+
+
+class Control:
+    """One daemon's. Every change is a line of the log.
+
+    `configure` has the daemon run with another configuration; it cannot fail. `readiness_changed` is called when it
+    has. `reread` is None where there is no file.
+    """
+
+    def __init__(
+        self, engine: Engine, state: StateFile, config: Config, *,
+        reread: Reread | None, configure: Callable[[Config], None],
+        readiness_changed: Callable[[], Awaitable[None]], quotas: SetQuotas, log: logging.Logger,
+    ) -> None:  # fmt: skip
+        self._engine = engine
+        self._state = state
+        self._config = config
+        self._reread = reread
+        self._configure = configure
+        self._readiness_changed = readiness_changed
+        self._log = log
+        self._quotas = quotas
+        self._reloading = asyncio.Lock()
+
+    def restore(self) -> None:
+        """What the run before was told. Raises ConfigError when that cannot be read."""
+        if not self._state.writable:
+            self._log.warning(
+                "cannot write to %s: what operators switch off will be on after a restart", self._state.path.parent
+            )
+        kept, now = self._state.read(), time.time()
+        switches = kept.switches
+        self._engine.switches.restore(switches)
+        self._quotas.restore(kept.quotas)
+        if kept.quotas:
+            self._configure(self._config)
+        for entry in kept.quotas:
+            self._log.info("quota is set, as before: %s: %s bytes", entry.subject, entry.capacity_bytes)
+        for pin in kept.pins:
+            if pin.until > now:
+                # A clock that was set back makes none longer than it can be.
+                seconds = min(pin.until - now, PIN_SECONDS_MAX)
+                self._engine.pins.restore(pin.namespace_id, pin.key, seconds)
+                self._log.info("pinned, as before, for %.0f s: %s", seconds, _shown(pin.namespace_id, pin.key))
+        for switch, state in switch_states(switches).items():
+            if state.anywhere_off:
+                whom = "all namespaces" if state.off else ", ".join(one.hex() for one in state.off_namespaces)
+                self._log.warning("%s are off, as before, for %s", switch, whom)
+
+    # Switches
+
+    async def switch(self, call: SwitchCall) -> SwitchReply:
+        leases = self._engine.switch(call.switch, call.namespace_id, on=call.on)
+        whom = f"namespace {call.namespace_id.hex()}" if call.namespace_id else "all namespaces"
+        self._log.warning("%s switched %s for %s", call.switch, "on" if call.on else "off", whom)
+        not_kept = await self._keep()
+        return SwitchReply(self._engine.switches.status(), leases, not_kept)
+
+    async def _keep(self) -> str:
+        """Empty, or why the next run will not know."""
+        now = time.time()
+        pins = tuple(KeptPin(one.namespace_id, one.key, now + one.seconds_left) for one in self._engine.pins.statuses())
+        not_kept = await self._state.write(OperatorState(self._engine.switches.status(), pins, self._quotas.kept()))
+        if not_kept:
+            self._engine.counters.add("failed_state_writes")
+            self._log.error("%s", not_kept)
+        return not_kept
+
+    async def drain(self, *, draining: bool) -> int:
+        """Grant nothing more, or again; how many leases were granted before and have not ended."""
+        leases = self._engine.drain(draining=draining)
+        self._log.warning("draining: nothing is granted" if draining else "resumed")
+        await self._readiness_changed()
+        return leases
+
+    # Contents
+
+    async def pin(self, call: PinCall) -> PinReply:
+        """Returns when what RAM has of it is pinned, as far as the share of pins goes."""
+        pins = self._engine.pins
+        pins.pin(call.namespace_id, call.key, call.seconds)
+        await self._swept()
+        found = pins.status(call.namespace_id, call.key) or PinStatus(call.namespace_id, call.key)  # it was short
+        self._log.warning(
+            "pinned for %.0f s: %s: %d objects, %d bytes",
+            call.seconds, _shown(call.namespace_id, call.key), found.objects, found.bytes,
+        )  # fmt: skip
+        return PinReply(found, await self._keep())
+
+    async def unpin(self, namespace_id: bytes, key: bytes) -> str:
+        """Empty, or why the next run will not know."""
+        self._engine.pins.unpin(namespace_id, key)
+        await self._swept()
+        self._log.warning("unpinned %s", _shown(namespace_id, key))
+        return await self._keep()
+
+    async def _swept(self) -> None:
+        for _ in iter(self._engine.pins.run_once, False):
+            await asyncio.sleep(0)
+
+    # Quotas
+
+    def quotas(self, subject: QuotaSubject | None = None) -> tuple[QuotaEntry, ...]:
+        """Those in effect: all, or the one about the subject where there is one. Raises InvalidArgument."""
+        entries = self._quotas.in_effect(self._config.tables)
+        return entries if subject is None else tuple(one for one in entries if one.subject == spelled(subject))
+
+    async def set_quota(self, entry: QuotaEntry) -> str:
+        """In effect before it returns; empty, or why the next run will not know."""
+        self._quotas.set(self._config.tables, entry)
+        self._configure(self._config)
+        capacity = "none" if entry.capacity_bytes is None else f"{entry.capacity_bytes} bytes"
+        self._log.warning("quota set to %s: %s", capacity, entry.subject)
+        return await self._keep()
+
+    async def delete_quota(self, subject: QuotaSubject) -> str:
+        """The configuration's is in effect again, where it has one."""
+        self._quotas.delete(subject)
+        self._configure(self._config)
+        self._log.warning("quota that was set is deleted: %s", subject)
+        return await self._keep()
+
+    async def evict(self, namespace_id: bytes, key: bytes) -> EvictReply:
+        """In slices, between which others are served. What comes meanwhile may stay."""
+        removal = self._engine.removal(namespace_id, key)
+        for _ in iter(removal.run_once, False):
+            await asyncio.sleep(0)
+        what = f"chunk {key.hex()} and what is below it" if key else "everything"
+        self._log.warning("evicted %s of namespace %s: %d chunks", what, namespace_id.hex(), removal.chunks)
+        return removal.reply()
+
+    # The configuration
+
+    def configuration(self) -> ConfigReply:
+        return ConfigReply(self._config.file, values(self._config.tables))
+
+    async def compare(self) -> ReloadReply:
+        """How the file differs from what the daemon runs with. Raises ConfigError for one that is wrong."""
+        after = await self._read()
+        return ReloadReply(after.file, changes(self._config.tables, after.tables))
+
+    async def reload(self) -> ReloadReply:
+        """All of it or, with a ConfigError that names every key at fault, nothing."""
+        async with self._reloading:
+            try:
+                after = await self._read()
+                found = changes(self._config.tables, after.tables)
+                refuse_what_needs_a_restart(self._config, after, found)
+            except KvDepotError as error:
+                self._log.error("not reloaded: %s", error)
+                raise
+            # "auto" may mean another size by now; the arena has the one of the start.
+            self._config = replace(after, capacity_bytes=self._config.capacity_bytes)
+            self._configure(self._config)
+            for one in found:
+                self._log.warning("reloaded: %s is %s, was %s", one.key, one.after, one.before)
+            if not found:
+                self._log.info("reloaded: %s says nothing new", after.file)
+            if self._quotas.kept() and any(one.key.startswith("quota[") for one in found):
+                self._log.warning("quotas that operators have set stay in place of the file's: `kvdepotctl quota list`")
+            return ReloadReply(after.file, found)
+
+    async def _read(self) -> Config:
+        if self._reread is None:
+            raise ConfigError(self._config.file, "", "there is no file to read again", advice="start kvdepotd with one")
+        return await asyncio.get_running_loop().run_in_executor(None, self._reread)
+
+
+def _shown(namespace_id: bytes, key: bytes) -> str:
+    namespace = f"namespace {namespace_id.hex()}"
+    return f"the path to chunk {key.hex()} of {namespace}" if key else namespace

@@ -1,0 +1,199 @@
+"""Locate: how far a prompt is held, over all tiers. Pins nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+from kvdepot.core import limits
+from kvdepot.core.arena import NO_ROW
+from kvdepot.core.calls import KEY_BYTES, Kind, LocateCall, LocateReply
+from kvdepot.core.control import Switch
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.limits import check_limit
+from kvdepot.core.misses import MissReason
+from kvdepot.core.planner import Planner
+from kvdepot.server.engine.index import Nodes
+from kvdepot.server.engine.lookups import LookedUp, LookUps, wait_seconds
+from kvdepot.server.engine.misses import Miss, Misses, Seen
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.offers import Offer, Offers
+from kvdepot.server.engine.prefetch import Prefetch
+from kvdepot.server.engine.presence import Flags, Presence
+from kvdepot.server.engine.records import Records
+from kvdepot.server.engine.rows import COMMITTED
+from kvdepot.server.engine.sessions import Session
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.switches import Switches
+from kvdepot.server.engine.tiering import Tiering
+
+Answer = Callable[[LocateReply], None]
+_WANTED_PER_LOCATE_MAX: Final = 256
+
+
+class Locates:
+    """`want(row)` asks for an adopted object to be verified soon."""
+
+    def __init__(
+        self,
+        space: Space,
+        tiering: Tiering,
+        prefetch: Prefetch,
+        records: Records,
+        switches: Switches,
+        want: Callable[[int], None],
+    ) -> None:
+        self._space = space
+        self._switches = switches
+        self._prefetch = prefetch
+        self._offers = Offers(space, tiering.promotions)
+        self._tiering = tiering
+        self._presence = Presence(space, tiering)
+        self._look_ups = LookUps(space, self._presence)
+        self._misses = Misses(space, self._presence, tiering)
+        self._records = records
+        self._want = want
+
+    def tick(self) -> None:
+        self._look_ups.tick()
+
+    def close(self) -> None:
+        """Answer those who wait; from now on nothing is looked up."""
+        self._look_ups.close()
+
+    def locate(self, session: Session, namespace: Namespace, call: LocateCall, answer: Answer) -> float:
+        """Answers the deepest boundary of which every object may be served, or can be within the call's budget.
+
+        Where shared tiers may have more than the index knows they are asked first; else the answer is given at once.
+        Returns after how many seconds the next tick answers at the latest; 0: it was answered.
+        """
+        self._space.counters.add("locates")
+        if len(call.keys) % KEY_BYTES:
+            raise InvalidArgument(f"keys has {len(call.keys)} bytes, no multiple of {KEY_BYTES}")
+        check_limit("keys of one call", len(call.keys) // KEY_BYTES, limits.KEYS_PER_CALL_MAX)
+        if self._switched_off(session, namespace, call, answer):
+            return 0.0
+        seen = self._see(namespace, call)
+        chunk_tokens = _planner(namespace).chunk_tokens
+        begin, end = seen.boundary_tokens // chunk_tokens, min(seen.high_tokens // chunk_tokens, len(seen.nodes))
+        if begin >= end or not self._look_ups.possible:
+            answer(self._reply(session, namespace, call, seen))
+            return 0.0
+
+        def ended(looked_up: LookedUp) -> None:
+            if not self._space.namespaces.defined(namespace):
+                answer(LocateReply(0))  # nobody uses it any more
+            elif not self._switched_off(session, namespace, call, answer):
+                answer(self._reply(session, namespace, call, self._see(namespace, call), looked_up))
+
+        wait = wait_seconds(call.wait_seconds, something=begin > 0)
+        return self._look_ups.begin(namespace, call.keys, begin, end, ended, wait)
+
+    def _switched_off(self, session: Session, namespace: Namespace, call: LocateCall, answer: Answer) -> bool:
+        """Answered so: an operator lets nothing be loaded."""
+        refusal = self._switches.refusal(Switch.LOADS, namespace.id)
+        if refusal is None:
+            return False
+        miss = Miss(refusal, 0)
+        self._space.counters.add(f"misses.{refusal}")
+        self._record(session, namespace, call, self._see(namespace, call), Offer(0), miss)
+        answer(LocateReply(0, miss=self._misses.told(miss)))
+        return True
+
+    def _see(self, namespace: Namespace, call: LocateCall) -> Seen:
+        space, planner = self._space, _planner(namespace)
+        nodes = space.index.find_many(namespace.slot, call.keys)
+        flags = self._presence.in_ram(namespace, nodes)
+        ram = presence = {kind: seen.tobytes() for kind, seen in flags.items()}
+        high_tokens = call.high_tokens
+        if space.tiers:
+            high_tokens = min(high_tokens, self._reach_tokens(namespace))
+            presence = {kind: (seen | self._presence.promotable(nodes, kind)).tobytes() for kind, seen in flags.items()}
+        return Seen(nodes, ram, presence, high_tokens, planner.longest_boundary(presence, 0, high_tokens))
+
+    def _reply(
+        self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen, looked_up: LookedUp | None = None
+    ) -> LocateReply:
+        planner, counters, longest = _planner(namespace), self._space.counters, seen.boundary_tokens
+        offer = self._offer(session, namespace, call, seen)
+        attention = seen.presence.get(Kind.ATTENTION, b"")
+        reach = attention.find(0)
+        reach = len(attention) if reach < 0 else reach
+        miss = self._misses.of(namespace, call, seen, looked_up)
+        if offer.boundary_tokens < longest:
+            miss = replace(miss, reason=offer.miss, chunk=offer.boundary_tokens // planner.chunk_tokens)
+        if offer.boundary_tokens:
+            counters.add("located_tokens", offer.boundary_tokens)
+            counters.add("locate_hits")
+        else:
+            counters.add(f"misses.{miss.reason or MissReason.UNKNOWN}")
+        if offer.boundary_tokens < longest:
+            counters.add("shortened_offers")
+        if self._space.unverified:
+            self._want_unverified(namespace, seen.nodes)
+        self._record(session, namespace, call, seen, offer, miss)
+        return LocateReply(
+            offer.boundary_tokens, offer.tier, reach * planner.chunk_tokens, offer.seconds, self._misses.told(miss)
+        )
+
+    def _record(
+        self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen, offer: Offer, miss: Miss
+    ) -> None:
+        if call.request_id:
+            lookup = self._misses.lookup(namespace, call, seen, offer, miss)
+            self._records.looked_up(session.engine_id, call.request_id, namespace, lookup)
+
+    def _offer(self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen) -> Offer:
+        """What of the longest boundary is worth waiting for, and in time. Prefetch is told of all of it."""
+        planner, longest = _planner(namespace), seen.boundary_tokens
+        offer, givers = Offer(longest, "ram" if longest else ""), list[int]()
+        if not self._space.tiers:
+            return offer
+        chunks = longest // planner.chunk_tokens
+        nodes = seen.nodes[:chunks]
+        if longest != planner.longest_boundary(seen.ram, 0, seen.high_tokens):
+            absent = {kind: _flags(seen.presence[kind], chunks) & ~_flags(seen.ram[kind], chunks) for kind in seen.ram}
+            for kind in absent.keys() - {Kind.STATE}:
+                absent[kind][: call.local_tokens // planner.chunk_tokens] = False
+            explored = self._prefetch.on and bool(call.request_id)
+            costs = self._offers.costs(namespace, nodes, absent, explored=explored)
+            offer = self._offers.choose(planner, seen.presence, longest, costs, call)
+            givers = costs.givers(chunks - 1)
+        if not session.ended:
+            keys = call.keys[: chunks * KEY_BYTES]
+            self._prefetch.located((session.slot, call.request_id), namespace, keys, nodes, givers)
+        return offer
+
+    def _reach_tokens(self, namespace: Namespace) -> int:
+        """What ends behind it the quotas never let into RAM."""
+        chunk_tokens = _planner(namespace).chunk_tokens
+        capacity_bytes = self._space.account.capacity_bytes(namespace.slot)
+        if capacity_bytes is None:
+            return limits.KEYS_PER_CALL_MAX * chunk_tokens
+        rounded, sizes = self._space.allocator.rounded, namespace.object_bytes
+        for kind, size_bytes in sizes.items():
+            if kind != namespace.path_kind:
+                capacity_bytes -= rounded(size_bytes) * (namespace.window_chunks if kind == Kind.WINDOW else 1)
+        return max(capacity_bytes, 0) // rounded(sizes[namespace.path_kind]) * chunk_tokens
+
+    def _want_unverified(self, namespace: Namespace, nodes: Nodes) -> None:
+        """What a request asked for is verified first."""
+        table = self._space.rows
+        for kind in namespace.object_bytes:
+            rows = self._presence.rows_at(nodes, kind)
+            rows = rows[rows != NO_ROW]
+            rows = rows[(table.states[rows] == COMMITTED) & (table.runs[rows] != table.run)]
+            for row in rows[:_WANTED_PER_LOCATE_MAX].tolist():
+                self._want(row)
+
+
+def _planner(namespace: Namespace) -> Planner:
+    assert namespace.planner is not None, "only registered namespaces are located in"
+    return namespace.planner
+
+
+def _flags(packed: bytes, chunks: int) -> Flags:
+    flags: Flags = np.frombuffer(packed, np.bool_)[:chunks]
+    return flags

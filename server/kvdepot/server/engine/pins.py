@@ -1,0 +1,267 @@
+"""What operators have pinned: a namespace, or a path by its last chunk, is not evicted from RAM until a time.
+
+A pin keeps what RAM has, now and later; it reads nothing. Within a share of RAM, in bytes and in rows of the extent
+table: older pins first, of each the beginnings of paths first. What is above the share may be evicted as ever.
+Corruption, an operator's `evict` and a new arena take pinned objects too.
+
+Exact, because eviction of an inner node would leave what is below it without a path (DESIGN 5): an object is pinned
+only where its chunk has the object that makes the path in RAM, and so has, pinned, the chunk before it. What
+pins keep out of eviction is hence what they are charged for.
+
+Which objects these are is found in slices, once when pins change and then every few seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from kvdepot.core.arena import NO_ROW
+from kvdepot.core.calls import Kind
+from kvdepot.core.errors import NotFound
+from kvdepot.core.limits import check_limit
+from kvdepot.core.report import PinStatus
+from kvdepot.server.engine.index import NONE, Nodes
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.rows import COMMITTED
+from kvdepot.server.engine.space import PINNED, Space
+
+PINS_MAX: Final = 256
+"""A quarter of the namespace table: who pins namespaces does not fill it."""
+_SLICE_NODES: Final = 128
+"""1 to 2 ms."""
+_WALKED_NODES: Final = 4096
+"""Likewise."""
+_SWEEP_SECONDS: Final = 2.0
+_KINDS: Final = tuple(map(int, Kind))
+
+
+@dataclass(eq=False, slots=True)
+class _Pin:
+    namespace_id: bytes
+    key: bytes  # of the chunk that ends the path; empty: all of the namespace
+    until: float
+    chunks: int = 0  # these three are those of the last sweep
+    objects: int = 0
+    bytes: int = 0
+
+
+class Pins:
+    """`share` of RAM may be pinned."""
+
+    def __init__(self, space: Space, share: float) -> None:
+        self._space = space
+        self._share = share
+        self._pins: dict[tuple[bytes, bytes], _Pin] = {}  # in the order in which they were made
+        self._sizes = np.zeros(space.rows.count, np.int64)  # by row: bytes of the arena, 0 where nothing is pinned
+        self._rows = 0  # of the extent table, that pinned objects take
+        self._sweep: Iterator[None] | None = None
+        self._sweep_at = 0.0
+        self.objects = 0
+        self.bytes = 0
+        space.pinned_dropped = self._let_go
+
+    def configure(self, share: float) -> None:
+        """What is above a smaller share is pinned no more."""
+        self._share = share
+        self._begin()
+
+    def statuses(self) -> tuple[PinStatus, ...]:
+        """What they hold is as of some seconds ago."""
+        now = self._space.clock()
+        return tuple(
+            PinStatus(one.namespace_id, one.key, max(one.until - now, 0.0), one.chunks, one.objects, one.bytes)
+            for one in self._pins.values()
+        )
+
+    def pins(self, namespace: Namespace) -> bool:
+        """Whether the namespace, or a path of it, is pinned."""
+        return any(namespace_id == namespace.id for namespace_id, _ in self._pins)
+
+    # What operators do. `run_once` is to be called until it is False: then it is so
+
+    def pin(self, namespace_id: bytes, key: bytes, seconds: float) -> None:
+        """From now on for so long, also where it was pinned already. Raises NotFound, or LimitExceeded."""
+        namespace = self._space.namespaces.by_id.get(namespace_id)
+        if namespace is None:
+            raise NotFound(f"there is no namespace {namespace_id.hex()}")
+        if key and self._space.index.find(namespace.slot, key) == NONE:
+            raise NotFound(f"namespace {namespace_id.hex()} has no chunk {key.hex()}")
+        self.restore(namespace_id, key, seconds)
+
+    def restore(self, namespace_id: bytes, key: bytes, seconds: float) -> None:
+        """Likewise of what may come back later, as an earlier run had it."""
+        check_limit("pins", len({*self._pins, (namespace_id, key)}), PINS_MAX)
+        pin = self._pins.setdefault((namespace_id, key), _Pin(namespace_id, key, 0.0))
+        pin.until = self._space.clock() + seconds
+        self._begin()
+
+    def unpin(self, namespace_id: bytes, key: bytes) -> None:
+        """Raises NotFound where it is not pinned."""
+        if self._pins.pop((namespace_id, key), None) is None:
+            what = f"chunk {key.hex()} of namespace {namespace_id.hex()}" if key else f"namespace {namespace_id.hex()}"
+            raise NotFound(f"{what} is not pinned", advice="`kvdepotctl status` lists what is")
+        self._begin()
+
+    def status(self, namespace_id: bytes, key: bytes) -> PinStatus | None:
+        return next((one for one in self.statuses() if (one.namespace_id, one.key) == (namespace_id, key)), None)
+
+    # Sweeping
+
+    def tick(self) -> None:
+        now = self._space.clock()
+        for name in [name for name, pin in self._pins.items() if pin.until <= now]:
+            del self._pins[name]
+            self._begin()
+        if self._sweep is None and self._pins and now >= self._sweep_at:
+            self._begin()
+        self.run_once()
+
+    def run_once(self) -> bool:
+        """A slice; False when there is nothing more to do for now."""
+        if self._sweep is not None and next(self._sweep, self) is self:
+            self._sweep = None
+            self._sweep_at = self._space.clock() + _SWEEP_SECONDS
+        return self._sweep is not None
+
+    def _begin(self) -> None:
+        self._sweep = self._sweeping()
+
+    def _sweeping(self) -> Iterator[None]:
+        """First what is pinned no more, so that its room is others', then what is pinned by now."""
+        found: list[tuple[_Pin, Namespace, Nodes]] = []  # no nodes: all of the namespace
+        for pin in list(self._pins.values()):
+            namespace = self._space.namespaces.by_id.get(pin.namespace_id)
+            if namespace is not None:
+                path: list[int] = []
+                yield from self._walk(namespace, pin.key, path)
+                found.append((pin, namespace, np.array(path, np.int64)))
+            pin.chunks, pin.objects, pin.bytes = 0, 0, 0
+        yield from self._release(found)
+        for pin, namespace, path_nodes in found:
+            yield from self._take_path(namespace, path_nodes) if pin.key else self._take_all(namespace)
+            self._count(pin, namespace, path_nodes)
+            yield
+
+    def _walk(self, namespace: Namespace, key: bytes, path: list[int]) -> Iterator[None]:
+        """The nodes from the first chunk to this one; none where it is gone."""
+        index = self._space.index
+        node = index.find(namespace.slot, key) if key else NONE
+        while node != NONE:
+            path.append(node)
+            if len(path) % _WALKED_NODES == 0:
+                at = index.key(node)
+                yield
+                if index.find(namespace.slot, at) != node:  # it went meanwhile, perhaps with all below it
+                    path.clear()
+                    node = index.find(namespace.slot, key)
+                    continue
+            node = index.parent(node)
+        path.reverse()
+
+    def _release(self, found: list[tuple[_Pin, Namespace, Nodes]]) -> Iterator[None]:
+        """What no pin covers, or all where there is less room than there was."""
+        space = self._space
+        covered = np.zeros(len(self._sizes), np.bool_)
+        if self.bytes <= self._bytes_max and self._rows <= self._rows_max:
+            for pin, namespace, path in found:
+                if not pin.key:
+                    covered |= space.rows.namespaces == namespace.slot
+                for rows in space.index.rows if pin.key else ():
+                    at = rows[path]
+                    covered[at[at != NO_ROW]] = True
+        yield
+        for number, row in enumerate(np.flatnonzero((self._sizes > 0) & ~covered).tolist(), 1):
+            if self._sizes[row]:
+                self._let_go(row)
+                node = space.node_of(row)
+                if node != NONE:
+                    space.settle_evictors(node)
+            if number % _SLICE_NODES == 0:
+                yield
+
+    def _take_path(self, namespace: Namespace, path: Nodes) -> Iterator[None]:
+        for number, node in enumerate(path.tolist(), 1):
+            if not self._take(namespace, node):
+                return
+            if number % _SLICE_NODES == 0:
+                yield
+
+    def _take_all(self, namespace: Namespace) -> Iterator[None]:
+        """What RAM has of it and is not pinned, each after what is before it on its path."""
+        space, rows, steps = self._space, self._space.rows, 0
+        due = (rows.namespaces == namespace.slot) & (rows.states == COMMITTED) & (self._sizes == 0)
+        for row in np.flatnonzero(due).tolist():
+            missing: list[int] = []
+            node = space.node_of(row)
+            while node != NONE and (not missing or not self._pinned(namespace, node)):
+                missing.append(node)
+                node = space.index.parent(node)
+            for at in reversed(missing):
+                if not self._take(namespace, at):
+                    return
+            steps += 1 + len(missing)
+            if steps >= _SLICE_NODES:
+                steps = 0
+                yield
+
+    def _take(self, namespace: Namespace, node: int) -> bool:
+        """Pin what RAM has of the node, where it goes on from something pinned; False: the share is used up."""
+        space = self._space
+        index, path_kind = space.index, namespace.path_kind
+        if index.namespace(node) != namespace.slot or not space.complete(node, path_kind):
+            return True
+        above = index.parent(node)
+        if above != NONE and not self._pinned(namespace, above):
+            return True
+        due = [
+            index.row(node, kind)
+            for kind in sorted(_KINDS, key=lambda one: one != path_kind)
+            if space.complete(node, kind) and not self._sizes[index.row(node, kind)]
+        ]
+        taken = 0
+        for row in due:
+            size_bytes, rows = space.rounded_bytes(row), len(space.rows.chain(row))
+            if self.bytes + size_bytes > self._bytes_max or self._rows + rows > self._rows_max:
+                break
+            space.kept_rows[row] |= PINNED
+            self._sizes[row] = size_bytes
+            self._add(1, size_bytes, rows)
+            taken += 1
+        if taken:
+            space.settle_evictors(node)
+        return taken == len(due)
+
+    def _pinned(self, namespace: Namespace, node: int) -> bool:
+        """Whether the object of the node that makes the path is."""
+        row = self._space.index.row(node, namespace.path_kind)
+        return row != NO_ROW and self._sizes[row] > 0
+
+    def _count(self, pin: _Pin, namespace: Namespace, path: Nodes) -> None:
+        sizes = self._sizes[self._space.rows.namespaces == namespace.slot]
+        if pin.key:
+            rows = np.concatenate([column[path] for column in self._space.index.rows])
+            sizes = self._sizes[rows[rows != NO_ROW]]
+        pin.chunks = len(path) if pin.key else namespace.nodes
+        pin.objects, pin.bytes = int(np.count_nonzero(sizes)), int(sizes.sum())
+
+    def _let_go(self, row: int) -> None:
+        """Also of one that leaves the index."""
+        self._space.kept_rows[row] &= ~PINNED
+        self._add(-1, -int(self._sizes[row]), -len(self._space.rows.chain(row)))
+        self._sizes[row] = 0
+
+    def _add(self, objects: int, size_bytes: int, rows: int) -> None:
+        self.objects += objects
+        self.bytes += size_bytes
+        self._rows += rows
+
+    @property
+    def _bytes_max(self) -> int:
+        return int(self._share * self._space.allocator.ready_bytes)
+
+    @property
+    def _rows_max(self) -> int:
+        return int(self._share * len(self._sizes))

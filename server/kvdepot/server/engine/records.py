@@ -1,0 +1,146 @@
+"""What is remembered of the latest requests, for `kvdepotctl explain`: bounded, and never in anybody's way."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from kvdepot.core.calls import AcquireReply, RequestEnd, ReserveOutcome
+from kvdepot.core.errors import NotFound
+from kvdepot.core.records import (
+    DIFFERENCES_MAX,
+    LOADS_PER_RECORD_MAX,
+    RECORDS_MAX,
+    RECORDS_PER_ANSWER_MAX,
+    LoadRecord,
+    Lookup,
+    RequestRecord,
+)
+from kvdepot.server.engine.acquires import Answer
+from kvdepot.server.engine.namespaces import Namespace, Namespaces
+
+
+@dataclass(slots=True)
+class _Load:
+    record: LoadRecord
+    asked_at: float
+
+
+@dataclass(slots=True)
+class _Record:
+    engine_id: str
+    request_id: str
+    namespace_id: bytes
+    began_at: float
+    lookups: int = 0
+    looked_up_at: float = 0.0
+    lookup: Lookup | None = None
+    loads: list[_Load] = field(default_factory=list)
+    reserved: Counter[str] = field(default_factory=Counter)
+    ended_at: float | None = None
+    end: RequestEnd | None = None
+
+
+class Records:
+    """Of all engines, the latest to begin last. Calls without a request's id leave nothing."""
+
+    def __init__(self, namespaces: Namespaces, clock: Callable[[], float]) -> None:
+        self._namespaces = namespaces
+        self._clock = clock
+        self._records: OrderedDict[tuple[str, str], _Record] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    # What requests do
+
+    def looked_up(self, engine_id: str, request_id: str, namespace: Namespace, lookup: Lookup) -> None:
+        record = self._record(engine_id, request_id, namespace)
+        if record is not None:
+            record.lookups += 1
+            record.looked_up_at = self._clock()
+            record.lookup = lookup
+
+    def loading(self, engine_id: str, request_id: str, namespace: Namespace, objects: int, answer: Answer) -> Answer:
+        """It has asked for its load. What is returned takes the answer, and passes it on."""
+        record = self._record(engine_id, request_id, namespace)
+        if record is None:
+            return answer
+        load = _Load(LoadRecord("waiting", objects, 0.0), self._clock())
+        record.loads = [*record.loads[1 - LOADS_PER_RECORD_MAX :], load]
+
+        def answered(reply: AcquireReply) -> None:
+            seconds = self._clock() - load.asked_at
+            load.record = replace(load.record, outcome=reply.outcome.name.lower(), seconds=seconds)
+            answer(reply)
+
+        return answered
+
+    def reserved(self, engine_id: str, request_id: str, namespace: Namespace, outcomes: bytes) -> None:
+        record = self._record(engine_id, request_id, namespace)
+        if record is not None:
+            record.reserved.update(ReserveOutcome(outcome).name.lower() for outcome in outcomes)
+
+    def ended(self, engine_id: str, request_id: str, end: RequestEnd) -> None:
+        record = self._records.get((engine_id, request_id))
+        if record is not None and record.end is None:
+            record.ended_at, record.end = self._clock(), end
+
+    def _record(self, engine_id: str, request_id: str, namespace: Namespace) -> _Record | None:
+        """A request whose id has ended and comes again is another one."""
+        if not request_id:
+            return None
+        name = (engine_id, request_id)
+        record = self._records.get(name)
+        if record is None or record.end is not None:
+            record = self._records[name] = _Record(engine_id, request_id, namespace.id, self._clock())
+            self._records.move_to_end(name)
+            if len(self._records) > RECORDS_MAX:
+                self._records.popitem(last=False)
+        return record
+
+    # What operators ask
+
+    def explain(self, request_id: str) -> tuple[RequestRecord, ...]:
+        """Requests of that id, else those whose ids begin with it (engines add to what users chose), the latest first.
+
+        Raises NotFound.
+        """
+        latest = list(reversed(self._records.values()))
+        found = [record for record in latest if record.request_id == request_id]
+        found = found or [record for record in latest if record.request_id.startswith(request_id)]
+        if not found:
+            raise NotFound(
+                f"no request {request_id!r} is remembered",
+                advice=f"the latest {RECORDS_MAX} of this run are; give the id that the engine logs, or its beginning",
+            )
+        return tuple(self._told(record) for record in islice(found, RECORDS_PER_ANSWER_MAX))
+
+    def _told(self, record: _Record) -> RequestRecord:
+        now = self._clock()
+        return RequestRecord(
+            engine_id=record.engine_id,
+            request_id=record.request_id,
+            namespace_id=record.namespace_id,
+            began_seconds_ago=now - record.began_at,
+            lookups=record.lookups,
+            looked_up_seconds_ago=now - record.looked_up_at if record.lookup is not None else 0.0,
+            lookup=record.lookup,
+            differences=self._differences(record),
+            loads=tuple(replace(load.record, asked_seconds_ago=now - load.asked_at) for load in record.loads),
+            reserved=dict(record.reserved),
+            ended_seconds_ago=now - record.ended_at if record.ended_at is not None else None,
+            end=record.end,
+        )
+
+    def _differences(self, record: _Record) -> tuple[str, ...]:
+        """Lines `path: ours != theirs`."""
+        if record.lookup is None or not record.lookup.other_namespace:
+            return ()
+        ids = (record.namespace_id, record.lookup.other_namespace)
+        specs = [known.spec if (known := self._namespaces.by_id.get(one)) else None for one in ids]
+        if specs[0] is None or specs[1] is None:
+            return ()
+        return tuple(specs[0].differences(specs[1])[:DIFFERENCES_MAX])

@@ -1,0 +1,74 @@
+"""Dropping what an operator names, in every tier: a chunk with all below it, or all of a namespace.
+
+What is lent stays where it is until it is given back, unnamed; a write in progress finds no
+place at its commit, and a load that waits for a tier misses: as wherever a subtree goes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvdepot.core.control import EvictReply
+from kvdepot.core.errors import NotFound
+from kvdepot.core.misses import MissReason
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.space import Space
+
+COUNTED_MAX: Final = 4096
+"""Chunks below one that are counted: some 4 ms."""
+_NUMBERS_MAX: Final = 262_144
+"""Node numbers that a slice looks at: 0.2 ms."""
+_NODES_MAX: Final = 128
+"""Nodes after which a slice ends, the last subtree beyond: 1 to 2 ms, and as much again."""
+
+
+class Removal:
+    """One of them. Raises NotFound where there is nothing of that name."""
+
+    def __init__(self, space: Space, namespace_id: bytes, key: bytes) -> None:
+        namespace = space.namespaces.by_id.get(namespace_id)
+        if namespace is None:
+            raise NotFound(f"there is no namespace {namespace_id.hex()}")
+        self._space = space
+        self._namespace = namespace
+        self._key = key
+        self._from = 0  # node number
+        self.chunks = 0 if key else namespace.nodes
+        self.more = False
+        if key and space.index.find(namespace.slot, key) == NONE:
+            raise NotFound(f"namespace {namespace_id.hex()} has no chunk {key.hex()}")
+
+    def reply(self) -> EvictReply:
+        tiers = self._space.tiers
+        spared = tuple(tier.tier.name for tier in tiers if tier.shared is not None or not tier.tier.readable)
+        return EvictReply(self.chunks, self.more, spared)
+
+    def run_once(self) -> bool:
+        """A slice; False when it was the last one."""
+        space, namespace = self._space, self._namespace
+        if space.namespaces.by_slot.get(namespace.slot) is not namespace:
+            return False  # it left the table meanwhile, with all that it had
+        if self._key:
+            self._drop_chunk()
+            return False
+        index, start = space.index, self._from
+        self._from = start + _NUMBERS_MAX
+        live = index.live(namespace.slot, index.candidates(namespace.slot, start, self._from))
+        dropped = 0
+        for node in live[index.parents_of(live) == NONE].tolist():
+            space.note_lost(node, MissReason.REMOVED)
+            dropped += space.drop_subtree(node)
+            if dropped >= _NODES_MAX:
+                self._from = node + 1
+                break
+        return self._from < index.high
+
+    def _drop_chunk(self) -> None:
+        index = self._space.index
+        node = index.find(self._namespace.slot, self._key)
+        if node == NONE:
+            return
+        counted = len(index.leaves_first(node, COUNTED_MAX))
+        self.chunks, self.more = counted or COUNTED_MAX, not counted
+        self._space.note_lost(node, MissReason.REMOVED)
+        self._space.drop_subtree(node)

@@ -1,0 +1,68 @@
+"""What operators have switched off at run time: loads and stores, for all namespaces or for single ones (row I1e).
+
+By id, not by slot: a namespace that leaves the table and comes back is still switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.core.control import Switch, switch_states
+from kvdepot.core.limits import check_limit
+from kvdepot.core.misses import MissReason
+from kvdepot.core.report import SwitchesStatus
+
+NAMESPACES_OFF_MAX: Final = 1024
+"""Of each switch."""
+Refusal = Callable[[bytes], MissReason | None]
+"""By namespace id: why nothing new is granted there."""
+REFUSALS: Final = {
+    MissReason.LOADS_OFF: "the operator has switched loads off",
+    MissReason.STORES_OFF: "the operator has switched stores off",
+    MissReason.DRAINING: "the operator drains the daemon",
+}
+"""What engines are told."""
+_OFF: Final = {Switch.LOADS: MissReason.LOADS_OFF, Switch.STORES: MissReason.STORES_OFF}
+
+
+class Switches:
+    """A switch is off for a namespace when it is for all or for that one by itself."""
+
+    def __init__(self) -> None:
+        self.draining = False  # nothing is granted to anybody; what was granted ends as ever
+        self._all = dict.fromkeys(Switch, False)
+        self._single: dict[Switch, dict[bytes, None]] = {switch: {} for switch in Switch}
+
+    def refusal(self, switch: Switch, namespace_id: bytes) -> MissReason | None:
+        """Why nothing new is granted; None: it is."""
+        if self.off(switch, namespace_id):
+            return _OFF[switch]
+        return MissReason.DRAINING if self.draining else None
+
+    def off(self, switch: Switch, namespace_id: bytes) -> bool:
+        return self._all[switch] or namespace_id in self._single[switch]
+
+    def set(self, switch: Switch, namespace_id: bytes, *, on: bool) -> None:
+        """An empty id is the switch for all. Raises LimitExceeded where too many are off by themselves."""
+        single = self._single[switch]
+        if not namespace_id:
+            self._all[switch] = not on
+        elif on:
+            single.pop(namespace_id, None)
+        else:
+            check_limit(f"namespaces with {switch} off", len({*single, namespace_id}), NAMESPACES_OFF_MAX)
+            single[namespace_id] = None
+
+    def status(self) -> SwitchesStatus:
+        loads, stores = Switch.LOADS, Switch.STORES
+        return SwitchesStatus(
+            self._all[loads], tuple(self._single[loads]), self._all[stores], tuple(self._single[stores]),
+            self.draining,
+        )  # fmt: skip
+
+    def restore(self, status: SwitchesStatus) -> None:
+        """As an earlier run left them."""
+        for switch, state in switch_states(status).items():
+            self._all[switch] = state.off
+            self._single[switch] = dict.fromkeys(state.off_namespaces)

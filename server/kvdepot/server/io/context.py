@@ -1,0 +1,83 @@
+"""What one thread of an I/O worker works with: its directory, its place in the arena, its scratch memory."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.objectfile import PAGE_BYTES
+from kvdepot.server.io.direct_io import DirectFiles
+
+SCRATCH_BYTES_MAX: Final = 64 << 20
+"""Of one buffer; it holds the longest coded object of any arena (`coded_limit`)."""
+SCRATCH_KEPT_BYTES: Final = 8 << 20
+"""Larger scratch memory is given back after the job."""
+
+
+def padded(length: int) -> int:
+    """In whole pages."""
+    return -(-length // PAGE_BYTES) * PAGE_BYTES
+
+
+def coded_limit(arena_bytes: int) -> int:
+    """The longest object that is stored with a codec, from an arena of this size; longer ones are stored as they are.
+
+    Coded bytes are checked as a whole before they are decoded, in scratch memory, which should be little beside RAM.
+    """
+    return min(max(arena_bytes // 256, SCRATCH_KEPT_BYTES), SCRATCH_BYTES_MAX)
+
+
+class Context:
+    """What one thread of a worker works with: its directory, the arena it maps, its open files, its scratch memory."""
+
+    def __init__(
+        self,
+        directory: str,
+        arena: memoryview | None = None,
+        present: Callable[[int, int], None] = lambda offset, length: None,  # noqa: ARG005
+    ) -> None:
+        """`arena`: all of it, writable; None where no job has extents. Extents are offsets in it.
+
+        `present` is told of each extent before it is read or written: see `arena_pages`.
+        """
+        self.files = DirectFiles(directory)
+        self.header = memoryview(mmap.mmap(-1, PAGE_BYTES))
+        self.tail = memoryview(mmap.mmap(-1, PAGE_BYTES))
+        self.coded_bytes_max = coded_limit(len(arena or b""))
+        self._arena = arena
+        self._present = present
+        self._scratch: list[memoryview] = []
+
+    def views(self, extents: Sequence[Extent], raw_bytes: int) -> list[memoryview]:
+        """The extents, page-rounded: the tail of an extent's last page belongs to it. Raises ValueError."""
+        arena = self._arena
+        if arena is None or sum(length for _, length in extents) != raw_bytes:
+            raise ValueError(f"extents {extents[:4]} of together {raw_bytes} bytes, in {'an' if arena else 'no'} arena")
+        views = []
+        for index, (offset, length) in enumerate(extents):
+            end = offset + padded(length)
+            if offset % PAGE_BYTES or end > len(arena) or (length % PAGE_BYTES and index < len(extents) - 1):
+                raise ValueError(f"extent {index} of {len(extents)} is {length} bytes at {offset}")
+            self._present(offset, end - offset)
+            views.append(arena[offset:end])
+        return views
+
+    def scratch(self, number: int, length: int) -> memoryview:
+        """Page-aligned private memory; what it holds is anything. Raises ValueError beyond SCRATCH_BYTES_MAX."""
+        if length > SCRATCH_BYTES_MAX:
+            raise ValueError(f"{length} bytes of scratch memory; the limit is {SCRATCH_BYTES_MAX}")
+        while len(self._scratch) <= number:
+            self._scratch.append(memoryview(b""))
+        if len(self._scratch[number]) < length:
+            self._scratch[number] = memoryview(mmap.mmap(-1, padded(length)))
+        return self._scratch[number][:length]
+
+    def trim(self) -> None:
+        """Give large scratch memory back."""
+        self._scratch = [kept if len(kept) <= SCRATCH_KEPT_BYTES else memoryview(b"") for kept in self._scratch]
+
+    def close(self) -> None:
+        """Close the files; whatever comes next opens them again."""
+        self.files.close()

@@ -1,0 +1,226 @@
+"""Objects that are files of their own, in a directory that others have too: jobs of the shared tier."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from stat import S_ISREG
+from typing import Final
+
+from kvdepot.core.objectfile import HEADER_BYTES, Damage, ObjectDamageError, ObjectHeader, object_bytes, payload_sum
+from kvdepot.server.io.context import Context, padded
+from kvdepot.server.io.direct_io import first_bytes
+from kvdepot.server.io.jobs import (
+    ABSENT,
+    UNKNOWN,
+    Answer,
+    LookUpFiles,
+    Part,
+    PublishFile,
+    ReadFile,
+    ReadObject,
+    TouchFiles,
+    WriteObject,
+)
+from kvdepot.server.io.objects import read_object, write_object
+from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.tiers.shared.layout import FORMAT_VERSION, MARKER, NAMESPACE, SUFFIX
+
+_THREADS_MAX: Final = 64
+"""Requests at once in a look-up: its cost is the server's latency, not the number of its names."""
+_VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
+_RENAMES_MAX: Final = 3
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Of this process, which ends without waiting for them."""
+    return ThreadPoolExecutor(_THREADS_MAX, "files")
+
+
+def look_up(job: LookUpFiles, context: Context) -> Answer:
+    """Raises OSError where none could be found out."""
+
+    def length(path: str) -> int:
+        found = os.stat(path, follow_symlinks=False)  # noqa: PTH116
+        return found.st_size if S_ISREG(found.st_mode) else ABSENT
+
+    return _each(job.files, context, length)
+
+
+def touch(job: TouchFiles, context: Context) -> Answer:
+    """Raises OSError where none could be touched. Of others the length is answered as 0."""
+
+    def now(path: str) -> int:
+        os.utime(path, follow_symlinks=False)  # without a time: the server's
+        return 0
+
+    return _each(job.files, context, now)
+
+
+def _each(files: Iterable[str], context: Context, ask: Callable[[str], int]) -> Answer:
+    def asked(path: str) -> int | OSError:
+        try:
+            return ask(path)
+        except OSError as error:
+            return ABSENT if error.errno in _VANISHED else error
+
+    answers = list(_threads().map(asked, map(context.files.path, files)))
+    errors = [answer for answer in answers if isinstance(answer, OSError)]
+    if errors and len(errors) == len(answers):
+        raise errors[0]
+    lengths = tuple(UNKNOWN if isinstance(answer, OSError) else answer for answer in answers)
+    return Answer(IoOutcome.OK, str(errors[0]) if errors else "", lengths=lengths)
+
+
+def read_file(job: ReadFile, context: Context) -> Answer:
+    try:
+        with context.files.held(job.file) as fd:
+            room = _room_bytes(job.name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
+            try:
+                return read_object(ReadObject((Part(job.file, 0, room),), job.name, 0, job.extents), context)
+            except ObjectDamageError as damage:
+                if _foreign(job, damage, context):
+                    return Answer(IoOutcome.FOREIGN, str(damage))
+                _quarantine(job, fd, damage, context)
+                raise
+    except OSError as error:
+        if error.errno not in _VANISHED:
+            raise
+        try:
+            os.stat(context.files.path(MARKER))  # noqa: PTH116
+        except OSError as missing:
+            raise OSError(errno.EIO, f"the directory is gone: {missing.strerror}", missing.filename) from error
+        raise
+
+
+def publish(job: PublishFile, context: Context) -> Answer:
+    """`raw_sum` of the answer is always that of the payload in RAM: another node's may differ in its last bits."""
+    already = _already_there(job, context)
+    if already is not None:
+        return already
+    path = context.files.path(job.temporary)
+    with contextlib.suppress(FileNotFoundError):  # of a worker that died over this job
+        os.unlink(path)  # noqa: PTH108
+    try:
+        answer = _write_temporary(job, context)
+        if answer.outcome is IoOutcome.OK:
+            new = _rename(job, context)
+            if job.sync:
+                for name in (job.file, *new):
+                    context.files.sync_folder(name)
+            return answer
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # noqa: PTH108
+        raise
+    os.unlink(path)  # noqa: PTH108
+    return answer
+
+
+def _room_bytes(raw_bytes: int, file_bytes: int, coded_bytes_max: int) -> int:
+    """How much to read at most: what the name allows; less where a codec made it short, so that scratch holds it."""
+    limit, found = object_bytes(raw_bytes), padded(file_bytes)
+    return found if HEADER_BYTES < found < limit and found - HEADER_BYTES <= coded_bytes_max else limit
+
+
+def _already_there(job: PublishFile, context: Context) -> Answer | None:
+    """None: it is not, or is damaged, and then out of the way. A foreign one is not replaced: it is somebody's hit."""
+    try:
+        with context.files.held(job.file) as fd:
+            try:
+                read = context.files.read([Part(job.file, 0, HEADER_BYTES)], [context.header])
+                header = ObjectHeader.unpack(context.header[:read])
+                header.check(job.name)
+                header.check_room(os.fstat(fd).st_size - HEADER_BYTES)
+            except ObjectDamageError as damage:
+                if _foreign(job, damage, context):
+                    return Answer(IoOutcome.FOREIGN, str(damage))
+                _quarantine(job, fd, damage, context)
+                return None
+            with contextlib.suppress(OSError):  # not ours to write to: it is there all the same
+                os.utime(fd)
+    except OSError as error:
+        if error.errno not in _VANISHED:
+            raise
+        return None
+    raw_sum = job.raw_sum
+    if raw_sum is None:
+        raw_sum = payload_sum(first_bytes(context.views(job.extents, job.name.raw_bytes), job.name.raw_bytes))
+    return Answer(IoOutcome.OK, "", header.stored_bytes, header.stored_sum, raw_sum, already_there=True)
+
+
+def _write_temporary(job: PublishFile, context: Context) -> Answer:
+    with context.files.held(job.temporary, create=True) as fd:
+        if job.device and os.fstat(fd).st_dev != job.device:
+            raise FileNotFoundError(errno.ENOENT, "on another file system than before: not mounted?", job.temporary)
+        parts = (Part(job.temporary, 0, object_bytes(job.name.raw_bytes)),)
+        write = WriteObject(
+            parts, job.name, 0, job.codec, job.created_at, job.extents, job.raw_sum, job.sync,
+        )  # fmt: skip
+        answer = write_object(write, context)
+        length = os.fstat(fd).st_size
+        if answer.outcome is IoOutcome.OK and length != object_bytes(answer.stored_bytes):
+            raise OSError(
+                errno.EIO, f"{length} bytes of {object_bytes(answer.stored_bytes)} were written", job.temporary
+            )
+    return answer
+
+
+def _rename(job: PublishFile, context: Context) -> list[str]:
+    """Once more where its folder was missing, or went away as an empty one. Answers the folders that it made."""
+    made: list[str] = []
+    for attempt in range(1, _RENAMES_MAX + 1):
+        try:
+            os.rename(context.files.path(job.temporary), context.files.path(job.file))  # noqa: PTH104
+        except FileNotFoundError as error:
+            if attempt == _RENAMES_MAX:  # the temporary is what is missing: somebody removed it
+                raise OSError(errno.EIO, "cannot be renamed", job.temporary) from error
+            folder = job.file.partition("/")[0]
+            made += context.files.make_folders(job.file)
+            if folder in made:
+                _describe(folder, job.name.namespace, context)
+        else:
+            break
+    return made
+
+
+def _describe(folder: str, namespace: bytes, context: Context) -> None:
+    """For people. The namespace's fields are not known here, and a tier without them serves as well."""
+    values = {"format": FORMAT_VERSION, "namespace": namespace.hex()}
+    with contextlib.suppress(OSError):
+        fd = context.files.open_buffered(f"{folder}/{NAMESPACE}", create=True, flags=os.O_EXCL, folders=False)
+        with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
+            file.write(json.dumps(values, indent=1) + "\n")
+
+
+def _foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Context) -> bool:
+    """Whether nothing but a client's word speaks against the file (ADR 0022).
+
+    Parent and boundary are what a client said, here as there. Namespace, key and kind make the file's name, and the
+    length follows from the namespace: a header with others proves that the file is not what it should be.
+    """
+    if damage.damage is not Damage.IDENTITY:
+        return False
+    name = ObjectHeader.unpack(context.header).name
+    return replace(name, parent=job.name.parent, boundary_tokens=job.name.boundary_tokens) == job.name
+
+
+def _quarantine(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError, context: Context) -> None:
+    """By rename. Where that took another file than the one behind `fd`, somebody published anew: it is put back."""
+    path = context.files.path(job.file)
+    aside = context.files.path(f"{job.quarantine}.{damage.damage}{SUFFIX}")
+    read = os.fstat(fd)
+    with contextlib.suppress(OSError):  # whatever becomes of the file, it is not served
+        os.rename(path, aside)  # noqa: PTH104
+        taken = os.stat(aside, follow_symlinks=False)  # noqa: PTH116
+        if (taken.st_dev, taken.st_ino) != (read.st_dev, read.st_ino):
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path, follow_symlinks=False)
+            os.unlink(aside)  # noqa: PTH108

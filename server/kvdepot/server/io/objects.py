@@ -1,0 +1,170 @@
+"""Objects between a medium and the arena: read and verified, or encoded and written (docs/formats/object.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from kvdepot.core.objectfile import (
+    HEADER_BYTES,
+    PAGE_BYTES,
+    Codec,
+    Damage,
+    ObjectDamageError,
+    ObjectHeader,
+    object_bytes,
+    payload_sum,
+    worth_bytes_max,
+)
+from kvdepot.server.io import codecs
+from kvdepot.server.io.context import Context, padded
+from kvdepot.server.io.direct_io import first_bytes
+from kvdepot.server.io.jobs import Answer, Part, ReadObject, WriteObject
+from kvdepot.server.tiers.base import IoOutcome
+
+PIECE_BYTES: Final = 4 << 20
+"""What is verified or copied without a place in the arena is read piece by piece."""
+
+
+def read_object(job: ReadObject, context: Context) -> Answer:
+    room = room_of(job.parts)
+    if job.extents is None:
+        return _verify(job, context, room)
+    raw = context.views(job.extents, job.name.raw_bytes)
+    if room >= padded(job.name.raw_bytes):  # so that is most likely what is stored
+        header = _header(job, context, context.files.read(job.parts, [context.header, *raw]))
+        stored = _exactly(raw, header.stored_bytes)
+        if header.codec is Codec.NONE:
+            return _plain(header, payload_sum(stored))
+        coded = context.scratch(0, header.stored_bytes)
+        _copy(stored, coded)
+    else:
+        coded = context.scratch(0, room)
+        header = _header(job, context, context.files.read(job.parts, [context.header, coded]))
+        coded = coded[: header.stored_bytes]
+    return _decoded(header, coded, _exactly(raw, job.name.raw_bytes))
+
+
+def _verify(job: ReadObject, context: Context, room: int) -> Answer:
+    """Read all of it, keep nothing."""
+    read = context.files.read(job.parts, [context.header])
+    header = _header(job, context, read + room if read == HEADER_BYTES else read)
+    payload = within(job.parts, HEADER_BYTES, padded(header.stored_bytes))
+    if header.codec is Codec.NONE:
+        return _plain(header, payload_sum(first_bytes(_pieces(payload, context), header.stored_bytes)))
+    coded = context.scratch(0, padded(header.stored_bytes))
+    header.check_room(context.files.read(payload, [coded]))
+    return _decoded(header, coded[: header.stored_bytes], [context.scratch(1, header.name.raw_bytes)])
+
+
+def _header(job: ReadObject, context: Context, read_bytes: int) -> ObjectHeader:
+    """Checks 1 to 9 of docs/formats/object.md; `read_bytes` of the object were there. Raises ObjectDamageError."""
+    header = ObjectHeader.unpack(context.header[:read_bytes])
+    header.check(job.name, job.sequence)
+    header.check_room(read_bytes - HEADER_BYTES)
+    return header
+
+
+def _plain(header: ObjectHeader, total: int) -> Answer:
+    if total != header.stored_sum or total != header.raw_sum:
+        raise ObjectDamageError(Damage.CORRUPT, "payload: checksum does not match")
+    return Answer(IoOutcome.OK, "", header.stored_bytes, total, total)
+
+
+def _decoded(header: ObjectHeader, coded: memoryview, raw: list[memoryview]) -> Answer:
+    """Checks 10 to 12. Nothing reaches the codec before its sum held."""
+    if payload_sum([coded]) != header.stored_sum:
+        raise ObjectDamageError(Damage.CORRUPT, "stored payload: checksum does not match")
+    if codecs.decode(header.codec, coded, raw) is not IoOutcome.OK:
+        raise ObjectDamageError(Damage.CODEC, f"codec {header.codec.name} refuses a payload whose checksum held")
+    raw_sum = payload_sum(raw)
+    if raw_sum != header.raw_sum:
+        raise ObjectDamageError(Damage.CORRUPT, "decoded payload: checksum does not match")
+    return Answer(IoOutcome.OK, "", header.stored_bytes, header.stored_sum, raw_sum)
+
+
+def write_object(job: WriteObject, context: Context) -> Answer:
+    """The checksum is taken first because it goes in front: its cost hides behind the other thread's request."""
+    pages = context.views(job.extents, job.name.raw_bytes)
+    raw = _exactly(pages, job.name.raw_bytes)
+    if room_of(job.parts) < padded(job.name.raw_bytes):
+        raise ValueError(f"{room_of(job.parts)} bytes of room for a payload of {job.name.raw_bytes}")
+    raw_sum = payload_sum(raw)
+    if job.raw_sum is not None and job.raw_sum != raw_sum:
+        return Answer(IoOutcome.CORRUPT, "the copy in RAM is not what was committed", 0, 0, raw_sum)
+    codec, payload, stored_bytes, stored_sum = _encoded(job, context, raw, raw_sum)
+    header = ObjectHeader(job.name, codec, stored_bytes, raw_sum, stored_sum, job.sequence, job.created_at)
+    context.header[:] = header.pack()
+    pages = [context.header, *_whole_pages(payload, context.tail)]
+    context.files.write(within(job.parts, 0, object_bytes(stored_bytes)), pages)
+    if job.sync:
+        context.files.sync(job.parts)
+    return Answer(IoOutcome.OK, "", stored_bytes, stored_sum, raw_sum)
+
+
+def _encoded(
+    job: WriteObject, context: Context, raw: list[memoryview], raw_sum: int
+) -> tuple[Codec, list[memoryview], int, int]:
+    """What is stored: with what codec, which bytes, how many, their checksum."""
+    room = worth_bytes_max(job.name.raw_bytes)
+    if job.codec != Codec.NONE and room and job.name.raw_bytes <= context.coded_bytes_max:
+        coded = context.scratch(0, room)
+        stored_bytes = codecs.encode(Codec(job.codec), raw, coded)
+        if stored_bytes:
+            payload = [coded[:stored_bytes]]
+            return Codec(job.codec), payload, stored_bytes, payload_sum(payload)
+    return Codec.NONE, raw, job.name.raw_bytes, raw_sum
+
+
+def _whole_pages(payload: list[memoryview], tail: memoryview) -> list[memoryview]:
+    """The last page of a payload has to end in zeros, and is not the worker's to write to."""
+    *views, last = payload
+    whole = len(last) // PAGE_BYTES * PAGE_BYTES
+    rest = len(last) - whole
+    if rest:
+        tail[:rest] = last[whole:]
+        tail[rest:] = bytes(PAGE_BYTES - rest)
+    return [view for view in (*views, last[:whole], tail if rest else tail[:0]) if view]
+
+
+def _pieces(parts: Sequence[Part], context: Context) -> Iterator[memoryview]:
+    """The bytes of the parts, each piece gone with the next. Raises ObjectDamageError where a file ends too early."""
+    total = sum(part.length for part in parts)
+    for start in range(0, total, PIECE_BYTES):
+        length = min(PIECE_BYTES, total - start)
+        piece = context.scratch(0, length)
+        read = context.files.read(within(parts, start, length), [piece])
+        if read < length:
+            raise ObjectDamageError(Damage.TOO_SHORT, f"payload: {start + read} of {total} bytes")
+        yield piece
+
+
+def room_of(parts: Sequence[Part]) -> int:
+    """Bytes behind the header. Raises ValueError where there is none, or direct I/O could not be done."""
+    room = sum(part.length for part in parts) - HEADER_BYTES
+    if room < 0 or any(part.offset % PAGE_BYTES or part.length % PAGE_BYTES for part in parts):
+        raise ValueError(f"parts {parts[:4]} are not the pages of an object")
+    return room
+
+
+def within(parts: Sequence[Part], start: int, length: int) -> list[Part]:
+    """`length` bytes from `start` on; fewer where the parts end."""
+    found = []
+    for part in parts:
+        first, end = max(start, 0), min(start + length, part.length)
+        if first < end:
+            found.append(Part(part.file, part.offset + first, end - first))
+        start -= part.length
+    return found
+
+
+def _exactly(views: Iterable[memoryview], length: int) -> list[memoryview]:
+    """Without the padding."""
+    return list(first_bytes(views, length))
+
+
+def _copy(views: Iterable[memoryview], into: memoryview) -> None:
+    at = 0
+    for view in views:
+        into[at : at + len(view)] = view
+        at += len(view)

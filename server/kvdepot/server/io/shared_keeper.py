@@ -1,0 +1,60 @@
+"""The keeper process of a shared tier.
+
+Started by the daemon as `python -m kvdepot.server.io.shared_keeper SOCKET_FD PARENT_PID SETTINGS BEFORE`, the last two
+as JSON. What it does may block on a mount that hangs; then it says nothing, and ends with its parent or when the mount
+answers.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import socket
+import sys
+import time
+
+from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.tiers.shared.keeper.keeper import Keeper
+from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
+from kvdepot.server.tiers.shared.keeper.words import pack_word, take_published
+
+_RECEIVE_BYTES = 1 << 14
+_HURRY = 0.25
+"""Of a heartbeat, while this node may not write: until it hears otherwise."""
+
+
+def boot_seconds() -> float:
+    """Goes on while the machine sleeps, and is nobody's to set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def main(arguments: list[str]) -> int:
+    socket_fd, parent = int(arguments[0]), int(arguments[1])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is for the daemon
+    settings = KeeperSettings.unpack(arguments[2])
+    keeper = Keeper(settings, Before(**json.loads(arguments[3])), boot_seconds)
+    daemon = socket.socket(fileno=socket_fd)
+    received = bytearray()
+    beat_at = boot_seconds()
+    while True:
+        started = boot_seconds()
+        if started >= beat_at:
+            word = keeper.beat()
+            beat_at = started + settings.heartbeat_seconds * (1 if keeper.allowed else _HURRY)
+            daemon.sendall(pack_word(word))
+        pause = max(beat_at - boot_seconds(), 0.0)
+        if keeper.work():
+            pause = min(pause, boot_seconds() - started)  # half of the time is others'
+        if select.select([daemon], [], [], pause)[0]:
+            data = daemon.recv(_RECEIVE_BYTES)
+            if not data:
+                return 0
+            received += data
+            for told in take_published(received):
+                keeper.publish(*told)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

@@ -1,0 +1,62 @@
+"""The tiers below RAM of a configuration, made when the registry of worker processes is there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvdepot.server.arena_file import ArenaFile
+from kvdepot.server.config import Config
+from kvdepot.server.config_schema import SHARED_KIND, TierTable
+from kvdepot.server.engine.counters import Counters
+from kvdepot.server.engine.types import TierConfig
+from kvdepot.server.tier_settings import disk_config, engine_tier_config, shared_config
+from kvdepot.server.tiers.base import Tier, WorkerRegistry
+from kvdepot.server.tiers.disk.making import make_disk_tier
+from kvdepot.server.tiers.pools import TierMeans
+from kvdepot.server.tiers.shared.making import make_shared_tier
+
+
+class LowerTiers:
+    """`make` is called once. What their workers count goes into `counters`, under each tier's name."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        arena: ArenaFile,
+        counters: Counters,
+        loop: asyncio.AbstractEventLoop,
+        log: logging.Logger,
+    ) -> None:
+        self._config = config
+        self._arena = arena
+        self._counters = counters
+        self._loop = loop
+        self._log = log
+
+    def make(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
+        return [(self._tier(table, registry), engine_tier_config(table)) for table in self._config.tables.tier]
+
+    def _tier(self, table: TierTable, registry: WorkerRegistry) -> Tier:
+        tables = self._config.tables
+        means = TierMeans(
+            arena_fd=self._arena.fd,
+            arena_bytes=self._arena.layout.size_bytes,
+            arena_id=self._arena.superblock.arena_id,
+            registry=registry,
+            loop=self._loop,
+            log=self._log,
+            count=self._count(table.name),
+        )
+        if table.kind == SHARED_KIND:
+            return make_shared_tier(shared_config(tables, table), means)
+        return make_disk_tier(disk_config(tables, table), means)
+
+    def _count(self, tier: str) -> Callable[[str, float], None]:
+        def count(name: str, amount: float) -> None:
+            family, _, label = name.partition(".")
+            self._counters.add(f"{family}.{tier}/{label}", amount)
+
+        return count

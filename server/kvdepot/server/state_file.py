@@ -1,0 +1,137 @@
+"""What operators told the daemon, kept for its next run in a small file: JSON, replaced as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvdepot.core.calls import KEY_BYTES
+from kvdepot.core.control import QuotaEntry, QuotaSubject
+from kvdepot.core.errors import ConfigError
+from kvdepot.core.limits import NAMESPACE_ID_BYTES
+from kvdepot.core.report import SwitchesStatus
+from kvdepot.server.durable_files import publish
+
+_FORMAT: Final = 1
+_BYTES_MAX: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPin:
+    namespace_id: bytes
+    key: bytes  # empty: all of the namespace
+    until: float  # seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorState:
+    """All of it. Equal to `OperatorState()` where nothing was ever told."""
+
+    switches: SwitchesStatus = field(default_factory=SwitchesStatus)
+    pins: tuple[KeptPin, ...] = ()
+    quotas: tuple[QuotaEntry, ...] = ()  # that are set at run time
+
+
+class StateFile:
+    """One writer: the daemon that holds the lock of the arena."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writing = asyncio.Lock()
+
+    def read(self) -> OperatorState:
+        """Raises ConfigError for one that cannot be read: who switched something off is not to find it on again."""
+        try:
+            text = self.path.read_bytes()
+        except FileNotFoundError:
+            return OperatorState()
+        except OSError as error:
+            raise self._bad(f"cannot be read: {error.strerror}") from error
+        try:
+            return _decoded(text)
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._bad(f"is no state of this version of kvdepotd: {error}") from error
+
+    @property
+    def writable(self) -> bool:
+        """Whether it looks so."""
+        return os.access(self.path.parent, os.W_OK | os.X_OK)
+
+    async def write(self, state: OperatorState) -> str:
+        """Returns when it is on its medium. Empty, or why it is not."""
+        async with self._writing:
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, publish, self.path, [_encoded(state)])
+            except OSError as error:
+                return f"not kept for the next run: {self.path}: {error.strerror}"
+        return ""
+
+    def _bad(self, reason: str) -> ConfigError:
+        advice = "mend it, or remove it: then all is on, nothing pinned, and no quota set"
+        return ConfigError(str(self.path), "", reason, advice=advice)
+
+
+def _encoded(state: OperatorState) -> bytes:
+    switches = state.switches
+    document = {
+        "format": _FORMAT,
+        "loads_off": switches.loads_off,
+        "loads_off_namespaces": [one.hex() for one in switches.loads_off_namespaces],
+        "stores_off": switches.stores_off,
+        "stores_off_namespaces": [one.hex() for one in switches.stores_off_namespaces],
+        "pins": [{"namespace": pin.namespace_id.hex(), "key": pin.key.hex(), "until": pin.until} for pin in state.pins],
+        "quotas": [asdict(one.subject) | {"capacity": one.capacity_bytes} for one in state.quotas],
+    }
+    return json.dumps(document, indent=1).encode()
+
+
+def _decoded(text: bytes) -> OperatorState:
+    """Raises ValueError, KeyError or TypeError."""
+    if len(text) > _BYTES_MAX:
+        raise ValueError(f"{len(text)} bytes are too many")
+    document = json.loads(text)
+    if document["format"] != _FORMAT:
+        raise ValueError(f"format {document['format']!r}")
+    return OperatorState(
+        SwitchesStatus(
+            _flag(document["loads_off"]), _ids(document["loads_off_namespaces"]),
+            _flag(document["stores_off"]), _ids(document["stores_off_namespaces"]),
+        ),
+        tuple(_pin(value) for value in document.get("pins", ())),  # versions before wrote none
+        tuple(_quota(value) for value in document.get("quotas", ())),
+    )  # fmt: skip
+
+
+def _quota(value: Any) -> QuotaEntry:
+    tenant, namespace, tier, capacity = (value[name] for name in ("tenant", "namespace", "tier", "capacity"))
+    if not isinstance(tenant, str) or not isinstance(namespace, str | None) or not isinstance(tier, str):
+        raise TypeError(f"{value!r} is about nobody")
+    if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
+        raise TypeError(f"{capacity!r} is no number of bytes that may be held")
+    return QuotaEntry(QuotaSubject(tenant, namespace, tier), capacity, by_operator=True)
+
+
+def _pin(value: Any) -> KeptPin:
+    (namespace_id,) = _ids([value["namespace"]])
+    key = bytes.fromhex(value["key"])
+    if len(key) not in (0, KEY_BYTES):
+        raise ValueError(f"{key.hex()} is no chunk's key")
+    return KeptPin(namespace_id, key, float(value["until"]))
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _ids(values: Any) -> tuple[bytes, ...]:
+    found = tuple(bytes.fromhex(value) for value in values)
+    for one in found:
+        if len(one) != NAMESPACE_ID_BYTES:
+            raise ValueError(f"{one.hex()} is no namespace's id")
+    return found

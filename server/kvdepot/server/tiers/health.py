@@ -1,0 +1,92 @@
+"""Which state a tier is in and why; said in the log once for each reason, and not too often."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Final
+
+from kvdepot.server.io.jobs import Answer
+from kvdepot.server.tiers.base import IoOutcome
+
+_REPEAT_SECONDS: Final = 60.0
+_RETRY_SECONDS_MAX: Final = 60.0
+
+STOPS_WRITING: Final = {
+    IoOutcome.NO_SPACE: "the file system is full",
+    IoOutcome.READ_ONLY: "the file system is read-only",
+    IoOutcome.UNREADABLE: "permission denied",
+}
+"""Outcomes of a write after which the next one would end the same."""
+
+
+def why_failed(answer: Answer) -> str:
+    """Of a write, or a probe, that failed: for people."""
+    return f"{STOPS_WRITING.get(answer.outcome, answer.outcome)}: {answer.detail}"
+
+
+class State(StrEnum):
+    OPENING = "opening"
+    READY = "ready"
+    READ_ONLY = "read-only"
+    OFFLINE = "offline"
+    CLOSED = "closed"
+
+
+class Health:
+    """`retry_due` says when to try to get out of a bad state: after `probe_seconds`, then less and less often.
+
+    A tier that was well for a minute starts with `probe_seconds` again.
+    """
+
+    def __init__(self, name: str, *, probe_seconds: float, clock: Callable[[], float], log: logging.Logger) -> None:
+        self._name = name
+        self._probe_seconds = probe_seconds
+        self._clock = clock
+        self._log = log
+        self._retry_seconds = probe_seconds
+        self._retry_at = 0.0
+        self._ready_at = clock()
+        self._said: dict[str, float] = {}
+        self.state = State.OPENING
+        self.reason = ""
+
+    @property
+    def retry_due(self) -> bool:
+        return self.state in (State.READ_ONLY, State.OFFLINE) and self._clock() >= self._retry_at
+
+    def worsen(self, state: State, reason: str) -> None:
+        if self.state is State.CLOSED:
+            return
+        if self.state is State.READY and self._clock() - self._ready_at > _REPEAT_SECONDS:
+            self._retry_seconds = self._probe_seconds
+        self.state, self.reason = state, reason
+        self._retry_at = self._clock() + self._retry_seconds
+        self._say(f"{state}: {reason}", logging.WARNING)
+
+    def retried(self) -> None:
+        """Not again for a while, whatever comes of it."""
+        self._retry_at = self._clock() + self._retry_seconds
+        self._retry_seconds = min(2 * self._retry_seconds, _RETRY_SECONDS_MAX)
+
+    def note(self, reason: str) -> None:
+        """A reason in the same state."""
+        if reason != self.reason:
+            self.reason = reason
+            self._say(reason, logging.WARNING)
+
+    def ready(self, how: str) -> None:
+        self.state, self.reason = State.READY, ""
+        self._ready_at = self._clock()
+        self._log.info("tier %s: ready, %s", self._name, how)
+
+    def close(self) -> None:
+        self.state, self.reason = State.CLOSED, "the daemon is stopping"
+
+    def _say(self, what: str, level: int) -> None:
+        now = self._clock()
+        if now - self._said.get(what, -_REPEAT_SECONDS) >= _REPEAT_SECONDS:
+            self._said = {text: at for text, at in self._said.items() if now - at < _REPEAT_SECONDS}
+            self._said[what] = now
+            self._log.log(level, "tier %s: %s", self._name, what)

@@ -1,0 +1,49 @@
+"""What tiers below RAM are made of by the daemon, and the pools of I/O workers that they have alike."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvdepot.server.io.breaker import Breaker
+from kvdepot.server.io.jobs import Probe
+from kvdepot.server.io.pool import FAILING, IoPool
+from kvdepot.server.io.worker_process import WorkerSettings
+from kvdepot.server.tiers.base import IoOutcome, WorkerRegistry
+from kvdepot.server.tiers.config import LowerTierConfig
+
+
+@dataclass(frozen=True, slots=True)
+class TierMeans:
+    """`count`: where the tier's counters go, see `IoPool`."""
+
+    arena_fd: int
+    arena_bytes: int
+    arena_id: int
+    registry: WorkerRegistry
+    loop: asyncio.AbstractEventLoop
+    log: logging.Logger
+    count: Callable[[str, float], None]
+
+    def data_pool(self, config: LowerTierConfig, *, probe: Probe, failing: frozenset[IoOutcome] = FAILING) -> IoPool:
+        """Workers that have the arena."""
+        settings = WorkerSettings(config.path, self.arena_fd, self.arena_bytes)
+        return self._pool(config, settings, config.io_workers, self.registry, probe, failing)
+
+    def journal_pool(self, config: LowerTierConfig, *, probe: Probe) -> IoPool:
+        """One worker, which is never given a loan."""
+        return self._pool(config, WorkerSettings(config.path), 1, None, probe, FAILING)
+
+    def _pool(
+        self, config: LowerTierConfig, settings: WorkerSettings, workers: int, registry: WorkerRegistry | None,
+        probe: Probe, failing: frozenset[IoOutcome],
+    ) -> IoPool:  # fmt: skip
+        breaker = Breaker(failures_max=config.failures, probe_every_seconds=config.probe_seconds, clock=self.loop.time)
+        return IoPool(
+            settings=settings, workers=workers, deadline_seconds=config.deadline_seconds, breaker=breaker,
+            registry=registry, loop=self.loop, log=self.log, count=self.count,
+            changed=lambda: None,  # the engine asks at every tick
+            failing=failing, probe=probe,
+        )  # fmt: skip

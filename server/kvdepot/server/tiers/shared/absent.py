@@ -1,0 +1,41 @@
+"""Names that were not there a moment ago: no job is spent on them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.core.objectfile import ObjectName
+
+NAMES_MAX: Final = 65_536
+
+
+def name_key(name: ObjectName) -> bytes:
+    """What makes a file's name."""
+    return name.namespace + name.key + bytes([name.kind])
+
+
+class AbsentNames:
+    """For `ttl_seconds` each, and at most NAMES_MAX: the oldest make room."""
+
+    def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
+        self._ttl_seconds = ttl_seconds
+        self._clock = clock
+        self._until: OrderedDict[bytes, float] = OrderedDict()  # the next to end first
+
+    def __contains__(self, name: ObjectName) -> bool:
+        return self._until.get(name_key(name), 0.0) > self._clock()
+
+    def add(self, name: ObjectName) -> None:
+        now = self._clock()
+        while self._until and (len(self._until) >= NAMES_MAX or next(iter(self._until.values())) <= now):
+            self._until.popitem(last=False)
+        if self._ttl_seconds:
+            key = name_key(name)
+            self._until[key] = now + self._ttl_seconds
+            self._until.move_to_end(key)
+
+    def discard(self, name: ObjectName) -> None:
+        """It is there now."""
+        self._until.pop(name_key(name), None)

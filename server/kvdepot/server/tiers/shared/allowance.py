@@ -1,0 +1,55 @@
+"""What this node may write, as its keeper says, and what it has begun (ADR 0018)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvdepot.core.objectfile import PAGE_BYTES, object_bytes
+
+OVERHEAD_BYTES: Final = 4 * PAGE_BYTES
+"""Of a file beside its bytes, at most: its entry in a folder that grows, two new folders, a `namespace.json`."""
+
+
+def file_cost_bytes(stored_bytes: int) -> int:
+    """What an object takes of the directory's capacity, at most."""
+    return object_bytes(stored_bytes) + OVERHEAD_BYTES
+
+
+class Allowance:
+    """A write takes the most it may cost when it begins, and what it did cost when it is over."""
+
+    def __init__(self) -> None:
+        self.limit_bytes = 0
+        """Of all writes of this daemon run."""
+        self.over_bytes = 0
+        """What writes that are over have cost."""
+        self._begun_bytes = 0
+        self._wanted_bytes = 1  # of what was refused
+
+    @property
+    def left_bytes(self) -> int:
+        return self.limit_bytes - self.over_bytes - self._begun_bytes
+
+    @property
+    def suffices(self) -> bool:
+        """Whether there is enough for what was refused last."""
+        return self.left_bytes >= self._wanted_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What would be enough for it, with what has begun; 0: there is enough."""
+        return 0 if self.suffices else self._begun_bytes + self._wanted_bytes
+
+    def begin(self, cost_bytes: int) -> bool:
+        """False: it is refused, and nothing is taken."""
+        if cost_bytes > self.left_bytes:
+            self._wanted_bytes = cost_bytes
+            return False
+        self._wanted_bytes = 1
+        self._begun_bytes += cost_bytes
+        return True
+
+    def end(self, cost_bytes: int, spent_bytes: int) -> None:
+        """`cost_bytes`: as it began. `spent_bytes`: what it did cost, or may have where it failed."""
+        self._begun_bytes -= cost_bytes
+        self.over_bytes += spent_bytes

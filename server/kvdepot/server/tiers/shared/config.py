@@ -1,0 +1,35 @@
+"""What a shared tier is configured with beside what every tier is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.server.tiers.config import LowerTierConfig
+
+_QUARANTINE_SHARE: Final = 16
+_HANDLE_BYTES: Final = 256 << 10  # of capacity
+_HANDLES_MIN, _HANDLES_MAX = 4_096, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SharedConfig(LowerTierConfig):
+    """`capacity_bytes`, watermarks and quarantine are the whole directory's.
+
+    The janitor acts by its own daemon's configuration: it should be the same on all nodes.
+    """
+
+    negative_ttl_seconds: float = 2.0
+    on_root_filesystem: bool = False  # whether a directory may be begun on the file system of /
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+
+    @property
+    def quarantine_bytes_max(self) -> int:
+        """It counts in the capacity, and leaves most of it to objects."""
+        return min(self.quarantine_bytes, self.capacity_bytes // _QUARANTINE_SHARE)
+
+    @property
+    def handles_max(self) -> int:
+        """Objects that this node knows of at once; there may be more in the directory."""
+        return min(max(self.capacity_bytes // _HANDLE_BYTES, _HANDLES_MIN), _HANDLES_MAX)

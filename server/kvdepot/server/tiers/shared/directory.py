@@ -1,0 +1,28 @@
+"""What the parts of a shared tier have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvdepot.server.tiers.budget import WriteBudget
+from kvdepot.server.tiers.shared.absent import AbsentNames
+from kvdepot.server.tiers.shared.allowance import Allowance
+from kvdepot.server.tiers.shared.config import SharedConfig
+from kvdepot.server.tiers.shared.holdings import Holdings
+from kvdepot.server.tiers.workers import Workers
+
+
+@dataclass(slots=True)
+class Directory:
+    config: SharedConfig
+    data: Workers
+    holdings: Holdings
+    absent: AbsentNames
+    allowance: Allowance
+    budget: WriteBudget
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    count: Callable[[str, float], None]
+    node: str = ""  # as the keeper registered it
+    device: int = 0

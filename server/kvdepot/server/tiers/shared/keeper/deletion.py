@@ -1,0 +1,63 @@
+"""Deleting one object of a shared directory, and never another that has its name by now (requirement T3)."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kvdepot.server.tiers.shared.keeper.files import taken_bytes
+from kvdepot.server.tiers.shared.layout import object_of, trash_file, trash_of
+
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+def delete_object(root: Path, file: str, mtime_ns: int) -> int:
+    """Bytes freed; 0 where it is not the file that was last used at `mtime_ns`, or is gone. Raises OSError.
+
+    Renamed first, then looked at again: what a name means may change between any two calls, what a renamed file is
+    does not.
+    """
+    named = object_of(file)
+    assert named is not None
+    with suppress(FileNotFoundError, NotADirectoryError):
+        status = os.lstat(root / file)
+        if status.st_mtime_ns == mtime_ns:
+            trash = trash_file(*named, mtime_ns, status.st_ino)
+            (root / file).rename(root / trash)
+            return settle(root, trash)
+    return 0
+
+
+def settle(root: Path, trash: str) -> int:
+    """End a deletion that was begun, by this janitor or by one that died: bytes freed. Raises OSError."""
+    path = root / trash
+    begun = trash_of(path.name)
+    assert begun is not None
+    file, mtime_ns, inode = begun
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return 0
+    if (status.st_mtime_ns, status.st_ino) != (mtime_ns, inode):
+        _put_back(path, root / file)
+        return 0
+    path.unlink(missing_ok=True)  # a janitor that was stopped in the middle of it may be about it, too
+    return taken_bytes(status) if status.st_nlink == 1 else 0
+
+
+def _put_back(path: Path, file: Path) -> None:
+    """Where there is a file again, that one stays: it is younger."""
+    try:
+        file.hardlink_to(path)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if not file.exists():
+            path.rename(file)
+            return
+    path.unlink(missing_ok=True)

@@ -1,0 +1,110 @@
+"""Taking a shared directory into use: its marker, and that it is the one it was before (docs/formats/shared.md)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvdepot.server.tiers.shared.keeper.files import read_small
+from kvdepot.server.tiers.shared.layout import (
+    FOLDERS,
+    LEFT_BY_PROBES,
+    MARKER,
+    MARKER_BYTES_MAX,
+    Marker,
+    NotSharedError,
+)
+
+_LOOSE = "lost+found"
+"""A file system's own, in its root."""
+ROOT_FILESYSTEM: Final = Path("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What this daemon knows of the directory; empty before its first opening."""
+
+    directory_id: str = ""
+    device: int = 0
+
+
+class NotThereError(Exception):
+    """The directory cannot be used, or is not the one it was; the message says why."""
+
+
+def open_directory(root: Path, known: Known, created_by: str, *, on_root_filesystem: bool) -> Known:
+    """Check the marker, or make it in an empty folder that is new to this daemon. Raises NotThereError, OSError.
+
+    The folder itself is never made, and without `on_root_filesystem` no marker on the file system of `/`: either would
+    take the place of a mount that is late.
+    """
+    if not known.directory_id and _device(root) and _marker(root) is None:
+        if not on_root_filesystem and _device(root) == _device(ROOT_FILESYSTEM):
+            raise NotThereError(
+                f"{root} has no {MARKER}, and lies on the file system of {ROOT_FILESYSTEM}: not mounted? "
+                "To begin a shared directory just there, set on_root_filesystem = true"
+            )
+        _make_marker(root, created_by)
+    found = check_directory(root, known)
+    for folder in FOLDERS:
+        (root / folder).mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
+def check_directory(root: Path, known: Known) -> Known:
+    """It is the one that was opened, wherever it is mounted now. Raises NotThereError, OSError where it is not.
+
+    Its marker proves that. Its device does not: a mount that comes back may have another one.
+    """
+    device = _device(root)
+    marker = _marker(root)
+    if marker is None:
+        raise NotThereError(f"{root} has no {MARKER}: not mounted?")
+    if known.directory_id and marker.directory_id != known.directory_id:
+        raise NotThereError(f"{root} is another directory than before, by its {MARKER}")
+    return Known(marker.directory_id, device)
+
+
+def _device(root: Path) -> int:
+    """Raises NotThereError, OSError."""
+    try:
+        return root.stat().st_dev
+    except FileNotFoundError as error:
+        raise NotThereError(f"{root} is not there: not mounted? It is not made by a daemon") from error
+
+
+def _marker(root: Path) -> Marker | None:
+    found = read_small(root / MARKER, MARKER_BYTES_MAX)
+    try:
+        return Marker.unpack(found.data) if found else None
+    except NotSharedError as error:
+        raise NotThereError(f"{root}: {error}") from error
+
+
+def _make_marker(root: Path, created_by: str) -> None:
+    """One of several daemons makes it; its is everybody's."""
+    ours = (MARKER, LEFT_BY_PROBES)
+    others = [name for name in os.listdir(root) if name != _LOOSE and not name.startswith(ours)]  # noqa: PTH208
+    if others:
+        raise NotThereError(f"{root} has no {MARKER} and is not empty ({min(others)}): not a shared tier's directory")
+    temporary = root / f"{MARKER}.{secrets.token_hex(8)}.tmp"
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.write(fd, Marker(secrets.token_hex(16), created_by).pack())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    try:
+        with suppress(FileExistsError):
+            (root / MARKER).hardlink_to(temporary)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        if not (root / MARKER).exists():  # without links, the last of several at once wins
+            temporary.rename(root / MARKER)
+    temporary.unlink(missing_ok=True)

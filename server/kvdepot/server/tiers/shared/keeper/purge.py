@@ -1,0 +1,70 @@
+"""What a shared directory is rid of besides objects: old quarantine, left temporaries, nodes that are gone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from kvdepot.server.tiers.shared.keeper.deletion import settle
+from kvdepot.server.tiers.shared.keeper.files import taken_bytes
+from kvdepot.server.tiers.shared.keeper.scan import Quarantined
+from kvdepot.server.tiers.shared.layout import QUARANTINE, TEMPORARIES, temporary_node, trash_of
+
+TEMPORARY_SECONDS_MAX: Final = 3_600.0
+_LOOSE_SECONDS: Final = 60.0
+"""A node's file is there before its first temporary: without it, a temporary this old is nobody's."""
+_SETTLED_SECONDS: Final = 60.0
+"""A file that was quarantined by mistake is put back within it."""
+
+
+def purge_quarantine(
+    root: Path, files: list[Quarantined], age_seconds: Callable[[int], float], keep_seconds: float, capacity_bytes: int
+) -> Iterator[int]:
+    """Remove what is too old or too much, oldest first; yields bytes freed. Raises OSError."""
+    total = sum(file.size_bytes for file in files)
+    for file in sorted(files, key=lambda file: file.ctime_ns):
+        age = age_seconds(file.ctime_ns)
+        if age < _SETTLED_SECONDS or (age <= keep_seconds and total <= capacity_bytes):
+            return
+        total -= file.size_bytes
+        yield remove(root / QUARANTINE / file.file_name)
+
+
+def purge_temporaries(
+    root: Path, nodes: Iterable[str], age_seconds: Callable[[int], float], gone: Iterable[str] = ()
+) -> Iterator[int]:
+    """Remove those of nodes that are not among `nodes`, at once where they are `gone`; yields bytes freed.
+
+    Deletions that another janitor began are ended. Raises OSError.
+    """
+    living, gone = frozenset(nodes), frozenset(gone)
+    with os.scandir(root / TEMPORARIES) as entries:
+        for entry in entries:
+            if trash_of(entry.name) is not None:
+                yield settle(root, f"{TEMPORARIES}/{entry.name}")
+                continue
+            node = temporary_node(entry.name)
+            if node is None:
+                continue
+            try:
+                age = age_seconds(entry.stat(follow_symlinks=False).st_mtime_ns)
+            except FileNotFoundError:
+                continue
+            limit = 0.0 if node in gone else TEMPORARY_SECONDS_MAX if node in living else _LOOSE_SECONDS
+            if age >= limit:
+                yield remove(Path(entry.path))
+
+
+def remove(path: Path) -> int:
+    """Bytes freed; 0 where it is gone already, or is no file. Raises OSError."""
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return 0
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    return taken_bytes(status) if status.st_nlink == 1 else 0

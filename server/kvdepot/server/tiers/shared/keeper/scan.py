@@ -1,0 +1,172 @@
+"""A count of everything below a shared directory's root, in small steps and bounded memory.
+
+A file may be renamed while it is being counted. It is met all the same where it goes the way of its life: temporaries
+are looked at first, quarantine last.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core.objectfile import PAGE_BYTES
+from kvdepot.server.tiers.shared.keeper.files import taken_bytes
+from kvdepot.server.tiers.shared.layout import QUARANTINE, TEMPORARIES, object_of, object_path
+
+OBJECTS_MAX: Final = 8 << 20
+"""Objects that are candidates for eviction; more are counted only."""
+_FOLDERS_DEEP_MAX: Final = 32
+_QUARANTINED_MAX: Final = 1 << 16
+_NAMESPACES_MAX: Final = (1 << 16) - 1
+_GROWN_BY: Final = 1 << 16
+
+UNREAD: Final = 0
+"""Boundary of an object whose header was not looked at."""
+
+ROW: Final = np.dtype(
+    [
+        ("mtime_ns", "<i8"),
+        ("key", "u1", (16,)),
+        ("parent", "<u8"),  # `chunks` of the parent chunk, once the header was read; 0: none
+        ("pages", "<u4"),
+        ("tokens", "<u4"),  # boundary
+        ("bucket", "<i4"),  # hour of recency
+        ("namespace", "<u2"),
+        ("kind", "u1"),
+        ("gone", "u1"),
+    ]
+)
+Rows = npt.NDArray[Any]
+
+
+class Columns:
+    """The objects that a scan met: one row each, no Python object."""
+
+    def __init__(self, objects_max: int = OBJECTS_MAX) -> None:
+        self._objects_max = objects_max
+        self._rows = np.zeros(0, ROW)
+        self._length = 0
+        self._numbers: dict[bytes, int] = {}
+        self.namespaces: list[bytes] = []
+        self.left_out = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def rows(self) -> Rows:
+        """All of them, to be changed in place."""
+        return self._rows[: self._length]
+
+    def add(self, namespace: bytes, key: bytes, kind: int, status: os.stat_result) -> None:
+        number = self._numbers.get(namespace)
+        if self._length == self._objects_max or (number is None and len(self.namespaces) == _NAMESPACES_MAX):
+            self.left_out += 1
+            return
+        if number is None:
+            number = self._numbers[namespace] = len(self.namespaces)
+            self.namespaces.append(namespace)
+        if self._length == len(self._rows):
+            grown = np.zeros(min(self._length + max(_GROWN_BY, self._length // 4), self._objects_max), ROW)
+            grown[: self._length] = self._rows
+            self._rows = grown
+        row = self._rows[self._length]
+        row["mtime_ns"], row["pages"] = status.st_mtime_ns, taken_bytes(status) // PAGE_BYTES
+        row["namespace"], row["kind"] = number, kind
+        row["key"] = np.frombuffer(key, "u1")
+        self._length += 1
+
+    def file(self, row: int) -> str:
+        """Below the root."""
+        found = self._rows[row]
+        return object_path(self.namespaces[int(found["namespace"])], found["key"].tobytes(), int(found["kind"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    file_name: str
+    ctime_ns: int  # of its renaming: the time of modification is that of its last use
+    size_bytes: int
+
+
+@dataclass
+class Scan:
+    """One count. `steps` does it; nothing else here is true before it ended. OSError ends it without a result."""
+
+    root: Path
+    columns: Columns = field(default_factory=Columns)
+    used_bytes: int = 0
+    quarantined_bytes: int = 0
+    quarantined: list[Quarantined] = field(default_factory=list)
+    skipped: int = 0  # folders that nobody may look into, or too deep
+
+    def steps(self) -> Iterator[None]:
+        """Yields after every entry: some microseconds, or an answer of the server, apart."""
+        status = self.root.stat()
+        self.used_bytes += taken_bytes(status)
+        yield from self._below(TEMPORARIES, status.st_dev)
+        with os.scandir(self.root) as entries:
+            for entry in entries:
+                if entry.name not in (TEMPORARIES, QUARANTINE):
+                    yield from self._below(entry.name, status.st_dev)
+        yield from self._below(QUARANTINE, status.st_dev)
+
+    def _below(self, top: str, device: int) -> Iterator[None]:
+        folders: list[Any] = []
+        path: str | None = os.fspath(self.root / top)
+        try:
+            while True:
+                if path is not None:
+                    yield
+                    folder = self._entry(path, device, len(folders))
+                    if folder is not None:
+                        folders.append(folder)
+                if not folders:
+                    return
+                found = next(folders[-1], None)
+                if found is None:
+                    folders.pop()
+                path = found.path if found else None
+        finally:
+            for folder in folders:
+                folder.close()
+
+    def _entry(self, path: str, device: int, depth: int) -> Any:
+        """Count it; of a folder, what scandir gives."""
+        try:
+            status = os.lstat(path)
+            if status.st_dev != device:
+                return None  # another file system, mounted here
+            if not stat.S_ISDIR(status.st_mode):
+                self._count(path, status)
+                return None
+            self.used_bytes += taken_bytes(status)
+            if depth < _FOLDERS_DEEP_MAX:
+                return os.scandir(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError:
+            pass
+        self.skipped += 1
+        return None
+
+    def _count(self, path: str, status: os.stat_result) -> None:
+        size_bytes = taken_bytes(status)
+        self.used_bytes += size_bytes
+        if not stat.S_ISREG(status.st_mode):
+            return
+        file = path[len(os.fspath(self.root)) + 1 :]
+        named = object_of(file)
+        if named is not None:
+            self.columns.add(*named, status)
+        elif file.startswith(QUARANTINE + "/"):
+            self.quarantined_bytes += size_bytes
+            if len(self.quarantined) < _QUARANTINED_MAX and file.endswith(".kvd"):
+                name = file[len(QUARANTINE) + 1 :]
+                self.quarantined.append(Quarantined(name, max(status.st_ctime_ns, status.st_mtime_ns), size_bytes))

@@ -1,0 +1,56 @@
+"""What a keeper is told on its command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from kvdepot.server.tiers.shared.keeper.opening import Known
+
+HEARTBEAT_SECONDS: Final = 2.0
+ALLOWED_SECONDS: Final = 300.0
+"""How long a node acts under its limit without having renewed its file. Half of what makes others take it for gone."""
+LEASE_HEARTBEATS: Final = 5
+"""A janitor that has not renewed its lease for so long is taken to be gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperSettings:
+    """Sizes in bytes, times in seconds. Watermarks are shares of the capacity."""
+
+    root: Path
+    capacity_bytes: int
+    high_watermark: float = 0.95
+    low_watermark: float = 0.90
+    quarantine_keep_seconds: float = 7 * 86_400.0
+    quarantine_bytes: int = 10 << 30
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
+    created_by: str = "kvdepotd"  # in the marker, for people
+    on_root_filesystem: bool = False  # whether a directory may be begun there
+    owner: str = ""  # who runs here, one run after another; empty: nobody says
+
+    @property
+    def lease_seconds(self) -> float:
+        return LEASE_HEARTBEATS * self.heartbeat_seconds
+
+    def pack(self) -> str:
+        return json.dumps({**asdict(self), "root": str(self.root)})
+
+    @classmethod
+    def unpack(cls, text: str) -> Self:
+        values = json.loads(text)
+        return cls(**{**values, "root": Path(values["root"])})
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What an earlier keeper of the same daemon run left behind."""
+
+    published_bytes: int = 0
+    directory_id: str = ""
+
+    @property
+    def known(self) -> Known:
+        return Known(self.directory_id)

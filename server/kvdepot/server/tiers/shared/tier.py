@@ -1,0 +1,292 @@
+"""The shared tier: one file per object in a directory of several daemons (DESIGN 6, docs/formats/shared.md).
+
+One owner, the loop's thread; nothing here blocks. Its parts: `holdings` (what this node knows to be there),
+`look_ups`, `reading`, `writing`, `recency`; one pool of I/O workers; the keeper, a process that checks the directory,
+counts what lies there, and says how much may be written.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.objectfile import ObjectName
+from kvdepot.core.report import TierStatus
+from kvdepot.server.io.jobs import Answer, Priority, Probe
+from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
+from kvdepot.server.tiers.budget import WriteBudget
+from kvdepot.server.tiers.found import FoundObjects
+from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, why_failed
+from kvdepot.server.tiers.shared.absent import AbsentNames
+from kvdepot.server.tiers.shared.allowance import Allowance
+from kvdepot.server.tiers.shared.config import SharedConfig
+from kvdepot.server.tiers.shared.directory import Directory
+from kvdepot.server.tiers.shared.holdings import Holdings
+from kvdepot.server.tiers.shared.layout import PROBE
+from kvdepot.server.tiers.shared.links import Ended, Failed, KeeperLink, Report, Word
+from kvdepot.server.tiers.shared.look_ups import LookUps
+from kvdepot.server.tiers.shared.reading import Reading
+from kvdepot.server.tiers.shared.recency import Recency
+from kvdepot.server.tiers.shared.writing import Writing
+from kvdepot.server.tiers.workers import Workers
+
+_CLOSE_SECONDS: Final = 3.0
+_PUBLISH_SECONDS: Final = 1.0
+"""The keeper is told so often what was written."""
+NO_ALLOWANCE: Final = "the janitor has granted this node no more room yet"
+
+
+class SharedTier:
+    """A `SharedTier` of the interface. What it refuses at once is answered before a call returns, all else later."""
+
+    def __init__(
+        self, config: SharedConfig, *, data: Workers, keeper: KeeperLink, log: logging.Logger,
+        count: Callable[[str, float], None] = lambda name, amount: None,  # noqa: ARG005
+        clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
+        handles_max: int | None = None,
+    ) -> None:  # fmt: skip
+        """`data` does nothing before it is renewed. `handles_max`: other than the configuration's."""
+        self.name = config.name
+        self.traits = TierTraits(shared=True)
+        self.handles_max = handles_max or config.handles_max
+        self._config = config
+        self._data = data
+        self._keeper = keeper
+        self._log = log
+        self._clock = clock
+        self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
+        self._directory = directory = Directory(
+            config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), Allowance(),
+            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count,
+        )  # fmt: skip
+        self._writing = Writing(directory, refused=self._refused, kept=self._kept)
+        self._reading = Reading(directory, damaged=self._damaged, lost=lambda handle: self._lose([handle]))
+        self._recency = Recency(directory, lost=self._lose)
+        self._look_ups = LookUps(
+            data, directory.absent, deadline_seconds=config.deadline_seconds, clock=clock,
+            tell=self._found, writing=self._writing.writes, count=count,
+        )  # fmt: skip
+        self._listener: TierListener | None = None
+        self._report: Report | None = None
+        self._trouble = ""  # of the keeper
+        self._serves = False
+        self._working = False  # the workers were made
+        self._probing = False
+        self._closing = False
+        self._told = 0, 0, ""
+        self._tell_at = 0.0
+
+    # What the engine asks
+
+    @property
+    def readable(self) -> bool:
+        return self._serves and self._data.usable and not self._closing
+
+    @property
+    def writable(self) -> bool:
+        return not self._why_not_writable()
+
+    @property
+    def budget_spent(self) -> bool:
+        return self._directory.budget.spent
+
+    @property
+    def write_slots(self) -> int:
+        return max(self._config.write_slots - self._writing.in_flight, 0) if self.writable else 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Handles: bytes are the whole directory's, and its janitor's care."""
+        return self._directory.holdings.count + self._writing.in_flight
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.handles_max
+
+    def cost_bytes(self, raw_bytes: int) -> int:  # noqa: ARG002
+        return 1
+
+    def start(self, listener: TierListener) -> None:
+        """Waits for nothing: a directory that hangs leaves the tier opening."""
+        self._listener = listener
+        self._keeper.start(self._heard)
+
+    def tick(self) -> None:
+        if self._health.state is State.CLOSED:
+            return
+        self._look_ups.expire()
+        self._recency.pump()
+        allowance = self._directory.allowance
+        told = allowance.over_bytes, allowance.wanted_bytes, self._writing.settled
+        if told != self._told and self._clock() >= self._tell_at:
+            self._told, self._tell_at = told, self._clock() + _PUBLISH_SECONDS
+            self._keeper.publish(*told)
+        if self._health.retry_due:
+            self._retry()
+
+    def write(
+        self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
+        done: Callable[[Written], None],
+    ) -> None:  # fmt: skip
+        """NO_SPACE where handles are missing, which `drop` frees; and where the allowance is, which waiting mends.
+
+        `writable` is False then.
+        """
+        if not self.writable or self.budget_spent:
+            done(Written(IoOutcome.CANCELLED))
+            return
+        self._writing.write(name, extents, loan, raw_sum, done)
+
+    def read(
+        self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
+    ) -> None:
+        if handle not in self._directory.holdings or not self.readable:
+            done(Read(IoOutcome.CANCELLED))
+            return
+        self._reading.read(handle, name, extents, loan, done)
+
+    def drop(self, handle: int) -> None:
+        """Forget that it is there."""
+        self._directory.holdings.remove(handle)
+
+    def stored(self, handle: int) -> Stored:
+        """Of what was only looked up the length is that of its pages."""
+        return Stored(self._directory.holdings.stored_bytes(handle), 0, None)
+
+    def look_up(self, names: Sequence[ObjectName], done: Callable[[], None]) -> None:
+        if not self.readable:
+            done()
+            return
+        self._look_ups.look_up(names, done)
+
+    def used(self, handles: Sequence[int]) -> None:
+        self._recency.used(handles)
+
+    async def close(self) -> None:
+        """At most some seconds."""
+        if self._health.state is State.CLOSED:
+            return
+        self._closing = True
+        self._look_ups.cancel()
+        await self._data.close(_CLOSE_SECONDS)
+        self._health.close()
+        self._keeper.publish(self._directory.allowance.over_bytes)
+        self._keeper.end()
+
+    def status(self) -> TierStatus:
+        """Bytes are the directory's, as its janitor counted them, with what was published since."""
+        report = self._report
+        return TierStatus(
+            self.name, "shared", self._config.capacity_bytes,
+            ready_bytes=self._config.capacity_bytes,
+            used_bytes=report.used_bytes if report else 0,
+            state=self._health.state,
+            reason=self._reason(),
+            breaker=self._data.breaker.state,
+            queued_objects=self._writing.in_flight,
+            written_today_bytes=self._directory.budget.written_bytes,
+            quarantined_bytes=report.quarantined_bytes if report else 0,
+            node=report.node if report else "",
+            janitor=report.janitor if report else "",
+        )  # fmt: skip
+
+    def _why_not_writable(self) -> str:
+        if self._health.state is not State.READY or self._closing:
+            return self._health.reason or str(self._health.state)
+        if not self._data.usable:
+            return self._data.why_unusable
+        return "" if self._directory.allowance.suffices else NO_ALLOWANCE
+
+    def _reason(self) -> str:
+        noted = self._report.reason if self._report else ""
+        reasons = (self._why_not_writable(), self._directory.budget.reason, self._trouble, noted)
+        return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
+
+    # What the keeper says
+
+    def _heard(self, word: Word) -> None:
+        if self._closing:
+            return
+        match word:
+            case Report():
+                self._reported(word)
+            case Failed(reason):
+                self._troubled(reason)
+            case Ended():
+                self._troubled("the keeper's process ended")
+
+    def _reported(self, report: Report) -> None:
+        self._report = report
+        self._trouble = ""
+        self._directory.node = report.node
+        self._directory.allowance.limit_bytes = report.limit_bytes
+        if not report.marker_ok:
+            self._serves = False
+            self._health.worsen(State.OFFLINE, report.reason or "the directory is not what it was")
+            return
+        self._directory.device = report.device
+        if self._serves:
+            return
+        self._serves = True
+        if not self._working:
+            self._working = True
+            self._data.renew("")
+        self._health.ready(f"as node {report.node}")
+
+    def _troubled(self, reason: str) -> None:
+        """What was granted can be written, and everything read: only the first report is waited for."""
+        if reason != self._trouble:
+            self._log.warning("tier %s: %s", self.name, reason)
+        self._trouble = reason
+        if not self._serves:
+            self._health.worsen(State.OFFLINE, reason)
+
+    # What goes wrong
+
+    def _refused(self, outcome: IoOutcome, detail: str) -> None:
+        """A write that failed, and the next one would likewise."""
+        why = "the folder of temporaries is gone" if outcome is IoOutcome.GONE else STOPS_WRITING.get(outcome)
+        if why and self._health.state in (State.READY, State.READ_ONLY):
+            self._health.worsen(State.READ_ONLY, f"{why}: {detail}")
+
+    def _damaged(self, name: ObjectName, outcome: IoOutcome, detail: str) -> None:
+        self._log.warning("tier %s: object %s is %s: %s", self.name, name.key.hex(), outcome, detail)
+
+    def _retry(self) -> None:
+        """Get out of READ_ONLY by a small write; out of OFFLINE a report leads."""
+        self._health.retried()
+        if self._health.state is State.READ_ONLY and not self._probing:
+            self._probing = True
+            self._data.submit(Probe(PROBE, write=True), priority=Priority.TEND, done=self._probed)
+
+    def _probed(self, answer: Answer) -> None:
+        self._probing = False
+        if self._health.state is not State.READ_ONLY:
+            return
+        if answer.outcome is IoOutcome.OK:
+            self._health.ready("writing works again")
+        else:
+            self._health.note(why_failed(answer))
+
+    # What the engine is told
+
+    def _found(self, objects: list[tuple[ObjectName, int]]) -> None:
+        """As many as there are handles for, beside those that writes will need."""
+        assert self._listener is not None
+        room = max(self._directory.holdings.room - self._writing.in_flight, 0)
+        rows = [(self._directory.holdings.add(name, size), name) for name, size in objects[:room]]
+        if rows:
+            self._listener.found(self, FoundObjects.of(rows))
+
+    def _kept(self, name: ObjectName) -> None:
+        self._directory.absent.discard(name)
+        self._look_ups.settle(name)
+
+    def _lose(self, handles: Sequence[int]) -> None:
+        assert self._listener is not None
+        for handle in handles:
+            self._directory.holdings.remove(handle)
+        self._listener.lost(self, handles)

@@ -1,0 +1,111 @@
+"""The way of an object into the directory: allowance, temporary, rename, and only then a handle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.server.io.jobs import Answer, Priority, PublishFile
+from kvdepot.server.tiers.base import IoOutcome, Loan, Written
+from kvdepot.server.tiers.shared.absent import name_key
+from kvdepot.server.tiers.shared.allowance import file_cost_bytes
+from kvdepot.server.tiers.shared.directory import Directory
+from kvdepot.server.tiers.shared.layout import object_file, quarantine_file, temporary_file
+from kvdepot.server.tiers.workers import Hold
+
+
+@dataclass(eq=False, slots=True)
+class _Write:
+    name: ObjectName
+    cost_bytes: int
+    done: Callable[[Written], None]
+    node: str  # whose allowance it began under
+    overdue: bool = False  # answered TIMEOUT: over when its worker is gone
+
+
+class Writing:
+    """`refused(outcome, detail)` is told of what failed, `kept(name)` of names that have a handle now.
+
+    Counts `shared_publications.written` and `.already_there`.
+    """
+
+    def __init__(
+        self, directory: Directory, *, refused: Callable[[IoOutcome, str], None], kept: Callable[[ObjectName], None]
+    ) -> None:
+        self._directory = directory
+        self._refused = refused
+        self._kept = kept
+        self._names: set[bytes] = set()
+        self._numbers = 0
+        self._begun: Counter[str] = Counter()  # writes that are not over, by node
+
+    @property
+    def settled(self) -> str:
+        """This node, if what was begun under earlier ones of this daemon run is over; else empty."""
+        return self._directory.node if self._begun.keys() <= {self._directory.node} else ""
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._names)
+
+    def writes(self, name: ObjectName) -> bool:
+        return name_key(name) in self._names
+
+    def write(
+        self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
+        done: Callable[[Written], None],
+    ) -> None:  # fmt: skip
+        directory = self._directory
+        cost_bytes = file_cost_bytes(name.raw_bytes)
+        if directory.holdings.room <= self.in_flight or not directory.allowance.begin(cost_bytes):
+            done(Written(IoOutcome.NO_SPACE))
+            return
+        write = _Write(name, cost_bytes, done, directory.node)
+        self._begun[write.node] += 1
+        self._names.add(name_key(name))
+        self._numbers += 1
+        now = int(directory.wall_clock())
+        job = PublishFile(
+            object_file(name), temporary_file(directory.node, self._numbers), directory.device, name,
+            directory.config.codec, now, tuple(extents), raw_sum, directory.config.fsync, quarantine_file(now, name),
+        )  # fmt: skip
+
+        def ended() -> None:
+            if write.overdue:
+                self._over(write, write.cost_bytes)
+
+        def answered(answer: Answer) -> None:
+            self._answered(write, answer)
+
+        directory.data.submit(job, priority=Priority.STORE, done=answered, loan=Hold(loan, ended))
+
+    def _answered(self, write: _Write, answer: Answer) -> None:
+        directory, name = self._directory, write.name
+        self._names.discard(name_key(name))
+        if answer.outcome is IoOutcome.OK:
+            written_bytes = 0 if answer.already_there else answer.stored_bytes
+            self._over(write, 0 if answer.already_there else file_cost_bytes(answer.stored_bytes))
+            directory.budget.spend(0 if answer.already_there else object_bytes(answer.stored_bytes))
+            directory.count("shared_publications.already_there" if answer.already_there else
+                            "shared_publications.written", 1)  # fmt: skip
+            self._kept(name)
+            handle = directory.holdings.add(name, answer.stored_bytes, int(directory.clock()))
+            write.done(Written(IoOutcome.OK, handle, answer.raw_sum, written_bytes))
+            return
+        if answer.outcome is IoOutcome.TIMEOUT:
+            write.overdue = True
+        else:
+            # One that failed may lie there all the same: its removal failed too, or only its folder's sync did.
+            untouched = answer.outcome in (IoOutcome.CANCELLED, IoOutcome.FOREIGN)
+            self._over(write, 0 if untouched else write.cost_bytes)
+        self._refused(answer.outcome, answer.detail)
+        write.done(Written(answer.outcome))
+
+    def _over(self, write: _Write, spent_bytes: int) -> None:
+        self._directory.allowance.end(write.cost_bytes, spent_bytes)
+        self._begun[write.node] -= 1
+        if not self._begun[write.node]:
+            del self._begun[write.node]

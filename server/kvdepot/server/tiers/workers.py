@@ -1,0 +1,54 @@
+"""What a tier needs of a pool of I/O workers (`kvdepot.server.io.pool`), and its word about a place they may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvdepot.server.io.breaker import Breaker
+from kvdepot.server.io.jobs import Answer, Job, Priority
+from kvdepot.server.tiers.base import Loan
+
+
+class Workers(Protocol):
+    """A pool of I/O workers (`kvdepot.server.io.pool.IoPool`)."""
+
+    breaker: Breaker
+
+    @property
+    def usable(self) -> bool: ...
+
+    @property
+    def why_unusable(self) -> str: ...
+
+    def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
+        """`done` is called once, never from in here. Its loan has ended by then; after TIMEOUT it ends later."""
+
+    def renew(self, guard: str) -> None:
+        """From now on by workers that open their files anew and were admitted with this token."""
+
+    async def close(self, seconds: float = ...) -> int: ...
+
+
+class Hold:
+    """A loan around another one (or none) that says when a worker cannot touch the place any more.
+
+    Another may, while there is no answer: what a worker died of is tried again, under a loan that begins anew.
+    """
+
+    def __init__(self, loan: Loan | None, ended: Callable[[], None] = lambda: None) -> None:
+        self._loan = loan
+        self._ended = ended
+        self.workers = 0
+        """How many can touch the place now."""
+
+    def begin(self, worker: int) -> bool:
+        begun = self._loan is None or self._loan.begin(worker)
+        self.workers += begun
+        return begun
+
+    def end(self) -> None:
+        self.workers -= 1
+        if self._loan is not None:
+            self._loan.end()
+        self._ended()

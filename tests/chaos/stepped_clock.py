@@ -1,0 +1,44 @@
+"""A wall clock stepped apart from the machine's: `python -m tests.chaos.stepped_clock FILE MODULE ARGUMENTS`.
+
+Runs MODULE with `time.time` ahead by what FILE says, live. Of this process alone: its children, and what the kernel
+stamps, keep the machine's clock.
+"""
+
+from __future__ import annotations
+
+import mmap
+import runpy
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+_SECONDS: Final = struct.Struct("<d")
+
+
+class WallClock:
+    """The harness's hand on it. The file is kept over restarts, as a machine's clock is."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.step_to(0.0)
+
+    def step_to(self, ahead_seconds: float) -> None:
+        """Ahead of the machine's, from now on."""
+        with self.path.open("r+b" if self.path.exists() else "wb") as file:
+            file.write(_SECONDS.pack(ahead_seconds))
+
+
+def stepped(path: Path, clock: Callable[[], float] = time.time) -> Callable[[], float]:
+    """`clock`, ahead by what the file says at each call."""
+    with path.open("rb") as file:
+        ahead = mmap.mmap(file.fileno(), _SECONDS.size, prot=mmap.PROT_READ)
+    return lambda: clock() + float(_SECONDS.unpack_from(ahead)[0])
+
+
+if __name__ == "__main__":
+    time.time = stepped(Path(sys.argv[1]))  # before anything binds it
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

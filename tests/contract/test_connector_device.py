@@ -1,0 +1,86 @@
+"""The connector with copies by way of a device that does its work late: what is stored and loaded stays right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from kvdepot.client.copy.device import DeviceCopier
+from kvdepot.client.vllm import rank
+
+from tests.contract.connector_fixtures import Make, cold, depot, folder, make, prompt
+from tests.contract.test_connector_hybrid import CHUNKS, evict
+from tests.fakes.late_device import LateDevice
+from tests.fakes.scripted_engine import BLOCK
+
+__all__ = ["depot", "folder", "make"]  # fixtures
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[LateDevice]:
+    """Of the ranks that start, in order."""
+    made: list[LateDevice] = []
+
+    def copier(views: Sequence[torch.Tensor], *_: Any) -> DeviceCopier:
+        made.append(LateDevice())
+        return DeviceCopier(views, made[-1])
+
+    monkeypatch.setattr(rank, "_copier", copier)
+    return made
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])
+def test_p4_what_one_engine_stored_another_one_loads(make: Make, devices: list[LateDevice], hybrid: bool) -> None:
+    engine, other = make(hybrid=hybrid), make(hybrid=hybrid)
+    for seed in range(4):
+        tokens = prompt(5.5, seed)
+        assert engine.generate(tokens) == cold(tokens)
+        assert other.generate(tokens) == cold(tokens)
+    assert list(other.hits.values()) == [5 * BLOCK] * 4
+    engine.assert_clean()
+    other.assert_clean()
+    assert len(devices) == 2 and all(device.ran and not device.in_flight for device in devices)
+
+
+def test_a1_what_is_kept_moves_on_the_device_and_the_rest_is_loaded_behind_it(
+    make: Make, devices: list[LateDevice]
+) -> None:
+    engine = make(hybrid=True, ranks=2, blocks=128)
+    tokens = prompt(CHUNKS + 0.5)
+    engine.generate(tokens)
+    evict(engine, attention_from=6)
+    assert engine.generate(tokens) == cold(tokens)
+    assert list(engine.hits.values()) == [0, CHUNKS * BLOCK]
+    assert engine.side.counters["kept_tokens"] == 6 * BLOCK
+    engine.assert_clean()
+    assert not any(device.in_flight for device in devices)
+
+
+def test_p4_streams_carry_what_a_device_copies(make: Make, devices: list[LateDevice]) -> None:
+    engine, other = make(streams=True), make(streams=True)
+    tokens = prompt(5.5)
+    assert engine.generate(tokens) == cold(tokens)
+    assert other.generate(tokens) == cold(tokens)
+    assert list(other.hits.values()) == [5 * BLOCK]
+    other.assert_clean()
+    assert all(device.ran and not device.pinned for device in devices)
+
+
+def test_p8_a_device_without_memory_for_copies_costs_hits_and_nothing_else(
+    make: Make, devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, other = make(), make()
+    tokens = prompt(5.5)
+    assert engine.generate(tokens) == cold(tokens)
+
+    def out_of_memory(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(LateDevice, "memory", out_of_memory)
+    assert other.generate(tokens) == cold(tokens)
+    (worker,) = other.workers
+    assert worker.failures.counts == {"copy:RuntimeError": 1}
+    worker.failures.counts.clear()
+    other.assert_clean()

@@ -1,0 +1,124 @@
+"""`kvdepotctl top` beside a real daemon that engines use: lines of JSON, a terminal, a daemon that goes and comes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ctl_process import kvdepotctl
+from tests.daemon_process import DaemonProcess
+from tests.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of
+
+OBJECT_BYTES = 16 << 10
+COMMAND = [sys.executable, "-m", "kvdepot.client.ctl.app", "--timeout", "30", "--endpoint"]
+
+
+@pytest.fixture
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess() as running:
+        yield running
+
+
+@contextlib.contextmanager
+def busy(daemon: DaemonProcess) -> Iterator[None]:
+    """An engine that stores, looks up, loads and misses all the time."""
+    stop = threading.Event()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with RawEngine(daemon.socket, "busy", spec=dense_spec("a-model", OBJECT_BYTES)) as engine:
+                number = 0
+                while not stop.wait(0.01):
+                    keys = keys_of(f"p{number}", 2)
+                    engine.store(keys)
+                    engine.locate(keys)
+                    engine.load(keys)
+                    engine.locate(keys_of(f"none{number}", 2))
+                    number += 1
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed, failed
+
+
+def test_p10_a_line_of_json_for_each_look_says_what_was_done_a_second(daemon: DaemonProcess) -> None:
+    with busy(daemon):
+        done = kvdepotctl(daemon, "top", "--json", "--interval", "0.5", "--count", "3")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 3
+    last = lines[-1]
+    flow = last["per_second"]
+    assert 0 < flow["locate_hits"] < flow["locates"]
+    assert flow["hit_tokens"] == pytest.approx(flow["acquired_objects"] * CHUNK_TOKENS)
+    assert flow["granted_read_bytes"] == pytest.approx(flow["acquired_objects"] * OBJECT_BYTES)
+    assert flow["committed_objects"] > 0
+    assert flow["misses"]["unknown"] > 0
+    assert [engine["engine_id"] for engine in last["engines"]] == ["busy"]
+    (ram,) = last["tiers"]
+    assert (ram["name"], ram["state"]) == ("ram", "ready")
+    assert ram["per_second"]["read_bytes"] == flow["granted_read_bytes"]
+    assert ram["objects"] > lines[0]["tiers"][0]["objects"] > 0
+    assert [one["seconds"] >= 0.5 for one in lines] == [True] * 3
+
+
+def test_without_a_terminal_tables_follow_each_other(daemon: DaemonProcess) -> None:
+    done = kvdepotctl(daemon, "top", "--interval", "0.1", "--count", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("a second") == 2
+    assert "no engine is attached" in done.stdout
+
+
+def test_a_terminal_is_written_over_until_ctrl_c_and_a_daemon_that_is_gone_is_waited_for(daemon: DaemonProcess) -> None:
+    ours, theirs = pty.openpty()
+    command = [*COMMAND, daemon.endpoint, "top", "--interval", "0.2"]
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "150", "LINES": "50"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    screen = bytearray()
+    try:
+        _read_until(ours, screen, b"tiers")
+        daemon.kill()
+        _read_until(ours, screen, b"trying again")
+        screen.clear()
+        daemon.start()
+        _read_until(ours, screen, b"tiers")
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            _read_until(ours, screen, b"\x1b[?1049l")  # back to the screen of before
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def _read_until(terminal: int, screen: bytearray, wanted: bytes) -> None:
+    until = time.monotonic() + 60
+    while wanted not in screen:
+        assert time.monotonic() < until, bytes(screen[-2000:])
+        screen += os.read(terminal, 4096)
+
+
+def test_no_daemon_at_the_first_look_is_an_error() -> None:
+    done = kvdepotctl("unix:///nonexistent/kvdepot.sock", "top", "--count", "1")
+    assert done.returncode == 3
+    assert "no answer" in done.stderr

@@ -1,0 +1,42 @@
+"""An engine whose rank may not map the arena: equal tokens, by way of its proxy, whatever becomes of that."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
+
+from tests.e2e.fleet import Fleet
+
+
+@pytest.mark.long
+def test_p4_i6_a_streaming_engine_gets_equal_tokens_and_another_proxy_when_one_is_killed(fleet: Fleet) -> None:
+    engine = fleet.engine("streaming")
+    ids = fleet.prompt(2000)
+    cold = fleet.ask(engine, ids)
+    fleet.forget(engine)
+    loaded = fleet.ask(engine, ids)
+    assert loaded.tokens == cold.tokens
+    assert loaded.external_tokens == loaded.served.tokens == 1792
+    engine.reset_prefix_cache()
+    (proxy,) = _proxies(fleet)
+    os.kill(proxy, signal.SIGKILL)
+    fresh = fleet.prompt(1500)
+    assert fleet.ask(engine, ids).tokens == cold.tokens, "by a load or computed"
+    computed = fleet.ask(engine, fresh)
+    fleet.daemon.wait_attached(len(fleet.daemon.status().sessions))
+    assert _proxies(fleet) != [proxy]
+    fleet.forget(engine)
+    engine.pause(NEGATIVE_SECONDS)  # a load that failed is offered to nobody for so long
+    again = fleet.ask(engine, ids)
+    assert (again.tokens, again.external_tokens) == (cold.tokens, 1792)
+    assert fleet.ask(engine, fresh).tokens == computed.tokens
+    fleet.daemon.settle()
+
+
+def _proxies(fleet: Fleet) -> list[int]:
+    children = Path(f"/proc/{fleet.daemon.pid}/task/{fleet.daemon.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"stream_proxy" in Path(f"/proc/{pid}/cmdline").read_bytes()]

@@ -1,0 +1,66 @@
+"""Engines over RAM and a lower tier with quotas: nobody is ever above its own, nobody loses for another's (T8, I4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from kvdepot.server.engine.types import Quota, TierConfig, WritePolicy
+
+from tests.fakes.quota_audit import only_owners_lose
+from tests.stateful.engine_world import World
+from tests.stateful.test_tier_model import TierModel, act
+
+PAGE = 4096
+QUOTAS = (
+    Quota(namespace="*", tier="ram", capacity_bytes=13 * PAGE),
+    Quota(namespace="odd", tier="ram", capacity_bytes=9 * PAGE),
+    Quota(tier="ram", capacity_bytes=18 * PAGE),
+    Quota(namespace="*", capacity_bytes=3 * 12288 + PAGE),
+    Quota(tenant="", tier="memory", capacity_bytes=5 * 12288),
+)
+
+
+@pytest.fixture(autouse=True)
+def _watched() -> Iterator[None]:
+    with only_owners_lose():
+        yield
+
+
+class QuotaModel(TierModel):
+    """Two namespaces of one tenant, with quotas for each, for both together, and of each tier."""
+
+    quotas = QUOTAS
+
+
+QuotaModel.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestQuotaModel = QuotaModel.TestCase
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize("seed", range(2))
+def test_t8_i4_no_owner_is_ever_above_its_quota_and_no_other_pays_for_it(seed: int, policy: WritePolicy) -> None:
+    random = Random(seed)
+    world = World(tier=TierConfig(policy), quotas=QUOTAS)
+    evicted = refused = dropped = 0.0
+    for _ in range(600):
+        run = world.rig.run
+        before = _figures(world)
+        act(world, random)
+        world.check()
+        if world.rig.run == run:
+            rises = [now - then for now, then in zip(_figures(world), before, strict=True)]
+            evicted, refused, dropped = evicted + rises[0], refused + rises[1], dropped + rises[2]
+    assert evicted and refused, "the test lost its teeth"
+    assert dropped or policy is not WritePolicy.COMMIT, "no write was dropped"
+    world.finish()
+
+
+def _figures(world: World) -> tuple[float, float, float]:
+    counter, ram = world.rig.counter, world.rig.engine._space.account
+    refused = sum(quota.refused_objects for quota in ram.statuses())
+    return (counter("evicted_objects.quota"), refused, counter("tier_writes_dropped.memory/quota"))

@@ -1,0 +1,271 @@
+"""Each reason for which the daemon serves no more of a prompt, caused once and read back (P10), and its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from kvdepot.client.ctl.commands.explain import MEANING, record_json, record_lines
+from kvdepot.core.calls import EndRequestCall, Kind, RequestEnd, ReserveOutcome
+from kvdepot.core.errors import NotFound
+from kvdepot.core.misses import MissReason, miss_reason
+from kvdepot.core.planner import GroupSpec
+from kvdepot.core.records import LOADS_PER_RECORD_MAX, RECORDS_PER_ANSWER_MAX, Lookup, RequestRecord
+from kvdepot.proto.codec_records import decode_records, encode_records
+from kvdepot.server.engine import records as records_module
+from kvdepot.server.engine.lost_keys import LostKeys
+from kvdepot.server.engine.types import Quota, TierConfig, WritePolicy
+
+from tests.fakes.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, key, path, spec_of
+
+KEYS = path("p", 4)
+
+
+def told(rig: Rig, request: str = "r") -> RequestRecord:
+    """As an operator gets it."""
+    (record,) = decode_records(encode_records(rig.engine.records.explain(request)))
+    return record
+
+
+def lookup(rig: Rig, request: str = "r") -> Lookup:
+    found = told(rig, request).lookup
+    assert found is not None
+    return found
+
+
+def unknown(rig: Rig) -> Client:
+    return rig.attach()
+
+
+def evicted(rig: Rig) -> Client:
+    client = rig.attach()
+    client.store(KEYS)
+    rig.engine._space.evict_to(0, 100)
+    return client
+
+
+def corrupt(rig: Rig) -> Client:
+    client = rig.attach()
+    client.store(KEYS)
+    rig.sum_all()
+    rig.crash()
+    client = rig.attach()
+    rig.sum_all(lambda row: row + 1)
+    return client
+
+
+def no_grant(rig: Rig) -> Client:
+    client = rig.attach()
+    rig.engine._config = rig.engine._stores._config = replace(rig.config, credit_bytes=1)
+    assert set(client.reserve(KEYS)[1].outcomes) <= {ReserveOutcome.REFUSED, ReserveOutcome.LATER}
+    return client
+
+
+def abandoned(rig: Rig) -> Client:
+    client = rig.attach()
+    lease, _ = client.reserve(KEYS)
+    client.abandon(lease, 0, 1, 2, 3)
+    return client
+
+
+def pruned(rig: Rig) -> Client:
+    client = rig.attach(spec=HYBRID)
+    client.store(KEYS, (Kind.ATTENTION,), request="before")
+    client.end_request("before")
+    return client
+
+
+def other_namespace(rig: Rig) -> Client:
+    rig.attach("other", 11, spec=replace(DENSE, identity={"model": '"b"'})).store(KEYS)
+    return rig.attach()
+
+
+def being_written(rig: Rig) -> Client:
+    client = rig.attach()
+    client.reserve(KEYS)
+    return client
+
+
+def unverified(rig: Rig) -> Client:
+    client = rig.attach()
+    client.store(KEYS)
+    rig.sum_all()
+    rig.crash()
+    return rig.attach()
+
+
+def no_checkpoint(rig: Rig) -> Client:
+    client = rig.attach(spec=HYBRID)
+    client.store(KEYS, (Kind.ATTENTION,))
+    return client
+
+
+CAUSES: dict[MissReason, Callable[[Rig], Client]] = {
+    MissReason.UNKNOWN: unknown,
+    MissReason.EVICTED: evicted,
+    MissReason.CORRUPT: corrupt,
+    MissReason.NO_GRANT: no_grant,
+    MissReason.ABANDONED: abandoned,
+    MissReason.PRUNED: pruned,
+    MissReason.OTHER_NAMESPACE: other_namespace,
+    MissReason.BEING_WRITTEN: being_written,
+    MissReason.UNVERIFIED: unverified,
+    MissReason.NO_CHECKPOINT: no_checkpoint,
+}
+
+
+@pytest.mark.parametrize("reason", CAUSES, ids=str)
+def test_p10_each_reason_is_answered_counted_and_explained(reason: MissReason) -> None:
+    rig = Rig()
+    client = CAUSES[reason](rig)
+    reply = client.locate(KEYS, request="r")
+    assert (reply.boundary_tokens, reply.miss) == (0, reason)
+    counted = {one: rig.counter(f"misses.{one}") for one in MissReason}
+    assert counted == {one: float(one is reason) for one in MissReason}
+    found = lookup(rig)
+    assert (found.miss, found.missing_chunk, found.missing_key) == (reason, 0, KEYS[0])
+
+
+def test_p10_another_namespace_is_named_with_the_field_that_differs() -> None:
+    rig = Rig()
+    client = other_namespace(rig)
+    client.locate(KEYS, request="r")
+    assert told(rig).differences == ('identity.model: "a" != "b"',)
+    assert lookup(rig).other_namespace == replace(DENSE, identity={"model": '"b"'}).namespace_id()
+
+
+def test_p10_an_engine_is_not_told_what_other_tenants_have() -> None:
+    rig = Rig()
+    rig.attach("other", 11, spec=replace(DENSE, tenant="them")).store(KEYS)
+    reply = rig.attach().locate(KEYS, request="r")
+    assert reply.miss == MissReason.UNKNOWN
+    assert lookup(rig).miss == MissReason.OTHER_NAMESPACE, "an operator is"
+    assert told(rig).differences == ('tenant: "" != "them"',)
+
+
+def test_p10_what_a_quota_never_lets_into_ram_is_no_room() -> None:
+    rig = Rig(tier=TierConfig(write=WritePolicy.COMMIT), quotas=(Quota(capacity_bytes=2 * 8192),))
+    client = rig.attach()
+    client.store(KEYS[:2])
+    reply = client.locate(KEYS)
+    assert (reply.boundary_tokens, reply.miss) == (2 * CHUNK, MissReason.NO_ROOM)
+
+
+def test_p10_attention_without_its_windows_is_incomplete() -> None:
+    windows = spec_of(
+        GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4096,)),
+        GroupSpec(Kind.WINDOW, 16, window_tokens=16, rank_block_bytes=(4096,)),
+        name="windows",
+    )
+    client = Rig().attach(spec=windows)
+    client.store(KEYS, (Kind.ATTENTION,))
+    assert client.locate(KEYS).miss == MissReason.INCOMPLETE
+
+
+def test_p10_a_hole_behind_what_is_served_has_its_reason_too() -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.store(KEYS[:2])
+    reply = client.locate(KEYS, request="r")
+    assert (reply.boundary_tokens, reply.miss) == (2 * CHUNK, MissReason.UNKNOWN)
+    found = lookup(rig)
+    assert (found.path_chunks, found.missing_chunk, found.missing_key) == (2, 2, KEYS[2])
+    assert dict(found.held) == {"ram": 2}
+    assert (found.offered_tokens, found.offered_tier, found.chunks) == (2 * CHUNK, "ram", 4)
+    assert sum(rig.counter(f"misses.{one}") for one in MissReason) == 0, "requests that found nothing are counted"
+
+
+def test_p10_a_whole_hit_has_no_reason() -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.store(KEYS)
+    assert client.locate(KEYS, request="r").miss == ""
+    assert client.locate(KEYS, high_tokens=2 * CHUNK, request="r").miss == ""
+    assert told(rig).lookups == 2
+
+
+def test_p10_a_record_tells_of_loads_stores_and_the_engines_own_word() -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.store(KEYS[:2])
+    client.locate(KEYS, request="r")
+    rig.now += 1.0
+    lease, _ = client.acquire(KEYS[:2], request="r")
+    client.store(KEYS, request="r")
+    client.release(lease)
+    rig.now += 1.0
+    rig.engine.end_request(EndRequestCall(client.session, "r", RequestEnd(CHUNK, 2 * CHUNK, "not_worth_it")))
+    rig.now += 1.0
+    record = told(rig)
+    assert (record.engine_id, record.namespace_id) == ("engine", client.namespace)
+    assert record.began_seconds_ago == 3.0
+    assert [(load.outcome, load.objects, load.asked_seconds_ago) for load in record.loads] == [("granted", 2, 2.0)]
+    assert dict(record.reserved) == {"present": 2, "granted": 2}
+    assert record.ended_seconds_ago == 1.0
+    assert record.end == RequestEnd(CHUNK, 2 * CHUNK, "not_worth_it")
+    client.locate(KEYS, request="r")
+    assert told(rig).end is None, "an id that comes again is another request"
+
+
+def test_p10_a_request_is_found_by_the_beginning_of_its_id_in_every_engine() -> None:
+    rig = Rig()
+    client, other = rig.attach(), rig.attach("other", 11)
+    for one, request in ((client, "cmpl-1-aa"), (other, "cmpl-1-bb"), (other, "cmpl-2")):
+        one.locate(KEYS, request=request)
+    found = rig.engine.records.explain("cmpl-1")
+    assert [(one.engine_id, one.request_id) for one in found] == [("other", "cmpl-1-bb"), ("engine", "cmpl-1-aa")]
+    with pytest.raises(NotFound, match="cmpl-9"):
+        rig.engine.records.explain("cmpl-9")
+
+
+def test_i4_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records_module, "RECORDS_MAX", 64)
+    rig = Rig()
+    client = rig.attach()
+    for number in range(64 + 10):
+        client.locate(KEYS[:1], request=f"r{number}")
+    assert len(rig.engine.records) == 64
+    assert len(rig.engine.records.explain("r")) == RECORDS_PER_ANSWER_MAX
+    with pytest.raises(NotFound):
+        rig.engine.records.explain("r0")
+    client.store(KEYS)
+    for _ in range(LOADS_PER_RECORD_MAX + 3):
+        client.acquire(KEYS, request="many")
+    assert len(told(rig, "many").loads) == LOADS_PER_RECORD_MAX
+    client.locate(KEYS)
+    assert len(rig.engine.records) == 64
+
+
+def test_lost_keys_forget_rather_than_grow_or_mix_up() -> None:
+    lost = LostKeys()
+    many = [key(number) for number in range(50_000)]
+    for number, one in enumerate(many):
+        lost.note(bytes(16), one, MissReason.EVICTED if number % 2 else MissReason.NO_GRANT)
+    remembered = [lost.reason(bytes(16), one) for one in many]
+    expected = [MissReason.EVICTED if number % 2 else MissReason.NO_GRANT for number in range(len(many))]
+    assert all(found in (None, right) for found, right in zip(remembered, expected, strict=True))
+    assert sum(found is not None for found in remembered) > 30_000
+    assert lost.reason(b"n" * 16, many[-1]) is None
+    assert lost.reason(bytes(16), bytes(16)) is None
+
+
+def test_explain_says_in_words_what_the_record_has() -> None:
+    rig = Rig()
+    client = other_namespace(rig)
+    client.locate(KEYS, request="r")
+    rig.engine.end_request(EndRequestCall(client.session, "r", RequestEnd(CHUNK, 0, "timed_out")))
+    text = "\n".join(record_lines(told(rig)))
+    for words in (
+        "request r of engine engine", "4 chunks of 32 tokens", "found     0 chunks", "nothing of 0 tokens",
+        f"chunk 0, {KEYS[0].hex()[:12]}: other_namespace: another namespace has it", 'identity.model: "a" != "b"',
+        "had 32 tokens itself, loaded 0", "timed_out: no answer within lookup_timeout_seconds",
+    ):  # fmt: skip
+        assert words in text, words
+    assert record_json(told(rig))["lookup"]["missing_key"] == KEYS[0].hex()
+    assert MEANING.keys() == set(MissReason)
+
+
+def test_a_reason_of_another_version_is_other() -> None:
+    assert miss_reason("no_such") is MissReason.OTHER
+    assert miss_reason("evicted") is MissReason.EVICTED

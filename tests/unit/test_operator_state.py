@@ -1,0 +1,141 @@
+"""What operators told the daemon, kept for its next run (row I1e)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from kvdepot.core.control import QuotaEntry, QuotaSubject, Switch, SwitchCall
+from kvdepot.core.errors import ConfigError, LimitExceeded
+from kvdepot.core.report import SwitchesStatus
+from kvdepot.server.config import Config
+from kvdepot.server.config_schema import Tables
+from kvdepot.server.control import Control
+from kvdepot.server.set_quotas import SET_MAX, SetQuotas
+from kvdepot.server.state_file import KeptPin, OperatorState, StateFile
+
+from tests.fakes.engine_rig import DENSE, Rig, path
+
+
+async def _nothing() -> None:
+    pass
+
+
+def _control(rig: Rig, file: StateFile) -> Control:
+    config = Config("none", Tables(), 1 << 30, Path("/none"))
+    return Control(
+        rig.engine,
+        file,
+        config,
+        reread=None,
+        configure=lambda _: None,
+        readiness_changed=_nothing,
+        quotas=SetQuotas(),
+        log=LOG,
+    )
+
+
+LOG = logging.getLogger("test")
+EMPTY = {"format": 1, "loads_off": False, "loads_off_namespaces": [], "stores_off": False, "stores_off_namespaces": []}
+STATE = OperatorState(
+    SwitchesStatus(True, (bytes(range(16)),), False, (bytes(16), b"x" * 16)),
+    (KeptPin(bytes(16), b"", 1.5e9), KeptPin(bytes(16), b"k" * 16, 2e9)),
+    (
+        QuotaEntry(QuotaSubject("a", None, "ram"), 1 << 40, by_operator=True),
+        QuotaEntry(QuotaSubject("*", "*", "*"), None, by_operator=True),
+    ),
+)
+
+
+def test_a_state_comes_back_equal_and_no_file_is_none(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / "state")
+    assert file.read() == OperatorState()
+    assert asyncio.run(file.write(STATE)) == ""
+    assert file.read() == STATE
+    assert [one.name for one in tmp_path.iterdir()] == ["state"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        json.dumps({"format": 2}),
+        json.dumps({"format": 1}),
+        json.dumps(
+            {"format": 1, "loads_off": 1, "loads_off_namespaces": [], "stores_off": 0, "stores_off_namespaces": []}
+        ),
+        json.dumps(
+            {
+                "format": 1,
+                "loads_off": True,
+                "loads_off_namespaces": ["00"],
+                "stores_off": True,
+                "stores_off_namespaces": [],
+            }
+        ),
+        *(
+            json.dumps(EMPTY | {"quotas": [{"tenant": "a", "namespace": None, "tier": "ram", "capacity": 1} | wrong]})
+            for wrong in ({"tenant": None}, {"namespace": 1}, {"tier": None}, {"capacity": 0}, {"capacity": "1GiB"})
+        ),
+        " " * ((1 << 20) + 1),
+    ],
+)
+def test_i1e_a_state_that_cannot_be_read_refuses_the_start(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state").write_text(text)
+    with pytest.raises(ConfigError, match="remove it"):
+        StateFile(tmp_path / "state").read()
+
+
+def test_i1e_a_switch_is_restored_by_the_next_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig, file = Rig(), StateFile(tmp_path / "state")
+    rig.attach().store(path("p", 1))
+    call = SwitchCall(Switch.LOADS, on=False, namespace_id=DENSE.namespace_id())
+    assert asyncio.run(_control(rig, file).switch(call)).not_kept == ""
+    rig.crash()
+    _control(rig, file).restore()
+    assert rig.engine.switches.off(Switch.LOADS, DENSE.namespace_id())
+    assert f"loads are off, as before, for {DENSE.namespace_id().hex()}" in caplog.text
+    rig.sum_all()
+    assert rig.attach().locate(path("p", 1)).boundary_tokens == 0
+    assert rig.counter("misses.loads_off") == 1
+
+
+def test_i8_quotas_that_are_set_have_a_bound_and_change_one_by_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        for number in range(SET_MAX):
+            await control.set_quota(QuotaEntry(QuotaSubject(f"t{number}"), 1 << 20))
+        with pytest.raises(LimitExceeded, match="quotas that are set"):
+            await control.set_quota(QuotaEntry(QuotaSubject("one-more"), 1 << 20))
+        await control.set_quota(QuotaEntry(QuotaSubject("t0"), None))
+        await control.delete_quota(QuotaSubject("t1"))
+
+    control, file = _control(Rig(), StateFile(tmp_path / "state")), StateFile(tmp_path / "state")
+    asyncio.run(run())
+    kept = file.read().quotas
+    assert (len(kept), kept[0], kept[1].subject.tenant) == (
+        SET_MAX - 1,
+        QuotaEntry(QuotaSubject("t0"), None, by_operator=True),
+        "t2",
+    )
+
+
+def test_i1e_a_state_that_can_never_be_written_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _control(Rig(), StateFile(tmp_path / "state")).restore()
+    assert "cannot write" not in caplog.text
+    _control(Rig(), StateFile(tmp_path / "gone" / "state")).restore()
+    assert f"cannot write to {tmp_path}/gone: what operators switch off will be on after a restart" in caplog.text
+
+
+def test_a_switch_that_cannot_be_kept_takes_effect_and_says_so(tmp_path: Path) -> None:
+    rig, file = Rig(), StateFile(tmp_path / "gone" / "state")
+    reply = asyncio.run(_control(rig, file).switch(SwitchCall(Switch.STORES, on=False)))
+    assert "not kept for the next run" in reply.not_kept
+    assert rig.counter("failed_state_writes") == 1
+    assert rig.engine.switches.off(Switch.STORES, DENSE.namespace_id())

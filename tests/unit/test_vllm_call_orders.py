@@ -1,0 +1,87 @@
+"""The tables of call orders against the code of vLLM's model runners that is installed."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
+from vllm.v1.worker.gpu import kv_connector as gpu
+
+from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V1_DEFERRED, V2, V2_LOAD_ARGUMENTS
+
+STEP: Any = SimpleNamespace(kv_connector_metadata=object(), has_sync_kv_loads=False, finished_req_ids=set())
+
+
+class Recorder(KVConnectorBase):
+    """Writes down what it is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.load_arguments: tuple[str, ...] = ()
+
+    def __getattribute__(self, name: str) -> Any:
+        own = ("calls", "load_arguments", "register_kv_caches", "set_host_xfer_buffer_ops")
+        if name in own or name.startswith("__"):
+            return object.__getattribute__(self, name)
+
+        def call(*_: Any, **arguments: Any) -> Any:
+            self.calls.append(name)
+            if name == "start_load_kv":
+                self.load_arguments = tuple(arguments)
+            return KVConnectorTransferResults() if name == "get_transfer_results" else None
+
+        return call
+
+    def register_kv_caches(self, kv_caches: Any) -> None: ...
+
+    def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None: ...
+
+
+Recorder.__abstractmethods__ = frozenset()
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    for module in (mixin, gpu):
+        monkeypatch.setattr(module, "get_kv_transfer_group", lambda: recorder)
+        monkeypatch.setattr(module, "has_kv_transfer_group", lambda: True)
+        monkeypatch.setattr(module, "get_forward_context", lambda: None)
+        monkeypatch.setattr(module, "set_forward_context", lambda *_: contextlib.nullcontext())
+    return recorder
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_the_v1_runner_calls_in_the_order_of_its_table(recorder: Recorder, deferred: bool) -> None:
+    runner = mixin.KVConnectorModelRunnerMixin
+    with runner.maybe_get_kv_connector_output(STEP, defer_finalize=deferred):
+        recorder.calls.append(FORWARD)
+    if deferred:
+        recorder.calls.append(DRAFT_FORWARD)
+        runner.finalize_kv_connector()
+    assert ("handle_preemptions", *recorder.calls) == (V1_DEFERRED if deferred else V1)
+
+
+def test_the_v2_runner_calls_in_the_order_of_its_table(recorder: Recorder) -> None:
+    connector = gpu.ActiveKVConnector(None, {})
+    batch: Any = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=0)
+    connector.pre_forward(STEP, batch)
+    recorder.calls.append(FORWARD)
+    connector.finish_forward()
+    connector.post_forward(set())
+    assert tuple(recorder.calls) == V2
+    assert recorder.load_arguments == V2_LOAD_ARGUMENTS
+
+
+def test_steps_without_tokens_make_the_same_calls(recorder: Recorder) -> None:
+    mixin.KVConnectorModelRunnerMixin.kv_connector_no_forward(STEP, None)
+    assert ("handle_preemptions", *recorder.calls) == tuple(call for call in V1 if call != FORWARD)
+    recorder.calls.clear()
+    gpu.ActiveKVConnector(None, {}).no_forward(STEP)
+    assert tuple(recorder.calls) == tuple(call for call in V2 if call != FORWARD)
+    assert recorder.load_arguments == ()
