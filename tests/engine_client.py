@@ -33,6 +33,8 @@ CHUNK_TOKENS, BLOCK_TOKENS, BLOCK_BYTES, LAYERS, BLOCKS = 64, 16, 4096, 2, 64
 IN_OBJECT = CHUNK_TOKENS // BLOCK_TOKENS
 OBJECT_BYTES = IN_OBJECT * BLOCK_BYTES * LAYERS
 PATIENCE_SECONDS = 20.0
+GRANT_SECONDS = 6.0
+"""For a reservation or a load; a lost answer is asked for again after half of it."""
 
 
 def spec(label: str = "test") -> NamespaceSpec:
@@ -108,7 +110,7 @@ class EngineClient:
         wait_until(lambda: (self.session.wait(0.05) > 0 and bool(got)) or bool(got), "no answer")
         return got[0]
 
-    def reserve(self, keys: Sequence[bytes], timeout_seconds: float = 2.0) -> tuple[int, Reply | CallFailure]:
+    def reserve(self, keys: Sequence[bytes], timeout_seconds: float = GRANT_SECONDS) -> tuple[int, Reply | CallFailure]:
         count = len(keys)
         lease = self.session.new_lease_id()
         boundaries = struct.pack(f"<{count}I", *(CHUNK_TOKENS * (i + 1) for i in range(count)))
@@ -118,7 +120,7 @@ class EngineClient:
         )
         return lease, self.call(call, timeout_seconds)
 
-    def acquire(self, keys: Sequence[bytes], timeout_seconds: float = 2.0) -> tuple[int, Reply | CallFailure]:
+    def acquire(self, keys: Sequence[bytes], timeout_seconds: float = GRANT_SECONDS) -> tuple[int, Reply | CallFailure]:
         lease = self.session.new_lease_id()
         call = AcquireCall(b"", lease, self.namespace, b"".join(keys), bytes([Kind.ATTENTION] * len(keys)), "r")
         return lease, self.call(call, timeout_seconds)

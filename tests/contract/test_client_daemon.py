@@ -31,6 +31,8 @@ from tests.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys, wait_un
 
 COUNT = 3
 SUBMIT_SECONDS_MAX = 0.001
+AT_ONCE_SECONDS = 5.0
+"""What a busy machine may take for it: less than the timeouts of the calls that would otherwise end it."""
 EITHER = pytest.mark.parametrize("transport", [Transport.SHM, Transport.STREAM])
 
 
@@ -68,10 +70,10 @@ def test_i3_without_a_daemon_calls_fail_at_once_and_a_late_daemon_is_found(
     client = EngineClient(daemon.endpoint, transport=transport).start(attached=False)
     try:
         before = time.monotonic()
-        answer = client.locate(prompt_keys("absent", 1), 5.0)
+        answer = client.locate(prompt_keys("absent", 1), 15.0)
         assert isinstance(answer, CallFailure)
         assert answer.reason is FailureReason.UNAVAILABLE
-        assert time.monotonic() - before < 1.0
+        assert time.monotonic() - before < AT_ONCE_SECONDS
         assert client.session.open_leases == 0
         daemon.start()
         client.wait_attached()
@@ -157,15 +159,15 @@ def test_p5_i2_a_stopped_daemon_costs_deadlines_and_never_the_calling_thread(dae
             submitted.append(time.monotonic() - start)
         wait_until(lambda: client.session.wait(0.05) >= 0 and len(answers) == 40, "a deadline did not fire")
         assert all(isinstance(answer, CallFailure) for _, answer in answers)
-        assert max(seconds for seconds, _ in answers) < 1.2
+        assert max(seconds for seconds, _ in answers) < 0.2 + AT_ONCE_SECONDS
         # The median: one sample may hold a slice that the kernel gave to another process.
         assert sorted(submitted)[20] < SUBMIT_SECONDS_MAX
         _, answer = client.reserve(prompt_keys("during", COUNT), timeout_seconds=1.5)
         assert isinstance(answer, CallFailure)
         wait_until(lambda: client.locate(keys, 0.3) is not None and not client.session.attached, "still in use")
         before = time.monotonic()
-        assert isinstance(client.locate(keys, 5.0), CallFailure)
-        assert time.monotonic() - before < 0.5, "an unresponsive daemon is not asked for every request"
+        assert isinstance(client.locate(keys, 15.0), CallFailure)
+        assert time.monotonic() - before < AT_ONCE_SECONDS, "an unresponsive daemon is not asked for every request"
         daemon.resume()
         client.wait_attached()
         assert isinstance(client.locate(keys), LocateReply)

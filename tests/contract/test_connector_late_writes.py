@@ -49,7 +49,7 @@ def loading(engine: ScriptedEngine, gate: Gate, tokens: list[int], copies: int) 
     """A load that stands still after so many copies."""
     gate.close(batch_bytes=BATCH_BYTES)
     request_id = engine.add(tokens)
-    step_until(engine, "copying", lambda: gate.reached())
+    step_until(engine, "copying", lambda: gate.reached(0))
     gate.let_through(copies)
     return request_id
 
@@ -69,7 +69,7 @@ def test_p5_i6_blocks_of_a_load_given_up_anywhere_are_free_only_after_its_last_b
 ) -> None:
     tokens = prompt(BLOCKS + 0.5)
     make(**options | {"streams": False}).generate(tokens)
-    engine = make(**options, settings={"load_timeout_seconds": 1.0 if how == "deadline" else 60.0})
+    engine = make(**options, settings={"load_timeout_seconds": 4.0 if how == "deadline" else 60.0})
     copies = Random(f"{sorted(options)}-{how}").randrange(2 * BLOCKS - 1)
     request_id = loading(engine, gate, tokens, copies)
     generations = engine.depot.tables.extents["generation"].copy()

@@ -121,22 +121,21 @@ def test_p8_a_load_that_failed_is_recomputed_and_not_offered_again(make: Make, h
 def test_p8_a_boundary_whose_load_failed_is_offered_to_nobody_for_a_while(make: Make) -> None:
     tokens = prompt(9.5)
     make().generate(tokens)
-    engine = make(settings={"load_timeout_seconds": 0.2})
-    engine.depot.held.add(AcquireCall)
+    engine = make()
+    now = 0.0
+    engine.side.loads._negative._clock = lambda: now
+    engine.depot.lost.add(AcquireCall)
     first = engine.add(tokens)
     engine.run()
-    engine.depot.held.clear()
-    engine.session.let_go()
-    engine.settle()
+    engine.depot.lost.clear()
     engine.reset()
     second = engine.add(tokens)
     engine.run()
     assert engine.depot.count(AcquireCall) == 1
     assert engine.hits[second] == 0
     assert engine.side.counters["offers_withheld_negative"] >= 1
-    engine.settle()
     engine.reset()
-    time.sleep(NEGATIVE_SECONDS)
+    now += NEGATIVE_SECONDS
     third = engine.add(tokens)
     engine.run()
     assert engine.hits[third] > 0, "and then again"
@@ -164,7 +163,7 @@ def test_p5_an_unanswered_lookup_costs_no_more_than_its_timeout(make: Make) -> N
     began = time.monotonic()
     while not engine.outputs[request_id]:
         engine.step()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     engine.depot.held.clear()
     engine.session.let_go()
     engine.run()
@@ -253,13 +252,13 @@ def test_p5_nothing_is_written_after_a_stalled_load_was_given_up(make: Make, gat
     """The deadline passes in the middle of a copy: the copying thread stops, then reports, and never writes again."""
     tokens = prompt(12.5)
     make().generate(tokens)
-    engine = make(settings={"load_timeout_seconds": 0.3}, streams=streams)
+    engine = make(settings={"load_timeout_seconds": 3.0}, streams=streams)
     gate.close(batch_bytes=2048)
     request_id = engine.add(tokens)
     engine.step()
     engine.step()
     assert gate.reached()
-    time.sleep(0.35)
+    time.sleep(max(engine.side.loads._active[request_id].deadline - time.monotonic(), 0))
     gate.open()
     deadline = time.monotonic() + 10
     while not engine.failed_reports and time.monotonic() < deadline:

@@ -100,7 +100,7 @@ def test_p7_beyond_the_lookup_timeout_the_answer_is_nothing(make: Make, gate: Ga
     began = time.monotonic()
     while not engine.outputs[waiting]:
         engine.step()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
     assert engine.hits[waiting] == 0
     gate.open()
     engine.run()
@@ -161,7 +161,7 @@ def test_p5_an_old_answer_that_is_not_renewed_in_time_is_not_used(make: Make) ->
     began = time.monotonic()
     while not engine.outputs[request_id]:
         engine.step()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
     assert engine.hits[request_id] == 0
     engine.depot.held.clear()
     engine.session.let_go()

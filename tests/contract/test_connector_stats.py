@@ -17,20 +17,29 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogg
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from tests.contract.connector_fixtures import Make, cold, depot, folder, make, own_registry, prompt
+from tests.contract.connector_fixtures import Gate, Make, cold, depot, folder, gate, make, own_registry, prompt
 from tests.fakes.frontend import Frontend
 from tests.fakes.scripted_engine import BLOCK
 
-__all__ = ["depot", "folder", "make", "own_registry"]  # fixtures
+__all__ = ["depot", "folder", "gate", "make", "own_registry"]  # fixtures
 
 
 @pytest.mark.parametrize(("hybrid", "ranks"), [(False, 1), (True, 2)], ids=["dense", "hybrid of two ranks"])
-def test_p10_queries_hits_tokens_bytes_and_seconds_reach_vllms_metrics(make: Make, hybrid: bool, ranks: int) -> None:
+def test_p10_queries_hits_tokens_bytes_and_seconds_reach_vllms_metrics(
+    make: Make, gate: Gate, hybrid: bool, ranks: int
+) -> None:
     engine = make(hybrid=hybrid, ranks=ranks)
     frontend, tokens = Frontend(engine), prompt(10.5)
     engine.generate(tokens)
     engine.reset()
-    assert engine.generate(tokens) == cold(tokens)
+    gate.close()
+    request_id = engine.add(tokens)
+    while not gate.reached(0):
+        engine.step()
+    engine.step()  # which sees a load under way
+    gate.open()
+    engine.run()
+    assert engine.outputs[request_id] == cold(tokens)
     found, side = frontend.samples(), engine.side
     assert found["queries_total", ""] == 2
     assert found["hits_total", "ram"] == 1

@@ -374,7 +374,7 @@ class ScriptedEngine:
         self.run()
         return self.outputs[request_id]
 
-    def run(self, steps: int = 3000) -> None:
+    def run(self, steps: int = 20_000) -> None:
         """Step as vLLM's engine does, until there is nothing left to do."""
         for _ in range(steps):
             if not self.scheduler.has_requests() and not self._unread:
