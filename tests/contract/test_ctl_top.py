@@ -32,7 +32,7 @@ def daemon() -> Iterator[DaemonProcess]:
 @contextlib.contextmanager
 def busy(daemon: DaemonProcess) -> Iterator[None]:
     """An engine that stores, looks up, loads and misses all the time."""
-    stop = threading.Event()
+    stop, begun = threading.Event(), threading.Event()
     failed: list[BaseException] = []
 
     def work() -> None:
@@ -46,12 +46,15 @@ def busy(daemon: DaemonProcess) -> Iterator[None]:
                     engine.load(keys)
                     engine.locate(keys_of(f"none{number}", 2))
                     number += 1
+                    begun.set()
         except BaseException as error:  # noqa: BLE001 - raised below
             failed.append(error)
+            begun.set()
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
+        assert begun.wait(60)
         yield
     finally:
         stop.set()
@@ -61,12 +64,13 @@ def busy(daemon: DaemonProcess) -> Iterator[None]:
 
 def test_p10_a_line_of_json_for_each_look_says_what_was_done_a_second(daemon: DaemonProcess) -> None:
     with busy(daemon):
-        done = kvdepotctl(daemon, "top", "--json", "--interval", "0.5", "--count", "3")
+        done = kvdepotctl(daemon, "top", "--json", "--interval", "1", "--count", "4")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == 3
+    assert len(lines) == 4
     last = lines[-1]
-    flow = last["per_second"]
+    busiest = max(lines, key=lambda line: line["per_second"]["locates"])  # a machine may stand still in any second
+    flow = busiest["per_second"]
     assert 0 < flow["locate_hits"] < flow["locates"]
     assert flow["hit_tokens"] == pytest.approx(flow["acquired_objects"] * CHUNK_TOKENS)
     assert flow["granted_read_bytes"] == pytest.approx(flow["acquired_objects"] * OBJECT_BYTES)
@@ -75,9 +79,9 @@ def test_p10_a_line_of_json_for_each_look_says_what_was_done_a_second(daemon: Da
     assert [engine["engine_id"] for engine in last["engines"]] == ["busy"]
     (ram,) = last["tiers"]
     assert (ram["name"], ram["state"]) == ("ram", "ready")
-    assert ram["per_second"]["read_bytes"] == flow["granted_read_bytes"]
+    assert ram["per_second"]["read_bytes"] == last["per_second"]["granted_read_bytes"]
     assert ram["objects"] > lines[0]["tiers"][0]["objects"] > 0
-    assert [one["seconds"] >= 0.5 for one in lines] == [True] * 3
+    assert [one["seconds"] >= 1 for one in lines] == [True] * 4
 
 
 def test_without_a_terminal_tables_follow_each_other(daemon: DaemonProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,7 +91,8 @@ def test_t3_what_one_daemon_stored_another_one_serves(nodes: Nodes) -> None:
     with RawEngine(first.socket) as engine:
         _located(engine, more)
         assert engine.load(more) == [payload_of(key) for key in more]
-    assert not list((nodes.root / layout.TEMPORARIES).iterdir())
+    folder = nodes.root / layout.TEMPORARIES  # the nodes' own files come by way of it, again and again
+    wait_until(lambda: not list(folder.iterdir()), "no temporary stays", WAIT_SECONDS)
     assert _tier(first).node != _tier(second).node
     assert {_tier(first).janitor, _tier(second).janitor} == {_tier(first).node}
 
@@ -147,7 +149,12 @@ def test_t3_i8_a_daemon_killed_while_it_publishes_leaves_whole_files_and_tempora
         engine.store(keys)
         # Several workers publish: the first file need not be the first key's.
         wait_until(lambda: keys[0] in nodes.published(), "it publishes", WAIT_SECONDS)
+        workers = [os.pidfd_open(pid) for pid in children(daemon.pid, b"kvdepot.server.io.worker")]
         daemon.kill()
+    assert workers
+    for worker in workers:  # killed with it, and done with the system call in which that met them
+        assert select.select([worker], [], [], WAIT_SECONDS)[0]
+        os.close(worker)
     whole = nodes.files()
     path_length = len(list(itertools.takewhile(lambda key: key in nodes.published(), keys)))
     for path in whole:
