@@ -31,12 +31,14 @@ class Registry:
         self.pids: dict[int, int] = {}
         self.started_in_all = 0
         self.full = False
+        self.made: Callable[[int], None] = lambda pid: None  # called before it can have started
 
     def started(self, pid: int) -> int:
         if self.full:
             raise NoRoom("the table is full")
         self.started_in_all += 1
         self.pids[self.started_in_all] = pid
+        self.made(pid)
         return self.started_in_all
 
     def dead(self, worker: int) -> None:

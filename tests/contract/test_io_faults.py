@@ -156,7 +156,8 @@ def test_i1a_extents_of_a_worker_stuck_in_the_kernel_stay_lent_until_it_is_gone(
             assert read.extents is not None
             [(offset, length)] = read.extents
             loan = under.lent()
-            assert (await under.ask(read, loan, deadline_seconds=0.4)).outcome is IoOutcome.TIMEOUT
+            # Time enough for a busy machine to bring the request to the server: before it is there, a kill ends it.
+            assert (await under.ask(read, loan, deadline_seconds=3)).outcome is IoOutcome.TIMEOUT
             await asyncio.sleep(0.3)
             assert not is_gone(stuck), "not stuck: killed, and gone"
             assert (loan.held_by, under.pool.abandoned) == (1, 1)
@@ -186,7 +187,7 @@ def test_i1a_extents_of_a_worker_stuck_in_the_kernel_stay_lent_until_it_is_gone(
 @needs_fuse
 def test_i4_workers_stuck_in_the_kernel_are_not_replaced_without_end(fuse: FuseDirectory, rig: IoRig) -> None:
     async def run() -> None:
-        async with pool_on(rig, deadline=1.0, failures=100) as under:
+        async with pool_on(rig, deadline=3.0, failures=100) as under:
             write = rig.write(1, MIB)
             await under.ask(write, deadline_seconds=20)
             fuse.fault(read=0, seconds=60)
@@ -223,8 +224,8 @@ def _close_beside(fuse: FuseDirectory) -> None:
             await asyncio.sleep(0.5)
             pids = under.pool.pids
             started = time.monotonic()
-            assert await under.pool.close(1.0) == 2
-            assert time.monotonic() - started < 3
+            assert await under.pool.close(3.0) == 2, "both have asked the mount by then, and hang in the kernel"
+            assert time.monotonic() - started < 10
             outcomes = [(await future).outcome for future in asked]
             assert outcomes == [IoOutcome.TIMEOUT] * 4 + [IoOutcome.CANCELLED] * 2
             assert set(under.registry.pids.values()) == set(pids)

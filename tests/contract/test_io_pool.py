@@ -139,13 +139,14 @@ def test_i6_a_loan_whose_end_raises_costs_neither_an_answer_nor_a_worker(rig: Io
             assert (await under.ask(write, Failing(under.registry))).outcome is IoOutcome.OK
             stop(under.pid)
             loans = [Failing(under.registry), Failing(under.registry), under.lent()]
-            late = [under.ask(rig.read_of(write), loan, deadline_seconds=0.3) for loan in loans[:2]]
-            waiting = under.ask(rig.read_of(write), loans[2])
-            assert {(await answer).outcome for answer in late} == {IoOutcome.TIMEOUT}
-            assert (await waiting).outcome is IoOutcome.OK
+            late = under.ask(rig.read_of(write), loans[0], deadline_seconds=0.3)
+            others = [under.ask(rig.read_of(write), loan) for loan in loans[1:]]  # one in its hand, one waiting
+            assert (await late).outcome is IoOutcome.TIMEOUT
+            assert [(await answer).outcome for answer in others] == [IoOutcome.OK] * 2
             await until(lambda: len(under.registry.pids) == 1, "the dead worker is written off")
             assert [loan.held_by for loan in loans] == [None] * 3
-            assert under.counts["io_failed_callbacks"] == 3
+            assert [loan.begun for loan in loans] == [1, 2, 1]
+            assert under.counts["io_failed_callbacks"] == 4
 
     asyncio.run(run())
 
@@ -261,22 +262,22 @@ def _no_answer(received: bytearray) -> None:
 
 def test_i6_a_worker_that_misses_a_deadline_is_replaced_and_its_loan_ends_with_it(rig: IoRig) -> None:
     async def run() -> None:
-        async with pool_on(rig, workers=2, deadline=0.5) as under:
+        async with pool_on(rig, workers=2) as under:
             write = rig.write(1, MIB)
-            await under.ask(write, deadline_seconds=20)
+            await under.ask(write)
             both = under.pool.pids
             for pid in both:
                 stop(pid)
             loans: list[Lent] = [under.lent() for _ in range(4)]
             started = time.monotonic()
-            asked = [under.ask(rig.read_of(write), loan) for loan in loans]
-            assert (await asked[0]).outcome is IoOutcome.TIMEOUT
-            assert 0.4 < time.monotonic() - started < 2
-            await asyncio.gather(*asked)
+            late = [under.ask(rig.read_of(write), loan, deadline_seconds=0.5) for loan in loans[:2]]  # one each
+            others = [under.ask(rig.read_of(write), loan) for loan in loans[2:]]
+            assert [(await answer).outcome for answer in late] == [IoOutcome.TIMEOUT] * 2
+            assert 0.4 < time.monotonic() - started < 10
+            assert [(await answer).outcome for answer in others] == [IoOutcome.OK] * 2, "by those in their place"
             await until(lambda: not set(both) & set(under.pool.pids), "the stopped workers are dead")
             assert [loan.held_by for loan in loans] == [None] * 4
             assert under.counts["io_workers.abandoned"] == 2
-            # So many timeouts have opened the breaker: those who came in their place are sent away too.
             await until(lambda: not under.pool.abandoned, "nobody hangs")
 
     asyncio.run(run())
@@ -284,11 +285,11 @@ def test_i6_a_worker_that_misses_a_deadline_is_replaced_and_its_loan_ends_with_i
 
 def test_t5_the_start_of_a_worker_does_not_count_against_the_deadline_of_its_jobs(rig: IoRig) -> None:
     async def run() -> None:
-        async with pool_on(rig, deadline=2.0, started=False) as under:
+        async with pool_on(rig, deadline=4.0, started=False) as under:
             stop(under.pid)
             loan = under.lent()
             asked = under.ask(rig.write(1, MIB), loan)
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(4.5)
             assert not asked.done()
             assert not loan.begun, "a worker that may never start was lent something"
             os.kill(under.pid, signal.SIGCONT)
@@ -303,9 +304,9 @@ def test_t5_no_job_waits_for_a_worker_that_does_not_start_while_another_can_take
         async with pool_on(rig, workers=2) as under:
             write = rig.write(1, MIB)
             assert (await under.ask(write)).outcome is IoOutcome.OK
+            under.registry.made = stop
             os.kill(under.pool.pids[0], signal.SIGKILL)
             await until(lambda: under.pool.starting, "another one is being started")
-            stop(under.pool.pids[-1])
             read = verify_only(rig.read_of(write))
             answers = await asyncio.gather(*[under.ask(read, under.lent()) for _ in range(8)])
             assert {answer.outcome for answer in answers} == {IoOutcome.OK}
@@ -325,7 +326,7 @@ def test_t5_a_worker_that_does_not_start_is_abandoned_and_another_does_its_work(
         try:
             stop(first := under.pid)
             assert (await under.ask(rig.write(1, MIB), under.lent())).outcome is IoOutcome.OK
-            assert first not in under.pool.pids
+            await until(lambda: first not in under.pool.pids, "the first one is gone")
             assert (under.counts["io_workers.abandoned"], under.breaker.closed) == (1, True)
         finally:
             await under_test.__aexit__(None, None, None)
@@ -452,7 +453,7 @@ def test_close_does_not_wait_for_workers_that_do_not_answer(rig: IoRig) -> None:
             asked = under.ask(rig.write(1, MIB), loan)
             started = time.monotonic()
             assert await under.pool.close(0.3) == 0  # a stopped process dies of SIGKILL
-            assert time.monotonic() - started < 1.3
+            assert time.monotonic() - started < 10, "until the job's deadline"
             assert (await asked).outcome is IoOutcome.TIMEOUT
             assert loan.held_by is None
 
