@@ -31,8 +31,10 @@ from kvdepot.server.engine.lookups import WALKS_MAX
 from tests.ctl_process import answered
 from tests.daemon_process import DaemonProcess
 from tests.disk_world import children
+from tests.fakes import waiting_sums
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.fakes.shared_directory import publish
+from tests.io_pool_rig import state
 from tests.known_objects import hybrid
 from tests.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of, wait_until
 
@@ -40,7 +42,6 @@ OBJECT_BYTES: Final = 16 << 10
 TIGHT_TENANT, TIGHT_OBJECTS = "tight", 2
 NONE_TENANT = "none"
 WAIT_SECONDS = 60.0
-_WORKER = b"kvdepot.server.io.checksum_worker"
 SPEC = dense_spec("a-model", OBJECT_BYTES)
 TIGHT = replace(SPEC, tenant=TIGHT_TENANT)
 HYBRID = hybrid(OBJECT_BYTES, OBJECT_BYTES)
@@ -282,27 +283,28 @@ def corrupt(depot: Depot) -> Iterator[Asked]:
     depot.daemon.start()
     with depot.engine() as engine:
         wait_until(lambda: depot.status.counters.get("corrupt_objects"), "it is compared", WAIT_SECONDS)
+        depot.wait_summed()  # all of it: the first chunk, which is asked for, need not have been the first
         yield Asked(engine, keys)
 
 
 @contextmanager
 def unverified(depot: Depot) -> Iterator[Asked]:
-    """The next daemon's checksum worker is stopped before it has begun."""
+    """The next daemon's checksum worker stops before it has begun."""
     daemon, keys = depot.daemon, depot.keys()
     with depot.engine() as engine:
         engine.store(keys)
         depot.wait_summed()
     daemon.kill()
-    start = len(daemon.log)
-    daemon.start(ready=False)
-    wait_until(lambda: children(daemon.pid, _WORKER), "it has a worker", WAIT_SECONDS)
-    (worker,) = children(daemon.pid, _WORKER)
-    os.kill(worker, signal.SIGSTOP)
-    daemon.wait_for_log("metrics on http://", start)
-    daemon.wait_for_log("arena populated", start)
+    daemon.under = (waiting_sums.MODULE,)
+    daemon.start()
+    daemon.under = ()
     with depot.engine() as engine:
-        yield Asked(engine, keys)
-        os.kill(worker, signal.SIGCONT)
+        (worker,) = children(daemon.pid, waiting_sums.MODULE.encode())
+        wait_until(lambda: state(worker) == "T", "it has stopped", WAIT_SECONDS)
+        try:
+            yield Asked(engine, keys)
+        finally:
+            os.kill(worker, signal.SIGCONT)
         wait_until(lambda: engine.locate(keys) == len(keys) * CHUNK_TOKENS, "it is verified", WAIT_SECONDS)
 
 

@@ -40,6 +40,7 @@ def test_i4_a_pinned_path_stays_while_all_else_goes_and_ends_when_it_is_unpinned
     with RawEngine(daemon.socket, "engine-0", spec=SPEC) as engine:
         engine.store(kept)
         engine.store(other)
+        wait_until(lambda: engine.counter("summed_objects") == 2 * CHUNKS, "the sums: till then none may go", 60)
         name, tip = engine.namespace.hex(), kept[-1].hex()
         found = record(daemon, "pin", f"{name[:8]}/{tip}", "--ttl", "1h")
         assert (found["namespace_id"], found["key"], found["chunks"], found["objects"]) == (name, tip, CHUNKS, CHUNKS)
