@@ -146,6 +146,8 @@ def test_t5_a_directory_that_goes_away_and_comes_back_is_opened_again(tmp_path: 
             assert second not in under.listener.held
             assert await under.read(first) == (IoOutcome.OK, PAYLOAD)
             assert (await under.write(3)).outcome is IoOutcome.OK
+            # A segment that is being made would be a new file in a folder that is being removed.
+            await under.until(lambda: not under.tier._data.in_flight, "nothing is made")  # type: ignore[attr-defined]
             shutil.rmtree(root)
             await under.until(lambda: not under.tier.readable, "noticed")
             root.mkdir()
@@ -234,9 +236,9 @@ def test_i6_it_waits_for_workers_of_the_last_daemon(tmp_path: Path) -> None:
             assert worker.stdout is not None
             assert worker.stdout.readline() == b"in\n"
             async with live(root, opened=False) as second:
+                await second.until(lambda: "workers of an earlier daemon" in second.tier.status().reason, "it waits")
                 await asyncio.sleep(0.3)
                 assert not second.tier.readable
-                assert "workers of an earlier daemon" in second.tier.status().reason
                 worker.kill()
                 await second.until(lambda: second.tier.writable, "opened")
                 assert len(second.listener.held) == 1

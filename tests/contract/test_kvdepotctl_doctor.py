@@ -119,7 +119,7 @@ def test_a_daemon_that_hangs_is_a_failure_in_time(daemon: DaemonProcess, file: P
     daemon.suspend()
     try:
         begun = time.monotonic()
-        code, found, _ = doctor("--config", str(file), before=("--timeout", "1"))
+        code, found, _ = doctor("--config", str(file), before=("--timeout", "4"))
         assert time.monotonic() - begun < ENDED_SECONDS / 2
     finally:
         daemon.resume()

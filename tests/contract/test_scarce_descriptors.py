@@ -28,18 +28,27 @@ from tests.fakes.engine_rig import Rig
 
 
 @contextlib.contextmanager
-def _no_descriptor_left() -> Iterator[None]:
-    gc.collect()  # or what earlier tests left behind gives descriptors back in the middle
+def _none_given_back() -> Iterator[None]:
+    """What earlier tests left behind gives its descriptors back before, not in the middle."""
+    gc.collect()
     gc.disable()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         gc.enable()
+
+
+@contextlib.contextmanager
+def _no_descriptor_left() -> Iterator[None]:
+    with _none_given_back():
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _attach(path: Path) -> socket.socket:
@@ -111,12 +120,14 @@ def test_a_checksum_worker_that_cannot_start_is_tried_again(monkeypatch: pytest.
     later: list[tuple[float, Any]] = []
     loop: Any = SimpleNamespace(call_later=lambda seconds, what: later.append((seconds, what)))
     arena: Any = SimpleNamespace(fd=os.open(os.devnull, os.O_RDWR), layout=SimpleNamespace(size_bytes=4096))
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    service = ChecksumService(arena=arena, engine=Rig().engine, loop=loop, log=logging.getLogger("scarce"))
-    service.start()
-    service.start()
-    os.close(arena.fd)
+    with _none_given_back():
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        service = ChecksumService(arena=arena, engine=Rig().engine, loop=loop, log=logging.getLogger("scarce"))
+        service.start()
+        service.start()
+        os.close(arena.fd)
+        after = len(list(Path("/proc/self/fd").iterdir()))
     assert [seconds for seconds, _ in later] == [0.1, 0.2]
     assert all(what == service.start for _, what in later)
     assert service.pid is None
-    assert len(list(Path("/proc/self/fd").iterdir())) == before - 1
+    assert after == before - 1

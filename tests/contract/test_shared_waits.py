@@ -128,8 +128,12 @@ def test_i2_i5_an_engine_that_is_killed_while_its_locate_waits_leaves_nothing(de
         depot.mount.go_on()
         _located(engine, keys, 6)
         assert engine.load(keys) == [payload_of(key) for key in keys]
-        asked = depot.counters("tier_looked_up_objects")
-        assert asked.pop("asked") == sum(asked.values()), "every name that was asked for was answered"
+
+        def all_answered() -> bool:
+            asked = depot.counters("tier_looked_up_objects")
+            return asked.pop("asked") == sum(asked.values())
+
+        wait_until(all_answered, "every name that was asked for was answered", WAIT_SECONDS)
 
 
 def test_i2_i5_a_client_that_gives_up_its_locate_is_served_on(depot: Depot) -> None:
