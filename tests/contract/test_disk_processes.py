@@ -87,6 +87,8 @@ class Live:
     async def close(self) -> None:
         self.ticking.cancel()
         await self.tier.close()
+        opener: Any = self.tier._opener  # holds the directory till it is dead, for a pid that lives on: the test's own
+        await self.until(lambda: not opener._stream.ending, "its opening process is dead")
         os.close(self.arena_fd)
 
 

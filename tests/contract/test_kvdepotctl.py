@@ -43,7 +43,7 @@ capacity = "64MiB"
 write = "commit"
 """
     with DaemonProcess(ram="512MiB", config=config) as running:
-        wait_until(lambda: _tier(running).state == "ready", "the tier is open", 20)
+        wait_until(lambda: _tier(running).state == "ready", "the tier is open", 60)
         yield running
 
 
@@ -54,7 +54,7 @@ def engine(daemon: DaemonProcess) -> Iterator[RawEngine]:
         one.store(SHORT)
         one.store(keys_of("long", MANY))
         other.store(SHORT[:1])
-        wait_until(lambda: _tier(daemon).objects == len(SHORT) + MANY + 1, "everything is written", 20)
+        wait_until(lambda: _tier(daemon).objects == len(SHORT) + MANY + 1, "everything is written", 60)
         yield one
 
 
@@ -216,6 +216,7 @@ def test_fields_that_no_engine_has_registered_are_said_to_be_unknown(tmp_path: P
     with DaemonProcess() as restarted:
         with RawEngine(restarted.socket, "engine-0", spec=SPEC) as one:
             one.store(SHORT)
+            wait_until(lambda: one.counter("summed_objects") == len(SHORT), "the sums", 60)
             name = one.namespace.hex()
         restarted.stop()
         restarted.start()

@@ -33,7 +33,7 @@ def tier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def daemon(tier: Path) -> Iterator[DaemonProcess]:
     with DaemonProcess(ram="512MiB", config=tiers(nvme=tier)) as running:
-        wait_until(lambda: decode_status(status_of(running.socket)).tiers[1].state == "ready", "the tier is open", 20)
+        wait_until(lambda: decode_status(status_of(running.socket)).tiers[1].state == "ready", "the tier is open", 60)
         yield running
 
 
