@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import pairwise
 from random import Random
+from types import MappingProxyType
 
 import numpy as np
 from kvdepot.core.arena import NO_ROW, ArenaLayout, ArenaTables, LentMode, RowState
@@ -26,6 +27,7 @@ from kvdepot.core.calls import (
     ReserveOutcome,
     ReserveReply,
 )
+from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec, Planner
 from kvdepot.server.engine.engine import Engine
@@ -172,9 +174,12 @@ class Rig:
 
     crash = start
 
-    def attach(self, engine_id: str = "engine", pid: int = 10, spec: NamespaceSpec = DENSE) -> Client:
+    def attach(
+        self, engine_id: str = "engine", pid: int = 10, spec: NamespaceSpec = DENSE,
+        elements: Elements = MappingProxyType({}),
+    ) -> Client:  # fmt: skip
         attached = self.engine.attach(process(pid), engine_id, scheduler=True, rank=0, world_size=1)
-        return Client(self, attached, spec)
+        return Client(self, attached, spec, elements)
 
     def sum_all(self, sum_of: Callable[[int], int] = lambda row: row) -> int:
         """The checksum worker's part for everything there is to sum."""
@@ -191,12 +196,14 @@ class Rig:
 class Client:
     """The scheduler side of one engine, for one namespace."""
 
-    def __init__(self, rig: Rig, attached: Attached, spec: NamespaceSpec) -> None:
+    def __init__(
+        self, rig: Rig, attached: Attached, spec: NamespaceSpec, elements: Elements = MappingProxyType({})
+    ) -> None:
         self.rig = rig
         self.session = attached.session
         self.attachment = attached.attachment
         self.spec = spec
-        self.namespace, _ = rig.engine.register_namespace(self.session, spec)
+        self.namespace, _ = rig.engine.register_namespace(self.session, spec, elements)
 
     def lease(self) -> int:
         """Unique over the rig's life, as ids are within a session's."""
@@ -380,6 +387,7 @@ def _audit_leases(engine: Engine) -> None:
     """Every entry of the lent table belongs to one lease, and credit is what open reservations hold."""
     space = engine._space
     known: list[int] = list(engine._sums._working.values())
+    known += [entry for pair in engine._audits._pairs.values() for entry in (pair.scratch_entry, pair.stored_entry)]
     for session in engine._sessions.by_slot.values():
         credit = 0
         for lease in session.leases.values():
@@ -388,7 +396,9 @@ def _audit_leases(engine: Engine) -> None:
             for entry in entries:
                 assert int(space.lent.sessions[entry]) == session.slot
                 assert int(space.lent.leases[entry]) == lease.id
-                credit += space.rounded_bytes(space.lent.row_of(entry)) * (space.lent.modes[entry] == LentMode.WRITE)
+                row = space.lent.row_of(entry)
+                charged = space.lent.modes[entry] == LentMode.WRITE and not engine._audits.writing(row)
+                credit += space.rounded_bytes(row) * charged
             known += entries
         assert session.credit_used_bytes == credit * (not session.worker)
         assert 0 <= session.attention_used_bytes <= credit

@@ -222,8 +222,9 @@ _SPEC = NamespaceSpec(
 
 def test_a_namespace_spec_comes_back_equal_and_so_does_its_id() -> None:
     message = codec_namespace.encode_register(bytes(16), _SPEC)
-    session, spec = codec_namespace.decode_register(pb.RegisterNamespaceRequest.FromString(message.SerializeToString()))
-    assert (session, spec) == (bytes(16), _SPEC)
+    found = codec_namespace.decode_register(pb.RegisterNamespaceRequest.FromString(message.SerializeToString()))
+    assert found == (bytes(16), _SPEC, {})
+    _, spec, _ = found
     assert spec.namespace_id() == _SPEC.namespace_id()
 
 

@@ -125,7 +125,7 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ('[[quota]]\ncapacity = "1GiB"\ntier = "nvme"', "quota[0].tier", "there is no tier 'nvme'"),
         (TIER + QUOTA + QUOTA.replace('"nvme"', '"ram"') + QUOTA.replace("1GiB", "2GiB"), "quota[2]", "as quota[0]"),
         ("[policy]\nprefetch_share = 1.5", "policy.prefetch_share", "less than or equal to 1"),
-        ("[policy]\naudit_sample = 0.0", "policy.audit_sample", "not available in this version"),
+        ("[policy]\naudit_sample = 1.5", "policy.audit_sample", "less than or equal to 1"),
     ],
 )
 def test_refuses_with_file_key_and_reason(tmp_path: Path, text: str, key: str, reason: str) -> None:

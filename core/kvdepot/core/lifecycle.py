@@ -9,6 +9,7 @@ Object: the state of its head row in the arena; its further rows are CONTINUATIO
     state         event    next          when
     FREE          RESERVE  RESERVED      granted to a writer; generation becomes odd
     FREE          EXTEND   CONTINUATION  a further extent of the object that is being reserved
+    FREE          SCRATCH  DYING         granted to a writer for an audit: never in the index
     RESERVED      COMMIT   COMMITTED     all ranks wrote it; generation becomes even
     RESERVED      DROP     DYING         given up, but a rank may still write (deadline, lost ancestor)
     RESERVED      RECLAIM  FREE          abandoned, late or lost; every writer acknowledged or is proven dead
@@ -44,6 +45,7 @@ class BrokenLifecycle(AssertionError):  # noqa: N818 - the house names errors by
 class ObjectEvent(Enum):
     RESERVE = auto()
     EXTEND = auto()
+    SCRATCH = auto()
     COMMIT = auto()
     DROP = auto()
     RECLAIM = auto()
@@ -65,6 +67,7 @@ class LeaseEvent(Enum):
 OBJECT_TRANSITIONS: Final[Mapping[tuple[RowState, ObjectEvent], RowState]] = {
     (RowState.FREE, ObjectEvent.RESERVE): RowState.RESERVED,
     (RowState.FREE, ObjectEvent.EXTEND): RowState.CONTINUATION,
+    (RowState.FREE, ObjectEvent.SCRATCH): RowState.DYING,
     (RowState.RESERVED, ObjectEvent.COMMIT): RowState.COMMITTED,
     (RowState.RESERVED, ObjectEvent.DROP): RowState.DYING,
     (RowState.RESERVED, ObjectEvent.RECLAIM): RowState.FREE,

@@ -56,6 +56,11 @@ IDENTITY_ENTRIES_MAX: Final = 4_096
 """A resolved vLLM config has some 600 leaves."""
 SPEC_BYTES_MAX: Final = 1 << 20
 """Canonical encoding of one spec; kept per namespace in the daemon's private memory."""
+ELEMENT_RUNS_MAX: Final = 512
+"""Of all kinds of a namespace: equal layers of all ranks are one run."""
+ELEMENT_PARTS_MAX: Final = 16_384
+"""Likewise the parts in these runs: layers times ranks."""
+DTYPE_BYTES_MAX: Final = 32
 GROUPS_MAX: Final = 64
 """KV-cache groups of an engine; the largest hybrid seen has 9."""
 LAYERS_PER_GROUP_MAX: Final = 1_024

@@ -22,6 +22,7 @@ class MissReason(StrEnum):
     EVICTED = "evicted"
     LOST = "lost"  # a tier has lost it, or could not read it
     CORRUPT = "corrupt"
+    DRIFT = "drift"  # an engine that computed it again found something else: dropped, with what followed it
     NO_GRANT = "no_grant"  # the daemon had no room or no credit for it when it was to be stored
     ABANDONED = "abandoned"  # its store was begun and given up
     PRUNED = "pruned"  # stored without what a request could resume at

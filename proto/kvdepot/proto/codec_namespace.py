@@ -6,8 +6,11 @@ identity is canonical, is the engine's to say (`kvdepot.core.keys.check_sizes`).
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from kvdepot.core import limits
 from kvdepot.core.calls import Kind
+from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
 from kvdepot.proto.bounds import bad, check_at_most, check_bytes, check_text
@@ -16,14 +19,21 @@ from kvdepot.proto.v1 import depot_pb2 as pb
 _KINDS = frozenset(Kind)
 
 
-def encode_register(session: bytes, spec: NamespaceSpec) -> pb.RegisterNamespaceRequest:
-    return pb.RegisterNamespaceRequest(session=session, spec=encode_namespace_spec(spec))
+def encode_register(
+    session: bytes, spec: NamespaceSpec, elements: Elements = MappingProxyType({})
+) -> pb.RegisterNamespaceRequest:
+    runs = [
+        pb.ElementRun(kind=int(kind), dtype=run.dtype, part_bytes=run.part_bytes, parts=run.parts)
+        for kind, of_kind in elements.items()
+        for run in of_kind
+    ]
+    return pb.RegisterNamespaceRequest(session=session, spec=encode_namespace_spec(spec), elements=runs)
 
 
-def decode_register(message: pb.RegisterNamespaceRequest) -> tuple[bytes, NamespaceSpec]:
-    """(session token, spec)."""
+def decode_register(message: pb.RegisterNamespaceRequest) -> tuple[bytes, NamespaceSpec, Elements]:
+    """(session token, spec, elements)."""
     check_bytes("session", message.session, limits.SESSION_TOKEN_BYTES)
-    return message.session, decode_namespace_spec(message.spec)
+    return message.session, decode_namespace_spec(message.spec), _decode_elements(message)
 
 
 def encode_registered(namespace_id: bytes, ranks_attached: int) -> pb.RegisterNamespaceResponse:
@@ -65,6 +75,19 @@ def decode_namespace_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
         tenant=message.tenant,
         epoch=message.epoch,
     )
+
+
+def _decode_elements(message: pb.RegisterNamespaceRequest) -> Elements:
+    check_at_most("elements", len(message.elements), limits.ELEMENT_RUNS_MAX)
+    elements: dict[Kind, tuple[ElementRun, ...]] = {}
+    for index, run in enumerate(message.elements):
+        field = f"elements[{index}]"
+        check_text(f"{field}.dtype", run.dtype, limits.DTYPE_BYTES_MAX)
+        check_at_most(f"{field}.part_bytes", run.part_bytes, limits.OBJECT_BYTES_MAX)
+        check_at_most(f"{field}.parts", run.parts, limits.ELEMENT_PARTS_MAX)
+        kind = _kind(f"{field}.kind", run.kind)
+        elements[kind] = (*elements.get(kind, ()), ElementRun(run.dtype, run.part_bytes, run.parts))
+    return elements
 
 
 def _encode_group(group: GroupSpec) -> pb.Group:

@@ -7,10 +7,13 @@ import logging
 import os
 import socket
 import subprocess
+from math import inf
 
+from kvdepot.core.calls import Kind
 from kvdepot.server.arena_file import ArenaFile
 from kvdepot.server.engine.engine import Engine
-from kvdepot.server.io.checksum_wire import ANSWER, pack_job
+from kvdepot.server.engine.types import Drift
+from kvdepot.server.io.checksum_wire import ANSWER, DRIFTED, HALVES, MEASURED, SUM, pack_comparison, pack_job
 from kvdepot.server.io.child import spawn
 
 _JOBS_MAX = 64
@@ -21,6 +24,8 @@ _BACKOFF_SECONDS_MAX = 30.0
 _STABLE_SECONDS = 10.0
 _MODULE = "kvdepot.server.io.checksum_worker"
 _NICENESS = 19
+_DRIFT_LOG_SECONDS = 60.0
+"""At most one line of drift so often; the next one says how many there were."""
 
 
 class ChecksumService:
@@ -45,6 +50,8 @@ class ChecksumService:
         self._backoff = _BACKOFF_SECONDS_MIN
         self._started_at = 0.0
         self._respawn: asyncio.TimerHandle | None = None
+        self._drifts = 0  # since the last line
+        self._drift_logged_at = -inf
 
     @property
     def pid(self) -> int | None:
@@ -84,6 +91,9 @@ class ChecksumService:
                 break
             self._jobs[job.row] = sum(length for _, length in job.extents)
             self._unsent += pack_job(job.row, job.generation, job.extents)
+        while (pair := self._engine.next_to_compare()) is not None:  # few, by the audit's own limits
+            self._jobs[pair.row] = 2 * sum(length for _, length in pair.stored)
+            self._unsent += pack_comparison(pair.row, pair.generation, pair.stored, pair.recomputed, pair.runs)
         self._send()
 
     def close(self) -> None:
@@ -125,11 +135,29 @@ class ChecksumService:
             return
         self._received += data
         whole = len(self._received) // ANSWER.size * ANSWER.size
-        for row, generation, low, high in ANSWER.iter_unpack(bytes(self._received[:whole])):
+        for row, tag, generation, answer in ANSWER.iter_unpack(bytes(self._received[:whole])):
             self._jobs.pop(row, None)
-            self._engine.summed(row, generation, low, high)
+            if tag == SUM:
+                self._engine.summed(row, generation, *HALVES.unpack(answer))
+            else:
+                drift = self._engine.compared(row, drifted=tag == DRIFTED)
+                if drift is not None:
+                    self._log_drift(drift, *MEASURED.unpack(answer))
         del self._received[:whole]
         self.wake()
+
+    def _log_drift(self, drift: Drift, slices: int, beyond: int, worst: float) -> None:
+        self._drifts += 1
+        if self._loop.time() - self._drift_logged_at < _DRIFT_LOG_SECONDS:
+            return
+        files = f"; the files of {', '.join(drift.shared_tiers)} stay" if drift.shared_tiers else ""
+        self._log.error(
+            "audit: the %s of chunk %s in namespace %s is not what an engine computed again (%d of %d slices beyond"
+            " tolerance, the furthest by %.2f); dropped with what follows, %d chunks%s; %d drifted since the last line",
+            Kind(drift.kind).name.lower(), drift.key.hex(), drift.namespace_id.hex(), beyond, slices, worst,
+            drift.chunks, files, self._drifts,
+        )  # fmt: skip
+        self._drifts, self._drift_logged_at = 0, self._loop.time()
 
     def _died(self) -> None:
         assert self._process is not None

@@ -41,7 +41,6 @@ AUTO_CAPACITY_BYTES_MAX = 4 << 30
 DEFAULT_ARENA_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the arena is memory, its name carries the uid
 _NOT_AVAILABLE = {
     "tls": "TLS is",
-    "policy.audit_sample": "the audit is",
 }
 _TIER_KINDS_NOT_AVAILABLE = ("s3",)
 

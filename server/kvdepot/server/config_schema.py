@@ -149,6 +149,7 @@ class PolicyTable(_Table):
     loads_in_flight: int = Field(default=64, ge=1, le=4096)
     lease_deadline: Annotated[Seconds, Field(gt=0)] = 120.0
     negative_ttl: Seconds = 2.0
+    audit_sample: float = Field(default=0.0, ge=0, le=1)
 
 
 class TierTable(_WatermarkTable):

@@ -18,6 +18,7 @@ from kvdepot.core.report import DaemonStatus, QuotaStatus, TierStatus
 from kvdepot.proto.status import STATUS
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server.engine.adoption import REASONS as ADOPTION_REASONS
+from kvdepot.server.engine.audits import OUTCOMES as AUDIT_OUTCOMES
 from kvdepot.server.engine.counters import Histogram
 from kvdepot.server.engine.lookups import LookedUp
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome
@@ -272,7 +273,12 @@ _RAM = (
     _counter("corrupt_objects", "Objects of RAM whose checksum did not hold."),
     _counter(
         "dropped_objects", "Objects that nobody can reach any more, as one above them went.", "reason",
-        ("below_corrupt", "below_dropped"),
+        ("below_corrupt", "below_drifted", "below_dropped"),
+    ),
+    _counter(
+        "audits",
+        "Objects that engines computed although RAM has them, drawn by `[policy] audit_sample`, by what came of it.",
+        "outcome", AUDIT_OUTCOMES,
     ),
     _counter("leaked_objects", "Objects whose place is never used again, as somebody may still write there."),
 )  # fmt: skip

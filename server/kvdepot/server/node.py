@@ -356,6 +356,7 @@ def engine_config(config: Config, quotas: SetQuotas) -> EngineConfig:
         loads_in_flight=tables.policy.loads_in_flight,
         prefetch_share=tables.policy.prefetch_share,
         pin_share=tables.policy.pin_share,
+        audit_sample=tables.policy.audit_sample,
         eviction=tables.policy.eviction,
         quotas=quotas.for_engine(tables),
     )

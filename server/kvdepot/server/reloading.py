@@ -15,7 +15,7 @@ _LIVE: Final = frozenset(
     {
         "log.level", "log.format", "ram.high_watermark", "ram.low_watermark", "sessions.credit", "sessions.grace",
         "sessions.streams", "policy.prefetch_share", "policy.pin_share", "policy.loads_in_flight",
-        "policy.lease_deadline",
+        "policy.lease_deadline", "policy.audit_sample",
     }
 )  # fmt: skip
 _LIVE_OF_TIERS: Final = frozenset({"write", "load_weight"})

@@ -26,7 +26,7 @@ CHUNKS_MAX: Final = 16_384
 _GONE: Final = frozenset(
     {
         MissReason.UNKNOWN, MissReason.LOOKED_UP_ABSENT, MissReason.EVICTED, MissReason.LOST, MissReason.CORRUPT,
-        MissReason.PRUNED, MissReason.ABANDONED, MissReason.REMOVED, MissReason.STORES_OFF, MissReason.NO_GRANT,
+        MissReason.DRIFT, MissReason.PRUNED, MissReason.ABANDONED, MissReason.REMOVED, MissReason.STORES_OFF, MissReason.NO_GRANT,
         MissReason.OTHER_NAMESPACE,
     }
 )  # fmt: skip

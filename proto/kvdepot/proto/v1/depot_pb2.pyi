@@ -269,22 +269,55 @@ class NamespaceSpec(google.protobuf.message.Message):
 global___NamespaceSpec = NamespaceSpec
 
 @typing.final
+class ElementRun(google.protobuf.message.Message):
+    """`parts` of `part_bytes` each, one behind the other, in the objects of a kind: a layer on one rank is a part."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    PART_BYTES_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    kind: builtins.int
+    dtype: builtins.str
+    """"bfloat16", ...; empty or unknown: bytes that are not compared"""
+    part_bytes: builtins.int
+    parts: builtins.int
+    def __init__(
+        self,
+        *,
+        kind: builtins.int = ...,
+        dtype: builtins.str = ...,
+        part_bytes: builtins.int = ...,
+        parts: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "kind", b"kind", "part_bytes", b"part_bytes", "parts", b"parts"]) -> None: ...
+
+global___ElementRun = ElementRun
+
+@typing.final
 class RegisterNamespaceRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
+    ELEMENTS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     @property
     def spec(self) -> global___NamespaceSpec: ...
+    @property
+    def elements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ElementRun]:
+        """not part of the identity; in the order of the objects' bytes. Absent: no audit"""
+
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         spec: global___NamespaceSpec | None = ...,
+        elements: collections.abc.Iterable[global___ElementRun] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["session", b"session", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["elements", b"elements", "session", b"session", "spec", b"spec"]) -> None: ...
 
 global___RegisterNamespaceRequest = RegisterNamespaceRequest
 

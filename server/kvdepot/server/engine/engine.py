@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -31,6 +32,7 @@ from kvdepot.core.calls import (
     ReserveReply,
 )
 from kvdepot.core.control import Switch
+from kvdepot.core.elements import Elements, check_elements
 from kvdepot.core.errors import InvalidArgument, NoRoom, NotFound, UnknownNamespace
 from kvdepot.core.eviction import policy_by_name
 from kvdepot.core.keys import NamespaceSpec
@@ -39,6 +41,7 @@ from kvdepot.core.limits import check_limit
 from kvdepot.core.report import TierStatus
 from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.adoption import Adoption
+from kvdepot.server.engine.audits import Audits
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.leases import Lease, ReadLease, WriteLease
 from kvdepot.server.engine.listing import Listing
@@ -60,11 +63,13 @@ from kvdepot.server.engine.types import (
     AdoptionReport,
     Attached,
     AttachmentInfo,
+    Drift,
     EngineConfig,
     EngineStatus,
     Liveness,
     ProcessIdentity,
     TierConfig,
+    ToCompare,
     ToSum,
 )
 from kvdepot.server.engine.vacating import vacate
@@ -122,7 +127,10 @@ class Engine:
         self._tiering = Tiering(self._space, workers)
         self._sums.verified = self._tiering.committed
         self.switches = Switches()
-        self._stores = Stores(self._space, self._requests, config, arena_id, self._tiering, self.switches)
+        self._audits = Audits(self._space, config, random_bytes)
+        self._stores = Stores(
+            self._space, self._requests, config, arena_id, self._tiering, self.switches, self._audits
+        )  # fmt: skip
         self.listing = Listing(self._space, self._sessions)
         self._prefetch = Prefetch(
             self._space, self._tiering.promotions, share=config.prefetch_share, seconds=config.lease_deadline_seconds
@@ -270,14 +278,21 @@ class Engine:
         """All attachments in the table, also those adopted from an earlier run: watch these processes."""
         return self._sessions.infos()
 
-    def register_namespace(self, session: bytes, spec: NamespaceSpec) -> tuple[bytes, int]:
-        """(namespace id, ranks attached). Raises when the spec lies about sizes or the table is full."""
+    def register_namespace(
+        self, session: bytes, spec: NamespaceSpec, elements: Elements = MappingProxyType({})
+    ) -> tuple[bytes, int]:
+        """(namespace id, ranks attached). Raises when the spec lies about sizes or the table is full.
+
+        `elements`: what the objects are made of, where the engine says so.
+        """
         owner = self._sessions.of(session)
         namespace_id = checked_id(spec)
+        check_elements(elements, spec.object_bytes)
         if namespace_id not in owner.namespaces:
             namespace = self._space.namespaces.by_id.get(namespace_id) or self._new_namespace(namespace_id, spec)
             if namespace.spec is None:
                 self._space.namespaces.define(namespace, spec)
+            namespace.describe(elements)
             namespace.sessions += 1
             namespace.used_at = self._clock()
             owner.namespaces[namespace_id] = namespace
@@ -440,6 +455,7 @@ class Engine:
         """
         self._config = config
         self._stores.configure(config)
+        self._audits.configure(config)
         self._loads.configure(config)
         self._sessions.configure(grace=config.grace_seconds, lease_deadline=config.lease_deadline_seconds)
         self.pins.configure(config.pin_share)
@@ -460,6 +476,14 @@ class Engine:
         """The worker's answer. A verified object becomes visible, a mismatch drops its subtree."""
         self._sums.summed(row, generation, sum_lo, sum_hi)
 
+    def next_to_compare(self) -> ToCompare | None:
+        """Two objects for the checksum worker, both lent to it now; None when there is none."""
+        return self._audits.next()
+
+    def compared(self, row: int, *, drifted: bool) -> Drift | None:
+        """The worker's answer, and what was dropped for it."""
+        return self._audits.compared(row, drifted=drifted)
+
     @property
     def unsummed(self) -> int:
         """Committed objects without a sum: the next daemon would drop them."""
@@ -472,6 +496,7 @@ class Engine:
     def sum_worker_died(self) -> None:
         """Its death is proven: what it was lent returns and is handed out again."""
         self._sums.worker_died()
+        self._audits.worker_died()
 
     # Ends
 

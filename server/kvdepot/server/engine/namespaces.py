@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import numpy as np
 from kvdepot.core.arena import NAMESPACES_MAX, ArenaTables
 from kvdepot.core.calls import Kind
+from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.errors import NoRoom
 from kvdepot.core.keys import NamespaceSpec, check_sizes
 from kvdepot.core.limits import LABEL_BYTES_MAX
@@ -31,6 +32,7 @@ class Namespace:
         self.planner: Planner | None = None
         self.path_kind = int(Kind.ATTENTION)  # which kind of object makes a path; known once registered
         self.object_bytes: dict[int, int] = {}
+        self.elements: Mapping[int, tuple[ElementRun, ...]] = {}  # by kind; empty: nobody has said
         self.kinds: tuple[int, ...] = (int(Kind.ATTENTION),)  # what a boundary needs, as far as is known
         self.window_chunks = 1  # how many chunks the windows that end at a boundary reach into, at least 1
         self.needs_changed: Callable[[Namespace], None] = lambda _: None
@@ -50,6 +52,11 @@ class Namespace:
         self.path_kind = int(planner.path_kind)
         self.object_bytes = {int(kind): planner.object_bytes(kind) for kind in planner.kinds}
         self._need(tuple(self.object_bytes), max(planner.window_chunks, 1))
+
+    def describe(self, elements: Elements) -> None:
+        """An engine says what its objects are made of; of several, what was said last."""
+        if elements:
+            self.elements = {int(kind): runs for kind, runs in elements.items()}
 
     def accepts(self, kind: int, raw_bytes: int) -> bool:
         """Whether it can have an object of this kind and size, as far as is known."""
@@ -73,6 +80,7 @@ class Namespace:
         self.spec = None
         self.spec_bytes = 0
         self.planner = None
+        self.elements = {}
 
     def status(self) -> NamespaceStatus:
         spec = self.spec

@@ -137,10 +137,10 @@ class Account:
         """The least that an entry allows the namespace."""
         return min((owner.capacity_bytes for owner in self._owners_of.get(slot, ())), default=None)
 
-    def over(self, slot: int, size_bytes: int) -> Owner | None:
-        """An owner that would be above its capacity with so much more in the namespace."""
+    def over(self, slot: int, size_bytes: int, share: float = 1.0) -> Owner | None:
+        """An owner that would be above this share of its capacity with so much more in the namespace."""
         for owner in self._owners_of.get(slot, ()):
-            if owner.used_bytes + size_bytes > owner.capacity_bytes:
+            if owner.used_bytes + size_bytes > share * owner.capacity_bytes:
                 return owner
         return None
 

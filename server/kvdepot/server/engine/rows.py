@@ -4,6 +4,7 @@ Only this module writes the table. A SIGKILL may come between any two stores, so
 change writes its fields first and one publishing store last:
 
 * reserve: fields, generation odd, continuation rows; then (after the lent entry) state RESERVED of the head
+* scratch: likewise, but generation even, and then state DYING
 * commit: flags and run, generation even, then state COMMITTED of the head
 * unindex: generation to the next even number, then state DYING of the head
 * free: state FREE of the head, then of the continuations; only then are the bytes reusable
@@ -129,7 +130,10 @@ class Rows:
     def reserve(
         self, extents: Sequence[Extent], *, key: bytes, parent: bytes, kind: int, namespace: int, boundary: int
     ) -> int:
-        """Fill rows for an object; `publish_reserved` makes the head count. The caller checked `free_count`."""
+        """Fill rows for an object; `publish_reserved` or `publish_scratch` makes the head count.
+
+        The caller checked `free_count`.
+        """
         rows = [self._free_stack[self.free_count - 1 - i] for i in range(len(extents))]
         self.free_count -= len(rows)
         head = rows[0]
@@ -151,6 +155,12 @@ class Rows:
 
     def publish_reserved(self, head: int) -> None:
         self._enter(head, ObjectEvent.RESERVE)
+
+    def publish_scratch(self, head: int) -> None:
+        """Instead: nobody ever finds it, neither in this run nor in the next."""
+        for row in self.chain(head):
+            self.generation[row] = (self.generation[row] + 1) & ~1
+        self._enter(head, ObjectEvent.SCRATCH)
 
     def commit(self, head: int) -> None:
         self.flag[head] = 0

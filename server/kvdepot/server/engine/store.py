@@ -24,6 +24,7 @@ from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
 from kvdepot.core.misses import MissReason
+from kvdepot.server.engine.audits import Audits
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.leases import NO_ENTRY, OPEN, WriteLease
 from kvdepot.server.engine.namespaces import Namespace
@@ -87,8 +88,10 @@ class Stores:
         arena_id: int,
         tiering: Tiering,
         switches: Switches,
+        audits: Audits,
     ) -> None:
         self._space = space
+        self._audits = audits
         self._switches = switches
         self._tiering = tiering
         self._requests = requests
@@ -114,7 +117,7 @@ class Stores:
         for one in asked:
             outcome = self._reserve_one(namespace, lease, one, refused, fragments)
             outcomes[one.index] = outcome
-            if outcome == ReserveOutcome.PRESENT and (deepest is None or one.boundary > deepest.boundary):
+            if self._here(lease, one, outcome) and (deepest is None or one.boundary > deepest.boundary):
                 deepest = one
             if outcome in _HERE_WHEN_GRANTED:
                 if call.request_id:
@@ -154,7 +157,7 @@ class Stores:
             if not space.rows.visible(row):
                 return ReserveOutcome.PENDING  # being written, or adopted and being verified
             self._tiering.used_again(np.array([node]), bytes([one.kind]))
-            return ReserveOutcome.PRESENT
+            return self._audited(namespace, lease, one, row, fragments)
         if node != NONE and self._tiering.promotions.source(node, one.kind) is not None:
             return ReserveOutcome.PRESENT
         above = NONE
@@ -171,6 +174,24 @@ class Stores:
         if refusal is not None:
             return refusal
         return self._grant(namespace, lease, one, node, above, fragments)
+
+    def _audited(self, namespace: Namespace, lease: WriteLease, one: _Asked, row: int, fragments: list[int]) -> int:
+        """RAM has it; for a sample the engine is asked what it has of it all the same."""
+        full = len(fragments) >= _FRAGMENT_WORDS_MAX or len(lease.session.leases) >= limits.LEASES_PER_SESSION_MAX
+        scratch = NO_ROW if full else self._audits.scratch(namespace, row)
+        if scratch == NO_ROW:
+            return ReserveOutcome.PRESENT
+        self._lend(lease, one.index, scratch)
+        self._space.rows.publish_scratch(scratch)
+        lease.open += 1  # without credit: the audit has bounds of its own
+        self._name(one.index, scratch, fragments)
+        return ReserveOutcome.GRANTED
+
+    def _here(self, lease: WriteLease, one: _Asked, outcome: int) -> bool:
+        """Whether the object was there before, audited or not."""
+        if outcome != ReserveOutcome.GRANTED:
+            return outcome == ReserveOutcome.PRESENT
+        return self._audits.writing(self._space.lent.row_of(lease.entries[one.index]))
 
     def _fits_tree(self, namespace: Namespace, node: int, above: int, one: _Asked) -> bool:
         """A chunk has one parent, and lies one chunk behind it."""
@@ -228,13 +249,22 @@ class Stores:
             else:
                 space.drop_subtree(node)
             return self._no_room(namespace, space.allocator.rounded(namespace.object_bytes[one.kind]))
-        lease.entries[one.index] = space.lent.lend(lease.id, lease.session.slot, LentMode.WRITE, row, one.index)
+        self._lend(lease, one.index, row)
         space.rows.publish_reserved(row)
         self._charge(lease, one.index, one.kind, row)
-        for at in space.rows.chain(row):
-            fragments += (one.index, at, space.rows.offset[at], space.rows.length[at], space.rows.generation[at])
-        space.counters.add("granted_write_bytes", namespace.object_bytes[one.kind])
+        self._name(one.index, row, fragments)
         return ReserveOutcome.GRANTED
+
+    def _lend(self, lease: WriteLease, index: int, row: int) -> None:
+        lent = self._space.lent
+        lease.entries[index] = lent.lend(lease.id, lease.session.slot, LentMode.WRITE, row, index)
+
+    def _name(self, index: int, row: int, fragments: list[int]) -> None:
+        """Its extents, for the reply."""
+        rows = self._space.rows
+        for at in rows.chain(row):
+            fragments += (index, at, rows.offset[at], rows.length[at], rows.generation[at])
+        self._space.counters.add("granted_write_bytes", self._space.size_bytes(row))
 
     def _no_room(self, namespace: Namespace, size_bytes: int) -> ReserveOutcome:
         space = self._space
@@ -293,6 +323,8 @@ class Stores:
             space.lost_keys.note(namespace_id, key, MissReason.STORES_OFF)
             space.counters.add("refused_stores.stores_off")
             return outcome
+        if self._audits.writing(row):
+            return self._give_back(lease, index, self._audits.written(row))
         if space.rows.state[row] != RESERVED:
             # Only the loss of its parent unindexes a live reservation.
             return self._give_back(lease, index, CommitOutcome.NO_PARENT)
@@ -324,6 +356,7 @@ class Stores:
         space = self._space
         entry = lease.entries[index]
         row = space.lent.row_of(entry)
+        self._audits.ended(row)
         if space.rows.state[row] == RESERVED:
             space.drop_row(space.node_of(row), space.rows.kind[row], MissReason.ABANDONED)
         size_bytes = abs(lease.credits[index])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from kvdepot.core.elements import ElementRun
 from kvdepot.core.report import NamespaceStatus, QuotaStatus, SessionStatus, TierStatus
 from kvdepot.server.engine.identity import Liveness as Liveness
 from kvdepot.server.engine.identity import ProcessIdentity as ProcessIdentity
@@ -60,6 +61,7 @@ class EngineConfig:
     loads_in_flight: int = 64  # reader leases per session
     prefetch_share: float = 0.25  # of RAM: for what requests that have not acquired yet will need; 0: none
     pin_share: float = 0.25  # of RAM: what operators may pin
+    audit_sample: float = 0.0  # share of what engines compute although it is here that is compared with it
     evictions_per_tick: int = 256
     eviction: str = "gdsf"  # a name of core.eviction.policy_names()
     quotas: tuple[Quota, ...] = ()
@@ -92,6 +94,28 @@ class ToSum:
     generation: int
     extents: tuple[tuple[int, int], ...]  # (offset in the arena, length) in bytes, in object order
     verify: bool  # False: first sum. True: adopted, compared with the stored sum
+
+
+@dataclass(frozen=True, slots=True)
+class ToCompare:
+    """Two objects for the checksum worker, of which `runs` say what they are made of. `compared` answers it."""
+
+    row: int  # of the recomputed one
+    generation: int
+    stored: tuple[tuple[int, int], ...]  # (offset in the arena, length) in bytes, in object order
+    recomputed: tuple[tuple[int, int], ...]  # likewise
+    runs: tuple[ElementRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """An object that was not what an engine computed again, and was dropped."""
+
+    namespace_id: bytes
+    key: bytes
+    kind: int
+    chunks: int  # that went with it, its own included
+    shared_tiers: tuple[str, ...]  # names of those that have a file of it, which stays
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The checksum worker: a process that reads committed objects and answers their XXH3-128.
+"""The checksum worker: a process that reads committed objects and answers their XXH3-128, or compares two.
 
 Started by the daemon as `python -m kvdepot.server.io.checksum_worker ARENA_FD SOCKET_FD SIZE PARENT_PID`.
 It reads nothing but what it is asked, writes nothing, and ends with its parent.
@@ -12,7 +12,18 @@ import socket
 import sys
 
 import xxhash
-from kvdepot.server.io.checksum_wire import ANSWER, EXTENT, JOB_BYTES_MAX, JOB_HEADER
+from kvdepot.server.io.checksum_wire import (
+    ANSWER,
+    DRIFTED,
+    EXTENT,
+    HALVES,
+    JOB_BYTES_MAX,
+    JOB_HEADER,
+    MEASURED,
+    SAME,
+    SUM,
+    unpack_comparison,
+)
 from kvdepot.server.io.lifeline import die_with, exit_code
 
 _SLICE_BYTES = 4 << 20
@@ -29,12 +40,24 @@ def main(arguments: list[str]) -> int:
         header = _read(jobs, JOB_HEADER.size)
         if not header:
             return 0
-        length, row, generation = JOB_HEADER.unpack(header)
+        length, row, generation, stored, runs = JOB_HEADER.unpack(header)
         if not JOB_HEADER.size <= length <= JOB_BYTES_MAX:
             return 2
         body = _read(jobs, length - JOB_HEADER.size)
-        total = checksum(arena, body)
-        jobs.sendall(ANSWER.pack(row, generation, total & (1 << 64) - 1, total >> 64))
+        tag, answer = _compared(arena, body, stored, runs) if stored else (SUM, _summed(arena, body))
+        jobs.sendall(ANSWER.pack(row, tag, generation, answer))
+
+
+def _summed(arena: memoryview, body: bytes) -> bytes:
+    total = checksum(arena, body)
+    return HALVES.pack(total & (1 << 64) - 1, total >> 64)
+
+
+def _compared(arena: memoryview, body: bytes, stored: int, runs: int) -> tuple[int, bytes]:
+    from kvdepot.server.io.comparing import compare  # numpy, which most workers never need
+
+    found = compare(arena, *unpack_comparison(body, stored, runs))
+    return DRIFTED if found.drifted else SAME, MEASURED.pack(found.slices, found.beyond, found.worst)
 
 
 def checksum(arena: memoryview, packed_extents: bytes) -> int:

@@ -48,8 +48,8 @@ class DepotService(pb_grpc.DepotServicer):
         self, request: pb.RegisterNamespaceRequest, context: Context
     ) -> pb.RegisterNamespaceResponse:
         def run() -> pb.RegisterNamespaceResponse:
-            session, spec = codec_namespace.decode_register(request)
-            return codec_namespace.encode_registered(*self._engine.register_namespace(session, spec))
+            call = codec_namespace.decode_register(request)
+            return codec_namespace.encode_registered(*self._engine.register_namespace(*call))
 
         return await answer(context, self._log, run)
 

@@ -25,6 +25,7 @@ MEANING: Final = {
     MissReason.EVICTED: "it was evicted to make room",
     MissReason.LOST: "the tier that had it has lost it, found it damaged, or could not read it",
     MissReason.CORRUPT: "its checksum was wrong",
+    MissReason.DRIFT: "an audit found it, or what it followed from, to be other than what an engine computed again",
     MissReason.NO_GRANT: "there was no room or no credit for it when it was to be stored",
     MissReason.ABANDONED: "its store was begun and given up by the engine",
     MissReason.PRUNED: "what was stored held nothing that a request could resume at",

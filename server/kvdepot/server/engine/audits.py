@@ -1,0 +1,187 @@
+"""The shadow audit: of what engines compute although it is here, a sample is compared with it (DESIGN 5, ADR 0037).
+
+An engine that offers to store an object which RAM has is granted a scratch: a row that is dying
+from its first moment, so that nobody finds it and no daemon adopts it, and that goes like any
+other once its writer and the comparison are done. What it may not do is cost anything: it takes
+room that is free below the watermarks, no credit, and few are under way at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.calls import CommitOutcome
+from kvdepot.core.elements import comparable
+from kvdepot.core.misses import MissReason
+from kvdepot.server.engine.index import NONE
+from kvdepot.server.engine.lent import NO_SESSION
+from kvdepot.server.engine.namespaces import Namespace
+from kvdepot.server.engine.rows import COMMITTED
+from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.types import Drift, EngineConfig, ToCompare
+
+AUDITS_MAX: Final = 16
+"""Under way at once, from the grant to the answer."""
+RAM_SHARE_MAX: Final = 1 / 32
+"""What their scratches may take of the arena."""
+OUTCOMES: Final = ("same", "drifted", "gone", "unwritten", "unknown_type", "no_room", "unanswered")
+"""Labels of `audits`: what came of each object that was drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A scratch that is written, and the object it is compared with, both lent to the worker."""
+
+    scratch_entry: int
+    stored_entry: int
+    stored: int
+    generation: int  # of the stored one
+
+
+class Audits:
+    """`random_bytes` draws the sample."""
+
+    def __init__(self, space: Space, config: EngineConfig, random_bytes: Callable[[int], bytes]) -> None:
+        self._space = space
+        self._config = config
+        self._random_bytes = random_bytes
+        self._writing: set[int] = set()  # scratches of writers
+        self._pairs: dict[int, _Pair] = {}  # by scratch
+        self._waiting: deque[int] = deque()  # scratches of pairs that the worker has not been told of
+
+    def configure(self, config: EngineConfig) -> None:
+        self._config = config
+
+    # The scratch
+
+    def scratch(self, namespace: Namespace, stored: int) -> int:
+        """A row for what a writer has of this visible object, if it is drawn; else NO_ROW.
+
+        The caller lends it, calls `rows.publish_scratch`, and `ended` when the writer is done.
+        """
+        if not self._drawn():
+            return NO_ROW
+        space, kind = self._space, self._space.rows.kind[stored]
+        if not any(map(comparable, namespace.elements.get(kind, ()))):
+            return self._counted("unknown_type")
+        size_bytes = space.allocator.rounded(namespace.object_bytes[kind])
+        under_way = [*self._writing, *self._pairs]
+        taken_bytes = sum(map(space.rounded_bytes, under_way)) + size_bytes
+        if len(under_way) >= AUDITS_MAX or taken_bytes > RAM_SHARE_MAX * space.allocator.ready_bytes:
+            return self._counted("no_room")
+        row = self._place(namespace, stored)
+        if row == NO_ROW:
+            return self._counted("no_room")
+        self._writing.add(row)
+        return row
+
+    def _place(self, namespace: Namespace, stored: int) -> int:
+        """A row beside the index; NO_ROW where arena, rows or quotas would be above what eviction leaves full."""
+        space, rows, allocator = self._space, self._space.rows, self._space.allocator
+        share, size_bytes = self._config.high_watermark, space.size_bytes(stored)
+        rounded = allocator.rounded(size_bytes)
+        if allocator.used_bytes + rounded > share * allocator.ready_bytes:
+            return NO_ROW
+        if space.lent.free_count <= (1 - share) * space.lent.count:
+            return NO_ROW
+        if space.account.over(namespace.slot, rounded, share) is not None:
+            return NO_ROW
+        extents = allocator.allocate(size_bytes) or []
+        if not extents or rows.count - rows.free_count + len(extents) > share * rows.count:
+            for offset, length in extents:
+                allocator.free(offset, length)
+            return NO_ROW
+        space.account.add(namespace.slot, 1, rounded)
+        return rows.reserve(
+            extents, key=rows.key(stored), parent=rows.parent(stored), kind=rows.kind[stored],
+            namespace=namespace.slot, boundary=rows.boundary[stored],
+        )  # fmt: skip
+
+    def _drawn(self) -> bool:
+        sample = self._config.audit_sample
+        return sample > 0 and int.from_bytes(self._random_bytes(4), "little") < sample * (1 << 32)
+
+    def _counted(self, outcome: str) -> int:
+        self._space.counters.add(f"audits.{outcome}")
+        return NO_ROW
+
+    def written(self, scratch: int) -> CommitOutcome:
+        """Its writer is done; what to tell it of the object. The caller ends the writer's loan next."""
+        self._writing.remove(scratch)
+        space, rows = self._space, self._space.rows
+        node = space.index.find(rows.namespace[scratch], rows.key(scratch))
+        kind = rows.kind[scratch]
+        stored = space.index.row(node, kind) if node != NONE else NO_ROW
+        if stored != NO_ROW and rows.visible(stored) and space.lent.free_count >= 2:
+            ours, theirs = (space.lent.lend(0, NO_SESSION, LentMode.CHECKSUM, row, 0) for row in (scratch, stored))
+            self._pairs[scratch] = _Pair(ours, theirs, stored, rows.generation[stored])
+            self._waiting.append(scratch)
+            return CommitOutcome.COMMITTED
+        self._counted("gone")
+        here = stored != NO_ROW or (node != NONE and space.elsewhere(node, kind))
+        # Of all that clients know, EXPIRED is what it is like: nobody has it, and it was not stored.
+        return CommitOutcome.COMMITTED if here else CommitOutcome.EXPIRED
+
+    def writing(self, row: int) -> bool:
+        """Whether it is a scratch whose writer is not done."""
+        return row in self._writing
+
+    def ended(self, row: int) -> None:
+        """A writer's loan of the row, a scratch or not, is about to end."""
+        if row in self._writing:
+            self._writing.remove(row)
+            self._counted("unwritten")
+
+    # The comparison
+
+    def next(self) -> ToCompare | None:
+        """The next pair for the worker; `compared` answers it."""
+        if not self._waiting:
+            return None
+        rows, scratch = self._space.rows, self._waiting.popleft()
+        namespace = self._space.namespaces.by_slot[rows.namespace[scratch]]
+        runs = namespace.elements.get(rows.kind[scratch], ())
+        stored = self._pairs[scratch].stored
+        return ToCompare(scratch, rows.generation[scratch], rows.extents(stored), rows.extents(scratch), runs)
+
+    def compared(self, scratch: int, *, drifted: bool) -> Drift | None:
+        """The worker's answer. What has drifted goes from every tier, with all that was computed from it."""
+        pair = self._pairs.pop(scratch, None)
+        if pair is None:
+            return None
+        space, stored = self._space, pair.stored
+        here = space.rows.state[stored] == COMMITTED and space.rows.generation[stored] == pair.generation
+        self._counted("gone" if not here else "drifted" if drifted else "same")
+        drift = self._drop(stored) if here and drifted else None
+        self._give_back(pair)
+        return drift
+
+    def _drop(self, stored: int) -> Drift:
+        space, rows = self._space, self._space.rows
+        node = space.node_of(stored)
+        namespace = space.namespaces.by_slot[rows.namespace[stored]]
+        shared = [
+            tier.tier.name for tier in space.tiers if tier.shared is not None and tier.has(node, rows.kind[stored])
+        ]
+        key, kind = rows.key(stored), rows.kind[stored]
+        space.note_lost(node, MissReason.DRIFT)
+        chunks = space.drop_subtree(node)
+        space.counters.add("dropped_objects.below_drifted", chunks - 1)
+        return Drift(namespace.id, key, kind, chunks, tuple(shared))
+
+    def worker_died(self) -> None:
+        """None of it is tried again: it may be what the worker died of."""
+        pairs = list(self._pairs.values())
+        self._pairs.clear()
+        self._waiting.clear()
+        for pair in pairs:
+            self._counted("unanswered")
+            self._give_back(pair)
+
+    def _give_back(self, pair: _Pair) -> None:
+        self._space.give_back(pair.scratch_entry)
+        self._space.give_back(pair.stored_entry)
