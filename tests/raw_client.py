@@ -8,8 +8,9 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import grpc
@@ -31,6 +32,7 @@ from kvdepot.core.calls import (
     ReserveCall,
     ReserveOutcome,
 )
+from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
 from kvdepot.proto import codec, codec_namespace, codec_report
@@ -85,8 +87,9 @@ class RawEngine:
     """A one-process engine: scheduler and rank 0."""
 
     def __init__(
-        self, grpc_socket: Path, engine_id: str = "engine", *, label: str = "dense", spec: NamespaceSpec | None = None
-    ) -> None:
+        self, grpc_socket: Path, engine_id: str = "engine", *, label: str = "dense", spec: NamespaceSpec | None = None,
+        elements: Elements = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.connection = attach_socket(grpc_socket.with_name(f"{grpc_socket.name}.attach"))
         call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=1)
         self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
@@ -99,7 +102,7 @@ class RawEngine:
         self.stub = pb_grpc.DepotStub(self.channel)  # type: ignore[no-untyped-call]
         self.operator = pb_grpc.OperatorStub(self.channel)  # type: ignore[no-untyped-call]
         self.spec = spec or dense_spec(label)
-        register = codec_namespace.encode_register(self.session, self.spec)
+        register = codec_namespace.encode_register(self.session, self.spec, elements)
         registered = self.stub.RegisterNamespace(register, timeout=CALL_SECONDS)
         self.namespace, self.ranks_attached = codec_namespace.decode_registered(registered)
         self._lease_id = int.from_bytes(os.urandom(4), "little") << 16
@@ -144,10 +147,10 @@ class RawEngine:
         self.write(keys, extents)
         assert set(self.commit(lease_id, len(keys))) == {CommitOutcome.COMMITTED}
 
-    def write(self, keys: Sequence[bytes], extents: bytes) -> None:
+    def write(self, keys: Sequence[bytes], extents: bytes, payload: Callable[[bytes], bytes] = payload_of) -> None:
         at = dict.fromkeys(range(len(keys)), 0)
         for index, _, offset, length, _ in _EXTENT.iter_unpack(extents):
-            self.arena[offset : offset + length] = payload_of(keys[index])[at[index] : at[index] + length]
+            self.arena[offset : offset + length] = payload(keys[index])[at[index] : at[index] + length]
             at[index] += length
 
     def locate(self, keys: Sequence[bytes], request: str = "") -> int:

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvdepot.core.calls import (
     RequestEnd,
     ReserveCall,
 )
+from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Attached, EngineConfig, ProcessIdentity
@@ -124,8 +126,8 @@ class DirectSession:
     def attached(self) -> bool:
         return self.depot.present
 
-    def register(self, spec: NamespaceSpec) -> None:
-        namespace, _ = self.depot.engine.register_namespace(self._token, spec)
+    def register(self, spec: NamespaceSpec, elements: Elements = MappingProxyType({})) -> None:
+        namespace, _ = self.depot.engine.register_namespace(self._token, spec, elements)
         self._registered.add(namespace)
         self.specs.append(spec)
 

@@ -30,6 +30,7 @@ from kvdepot.core.calls import (
 from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec, Planner
+from kvdepot.server.engine.audits import RAM_SHARE_MAX
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.types import AdoptionReport, Attached, EngineConfig, Liveness, ProcessIdentity, TierConfig
@@ -103,6 +104,7 @@ class Rig:
         shared: TierConfig | None = None,
         shared_medium: SharedMedium | None = None,
         shared_handles: int = 256,
+        audit_share: float = RAM_SHARE_MAX,
         **config: object,
     ) -> None:
         tables_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).data_offset
@@ -123,6 +125,7 @@ class Rig:
         self.shared_config = shared
         self.shared_medium = shared_medium or SharedMedium()
         self.shared_handles = shared_handles
+        self.audit_share = audit_share
         self.worker_pids = 5000  # each run's tier has a worker process of its own
         self.populated_at_start = True
         self.start()
@@ -140,6 +143,7 @@ class Rig:
             identify=process,
         )
         self.engine._space.drop_nodes_max = self.drop_nodes_max
+        self.engine._audits.ram_share_max = self.audit_share
         self.report = self.engine.adopt(self.liveness)
         self.ready_bytes_after_adoption = self.engine.status().tier.ready_bytes
         if self.populated_at_start:

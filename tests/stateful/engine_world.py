@@ -7,12 +7,9 @@ at a line of its code: what it had stored in the tables by then is all that is l
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from types import FrameType
 from typing import Any
 
 import xxhash
@@ -38,11 +35,9 @@ from tests.fakes.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_o
 from tests.fakes.memory_tier import Job, MemoryTier
 from tests.fakes.quota_audit import check_within_quotas
 from tests.fakes.shared_memory_tier import File
+from tests.stateful.auditing import compare, elements_of
+from tests.stateful.killing import Killed, killed_after
 
-WRITERS = tuple(
-    f"/server/engine/{name}.py" for name in ("rows", "lent", "sessions", "namespaces", "adoption", "workers")
-)
-"""The modules that store into the tables: between two lines of any other nothing changes that outlives a kill."""
 Name = tuple[bytes, bytes, int]
 """(namespace, key, kind) of an object."""
 DEPTH = 4
@@ -59,16 +54,13 @@ WINDOWED = spec_of(
 SPECS = {"a": DENSE, "b": DENSE, "c": ODD, "d": WINDOWED}
 
 
-class Killed(BaseException):
-    """The daemon is gone."""
-
-
 @dataclass
 class Held:
     """What a rank may touch of one object: its fragments (row, offset, length, generation)."""
 
     name: Name
     fragments: list[tuple[int, int, int, int]]
+    scratch: bool = False  # of an audit: nobody is ever served it
 
 
 @dataclass
@@ -138,7 +130,7 @@ class World:
             shared=shared, shared_handles=20, shared_medium=medium,
             credit_bytes=14 * 4096, lease_deadline_seconds=10.0, grace_seconds=30.0,
             provisional_seconds=20.0, high_watermark=0.9, low_watermark=0.7, loads_in_flight=3, evictions_per_tick=2,
-            quotas=quotas,
+            quotas=quotas, audit_sample=0.5, audit_share=0.25,
         )  # fmt: skip
         # Leases whose bytes an object may have.
         self.writers: dict[Name, set[int]] = neighbour.writers if neighbour else {}
@@ -173,7 +165,7 @@ class World:
     def attach(self, who: str) -> Client:
         engine = self.engines[who]
         if engine.client is None:
-            engine.client = self.rig.attach(who, engine.pid, engine.spec)
+            engine.client = self.rig.attach(who, engine.pid, engine.spec, elements_of(engine.spec))
             held = (*engine.writes, *engine.reads, *engine.waiting)
             lost = self.rig.engine.declare(DeclareCall(engine.client.session, held)).lost
             assert engine.waiting.keys() >= set(lost), "a lease that ranks still hold was freed"
@@ -197,6 +189,8 @@ class World:
             assert set(reply.outcomes) == {ReserveOutcome.REFUSED}, "reserved while stores are off"
         granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
         assert sorted(held) == granted
+        for one in held.values():
+            one.scratch = self.rig.engine._audits.writing(one.fragments[0][0])
         if held:
             engine.writes[lease] = held
             self.split_objects += sum(len(one.fragments) > 1 for one in held.values())
@@ -214,7 +208,9 @@ class World:
         indices = [index for index in indices if index in held]
         self.scribble(who, lease)
         for index in indices:
-            self.writers.setdefault(held.pop(index).name, set()).add(lease)
+            written = held.pop(index)
+            if not written.scratch:
+                self.writers.setdefault(written.name, set()).add(lease)
         if not held:
             del engine.writes[lease]
         engine.unsettled.setdefault(lease, set()).update(indices)
@@ -463,6 +459,7 @@ class World:
 
     def sum(self, count: int) -> None:
         for _ in range(count):
+            compare(self.rig)
             job = self.rig.engine.next_to_sum()
             if job is None:
                 return
@@ -509,7 +506,7 @@ class World:
     def killed(self, lines: int, action: Callable[[], None]) -> bool:
         """Run `action` until so many lines of WRITERS have run; whether the daemon was killed then."""
         try:
-            with _killed_after(lines):
+            with killed_after(lines):
                 action()
         except Killed:
             self.crash()
@@ -576,25 +573,3 @@ def _parts(held: Held, lease: int) -> list[bytes]:
         parts.append(payload[at : at + length])
         at += length
     return parts
-
-
-@contextmanager
-def _killed_after(lines: int) -> Iterator[None]:
-    left = lines
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.endswith(WRITERS):
-            return None
-        if event == "line":
-            left -= 1
-            if left < 0:
-                raise Killed
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -16,6 +17,7 @@ from kvdepot.core.errors import NotFound
 from kvdepot.server.engine.types import Quota, TierConfig
 
 from tests.fakes.pin_audit import sweep
+from tests.stateful.auditing import compare
 from tests.stateful.engine_world import DEPTH, SPECS, World, keys_of
 
 who = st.sampled_from(sorted(SPECS))
@@ -275,7 +277,39 @@ def _crash() -> tuple[World, Callable[[], None]]:
     return world, world.crash
 
 
-@pytest.mark.parametrize("scene", [_reserve, _commit, _abandon, _abandon_expired, _evict, _die, _crash])
+def _present() -> World:
+    """`a` has a chunk in RAM, which `b` computes too."""
+    world = World(data_pages=48)
+    world.rig.engine.configure(replace(world.rig.config, audit_sample=1.0), {})
+    world.reserve("a", 0, 0, 1, (Kind.ATTENTION,))
+    world.commit("a", next(iter(world.engines["a"].writes)), [0])
+    world.attach("b")
+    return world
+
+
+def _audit() -> tuple[World, Callable[[], None]]:
+    world = _present()
+    return world, lambda: world.reserve("b", 0, 0, 1, (Kind.ATTENTION,))
+
+
+def _audited() -> tuple[World, Callable[[], None]]:
+    world = _present()
+    world.reserve("b", 0, 0, 1, (Kind.ATTENTION,))
+    ((lease, held),) = world.engines["b"].writes.items()
+    assert held[0].scratch
+    return world, lambda: world.commit("b", lease, [0])
+
+
+def _drift() -> tuple[World, Callable[[], None]]:
+    world, commit = _audited()
+    commit()
+    return world, lambda: compare(world.rig)
+
+
+SCENES = (_reserve, _commit, _abandon, _abandon_expired, _evict, _die, _crash, _audit, _audited, _drift)
+
+
+@pytest.mark.parametrize("scene", SCENES)
 def test_i1a_t1_a_kill_at_each_line_in_turn(scene: Callable[[], tuple[World, Callable[[], None]]]) -> None:
     """Every line of each change to an object of several extents, also of adoption itself."""
     lines, killed = 0, True

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.core import calls, errors, limits
+from kvdepot.core.elements import ElementRun
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
 from kvdepot.core.report import (
@@ -226,6 +227,36 @@ def test_a_namespace_spec_comes_back_equal_and_so_does_its_id() -> None:
     assert found == (bytes(16), _SPEC, {})
     _, spec, _ = found
     assert spec.namespace_id() == _SPEC.namespace_id()
+
+
+def test_elements_come_back_equal_and_are_no_part_of_the_id() -> None:
+    elements = {
+        calls.Kind.ATTENTION: (ElementRun("bfloat16", 4096, 8), ElementRun("", 64)),
+        calls.Kind.STATE: (ElementRun("float32", 128),),
+    }
+    message = codec_namespace.encode_register(bytes(16), _SPEC, elements)
+    assert codec_namespace.decode_register(message) == (bytes(16), _SPEC, elements)
+
+
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [
+        (pb.ElementRun(kind=9), "elements[0].kind"),
+        (pb.ElementRun(kind=1, dtype="x" * 33), "elements[0].dtype"),
+        (pb.ElementRun(kind=1, part_bytes=2**63), "elements[0].part_bytes"),
+        (pb.ElementRun(kind=1, parts=2**31), "elements[0].parts"),
+    ],
+)
+def test_elements_over_a_bound_are_refused_by_name(run: pb.ElementRun, found: str) -> None:
+    message = codec_namespace.encode_register(bytes(16), _SPEC)
+    message.elements.append(run)
+    with pytest.raises((errors.InvalidArgument, errors.LimitExceeded)) as refusal:
+        codec_namespace.decode_register(message)
+    assert found in refusal.value.message
+    del message.elements[:]
+    message.elements.extend([pb.ElementRun(kind=1)] * (limits.ELEMENT_RUNS_MAX + 1))
+    with pytest.raises(errors.LimitExceeded):
+        codec_namespace.decode_register(message)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvdepot.client.backoff import Backoff
+    from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
 
@@ -32,13 +33,13 @@ class Registrations:
         self._caller = caller
         self._world_size = world_size
         self._backoff = backoff
-        self._specs: dict[bytes, NamespaceSpec] = {}
+        self._specs: dict[bytes, tuple[NamespaceSpec, Elements]] = {}
         self._token: bytes | None = None
         self._armed = False
 
-    def add(self, spec: NamespaceSpec) -> None:
+    def add(self, spec: NamespaceSpec, elements: Elements) -> None:
         namespace = spec.namespace_id()
-        self._specs[namespace] = spec
+        self._specs[namespace] = spec, elements
         self._ask(namespace)
 
     def remove(self, namespace: bytes) -> None:
@@ -72,7 +73,7 @@ class Registrations:
     def _ask(self, namespace: bytes) -> None:
         token = self._token
         if token is not None:
-            call = RegisterCall(token, self._specs[namespace])
+            call = RegisterCall(token, *self._specs[namespace])
             self._caller.call(call, lambda answer: self._answered(token, namespace, answer))
 
     def _answered(self, token: bytes, namespace: bytes, answer: Answer) -> None:

@@ -6,6 +6,7 @@ import queue
 import random
 import time
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvdepot.client.attachment import Attachment, EngineProcess
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import logging
 
     from kvdepot.client.endpoint import Endpoint
+    from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
 Call = LocateCall | AcquireCall | ReserveCall
@@ -107,9 +109,9 @@ class DepotSession:
     def _state(self) -> LoopState:
         return self._loop.state
 
-    def register(self, spec: NamespaceSpec) -> None:
+    def register(self, spec: NamespaceSpec, elements: Elements = MappingProxyType({})) -> None:
         """Make a namespace known, now and after every re-attach, until `forget`. Returns at once."""
-        self._loop.post(self._loop.register, spec)
+        self._loop.post(self._loop.register, spec, elements)
 
     def forget(self, namespace: bytes) -> None:
         """Stop registering a namespace (an epoch has ended)."""

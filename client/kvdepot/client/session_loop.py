@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from kvdepot.client.attachment import Attachment
     from kvdepot.client.endpoint import Endpoint
+    from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
 Completion = tuple[Callable[[Any], None], Any]
@@ -306,8 +307,8 @@ class SessionLoop:
         self.state.refusal = self._registrations.refusal
         self.state.ranks_attached = self._registrations.ranks_attached
 
-    def register(self, spec: NamespaceSpec) -> None:
-        self._registrations.add(spec)
+    def register(self, spec: NamespaceSpec, elements: Elements) -> None:
+        self._registrations.add(spec, elements)
         self._publish()
 
     def forget(self, namespace: bytes) -> None:

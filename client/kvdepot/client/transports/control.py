@@ -17,6 +17,7 @@ from kvdepot.proto.v1 import depot_pb2_grpc
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
+    from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
 CHANNEL_OPTIONS = (
@@ -35,6 +36,7 @@ CHANNEL_OPTIONS = (
 class RegisterCall:
     session: bytes
     spec: NamespaceSpec
+    elements: Elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ _METHODS: dict[type[Any], Method] = {
     calls.DeclareCall: ("Declare", codec.encode_declare_call, codec.decode_declare_reply),
     RegisterCall: (
         "RegisterNamespace",
-        lambda call: codec_namespace.encode_register(call.session, call.spec),
+        lambda call: codec_namespace.encode_register(call.session, call.spec, call.elements),
         lambda message: RegisterReply(*codec_namespace.decode_registered(message)),
     ),
     ProbeCall: (

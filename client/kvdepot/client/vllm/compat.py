@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from math import prod
 from typing import Any, Final
 
 from kvdepot.client.vllm import versions
@@ -171,6 +172,14 @@ def layer_spec(spec: Any, layer_name: str) -> Any:
     return per_layer[layer_name] if per_layer is not None else spec
 
 
+def state_parts(spec: Any) -> list[tuple[str, int]]:
+    """(type, bytes) of what a recurrent layer keeps of a sequence, one behind the other; empty for other layers."""
+    if not isinstance(spec, MambaSpec):
+        return []
+    sizes = zip(spec.shapes, spec.dtypes, strict=True)
+    return [(str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize) for shape, dtype in sizes]
+
+
 def is_eagle(group: Any) -> bool:
     """Whether the group holds draft layers, whose KV at a position depends on the token after it."""
     return bool(getattr(group, "is_eagle_group", False))
@@ -272,4 +281,5 @@ __all__ = [
     "register",
     "retained_below_window",
     "spec_names",
+    "state_parts",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 from kvdepot.client.attachment import Attachment, EngineProcess
 from kvdepot.client.session import DepotSession
 from kvdepot.client.vllm import compat, identity
+from kvdepot.client.vllm.elements import elements_of
 from kvdepot.client.vllm.guard import Failures, guarded, nothing
 from kvdepot.client.vllm.metadata import RankFacts, RankMeta, StepMeta
 from kvdepot.client.vllm.namespaces import Namespaces
@@ -213,6 +214,9 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             lambda: secrets.token_hex(8),
             weights_version=self.settings.weights_version,
             keep_across_sleep=self.settings.keep_across_sleep,
+            elements=elements_of(
+                self._kv_cache_config, str(config.cache_config.cache_dtype), planner, self._group_ids, facts
+            ),
         )
         assert self._digests is not None
         self.scheduler_side = SchedulerSide(

@@ -26,8 +26,8 @@ CHUNKS_MAX: Final = 16_384
 _GONE: Final = frozenset(
     {
         MissReason.UNKNOWN, MissReason.LOOKED_UP_ABSENT, MissReason.EVICTED, MissReason.LOST, MissReason.CORRUPT,
-        MissReason.DRIFT, MissReason.PRUNED, MissReason.ABANDONED, MissReason.REMOVED, MissReason.STORES_OFF, MissReason.NO_GRANT,
-        MissReason.OTHER_NAMESPACE,
+        MissReason.DRIFT, MissReason.PRUNED, MissReason.ABANDONED, MissReason.REMOVED, MissReason.STORES_OFF,
+        MissReason.NO_GRANT, MissReason.OTHER_NAMESPACE,
     }
 )  # fmt: skip
 """With these the daemon says that it does not have the chunk. Not: that it may not be loaded now, or not whole, which

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvdepot.core.errors import KvDepotError
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
+    from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
 SpecBuilder = Callable[[], "NamespaceSpec | None"]
@@ -38,12 +40,14 @@ class Namespaces:
         *,
         weights_version: str = "",
         keep_across_sleep: bool = False,
+        elements: Elements = MappingProxyType({}),
     ) -> None:
         self._session = session
         self._build = build
         self._world_size = world_size
         self._logger = logger
         self._random_text = random_text
+        self._elements = elements  # of the objects, whatever the epoch
         self._fixed = bool(weights_version) or keep_across_sleep
         self._epoch = f"version:{weights_version}" if weights_version else ""
         self._spec: NamespaceSpec | None = None
@@ -109,7 +113,7 @@ class Namespaces:
 
     def _use(self, spec: NamespaceSpec) -> None:
         namespace = spec.namespace_id()
-        self._session.register(spec)
+        self._session.register(spec, self._elements)
         self._spec = spec
         self._id = namespace
         self._logger.info("kvdepot: namespace %s (%s, epoch %r)", namespace.hex(), spec.label, spec.epoch)

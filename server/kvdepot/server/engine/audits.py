@@ -49,6 +49,7 @@ class Audits:
         self._space = space
         self._config = config
         self._random_bytes = random_bytes
+        self.ram_share_max = RAM_SHARE_MAX
         self._writing: set[int] = set()  # scratches of writers
         self._pairs: dict[int, _Pair] = {}  # by scratch
         self._waiting: deque[int] = deque()  # scratches of pairs that the worker has not been told of
@@ -71,7 +72,7 @@ class Audits:
         size_bytes = space.allocator.rounded(namespace.object_bytes[kind])
         under_way = [*self._writing, *self._pairs]
         taken_bytes = sum(map(space.rounded_bytes, under_way)) + size_bytes
-        if len(under_way) >= AUDITS_MAX or taken_bytes > RAM_SHARE_MAX * space.allocator.ready_bytes:
+        if len(under_way) >= AUDITS_MAX or taken_bytes > self.ram_share_max * space.allocator.ready_bytes:
             return self._counted("no_room")
         row = self._place(namespace, stored)
         if row == NO_ROW:
