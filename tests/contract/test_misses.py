@@ -16,10 +16,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
+from types import MappingProxyType
 from typing import Final
 
 import pytest
 from kvdepot.core.calls import Kind, ReserveOutcome
+from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.misses import LOOKUP_REASONS, MissReason
 from kvdepot.core.planner import GroupSpec
@@ -51,6 +53,8 @@ WINDOWS = replace(
     object_bytes=dict(SPEC.object_bytes) | {Kind.WINDOW: OBJECT_BYTES},
 )
 RAM_CONFIG = f"""
+[policy]
+audit_sample = 1.0
 [[quota]]
 tenant = "{TIGHT_TENANT}"
 tier = "ram"
@@ -83,8 +87,8 @@ class Depot:
     mount: FuseDirectory | None = None
     _names: Iterator[int] = field(default_factory=count)
 
-    def engine(self, spec: NamespaceSpec = SPEC) -> RawEngine:
-        return RawEngine(self.daemon.socket, f"engine-{next(self._names)}", spec=spec)
+    def engine(self, spec: NamespaceSpec = SPEC, elements: Elements = MappingProxyType({})) -> RawEngine:
+        return RawEngine(self.daemon.socket, f"engine-{next(self._names)}", spec=spec, elements=elements)
 
     def keys(self, chunks: int = 2) -> list[bytes]:
         """Of a prompt of its own."""
@@ -160,6 +164,22 @@ def evicted(depot: Depot) -> Iterator[Asked]:
         engine.store(keys)
         depot.wait_summed()
         engine.store(depot.keys(TIGHT_OBJECTS))
+        yield Asked(engine, keys)
+
+
+@contextmanager
+def drift(depot: Depot) -> Iterator[Asked]:
+    """Another engine has computed something else of it, and nobody knows who is right."""
+    elements = {Kind.ATTENTION: (ElementRun("bfloat16", OBJECT_BYTES),)}
+    spec = replace(SPEC, label="audited")  # what a spec's objects are made of is true of all its engines
+    with depot.engine(spec, elements) as engine:
+        keys = depot.keys()
+        engine.store(keys)
+        lease_id, outcomes, extents = engine.reserve(keys[:1])
+        assert outcomes == [ReserveOutcome.GRANTED]
+        engine.write(keys[:1], extents, lambda key: bytes(OBJECT_BYTES))
+        engine.commit(lease_id, 1)
+        wait_until(lambda: engine.counter("audits.drifted"), "it is compared", WAIT_SECONDS)
         yield Asked(engine, keys)
 
 
@@ -389,6 +409,7 @@ OF_RAM: Final[dict[MissReason, Cause]] = {
     MissReason.STORES_OFF: stores_off,
     MissReason.REMOVED: removed,
     MissReason.CORRUPT: corrupt,
+    MissReason.DRIFT: drift,
     MissReason.UNVERIFIED: unverified,
 }
 OF_POOL: Final[dict[MissReason, Cause]] = {

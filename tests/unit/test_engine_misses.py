@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from kvdepot.client.ctl.commands.explain import MEANING, record_json, record_lines
 from kvdepot.core.calls import EndRequestCall, Kind, RequestEnd, ReserveOutcome
+from kvdepot.core.elements import ElementRun
 from kvdepot.core.errors import NotFound
 from kvdepot.core.misses import MissReason, miss_reason
 from kvdepot.core.planner import GroupSpec
@@ -101,7 +102,21 @@ def no_checkpoint(rig: Rig) -> Client:
     return client
 
 
+def drift(rig: Rig) -> Client:
+    elements = {Kind.ATTENTION: (ElementRun("bfloat16", 8192),)}
+    client = rig.attach(elements=elements)
+    client.store(KEYS)
+    rig.engine.configure(replace(rig.config, audit_sample=1.0), {})
+    rig.engine._audits.ram_share_max = 1.0
+    client.store(KEYS[:1])
+    pair = rig.engine.next_to_compare()
+    assert pair is not None
+    rig.engine.compared(pair.row, drifted=True)
+    return client
+
+
 CAUSES: dict[MissReason, Callable[[Rig], Client]] = {
+    MissReason.DRIFT: drift,
     MissReason.UNKNOWN: unknown,
     MissReason.EVICTED: evicted,
     MissReason.CORRUPT: corrupt,
