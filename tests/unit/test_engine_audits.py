@@ -157,7 +157,7 @@ def test_an_audited_path_was_used() -> None:
     rig.now += 1
     client.commit(recompute(client, old), 0)
     compare(rig)
-    client.store(path("more", 2))
+    client.store(path("more", 3))
     assert client.locate(old).boundary_tokens == CHUNK
 
 

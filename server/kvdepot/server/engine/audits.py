@@ -39,7 +39,6 @@ class _Pair:
     scratch_entry: int
     stored_entry: int
     stored: int
-    generation: int  # of the stored one
 
 
 class Audits:
@@ -119,7 +118,7 @@ class Audits:
         stored = space.index.row(node, kind) if node != NONE else NO_ROW
         if stored != NO_ROW and rows.visible(stored) and space.lent.free_count >= 2:
             ours, theirs = (space.lent.lend(0, NO_SESSION, LentMode.CHECKSUM, row, 0) for row in (scratch, stored))
-            self._pairs[scratch] = _Pair(ours, theirs, stored, rows.generation[stored])
+            self._pairs[scratch] = _Pair(ours, theirs, stored)
             self._waiting.append(scratch)
             return CommitOutcome.COMMITTED
         self._counted("gone")
@@ -155,7 +154,7 @@ class Audits:
         if pair is None:
             return None
         space, stored = self._space, pair.stored
-        here = space.rows.state[stored] == COMMITTED and space.rows.generation[stored] == pair.generation
+        here = space.rows.state[stored] == COMMITTED  # lent as it is, its row can be no other object's
         self._counted("gone" if not here else "drifted" if drifted else "same")
         drift = self._drop(stored) if here and drifted else None
         self._give_back(pair)
