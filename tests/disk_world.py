@@ -128,10 +128,10 @@ probe_every = "200ms"
     def counter(self, name: str) -> float:
         return self.status().counters.get(name, 0.0)
 
-    def wait_state(self, *states: str, seconds: float = 20.0) -> None:
+    def wait_state(self, *states: str, seconds: float = 60.0) -> None:
         wait_until(lambda: self.tier().state in states, f"tier is {' or '.join(states)}", seconds)
 
-    def wait_written(self, seconds: float = 20.0) -> None:
+    def wait_written(self, seconds: float = 60.0) -> None:
         """Until nothing waits to be written, and nothing has changed for a while: the last PUT may be under way."""
         unchanged: list[tuple[int, int]] = []
 
@@ -153,7 +153,7 @@ probe_every = "200ms"
     def fsck(self) -> Verdict:
         """What lies on the medium. The daemon does not run; its processes may still be ending."""
         assert self.daemon.process is None
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while True:
             try:
                 return check_store(self.root)

@@ -76,6 +76,8 @@ def exchange(connection: socket.socket, datagram: bytes) -> tuple[AttachReply, l
     """Send one datagram, return the answer and the descriptors that came with it."""
     connection.send(datagram)
     answer, ancillary, _, _ = connection.recvmsg(8192, socket.CMSG_SPACE(4))
+    if not answer:
+        raise ConnectionResetError("the daemon has closed the connection")
     descriptors = array.array("i")
     for _, kind, data in ancillary:
         if kind == socket.SCM_RIGHTS:
@@ -229,8 +231,8 @@ def status_of(grpc_socket: Path) -> pb.GetStatusResponse:
         return status
 
 
-def wait_until(condition: object, what: str, seconds: float = 10.0) -> None:
-    """Poll a callable until it is true."""
+def wait_until(condition: object, what: str, seconds: float = 60.0) -> None:
+    """Poll a callable until it is true. It may take that long: the checksum worker gets what others leave of a CPU."""
     assert callable(condition)
     until = time.monotonic() + seconds
     while not condition():
