@@ -42,9 +42,11 @@ def _wait_verified(daemon: DaemonProcess) -> None:
 
 
 def test_t6_an_orderly_stop_loses_nothing_committed(daemon: DaemonProcess) -> None:
-    """Sums that are outstanding when SIGTERM comes are finished first."""
+    """Sums that are outstanding when SIGTERM comes are finished first, by a worker that has started."""
     keys = keys_of("orderly", 200)
     engine = RawEngine(daemon.socket)
+    engine.store(keys_of("started", 1))
+    _wait_summed(engine, 1)
     engine.store(keys)
     assert daemon.stop() == 0
     engine.close()
@@ -56,7 +58,7 @@ def test_t6_an_orderly_stop_loses_nothing_committed(daemon: DaemonProcess) -> No
     with RawEngine(daemon.socket) as again:
         assert again.locate(keys) == 200 * CHUNK_TOKENS
         assert again.load(keys) == [payload_of(key) for key in keys]
-        assert again.counter("verified_objects") == 200
+        assert again.counter("verified_objects") == 201
 
 
 def test_t6_i1c_after_a_sigkill_what_has_a_checksum_is_served_once_verified(daemon: DaemonProcess) -> None:
@@ -99,6 +101,7 @@ def test_i1c_a_bit_flipped_while_no_daemon_ran_is_a_miss_and_counted(daemon: Dae
     keys = keys_of("flipped", 5)
     with RawEngine(daemon.socket) as engine:
         engine.store(keys)
+        _wait_summed(engine, 5)
     assert daemon.stop() == 0
     _flip_a_bit_of(daemon.arena, payload_of(keys[chunk])[:4096])
     daemon.start()
