@@ -160,6 +160,8 @@ DAMAGES: dict[str, tuple[str, Callable[[DiskWorld, Place], None]]] = {
 
 def test_p6_every_kind_of_damage_is_a_miss_with_its_reason_and_quarantined(world: DiskWorld) -> None:
     places = _stopped_without_arena(world)
+    world.start()  # opened, all of it is on the medium for certain: a stop has only some seconds to see to that
+    assert world.daemon.stop() == 0
     damaged = dict(zip(DAMAGES, (place for place in places if len(place.parts) == 1), strict=False))
     assert damaged.keys() == DAMAGES.keys()
     for name, place in damaged.items():
