@@ -99,10 +99,10 @@ def test_i1a_i6_a_worker_stuck_when_the_daemon_is_killed_keeps_what_it_was_lent(
     with RawEngine(daemon.socket) as engine:
         engine.store(keys_of("before", 1))
         _wait_durable(daemon, 1)
+        [worker] = _workers(daemon)
         fuse.fault(write=0, seconds=90)  # late: the server has the request, and the kernel waits for it
         engine.store(keys)
-        [worker] = _workers(daemon)
-        time.sleep(0.3)
+        wait_until(lambda: fuse.is_late, "the worker is in the kernel")
         daemon.kill()
     fuse.fault()
     daemon.start()

@@ -1,7 +1,7 @@
 """A directory behind FUSE that answers errors, delays or nothing at all, as a test wants (T4, T5).
 
-`python -m tests.fakes.fuse_directory BACKING MOUNT FAULTS` serves BACKING at MOUNT; FAULTS is a JSON file, read
-before every operation: {"read": 5, "write": 28, "seconds": 0.5} makes these two answer EIO and ENOSPC, late.
+`python -m tests.fakes.fuse_directory BACKING MOUNT FAULTS LET_GO LATE` serves BACKING at MOUNT; FAULTS is a JSON file,
+read before every operation: {"read": 5, "write": 28, "seconds": 0.5} makes these two answer EIO and ENOSPC, late.
 Stopped (SIGSTOP) it is a hung mount.
 """
 
@@ -50,6 +50,7 @@ class FuseDirectory:
         self.path = self.base / "mount"
         self._faults = self.base / "faults"
         self._let_go = self.base / "let_go"
+        self._late = self.base / "late"
         self.backing.mkdir()
         self.path.mkdir()
         self.fault()
@@ -57,7 +58,7 @@ class FuseDirectory:
             sys.executable,
             "-m",
             "tests.fakes.fuse_directory",
-            *map(str, (self.backing, self.path, self._faults, self._let_go)),
+            *map(str, (self.backing, self.path, self._faults, self._let_go, self._late)),
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         until = time.monotonic() + START_SECONDS
@@ -74,6 +75,11 @@ class FuseDirectory:
         written = self.base / "faults.new"
         written.write_text(json.dumps(faults))
         written.rename(self._faults)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether there has been an operation that takes long: whoever wants it waits in the kernel."""
+        return self._late.exists()
 
     def let_go(self) -> None:
         """Operations that take long end now."""
@@ -106,10 +112,11 @@ class Backing:
 
     use_ns = True
 
-    def __init__(self, backing: str, faults: str, let_go: str) -> None:
+    def __init__(self, backing: str, faults: str, let_go: str, late: str) -> None:
         self._backing = backing
         self._faults = Path(faults)
         self._let_go = Path(let_go)
+        self._late = Path(late)
 
     def _at(self, path: str) -> str:
         return self._backing + path
@@ -124,6 +131,8 @@ class Backing:
 
     def _take(self, seconds: float) -> None:
         began, until = time.time(), time.monotonic() + seconds
+        if seconds:
+            self._late.touch()
         while (left := until - time.monotonic()) > 0 and not self._let_go_since(began):
             time.sleep(min(left, _LET_GO_SECONDS))
 
@@ -206,14 +215,15 @@ class Backing:
         return 0
 
 
-def _serve(backing: str, mount: str, faults: str, let_go: str) -> None:
+def _serve(backing: str, mount: str, faults: str, let_go: str, late: str) -> None:
     import mfusepy
 
     mfusepy.FUSE(
-        Backing(backing, faults, let_go), mount, foreground=True, attr_timeout=0, entry_timeout=0, max_threads=_THREADS
-    )
+        Backing(backing, faults, let_go, late), mount, foreground=True, attr_timeout=0, entry_timeout=0,
+        max_threads=_THREADS,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        _serve(*sys.argv[1:5])
+        _serve(*sys.argv[1:6])
