@@ -203,6 +203,7 @@ def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(sm
     with DiskWorld(path=small, capacity="64MiB", tables=QUICK) as world, KnownEngine(world.daemon.socket, SPEC) as one:
         _put(one, objects := _objects(one, 0, 100))
         wait_until(lambda: "cannot be made" in world.tier().reason, "it says so")
+        world.wait_written()  # what had waited for the segment was told
         tier = world.tier()
         assert tier.state == "ready"
         assert 20 < tier.objects < 70
