@@ -8,7 +8,6 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import grpc
@@ -25,6 +24,7 @@ from tests.chaos.depot import Depot
 from tests.chaos.models import MODELS
 from tests.chaos.patience import patience
 from tests.disk_world import medium_bytes
+from tests.process_memory import used_bytes
 
 _SAMPLE_SECONDS: Final = 0.2
 _MEMORY_EVERY: Final = 5
@@ -64,23 +64,6 @@ class Judge:
         for session in status.sessions:
             if not 0 <= session.credit_used_bytes <= session.credit_bytes:
                 yield f"I4: credit of {session.engine_id}: {session}"
-
-
-def memory_bytes(depot: Depot) -> int:
-    """Private memory of the daemon and its processes, and the arena's blocks: what `[ram] capacity` covers."""
-    pid = depot.daemon.pid
-    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    arena = sum(path.stat().st_blocks * 512 for path in depot.daemon.arena_directory.iterdir())
-    return arena + sum(map(_private_bytes, pids))
-
-
-def _private_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    except OSError:
-        return 0
-    fields = dict(line.split()[:2] for line in lines)  # none of a process that is ending
-    return (int(fields.get("Pss:", 0)) - int(fields.get("Pss_Shmem:", 0))) * 1024
 
 
 class Watch:
@@ -167,7 +150,7 @@ class Watch:
         if not expected.up:
             return []
         try:
-            found = memory_bytes(self._depot)
+            found = used_bytes(self._depot.daemon)
         except (OSError, AssertionError):
             return []
         if expected is not self._depot.expected:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon_process import DaemonProcess
+from tests.process_memory import used_bytes
 from tests.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
 
 CAPACITY_BYTES = 384 << 20
@@ -28,17 +29,6 @@ def _children(daemon: DaemonProcess) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()]
 
 
-def _private_bytes(pid: int) -> int:
-    """Proportional set size without shared memory: the arena is counted by its blocks."""
-    fields = dict(line.split()[:2] for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-    return (int(fields["Pss:"]) - int(fields["Pss_Shmem:"])) * 1024
-
-
-def _used_bytes(daemon: DaemonProcess) -> int:
-    processes = sum(_private_bytes(pid) for pid in (daemon.pid, *_children(daemon)))
-    return processes + sum(path.stat().st_blocks * 512 for path in daemon.arena_directory.iterdir())
-
-
 def test_t1_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) -> None:
     """Filled beyond its room, evicting; then across a crash and an adoption."""
     stored = 0
@@ -48,14 +38,14 @@ def test_t1_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) 
             lease_id, outcomes, _ = engine.reserve(keys)
             stored += len(outcomes)
             engine.commit(lease_id, len(keys))
-            assert _used_bytes(daemon) <= CAPACITY_BYTES
+            assert used_bytes(daemon) <= CAPACITY_BYTES
         assert stored * OBJECT_BYTES > CAPACITY_BYTES
         assert engine.status().tiers[0].used_bytes > CAPACITY_BYTES // 3
         daemon.kill()
     daemon.start(ready=False)
     for _ in range(20):
         wait_until(lambda: _children(daemon), "the worker")
-        assert _used_bytes(daemon) <= CAPACITY_BYTES
+        assert used_bytes(daemon) <= CAPACITY_BYTES
     daemon.wait_for_log("metrics on http://", len(daemon.log) // 2)
     assert len(list(daemon.arena_directory.glob("*.arena"))) == 1
 
