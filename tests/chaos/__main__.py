@@ -1,4 +1,5 @@
-"""`python -m tests.chaos [--seconds N] [--seed S] [--json FILE]`: engines and a daemon under random faults.
+"""`python -m tests.chaos [--seconds N] [--faults N] [--seed S] [--json FILE]`: engines and a daemon under random
+faults.
 
 Exits with 1 at the first invariant that does not hold. docs/chaos.md.
 """
@@ -19,6 +20,7 @@ from tests.chaos.models import FLEETS
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--faults", type=int, default=0, metavar="N", help="and until there were so many")
     parser.add_argument("--seed", type=int, help="of the plan of faults and of the engines' choices")
     parser.add_argument(
         "--nodes", type=int, choices=sorted(FLEETS), default=1, help="2: daemons that share a directory"
@@ -31,7 +33,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _end)
     harness = Harness(seed, nodes=options.nodes, plant=options.plant, say=lambda line: print(line, flush=True))
     try:
-        outcome = harness.run(options.seconds)
+        outcome = harness.run(options.seconds, faults_min=options.faults)
         print(table(outcome))
         if outcome.finding:
             print(f"\nVIOLATED, seed {seed}:\n{outcome.finding}")

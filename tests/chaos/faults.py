@@ -115,13 +115,14 @@ def journal_damage(world: World, rng: random.Random) -> Ending:
     files = depot.files("journal", ".log") + depot.files("snapshots", ".snap")
     for path in rng.sample(files, min(len(files), 2)):
         depot.damaged(path)
-        size = path.stat().st_size
-        at = rng.randrange(size) if size else 0
-        if rng.random() < 0.5:
-            os.truncate(path, at)
-        else:
-            with path.open("r+b") as file:
-                os.pwrite(file.fileno(), rng.randbytes(8), at)
+        with contextlib.suppress(FileNotFoundError):  # a process of the daemon's may end a moment after it
+            size = path.stat().st_size
+            at = rng.randrange(size) if size else 0
+            if rng.random() < 0.5:
+                os.truncate(path, at)
+            else:
+                with path.open("r+b") as file:
+                    os.pwrite(file.fileno(), rng.randbytes(8), at)
     return depot.start
 
 
