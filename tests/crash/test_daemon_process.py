@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import STOP_SECONDS, DaemonProcess
 from tests.process_memory import used_bytes
 from tests.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
 
@@ -64,7 +64,7 @@ def test_an_orderly_stop_in_the_middle_of_work_exits_with_0(daemon: DaemonProces
         process = daemon.process
         assert process is not None
         process.send_signal(number)
-        assert process.wait(10) == 0
+        assert process.wait(STOP_SECONDS) == 0
     assert "stopped; the arena" in daemon.log
 
 
