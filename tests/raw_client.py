@@ -41,7 +41,8 @@ from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 
 CHUNK_TOKENS = 256
 OBJECT_BYTES = 256 << 10
-CALL_SECONDS = 10.0
+CALL_SECONDS = 30.0
+"""A load may wait for a worker that starts, 20 s at most, and for a read until its deadline, 10 s."""
 _EXTENT = struct.Struct("<5Q")
 
 

@@ -123,7 +123,7 @@ def test_t8_i4_quotas_hold_over_ram_disk_and_a_restart_and_are_reported(director
             wait_until(settled(node, "ram", 2), "RAM is within the smaller quota", seconds=30)
             wait_until(settled(node, "nvme", 3), "the disk is within the smaller quota", seconds=30)
             for tier in ("ram", "nvme"):
-                wait_until(lambda tier=tier: below_watermark(quota(node, tier)), "no tick takes more", seconds=30)  # type: ignore[misc]
+                wait_until(lambda tier=tier: below_watermark(quota(node, tier)), "no tick takes more", seconds=30)
             held = other.locate(keys_of("kept", 8)) // 256
             assert 0 < held <= 4
             assert other.load(keys_of("kept", held)) == [payload_of(key) for key in keys_of("kept", held)]
