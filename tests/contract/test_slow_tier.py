@@ -23,8 +23,6 @@ WAIT_SECONDS = 60.0
 OBJECT_BYTES = 512 << 10
 CHUNKS = 6
 BYTES_PER_SECOND = 20e6
-READ_BYTES = 128 << 10
-"""The most that the kernel asks a FUSE server for at once."""
 CONFIG = f"""
 [[tier]]
 name = "slow"
@@ -83,7 +81,7 @@ def slow() -> Iterator[Slow]:
         for number in (0, 3, 4):
             written.update(engine.prompt(number, CHUNKS))
             engine.put_until(engine.prompt(number, CHUNKS), lambda: slow.tier().objects == len(written), WAIT_SECONDS)
-        mount.fault(read=0, seconds=READ_BYTES / BYTES_PER_SECOND)
+        mount.fault(bytes_per_second=BYTES_PER_SECOND)
         for number in (0, 3, 4):
             slow.load(number)
         yield slow

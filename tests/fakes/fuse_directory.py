@@ -1,7 +1,8 @@
 """A directory behind FUSE that answers errors, delays or nothing at all, as a test wants (T4, T5).
 
 `python -m tests.fakes.fuse_directory BACKING MOUNT FAULTS LET_GO LATE` serves BACKING at MOUNT; FAULTS is a JSON file,
-read before every operation: {"read": 5, "write": 28, "seconds": 0.5} makes these two answer EIO and ENOSPC, late.
+read before every operation: {"read": 5, "write": 28, "seconds": 0.5} makes these two answer EIO and ENOSPC, late;
+{"bytes_per_second": 20e6} is what reads and writes share.
 Stopped (SIGSTOP) it is a hung mount.
 """
 
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -70,6 +72,7 @@ class FuseDirectory:
     def fault(self, **faults: float) -> None:
         """`operation=errno`, and `seconds` that every faulty operation, or with none all of them, takes.
 
+        `bytes_per_second`: of reads and writes together, one after the other, however many there are at once.
         What has begun takes that long, also when there is another fault by then, unless `let_go` ends it.
         """
         written = self.base / "faults.new"
@@ -117,17 +120,27 @@ class Backing:
         self._faults = Path(faults)
         self._let_go = Path(let_go)
         self._late = Path(late)
+        self._lock = threading.Lock()
+        self._free_at = 0.0
 
     def _at(self, path: str) -> str:
         return self._backing + path
 
-    def _fault(self, operation: str) -> None:
+    def _fault(self, operation: str, moved_bytes: int = 0) -> None:
         wanted = json.loads(self._faults.read_text())
+        if rate := wanted.get("bytes_per_second"):
+            self._take(self._turn(moved_bytes / rate) - time.monotonic())
         number = wanted.get(operation)
         if number is not None or wanted.keys() == {"seconds"}:
             self._take(wanted.get("seconds", 0))
         if number:
             raise OSError(int(number), os.strerror(int(number)))
+
+    def _turn(self, seconds: float) -> float:
+        """When the medium is done with what takes it so long, after all that came before."""
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + seconds
+            return self._free_at
 
     def _take(self, seconds: float) -> None:
         began, until = time.time(), time.monotonic() + seconds
@@ -161,11 +174,11 @@ class Backing:
         return os.open(self._at(path), os.O_RDWR | os.O_CREAT, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        self._fault("read")
+        self._fault("read", size)
         return os.pread(fh, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        self._fault("write")
+        self._fault("write", len(data))
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
