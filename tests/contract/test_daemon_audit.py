@@ -18,7 +18,7 @@ from kvdepot.proto.codec_report import decode_status
 
 from tests.ctl_process import answered
 from tests.daemon_process import DaemonProcess
-from tests.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, status_of, wait_until
+from tests.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
 
 ELEMENTS: Elements = {Kind.ATTENTION: (ElementRun("bfloat16", OBJECT_BYTES // 8, 8),)}
 KEYS = keys_of("audit", 4)
@@ -85,6 +85,11 @@ def store(daemon: DaemonProcess, engine: RawEngine, payload: object) -> list[Res
     return outcomes
 
 
+def miss(engine: RawEngine, keys: list[bytes] = KEYS) -> tuple[int, str]:
+    reply = codec.decode_locate_reply(engine.stub.Locate(engine.locate_call(keys)))
+    return reply.boundary_tokens, reply.miss
+
+
 def ready(daemon: DaemonProcess) -> None:
     wait_until(lambda: status(daemon).tiers[1].state == "ready", "the tier opens", WAIT_SECONDS)
 
@@ -112,8 +117,10 @@ def test_i1_wrong_bytes_with_a_right_checksum_are_found_dropped_everywhere_and_n
         found = audits(daemon)
         assert (found["same"], found["drifted"]) == (1, 1) and sum(found.values()) == len(KEYS)
         assert on_disk(daemon) == status(daemon).tiers[0].objects == 1
-        assert sound.locate(KEYS) == CHUNK_TOKENS
         assert status(daemon).counters["dropped_objects.below_drifted"] == 2
+        assert miss(sound) == (0, MissReason.LOADS_OFF), "the namespace is in quarantine"
+        answered(daemon, "loads", "on", sound.namespace.hex())
+        assert sound.locate(KEYS) == CHUNK_TOKENS
         (line,) = [line for line in daemon.log.splitlines() if "is not what an engine computed again" in line]
         assert KEYS[1].hex() in line and sound.namespace.hex() in line and "attention" in line
         assert store(daemon, sound, numbers)[1:] == [ReserveOutcome.GRANTED] * 3
@@ -134,8 +141,35 @@ def test_a_miss_for_drift_says_so(daemon: DaemonProcess) -> None:
         store(daemon, engine, lambda key: bytes(OBJECT_BYTES))
         store(daemon, engine, numbers)
         wait_until(lambda: audits(daemon).get("drifted"), "the audit", WAIT_SECONDS)
-        reply = codec.decode_locate_reply(engine.stub.Locate(engine.locate_call(KEYS)))
-        assert (reply.boundary_tokens, reply.miss) == (0, MissReason.DRIFT)
+        answered(daemon, "loads", "on", engine.namespace.hex())
+        assert miss(engine) == (0, MissReason.DRIFT)
+
+
+def test_i1_i1e_a_namespace_of_which_bytes_have_drifted_is_served_to_nobody_until_an_operator_says_so(
+    daemon: DaemonProcess,
+) -> None:
+    """Also what did not drift, also after a restart; others are served on."""
+    ready(daemon)
+    healthy = keys_of("healthy", 2)
+    with (
+        RawEngine(daemon.socket, elements=ELEMENTS) as engine,
+        RawEngine(daemon.socket, "other", label="another") as other,
+    ):
+        engine.store(healthy)
+        other.store(healthy)
+        store(daemon, engine, wrong)
+        store(daemon, engine, numbers)
+        wait_until(lambda: engine.locate(healthy) == 0, "quarantine", WAIT_SECONDS)
+        assert other.locate(healthy) == 2 * CHUNK_TOKENS
+        assert status(daemon).switches.loads_off_namespaces == (engine.namespace,)
+        wait_until(lambda: on_disk(daemon) == len(healthy) * 2 + 1, "all that is left is on the disk", WAIT_SECONDS)
+    daemon.stop()
+    daemon.start()
+    with RawEngine(daemon.socket, elements=ELEMENTS) as engine:
+        assert miss(engine, healthy) == (0, MissReason.LOADS_OFF)
+        answered(daemon, "loads", "on", engine.namespace.hex())
+        wait_until(lambda: engine.load(healthy) is not None, "what was adopted is verified", WAIT_SECONDS)
+        assert engine.load(healthy) == [payload_of(key) for key in healthy]
 
 
 def test_noise_is_nothing_and_the_scratch_is_never_served(daemon: DaemonProcess) -> None:

@@ -178,7 +178,7 @@ def test_a_second_daemon_on_the_directory_is_refused_by_the_first_ones_pid(direc
         try:
             other.start(ready=False)
             assert other.process is not None
-            assert other.process.wait(20) == 1
+            assert other.process.wait(60) == 1
             assert f"held by the daemon with pid {node.pid}" in other.log
             assert "tier.nvme.path" in other.log
         finally:

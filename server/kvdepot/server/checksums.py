@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import subprocess
+from collections.abc import Callable
 from math import inf
 
 from kvdepot.core.calls import Kind
@@ -31,16 +32,20 @@ _DRIFT_LOG_SECONDS = 60.0
 class ChecksumService:
     """Owns the worker process. `wake` hands it what there is; everything runs on the loop's thread.
 
+    `quarantine` is told of the namespace of an object that is not what an engine computed again.
+
     A dead worker's death is proven (it is a child, reaped here) before its objects go to the next one.
     """
 
     def __init__(
-        self, *, arena: ArenaFile, engine: Engine, loop: asyncio.AbstractEventLoop, log: logging.Logger
-    ) -> None:
+        self, *, arena: ArenaFile, engine: Engine, loop: asyncio.AbstractEventLoop, log: logging.Logger,
+        quarantine: Callable[[bytes], None],
+    ) -> None:  # fmt: skip
         self._arena = arena
         self._engine = engine
         self._loop = loop
         self._log = log
+        self._quarantine = quarantine
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._pidfd = -1
@@ -143,6 +148,7 @@ class ChecksumService:
                 drift = self._engine.compared(row, drifted=tag == DRIFTED)
                 if drift is not None:
                     self._log_drift(drift, *MEASURED.unpack(answer))
+                    self._quarantine(drift.namespace_id)
         del self._received[:whole]
         self.wake()
 

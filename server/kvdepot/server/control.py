@@ -17,11 +17,12 @@ from kvdepot.core.control import (
     QuotaEntry,
     QuotaSubject,
     ReloadReply,
+    Switch,
     SwitchCall,
     SwitchReply,
     switch_states,
 )
-from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.core.errors import ConfigError, KvDepotError, LimitExceeded
 from kvdepot.core.report import PinStatus
 from kvdepot.server.config import Config
 from kvdepot.server.engine.engine import Engine
@@ -54,6 +55,7 @@ class Control:
         self._log = log
         self._quotas = quotas
         self._reloading = asyncio.Lock()
+        self._keeping = set[asyncio.Task[str]]()
 
     def restore(self) -> None:
         """What the run before was told. Raises ConfigError when that cannot be read."""
@@ -83,11 +85,27 @@ class Control:
     # Switches
 
     async def switch(self, call: SwitchCall) -> SwitchReply:
+        leases = self._switch(call)
+        not_kept = await self._keep()
+        return SwitchReply(self._engine.switches.status(), leases, not_kept)
+
+    def quarantine(self, namespace_id: bytes) -> None:
+        """Loads off for a namespace of which an audit has found wrong bytes, until an operator says otherwise."""
+        if self._engine.switches.off(Switch.LOADS, namespace_id):
+            return
+        try:
+            self._switch(SwitchCall(Switch.LOADS, on=False, namespace_id=namespace_id))
+        except LimitExceeded:  # as many are off as can be by themselves
+            self._switch(SwitchCall(Switch.LOADS, on=False))
+        keeping = asyncio.get_running_loop().create_task(self._keep())
+        self._keeping.add(keeping)
+        keeping.add_done_callback(self._keeping.discard)
+
+    def _switch(self, call: SwitchCall) -> int:
         leases = self._engine.switch(call.switch, call.namespace_id, on=call.on)
         whom = f"namespace {call.namespace_id.hex()}" if call.namespace_id else "all namespaces"
         self._log.warning("%s switched %s for %s", call.switch, "on" if call.on else "off", whom)
-        not_kept = await self._keep()
-        return SwitchReply(self._engine.switches.status(), leases, not_kept)
+        return leases
 
     async def _keep(self) -> str:
         """Empty, or why the next run will not know."""

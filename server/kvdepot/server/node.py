@@ -121,7 +121,15 @@ class Node:
         self._attach = AttachListener(
             engine=self._engine, offer=offer, streams=streams, loop=self._loop, log=self._log, boot_id=self._boot_id
         )
-        self._checksums = ChecksumService(arena=arena, engine=self._engine, loop=self._loop, log=self._log)
+        self._control = Control(
+            self._engine, StateFile(self._config.state_path), self._config,
+            reread=self._reread, configure=self._configure,
+            readiness_changed=self._tell_readiness, quotas=self._quotas, log=self._log,
+        )  # fmt: skip
+        self._control.restore()
+        self._checksums = ChecksumService(
+            arena=arena, engine=self._engine, loop=self._loop, log=self._log, quarantine=self._control.quarantine
+        )
         self._populator = Populator(
             fd=arena.fd,
             address=arena.address,
@@ -134,12 +142,6 @@ class Node:
         )
         measure(depot, METHODS, counters)
         self._streams = streams
-        self._control = Control(
-            self._engine, StateFile(self._config.state_path), self._config,
-            reread=self._reread, configure=self._configure,
-            readiness_changed=self._tell_readiness, quotas=self._quotas, log=self._log,
-        )  # fmt: skip
-        self._control.restore()
         self._grpc = GrpcListener(
             depot,
             OperatorService(self.status, self._engine.listing, self._engine.records, self._log),
