@@ -95,8 +95,8 @@ def ready(daemon: DaemonProcess) -> None:
 
 
 def stored_everywhere(daemon: DaemonProcess) -> None:
+    """With a checksum, which the write takes where the checksum worker has not."""
     wait_until(lambda: on_disk(daemon) == len(KEYS), "all is on the disk", WAIT_SECONDS)
-    wait_until(lambda: status(daemon).counters.get("summed_objects") == len(KEYS), "all has a checksum", WAIT_SECONDS)
 
 
 def test_i1_wrong_bytes_with_a_right_checksum_are_found_dropped_everywhere_and_never_served(
