@@ -180,6 +180,7 @@ def drift(depot: Depot) -> Iterator[Asked]:
         engine.write(keys[:1], extents, lambda key: bytes(OBJECT_BYTES))
         engine.commit(lease_id, 1)
         wait_until(lambda: engine.counter("audits.drifted"), "it is compared", WAIT_SECONDS)
+        answered(depot.daemon, "loads", "on", engine.namespace.hex())  # out of quarantine
         yield Asked(engine, keys)
 
 
@@ -286,6 +287,17 @@ def removed(depot: Depot) -> Iterator[Asked]:
         keys = depot.keys()
         engine.store(keys)
         answered(depot.daemon, "evict", f"{engine.namespace.hex()}/{keys[0].hex()}", "--yes")
+        yield Asked(engine, keys)
+
+
+@contextmanager
+def epoch_bumped(depot: Depot) -> Iterator[Asked]:
+    spec = replace(SPEC, label="bumped")
+    with depot.engine(spec) as engine:
+        keys = depot.keys()
+        engine.store(keys)
+        answered(depot.daemon, "epoch", "bump", "--namespace", engine.namespace.hex(), "--yes")
+    with depot.engine(replace(spec, bumps=1)) as engine:
         yield Asked(engine, keys)
 
 
@@ -408,6 +420,7 @@ OF_RAM: Final[dict[MissReason, Cause]] = {
     MissReason.DRAINING: draining,
     MissReason.STORES_OFF: stores_off,
     MissReason.REMOVED: removed,
+    MissReason.EPOCH_BUMPED: epoch_bumped,
     MissReason.CORRUPT: corrupt,
     MissReason.DRIFT: drift,
     MissReason.UNVERIFIED: unverified,

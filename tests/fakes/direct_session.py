@@ -32,6 +32,7 @@ from kvdepot.core.calls import (
     ReserveCall,
 )
 from kvdepot.core.elements import Elements
+from kvdepot.core.errors import StaleEpoch, UnknownNamespace
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Attached, EngineConfig, ProcessIdentity
@@ -112,6 +113,7 @@ class DirectSession:
         self.ranks = depot.attach(engine_id, world_size)
         self._token = self.ranks[0].session
         self._registered: set[bytes] = set()
+        self._void: dict[bytes, int] = {}
         self._due: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._waiting: list[tuple[type, Callable[[Any], None], Any]] = []
         self._leases = itertools.count(1)
@@ -127,9 +129,22 @@ class DirectSession:
         return self.depot.present
 
     def register(self, spec: NamespaceSpec, elements: Elements = MappingProxyType({})) -> None:
-        namespace, _ = self.depot.engine.register_namespace(self._token, spec, elements)
-        self._registered.add(namespace)
         self.specs.append(spec)
+        self._elements = elements
+        self._register(spec)
+
+    def _register(self, spec: NamespaceSpec) -> None:
+        namespace = spec.namespace_id()
+        self._registered.discard(namespace)
+        try:
+            self.depot.engine.register_namespace(self._token, spec, self._elements)
+        except StaleEpoch as stale:
+            self._void[namespace] = stale.bumps
+        else:
+            self._registered.add(namespace)
+
+    def bumps_wanted(self, namespace: bytes) -> int | None:
+        return self._void.get(namespace)
 
     def forget(self, namespace: bytes) -> None:
         self._registered.discard(namespace)
@@ -146,7 +161,12 @@ class DirectSession:
         if not self.depot.present:
             self._due.append((done, CallFailure(FailureReason.UNAVAILABLE)))
             return
-        reply = self._serve(call)
+        try:
+            reply = self._serve(call)
+        except UnknownNamespace as error:
+            self._due.append((done, CallFailure(FailureReason.LOST, error.code)))
+            self._register(self.specs[-1])
+            return
         if type(call) in self.depot.lost:
             self._end_lease(call)
             self._due.append((done, CallFailure(FailureReason.DEADLINE)))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.core import calls, errors, limits
 from kvdepot.core.elements import ElementRun
+from kvdepot.core.epochs import Epochs
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
 from kvdepot.core.report import (
@@ -218,6 +219,7 @@ _SPEC = NamespaceSpec(
     label="toy",
     tenant="t",
     epoch="e",
+    bumps=3,
 )
 
 
@@ -259,6 +261,14 @@ def test_elements_over_a_bound_are_refused_by_name(run: pb.ElementRun, found: st
         codec_namespace.decode_register(message)
 
 
+def test_an_answer_without_an_id_says_the_counter_to_register_with() -> None:
+    assert not codec_namespace.encode_register(bytes(16), _SPEC).follows_bumps
+    answer = codec_namespace.encode_stale_epoch(7)
+    assert (codec_namespace.decode_registered(answer), answer.bumps) == ((b"", 0), 7)
+    with pytest.raises(errors.InvalidArgument, match="namespace"):
+        codec_namespace.decode_registered(pb.RegisterNamespaceResponse(namespace=b"short"))
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [
@@ -282,7 +292,7 @@ def test_specs_over_a_bound_are_refused_by_name(change: Callable[[pb.NamespaceSp
 
 
 def test_a_status_comes_back_equal() -> None:
-    namespace = NamespaceStatus(bytes(16), "l", "t", "e", 256, {1: 7}, 99, {"model": "toy"})
+    namespace = NamespaceStatus(bytes(16), "l", "t", "e", 256, {1: 7}, 99, {"model": "toy"}, 3)
     value = DaemonStatus(
         version="1", pid=2, uptime_seconds=3.5, ready=True, reason="r", arena_id=2**64 - 1, run=4,
         tiers=(
@@ -298,6 +308,7 @@ def test_a_status_comes_back_equal() -> None:
         counters={"evictions": 3.0},
         switches=SwitchesStatus(True, (bytes(16),), False, (b"n" * 16,), draining=True),
         pins=(PinStatus(bytes(16), b"k" * 16, 1.5, 2, 3, 4), PinStatus(b"n" * 16)),
+        epochs=Epochs(3, (bytes(16),)),
     )  # fmt: skip
     message = codec_report.encode_status(value)
     assert codec_report.decode_status(pb.GetStatusResponse.FromString(message.SerializeToString())) == value

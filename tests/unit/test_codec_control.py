@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 from kvdepot.core.control import (
+    BumpCall,
+    BumpReply,
     ConfigChange,
     ConfigReply,
     PinCall,
@@ -17,6 +19,7 @@ from kvdepot.core.control import (
     SwitchCall,
     SwitchReply,
 )
+from kvdepot.core.epochs import Epochs
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.report import PinStatus, SwitchesStatus
 from kvdepot.proto import codec_control
@@ -30,6 +33,22 @@ def test_a_switch_comes_back_equal(call: SwitchCall) -> None:
     reply = SwitchReply(SwitchesStatus(True, (bytes(16),), True, ()), 7, "why")
     answer = codec_control.encode_switch_reply(reply)
     assert codec_control.decode_switch_reply(pb.SetSwitchResponse.FromString(answer.SerializeToString())) == reply
+
+
+def test_a_bump_comes_back_equal_and_is_of_one_or_of_all() -> None:
+    for call in (BumpCall(), BumpCall(to=7), BumpCall(b"n" * 16)):
+        message = codec_control.encode_bump_call(call)
+        assert codec_control.decode_bump_call(pb.BumpEpochRequest.FromString(message.SerializeToString())) == call
+    reply = BumpReply(Epochs(3, (bytes(16),)), True, 1, 2, 3, ("pool",), "why")
+    answer = codec_control.encode_bump_reply(reply)
+    assert codec_control.decode_bump_reply(pb.BumpEpochResponse.FromString(answer.SerializeToString())) == reply
+    for wrong, found in (
+        (pb.BumpEpochRequest(), "namespace"),
+        (pb.BumpEpochRequest(all=True, namespace=bytes(16)), "all"),
+        (pb.BumpEpochRequest(namespace=bytes(16), to=3), "to"),
+    ):
+        with pytest.raises(InvalidArgument, match=found):
+            codec_control.decode_bump_call(wrong)
 
 
 def test_a_pin_comes_back_equal() -> None:

@@ -34,7 +34,7 @@ from kvdepot.proto.v1 import depot_pb2 as pb
 ID = bytes(range(16))
 CONTENTS = NamespaceContents(
     ID, "label", "tenant", "epoch", 256, 7, 2, 1.5,
-    (TierContents("ram", {1: 3, 3: 1}, 99), TierContents("nvme", {}, 0)),
+    (TierContents("ram", {1: 3, 3: 1}, 99), TierContents("nvme", {}, 0)), 3,
 )  # fmt: skip
 CHUNK = Chunk(ID, ROOT_KEY, 512, True, (b"\x01\x03", b""), (12345, 0), b"\x02")
 OBJECT = ObjectDescription(

@@ -8,8 +8,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from kvdepot.core.control import QuotaEntry, QuotaSubject, Switch, SwitchCall
-from kvdepot.core.errors import ConfigError, LimitExceeded
+from kvdepot.core.control import BumpCall, QuotaEntry, QuotaSubject, Switch, SwitchCall
+from kvdepot.core.epochs import Epochs
+from kvdepot.core.errors import ConfigError, LimitExceeded, StaleEpoch
+from kvdepot.core.keys import bumped_id
 from kvdepot.core.report import SwitchesStatus
 from kvdepot.server.config import Config
 from kvdepot.server.config_schema import Tables
@@ -47,6 +49,7 @@ STATE = OperatorState(
         QuotaEntry(QuotaSubject("a", None, "ram"), 1 << 40, by_operator=True),
         QuotaEntry(QuotaSubject("*", "*", "*"), None, by_operator=True),
     ),
+    Epochs(3, (bytes(16), b"y" * 16)),
 )
 
 
@@ -82,6 +85,10 @@ def test_a_state_comes_back_equal_and_no_file_is_none(tmp_path: Path) -> None:
             json.dumps(EMPTY | {"quotas": [{"tenant": "a", "namespace": None, "tier": "ram", "capacity": 1} | wrong]})
             for wrong in ({"tenant": None}, {"namespace": 1}, {"tier": None}, {"capacity": 0}, {"capacity": "1GiB"})
         ),
+        *(
+            json.dumps(EMPTY | {"epochs": {"bump": 0, "void": []} | wrong})
+            for wrong in ({"bump": -1}, {"bump": 1 << 32}, {"bump": "1"}, {"void": ["00"]})
+        ),
         " " * ((1 << 20) + 1),
     ],
 )
@@ -103,6 +110,57 @@ def test_i1e_a_switch_is_restored_by_the_next_run(tmp_path: Path, caplog: pytest
     rig.sum_all()
     assert rig.attach().locate(path("p", 1)).boundary_tokens == 0
     assert rig.counter("misses.loads_off") == 1
+
+
+def test_i8_a_bump_is_kept_before_it_is_done_and_restored_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a run that is killed in between could give a counter again under which it has stored."""
+    rig, file = Rig(), StateFile(tmp_path / "state")
+    rig.attach()
+    done_at_writes: list[Epochs] = []
+    write = StateFile.write
+
+    async def noting(self: StateFile, state: OperatorState) -> str:
+        done_at_writes.append(rig.engine.voiding.epochs)
+        return await write(self, state)
+
+    monkeypatch.setattr(StateFile, "write", noting)
+    reply = asyncio.run(_control(rig, file).bump(BumpCall()))
+    assert (reply.epochs, reply.namespaces, reply.not_kept) == (Epochs(1), 1, "")
+    assert done_at_writes[0] == Epochs()
+    assert file.read().epochs == Epochs(1)
+    rig.crash()
+    _control(rig, file).restore()
+    with pytest.raises(StaleEpoch):
+        rig.attach()
+
+
+def test_i8_bumps_and_switches_side_by_side_are_all_kept(tmp_path: Path) -> None:
+    rig, file = Rig(), StateFile(tmp_path / "state")
+    control, void = _control(rig, file), DENSE.namespace_id()
+    rig.attach()
+
+    async def run() -> None:
+        off = SwitchCall(Switch.LOADS, on=False, namespace_id=void)
+        await control.switch(off)
+        await asyncio.gather(
+            control.bump(BumpCall()), control.bump(BumpCall()), control.switch(SwitchCall(Switch.STORES, on=False))
+        )
+
+    asyncio.run(run())
+    kept = file.read()
+    assert (kept.epochs, rig.engine.voiding.epochs) == (Epochs(2), Epochs(2))
+    assert kept.switches.loads_off_namespaces == (bumped_id(void, 2),)
+    assert kept.switches.stores_off
+
+
+def test_a_bump_that_cannot_be_kept_takes_effect_and_says_so(tmp_path: Path) -> None:
+    rig = Rig()
+    control = _control(rig, StateFile(tmp_path / "gone" / "state"))
+    client = rig.attach()
+    assert "not kept for the next run" in asyncio.run(control.bump(BumpCall(client.namespace))).not_kept
+    assert rig.engine.voiding.void(client.namespace)
 
 
 def test_i8_quotas_that_are_set_have_a_bound_and_change_one_by_one(tmp_path: Path) -> None:

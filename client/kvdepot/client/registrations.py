@@ -34,6 +34,7 @@ class Registrations:
         self._world_size = world_size
         self._backoff = backoff
         self._specs: dict[bytes, tuple[NamespaceSpec, Elements]] = {}
+        self.void: dict[bytes, int] = {}  # by namespace: the bump counter that the daemon wants instead
         self._token: bytes | None = None
         self._armed = False
 
@@ -44,6 +45,7 @@ class Registrations:
 
     def remove(self, namespace: bytes) -> None:
         self._specs.pop(namespace, None)
+        self.void.pop(namespace, None)
         self.accepted -= {namespace}
 
     def attached(self, token: bytes, ranks_attached: int) -> None:
@@ -79,7 +81,14 @@ class Registrations:
     def _answered(self, token: bytes, namespace: bytes, answer: Answer) -> None:
         if token != self._token or namespace not in self._specs:
             return
-        if isinstance(answer, RegisterReply):
+        self.void.pop(namespace, None)
+        if isinstance(answer, RegisterReply) and not answer.namespace:
+            self.accepted -= {namespace}
+            if answer.bumps == self._specs[namespace][0].bumps:
+                self.again()  # no sense
+            else:
+                self.void[namespace] = answer.bumps
+        elif isinstance(answer, RegisterReply):
             self.accepted |= {namespace}
             self.refusal = ""
             self.ranks_attached = answer.ranks_attached

@@ -121,6 +121,10 @@ class DepotSession:
         """Whether the daemon of this attach has accepted it."""
         return namespace in self._state.registered
 
+    def bumps_wanted(self, namespace: bytes) -> int | None:
+        """The bump counter with which to register it instead: an operator has made it void. None: none has."""
+        return self._state.void.get(namespace)
+
     def new_lease_id(self) -> int:
         """A lease id no other session of this engine draws (63 bits, random start)."""
         return self._lease_ids.draw()

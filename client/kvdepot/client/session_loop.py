@@ -70,6 +70,7 @@ class LoopState:
     ended: bool = False  # the loop's thread is over: nothing is sent or answered any more
     ranks_attached: int = 0
     registered: frozenset[bytes] = frozenset()
+    void: dict[bytes, int] = field(default_factory=dict)
     refusal: str = ""
     leases_ended: int = 0
     unconfirmed: int = 0
@@ -304,6 +305,7 @@ class SessionLoop:
     def _publish(self) -> None:
         self.state.attached = self._declared and not self._breaker.open
         self.state.registered = self._registrations.accepted
+        self.state.void = dict(self._registrations.void)
         self.state.refusal = self._registrations.refusal
         self.state.ranks_attached = self._registrations.ranks_attached
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from kvdepot.core.epochs import Epochs
 from kvdepot.core.report import PinStatus, SwitchesStatus
 
 PIN_SECONDS_MAX: Final = 366 * 86_400.0
@@ -50,6 +51,23 @@ class SwitchReply:
     switches: SwitchesStatus  # as they are now
     leases: int = 0  # granted before and not ended: loads, or stores, in progress
     not_kept: str = ""  # why the next run of the daemon will not know; empty: it will
+
+
+@dataclass(frozen=True, slots=True)
+class BumpCall:
+    namespace_id: bytes = b""  # empty: all
+    to: int = 0  # of all: the counter, where it is not there yet; 0: the next one
+
+
+@dataclass(frozen=True, slots=True)
+class BumpReply:
+    epochs: Epochs  # as they are now
+    changed: bool  # False: it was void already
+    namespaces: int = 0  # that became void, of those the daemon knew
+    chunks: int = 0  # that they had
+    leases: int = 0  # of loads and stores in progress there; nothing comes of them
+    shared: tuple[str, ...] = ()  # tiers that other nodes have too, which have counters of their own
+    not_kept: str = ""  # as with switches
 
 
 @dataclass(frozen=True, slots=True)

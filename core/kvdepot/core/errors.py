@@ -117,6 +117,20 @@ class NamespaceRefused(KvDepotError):
     default_advice = "register what the groups imply"
 
 
+class StaleEpoch(KvDepotError):
+    """A namespace that an operator has made void. `bumps` is the counter to register it with."""
+
+    code = "stale_epoch"
+    fault = Fault.CLIENT
+    default_advice = "register it with the counter that the daemon says; a client that cannot needs an upgrade"
+
+    def __init__(self, bumps: int, *, advice: str | None = None) -> None:
+        super().__init__(
+            f"an operator has bumped the epoch: the namespace's bump counter has to be {bumps}", advice=advice
+        )
+        self.bumps = bumps
+
+
 class LimitExceeded(KvDepotError):
     """A bound of `kvdepot.core.limits` or of the configuration. `limit` is its name."""
 
@@ -227,6 +241,7 @@ ERRORS: tuple[type[KvDepotError], ...] = (
     ProtocolMismatch,
     EngineIdInUse,
     NamespaceRefused,
+    StaleEpoch,
     LimitExceeded,
     NotLent,
     NoRoom,

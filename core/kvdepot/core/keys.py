@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from hashlib import blake2b
 from types import BuiltinFunctionType, FunctionType
@@ -24,6 +24,7 @@ from kvdepot.core.planner import GroupSpec, Planner
 NAMESPACE_FORMAT: Final = b"kvdepot namespace 1\n"
 """First bytes of the canonical encoding: another encoding is another format, and no id is shared."""
 _CHUNK_PERSON: Final = b"kvdepot chunk 1"
+_BUMP_PERSON: Final = b"kvdepot bump 1"
 _NESTING_MAX: Final = 64
 
 Convert = Callable[[object], object]
@@ -44,6 +45,14 @@ def chunk_key(block_hash: bytes, salt: bytes = b"") -> bytes:
         raise InvalidArgument(f"a block hash has 1 to {limits.BLOCK_HASH_BYTES_MAX} bytes, not {len(block_hash)}")
     prefix = len(block_hash).to_bytes(2, "little")  # so that hash and salt cannot trade bytes
     return blake2b(prefix + block_hash + salt, digest_size=KEY_BYTES, person=_CHUNK_PERSON).digest()
+
+
+def bumped_id(base_id: bytes, bumps: int) -> bytes:
+    """The id of the namespace whose id with a bump counter of 0 is `base_id`."""
+    if not bumps:
+        return base_id
+    digested = base_id + bumps.to_bytes(4, "little")
+    return blake2b(digested, digest_size=limits.NAMESPACE_ID_BYTES, person=_BUMP_PERSON).digest()
 
 
 def canonical_identity(
@@ -170,7 +179,8 @@ class NamespaceSpec:
 
     `identity` is `canonical_identity` of the resolved engine, weights, hash and format settings;
     `object_bytes` is by kind and must be what the groups imply (`check_sizes`). `label` is for
-    people, and is part of the identity like every other field.
+    people, and is part of the identity like every other field. `bumps` is the operator's bump counter, which the
+    daemon says (`kvdepot.core.epochs`).
     """
 
     identity: Mapping[str, str]
@@ -180,24 +190,32 @@ class NamespaceSpec:
     label: str = ""
     tenant: str = ""
     epoch: str = ""
+    bumps: int = 0
 
     def planner(self) -> Planner:
         """Raises PlannerError or LimitExceeded when the groups cannot work."""
         return Planner(self.groups, self.chunk_tokens)
 
     def canonical(self) -> bytes:
-        """The bytes that the id digests: every field, sorted by path, with lengths. Raises LimitExceeded."""
+        """The bytes that `base_id` digests: every field but `bumps`, sorted by path, with lengths.
+
+        Raises LimitExceeded.
+        """
         parts = [NAMESPACE_FORMAT]
-        for path, text in sorted(_flat(self).items()):
+        for path, text in sorted(_flat(replace(self, bumps=0)).items()):
             for part in (path.encode(), text.encode()):
                 parts += (len(part).to_bytes(4, "little"), part)
         encoded = b"".join(parts)
         check_limit("bytes of a namespace spec", len(encoded), limits.SPEC_BYTES_MAX)
         return encoded
 
+    def base_id(self) -> bytes:
+        """The id before anything was bumped, 16 bytes."""
+        return blake2b(self.canonical(), digest_size=limits.NAMESPACE_ID_BYTES).digest()
+
     def namespace_id(self) -> bytes:
         """16 bytes; equal exactly when every field is."""
-        return blake2b(self.canonical(), digest_size=limits.NAMESPACE_ID_BYTES).digest()
+        return bumped_id(self.base_id(), self.bumps)
 
     def fields_by_path(self) -> dict[str, str]:
         """Canonical text of every field that the id digests; the engine's own ones begin with `identity.`."""
@@ -220,6 +238,8 @@ def _flat(spec: NamespaceSpec) -> dict[str, str]:
         {field.name: getattr(group, field.name) for field in fields(group)} | {"kind": int(group.kind)}
         for group in spec.groups
     ]
+    if not spec.bumps:
+        del plain["bumps"]  # as before there was one
     plain["object_bytes"] = {int(kind): size_bytes for kind, size_bytes in spec.object_bytes.items()}
     # The identity is canonical text already; quoting it again would only make differences unreadable.
     return canonical_identity(plain) | {f"identity.{path}": text for path, text in spec.identity.items()}

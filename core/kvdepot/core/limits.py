@@ -41,6 +41,10 @@ TENANT_BYTES_MAX: Final = 128
 """UTF-8."""
 EPOCH_BYTES_MAX: Final = 128
 """UTF-8. A random hex value, or the user's name of a weights version."""
+BUMPS_MAX: Final = (1 << 32) - 1
+"""The operator's bump counter of a namespace."""
+VOID_NAMESPACES_MAX: Final = 1024
+"""That were bumped by themselves since all were."""
 BLOCK_HASH_BYTES_MAX: Final = 64
 """An engine's block hash: SHA-512 is the longest digest in use."""
 

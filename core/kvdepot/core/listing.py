@@ -45,6 +45,7 @@ class NamespaceContents:
     sessions: int = 0
     idle_seconds: float = 0.0  # since an engine last asked for it
     tiers: tuple[TierContents, ...] = ()  # ram first
+    bumps: int = 0  # the operator's bump counter of it
 
 
 @dataclass(frozen=True, slots=True)

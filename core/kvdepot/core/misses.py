@@ -39,6 +39,7 @@ class MissReason(StrEnum):
     DRAINING = "draining"  # likewise, as the daemon drains
     STORES_OFF = "stores_off"  # one let nothing be stored, or drained the daemon, when it was to be
     REMOVED = "removed"  # one had it evicted, with what followed it
+    EPOCH_BUMPED = "epoch_bumped"  # one has made void all that was stored before
     # The engine's.
     UNREACHABLE = "unreachable"  # no daemon, or not attached to it
     NOT_READY = "not_ready"  # namespace or ranks were not known yet

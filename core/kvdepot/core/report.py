@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvdepot.core.epochs import Epochs
+
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
@@ -65,6 +67,7 @@ class NamespaceStatus:
     objects: Mapping[int, int] = field(default_factory=dict)  # number of objects by kind
     bytes: int = 0
     identity: Mapping[str, str] = field(default_factory=dict)
+    bumps: int = 0  # the operator's bump counter of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +134,4 @@ class DaemonStatus:
     counters: Mapping[str, float] = field(default_factory=dict)
     switches: SwitchesStatus = SwitchesStatus()
     pins: tuple[PinStatus, ...] = ()
+    epochs: Epochs = field(default_factory=Epochs)

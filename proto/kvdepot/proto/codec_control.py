@@ -8,6 +8,8 @@ from kvdepot.core import limits
 from kvdepot.core.calls import KEY_BYTES
 from kvdepot.core.control import (
     PIN_SECONDS_MAX,
+    BumpCall,
+    BumpReply,
     ConfigChange,
     ConfigReply,
     EvictReply,
@@ -21,7 +23,14 @@ from kvdepot.core.control import (
     SwitchReply,
 )
 from kvdepot.proto.bounds import bad, check_bytes, check_text
-from kvdepot.proto.codec_report import decode_pin, decode_switches, encode_pin, encode_switches
+from kvdepot.proto.codec_report import (
+    decode_epochs,
+    decode_pin,
+    decode_switches,
+    encode_epochs,
+    encode_pin,
+    encode_switches,
+)
 from kvdepot.proto.v1 import control_pb2 as pb
 
 
@@ -44,6 +53,46 @@ def encode_switch_reply(reply: SwitchReply) -> pb.SetSwitchResponse:
 
 def decode_switch_reply(message: pb.SetSwitchResponse) -> SwitchReply:
     return SwitchReply(decode_switches(message.switches), message.leases, message.not_kept)
+
+
+def encode_bump_call(call: BumpCall) -> pb.BumpEpochRequest:
+    return pb.BumpEpochRequest(namespace=call.namespace_id, all=not call.namespace_id, to=call.to)
+
+
+def decode_bump_call(message: pb.BumpEpochRequest) -> BumpCall:
+    """Raises InvalidArgument."""
+    if message.all:
+        if message.namespace:
+            raise bad("all", "and a namespace: either")
+        return BumpCall(to=message.to)
+    check_bytes("namespace", message.namespace, limits.NAMESPACE_ID_BYTES)
+    if message.to:
+        raise bad("to", "is for all namespaces")
+    return BumpCall(message.namespace)
+
+
+def encode_bump_reply(reply: BumpReply) -> pb.BumpEpochResponse:
+    return pb.BumpEpochResponse(
+        epochs=encode_epochs(reply.epochs),
+        changed=reply.changed,
+        namespaces=reply.namespaces,
+        chunks=reply.chunks,
+        leases=reply.leases,
+        shared=reply.shared,
+        not_kept=reply.not_kept,
+    )
+
+
+def decode_bump_reply(message: pb.BumpEpochResponse) -> BumpReply:
+    return BumpReply(
+        decode_epochs(message.epochs),
+        message.changed,
+        message.namespaces,
+        message.chunks,
+        message.leases,
+        tuple(message.shared),
+        message.not_kept,
+    )
 
 
 def encode_reload_reply(reply: ReloadReply) -> pb.ReloadResponse:

@@ -20,14 +20,21 @@ _KINDS = frozenset(Kind)
 
 
 def encode_register(
-    session: bytes, spec: NamespaceSpec, elements: Elements = MappingProxyType({})
+    session: bytes,
+    spec: NamespaceSpec,
+    elements: Elements = MappingProxyType({}),
+    *,
+    follows_bumps: bool = False,
 ) -> pb.RegisterNamespaceRequest:
+    """`follows_bumps`: the caller understands an answer without an id."""
     runs = [
         pb.ElementRun(kind=int(kind), dtype=run.dtype, part_bytes=run.part_bytes, parts=run.parts)
         for kind, of_kind in elements.items()
         for run in of_kind
     ]
-    return pb.RegisterNamespaceRequest(session=session, spec=encode_namespace_spec(spec), elements=runs)
+    return pb.RegisterNamespaceRequest(
+        session=session, spec=encode_namespace_spec(spec), elements=runs, follows_bumps=follows_bumps
+    )
 
 
 def decode_register(message: pb.RegisterNamespaceRequest) -> tuple[bytes, NamespaceSpec, Elements]:
@@ -40,9 +47,15 @@ def encode_registered(namespace_id: bytes, ranks_attached: int) -> pb.RegisterNa
     return pb.RegisterNamespaceResponse(namespace=namespace_id, ranks_attached=ranks_attached)
 
 
+def encode_stale_epoch(bumps: int) -> pb.RegisterNamespaceResponse:
+    """Not registered: its bump counter has to be this one."""
+    return pb.RegisterNamespaceResponse(bumps=bumps)
+
+
 def decode_registered(message: pb.RegisterNamespaceResponse) -> tuple[bytes, int]:
-    """(namespace id, ranks attached)."""
-    check_bytes("namespace", message.namespace, limits.NAMESPACE_ID_BYTES)
+    """(namespace id, ranks attached). No id: it is void, and to be registered with another bump counter."""
+    if message.namespace:
+        check_bytes("namespace", message.namespace, limits.NAMESPACE_ID_BYTES)
     return message.namespace, message.ranks_attached
 
 
@@ -55,6 +68,7 @@ def encode_namespace_spec(spec: NamespaceSpec) -> pb.NamespaceSpec:
         label=spec.label,
         tenant=spec.tenant,
         epoch=spec.epoch,
+        bumps=spec.bumps,
     )
 
 
@@ -74,6 +88,7 @@ def decode_namespace_spec(message: pb.NamespaceSpec) -> NamespaceSpec:
         label=message.label,
         tenant=message.tenant,
         epoch=message.epoch,
+        bumps=message.bumps,
     )
 
 

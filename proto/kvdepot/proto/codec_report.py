@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvdepot.core.epochs import Epochs
 from kvdepot.core.report import (
     DaemonStatus,
     NamespaceStatus,
@@ -31,6 +32,7 @@ def encode_status(status: DaemonStatus) -> pb.GetStatusResponse:
         quotas=[_encode_quota(quota) for quota in status.quotas],
         switches=encode_switches(status.switches),
         pins=[encode_pin(pin) for pin in status.pins],
+        epochs=encode_epochs(status.epochs),
     )
 
 
@@ -50,7 +52,16 @@ def decode_status(message: pb.GetStatusResponse) -> DaemonStatus:
         quotas=tuple(_decode_quota(quota) for quota in message.quotas),
         switches=decode_switches(message.switches),
         pins=tuple(decode_pin(pin) for pin in message.pins),
+        epochs=decode_epochs(message.epochs),
     )
+
+
+def encode_epochs(epochs: Epochs) -> pb.Epochs:
+    return pb.Epochs(bump=epochs.bump, void_namespaces=epochs.void)
+
+
+def decode_epochs(message: pb.Epochs) -> Epochs:
+    return Epochs(message.bump, tuple(message.void_namespaces))
 
 
 def encode_pin(pin: PinStatus) -> pb.Pin:
@@ -96,6 +107,7 @@ def encode_namespace_status(namespace: NamespaceStatus) -> pb.NamespaceStatus:
         label=namespace.label,
         tenant=namespace.tenant,
         epoch=namespace.epoch,
+        bumps=namespace.bumps,
         chunk_tokens=namespace.chunk_tokens,
         objects=namespace.objects,
         bytes=namespace.bytes,
@@ -109,6 +121,7 @@ def decode_namespace_status(message: pb.NamespaceStatus) -> NamespaceStatus:
         label=message.label,
         tenant=message.tenant,
         epoch=message.epoch,
+        bumps=message.bumps,
         chunk_tokens=message.chunk_tokens,
         objects=dict(message.objects),
         bytes=message.bytes,

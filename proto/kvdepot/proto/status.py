@@ -26,6 +26,7 @@ STATUS: dict[type[errors.KvDepotError], grpc.StatusCode] = {
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EngineIdInUse: grpc.StatusCode.ALREADY_EXISTS,
     errors.NamespaceRefused: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.StaleEpoch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LimitExceeded: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NotLent: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NoRoom: grpc.StatusCode.RESOURCE_EXHAUSTED,

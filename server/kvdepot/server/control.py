@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from kvdepot.core.control import (
     PIN_SECONDS_MAX,
+    BumpCall,
+    BumpReply,
     ConfigReply,
     EvictReply,
     PinCall,
@@ -26,6 +28,7 @@ from kvdepot.core.errors import ConfigError, KvDepotError, LimitExceeded
 from kvdepot.core.report import PinStatus
 from kvdepot.server.config import Config
 from kvdepot.server.engine.engine import Engine
+from kvdepot.server.memory_room import is_memory_file_system
 from kvdepot.server.reloading import changes, refuse_what_needs_a_restart, values
 from kvdepot.server.set_quotas import SetQuotas, spelled
 from kvdepot.server.state_file import KeptPin, OperatorState, StateFile
@@ -56,6 +59,7 @@ class Control:
         self._quotas = quotas
         self._reloading = asyncio.Lock()
         self._keeping = set[asyncio.Task[str]]()
+        self._epochs = engine.voiding.epochs  # that are kept, or about to be
 
     def restore(self) -> None:
         """What the run before was told. Raises ConfigError when that cannot be read."""
@@ -66,6 +70,12 @@ class Control:
         kept, now = self._state.read(), time.time()
         switches = kept.switches
         self._engine.switches.restore(switches)
+        self._epochs = self._engine.voiding.epochs = kept.epochs
+        if kept.epochs.bump or kept.epochs.void:
+            self._log.info(
+                "epoch, as before: bump counter %d, %d namespaces void by themselves",
+                kept.epochs.bump, len(kept.epochs.void),
+            )  # fmt: skip
         self._quotas.restore(kept.quotas)
         if kept.quotas:
             self._configure(self._config)
@@ -111,7 +121,8 @@ class Control:
         """Empty, or why the next run will not know."""
         now = time.time()
         pins = tuple(KeptPin(one.namespace_id, one.key, now + one.seconds_left) for one in self._engine.pins.statuses())
-        not_kept = await self._state.write(OperatorState(self._engine.switches.status(), pins, self._quotas.kept()))
+        state = OperatorState(self._engine.switches.status(), pins, self._quotas.kept(), self._epochs)
+        not_kept = await self._state.write(state)
         if not_kept:
             self._engine.counters.add("failed_state_writes")
             self._log.error("%s", not_kept)
@@ -123,6 +134,40 @@ class Control:
         self._log.warning("draining: nothing is granted" if draining else "resumed")
         await self._readiness_changed()
         return leases
+
+    # The epoch
+
+    async def bump(self, call: BumpCall) -> BumpReply:
+        """Make void what was stored so far: of a namespace, or of all.
+
+        It is kept first, then done: no run gives a counter again under which one before has stored.
+        """
+        if call.namespace_id:
+            void = self._engine.voiding.void(call.namespace_id)
+            epochs = self._epochs if void else self._epochs.with_void(call.namespace_id)
+        else:
+            epochs = self._epochs.with_all_void(call.to)
+        changed = epochs != self._epochs
+        self._epochs = epochs
+        not_kept = await self._keep()
+        done = self._engine.voiding.begin(self._epochs)  # with what another call has added meanwhile
+        not_kept = await self._keep() or not_kept  # switches have gone over to the heirs
+        whom = f"namespace {call.namespace_id.hex()}" if call.namespace_id else f"all, bump counter {epochs.bump}"
+        self._log.warning(
+            "epoch bumped: %s: %d namespaces with %d chunks are void, %d leases in progress",
+            whom, done.namespaces, done.chunks, done.leases,
+        )  # fmt: skip
+        shared = tuple(tier.name for tier in self._config.tables.tier if tier.kind == "shared")
+        return BumpReply(
+            epochs, changed, done.namespaces, done.chunks, done.leases, shared, not_kept or self._volatile()
+        )
+
+    def _volatile(self) -> str:
+        """What a reboot would do to what is kept."""
+        path = self._state.path
+        if not self._config.tables.tier or not is_memory_file_system(path.parent):
+            return ""
+        return f"kept until the node reboots, which tiers outlive: {path} is in memory; [daemon] state names a file"
 
     # Contents
 

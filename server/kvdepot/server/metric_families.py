@@ -142,6 +142,7 @@ _WASTED = (
     "computed",
     "draining",
     "ended",
+    "epoch_bumped",
     "expired",
     "gave_way",
     "loads_off",
@@ -193,8 +194,16 @@ _DAEMON = (
         "Namespaces for which one has switched stores off by themselves.",
         lambda status: len(status.switches.stores_off_namespaces),
     ),
+    _gauge("epoch_bump", "The bump counter of every namespace that was not bumped by itself.", lambda s: s.epochs.bump),
+    _gauge("epoch_void_namespaces", "Namespaces bumped by themselves since all were.", lambda s: len(s.epochs.void)),
+    _counter(
+        "stale_registrations", "Namespaces that engines wanted with another bump counter: they learn the right one."
+    ),
     _gauge("draining", "1 while an operator has the daemon drain.", lambda status: status.switches.draining),
-    _counter("failed_state_writes", "Switches that the next run will not know, as `[daemon] state` was not written."),
+    _counter(
+        "failed_state_writes",
+        "What operators said that the next run will not know, as `[daemon] state` was not written.",
+    ),
 )
 
 _ENGINES = (
@@ -234,7 +243,8 @@ _LOOKUPS = (
 
 _LOADS = (
     _counter("acquires", "Loads asked for, by the answer.", "outcome", _names(AcquireOutcome)),
-    _counter("refused_loads", "Of these: refused by an operator's word.", "reason", ("loads_off", "draining")),
+    _counter("refused_loads", "Of these: refused by an operator's word.", "reason",
+             ("loads_off", "draining", "epoch_bumped")),
     _counter("hit_tokens", "Tokens of the chunks that granted loads cover: what engines need not compute."),
     _counter("acquired_objects", "Objects lent for loads."),
     _counter("granted_read_bytes", "Bytes lent for loads."),

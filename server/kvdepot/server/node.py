@@ -253,6 +253,7 @@ class Node:
             counters=engine.counters,
             switches=self._engine.switches.status(),
             pins=self._engine.pins.statuses(),
+            epochs=self._engine.voiding.epochs,
         )
 
     def _open_arena(self, kept: Sequence[int]) -> ArenaFile:

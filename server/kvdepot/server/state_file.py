@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from kvdepot.core.calls import KEY_BYTES
 from kvdepot.core.control import QuotaEntry, QuotaSubject
+from kvdepot.core.epochs import Epochs
 from kvdepot.core.errors import ConfigError
-from kvdepot.core.limits import NAMESPACE_ID_BYTES
+from kvdepot.core.limits import BUMPS_MAX, NAMESPACE_ID_BYTES
 from kvdepot.core.report import SwitchesStatus
 from kvdepot.server.durable_files import publish
 
@@ -34,6 +35,7 @@ class OperatorState:
     switches: SwitchesStatus = field(default_factory=SwitchesStatus)
     pins: tuple[KeptPin, ...] = ()
     quotas: tuple[QuotaEntry, ...] = ()  # that are set at run time
+    epochs: Epochs = field(default_factory=Epochs)
 
 
 class StateFile:
@@ -71,7 +73,10 @@ class StateFile:
         return ""
 
     def _bad(self, reason: str) -> ConfigError:
-        advice = "mend it, or remove it: then all is on, nothing pinned, and no quota set"
+        advice = (
+            "mend it, or remove it: then all is on, nothing pinned, no quota set, "
+            "and what tiers have of before any `epoch bump` is served again"
+        )
         return ConfigError(str(self.path), "", reason, advice=advice)
 
 
@@ -85,6 +90,7 @@ def _encoded(state: OperatorState) -> bytes:
         "stores_off_namespaces": [one.hex() for one in switches.stores_off_namespaces],
         "pins": [{"namespace": pin.namespace_id.hex(), "key": pin.key.hex(), "until": pin.until} for pin in state.pins],
         "quotas": [asdict(one.subject) | {"capacity": one.capacity_bytes} for one in state.quotas],
+        "epochs": {"bump": state.epochs.bump, "void": [one.hex() for one in state.epochs.void]},
     }
     return json.dumps(document, indent=1).encode()
 
@@ -103,7 +109,15 @@ def _decoded(text: bytes) -> OperatorState:
         ),
         tuple(_pin(value) for value in document.get("pins", ())),  # versions before wrote none
         tuple(_quota(value) for value in document.get("quotas", ())),
+        _epochs(document.get("epochs", {"bump": 0, "void": []})),
     )  # fmt: skip
+
+
+def _epochs(value: Any) -> Epochs:
+    bump = value["bump"]
+    if not isinstance(bump, int) or not 0 <= bump <= BUMPS_MAX:
+        raise TypeError(f"{bump!r} is no counter")
+    return Epochs(bump, _ids(value["void"]))
 
 
 def _quota(value: Any) -> QuotaEntry:

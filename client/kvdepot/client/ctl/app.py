@@ -18,6 +18,7 @@ from kvdepot.client.ctl.commands.configuration import config, reload
 from kvdepot.client.ctl.commands.describe import describe
 from kvdepot.client.ctl.commands.doctor import doctor
 from kvdepot.client.ctl.commands.drain import drain, resume
+from kvdepot.client.ctl.commands.epoch import epoch
 from kvdepot.client.ctl.commands.evict import evict
 from kvdepot.client.ctl.commands.explain import explain
 from kvdepot.client.ctl.commands.ls import ls
@@ -66,8 +67,8 @@ def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
 
 
 for command in (
-    status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, reload, config,
-    completion,
+    status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, epoch, reload,
+    config, completion,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import grpc
 from kvdepot.client.transports.control import CHANNEL_OPTIONS
 from kvdepot.core.control import (
+    BumpCall,
+    BumpReply,
     ConfigReply,
     EvictReply,
     PinCall,
@@ -22,6 +24,7 @@ from kvdepot.core.control import (
     switch_states,
 )
 from kvdepot.core.errors import InvalidArgument, KvDepotError, NotFound
+from kvdepot.core.limits import NAMESPACE_ID_BYTES
 from kvdepot.core.listing import (
     PREFIX_DIGITS_MAX,
     Chunk,
@@ -110,6 +113,11 @@ class Operator:
         request = codec_control.encode_switch_call(call)
         return codec_control.decode_switch_reply(self._call(self._control.SetSwitch, request))
 
+    def bump(self, call: BumpCall) -> BumpReply:
+        return codec_control.decode_bump_reply(
+            self._call(self._control.BumpEpoch, codec_control.encode_bump_call(call))
+        )
+
     def drain(self, *, draining: bool) -> int:
         """How many leases were granted before and have not ended."""
         return int(self._call(self._control.SetDraining, control_pb2.SetDrainingRequest(draining=draining)).leases)
@@ -164,6 +172,11 @@ class Operator:
         raise NotFound(
             f"no namespace begins with {prefix}", advice=f"there are {_some(others)}" if others else "there is none"
         )
+
+    def find_any_namespace(self, prefix: str) -> bytes:
+        """Likewise; all digits of one are taken for what they are, also where the daemon knows no such namespace."""
+        digits = _digits("NAMESPACE", prefix)
+        return bytes.fromhex(digits) if len(digits) == 2 * NAMESPACE_ID_BYTES else self.find_namespace(digits)
 
     def find_switched_off(self, switch: Switch, prefix: str) -> bytes:
         """Likewise of those that are switched off by themselves, which the daemon may know no other way."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.ctl.printer import duration_text, kind_text, new_table, pin_record, pins_table, size_text
+from kvdepot.client.ctl.printer import (
+    duration_text,
+    epoch_text,
+    kind_text,
+    new_table,
+    pin_record,
+    pins_table,
+    size_text,
+)
 from kvdepot.core.calls import ROOT_KEY
 from rich.markup import escape
 
@@ -38,6 +46,7 @@ def namespace_record(namespace: NamespaceContents) -> dict[str, Any]:
         "label": namespace.label,
         "tenant": namespace.tenant,
         "epoch": namespace.epoch,
+        "bumps": namespace.bumps,
         "chunk_tokens": namespace.chunk_tokens,
         "chunks": namespace.chunks,
         "sessions": namespace.sessions,
@@ -214,7 +223,8 @@ def print_namespace_description(found: NamespaceDescription, pins: Sequence[PinS
     if spec is None:
         console.print("its fields are known once an engine registers it with this run of the daemon")
         return
-    console.print(f"tenant {escape(spec.tenant) or '(none)'}, epoch {escape(spec.epoch) or '(none)'}", soft_wrap=True)
+    epoch = epoch_text(spec.epoch, spec.bumps) or "(none)"
+    console.print(f"tenant {escape(spec.tenant) or '(none)'}, epoch {epoch}", soft_wrap=True)
     sizes = ", ".join(f"{kind} {size_text(size_bytes)}" for kind, size_bytes in _sizes(spec).items())
     console.print(f"chunks of {spec.chunk_tokens} tokens; object sizes: {sizes}", soft_wrap=True)
     console.print(_groups(spec))

@@ -13,6 +13,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvdepot.core.epochs import Epochs
     from kvdepot.core.report import DaemonStatus, PinStatus, QuotaStatus, SwitchesStatus
     from rich.console import Console
 
@@ -45,6 +46,7 @@ def status_record(status: DaemonStatus) -> dict[str, Any]:
     record = asdict(status)
     record["arena_id"] = f"{status.arena_id:016x}"
     record["switches"] = switches_record(status.switches)
+    record["epochs"] = epochs_record(status.epochs)
     record["pins"] = [pin_record(one) for one in status.pins]
     for namespace, found in zip(record["namespaces"], status.namespaces, strict=True):
         namespace["namespace_id"] = found.namespace_id.hex()
@@ -57,6 +59,10 @@ def switches_record(switches: SwitchesStatus) -> dict[str, Any]:
         name: [one.hex() for one in value] if isinstance(value, tuple) else value
         for name, value in asdict(switches).items()
     }
+
+
+def epochs_record(epochs: Epochs) -> dict[str, Any]:
+    return {"bump": epochs.bump, "void_namespaces": [one.hex() for one in epochs.void]}
 
 
 def pin_record(pin: PinStatus) -> dict[str, Any]:
@@ -74,6 +80,7 @@ def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> N
     console.print(f"kvdepotd {escape(status.version)}, pid {status.pid}, up {status.uptime_seconds:.0f} s, {state}")
     console.print(f"arena {status.arena_id:016x}, run {status.run}")
     _print_switches(status.switches, console)
+    _print_epochs(status.epochs, console)
     console.print(_tiers(status))
     if any(tier.kind != "ram" for tier in status.tiers):
         console.print(_media(status))
@@ -94,6 +101,13 @@ def _print_switches(switches: SwitchesStatus, console: Console) -> None:
         if state.anywhere_off:
             whom = "all namespaces" if state.off else ", ".join(one.hex()[:12] for one in state.off_namespaces)
             console.print(f"[red]{switch} are off[/] for {whom}")
+
+
+def _print_epochs(epochs: Epochs, console: Console) -> None:
+    """Nothing where none was bumped."""
+    if epochs.bump or epochs.void:
+        by_themselves = f", {len(epochs.void)} namespaces void by themselves" if epochs.void else ""
+        console.print(f"bump counter {epochs.bump}{by_themselves}")
 
 
 def _tiers(status: DaemonStatus) -> Table:
@@ -197,12 +211,17 @@ def _namespaces(status: DaemonStatus) -> Table:
             namespace.namespace_id.hex()[:12],
             escape(namespace.label),
             escape(namespace.tenant),
-            escape(namespace.epoch),
+            epoch_text(namespace.epoch, namespace.bumps),
             str(namespace.chunk_tokens),
             objects or "0",
             size_text(namespace.bytes),
         )
     return table
+
+
+def epoch_text(epoch: str, bumps: int) -> str:
+    """Of a namespace; empty where it is its first one."""
+    return ", ".join(filter(None, (escape(epoch), f"bump {bumps}" if bumps else "")))
 
 
 def _counters(status: DaemonStatus) -> Table:

@@ -41,8 +41,9 @@ class RegisterCall:
 
 @dataclass(frozen=True, slots=True)
 class RegisterReply:
-    namespace: bytes
+    namespace: bytes  # empty: it is void, and to be registered with ...
     ranks_attached: int
+    bumps: int = 0  # ... this bump counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +97,8 @@ _METHODS: dict[type[Any], Method] = {
     calls.DeclareCall: ("Declare", codec.encode_declare_call, codec.decode_declare_reply),
     RegisterCall: (
         "RegisterNamespace",
-        lambda call: codec_namespace.encode_register(call.session, call.spec, call.elements),
-        lambda message: RegisterReply(*codec_namespace.decode_registered(message)),
+        lambda call: codec_namespace.encode_register(call.session, call.spec, call.elements, follows_bumps=True),
+        lambda message: RegisterReply(*codec_namespace.decode_registered(message), message.bumps),
     ),
     ProbeCall: (
         "GetCapabilities",

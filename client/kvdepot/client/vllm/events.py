@@ -27,7 +27,7 @@ _GONE: Final = frozenset(
     {
         MissReason.UNKNOWN, MissReason.LOOKED_UP_ABSENT, MissReason.EVICTED, MissReason.LOST, MissReason.CORRUPT,
         MissReason.DRIFT, MissReason.PRUNED, MissReason.ABANDONED, MissReason.REMOVED, MissReason.STORES_OFF,
-        MissReason.NO_GRANT, MissReason.OTHER_NAMESPACE,
+        MissReason.NO_GRANT, MissReason.OTHER_NAMESPACE, MissReason.EPOCH_BUMPED,
     }
 )  # fmt: skip
 """With these the daemon says that it does not have the chunk. Not: that it may not be loaded now, or not whole, which

@@ -16,6 +16,7 @@ from kvdepot.core.calls import Kind
 
 if TYPE_CHECKING:
     from kvdepot.client.vllm.pins import BlockHolds
+    from kvdepot.client.vllm.provenance import Provenance
     from kvdepot.core.planner import Planner
 
 
@@ -44,10 +45,12 @@ class KeptAttention:
     """Finds and pins such blocks. Used on the scheduler's thread only."""
 
     def __init__(
-        self, holds: BlockHolds, planner: Planner, group_ids: Sequence[int], hash_block_tokens: int, pinned_max: int
-    ) -> None:
+        self, holds: BlockHolds, planner: Planner, group_ids: Sequence[int], hash_block_tokens: int, pinned_max: int,
+        provenance: Provenance,
+    ) -> None:  # fmt: skip
         """`group_ids`: planner group -> engine group. `pinned_max`: blocks pinned by all copies in progress."""
         self._holds = holds
+        self._provenance = provenance
         self._step_tokens = planner.scheduler_block_tokens
         self._groups = [
             (group, group_ids[group], planner.groups[group].block_tokens) for group in planner.groups_of(Kind.ATTENTION)
@@ -89,7 +92,7 @@ class KeptAttention:
             for end in range(begin + block_tokens, begin + self._step_tokens + 1, block_tokens):
                 # The chain's hash at a block's end names its whole prefix.
                 block_id = self._holds.cached(hashes[end // self._hash_block_tokens - 1], engine_group)
-                if block_id is None:
+                if block_id is None or not self._provenance.counts(block_id):
                     return None
                 found[group].append(block_id)
         return found

@@ -64,9 +64,11 @@ MISSES: Final = {
     "refused": MissReason.REFUSED,
     "deadline": MissReason.LOAD_TIMED_OUT,
     "unavailable": MissReason.UNREACHABLE,
-    "epoch": MissReason.WEIGHTS_CHANGED,
 }
-"""What a failed load is to its request; MissReason.LOAD_FAILED where nothing else is said, an abort is none."""
+"""What a failed load is to its request; MissReason.LOAD_FAILED where nothing else is said, an abort is none.
+
+For "epoch" it is what has ended it.
+"""
 
 
 STALE: Final = frozenset({"missing", "lost", "epoch"})
@@ -387,6 +389,8 @@ class Loads:
         self._counters[f"load_failed_{reason}"] += 1
         if reason != "aborted":
             missed = MISSES.get(reason, MissReason.LOAD_FAILED)
+            if reason == "epoch":
+                missed = self._namespaces.epoch_ended
             self._counters[f"misses.{missed}"] += 1
             if load.state is not None:
                 load.state.missed = missed
@@ -528,7 +532,7 @@ class Loads:
         load.state = None
 
     def reset(self) -> None:
-        """The weights have changed: nothing that was looked up or granted before may arrive in a request."""
+        """The epoch has ended: nothing that was looked up or granted before may arrive in a request."""
         for load in self._active.values():
             if load.phase in (LoadPhase.ACQUIRING, LoadPhase.GRANTED):
                 self._fail(load, "epoch")

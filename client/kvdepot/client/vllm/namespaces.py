@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvdepot.core.errors import KvDepotError
+from kvdepot.core.misses import MissReason
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
@@ -50,11 +51,14 @@ class Namespaces:
         self._elements = elements  # of the objects, whatever the epoch
         self._fixed = bool(weights_version) or keep_across_sleep
         self._epoch = f"version:{weights_version}" if weights_version else ""
+        self._bumps = 0  # the operator's counter, as the daemon said
+        self._was_usable = False
         self._spec: NamespaceSpec | None = None
         self._id: bytes | None = None
         self._refusal = ""
         self._arenas: dict[int, int] = {}
         self.epoch_number = 0  # counts epochs of this process; what began in another is void
+        self.epoch_ended = MissReason.WEIGHTS_CHANGED  # why the last one did
         self.problem = ""  # why this engine stores and loads nothing, for good; empty if it may
 
     @property
@@ -67,6 +71,7 @@ class Namespaces:
         namespace = self._id
         if namespace is None or not self._session.attached or not self._session.registered(namespace):
             return None
+        self._was_usable = True
         return namespace
 
     @property
@@ -93,20 +98,38 @@ class Namespaces:
         """A rank says which arena it has mapped, 0 for none."""
         self._arenas[rank] = arena_id
 
-    def update(self) -> None:
-        """Take one step towards `usable`, without waiting. Called often, does next to nothing."""
+    def update(self) -> bool:
+        """Take one step towards `usable`, without waiting. Called often, does next to nothing.
+
+        True if the daemon's operator has ended the epoch, and another one begins.
+        """
         if self._spec is None and not self.problem:
             self._describe()
         if self._session.refusal != self._refusal:
             self._refusal = self._session.refusal
             if self._refusal:
                 self._logger.warning("kvdepot: the daemon refuses this engine: %s", self._refusal)
+        return self._follow()
+
+    def _follow(self) -> bool:
+        """Register anew where an operator has made the namespace void. Whatever is in progress may be built on it."""
+        bumps = None if self._id is None else self._session.bumps_wanted(self._id)
+        if bumps is None or self._spec is None or self._id is None:
+            return False
+        self._bumps = bumps
+        self._session.forget(self._id)
+        self._use(replace(self._spec, bumps=bumps))
+        if not self._was_usable:
+            return False  # this process has had nothing of it
+        self.epoch_number += 1
+        self.epoch_ended = MissReason.EPOCH_BUMPED
+        return True
 
     def _describe(self) -> None:
         try:
             spec = self._build()
             if spec is not None:
-                self._use(replace(spec, epoch=self._epoch))
+                self._use(replace(spec, epoch=self._epoch, bumps=self._bumps))
         except Exception as error:  # noqa: BLE001 - I3: a configuration is full of foreign objects, any may raise
             self.problem = str(error) if isinstance(error, KvDepotError) else repr(error)
             self._logger.error("kvdepot: stores and loads nothing: %s", error)
@@ -116,13 +139,16 @@ class Namespaces:
         self._session.register(spec, self._elements)
         self._spec = spec
         self._id = namespace
-        self._logger.info("kvdepot: namespace %s (%s, epoch %r)", namespace.hex(), spec.label, spec.epoch)
+        self._logger.info(
+            "kvdepot: namespace %s (%s, epoch %r, bump %d)", namespace.hex(), spec.label, spec.epoch, spec.bumps
+        )
 
     def reset(self) -> bool:
         """The engine says that its caches are void. True if that begins a new epoch."""
         if self._fixed:
             return False
         self.epoch_number += 1
+        self.epoch_ended = MissReason.WEIGHTS_CHANGED
         self._epoch = f"random:{self._random_text()}"
         if self._spec is not None and self._id is not None:
             self._session.forget(self._id)

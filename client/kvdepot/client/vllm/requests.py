@@ -75,6 +75,7 @@ class RequestState:
     next_chunk: int = 0  # all before it have been considered
     assumed_chunks: int = 0  # whose attention is taken to be there because a lookup or a load said so
     given_up: set[tuple[int, Kind]] = field(default_factory=set)  # of these, what is not on its way any more
+    noted_tokens: int = 0  # up to which `Provenance` has heard of it since it was admitted
     store_stopped: str = ""  # why no more is stored of it; empty while it goes on
 
     # what became of it, for the daemon's record

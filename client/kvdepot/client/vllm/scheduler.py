@@ -16,6 +16,7 @@ from kvdepot.client.vllm.loads import Loads, ResolveBlocks
 from kvdepot.client.vllm.metadata import Geometry, RankMeta, StepMeta
 from kvdepot.client.vllm.pace import Pace
 from kvdepot.client.vllm.pins import BlockHolds, BlockPool
+from kvdepot.client.vllm.provenance import Provenance
 from kvdepot.client.vllm.requests import EngineRequest, RequestState, exclusion, load_tokens_max
 from kvdepot.client.vllm.stats import SchedulerStats
 from kvdepot.client.vllm.stores import BoundaryOffers, Stores
@@ -80,13 +81,15 @@ class SchedulerSide:
         self.stats = SchedulerStats(self)
         self.stores: Stores | None = None
         self.holds: BlockHolds | None = None
+        self.provenance: Provenance | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
         """The engine's block pool exists: from now on blocks can be held, and so stored."""
         self.holds = BlockHolds.of(pool)
         pinned_max = self.holds.pinned_max(self._settings.max_pinned_blocks)
+        self.provenance = Provenance(self.holds, self.planner, self._group_ids, self._hash_block_tokens)
         self.loads.kept = KeptAttention(
-            self.holds, self.planner, self._group_ids, self._hash_block_tokens, pinned_max
+            self.holds, self.planner, self._group_ids, self._hash_block_tokens, pinned_max, self.provenance
         )  # fmt: skip
         self.stores = Stores(
             self.session, self.namespaces, self.planner, self.holds, self._settings, self._clock,
@@ -95,7 +98,8 @@ class SchedulerSide:
 
     def _poll(self) -> None:
         self.session.poll()
-        self.namespaces.update()
+        if self.namespaces.update():
+            self._begin_epoch()
 
     def new_request(self, request: EngineRequest) -> None:
         """Remember the request and ask the daemon what it has of it."""
@@ -122,11 +126,21 @@ class SchedulerSide:
     def matched(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond the engine's own; None: ask again. Idempotent."""
         state = self._requests.get(request.request_id)
-        if state is None or state.excluded or not self._loads_on:
+        if state is None or state.excluded:
             return 0, False
         self._poll()
         self._update_keys(state)
-        return self.loads.offer(state, local_tokens)
+        offer = self.loads.offer(state, local_tokens) if self._loads_on else (0, False)
+        if offer[0] is not None:
+            self._check_local_hit(state, local_tokens)
+        return offer
+
+    def _check_local_hit(self, state: RequestState, local_tokens: int) -> None:
+        """The engine is about to compute the request on what its own cache has of it."""
+        state.noted_tokens = 0
+        if self.provenance is not None and not self.provenance.counts_up_to(state.request.block_hashes, local_tokens):
+            state.store_stopped = state.store_stopped or "epoch"
+            self.counters["store_stopped_void_cache"] += 1
 
     def allocated(self, request: EngineRequest, external_tokens: int) -> None:
         """Blocks are there for the tokens that were offered: start the load. None were: the request is computed."""
@@ -163,9 +177,28 @@ class SchedulerSide:
             return
         block_state = scheduler_output.kv_connector_block_state
         self.stores.dispatch(meta)
+        if self.provenance is not None and self.provenance.on and block_state is not None:
+            self._note(self.provenance, scheduler_output.num_scheduled_tokens, block_state)
         if block_state is not None and self.namespaces.ranks_ready and self.namespaces.usable is not None:
             self._consider(self.stores, scheduler_output.num_scheduled_tokens, block_state)
         self.stores.ask()
+
+    def _note(self, provenance: Provenance, scheduled: dict[str, int], block_state: Any) -> None:
+        """What this step computes, block by block."""
+        offloads: dict[str, BoundaryOffers] = block_state.boundary_state_offloads
+        for request_id in {**scheduled, **offloads}:
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            hashed = len(state.request.block_hashes) * self._hash_block_tokens  # a step may run ahead of its tokens
+            computed = min(state.request.num_computed_tokens + scheduled.get(request_id, 0), hashed)
+            states = [block_id for _, block_id, _ in offloads.get(request_id, ()) if block_id]
+            if states or computed // self._hash_block_tokens > state.noted_tokens // self._hash_block_tokens:
+                tables = block_state.resolve_block_ids(request_id)
+                sound = not state.excluded and state.store_stopped != "epoch"
+                sound = sound and state.store_epoch == self.namespaces.epoch_number
+                provenance.computed(tables, state.noted_tokens, computed, states, sound=sound)
+                state.noted_tokens = computed
 
     def _consider(self, stores: Stores, scheduled: dict[str, int], block_state: Any) -> None:
         offloads: dict[str, BoundaryOffers] = block_state.boundary_state_offloads
@@ -220,8 +253,11 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """The engine's caches are void (weights changed in place): begin a new epoch."""
-        if not self.namespaces.reset():
-            return
+        if self.namespaces.reset():
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """Nothing that was looked up, loaded or computed before may be used, or stored, any more."""
         self.counters["epochs"] += 1
         self.events.reset()
         self.loads.reset()
@@ -230,6 +266,10 @@ class SchedulerSide:
             state.store_stopped = "epoch"
         if self.stores is not None:
             self.stores.reset()
+        if self.provenance is not None and (
+            self.provenance.on or self.namespaces.epoch_ended is MissReason.EPOCH_BUMPED
+        ):
+            self.provenance.begin()
 
     def pending(self) -> bool:
         """Whether the engine has to keep stepping although it has no request.

@@ -64,6 +64,75 @@ class SetSwitchResponse(google.protobuf.message.Message):
 global___SetSwitchResponse = SetSwitchResponse
 
 @typing.final
+class BumpEpochRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    ALL_FIELD_NUMBER: builtins.int
+    TO_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    """this one,"""
+    all: builtins.bool
+    """or all"""
+    to: builtins.int
+    """of all: the counter, where it is not there yet; 0: the next one"""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        all: builtins.bool = ...,
+        to: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "namespace", b"namespace", "to", b"to"]) -> None: ...
+
+global___BumpEpochRequest = BumpEpochRequest
+
+@typing.final
+class BumpEpochResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCHS_FIELD_NUMBER: builtins.int
+    CHANGED_FIELD_NUMBER: builtins.int
+    NAMESPACES_FIELD_NUMBER: builtins.int
+    CHUNKS_FIELD_NUMBER: builtins.int
+    LEASES_FIELD_NUMBER: builtins.int
+    SHARED_FIELD_NUMBER: builtins.int
+    NOT_KEPT_FIELD_NUMBER: builtins.int
+    changed: builtins.bool
+    """false: it was void already"""
+    namespaces: builtins.int
+    """that became void, of those the daemon knew"""
+    chunks: builtins.int
+    """that they had"""
+    leases: builtins.int
+    """of loads and stores in progress there; nothing comes of them"""
+    not_kept: builtins.str
+    """why the next run of the daemon will not know; empty: it will"""
+    @property
+    def epochs(self) -> kvdepot.proto.v1.depot_pb2.Epochs:
+        """as they are now"""
+
+    @property
+    def shared(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """tiers that other nodes have too, which have counters of their own"""
+
+    def __init__(
+        self,
+        *,
+        epochs: kvdepot.proto.v1.depot_pb2.Epochs | None = ...,
+        changed: builtins.bool = ...,
+        namespaces: builtins.int = ...,
+        chunks: builtins.int = ...,
+        leases: builtins.int = ...,
+        shared: collections.abc.Iterable[builtins.str] | None = ...,
+        not_kept: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["epochs", b"epochs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["changed", b"changed", "chunks", b"chunks", "epochs", b"epochs", "leases", b"leases", "namespaces", b"namespaces", "not_kept", b"not_kept", "shared", b"shared"]) -> None: ...
+
+global___BumpEpochResponse = BumpEpochResponse
+
+@typing.final
 class ReloadRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -49,6 +49,11 @@ class ControlStub(object):
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.EvictRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.EvictResponse.FromString,
                 _registered_method=True)
+        self.BumpEpoch = channel.unary_unary(
+                '/kvdepot.v1.Control/BumpEpoch',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/kvdepot.v1.Control/Pin',
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.PinRequest.SerializeToString,
@@ -102,6 +107,12 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def BumpEpoch(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,6 +177,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Evict,
                     request_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.EvictRequest.FromString,
                     response_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.EvictResponse.SerializeToString,
+            ),
+            'BumpEpoch': grpc.unary_unary_rpc_method_handler(
+                    servicer.BumpEpoch,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -284,6 +300,33 @@ class Control(object):
             '/kvdepot.v1.Control/Evict',
             kvdepot_dot_proto_dot_v1_dot_control__pb2.EvictRequest.SerializeToString,
             kvdepot_dot_proto_dot_v1_dot_control__pb2.EvictResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BumpEpoch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.Control/BumpEpoch',
+            kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -239,10 +239,13 @@ class NamespaceSpec(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    BUMPS_FIELD_NUMBER: builtins.int
     chunk_tokens: builtins.int
     label: builtins.str
     tenant: builtins.str
     epoch: builtins.str
+    bumps: builtins.int
+    """the operator's bump counter, as the daemon said"""
     @property
     def identity(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """canonical; what kvdepotctl compares field by field"""
@@ -263,8 +266,9 @@ class NamespaceSpec(google.protobuf.message.Message):
         label: builtins.str = ...,
         tenant: builtins.str = ...,
         epoch: builtins.str = ...,
+        bumps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "groups", b"groups", "identity", b"identity", "label", b"label", "object_bytes", b"object_bytes", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "groups", b"groups", "identity", b"identity", "label", b"label", "object_bytes", b"object_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___NamespaceSpec = NamespaceSpec
 
@@ -302,7 +306,10 @@ class RegisterNamespaceRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
     ELEMENTS_FIELD_NUMBER: builtins.int
+    FOLLOWS_BUMPS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
+    follows_bumps: builtins.bool
+    """registers anew with the counter that the answer says"""
     @property
     def spec(self) -> global___NamespaceSpec: ...
     @property
@@ -315,9 +322,10 @@ class RegisterNamespaceRequest(google.protobuf.message.Message):
         session: builtins.bytes = ...,
         spec: global___NamespaceSpec | None = ...,
         elements: collections.abc.Iterable[global___ElementRun] | None = ...,
+        follows_bumps: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["elements", b"elements", "session", b"session", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["elements", b"elements", "follows_bumps", b"follows_bumps", "session", b"session", "spec", b"spec"]) -> None: ...
 
 global___RegisterNamespaceRequest = RegisterNamespaceRequest
 
@@ -327,16 +335,20 @@ class RegisterNamespaceResponse(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     RANKS_ATTACHED_FIELD_NUMBER: builtins.int
+    BUMPS_FIELD_NUMBER: builtins.int
     namespace: builtins.bytes
-    """16 bytes"""
+    """16 bytes; empty: not registered, an operator has made it void"""
     ranks_attached: builtins.int
+    bumps: builtins.int
+    """where it is empty: the counter to register it with"""
     def __init__(
         self,
         *,
         namespace: builtins.bytes = ...,
         ranks_attached: builtins.int = ...,
+        bumps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "ranks_attached", b"ranks_attached"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "namespace", b"namespace", "ranks_attached", b"ranks_attached"]) -> None: ...
 
 global___RegisterNamespaceResponse = RegisterNamespaceResponse
 
@@ -871,6 +883,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     QUOTAS_FIELD_NUMBER: builtins.int
     SWITCHES_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
+    EPOCHS_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     pid: builtins.int
     uptime_seconds: builtins.float
@@ -892,6 +905,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     def switches(self) -> global___Switches: ...
     @property
     def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Pin]: ...
+    @property
+    def epochs(self) -> global___Epochs: ...
     def __init__(
         self,
         *,
@@ -909,11 +924,36 @@ class GetStatusResponse(google.protobuf.message.Message):
         quotas: collections.abc.Iterable[global___QuotaStatus] | None = ...,
         switches: global___Switches | None = ...,
         pins: collections.abc.Iterable[global___Pin] | None = ...,
+        epochs: global___Epochs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["switches", b"switches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["epochs", b"epochs", "switches", b"switches"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class Epochs(google.protobuf.message.Message):
+    """What operators have made void (service Control)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BUMP_FIELD_NUMBER: builtins.int
+    VOID_NAMESPACES_FIELD_NUMBER: builtins.int
+    bump: builtins.int
+    """the counter of every namespace,"""
+    @property
+    def void_namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """but for those of which these are ids: bumped by themselves"""
+
+    def __init__(
+        self,
+        *,
+        bump: builtins.int = ...,
+        void_namespaces: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bump", b"bump", "void_namespaces", b"void_namespaces"]) -> None: ...
+
+global___Epochs = Epochs
 
 @typing.final
 class Pin(google.protobuf.message.Message):
@@ -1100,12 +1140,14 @@ class NamespaceStatus(google.protobuf.message.Message):
     OBJECTS_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    BUMPS_FIELD_NUMBER: builtins.int
     namespace: builtins.bytes
     label: builtins.str
     tenant: builtins.str
     epoch: builtins.str
     chunk_tokens: builtins.int
     bytes: builtins.int
+    bumps: builtins.int
     @property
     def objects(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.int]:
         """by kind"""
@@ -1123,8 +1165,9 @@ class NamespaceStatus(google.protobuf.message.Message):
         objects: collections.abc.Mapping[builtins.int, builtins.int] | None = ...,
         bytes: builtins.int = ...,
         identity: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        bumps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "identity", b"identity", "label", b"label", "namespace", b"namespace", "objects", b"objects", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "bytes", b"bytes", "chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "identity", b"identity", "label", b"label", "namespace", b"namespace", "objects", b"objects", "tenant", b"tenant"]) -> None: ...
 
 global___NamespaceStatus = NamespaceStatus
 
@@ -1221,6 +1264,7 @@ class NamespaceContents(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     IDLE_SECONDS_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    BUMPS_FIELD_NUMBER: builtins.int
     namespace: builtins.bytes
     label: builtins.str
     tenant: builtins.str
@@ -1231,6 +1275,7 @@ class NamespaceContents(google.protobuf.message.Message):
     sessions: builtins.int
     idle_seconds: builtins.float
     """since an engine last asked for it"""
+    bumps: builtins.int
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierContents]:
         """ram first"""
@@ -1247,8 +1292,9 @@ class NamespaceContents(google.protobuf.message.Message):
         sessions: builtins.int = ...,
         idle_seconds: builtins.float = ...,
         tiers: collections.abc.Iterable[global___TierContents] | None = ...,
+        bumps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "label", b"label", "namespace", b"namespace", "sessions", b"sessions", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "label", b"label", "namespace", b"namespace", "sessions", b"sessions", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
 
 global___NamespaceContents = NamespaceContents
 

@@ -73,6 +73,7 @@ from kvdepot.server.engine.types import (
     ToSum,
 )
 from kvdepot.server.engine.vacating import vacate
+from kvdepot.server.engine.voiding import Voiding
 from kvdepot.server.engine.workers import Workers
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
@@ -141,6 +142,9 @@ class Engine:
         )
         self._loads = Loads(self._space, config, arena_id, self._tiering)
         self.pins = Pins(self._space, config.pin_share)
+        self.voiding = Voiding(
+            self._space, self._sessions, self._stores, self._loads, self._prefetch, self.switches
+        )  # fmt: skip
 
     # Life of the arena
 
@@ -180,6 +184,7 @@ class Engine:
         self._requests.expire()
         self._prefetch.tick()
         self.pins.tick()
+        self.voiding.tick()
         self._space.reclaim()
         self._space.settle_some()
         self._space.unpark()
@@ -281,17 +286,20 @@ class Engine:
     def register_namespace(
         self, session: bytes, spec: NamespaceSpec, elements: Elements = MappingProxyType({})
     ) -> tuple[bytes, int]:
-        """(namespace id, ranks attached). Raises when the spec lies about sizes or the table is full.
+        """(namespace id, ranks attached).
 
+        Raises when the spec lies about sizes, the table is full, or an operator has made the namespace void.
         `elements`: what the objects are made of, where the engine says so.
         """
         owner = self._sessions.of(session)
         namespace_id = checked_id(spec)
+        self.voiding.check(spec)
         check_elements(elements, spec.object_bytes)
         if namespace_id not in owner.namespaces:
             namespace = self._space.namespaces.by_id.get(namespace_id) or self._new_namespace(namespace_id, spec)
             if namespace.spec is None:
                 self._space.namespaces.define(namespace, spec)
+            namespace.void = False
             namespace.describe(elements)
             namespace.sessions += 1
             namespace.used_at = self._clock()

@@ -88,6 +88,7 @@ class Listing:
             label=namespace.label,
             tenant=namespace.tenant or "",
             epoch=spec.epoch if spec else "",
+            bumps=namespace.bumps,
             chunk_tokens=spec.chunk_tokens if spec else 0,
             chunks=namespace.nodes,
             sessions=namespace.sessions,

@@ -83,7 +83,7 @@ class Locates:
             return 0.0
 
         def ended(looked_up: LookedUp) -> None:
-            if not self._space.namespaces.defined(namespace):
+            if namespace.void or not self._space.namespaces.defined(namespace):
                 answer(LocateReply(0))  # nobody uses it any more
             elif not self._switched_off(session, namespace, call, answer):
                 answer(self._reply(session, namespace, call, self._see(namespace, call), looked_up))

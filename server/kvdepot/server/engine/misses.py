@@ -87,6 +87,8 @@ class Misses:
         if reason is not None:
             return Miss(reason, at)
         other = self._elsewhere(namespace, key)
+        if other is not None and namespace.base_id == other.base_id is not None:
+            return Miss(MissReason.EPOCH_BUMPED, at)  # not dropped yet
         if other is not None:
             foreign = other.spec is None or namespace.spec is None or other.spec.tenant != namespace.spec.tenant
             return Miss(MissReason.OTHER_NAMESPACE, at, other, foreign)

@@ -30,6 +30,9 @@ class Namespace:
         self.spec: NamespaceSpec | None = None
         self.spec_bytes = 0  # of the spec's canonical encoding
         self.planner: Planner | None = None
+        self.base_id: bytes | None = None  # its id with a bump counter of 0, and its counter; known once registered
+        self.bumps = 0
+        self.void = False  # an operator has made it so in this run
         self.path_kind = int(Kind.ATTENTION)  # which kind of object makes a path; known once registered
         self.object_bytes: dict[int, int] = {}
         self.elements: Mapping[int, tuple[ElementRun, ...]] = {}  # by kind; empty: nobody has said
@@ -46,6 +49,8 @@ class Namespace:
         planner = spec.planner()
         self.spec = spec
         self.spec_bytes = len(spec.canonical())
+        self.base_id = spec.base_id()
+        self.bumps = spec.bumps
         self.planner = planner
         self.tenant = spec.tenant
         self.label = spec.label
@@ -89,6 +94,7 @@ class Namespace:
             label=self.label,
             tenant=self.tenant or "",
             epoch=spec.epoch if spec else "",
+            bumps=self.bumps,
             chunk_tokens=spec.chunk_tokens if spec else 0,
             objects={kind: count for kind, count in self.objects.items() if count},
             bytes=self.bytes,

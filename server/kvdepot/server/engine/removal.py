@@ -23,15 +23,23 @@ _NODES_MAX: Final = 128
 
 
 class Removal:
-    """One of them. Raises NotFound where there is nothing of that name."""
+    """One of them. Raises NotFound where there is nothing of that name.
 
-    def __init__(self, space: Space, namespace_id: bytes, key: bytes) -> None:
+    Who asks for the chunks in namespace `told_in` (an id; its own, where it is empty) is told the reason.
+    """
+
+    def __init__(
+        self, space: Space, namespace_id: bytes, key: bytes, *,
+        reason: MissReason = MissReason.REMOVED, told_in: bytes = b"",
+    ) -> None:  # fmt: skip
         namespace = space.namespaces.by_id.get(namespace_id)
         if namespace is None:
             raise NotFound(f"there is no namespace {namespace_id.hex()}")
         self._space = space
         self._namespace = namespace
         self._key = key
+        self._reason = reason
+        self._told_in = told_in or namespace_id
         self._from = 0  # node number
         self.chunks = 0 if key else namespace.nodes
         self.more = False
@@ -56,7 +64,7 @@ class Removal:
         live = index.live(namespace.slot, index.candidates(namespace.slot, start, self._from))
         dropped = 0
         for node in live[index.parents_of(live) == NONE].tolist():
-            space.note_lost(node, MissReason.REMOVED)
+            self._note(node)
             dropped += space.drop_subtree(node)
             if dropped >= _NODES_MAX:
                 self._from = node + 1
@@ -70,5 +78,8 @@ class Removal:
             return
         counted = len(index.leaves_first(node, COUNTED_MAX))
         self.chunks, self.more = counted or COUNTED_MAX, not counted
-        self._space.note_lost(node, MissReason.REMOVED)
+        self._note(node)
         self._space.drop_subtree(node)
+
+    def _note(self, node: int) -> None:
+        self._space.lost_keys.note(self._told_in, self._space.index.key(node), self._reason)

@@ -21,6 +21,7 @@ REFUSALS: Final = {
     MissReason.LOADS_OFF: "the operator has switched loads off",
     MissReason.STORES_OFF: "the operator has switched stores off",
     MissReason.DRAINING: "the operator drains the daemon",
+    MissReason.EPOCH_BUMPED: "the operator has bumped the epoch",
 }
 """What engines are told."""
 _OFF: Final = {Switch.LOADS: MissReason.LOADS_OFF, Switch.STORES: MissReason.STORES_OFF}
@@ -53,6 +54,13 @@ class Switches:
         else:
             check_limit(f"namespaces with {switch} off", len({*single, namespace_id}), NAMESPACES_OFF_MAX)
             single[namespace_id] = None
+
+    def inherit(self, namespace_id: bytes, heir_id: bytes) -> None:
+        """What is off for the one stays off for the one that comes after it."""
+        for single in self._single.values():
+            if namespace_id in single:
+                del single[namespace_id]
+                single[heir_id] = None
 
     def status(self) -> SwitchesStatus:
         loads, stores = Switch.LOADS, Switch.STORES

@@ -23,6 +23,12 @@ class ControlService(pb_grpc.ControlServicer):
 
         return await answer_when_done(context, self._log, run)
 
+    async def BumpEpoch(self, request: pb.BumpEpochRequest, context: Context) -> pb.BumpEpochResponse:  # noqa: N802
+        async def run() -> pb.BumpEpochResponse:
+            return codec_control.encode_bump_reply(await self._control.bump(codec_control.decode_bump_call(request)))
+
+        return await answer_when_done(context, self._log, run)
+
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
         async def run() -> pb.PinResponse:
             return codec_control.encode_pin_reply(await self._control.pin(codec_control.decode_pin_call(request)))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvdepot.core import limits
 from kvdepot.core.calls import AcquireReply, Capabilities, LocateReply
-from kvdepot.core.errors import ProtocolMismatch
+from kvdepot.core.errors import ProtocolMismatch, StaleEpoch
 from kvdepot.proto import codec, codec_namespace
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
@@ -49,7 +49,12 @@ class DepotService(pb_grpc.DepotServicer):
     ) -> pb.RegisterNamespaceResponse:
         def run() -> pb.RegisterNamespaceResponse:
             call = codec_namespace.decode_register(request)
-            return codec_namespace.encode_registered(*self._engine.register_namespace(*call))
+            try:
+                return codec_namespace.encode_registered(*self._engine.register_namespace(*call))
+            except StaleEpoch as stale:
+                if request.follows_bumps:
+                    return codec_namespace.encode_stale_epoch(stale.bumps)
+                raise
 
         return await answer(context, self._log, run)
 

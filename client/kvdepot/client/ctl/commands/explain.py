@@ -41,6 +41,7 @@ MEANING: Final = {
     MissReason.DRAINING: "the daemon drained: `kvdepotctl resume` ends that",
     MissReason.STORES_OFF: "stores were switched off, or the daemon drained, when it was to be stored",
     MissReason.REMOVED: "an operator had it evicted",
+    MissReason.EPOCH_BUMPED: "an operator has bumped the epoch: what was stored before is void",
     MissReason.UNREACHABLE: "the engine could not reach this daemon",
     MissReason.NOT_READY: "the engine's namespace or its ranks were not known yet",
     MissReason.TIMED_OUT: "no answer within lookup_timeout_seconds",
