@@ -43,7 +43,7 @@ CHUNK_TOKENS = 256
 OBJECT_BYTES = 256 << 10
 CALL_SECONDS = 30.0
 """A load may wait for a worker that starts, 20 s at most, and for a read until its deadline, 10 s."""
-_EXTENT = struct.Struct("<5Q")
+EXTENT = struct.Struct("<5Q")
 
 
 def dense_spec(label: str = "dense", object_bytes: int = OBJECT_BYTES) -> NamespaceSpec:
@@ -152,7 +152,7 @@ class RawEngine:
 
     def write(self, keys: Sequence[bytes], extents: bytes, payload: Callable[[bytes], bytes] = payload_of) -> None:
         at = dict.fromkeys(range(len(keys)), 0)
-        for index, _, offset, length, _ in _EXTENT.iter_unpack(extents):
+        for index, _, offset, length, _ in EXTENT.iter_unpack(extents):
             self.arena[offset : offset + length] = payload(keys[index])[at[index] : at[index] + length]
             at[index] += length
 
@@ -202,7 +202,7 @@ class RawEngine:
         if outcome is not AcquireOutcome.GRANTED:
             return None
         parts = [b""] * len(keys)
-        for index, _, offset, length, _ in _EXTENT.iter_unpack(extents):
+        for index, _, offset, length, _ in EXTENT.iter_unpack(extents):
             parts[index] += self.arena[offset : offset + length]
         self.release(lease_id)
         return parts

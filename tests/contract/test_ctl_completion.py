@@ -77,6 +77,12 @@ def test_namespaces_and_chunks_are_completed_from_the_daemon(
     chunks = {f"{namespace[:6]}/{key.hex()[:12]}" for key in KEYS}
     assert set(completed(script, daemon.endpoint, "describe", f"{namespace[:6]}/")) == chunks
     assert completed(script, daemon.endpoint, "ls", "nothing-begins-so") == []
+    for verb in ("verify", "prefetch"):
+        assert completed(script, daemon.endpoint, verb, "--namespace", namespace[:3]) == [namespace]
+        keys = completed(script, daemon.endpoint, verb, "--namespace", namespace[:6], "--chunk", "")
+        assert set(keys) == {key.hex()[:12] for key in KEYS}
+    assert completed(script, daemon.endpoint, "verify", "--chunk", "") == [], "of which namespace?"
+    assert completed(script, daemon.endpoint, "verify", "--tier", "") == ["ram"]
 
 
 def test_nothing_is_completed_and_nothing_said_where_no_daemon_answers(script: Path) -> None:

@@ -205,7 +205,7 @@ def test_who_may_not_open_the_socket_is_refused(daemon: DaemonProcess, engine: R
         "import os, rich.console\nfrom kvdepot.client.ctl.app import main\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); main()"  # once all is read that only root may
     )
-    for verb in (("loads", "off"), ("quota", "set", "1MiB")):
+    for verb in (("loads", "off"), ("quota", "set", "1MiB"), ("verify",), ("prefetch", "--namespace", "0")):
         command = [sys.executable, "-c", program, "--endpoint", daemon.endpoint, *verb]
         refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert refused.returncode == 4, refused.stderr
@@ -220,6 +220,8 @@ def test_every_method_of_control_is_served(daemon: DaemonProcess) -> None:
         stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         for method in control_pb2.DESCRIPTOR.services_by_name["Control"].methods:
             try:
-                getattr(stub, method.name)(getattr(control_pb2, method.input_type.name)(), timeout=60)
+                answer = getattr(stub, method.name)(getattr(control_pb2, method.input_type.name)(), timeout=60)
+                if method.server_streaming:
+                    list(answer)
             except grpc.RpcError as error:
                 assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, (method.name, error)

@@ -9,6 +9,7 @@ from kvdepot.core.arena import RowState
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.space import HELD
+from kvdepot.server.engine.warming import Warming
 
 
 def audit_prefetch(engine: Engine) -> None:
@@ -17,6 +18,7 @@ def audit_prefetch(engine: Engine) -> None:
     holds = prefetch._holds
     held = np.flatnonzero(holds._held).tolist()
     tokens = [token for wish in prefetch._wishes.values() for token in wish.tokens]
+    tokens += prefetch.last._tokens if isinstance(prefetch.last, Warming) else []
     owners = Counter(token >> 32 for token in tokens if token & 0xFFFF_FFFF == holds._serials[token >> 32])
     assert {row: int(holds._held[row]) for row in held} == {row: n for row, n in owners.items() if holds._held[row]}
     assert holds.objects == len(held)

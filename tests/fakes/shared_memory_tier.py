@@ -88,6 +88,9 @@ class SharedMemoryTier(MemoryTier):
             return
         self._add(Job(name, extents, loan, done, handle=handle))
 
+    def _named(self, handle: int) -> ObjectName:
+        return self._names[handle]
+
     def drop(self, handle: int) -> None:
         """Only here."""
         del self._by_file[file_of(self._names.pop(handle))]

@@ -19,6 +19,7 @@ from kvdepot.server.engine.types import Quota, TierConfig
 from tests.fakes.pin_audit import sweep
 from tests.stateful.auditing import compare
 from tests.stateful.engine_world import DEPTH, SPECS, World, keys_of
+from tests.stateful.operator_world import Operator
 
 who = st.sampled_from(sorted(SPECS))
 paths = st.integers(0, 2)
@@ -37,6 +38,7 @@ class EngineModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(tier=self.tier, quotas=self.quotas)
+        self.operator = Operator()
 
     def writing(self) -> list[tuple[str, int]]:
         return [(name, lease) for name, engine in self.world.engines.items() for lease in engine.writes]
@@ -96,6 +98,21 @@ class EngineModel(RuleBasedStateMachine):
         with suppress(NotFound):
             self.world.rig.engine.pins.unpin(client.namespace, keys[-1] if keys else b"")
         sweep(self.world.rig.engine)
+
+    @rule(who=who, path=paths, depth=st.integers(0, DEPTH))
+    def verify(self, who: str, path: int, depth: int) -> None:
+        world, namespace_id = self.world, self.world.attach(who).namespace
+        self.operator.verify(world.rig.engine, namespace_id, keys_of(path, depth))
+
+    @rule(who=who, path=paths, depth=st.integers(0, DEPTH))
+    def warm(self, who: str, path: int, depth: int) -> None:
+        world, namespace_id = self.world, self.world.attach(who).namespace
+        self.operator.warm(world.rig.engine, namespace_id, keys_of(path, depth))
+
+    @rule(count=st.integers(1, 4))
+    def go_on(self, count: int) -> None:
+        for _ in range(count):
+            self.operator.go_on(self.world.rig.engine)
 
     @rule(draining=st.booleans())
     def drain(self, draining: bool) -> None:
@@ -157,6 +174,7 @@ class EngineModel(RuleBasedStateMachine):
         self.world.check()
 
     def teardown(self) -> None:
+        self.operator.cancel(self.world.rig.engine)
         self.world.finish()
 
 

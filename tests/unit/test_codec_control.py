@@ -12,12 +12,16 @@ from kvdepot.core.control import (
     ConfigReply,
     PinCall,
     PinReply,
+    PrefetchReply,
     QuotaEntry,
     QuotaSubject,
     ReloadReply,
     Switch,
     SwitchCall,
     SwitchReply,
+    VerifiedTier,
+    VerifyCall,
+    VerifyReply,
 )
 from kvdepot.core.epochs import Epochs
 from kvdepot.core.errors import InvalidArgument
@@ -109,3 +113,38 @@ def test_a_configuration_and_its_changes_come_back_equal() -> None:
 def test_nonsense_is_refused_by_name(message: pb.SetSwitchRequest, found: str) -> None:
     with pytest.raises(InvalidArgument, match=found):
         codec_control.decode_switch_call(message)
+
+
+def test_a_verification_comes_back_equal() -> None:
+    for call in (VerifyCall(1), VerifyCall(2, b"n" * 16, b"k" * 16, "nvme")):
+        message = codec_control.encode_verify_call(call)
+        assert codec_control.decode_verify_call(pb.VerifyRequest.FromString(message.SerializeToString())) == call
+    whole = VerifiedTier("ram", 9, 3, 4 << 40, {"corrupt": 1}, {"left": 2}, over=True, reason="why")
+    reply = VerifyReply((whole, VerifiedTier("nvme")))
+    answer = codec_control.encode_verify_reply(reply)
+    assert codec_control.decode_verify_reply(pb.VerifyResponse.FromString(answer.SerializeToString())) == reply
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        (pb.VerifyRequest(), "bytes_per_second"),
+        (pb.VerifyRequest(bytes_per_second=1, namespace=b"n"), "namespace"),
+        (pb.VerifyRequest(bytes_per_second=1, key=bytes(16)), "key"),
+        (pb.VerifyRequest(bytes_per_second=1, namespace=bytes(16), key=b"k"), "key"),
+    ],
+)
+def test_a_verification_without_a_rate_or_of_a_chunk_of_nothing_is_refused(
+    message: pb.VerifyRequest, found: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=found):
+        codec_control.decode_verify_call(message)
+
+
+def test_a_prefetch_comes_back_equal() -> None:
+    for place in ((b"n" * 16, b""), (b"n" * 16, b"k" * 16)):
+        message = codec_control.encode_prefetch_call(*place)
+        assert codec_control.decode_place(pb.PrefetchRequest.FromString(message.SerializeToString())) == place
+    for reply in (PrefetchReply(1), PrefetchReply(1, 2, 3, 4, 5 << 40, {"share": 6}, {"left": 7}, True, "why")):
+        answer = codec_control.encode_prefetch_reply(reply)
+        assert codec_control.decode_prefetch_reply(pb.PrefetchResponse.FromString(answer.SerializeToString())) == reply

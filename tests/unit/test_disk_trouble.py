@@ -386,7 +386,7 @@ def test_what_is_dropped_because_another_is_lost_gives_its_place_back(
 
 def test_loads_go_before_stores_and_verification_last(rig: DiskRig) -> None:
     handle = rig.stored(1)
-    rig.tier._verify(handle, lambda: None)
+    rig.tier.verify(handle, lambda _: None)
     rig.submit_write(object_name(2))
     name = object_name(1)
     rig.tier.read(handle, name, rig.extents(name), Loaned(), lambda _: None)
@@ -483,7 +483,7 @@ def test_the_scrubber_finds_damage_before_anybody_reads_it(tmp_path: Path) -> No
 def test_damage_of_what_left_while_it_was_scrubbed_is_not_told_of_its_handle(rig: DiskRig) -> None:
     handle = rig.stored(1)
     flip(rig, handle, PAGE)
-    rig.tier._verify(handle, lambda: None)
+    rig.tier.verify(handle, lambda _: None)
     rig.drop(handle)
     assert rig.stored(2) == handle
     rig.settle()

@@ -7,7 +7,7 @@ from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.errors import LimitExceeded, NotFound
 from kvdepot.core.report import PinStatus
 from kvdepot.server.engine import engine as engine_module
-from kvdepot.server.engine import pins
+from kvdepot.server.engine import pins, walks
 from kvdepot.server.engine.types import Quota
 
 from tests.fakes.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, audit, key, path, spec_of
@@ -243,7 +243,7 @@ def test_i4_a_pinned_namespace_keeps_its_slot_and_pins_have_a_limit(monkeypatch:
 
 @pytest.mark.parametrize("walked", [1, 2, 4096])
 def test_a_path_is_walked_in_slices_also_while_it_goes(walked: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pins, "_WALKED_NODES", walked)
+    monkeypatch.setattr(walks, "_WALKED", walked)
     monkeypatch.setattr(pins, "_SLICE_NODES", 1)
     rig = Rig(eviction="lru")
     client = rig.attach()

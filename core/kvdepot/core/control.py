@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -134,3 +134,47 @@ class EvictReply:
     chunks: int
     more: bool = False  # than were counted
     spared: tuple[str, ...] = ()  # tiers that keep what they have: shared ones, and those out of use
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyCall:
+    """What is to be read again and compared with its checksum."""
+
+    bytes_per_second: int  # of each tier, at most
+    namespace_id: bytes = b""  # empty: all
+    key: bytes = b""  # of a chunk, meant with all below it; empty: all of the namespace
+    tier: str = ""  # empty: each
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedTier:
+    """How far it is in one tier. All but the bytes are numbers of objects."""
+
+    tier: str
+    objects: int = 0  # that there were at the beginning; 0: not counted, of a chunk
+    verified: int = 0
+    verified_bytes: int = 0  # that were read of them
+    damaged: Mapping[str, int] = field(default_factory=dict)  # by what was found; they are in quarantine, or dropped
+    skipped: Mapping[str, int] = field(default_factory=dict)  # by reason
+    over: bool = False
+    reason: str = ""  # why it was over before its end
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReply:
+    tiers: tuple[VerifiedTier, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchReply:
+    """How far reading ahead for an operator is. Numbers of objects, where nothing else is said."""
+
+    chunks: int  # that there were at the beginning; 0: not counted, of a path
+    looked_at: int = 0  # of these
+    there: int = 0  # in RAM before
+    read: int = 0
+    read_bytes: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)  # for want of room: share, quota, room
+    failed: Mapping[str, int] = field(default_factory=dict)  # by reason
+    over: bool = False
+    reason: str = ""  # why it was over before its end

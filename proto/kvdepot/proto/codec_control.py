@@ -15,12 +15,16 @@ from kvdepot.core.control import (
     EvictReply,
     PinCall,
     PinReply,
+    PrefetchReply,
     QuotaEntry,
     QuotaSubject,
     ReloadReply,
     Switch,
     SwitchCall,
     SwitchReply,
+    VerifiedTier,
+    VerifyCall,
+    VerifyReply,
 )
 from kvdepot.proto.bounds import bad, check_bytes, check_text
 from kvdepot.proto.codec_report import (
@@ -189,7 +193,9 @@ def encode_evict_call(namespace_id: bytes, key: bytes) -> pb.EvictRequest:
     return pb.EvictRequest(namespace=namespace_id, key=key)
 
 
-def decode_place(message: pb.EvictRequest | pb.PinRequest | pb.UnpinRequest) -> tuple[bytes, bytes]:
+def decode_place(
+    message: pb.EvictRequest | pb.PinRequest | pb.UnpinRequest | pb.VerifyRequest | pb.PrefetchRequest,
+) -> tuple[bytes, bytes]:
     """(namespace id, key of a chunk or nothing). Raises InvalidArgument."""
     check_bytes("namespace", message.namespace, limits.NAMESPACE_ID_BYTES)
     if message.key:
@@ -203,3 +209,88 @@ def encode_evict_reply(reply: EvictReply) -> pb.EvictResponse:
 
 def decode_evict_reply(message: pb.EvictResponse) -> EvictReply:
     return EvictReply(message.chunks, message.more, tuple(message.spared))
+
+
+def encode_verify_call(call: VerifyCall) -> pb.VerifyRequest:
+    return pb.VerifyRequest(
+        namespace=call.namespace_id, key=call.key, tier=call.tier, bytes_per_second=call.bytes_per_second
+    )
+
+
+def decode_verify_call(message: pb.VerifyRequest) -> VerifyCall:
+    """Raises InvalidArgument, or LimitExceeded."""
+    check_text("tier", message.tier, limits.LABEL_BYTES_MAX)
+    if not message.bytes_per_second:
+        raise bad("bytes_per_second", "is 0: nothing would be read")
+    if not message.namespace and message.key:
+        raise bad("key", "is of a chunk of no namespace")
+    place = decode_place(message) if message.namespace else (b"", b"")
+    return VerifyCall(message.bytes_per_second, *place, message.tier)
+
+
+def encode_verify_reply(reply: VerifyReply) -> pb.VerifyResponse:
+    return pb.VerifyResponse(
+        tiers=[
+            pb.VerifiedTier(
+                tier=one.tier,
+                objects=one.objects,
+                verified=one.verified,
+                verified_bytes=one.verified_bytes,
+                damaged=one.damaged,
+                skipped=one.skipped,
+                over=one.over,
+                reason=one.reason,
+            )
+            for one in reply.tiers
+        ]
+    )
+
+
+def decode_verify_reply(message: pb.VerifyResponse) -> VerifyReply:
+    return VerifyReply(
+        tuple(
+            VerifiedTier(
+                one.tier,
+                one.objects,
+                one.verified,
+                one.verified_bytes,
+                dict(one.damaged),
+                dict(one.skipped),
+                one.over,
+                one.reason,
+            )
+            for one in message.tiers
+        )
+    )
+
+
+def encode_prefetch_call(namespace_id: bytes, key: bytes) -> pb.PrefetchRequest:
+    return pb.PrefetchRequest(namespace=namespace_id, key=key)
+
+
+def encode_prefetch_reply(reply: PrefetchReply) -> pb.PrefetchResponse:
+    return pb.PrefetchResponse(
+        chunks=reply.chunks,
+        looked_at=reply.looked_at,
+        there=reply.there,
+        read=reply.read,
+        read_bytes=reply.read_bytes,
+        refused=reply.refused,
+        failed=reply.failed,
+        over=reply.over,
+        reason=reply.reason,
+    )
+
+
+def decode_prefetch_reply(message: pb.PrefetchResponse) -> PrefetchReply:
+    return PrefetchReply(
+        message.chunks,
+        message.looked_at,
+        message.there,
+        message.read,
+        message.read_bytes,
+        dict(message.refused),
+        dict(message.failed),
+        message.over,
+        message.reason,
+    )

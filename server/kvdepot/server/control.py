@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from typing import Final, Protocol, TypeVar
 
 from kvdepot.core.control import (
     PIN_SECONDS_MAX,
@@ -16,12 +17,16 @@ from kvdepot.core.control import (
     EvictReply,
     PinCall,
     PinReply,
+    PrefetchReply,
     QuotaEntry,
     QuotaSubject,
     ReloadReply,
     Switch,
     SwitchCall,
     SwitchReply,
+    VerifiedTier,
+    VerifyCall,
+    VerifyReply,
     switch_states,
 )
 from kvdepot.core.errors import ConfigError, KvDepotError, LimitExceeded
@@ -35,6 +40,27 @@ from kvdepot.server.state_file import KeptPin, OperatorState, StateFile
 
 Reread = Callable[[], Config]
 """Reads and checks the configuration again, the command line over it. Raises ConfigError."""
+
+
+_STEP_SECONDS: Final = 0.1
+"""As often as tiers tick."""
+_TELL_SECONDS: Final = 0.5
+
+Reply = TypeVar("Reply", covariant=True)
+
+
+class LongWork(Protocol[Reply]):
+    """What an operator waits for, and sees going on."""
+
+    @property
+    def hurried(self) -> bool:
+        """It waits for nothing but its turn."""
+
+    def run_once(self) -> bool:
+        """A slice; False when it is over."""
+
+    def reply(self) -> Reply:
+        """How far it is."""
 
 
 class Control:
@@ -60,6 +86,8 @@ class Control:
         self._reloading = asyncio.Lock()
         self._keeping = set[asyncio.Task[str]]()
         self._epochs = engine.voiding.epochs  # that are kept, or about to be
+        self._verifications = 0
+        self._prefetches = 0
 
     def restore(self) -> None:
         """What the run before was told. Raises ConfigError when that cannot be read."""
@@ -225,6 +253,37 @@ class Control:
         self._log.warning("evicted %s of namespace %s: %d chunks", what, namespace_id.hex(), removal.chunks)
         return removal.reply()
 
+    async def verify(self, call: VerifyCall, tell: Callable[[VerifyReply], Awaitable[None]]) -> None:
+        """Read again what is there, and tell how far it is; cancelled it stops. One at a time: raises LimitExceeded."""
+        _one_at_a_time("verifications at once", self._verifications)
+        verification = self._engine.verification(call)
+        self._log.warning("verifying %s", _asked(call))
+        self._verifications += 1
+        try:
+            await _told(verification, tell)
+        finally:
+            self._verifications -= 1
+            verification.cancel()
+            for tier in verification.reply().tiers:
+                self._log.warning("%s", _verified(tier))
+
+    async def prefetch(self, namespace_id: bytes, key: bytes, tell: Callable[[PrefetchReply], Awaitable[None]]) -> None:
+        """Read into RAM what tiers below it have, likewise."""
+        _one_at_a_time("prefetches at once", self._prefetches)
+        warming = self._engine.warming(namespace_id, key)
+        self._log.warning("reading ahead %s", _shown(namespace_id, key))
+        self._prefetches += 1
+        try:
+            await _told(warming, tell)
+        finally:
+            self._prefetches -= 1
+            warming.cancel()
+            found = warming.reply()
+            self._log.warning(
+                "read ahead %d objects, %d bytes; %d were there%s%s%s", found.read, found.read_bytes, found.there,
+                _counted("; refused", found.refused), _counted("; failed", found.failed), _rest(found.reason),
+            )  # fmt: skip
+
     # The configuration
 
     def configuration(self) -> ConfigReply:
@@ -260,6 +319,45 @@ class Control:
         if self._reread is None:
             raise ConfigError(self._config.file, "", "there is no file to read again", advice="start kvdepotd with one")
         return await asyncio.get_running_loop().run_in_executor(None, self._reread)
+
+
+def _one_at_a_time(what: str, running: int) -> None:
+    if running:
+        raise LimitExceeded(what, running + 1, 1, advice="wait for the other one, or end it where it runs")
+
+
+async def _told(work: LongWork[Reply], tell: Callable[[Reply], Awaitable[None]]) -> None:
+    """To its end, telling of it now and then."""
+    clock = asyncio.get_running_loop().time
+    tell_at = clock()
+    while work.run_once():
+        if clock() >= tell_at:
+            tell_at = clock() + _TELL_SECONDS
+            await tell(work.reply())
+        await asyncio.sleep(0 if work.hurried else _STEP_SECONDS)
+    await tell(work.reply())
+
+
+def _asked(call: VerifyCall) -> str:
+    what = "everything"
+    if call.namespace_id:
+        below = f"chunk {call.key.hex()} and what is below it, of " if call.key else ""
+        what = f"{below}namespace {call.namespace_id.hex()}"
+    where = f"tier {call.tier}" if call.tier else "all tiers"
+    return f"{what} in {where}, at most {call.bytes_per_second} bytes a second each"
+
+
+def _verified(tier: VerifiedTier) -> str:
+    found = f"verified {tier.verified} objects of tier {tier.tier}"
+    return found + _counted("; damaged", tier.damaged) + _counted("; skipped", tier.skipped) + _rest(tier.reason)
+
+
+def _counted(what: str, found: Mapping[str, int]) -> str:
+    return f"{what}: {', '.join(f'{count} {why}' for why, count in found.items())}" if found else ""
+
+
+def _rest(reason: str) -> str:
+    return f"; the rest was not read: {reason}" if reason else ""
 
 
 def _shown(namespace_id: bytes, key: bytes) -> str:

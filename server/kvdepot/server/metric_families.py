@@ -147,6 +147,7 @@ _WASTED = (
     "gave_way",
     "loads_off",
     "lost",
+    "operator",
     "renewed",
     "session",
 )

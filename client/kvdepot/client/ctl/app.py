@@ -1,7 +1,7 @@
 """kvdepotctl: what an operator asks a running daemon.
 
-Exit codes: 0 ok, 1 the daemon is not ready, has nothing by that name or refuses its file, or a check of `doctor`
-fails, 2 wrong usage, 3 no daemon answers, 4 its socket is not for this user.
+Exit codes: 0 ok, 1 the daemon is not ready, has nothing by that name or refuses it, a check of `doctor` fails, or
+`verify` finds damage, 2 wrong usage, 3 no daemon answers, 4 its socket is not for this user.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from kvdepot.client.ctl.commands.evict import evict
 from kvdepot.client.ctl.commands.explain import explain
 from kvdepot.client.ctl.commands.ls import ls
 from kvdepot.client.ctl.commands.pins import pin, unpin
+from kvdepot.client.ctl.commands.prefetch import prefetch
 from kvdepot.client.ctl.commands.quotas import quota
 from kvdepot.client.ctl.commands.status import status
 from kvdepot.client.ctl.commands.switches import loads, stores
 from kvdepot.client.ctl.commands.top import top
+from kvdepot.client.ctl.commands.verify import verify
 from kvdepot.client.endpoint import Endpoint, EndpointError
-from kvdepot.core.errors import ConfigError, InvalidArgument, KvDepotError, NotFound
+from kvdepot.core.errors import ConfigError, InvalidArgument, KvDepotError, LimitExceeded, LoadsOff, NotFound
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_FORBIDDEN = 1, 2, 3, 4
 
@@ -67,8 +69,8 @@ def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
 
 
 for command in (
-    status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, epoch, reload,
-    config, completion,
+    status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, epoch, verify,
+    prefetch, reload, config, completion,
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -98,7 +100,7 @@ def main() -> None:
 
 
 def _exit_code(error: KvDepotError) -> int:
-    if isinstance(error, NotFound | ConfigError):
+    if isinstance(error, NotFound | ConfigError | LimitExceeded | LoadsOff):
         return EXIT_REFUSED
     return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_UNREACHABLE
 

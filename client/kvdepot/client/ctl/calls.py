@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from threading import Event, Timer
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
@@ -15,12 +16,15 @@ from kvdepot.core.control import (
     EvictReply,
     PinCall,
     PinReply,
+    PrefetchReply,
     QuotaEntry,
     QuotaSubject,
     ReloadReply,
     Switch,
     SwitchCall,
     SwitchReply,
+    VerifyCall,
+    VerifyReply,
     switch_states,
 )
 from kvdepot.core.errors import InvalidArgument, KvDepotError, NotFound
@@ -149,6 +153,16 @@ class Operator:
         request = codec_control.encode_evict_call(namespace_id, key)
         return codec_control.decode_evict_reply(self._call(self._control.Evict, request))
 
+    def verify(self, call: VerifyCall) -> Generator[VerifyReply, None, None]:
+        """How far it is, now and then, and at its end. Closed before that it ends in the daemon too."""
+        for message in self._stream(self._control.Verify, codec_control.encode_verify_call(call)):
+            yield codec_control.decode_verify_reply(message)
+
+    def prefetch(self, namespace_id: bytes, key: bytes) -> Generator[PrefetchReply, None, None]:
+        """Likewise."""
+        for message in self._stream(self._control.Prefetch, codec_control.encode_prefetch_call(namespace_id, key)):
+            yield codec_control.decode_prefetch_reply(message)
+
     def reload(self, *, dry_run: bool = False) -> ReloadReply:
         """Raises ConfigError for a file that is wrong or, unless it is a dry run, says what takes a restart."""
         request = control_pb2.ReloadRequest(dry_run=dry_run)
@@ -224,14 +238,46 @@ class Operator:
         try:
             return method(request, timeout=self._timeout_seconds)
         except grpc.RpcError as error:
-            metadata = [(entry.key, entry.value) for entry in error.trailing_metadata() or ()]
-            if CODE_KEY in dict(metadata):
-                raise from_status(error.code(), error.details(), metadata) from None
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise _refusal(error) or error from None
+
+    def _stream(self, method: Callable[..., Any], request: object) -> Iterator[Any]:
+        """The answers of a call that goes on. Raises KvDepotError also where none comes for `timeout_seconds`."""
+        call, silent = method(request), Event()
+
+        def give_up() -> None:
+            silent.set()
+            call.cancel()
+
+        try:
+            while True:
+                timer = Timer(self._timeout_seconds, give_up)
+                timer.daemon = True
+                timer.start()
+                try:
+                    message = next(call, None)
+                finally:
+                    timer.cancel()
+                if message is None:
+                    return
+                yield message
+        except grpc.RpcError as error:
+            if silent.is_set():
                 raise KvDepotError(
-                    "this kvdepotd does not know the call", advice="upgrade it: it is older than kvdepotctl"
+                    f"no word from the daemon for {self._timeout_seconds:g} s", advice="its log, or a longer --timeout"
                 ) from None
-            raise
+            raise _refusal(error) or error from None
+        finally:
+            call.cancel()
+
+
+def _refusal(error: grpc.RpcError) -> KvDepotError | None:
+    """What the daemon said; None where it is not the daemon's word."""
+    metadata = [(entry.key, entry.value) for entry in error.trailing_metadata() or ()]
+    if CODE_KEY in dict(metadata):
+        return from_status(error.code(), error.details(), metadata)
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return KvDepotError("this kvdepotd does not know the call", advice="upgrade it: it is older than kvdepotctl")
+    return None
 
 
 def _digits(what: str, text: str) -> str:

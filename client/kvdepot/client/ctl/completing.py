@@ -18,7 +18,21 @@ _SHOWN: Final = 50
 _DIGITS: Final = 12
 
 
-class Name(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+class _Asked(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """What the daemon knows. None where no daemon answers: a shell shows no errors."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        del param
+        given = ctx.find_root().params
+        with contextlib.suppress(grpc.RpcError, KvDepotError), connect(given["endpoint"], given["timeout"]) as operator:
+            return self._found(operator, ctx, incomplete)
+        return []
+
+    def _found(self, operator: Operator, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        raise NotImplementedError
+
+
+class Name(_Asked):
     """NAMESPACE, or with `chunks` also NAMESPACE/KEY, as an operator writes it: what it names is found out later."""
 
     name = "name"
@@ -26,21 +40,37 @@ class Name(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.
     def __init__(self, *, chunks: bool) -> None:
         self._chunks = chunks
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """None where no daemon answers: a shell shows no errors."""
-        del param
-        given = ctx.find_root().params
-        with contextlib.suppress(grpc.RpcError, KvDepotError), connect(given["endpoint"], given["timeout"]) as operator:
-            return self._found(operator, incomplete)
-        return []
-
-    def _found(self, operator: Operator, incomplete: str) -> list[CompletionItem]:
+    def _found(self, operator: Operator, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        del ctx
         namespace, slash, prefix = incomplete.partition("/")
         if slash and self._chunks:
-            found = operator.chunks(operator.find_namespace(namespace), prefix, _SHOWN).chunks
-            return [
-                CompletionItem(f"{namespace}/{chunk.key.hex()[:_DIGITS]}", help=f"{chunk.boundary_tokens} tokens")
-                for chunk in found
-            ]
+            return _chunks(operator, namespace, prefix, f"{namespace}/")
         names = operator.namespaces(incomplete, _SHOWN).namespaces
         return [CompletionItem(one.namespace_id.hex()[:_DIGITS], help=one.label) for one in names]
+
+
+class Key(_Asked):
+    """KEY of a chunk of the namespace that `--namespace` names."""
+
+    name = "key"
+
+    def _found(self, operator: Operator, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        namespace = ctx.params.get("namespace")
+        return _chunks(operator, namespace, incomplete, "") if namespace else []
+
+
+class TierName(_Asked):
+    name = "name"
+
+    def _found(self, operator: Operator, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        del ctx
+        tiers = operator.status().tiers
+        return [CompletionItem(one.name, help=one.kind) for one in tiers if one.name.startswith(incomplete)]
+
+
+def _chunks(operator: Operator, namespace: str, prefix: str, before: str) -> list[CompletionItem]:
+    found = operator.chunks(operator.find_namespace(namespace), prefix, _SHOWN).chunks
+    return [
+        CompletionItem(f"{before}{chunk.key.hex()[:_DIGITS]}", help=f"{chunk.boundary_tokens} tokens")
+        for chunk in found
+    ]

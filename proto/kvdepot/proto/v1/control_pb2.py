@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvdepot.proto.v1 import depot_pb2 as kvdepot_dot_proto_dot_v1_dot_depot__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvdepot/proto/v1/control.proto\x12\nkvdepot.v1\x1a\x1ckvdepot/proto/v1/depot.proto\"A\n\x10SetSwitchRequest\x12\x0e\n\x06switch\x18\x01 \x01(\t\x12\n\n\x02on\x18\x02 \x01(\x08\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\"]\n\x11SetSwitchResponse\x12&\n\x08switches\x18\x01 \x01(\x0b\x32\x14.kvdepot.v1.Switches\x12\x0e\n\x06leases\x18\x02 \x01(\x04\x12\x10\n\x08not_kept\x18\x03 \x01(\t\">\n\x10\x42umpEpochRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\x12\n\n\x02to\x18\x03 \x01(\r\"\x9e\x01\n\x11\x42umpEpochResponse\x12\"\n\x06\x65pochs\x18\x01 \x01(\x0b\x32\x12.kvdepot.v1.Epochs\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x12\x12\n\nnamespaces\x18\x03 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\x04\x12\x0e\n\x06leases\x18\x05 \x01(\x04\x12\x0e\n\x06shared\x18\x06 \x03(\t\x12\x10\n\x08not_kept\x18\x07 \x01(\t\" \n\rReloadRequest\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\"H\n\x0c\x43onfigChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\t\x12\x0c\n\x04live\x18\x04 \x01(\x08\"I\n\x0eReloadResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12)\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x18.kvdepot.v1.ConfigChange\"\x12\n\x10GetConfigRequest\"\x8b\x01\n\x11GetConfigResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x39\n\x06values\x18\x02 \x03(\x0b\x32).kvdepot.v1.GetConfigResponse.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"&\n\x12SetDrainingRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"%\n\x13SetDrainingResponse\x12\x0e\n\x06leases\x18\x01 \x01(\x04\".\n\x0c\x45victRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"=\n\rEvictResponse\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\x0c\n\x04more\x18\x02 \x01(\x08\x12\x0e\n\x06spared\x18\x03 \x03(\t\"=\n\nPinRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"=\n\x0bPinResponse\x12\x1c\n\x03pin\x18\x01 \x01(\x0b\x32\x0f.kvdepot.v1.Pin\x12\x10\n\x08not_kept\x18\x02 \x01(\t\".\n\x0cUnpinRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"!\n\rUnpinResponse\x12\x10\n\x08not_kept\x18\x01 \x01(\t\"R\n\x0cQuotaSubject\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x16\n\tnamespace\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04tier\x18\x03 \x01(\tB\x0c\n\n_namespace\"w\n\x05Quota\x12)\n\x07subject\x18\x01 \x01(\x0b\x32\x18.kvdepot.v1.QuotaSubject\x12\x1b\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0b\x62y_operator\x18\x03 \x01(\x08\x42\x11\n\x0f_capacity_bytes\"l\n\x0fSetQuotaRequest\x12)\n\x07subject\x18\x01 \x01(\x0b\x32\x18.kvdepot.v1.QuotaSubject\x12\x1b\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_capacity_bytes\"$\n\x10SetQuotaResponse\x12\x10\n\x08not_kept\x18\x01 \x01(\t\"?\n\x12\x44\x65leteQuotaRequest\x12)\n\x07subject\x18\x01 \x01(\x0b\x32\x18.kvdepot.v1.QuotaSubject\"\'\n\x13\x44\x65leteQuotaResponse\x12\x10\n\x08not_kept\x18\x01 \x01(\t\">\n\x11ListQuotasRequest\x12)\n\x07subject\x18\x01 \x01(\x0b\x32\x18.kvdepot.v1.QuotaSubject\"7\n\x12ListQuotasResponse\x12!\n\x06quotas\x18\x01 \x03(\x0b\x32\x11.kvdepot.v1.Quota2\x90\x06\n\x07\x43ontrol\x12H\n\tSetSwitch\x12\x1c.kvdepot.v1.SetSwitchRequest\x1a\x1d.kvdepot.v1.SetSwitchResponse\x12N\n\x0bSetDraining\x12\x1e.kvdepot.v1.SetDrainingRequest\x1a\x1f.kvdepot.v1.SetDrainingResponse\x12<\n\x05\x45vict\x12\x18.kvdepot.v1.EvictRequest\x1a\x19.kvdepot.v1.EvictResponse\x12H\n\tBumpEpoch\x12\x1c.kvdepot.v1.BumpEpochRequest\x1a\x1d.kvdepot.v1.BumpEpochResponse\x12\x36\n\x03Pin\x12\x16.kvdepot.v1.PinRequest\x1a\x17.kvdepot.v1.PinResponse\x12<\n\x05Unpin\x12\x18.kvdepot.v1.UnpinRequest\x1a\x19.kvdepot.v1.UnpinResponse\x12\x45\n\x08SetQuota\x12\x1b.kvdepot.v1.SetQuotaRequest\x1a\x1c.kvdepot.v1.SetQuotaResponse\x12N\n\x0b\x44\x65leteQuota\x12\x1e.kvdepot.v1.DeleteQuotaRequest\x1a\x1f.kvdepot.v1.DeleteQuotaResponse\x12K\n\nListQuotas\x12\x1d.kvdepot.v1.ListQuotasRequest\x1a\x1e.kvdepot.v1.ListQuotasResponse\x12?\n\x06Reload\x12\x19.kvdepot.v1.ReloadRequest\x1a\x1a.kvdepot.v1.ReloadResponse\x12H\n\tGetConfig\x12\x1c.kvdepot.v1.GetConfigRequest\x1a\x1d.kvdepot.v1.GetConfigResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ekvdepot/proto/v1/control.proto\x12\nkvdepot.v1\x1a\x1ckvdepot/proto/v1/depot.proto\"A\n\x10SetSwitchRequest\x12\x0e\n\x06switch\x18\x01 \x01(\t\x12\n\n\x02on\x18\x02 \x01(\x08\x12\x11\n\tnamespace\x18\x03 \x01(\x0c\"]\n\x11SetSwitchResponse\x12&\n\x08switches\x18\x01 \x01(\x0b\x32\x14.kvdepot.v1.Switches\x12\x0e\n\x06leases\x18\x02 \x01(\x04\x12\x10\n\x08not_kept\x18\x03 \x01(\t\">\n\x10\x42umpEpochRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03\x61ll\x18\x02 \x01(\x08\x12\n\n\x02to\x18\x03 \x01(\r\"\x9e\x01\n\x11\x42umpEpochResponse\x12\"\n\x06\x65pochs\x18\x01 \x01(\x0b\x32\x12.kvdepot.v1.Epochs\x12\x0f\n\x07\x63hanged\x18\x02 \x01(\x08\x12\x12\n\nnamespaces\x18\x03 \x01(\x04\x12\x0e\n\x06\x63hunks\x18\x04 \x01(\x04\x12\x0e\n\x06leases\x18\x05 \x01(\x04\x12\x0e\n\x06shared\x18\x06 \x03(\t\x12\x10\n\x08not_kept\x18\x07 \x01(\t\" \n\rReloadRequest\x12\x0f\n\x07\x64ry_run\x18\x01 \x01(\x08\"H\n\x0c\x43onfigChange\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\t\x12\x0c\n\x04live\x18\x04 \x01(\x08\"I\n\x0eReloadResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12)\n\x07\x63hanges\x18\x02 \x03(\x0b\x32\x18.kvdepot.v1.ConfigChange\"\x12\n\x10GetConfigRequest\"\x8b\x01\n\x11GetConfigResponse\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x39\n\x06values\x18\x02 \x03(\x0b\x32).kvdepot.v1.GetConfigResponse.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"&\n\x12SetDrainingRequest\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\"%\n\x13SetDrainingResponse\x12\x0e\n\x06leases\x18\x01 \x01(\x04\".\n\x0c\x45victRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"=\n\rEvictResponse\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\x0c\n\x04more\x18\x02 \x01(\x08\x12\x0e\n\x06spared\x18\x03 \x03(\t\"W\n\rVerifyRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x18\n\x10\x62ytes_per_second\x18\x04 \x01(\x04\"\xc5\x02\n\x0cVerifiedTier\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0f\n\x07objects\x18\x02 \x01(\x04\x12\x10\n\x08verified\x18\x03 \x01(\x04\x12\x16\n\x0everified_bytes\x18\x04 \x01(\x04\x12\x36\n\x07\x64\x61maged\x18\x05 \x03(\x0b\x32%.kvdepot.v1.VerifiedTier.DamagedEntry\x12\x36\n\x07skipped\x18\x06 \x03(\x0b\x32%.kvdepot.v1.VerifiedTier.SkippedEntry\x12\x0c\n\x04over\x18\x07 \x01(\x08\x12\x0e\n\x06reason\x18\x08 \x01(\t\x1a.\n\x0c\x44\x61magedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cSkippedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"9\n\x0eVerifyResponse\x12\'\n\x05tiers\x18\x01 \x03(\x0b\x32\x18.kvdepot.v1.VerifiedTier\"1\n\x0fPrefetchRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"\xd9\x02\n\x10PrefetchResponse\x12\x0e\n\x06\x63hunks\x18\x01 \x01(\x04\x12\x11\n\tlooked_at\x18\x02 \x01(\x04\x12\r\n\x05there\x18\x03 \x01(\x04\x12\x0c\n\x04read\x18\x04 \x01(\x04\x12\x12\n\nread_bytes\x18\x05 \x01(\x04\x12:\n\x07refused\x18\x06 \x03(\x0b\x32).kvdepot.v1.PrefetchResponse.RefusedEntry\x12\x38\n\x06\x66\x61iled\x18\x07 \x03(\x0b\x32(.kvdepot.v1.PrefetchResponse.FailedEntry\x12\x0c\n\x04over\x18\x08 \x01(\x08\x12\x0e\n\x06reason\x18\t \x01(\t\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a-\n\x0b\x46\x61iledEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"=\n\nPinRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"=\n\x0bPinResponse\x12\x1c\n\x03pin\x18\x01 \x01(\x0b\x32\x0f.kvdepot.v1.Pin\x12\x10\n\x08not_kept\x18\x02 \x01(\t\".\n\x0cUnpinRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"!\n\rUnpinResponse\x12\x10\n\x08not_kept\x18\x01 \x01(\t\"R\n\x0cQuotaSubject\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x16\n\tnamespace\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x0c\n\x04tier\x18\x03 \x01(\tB\x0c\n\n_namespace\"w\n\x05Quota\x12)\n\x07subject\x18\x01 \x01(\x0b\x32\x18.kvdepot.v1.QuotaSubject\x12\x1b\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0b\x62y_operator\x18\x03 \x01(\x08\x42\x11\n\x0f_capacity_bytes\"l\n\x0fSetQuotaRequest\x12)\n\x07subject\x18\x01 \x01(\x0b\x32\x18.kvdepot.v1.QuotaSubject\x12\x1b\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x11\n\x0f_capacity_bytes\"$\n\x10SetQuotaResponse\x12\x10\n\x08not_kept\x18\x01 \x01(\t\"?\n\x12\x44\x65leteQuotaRequest\x12)\n\x07subject\x18\x01 \x01(\x0b\x32\x18.kvdepot.v1.QuotaSubject\"\'\n\x13\x44\x65leteQuotaResponse\x12\x10\n\x08not_kept\x18\x01 \x01(\t\">\n\x11ListQuotasRequest\x12)\n\x07subject\x18\x01 \x01(\x0b\x32\x18.kvdepot.v1.QuotaSubject\"7\n\x12ListQuotasResponse\x12!\n\x06quotas\x18\x01 \x03(\x0b\x32\x11.kvdepot.v1.Quota2\x9c\x07\n\x07\x43ontrol\x12H\n\tSetSwitch\x12\x1c.kvdepot.v1.SetSwitchRequest\x1a\x1d.kvdepot.v1.SetSwitchResponse\x12N\n\x0bSetDraining\x12\x1e.kvdepot.v1.SetDrainingRequest\x1a\x1f.kvdepot.v1.SetDrainingResponse\x12<\n\x05\x45vict\x12\x18.kvdepot.v1.EvictRequest\x1a\x19.kvdepot.v1.EvictResponse\x12H\n\tBumpEpoch\x12\x1c.kvdepot.v1.BumpEpochRequest\x1a\x1d.kvdepot.v1.BumpEpochResponse\x12\x41\n\x06Verify\x12\x19.kvdepot.v1.VerifyRequest\x1a\x1a.kvdepot.v1.VerifyResponse0\x01\x12G\n\x08Prefetch\x12\x1b.kvdepot.v1.PrefetchRequest\x1a\x1c.kvdepot.v1.PrefetchResponse0\x01\x12\x36\n\x03Pin\x12\x16.kvdepot.v1.PinRequest\x1a\x17.kvdepot.v1.PinResponse\x12<\n\x05Unpin\x12\x18.kvdepot.v1.UnpinRequest\x1a\x19.kvdepot.v1.UnpinResponse\x12\x45\n\x08SetQuota\x12\x1b.kvdepot.v1.SetQuotaRequest\x1a\x1c.kvdepot.v1.SetQuotaResponse\x12N\n\x0b\x44\x65leteQuota\x12\x1e.kvdepot.v1.DeleteQuotaRequest\x1a\x1f.kvdepot.v1.DeleteQuotaResponse\x12K\n\nListQuotas\x12\x1d.kvdepot.v1.ListQuotasRequest\x1a\x1e.kvdepot.v1.ListQuotasResponse\x12?\n\x06Reload\x12\x19.kvdepot.v1.ReloadRequest\x1a\x1a.kvdepot.v1.ReloadResponse\x12H\n\tGetConfig\x12\x1c.kvdepot.v1.GetConfigRequest\x1a\x1d.kvdepot.v1.GetConfigResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETCONFIGRESPONSE_VALUESENTRY']._loaded_options = None
   _globals['_GETCONFIGRESPONSE_VALUESENTRY']._serialized_options = b'8\001'
+  _globals['_VERIFIEDTIER_DAMAGEDENTRY']._loaded_options = None
+  _globals['_VERIFIEDTIER_DAMAGEDENTRY']._serialized_options = b'8\001'
+  _globals['_VERIFIEDTIER_SKIPPEDENTRY']._loaded_options = None
+  _globals['_VERIFIEDTIER_SKIPPEDENTRY']._serialized_options = b'8\001'
+  _globals['_PREFETCHRESPONSE_REFUSEDENTRY']._loaded_options = None
+  _globals['_PREFETCHRESPONSE_REFUSEDENTRY']._serialized_options = b'8\001'
+  _globals['_PREFETCHRESPONSE_FAILEDENTRY']._loaded_options = None
+  _globals['_PREFETCHRESPONSE_FAILEDENTRY']._serialized_options = b'8\001'
   _globals['_SETSWITCHREQUEST']._serialized_start=76
   _globals['_SETSWITCHREQUEST']._serialized_end=141
   _globals['_SETSWITCHRESPONSE']._serialized_start=143
@@ -62,30 +70,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVICTREQUEST']._serialized_end=933
   _globals['_EVICTRESPONSE']._serialized_start=935
   _globals['_EVICTRESPONSE']._serialized_end=996
-  _globals['_PINREQUEST']._serialized_start=998
-  _globals['_PINREQUEST']._serialized_end=1059
-  _globals['_PINRESPONSE']._serialized_start=1061
-  _globals['_PINRESPONSE']._serialized_end=1122
-  _globals['_UNPINREQUEST']._serialized_start=1124
-  _globals['_UNPINREQUEST']._serialized_end=1170
-  _globals['_UNPINRESPONSE']._serialized_start=1172
-  _globals['_UNPINRESPONSE']._serialized_end=1205
-  _globals['_QUOTASUBJECT']._serialized_start=1207
-  _globals['_QUOTASUBJECT']._serialized_end=1289
-  _globals['_QUOTA']._serialized_start=1291
-  _globals['_QUOTA']._serialized_end=1410
-  _globals['_SETQUOTAREQUEST']._serialized_start=1412
-  _globals['_SETQUOTAREQUEST']._serialized_end=1520
-  _globals['_SETQUOTARESPONSE']._serialized_start=1522
-  _globals['_SETQUOTARESPONSE']._serialized_end=1558
-  _globals['_DELETEQUOTAREQUEST']._serialized_start=1560
-  _globals['_DELETEQUOTAREQUEST']._serialized_end=1623
-  _globals['_DELETEQUOTARESPONSE']._serialized_start=1625
-  _globals['_DELETEQUOTARESPONSE']._serialized_end=1664
-  _globals['_LISTQUOTASREQUEST']._serialized_start=1666
-  _globals['_LISTQUOTASREQUEST']._serialized_end=1728
-  _globals['_LISTQUOTASRESPONSE']._serialized_start=1730
-  _globals['_LISTQUOTASRESPONSE']._serialized_end=1785
-  _globals['_CONTROL']._serialized_start=1788
-  _globals['_CONTROL']._serialized_end=2572
+  _globals['_VERIFYREQUEST']._serialized_start=998
+  _globals['_VERIFYREQUEST']._serialized_end=1085
+  _globals['_VERIFIEDTIER']._serialized_start=1088
+  _globals['_VERIFIEDTIER']._serialized_end=1413
+  _globals['_VERIFIEDTIER_DAMAGEDENTRY']._serialized_start=1319
+  _globals['_VERIFIEDTIER_DAMAGEDENTRY']._serialized_end=1365
+  _globals['_VERIFIEDTIER_SKIPPEDENTRY']._serialized_start=1367
+  _globals['_VERIFIEDTIER_SKIPPEDENTRY']._serialized_end=1413
+  _globals['_VERIFYRESPONSE']._serialized_start=1415
+  _globals['_VERIFYRESPONSE']._serialized_end=1472
+  _globals['_PREFETCHREQUEST']._serialized_start=1474
+  _globals['_PREFETCHREQUEST']._serialized_end=1523
+  _globals['_PREFETCHRESPONSE']._serialized_start=1526
+  _globals['_PREFETCHRESPONSE']._serialized_end=1871
+  _globals['_PREFETCHRESPONSE_REFUSEDENTRY']._serialized_start=1778
+  _globals['_PREFETCHRESPONSE_REFUSEDENTRY']._serialized_end=1824
+  _globals['_PREFETCHRESPONSE_FAILEDENTRY']._serialized_start=1826
+  _globals['_PREFETCHRESPONSE_FAILEDENTRY']._serialized_end=1871
+  _globals['_PINREQUEST']._serialized_start=1873
+  _globals['_PINREQUEST']._serialized_end=1934
+  _globals['_PINRESPONSE']._serialized_start=1936
+  _globals['_PINRESPONSE']._serialized_end=1997
+  _globals['_UNPINREQUEST']._serialized_start=1999
+  _globals['_UNPINREQUEST']._serialized_end=2045
+  _globals['_UNPINRESPONSE']._serialized_start=2047
+  _globals['_UNPINRESPONSE']._serialized_end=2080
+  _globals['_QUOTASUBJECT']._serialized_start=2082
+  _globals['_QUOTASUBJECT']._serialized_end=2164
+  _globals['_QUOTA']._serialized_start=2166
+  _globals['_QUOTA']._serialized_end=2285
+  _globals['_SETQUOTAREQUEST']._serialized_start=2287
+  _globals['_SETQUOTAREQUEST']._serialized_end=2395
+  _globals['_SETQUOTARESPONSE']._serialized_start=2397
+  _globals['_SETQUOTARESPONSE']._serialized_end=2433
+  _globals['_DELETEQUOTAREQUEST']._serialized_start=2435
+  _globals['_DELETEQUOTAREQUEST']._serialized_end=2498
+  _globals['_DELETEQUOTARESPONSE']._serialized_start=2500
+  _globals['_DELETEQUOTARESPONSE']._serialized_end=2539
+  _globals['_LISTQUOTASREQUEST']._serialized_start=2541
+  _globals['_LISTQUOTASREQUEST']._serialized_end=2603
+  _globals['_LISTQUOTASRESPONSE']._serialized_start=2605
+  _globals['_LISTQUOTASRESPONSE']._serialized_end=2660
+  _globals['_CONTROL']._serialized_start=2663
+  _globals['_CONTROL']._serialized_end=3587
 # @@protoc_insertion_point(module_scope)

@@ -315,6 +315,229 @@ class EvictResponse(google.protobuf.message.Message):
 global___EvictResponse = EvictResponse
 
 @typing.final
+class VerifyRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    """empty: all"""
+    key: builtins.bytes
+    """of a chunk, meant with all below it; empty: all of the namespace"""
+    tier: builtins.str
+    """empty: each"""
+    bytes_per_second: builtins.int
+    """of each tier, at most"""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        key: builtins.bytes = ...,
+        tier: builtins.str = ...,
+        bytes_per_second: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_second", b"bytes_per_second", "key", b"key", "namespace", b"namespace", "tier", b"tier"]) -> None: ...
+
+global___VerifyRequest = VerifyRequest
+
+@typing.final
+class VerifiedTier(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class DamagedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class SkippedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    TIER_FIELD_NUMBER: builtins.int
+    OBJECTS_FIELD_NUMBER: builtins.int
+    VERIFIED_FIELD_NUMBER: builtins.int
+    VERIFIED_BYTES_FIELD_NUMBER: builtins.int
+    DAMAGED_FIELD_NUMBER: builtins.int
+    SKIPPED_FIELD_NUMBER: builtins.int
+    OVER_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    tier: builtins.str
+    objects: builtins.int
+    """that there were at the beginning; 0: not counted, of a chunk"""
+    verified: builtins.int
+    """these, too, are objects"""
+    verified_bytes: builtins.int
+    """that were read of them"""
+    over: builtins.bool
+    reason: builtins.str
+    """why it was over before its end"""
+    @property
+    def damaged(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by what was found; they are in quarantine, or dropped"""
+
+    @property
+    def skipped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """by reason"""
+
+    def __init__(
+        self,
+        *,
+        tier: builtins.str = ...,
+        objects: builtins.int = ...,
+        verified: builtins.int = ...,
+        verified_bytes: builtins.int = ...,
+        damaged: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        skipped: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        over: builtins.bool = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged", b"damaged", "objects", b"objects", "over", b"over", "reason", b"reason", "skipped", b"skipped", "tier", b"tier", "verified", b"verified", "verified_bytes", b"verified_bytes"]) -> None: ...
+
+global___VerifiedTier = VerifiedTier
+
+@typing.final
+class VerifyResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: builtins.int
+    @property
+    def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___VerifiedTier]: ...
+    def __init__(
+        self,
+        *,
+        tiers: collections.abc.Iterable[global___VerifiedTier] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tiers", b"tiers"]) -> None: ...
+
+global___VerifyResponse = VerifyResponse
+
+@typing.final
+class PrefetchRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    key: builtins.bytes
+    """of the chunk that ends a path; empty: all of the namespace"""
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace", b"namespace"]) -> None: ...
+
+global___PrefetchRequest = PrefetchRequest
+
+@typing.final
+class PrefetchResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class RefusedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class FailedEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    CHUNKS_FIELD_NUMBER: builtins.int
+    LOOKED_AT_FIELD_NUMBER: builtins.int
+    THERE_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
+    READ_BYTES_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    OVER_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    chunks: builtins.int
+    """that there were at the beginning; 0: not counted, of a path"""
+    looked_at: builtins.int
+    """of these"""
+    there: builtins.int
+    """objects in RAM before"""
+    read: builtins.int
+    """objects"""
+    read_bytes: builtins.int
+    over: builtins.bool
+    reason: builtins.str
+    """why it was over before its end"""
+    @property
+    def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """objects, for want of room: share, quota, room"""
+
+    @property
+    def failed(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """objects, by reason"""
+
+    def __init__(
+        self,
+        *,
+        chunks: builtins.int = ...,
+        looked_at: builtins.int = ...,
+        there: builtins.int = ...,
+        read: builtins.int = ...,
+        read_bytes: builtins.int = ...,
+        refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        failed: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        over: builtins.bool = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "failed", b"failed", "looked_at", b"looked_at", "over", b"over", "read", b"read", "read_bytes", b"read_bytes", "reason", b"reason", "refused", b"refused", "there", b"there"]) -> None: ...
+
+global___PrefetchResponse = PrefetchResponse
+
+@typing.final
 class PinRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

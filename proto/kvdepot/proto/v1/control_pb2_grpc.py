@@ -54,6 +54,16 @@ class ControlStub(object):
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/kvdepot.v1.Control/Verify',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.VerifyResponse.FromString,
+                _registered_method=True)
+        self.Prefetch = channel.unary_stream(
+                '/kvdepot.v1.Control/Prefetch',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
         self.Pin = channel.unary_unary(
                 '/kvdepot.v1.Control/Pin',
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.PinRequest.SerializeToString,
@@ -114,6 +124,20 @@ class ControlServicer(object):
 
     def BumpEpoch(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """Reads again what is there; says how far it is, the last time when it is over. It ends with the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Prefetch(self, request, context):
+        """Reads into RAM what tiers below it have, likewise.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -182,6 +206,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.BumpEpoch,
                     request_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochRequest.FromString,
                     response_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.VerifyRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.PrefetchRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_control__pb2.PrefetchResponse.SerializeToString,
             ),
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
@@ -327,6 +361,60 @@ class Control(object):
             '/kvdepot.v1.Control/BumpEpoch',
             kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochRequest.SerializeToString,
             kvdepot_dot_proto_dot_v1_dot_control__pb2.BumpEpochResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvdepot.v1.Control/Verify',
+            kvdepot_dot_proto_dot_v1_dot_control__pb2.VerifyRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_control__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvdepot.v1.Control/Prefetch',
+            kvdepot_dot_proto_dot_v1_dot_control__pb2.PrefetchRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_control__pb2.PrefetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

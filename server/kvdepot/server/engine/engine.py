@@ -31,7 +31,7 @@ from kvdepot.core.calls import (
     ReserveOutcome,
     ReserveReply,
 )
-from kvdepot.core.control import Switch
+from kvdepot.core.control import Switch, VerifyCall
 from kvdepot.core.elements import Elements, check_elements
 from kvdepot.core.errors import InvalidArgument, NoRoom, NotFound, UnknownNamespace
 from kvdepot.core.eviction import policy_by_name
@@ -73,7 +73,9 @@ from kvdepot.server.engine.types import (
     ToSum,
 )
 from kvdepot.server.engine.vacating import vacate
+from kvdepot.server.engine.verification import Verification
 from kvdepot.server.engine.voiding import Voiding
+from kvdepot.server.engine.warming import Warming
 from kvdepot.server.engine.workers import Workers
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
@@ -455,6 +457,15 @@ class Engine:
     def removal(self, namespace_id: bytes, key: bytes) -> Removal:
         """To drop a chunk with all below it or, without a key, all of a namespace. Raises NotFound."""
         return Removal(self._space, namespace_id, key)
+
+    def verification(self, call: VerifyCall) -> Verification:
+        """To read again what is there. Raises NotFound. The former one has to be over, or cancelled."""
+        return Verification(self._space, self._sums, call)
+
+    def warming(self, namespace_id: bytes, key: bytes) -> Warming:
+        """To read the path to a chunk into RAM, or all of a namespace. Raises NotFound or LoadsOff. Likewise."""
+        refusal = partial(self.switches.refusal, Switch.LOADS)
+        return Warming(self._space, self._prefetch, self._tiering.promotions, refusal, namespace_id, key)
 
     def configure(self, config: EngineConfig, tiers: Mapping[str, TierConfig]) -> None:
         """Other limits and policies from now on; `tiers` by name. The eviction policy stays the one of the start.

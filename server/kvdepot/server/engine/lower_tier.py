@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
+import numpy.typing as npt
 from kvdepot.core.arena import NAMESPACES_MAX
 from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import EvictionPolicy
@@ -75,6 +76,10 @@ class LowerTier:
     def epoch(self, handle: int) -> int:
         """Changes whenever the handle's object leaves: the number may be another object's by the time of an answer."""
         return int(self._epochs[handle])
+
+    def epochs(self, handles: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of each."""
+        return np.asarray(self._epochs)[handles].astype(np.int64)
 
     def owner(self, handle: int) -> tuple[int, int] | None:
         """(node, kind) of a handle in use."""

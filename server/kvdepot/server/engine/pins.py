@@ -27,13 +27,12 @@ from kvdepot.server.engine.index import NONE, Nodes
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.space import PINNED, Space
+from kvdepot.server.engine.walks import named, up
 
 PINS_MAX: Final = 256
 """A quarter of the namespace table: who pins namespaces does not fill it."""
 _SLICE_NODES: Final = 128
 """1 to 2 ms."""
-_WALKED_NODES: Final = 4096
-"""Likewise."""
 _SWEEP_SECONDS: Final = 2.0
 _KINDS: Final = tuple(map(int, Kind))
 
@@ -84,11 +83,7 @@ class Pins:
 
     def pin(self, namespace_id: bytes, key: bytes, seconds: float) -> None:
         """From now on for so long, also where it was pinned already. Raises NotFound, or LimitExceeded."""
-        namespace = self._space.namespaces.by_id.get(namespace_id)
-        if namespace is None:
-            raise NotFound(f"there is no namespace {namespace_id.hex()}")
-        if key and self._space.index.find(namespace.slot, key) == NONE:
-            raise NotFound(f"namespace {namespace_id.hex()} has no chunk {key.hex()}")
+        named(self._space, namespace_id, key)
         self.restore(namespace_id, key, seconds)
 
     def restore(self, namespace_id: bytes, key: bytes, seconds: float) -> None:
@@ -136,7 +131,7 @@ class Pins:
             namespace = self._space.namespaces.by_id.get(pin.namespace_id)
             if namespace is not None:
                 path: list[int] = []
-                yield from self._walk(namespace, pin.key, path)
+                yield from up(self._space, namespace, pin.key, path)
                 found.append((pin, namespace, np.array(path, np.int64)))
             pin.chunks, pin.objects, pin.bytes = 0, 0, 0
         yield from self._release(found)
@@ -144,22 +139,6 @@ class Pins:
             yield from self._take_path(namespace, path_nodes) if pin.key else self._take_all(namespace)
             self._count(pin, namespace, path_nodes)
             yield
-
-    def _walk(self, namespace: Namespace, key: bytes, path: list[int]) -> Iterator[None]:
-        """The nodes from the first chunk to this one; none where it is gone."""
-        index = self._space.index
-        node = index.find(namespace.slot, key) if key else NONE
-        while node != NONE:
-            path.append(node)
-            if len(path) % _WALKED_NODES == 0:
-                at = index.key(node)
-                yield
-                if index.find(namespace.slot, at) != node:  # it went meanwhile, perhaps with all below it
-                    path.clear()
-                    node = index.find(namespace.slot, key)
-                    continue
-            node = index.parent(node)
-        path.reverse()
 
     def _release(self, found: list[tuple[_Pin, Namespace, Nodes]]) -> Iterator[None]:
         """What no pin covers, or all where there is less room than there was."""

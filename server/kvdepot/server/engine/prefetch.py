@@ -6,18 +6,20 @@ nobody's load is being read there. What was read is held in RAM until the reques
 begins to store, ends, or its time is over. Room for it is made as for any other object,
 within a share of RAM; who finds no room elsewhere is given what the last wish has.
 
+Who comes after all wishes (`LastInLine`) reads by the same rules, and gives way to them.
+
 A wish is a hint: whatever becomes of it, an acquire reads what it lacks.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from kvdepot.core.arena import NO_ROW
@@ -44,6 +46,16 @@ _LET_GO_MAX: Final = 256
 
 Request = tuple[int, str]
 """(session slot, request id)."""
+
+
+class LastInLine(Protocol):
+    """Who has something read when no wish has anything left to read from a tier."""
+
+    def begin_next(self, tier: LowerTier) -> bool:
+        """By `Prefetch.begin`. False: there is nothing of this tier."""
+
+    def give_way(self, slots: Collection[int] | None) -> bool:
+        """Release what is held of these namespaces, or of any; False: nothing is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -82,6 +94,7 @@ class Prefetch:
         self._numbers = count()
         self._keys = 0  # of all wishes
         self._pumping = False
+        self.last: LastInLine | None = None
         promotions.read_ended = self.pump
         space.give_way = self._give_way
 
@@ -130,7 +143,7 @@ class Prefetch:
         if wish is None and (tiers or tokens):
             wish = self._new(request, namespace, keys)
         if wish is None:
-            self._release(tokens, "refused")
+            self.release(tokens, "refused")
             return
         self._renew(wish, keys, tokens)
         for number in tiers:
@@ -203,11 +216,11 @@ class Prefetch:
         wish.todo = {}
         former, wish.tokens, wish.deadline = wish.tokens, [], inf
         self._hold(wish, tokens)
-        self._release(former, "renewed")
+        self.release(former, "renewed")
 
     def _end(self, wish: _Wish, reason: str) -> None:
         self._forget(wish)
-        self._release(wish.tokens, reason)
+        self.release(wish.tokens, reason)
 
     def _forget(self, wish: _Wish) -> None:
         """It leaves its lanes when its turn comes."""
@@ -216,27 +229,33 @@ class Prefetch:
         del self._wishes[wish.request]
         self._keys -= wish.chunks
 
-    def _release(self, tokens: list[int], reason: str) -> None:
-        """What was not begun to be read is not read, unless an acquire waits for it."""
+    def release(self, tokens: list[int], reason: str) -> None:
+        """End these holds. What was not begun to be read is not read, unless an acquire waits for it."""
         for row in self._holds.release(_packed(tokens), reason).tolist():
             promotion = self._reading.pop(row, None)
             if promotion is not None:
                 self._begun[self._tier_of(promotion)] -= 1
                 self._promotions.cancel(promotion)
 
+    def let_go(self, tokens: list[int]) -> None:
+        """Likewise, as somebody finds no room. What is being read goes on: an acquire may be about to wait for it."""
+        self._holds.release(_packed(tokens), "gave_way")
+
     def _tier_of(self, promotion: Promotion) -> int:
         return promotion.readings[0].tier.number
 
     def _give_way(self, slots: Collection[int] | None) -> bool:
-        """Somebody finds no room. What is being read goes on: an acquire may be about to wait for it."""
+        """Somebody finds no room."""
         if self._holds.let_go(_LET_GO_MAX):
             return True
         if self._pumping or not self._holds.objects:
             return False
+        if self.last is not None and self.last.give_way(slots) and self._holds.let_go(_LET_GO_MAX):
+            return True
         for wish in list(reversed(self._wishes.values())):
             if wish.tokens and (slots is None or wish.namespace.slot in slots):
                 self._forget(wish)
-                self._holds.release(_packed(wish.tokens), "gave_way")
+                self.let_go(wish.tokens)
                 if self._holds.let_go(_LET_GO_MAX):  # else others hold all of it too
                     return True
         return False
@@ -252,6 +271,8 @@ class Prefetch:
             for tier in self._space.tiers:
                 lane = self._lanes[tier.number]
                 while lane and self._may_begin(tier) and self._step(lane, tier):
+                    pass
+                while not lane and self.last and self._may_begin(tier) and self.last.begin_next(tier):
                     pass
         finally:
             self._pumping = False
@@ -288,20 +309,50 @@ class Prefetch:
         if row != NO_ROW:
             self._hold(wish, self._holds.join(np.array([row])).tolist())
             return True
-        size_bytes, limit_bytes = space.allocator.rounded(namespace.object_bytes[kind]), self._limit_bytes
-        if size_bytes > limit_bytes:
+        size_bytes = space.allocator.rounded(namespace.object_bytes[kind])
+        if size_bytes > self._limit_bytes:
             return True
-        if self._holds.bytes + size_bytes > limit_bytes:
+        if size_bytes > self.room_bytes and not (self._last_gives_way() and size_bytes <= self.room_bytes):
             return False
+        token = self.begin(namespace, node, kind, tier)
+        if token is None and self._last_gives_way():
+            token = self.begin(namespace, node, kind, tier)
+        if token is None:
+            return space.account.over(namespace.slot, size_bytes) is not None  # the next one may be another tenant's
+        self._hold(wish, [token])
+        return True
+
+    def begin(
+        self, namespace: Namespace, node: int, kind: int, tier: LowerTier,
+        ended: Callable[[bool], None] = lambda _: None,
+    ) -> int | None:  # fmt: skip
+        """Have an object read that RAM does not have, and hold it; the token. None: no room could be made for it.
+
+        `ended(whole)` is called when it was read, or could not be; not where the last hold is released before.
+        """
         row = self._promotions.place(namespace, node, kind, tier)
         if row == NO_ROW:
-            return space.account.over(namespace.slot, size_bytes) is not None  # the next one may be another tenant's
-        self._hold(wish, [self._holds.begin(row)])
-        promotion = Promotion(lambda _: self._arrived(row, tier.number, promotion))
+            return None
+        token = self._holds.begin(row)
+
+        def arrived(whole: bool) -> None:
+            self._arrived(row, tier.number, promotion)
+            ended(whole)
+
+        promotion = Promotion(arrived)
         self._reading[row] = promotion
         self._begun[tier.number] += 1
         self._promotions.start(promotion, [row])
-        return True
+        return token
+
+    def _last_gives_way(self) -> bool:
+        """To a wish."""
+        return self.last is not None and self.last.give_way(None) and self._holds.let_go(_LET_GO_MAX) > 0
+
+    @property
+    def room_bytes(self) -> int:
+        """Of the share."""
+        return self._limit_bytes - self._holds.bytes
 
     @property
     def _limit_bytes(self) -> int:

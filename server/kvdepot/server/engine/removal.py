@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 from kvdepot.core.control import EvictReply
-from kvdepot.core.errors import NotFound
 from kvdepot.core.misses import MissReason
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.space import Space
+from kvdepot.server.engine.walks import named
 
 COUNTED_MAX: Final = 4096
 """Chunks below one that are counted: some 4 ms."""
@@ -32,9 +32,7 @@ class Removal:
         self, space: Space, namespace_id: bytes, key: bytes, *,
         reason: MissReason = MissReason.REMOVED, told_in: bytes = b"",
     ) -> None:  # fmt: skip
-        namespace = space.namespaces.by_id.get(namespace_id)
-        if namespace is None:
-            raise NotFound(f"there is no namespace {namespace_id.hex()}")
+        namespace = named(space, namespace_id, key)
         self._space = space
         self._namespace = namespace
         self._key = key
@@ -43,8 +41,6 @@ class Removal:
         self._from = 0  # node number
         self.chunks = 0 if key else namespace.nodes
         self.more = False
-        if key and space.index.find(namespace.slot, key) == NONE:
-            raise NotFound(f"namespace {namespace_id.hex()} has no chunk {key.hex()}")
 
     def reply(self) -> EvictReply:
         tiers = self._space.tiers

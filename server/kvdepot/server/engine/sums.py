@@ -1,7 +1,8 @@
 """What the checksum worker is to do next, and what its answers change.
 
 Adopted objects are verified first, those a request asked for before the others; then
-committed objects get their sum. There is no queue to grow: the extent table is swept.
+committed objects get their sum. There is no queue to grow: the extent table is swept. What somebody
+wants to have compared once more (`again`) comes last.
 
 A first sum waits while engines copy: XXH3 at full speed takes a fifth of the memory bandwidth
 from them (docs/benchmarks.md). It never waits longer than `HELD_BACK_SECONDS_MAX`, because what
@@ -10,8 +11,9 @@ has no sum is lost with the daemon.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from enum import Enum
 from typing import Final
 
 import numpy as np
@@ -28,6 +30,14 @@ _PARALLEL_MAX: Final = 1024
 """Objects lent to the worker at once."""
 
 
+class Compared(Enum):
+    """What came of comparing an object with its sum once more."""
+
+    SAME = "same"
+    CORRUPT = "corrupt"  # it is dropped
+    LEFT = "left"  # it left RAM meanwhile
+
+
 class Sums:
     """Rows under summation are lent in CHECKSUM mode, so their bytes stay theirs.
 
@@ -40,6 +50,9 @@ class Sums:
         self._rested_at = space.clock()  # when there was last nothing to sum, or no engine copied
         self._working: dict[int, int] = {}  # row -> lent entry
         self._wanted: OrderedDict[int, None] = OrderedDict()
+        self._again: deque[int] = deque()  # verified rows that are to be summed once more
+        self._summing_again: set[int] = set()  # of them, those with the worker
+        self._told: dict[int, tuple[int, Callable[[Compared], None]]] = {}  # by row: (generation, who waits for it)
         self._found: list[int] = []  # candidates of the last swept slice, lowest row last
         self._at = 0
         self._verifies = True
@@ -54,11 +67,30 @@ class Sums:
         if len(self._wanted) > WANTED_MAX:
             self._wanted.popitem(last=False)
 
+    def again(self, row: int, told: Callable[[Compared], None]) -> None:
+        """Compare an object that has a sum with it once more. `told` is called once, unless `forget_again` comes first.
+
+        For one caller at a time: who comes later for the same row is told, the former is not.
+        """
+        rows = self._space.rows
+        self._told[row] = (rows.generation[row], told)
+        if rows.unverified(row):
+            self.want(row)
+        elif row not in self._working:
+            self._again.append(row)
+
+    def forget_again(self) -> None:
+        """Nobody waits for it any more."""
+        self._told.clear()
+        self._again.clear()
+
     def next(self) -> ToSum | None:
         space = self._space
         if len(self._working) >= _PARALLEL_MAX or not space.lent.free_count:
             return None
         row = self._next_row()
+        if row is None:
+            row = self._next_again()
         if row is None:
             return None
         self._working[row] = space.lent.lend(0, NO_SESSION, LentMode.CHECKSUM, row, 0)
@@ -71,17 +103,27 @@ class Sums:
         entry = self._working.pop(row, None)
         if entry is None:
             return
+        self._summing_again.discard(row)
+        compared = Compared.LEFT
         if space.rows.state[row] == COMMITTED and space.rows.generation[row] == generation:
-            self._settle(row, sum_lo, sum_hi)
+            compared = self._settle(row, sum_lo, sum_hi)
         space.give_back(entry)
+        self._tell(row, compared)
 
     def worker_died(self) -> None:
         entries = list(self._working.values())
         self._working.clear()
+        self._again.extend(row for row in self._summing_again if row in self._told)
+        self._summing_again.clear()
         for entry in entries:
             self._space.give_back(entry)
 
-    def _settle(self, row: int, sum_lo: int, sum_hi: int) -> None:
+    def _tell(self, row: int, compared: Compared) -> None:
+        _, told = self._told.pop(row, (0, None))
+        if told is not None:
+            told(compared)
+
+    def _settle(self, row: int, sum_lo: int, sum_hi: int) -> Compared:
         space = self._space
         adopted = space.rows.run_of[row] != space.rows.run
         if not adopted and not space.rows.summed(row):
@@ -95,6 +137,8 @@ class Sums:
                 self.verified(row)
         else:
             space.drop_corrupt(row)
+            return Compared.CORRUPT
+        return Compared.SAME
 
     def _next_row(self) -> int | None:
         space = self._space
@@ -102,7 +146,7 @@ class Sums:
             row, _ = self._wanted.popitem()
             if self._due(row) and space.rows.run_of[row] != space.rows.run:
                 return row
-        if space.unverified + space.unsummed <= len(self._working):
+        if space.unverified + space.unsummed <= len(self._working) - len(self._summing_again):
             self._rested_at = space.clock()
             return None  # all of it is with the worker: no sweep at each commit to find that out
         if not (self._verifies and space.unverified) and self._held_back():
@@ -113,6 +157,19 @@ class Sums:
                 if self._due(row):
                     return row
             self._sweep()
+        return None
+
+    def _next_again(self) -> int | None:
+        rows = self._space.rows
+        while self._again and self._verifies:
+            row = self._again.popleft()
+            generation, _ = self._told.get(row, (-1, None))
+            if row in self._working:  # for who had it compared before, and is told no more
+                continue
+            if rows.state[row] == COMMITTED and rows.generation[row] == generation:
+                self._summing_again.add(row)
+                return row
+            self._tell(row, Compared.LEFT)
         return None
 
     def _held_back(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from kvdepot.core.control import PrefetchReply, VerifyReply
 from kvdepot.proto import codec_control
 from kvdepot.proto.v1 import control_pb2 as pb
 from kvdepot.proto.v1 import control_pb2_grpc as pb_grpc
@@ -88,3 +89,21 @@ class ControlService(pb_grpc.ControlServicer):
             return codec_control.encode_evict_reply(await self._control.evict(*codec_control.decode_place(request)))
 
         return await answer_when_done(context, self._log, run)
+
+    async def Verify(self, request: pb.VerifyRequest, context: Context) -> None:  # noqa: N802
+        async def tell(reply: VerifyReply) -> None:
+            await context.write(codec_control.encode_verify_reply(reply))
+
+        async def run() -> None:
+            await self._control.verify(codec_control.decode_verify_call(request), tell)
+
+        await answer_when_done(context, self._log, run)
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> None:  # noqa: N802
+        async def tell(reply: PrefetchReply) -> None:
+            await context.write(codec_control.encode_prefetch_reply(reply))
+
+        async def run() -> None:
+            await self._control.prefetch(*codec_control.decode_place(request), tell)
+
+        await answer_when_done(context, self._log, run)

@@ -196,6 +196,13 @@ class Tier(Protocol):
         FOREIGN of a shared tier.
         """
 
+    def verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
+        """Read an object for its own sake, behind everything that serves. One that is proved bad ends as with `read`.
+
+        It is told as `lost` before `done` is called, which may be before this returns. So is one of a shared tier
+        that is GONE or FOREIGN.
+        """
+
     def drop(self, handle: int) -> None:
         """Forget an object. Its bytes are reused once readers in flight are done."""
 

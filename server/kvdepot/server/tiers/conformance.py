@@ -175,6 +175,20 @@ class TierConformance:
             assert handle not in harness.listener.lost_handles, "the answer has said it"
         assert read(harness, other, name_of(99))[0] is IoOutcome.OK
 
+    def test_verification_finds_every_damage_before_a_load_does(self, harness: TierHarness) -> None:
+        other = written(harness, name_of(99)).handle
+        assert verified(harness, other) is IoOutcome.OK
+        for number, (expected, damage) in enumerate(DAMAGES.items()):
+            handle = written(harness, name_of(number)).handle
+            used_bytes = harness.tier.used_bytes
+            harness.poke(handle, damage(harness.peek(handle), harness.peek(other)))
+            assert verified(harness, handle) in expected
+            assert harness.listener.lost_handles[-1] == handle, "who has asked is not the engine"
+            assert harness.tier.used_bytes < used_bytes
+            assert verified(harness, handle) is IoOutcome.CANCELLED
+        assert read(harness, other, name_of(99))[0] is IoOutcome.OK
+        assert other not in harness.listener.lost_handles
+
     def test_a_sum_that_does_not_hold_in_ram_stores_nothing(self, harness: TierHarness) -> None:
         name, used_bytes = name_of(1), harness.tier.used_bytes
         answer = written(harness, name, raw_sum=1)
@@ -309,6 +323,14 @@ class TierConformance:
         looked_up(harness, [name])
         assert len(harness.listener.found_objects) == 1
 
+    def test_verification_finds_what_others_took_away(self, harness: TierHarness) -> None:
+        if not harness.tier.traits.shared:
+            return
+        handle = written(harness, name_of(1)).handle
+        harness.take_away(handle)
+        assert verified(harness, handle) is IoOutcome.GONE
+        assert harness.tier.used_bytes == 0 and harness.listener.lost_handles == [handle]
+
     def test_an_object_that_others_took_away_is_gone_and_nothing_else(self, harness: TierHarness) -> None:
         if not harness.tier.traits.shared:
             return
@@ -417,6 +439,15 @@ def looked_up(harness: TierHarness, names: Sequence[ObjectName]) -> None:
     cast("SharedTier", harness.tier).look_up(names, lambda: answers.append(True))
     harness.settle()
     assert answers == [True]
+
+
+def verified(harness: TierHarness, handle: int) -> IoOutcome:
+    """What a verification of the object says."""
+    answers: list[IoOutcome] = []
+    harness.tier.verify(handle, answers.append)
+    harness.settle()
+    (answer,) = answers
+    return answer
 
 
 def read(

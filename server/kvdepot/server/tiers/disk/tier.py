@@ -109,7 +109,7 @@ class DiskTier:
         self._reading = Reading(medium, refused=self._refused, damaged=self._damaged)
         self._scrubber = Scrubber(
             medium.catalog, bytes_per_second=config.scrub_bytes_per_second, clock=clock,
-            verify=self._verify, note=self._note_scrubbed, usable=lambda: self.writable,
+            verify=self._scrub, note=self._note_scrubbed, usable=lambda: self.writable,
         )  # fmt: skip
         self._listener: TierListener | None = None
         self._reopening: Reopening | None = None
@@ -200,6 +200,12 @@ class DiskTier:
             done(Read(IoOutcome.CANCELLED))
             return
         self._reading.read(handle, name, extents, loan, done)
+
+    def verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
+        if handle not in self._medium.catalog or not self.readable:
+            done(IoOutcome.CANCELLED)
+            return
+        self._verify(handle, done)
 
     def drop(self, handle: int) -> None:
         self._medium.kill(self._medium.unindex(handle, "evicted"))
@@ -419,13 +425,19 @@ class DiskTier:
         else:
             self._medium.journal.resume()
 
-    def _verify(self, handle: int, done: Callable[[], None]) -> None:
-        def verified(outcome: IoOutcome, lost: bool) -> None:
+    def _scrub(self, handle: int, done: Callable[[], None]) -> None:
+        def scrubbed(outcome: IoOutcome) -> None:
             self._count(f"tier_scrubbed_objects.{outcome}", 1)
+            done()
+
+        self._verify(handle, scrubbed)
+
+    def _verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
+        def verified(outcome: IoOutcome, lost: bool) -> None:
             if lost:
                 self._count(f"tier_damaged_objects.{outcome}", 1)
                 self._tell_lost([handle])
-            done()
+            done(outcome)
 
         self._reading.verify(handle, verified)
 

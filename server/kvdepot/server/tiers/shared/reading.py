@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
@@ -13,13 +14,16 @@ from kvdepot.server.tiers.shared.absent import name_key
 from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.shared.layout import object_file, quarantine_file
 
+_DEAD: Final = DAMAGED | {IoOutcome.GONE, IoOutcome.FOREIGN}
+"""The handle is of no use after it. A foreign file is there for those who ask as its writer did."""
+
 
 class Reading:
-    """`damaged` is told of each object that is, `lost` of a handle that is dead although the answer does not say so."""
+    """`damaged` is told of each object that is, `lost` of handles that are dead although the answer does not say so."""
 
     def __init__(
         self, directory: Directory, *, damaged: Callable[[ObjectName, IoOutcome, str], None],
-        lost: Callable[[int], None],
+        lost: Callable[[Sequence[int]], None],
     ) -> None:  # fmt: skip
         self._directory = directory
         self._damaged = damaged
@@ -34,32 +38,54 @@ class Reading:
             directory.holdings.remove(handle)
             done(Read(IoOutcome.IDENTITY))
             return
+
+        def answered(answer: Answer, served: bool) -> None:
+            outcome = self._judge(name, answer)
+            if served and outcome in _DEAD:
+                directory.holdings.remove(handle)
+            done(Read(outcome, answer.raw_sum if outcome is IoOutcome.OK else 0))
+            if outcome is IoOutcome.UNREADABLE and served and handle in directory.holdings:
+                self._lost([handle])  # of this object alone: whether all of them are is the keeper's to find out
+
+        self._submit(handle, name, tuple(extents), loan, Priority.LOAD, answered)
+
+    def verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
+        """Read an object for its own sake."""
+        name = self._directory.holdings.name(handle)
+
+        def answered(answer: Answer, served: bool) -> None:
+            outcome = self._judge(name, answer)
+            if outcome in DAMAGED:
+                self._directory.count(f"tier_damaged_objects.{outcome}", 1)
+            if served and outcome in _DEAD:
+                self._lost([handle])
+            done(outcome)
+
+        self._submit(handle, name, None, None, Priority.TEND, answered)
+
+    def _submit(
+        self, handle: int, name: ObjectName, extents: tuple[Extent, ...] | None, loan: Loan | None,
+        priority: Priority, done: Callable[[Answer, bool], None],
+    ) -> None:  # fmt: skip
+        """`done` is also told whether the handle was still this object's when the answer came."""
+        directory = self._directory
         use = directory.holdings.use(handle)
-        job = ReadFile(object_file(name), name, tuple(extents), quarantine_file(int(directory.wall_clock()), name))
+        job = ReadFile(object_file(name), name, extents, quarantine_file(int(directory.wall_clock()), name))
 
         def answered(answer: Answer) -> None:
-            served = handle in directory.holdings and directory.holdings.use(handle) == use
-            self._answered(handle, name, answer, done, served=served)
+            done(answer, handle in directory.holdings and directory.holdings.use(handle) == use)
 
-        directory.data.submit(job, priority=Priority.LOAD, done=answered, loan=loan)
+        directory.data.submit(job, priority=priority, done=answered, loan=loan)
 
-    def _answered(
-        self, handle: int, name: ObjectName, answer: Answer, done: Callable[[Read], None], *, served: bool
-    ) -> None:
+    def _judge(self, name: ObjectName, answer: Answer) -> IoOutcome:
         outcome = answer.outcome
         if outcome is IoOutcome.OK:
             self._failing.read()
             self._failing.forget(name_key(name))
-            done(Read(outcome, answer.raw_sum))
-            return
-        if outcome is IoOutcome.IO_ERROR and self._failing.failed(name_key(name)):
+        elif outcome is IoOutcome.IO_ERROR and self._failing.failed(name_key(name)):
             outcome = IoOutcome.BAD_PLACE
         if outcome in DAMAGED:
             self._damaged(name, outcome, answer.detail)
         if outcome in DAMAGED or outcome is IoOutcome.GONE:
             self._directory.absent.add(name)
-        if served and (outcome in DAMAGED or outcome in (IoOutcome.GONE, IoOutcome.FOREIGN)):
-            self._directory.holdings.remove(handle)  # a foreign file is there for those who ask as its writer did
-        done(Read(outcome))
-        if outcome is IoOutcome.UNREADABLE and served and handle in self._directory.holdings:
-            self._lost(handle)  # of this object alone: whether all of them are is the keeper's to find out
+        return outcome

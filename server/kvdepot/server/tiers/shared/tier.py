@@ -63,7 +63,7 @@ class SharedTier:
             WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept)
-        self._reading = Reading(directory, damaged=self._damaged, lost=lambda handle: self._lose([handle]))
+        self._reading = Reading(directory, damaged=self._damaged, lost=self._lose)
         self._recency = Recency(directory, lost=self._lose)
         self._look_ups = LookUps(
             data, directory.absent, deadline_seconds=config.deadline_seconds, clock=clock,
@@ -147,6 +147,12 @@ class SharedTier:
             done(Read(IoOutcome.CANCELLED))
             return
         self._reading.read(handle, name, extents, loan, done)
+
+    def verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
+        if handle not in self._directory.holdings or not self.readable:
+            done(IoOutcome.CANCELLED)
+            return
+        self._reading.verify(handle, done)
 
     def drop(self, handle: int) -> None:
         """Forget that it is there."""
