@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -241,3 +243,15 @@ def test_a_daemon_that_knows_no_listing_is_told_apart_from_none(tmp_path: Path) 
     missing = kvdepotctl(f"unix://{tmp_path / 'none.sock'}", "ls")
     assert missing.returncode == 3
     assert "no answer" in missing.stderr
+
+
+def test_a_daemon_that_gets_no_cpu_for_a_while_is_waited_for(daemon: DaemonProcess) -> None:
+    """As long as the call may take; gRPC gives up a connection by itself after its shortest backoff."""
+    os.kill(daemon.pid, signal.SIGSTOP)
+    going_on = threading.Timer(1.0, os.kill, (daemon.pid, signal.SIGCONT))
+    going_on.start()
+    try:
+        shown = kvdepotctl(daemon, "status")
+    finally:
+        going_on.join()
+    assert shown.returncode == 0, shown.stderr

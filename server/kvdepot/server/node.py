@@ -118,6 +118,7 @@ class Node:
             arena_fd=arena.fd, count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
             group_id=tables.daemon.group_id, loop=self._loop, log=self._log,
         )  # fmt: skip
+        self._streams = streams
         self._attach = AttachListener(
             engine=self._engine, offer=offer, streams=streams, loop=self._loop, log=self._log, boot_id=self._boot_id
         )
@@ -141,7 +142,6 @@ class Node:
             self._engine, capabilities=self.capabilities, committed=self._checksums.wake, log=self._log
         )
         measure(depot, METHODS, counters)
-        self._streams = streams
         self._grpc = GrpcListener(
             depot,
             OperatorService(self.status, self._engine.listing, self._engine.records, self._log),

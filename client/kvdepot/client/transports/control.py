@@ -27,7 +27,7 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),  # repeated here, with the same lease id and a deadline
     ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 5000),  # how long a connection may take: a daemon that has no CPU says hello late
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 

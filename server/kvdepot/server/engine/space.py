@@ -19,7 +19,7 @@ from kvdepot.core.eviction import EvictionPolicy
 from kvdepot.core.misses import MissReason
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.evicting import Evictor, Holding
-from kvdepot.server.engine.index import NONE, Index
+from kvdepot.server.engine.index import NONE, Index, Nodes
 from kvdepot.server.engine.lent import LentTable
 from kvdepot.server.engine.lost_keys import LostKeys
 from kvdepot.server.engine.lower_tier import LowerTier
@@ -281,10 +281,23 @@ class Space:
                 following = int(candidates[-1]) + 1
             for node in index.live(slot, candidates).tolist():
                 self.settle_node(node)
+            self._drop_pathless(slot, candidates)
             left -= max(len(candidates), _SETTLE_MIN)
             self._unsettled_from[slot] = following
             if following >= index.high:
                 del self._unsettled_from[slot]
+
+    def _drop_pathless(self, slot: int, candidates: Nodes) -> None:
+        """Where all that made paths was lost, the rest was adopted as if it made them: it is of use to nobody."""
+        namespace, index = self.namespaces.by_slot.get(slot), self.index
+        if namespace is None or namespace.spec is None:
+            return
+        kind = namespace.path_kind
+        for node in index.live(slot, candidates).tolist():
+            pathless = index.row(node, kind) == NO_ROW and not self.elsewhere(node, kind)
+            if pathless and len(index.live(slot, np.array([node]))):  # else it went with one above it
+                self.note_lost(node, MissReason.LOST)
+                self.drop_subtree(node)
 
     def settle_evictors(self, node: int) -> None:
         """Say anew what of the node may go."""
