@@ -47,6 +47,8 @@ CALL_SECONDS_MAX = 1.0
 LATE_SECONDS_MAX = 5.0
 """How long after its timeout a call may stay without an answer."""
 TORN_SHARE, IDLE_SHARE = 0.04, 0.02
+FRESH_SHARE = 0.03
+"""Of requests, for prompts that nobody has stored: where a daemon has room for all others, engines store on."""
 STEP_SECONDS = 0.01
 UNSERVED_SECONDS = 0.1
 """What a request without a daemon takes: the machine is left to those who restart one."""
@@ -72,6 +74,7 @@ class Scheduler:
         self._running: dict[Waiting, Callable[[], bool]] = {}
         self._copies: dict[int, list[Copied]] = {}
         self._numbers = 0
+        self._fresh = 2 * rng.randrange(model.prompts, 1 << 30)
         self._requests = 0
         self._commits = 0  # not answered yet
         self._begin_at = 0.0
@@ -136,8 +139,7 @@ class Scheduler:
     def _request(self) -> Waiting:
         self._requests += 1
         request_id = f"request-{self._requests}"
-        number = int(self._model.prompts * self._rng.random() ** 2)
-        objects = prompt(self._model.spec, self._seed, number)
+        objects = prompt(self._model.spec, self._seed, self.draw_prompt())
         if not self.served:
             self.counts["unserved_requests"] += 1
             until = time.monotonic() + UNSERVED_SECONDS
@@ -149,6 +151,13 @@ class Scheduler:
             yield from self._store(request_id, rest)
         self._timed("end_request", self._session.end_request, request_id)
         self.counts["requests"] += 1
+
+    def draw_prompt(self) -> int:
+        """A number: of the model's prompts, the first ones most often, or a fresh one, twice (`write = second_use`)."""
+        if self._rng.random() >= FRESH_SHARE:
+            return int(self._model.prompts * self._rng.random() ** 2)
+        self._fresh += 1
+        return self._fresh // 2
 
     def _load(self, request_id: str, objects: list[Known]) -> Generator[Callable[[], bool], None, int]:
         """Tokens that were loaded."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 import pytest
+from kvdepot.client.session import DepotSession
 from kvdepot.core.calls import Kind
 from kvdepot.core.listing import NamespaceContents, TierContents
 from kvdepot.core.report import DaemonStatus, QuotaOwnerStatus, QuotaStatus, SessionStatus, TierStatus
@@ -40,6 +43,7 @@ from tests.chaos.depot import (
 from tests.chaos.models import SMALL
 from tests.chaos.plan import ALONE, QUIET_EVERY, phases
 from tests.chaos.process_clock import queued_seconds
+from tests.chaos.scheduler import Scheduler
 from tests.chaos.stepped_clock import WallClock
 from tests.chaos.watch import Judge, Watch, accounts, degraded, owed
 from tests.daemon_process import DaemonProcess
@@ -147,6 +151,14 @@ def test_a_run_that_is_ended_leaves_no_process_no_mount_and_no_directory() -> No
     assert used
     assert not [path for path in used if Path(path).exists()]
     assert not [path for path in used if path in Path("/proc/mounts").read_text()]
+
+
+def test_engines_ask_for_prompts_that_no_daemon_can_have_yet_and_twice() -> None:
+    one = Scheduler(SMALL, cast("DepotSession", None), (), 1, random.Random(3))
+    drawn = Counter(one.draw_prompt() for _ in range(2000))
+    fresh = [times for number, times in drawn.items() if number >= SMALL.prompts]
+    assert fresh.count(2) >= 20 and set(fresh) <= {1, 2}
+    assert drawn[0] > drawn[SMALL.prompts // 2] > 0
 
 
 def test_a_watch_that_cannot_look_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
