@@ -101,7 +101,7 @@ class Daemon:
             place["ram"] = {"path": str(self.memory)}
         return embedded(place).arena_path
 
-    def status(self, timeout_seconds: float = 5.0) -> DaemonStatus:
+    def status(self, timeout_seconds: float = 30.0) -> DaemonStatus:
         """Raises grpc.RpcError while the daemon does not answer."""
         if self._channel is None:
             self._channel = grpc.insecure_channel(

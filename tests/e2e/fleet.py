@@ -20,7 +20,7 @@ from demo.scenarios import await_lookups
 from demo.toys import Toy, make_toy, prompt
 
 CONFIGURATION = 'capacity = "512MiB"\n'
-LOOKUP_TIMEOUT_SECONDS = 2.0
+LOOKUP_TIMEOUT_SECONDS = 5.0
 """Tests share their cores: with the default of 0.05 a delay would look like a miss."""
 TRIES = 4
 TOLD_TIMEOUT_SECONDS = 10.0
