@@ -93,6 +93,24 @@ def test_i4_a_worker_takes_less_memory_than_is_kept_free_for_it(rig: IoRig, work
     assert private > 4 * MIB, "the figure is of something else"
 
 
+def test_t4_a_worker_maps_the_arena_when_its_path_has_answered(rig: IoRig, worker: Worker) -> None:
+    """Before, it is perhaps one of many on a mount that hangs, and engines wait for the processors that this takes."""
+    rig.arena[:] = bytes(ARENA_BYTES)  # as the daemon populates it
+
+    def mapped_bytes() -> int:
+        status = Path(f"/proc/{worker.process.pid}/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))
+
+    assert worker.ask(verify_only(rig.read_of(rig.write(1, MIB)))) is IoOutcome.MAGIC
+    time.sleep(0.5)
+    assert mapped_bytes() < MIB
+    assert worker.ask(PROBE, 2) is IoOutcome.OK
+    until = time.monotonic() + 15
+    while mapped_bytes() < ARENA_BYTES:
+        assert time.monotonic() < until, mapped_bytes()
+        time.sleep(0.02)
+
+
 def test_memory_kept_for_a_worker_grows_with_the_arena_it_maps() -> None:
     small, large = (worker_reserve_bytes(gib << 30, codec=False) for gib in (1, 65))
     assert large - small == (64 << 30) // 512

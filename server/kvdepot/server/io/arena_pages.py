@@ -40,12 +40,16 @@ class ArenaPages:
         if offset + length > self._present_bytes:
             _madvise(self._start + offset, length, _MADV_POPULATE_READ)
 
-    def populate(self) -> None:
+    def populate(self, path_works: threading.Event) -> None:
         """Make all pages present as the daemon populates them, in the background; returns when all are.
+
+        Not before `path_works`: on a mount that hangs, worker after worker would do it in vain. The pages of 1.5 GiB so
+        often, and to take them back, made acquires of RAM wait five times as long (docs/benchmarks.md).
 
         A page touched here first would be charged to this process; to the file system it is a hole.
         """
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        path_works.wait()
         size_bytes = len(self.view)
         while self._present_bytes < size_bytes:
             try:

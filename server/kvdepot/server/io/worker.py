@@ -47,11 +47,13 @@ def main(arguments: list[str]) -> int:
     daemon = socket.socket(fileno=socket_fd)
     jobs: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()
     sending = threading.Lock()
+    path_works = threading.Event()
     if arena is not None:
-        threading.Thread(target=arena.populate, daemon=True).start()
+        threading.Thread(target=arena.populate, args=(path_works,), daemon=True).start()
     for _ in range(JOBS_PER_WORKER):
         context = Context(directory) if arena is None else Context(directory, arena.view, arena.present)
-        threading.Thread(target=_serve, args=(jobs, context, entrance, daemon, sending), daemon=True).start()
+        serving = (jobs, context, entrance, daemon, sending, path_works)
+        threading.Thread(target=_serve, args=serving, daemon=True).start()
     with sending, contextlib.suppress(ConnectionError):
         daemon.sendall(pack_answer(STARTED, Answer(IoOutcome.OK)))
     stream = daemon.makefile("rb")
@@ -90,7 +92,7 @@ class Entrance:
 
 def _serve(
     jobs: queue.SimpleQueue[tuple[int, Job]], context: Context, entrance: Entrance, daemon: socket.socket,
-    sending: threading.Lock,
+    sending: threading.Lock, path_works: threading.Event,
 ) -> None:  # fmt: skip
     while True:
         try:
@@ -98,7 +100,10 @@ def _serve(
         except queue.Empty:
             context.close()
             continue
-        frame = pack_answer(number, entrance.enter() or perform(job, context))
+        answer = entrance.enter() or perform(job, context)
+        frame = pack_answer(number, answer)
+        if answer.outcome is IoOutcome.OK:
+            path_works.set()
         with sending, contextlib.suppress(ConnectionError):  # the first thread ends the process
             daemon.sendall(frame)
 
