@@ -22,7 +22,7 @@ from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 
 START_TIMEOUT_SECONDS = 60.0
-SETTLE_TIMEOUT_SECONDS = 30.0
+SETTLE_TIMEOUT_SECONDS = 60.0
 QUIET_SECONDS = 0.3
 _POLL_SECONDS = 0.02
 

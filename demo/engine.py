@@ -242,7 +242,7 @@ class Engine:
     def abort(self, names: Sequence[str]) -> None:
         self._result(self._send("abort", names=list(names)))
 
-    def reset_prefix_cache(self, timeout_seconds: float = 20.0) -> None:
+    def reset_prefix_cache(self, timeout_seconds: float = 60.0) -> None:
         """Empty the engine's own cache; repeated while blocks are pinned (vLLM then answers False)."""
         until = time.monotonic() + timeout_seconds
         while not self._result(self._send("reset_prefix_cache", reset_connector=False)):

@@ -21,7 +21,7 @@ from tests.e2e.fleet import Fleet
 from tests.e2e.test_hybrid import CHUNK, GROUPS, boundary, check_loads, digests_by_place, store, wrong
 
 LOAD_TIMEOUT_SECONDS = 4.0
-WRITTEN_SECONDS = 30.0
+WRITTEN_SECONDS = 60.0
 TIER = """
 [[tier]]
 name = "nvme"

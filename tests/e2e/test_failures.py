@@ -117,7 +117,7 @@ def test_p8_a_load_that_failed_is_computed_within_its_timeout_and_never_offered_
     located = count(fleet.daemon.status(), "locate_hits")
     before = engine.totals()
     waiting = engine.begin([ids], 16)
-    fleet.daemon.wait(lambda status: count(status, "locate_hits") > located, 10, "asked for the waiting prompt")
+    fleet.daemon.wait(lambda status: count(status, "locate_hits") > located, 60, "asked for the waiting prompt")
     fleet.daemon.signal(signal.SIGSTOP)
     try:
         started = time.monotonic()
@@ -146,7 +146,7 @@ def kill_engine_in_stores_and_loads(fleet: Fleet, engine: Engine, known: Known, 
     stored = count(fleet.daemon.status(), "granted_write_bytes")
     engine.begin(fresh, OUTPUT_TOKENS)
     engine.begin(known[0], OUTPUT_TOKENS)
-    fleet.daemon.wait(lambda status: count(status, "granted_write_bytes") > stored, 30, "storing")
+    fleet.daemon.wait(lambda status: count(status, "granted_write_bytes") > stored, 60, "storing")
     engine.pause(delay_seconds)
     fleet.end("dense", kill=True)
     fleet.wait_attached()  # the dead engine's session is gone

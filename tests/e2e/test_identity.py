@@ -41,7 +41,7 @@ def test_i1d_weights_changed_in_place_share_nothing_with_what_was_there(fleet: F
     # A request that is alive across the change stores nothing; nothing stored before is served after.
     before = fleet.daemon.settle().tiers[0].objects
     alive = engine.begin([fleet.prompt(1540)], OUTPUT_TOKENS)
-    fleet.daemon.wait(lambda status: status.tiers[0].objects >= before + 6, 30, "storing the prompt")
+    fleet.daemon.wait(lambda status: status.tiers[0].objects >= before + 6, 60, "storing the prompt")
     engine.reset_connector()
     assert not alive.done()
     stored = fleet.daemon.settle().tiers[0].objects

@@ -203,7 +203,7 @@ def test_p5_t4_a_mount_that_hangs_in_a_load_ends_it_by_its_deadline_and_comes_ba
     try:
         began = time.monotonic()
         begun = engine.begin([ids], 16)
-        daemon.wait(lambda status: status.counters["locate_hits"] > located, 10, "asked for what the other has")
+        daemon.wait(lambda status: status.counters["locate_hits"] > located, 60, "asked for what the other has")
         mount.hang()
         (done,) = engine.finish(begun)
         seconds = time.monotonic() - began
@@ -219,7 +219,7 @@ def test_p5_t4_a_mount_that_hangs_in_a_load_ends_it_by_its_deadline_and_comes_ba
         assert daemon.stop() == 0
         daemon.start()
         daemon.wait_attached(1)
-        daemon.wait(lambda status: not status.tiers[0].unverified_objects, 30, "done verifying its arena")
+        daemon.wait(lambda status: not status.tiers[0].unverified_objects, 60, "done verifying its arena")
         engine.reset_prefix_cache()
         adopted = second.fleet.ask(engine, known)
         assert (adopted.external_tokens, adopted.tokens) == (3 * chunk, tokens[0].hit)
