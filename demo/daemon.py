@@ -80,12 +80,17 @@ class Daemon:
         return self._process.pid
 
     def start(self) -> Self:
-        """Returns once the daemon says that it is ready."""
+        """Returns once the daemon says that it is ready.
+
+        It has a process group of its own and no session: Linux shares processors out by session (sched(7), autogroup),
+        and a worker of vLLM that spins by sched_yield(2), the only one of its session that wants a processor, yields to
+        nobody then. On two cores threads of other engines waited for seconds.
+        """
         assert self._process is None
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "kvdepotd"), "serve", *self._arguments],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0,
                 env=os.environ | {"XDG_RUNTIME_DIR": str(self.directory), "XDG_CACHE_HOME": str(self.directory)},
             )  # fmt: skip
         self.wait(lambda status: status.ready, START_TIMEOUT_SECONDS, "ready")

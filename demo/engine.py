@@ -153,7 +153,7 @@ class Engine:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "demo.engine_process", json.dumps(self.options.engine_arguments())],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
-                env=self.options.process_environment(), start_new_session=True,
+                env=self.options.process_environment(), process_group=0,  # no session of its own: see `Daemon.start`
             )  # fmt: skip
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         return ready
