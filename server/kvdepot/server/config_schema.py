@@ -232,6 +232,18 @@ class LogTable(_Table):
     format: Literal["text", "json"] = "text"
 
 
+class TraceTable(_Table):
+    endpoint: str = ""
+    sample: Share = 1.0
+
+    @field_validator("endpoint")
+    @classmethod
+    def _check_endpoint(cls, url: str) -> str:
+        if url and not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no http:// or https:// URL")
+        return url
+
+
 class Tables(_Table):
     """The whole file."""
 
@@ -244,6 +256,7 @@ class Tables(_Table):
     scrub: ScrubTable = ScrubTable()
     quota: list[QuotaTable] = Field(default=[], max_length=256)
     log: LogTable = LogTable()
+    trace: TraceTable = TraceTable()
 
 
 def _short(text: str, bytes_max: int) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvdepot.core import limits
 from kvdepot.core.calls import Capabilities
 from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server import processes
 from kvdepot.server.arena_file import ArenaFile, ArenaRequest, describe, open_arena
@@ -46,6 +47,7 @@ from kvdepot.server.state_file import StateFile
 from kvdepot.server.streams import StreamProxies
 from kvdepot.server.summary import summary_line
 from kvdepot.server.tier_settings import engine_tier_config
+from kvdepot.server.tracing import Tracing
 
 ARENA_NAME = "arena"
 """Of the arena's descriptor, where the supervisor keeps it."""
@@ -112,6 +114,7 @@ class Node:
             tiers=tiers.make,
             identify=self._identify,
         )
+        self._tracing = self._make_tracing()
         offer = ArenaOffer(superblock.arena_id, arena.layout.size_bytes, self._version, arena.open_descriptor)
         tables = self._config.tables
         streams = StreamProxies(
@@ -189,6 +192,8 @@ class Node:
         await self._grpc.set_serving(False)
         await self._grpc.stop(GRACE_SECONDS)
         drained, closed = await asyncio.gather(self._drain(), self._close_tiers())
+        if self._tracing is not None:
+            await self._tracing.close()
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self._http.close()
@@ -272,6 +277,19 @@ class Node:
             self._engine.start_tiers()
         except ConfigError as error:
             raise ConfigError(self._config.file, error.key, error.reason, advice=error.advice) from error
+
+    def _make_tracing(self) -> Tracing | None:
+        """Raises ConfigError."""
+        trace = self._config.tables.trace
+        if not trace.endpoint:
+            return None
+        tracing = Tracing(trace.endpoint, trace.sample, file=self._config.file, version=self._version, log=self._log)
+
+        def over(record: RequestRecord) -> None:
+            self._loop.call_soon(tracing.ended, record)  # behind the engine's answer
+
+        self._engine.records.over = over
+        return tracing
 
     async def _close_tiers(self) -> bool:
         try:

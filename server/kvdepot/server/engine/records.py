@@ -50,6 +50,8 @@ class Records:
         self._namespaces = namespaces
         self._clock = clock
         self._records: OrderedDict[tuple[str, str], _Record] = OrderedDict()
+        self.over: Callable[[RequestRecord], None] | None = None
+        """Told of each request that has ended."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -87,6 +89,8 @@ class Records:
         record = self._records.get((engine_id, request_id))
         if record is not None and record.end is None:
             record.ended_at, record.end = self._clock(), end
+            if self.over is not None:
+                self.over(self._told(record))
 
     def _record(self, engine_id: str, request_id: str, namespace: Namespace) -> _Record | None:
         """A request whose id has ended and comes again is another one."""
