@@ -28,9 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
-import random
 import sys
 import time
 from collections import OrderedDict
@@ -43,7 +41,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
 
 import numpy as np
-from kvdepot.core.arena import ArenaLayout, ArenaTables
 from kvdepot.core.calls import (
     ROOT_KEY,
     AcquireCall,
@@ -62,9 +59,8 @@ from kvdepot.core.calls import (
 from kvdepot.core.eviction import NO_NODE, USELESS, CandidateHeap, EvictionPolicy, policy_by_name, policy_names
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
-from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.index import NONE
-from kvdepot.server.engine.types import EngineConfig, ProcessIdentity
+from kvdepot.server.offline.virtual_engine import VirtualEngine
 
 from benchmarks.report import machine
 
@@ -206,25 +202,12 @@ class Replay:
         self.now = 0.0
         self._geometry = geometry
         rows = capacity_bytes // OBJECT_BYTES + 1
-        tables_bytes = ArenaLayout.plan(1 << 40, rows).data_offset
-        layout = ArenaLayout.plan(tables_bytes + capacity_bytes, rows)
-        descriptor = os.memfd_create("policy")
-        os.ftruncate(descriptor, layout.size_bytes)
-        self._map = mmap.mmap(descriptor, layout.size_bytes)
-        os.close(descriptor)
-        self.engine = Engine(
-            ArenaTables(memoryview(self._map), layout), arena_id=1, run=1, clock=lambda: self.now,
-            random_bytes=random.Random(0).randbytes,
-            config=EngineConfig(credit_bytes=layout.size_bytes, high_watermark=1.0),
-        )  # fmt: skip
+        self._virtual = VirtualEngine(capacity_bytes, rows, clock=lambda: self.now)
+        self.engine, self._session = self._virtual.engine, self._virtual.session
         # The engine knows policies by name; here it is given one that knows the future, too.
         self.space = self.engine._space  # noqa: SLF001
         self.space.policy = self.space.evictor.policy = policy
-        self.engine.ready(layout.size_bytes)
-        process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
-        self._session = self.engine.attach(process, "replay", scheduler=True, rank=0, world_size=1).session
-        self._namespace, _ = self.engine.register_namespace(self._session, geometry.spec())
-        self._leases = 0
+        self._namespace = self._virtual.register(geometry.spec())
 
     def request(self, keys: Sequence[bytes]) -> int:
         """Blocks that the request resumes behind, after which it stores the others."""
@@ -243,14 +226,10 @@ class Replay:
         self.engine.end_request(EndRequestCall(self._session, "r"))
         return hit
 
-    def _lease(self) -> int:
-        self._leases += 1
-        return self._leases
-
     def _load(self, keys: Sequence[bytes]) -> None:
         kinds = bytes([Kind.ATTENTION]) * len(keys) + (bytes([Kind.STATE]) if self._geometry.states else b"")
         named = b"".join(keys) + (keys[-1] if self._geometry.states else b"")
-        lease = self._lease()
+        lease = self._virtual.new_lease_id()
         replies: list[AcquireReply] = []
         self.engine.acquire(AcquireCall(self._session, lease, self._namespace, named, kinds), replies.append)
         assert [reply.outcome for reply in replies] == [AcquireOutcome.GRANTED]
@@ -261,7 +240,7 @@ class Replay:
         with_state = range(max(start, self._geometry.first_state(len(keys))), end)
         kinds = [Kind.ATTENTION] * len(chunks) + [Kind.STATE] * len(with_state)
         chunks += with_state
-        lease = self._lease()
+        lease = self._virtual.new_lease_id()
         call = ReserveCall(
             self._session, lease, self._namespace, b"".join(keys[at] for at in chunks),
             b"".join(keys[at - 1] if at else ROOT_KEY for at in chunks), bytes(kinds),

@@ -25,7 +25,7 @@ from kvdepot.core.report import (
     SwitchesStatus,
     TierStatus,
 )
-from kvdepot.proto import codec, codec_namespace, codec_records, codec_report, status
+from kvdepot.proto import codec, codec_namespace, codec_records, codec_report, codec_trace, status
 from kvdepot.proto.v1 import depot_pb2 as pb
 
 _TOKEN = st.binary(min_size=16, max_size=16)
@@ -151,6 +151,7 @@ _DECODERS: list[tuple[Callable[[Any], object], type[Message]]] = [
     (codec.decode_end_request_call, pb.EndRequestRequest),
     (codec_records.decode_explain, pb.ExplainRequestRequest),
     (codec_records.decode_records, pb.ExplainRequestResponse),
+    (codec_trace.decode_part, pb.RecordTraceResponse),
     (codec.decode_capabilities, pb.GetCapabilitiesResponse),
     (codec_namespace.decode_register, pb.RegisterNamespaceRequest),
     (codec_namespace.decode_registered, pb.RegisterNamespaceResponse),

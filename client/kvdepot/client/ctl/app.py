@@ -28,6 +28,7 @@ from kvdepot.client.ctl.commands.quotas import quota
 from kvdepot.client.ctl.commands.status import status
 from kvdepot.client.ctl.commands.switches import loads, stores
 from kvdepot.client.ctl.commands.top import top
+from kvdepot.client.ctl.commands.trace import trace
 from kvdepot.client.ctl.commands.verify import verify
 from kvdepot.client.endpoint import Endpoint, EndpointError
 from kvdepot.core.errors import ConfigError, InvalidArgument, KvDepotError, LimitExceeded, LoadsOff, NotFound
@@ -70,7 +71,7 @@ def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
 
 for command in (
     status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, epoch, verify,
-    prefetch, reload, config, completion,
+    prefetch, trace, reload, config, completion,
 ):  # fmt: skip
     cli.add_command(command)
 

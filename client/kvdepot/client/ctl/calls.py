@@ -39,7 +39,7 @@ from kvdepot.core.listing import (
     NamespacePage,
     prefix_range,
 )
-from kvdepot.proto import codec_control, codec_listing, codec_records, codec_report
+from kvdepot.proto import codec_control, codec_listing, codec_records, codec_report, codec_trace
 from kvdepot.proto.status import CODE_KEY, from_status
 from kvdepot.proto.v1 import control_pb2, control_pb2_grpc, depot_pb2, depot_pb2_grpc
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
     from kvdepot.core.records import RequestRecord
     from kvdepot.core.report import DaemonStatus, PinStatus
+    from kvdepot.core.traces import TracePart
 
 _CANDIDATES_SHOWN: Final = 8
 
@@ -110,6 +111,11 @@ class Operator:
         """What is remembered of the requests of this id, or with this beginning; the latest first."""
         request = codec_records.encode_explain(request_id)
         return codec_records.decode_records(self._call(self._stub.ExplainRequest, request))
+
+    def record_trace(self) -> Generator[TracePart, None, None]:
+        """What requests look up from now on, as it comes; without end."""
+        for message in self._stream(self._stub.RecordTrace, depot_pb2.RecordTraceRequest()):
+            yield codec_trace.decode_part(message)
 
     # What changes something
 

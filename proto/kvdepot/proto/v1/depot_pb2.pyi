@@ -1616,6 +1616,89 @@ class DescribeChunkResponse(google.protobuf.message.Message):
 global___DescribeChunkResponse = DescribeChunkResponse
 
 @typing.final
+class RecordTraceRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___RecordTraceRequest = RecordTraceRequest
+
+@typing.final
+class TracedNamespace(google.protobuf.message.Message):
+    """Before the first request of it. The spec is without the identity."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    namespace: builtins.bytes
+    @property
+    def spec(self) -> global___NamespaceSpec: ...
+    def __init__(
+        self,
+        *,
+        namespace: builtins.bytes = ...,
+        spec: global___NamespaceSpec | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "spec", b"spec"]) -> None: ...
+
+global___TracedNamespace = TracedNamespace
+
+@typing.final
+class TracedRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    KEYS_FIELD_NUMBER: builtins.int
+    BOUNDARY_TOKENS_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    """since the call began"""
+    namespace: builtins.bytes
+    keys: builtins.bytes
+    """of the whole chunks of its prompt, 16 bytes each"""
+    boundary_tokens: builtins.int
+    """how far it was offered to resume"""
+    def __init__(
+        self,
+        *,
+        seconds: builtins.float = ...,
+        namespace: builtins.bytes = ...,
+        keys: builtins.bytes = ...,
+        boundary_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "keys", b"keys", "namespace", b"namespace", "seconds", b"seconds"]) -> None: ...
+
+global___TracedRequest = TracedRequest
+
+@typing.final
+class RecordTraceResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACES_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    LOST_FIELD_NUMBER: builtins.int
+    lost: builtins.int
+    """requests that the caller was too slow for, in all"""
+    @property
+    def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TracedNamespace]: ...
+    @property
+    def requests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TracedRequest]: ...
+    def __init__(
+        self,
+        *,
+        namespaces: collections.abc.Iterable[global___TracedNamespace] | None = ...,
+        requests: collections.abc.Iterable[global___TracedRequest] | None = ...,
+        lost: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lost", b"lost", "namespaces", b"namespaces", "requests", b"requests"]) -> None: ...
+
+global___RecordTraceResponse = RecordTraceResponse
+
+@typing.final
 class ExplainRequestRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

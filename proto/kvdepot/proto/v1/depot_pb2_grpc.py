@@ -535,6 +535,11 @@ class OperatorStub(object):
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestResponse.FromString,
                 _registered_method=True)
+        self.RecordTrace = channel.unary_stream(
+                '/kvdepot.v1.Operator/RecordTrace',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -583,6 +588,13 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RecordTrace(self, request, context):
+        """Until the caller goes: what requests look up from now on, twice a second, also where nothing does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -620,6 +632,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.ExplainRequest,
                     request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestRequest.FromString,
                     response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestResponse.SerializeToString,
+            ),
+            'RecordTrace': grpc.unary_stream_rpc_method_handler(
+                    servicer.RecordTrace,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -812,6 +829,33 @@ class Operator(object):
             '/kvdepot.v1.Operator/ExplainRequest',
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestRequest.SerializeToString,
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.ExplainRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RecordTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvdepot.v1.Operator/RecordTrace',
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -143,7 +143,7 @@ class Locates:
     ) -> None:
         if call.request_id:
             lookup = self._misses.lookup(namespace, call, seen, offer, miss)
-            self._records.looked_up(session.engine_id, call.request_id, namespace, lookup)
+            self._records.looked_up(session.engine_id, call.request_id, namespace, call.keys, lookup)
 
     def _offer(self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen) -> Offer:
         """What of the longest boundary is worth waiting for, and in time. Prefetch is told of all of it."""

@@ -20,6 +20,7 @@ from kvdepot.core.records import (
 )
 from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.namespaces import Namespace, Namespaces
+from kvdepot.server.engine.traces import Traces
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Records:
         self._namespaces = namespaces
         self._clock = clock
         self._records: OrderedDict[tuple[str, str], _Record] = OrderedDict()
+        self.traces = Traces(clock)
         self.over: Callable[[RequestRecord], None] | None = None
         """Told of each request that has ended."""
 
@@ -58,9 +60,11 @@ class Records:
 
     # What requests do
 
-    def looked_up(self, engine_id: str, request_id: str, namespace: Namespace, lookup: Lookup) -> None:
+    def looked_up(self, engine_id: str, request_id: str, namespace: Namespace, keys: bytes, lookup: Lookup) -> None:
         record = self._record(engine_id, request_id, namespace)
         if record is not None:
+            if not record.lookups:
+                self.traces.asked(namespace, keys, lookup.offered_tokens)
             record.lookups += 1
             record.looked_up_at = self._clock()
             record.lookup = lookup

@@ -1,4 +1,4 @@
-"""The command line of the offline verbs: `kvdepotd fsck` and `kvdepotd inspect`."""
+"""The command line of the offline verbs: `kvdepotd fsck`, `kvdepotd inspect` and `kvdepotd replay`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.core.units import format_size_rounded
+from kvdepot.server.offline import replay_verb
 from kvdepot.server.offline.fsck import Finding, Verdict, check_store
 from kvdepot.server.offline.inspection import Record, inspect, kind_text, objects_record, time_text
 from kvdepot.server.offline.store_files import OfflineRefusalError
@@ -18,7 +19,7 @@ from kvdepot.server.tiers.base import IoOutcome
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
 
-VERBS: Final = frozenset({"fsck", "inspect"})
+VERBS: Final = frozenset({"fsck", "inspect", replay_verb.NAME})
 _SOUND, _DAMAGED, _REFUSED = 0, 1, 2
 _EXIT_CODES = (
     "Exit codes: 0 all is whole, 1 something is damaged, 2 it could not be told (a daemon runs, no such store)."
@@ -41,10 +42,13 @@ def add_verbs(verbs: Subparsers) -> None:
     )
     show.add_argument("path", type=Path, metavar="DIR|FILE")
     show.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    replay_verb.add(verbs)
 
 
 def run(options: argparse.Namespace) -> int:
     """The exit code."""
+    if options.verb == replay_verb.NAME:
+        return replay_verb.run(options)
     try:
         if options.verb == "fsck":
             return _fsck(options.directory, as_json=options.json)

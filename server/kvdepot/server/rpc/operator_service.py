@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.report import DaemonStatus, NamespaceStatus
-from kvdepot.proto import codec_listing, codec_records, codec_report
+from kvdepot.proto import codec_listing, codec_records, codec_report, codec_trace
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 from kvdepot.server.engine.listing import Listing
 from kvdepot.server.engine.records import Records
-from kvdepot.server.rpc.answer import Context, answer
+from kvdepot.server.rpc.answer import Context, answer, answer_when_done
 
 PAGE_SIZE_MAX = 64
 """Namespaces a page."""
+_TRACE_SECONDS = 0.5
 PAGE_BYTES_MAX = 2 << 20
 """An identity has some 50 KiB, at most 1 MiB, and a message 4 MiB: a page ends with the namespace that passes this."""
 
@@ -95,6 +97,17 @@ class OperatorService(pb_grpc.OperatorServicer):
             return codec_records.encode_records(self._records.explain(codec_records.decode_explain(request)))
 
         return await answer(context, self._log, run)
+
+    async def RecordTrace(self, request: pb.RecordTraceRequest, context: Context) -> None:  # noqa: N802, ARG002
+        async def run() -> None:
+            with self._records.traces.recording() as recorder:
+                while True:  # until gRPC cancels it, because the caller is gone or the daemon stops
+                    part = recorder.take()
+                    await context.write(codec_trace.encode_part(part))
+                    if not part.requests:
+                        await asyncio.sleep(_TRACE_SECONDS)
+
+        await answer_when_done(context, self._log, run)
 
 
 def _page(namespaces: Iterable[NamespaceStatus]) -> list[pb.NamespaceStatus]:

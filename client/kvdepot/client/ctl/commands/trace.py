@@ -1,0 +1,79 @@
+"""`kvdepotctl trace`: record what engines ask for, and say what it would have hit with another size of RAM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import closing, nullcontext
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+import click
+from kvdepot.client.ctl.calls import connect
+from kvdepot.core.errors import KvDepotError
+from kvdepot.core.trace_file import TraceWriter
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from kvdepot.client.endpoint import Endpoint
+
+REPLAY: Final = (sys.executable, "-m", "kvdepot.server.app", "replay")
+"""The daemon's own program: it has the engine that is asked."""
+
+
+@click.group()
+def trace() -> None:
+    """Record what engines ask for, and replay it."""
+
+
+@trace.command()
+@click.argument("file", type=click.File("w", lazy=False))
+@click.option("--seconds", type=click.FloatRange(min=0.1), help="End after so long; else at ^C.")
+@click.pass_obj
+def record(connection: tuple[Endpoint, float], file: TextIO, seconds: float | None) -> int:
+    """Write into FILE (- for stdout) what each request looks up, a line each, until ^C.
+
+    Nothing of a prompt is in it: chunks are numbers, the same one for the same prefix. Engines are not slowed down.
+    """
+    console = Console(stderr=True)
+    writer, until = TraceWriter(), time.monotonic() + (seconds or float("inf"))
+    lost = 0
+    file.write(writer.head())
+    shown = console.status("recording") if console.is_terminal else nullcontext()
+    with connect(*connection) as operator, closing(operator.record_trace()) as parts, shown as status:
+        try:
+            for part in parts:
+                file.writelines(writer.lines(part))
+                file.flush()
+                lost = part.lost
+                if status is not None:
+                    status.update(_told(writer, lost))
+                if time.monotonic() >= until:
+                    break
+        except KeyboardInterrupt:
+            pass
+    console.print(_told(writer, lost))
+    return 0
+
+
+@trace.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def replay(arguments: tuple[str, ...]) -> int:
+    """What the trace in FILE would have hit with other sizes of RAM: `kvdepotd replay`, all of whose options it takes.
+
+    It asks no daemon; the extra `server` has to be installed where it runs.
+    """
+    if find_spec("kvdepot.server") is None:
+        raise KvDepotError("kvdepotd is not installed here", advice="pip install 'kvdepot[server]', or ask where it is")
+    return subprocess.run([*REPLAY, *arguments], check=False).returncode
+
+
+def _told(writer: TraceWriter, lost: int) -> str:
+    share = writer.offered_tokens / writer.tokens if writer.tokens else 0.0
+    said = (
+        f"{writer.requests} requests, {writer.chunks} different chunks, {share:.1%} of {writer.tokens} tokens offered"
+    )
+    return f"{said}, {lost} requests lost: this was too slow" if lost else said

@@ -1,0 +1,159 @@
+"""`kvdepotd replay`: what a recorded trace would have hit in RAM of other sizes, by the daemon's own engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from kvdepot.core.calls import (
+    KEY_BYTES,
+    ROOT_KEY,
+    AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
+    CommitCall,
+    CommitItem,
+    EndRequestCall,
+    Kind,
+    LocateCall,
+    LocateReply,
+    ReleaseCall,
+    ReserveCall,
+    ReserveOutcome,
+)
+from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.planner import Planner
+from kvdepot.core.trace_file import Request, Trace
+from kvdepot.server.offline.virtual_engine import VirtualEngine
+
+_CHUNKS_PER_CALL: Final = 64
+_REQUEST: Final = "replayed"
+_FRACTIONS: Final = (0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Tokens: of whole chunks that were asked for, and of these what requests could resume behind."""
+
+    asked_tokens: int
+    hit_tokens: int
+
+    @property
+    def rate(self) -> float:
+        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+
+
+class _Namespace:
+    def __init__(self, virtual: VirtualEngine, spec: NamespaceSpec) -> None:
+        self.id = virtual.register(spec)
+        self.planner = Planner(spec.groups, spec.chunk_tokens)
+
+
+class Replay:
+    """One run over a trace. `checkpoints`: engines keep a state at every chunk of a prompt, not only at its last."""
+
+    def __init__(self, trace: Trace, capacity_bytes: int, eviction: str, *, checkpoints: bool = False) -> None:
+        """`capacity_bytes`: for objects; the daemon's own memory, and what it keeps for tiers, comes on top."""
+        self._checkpoints = checkpoints
+        self._requests = trace.requests
+        self._now = 0.0
+        smallest = min((min(spec.object_bytes.values()) for spec in trace.namespaces.values()), default=1)
+        rows = capacity_bytes // smallest + 1
+        self._virtual = VirtualEngine(capacity_bytes, rows, clock=lambda: self._now, eviction=eviction)
+        self._namespaces = {name: _Namespace(self._virtual, spec) for name, spec in trace.namespaces.items()}
+
+    def run(self) -> Hits:
+        asked = hit = 0
+        for request in self._requests:
+            self._now = max(self._now, request.at_seconds)
+            namespace = self._namespaces[request.namespace]
+            asked += len(request.chunks) * namespace.planner.chunk_tokens
+            hit += self._request(namespace, _keys(request))
+        return Hits(asked, hit)
+
+    def _request(self, namespace: _Namespace, keys: Sequence[bytes]) -> int:
+        if not keys:
+            return 0
+        engine, session, chunk_tokens = self._virtual.engine, self._virtual.session, namespace.planner.chunk_tokens
+        located: list[LocateReply] = []
+        engine.locate(
+            LocateCall(session, namespace.id, b"".join(keys), len(keys) * chunk_tokens, _REQUEST), located.append
+        )
+        boundary = located[0].boundary_tokens
+        if boundary:
+            self._load(namespace, keys, boundary)
+        self._store(namespace, keys, boundary // chunk_tokens)
+        engine.end_request(EndRequestCall(session, _REQUEST))
+        return boundary
+
+    def _load(self, namespace: _Namespace, keys: Sequence[bytes], boundary: int) -> None:
+        engine, session = self._virtual.engine, self._virtual.session
+        wanted = namespace.planner.objects(boundary)
+        lease, replies = self._virtual.new_lease_id(), list[AcquireReply]()
+        call = AcquireCall(
+            session, lease, namespace.id, b"".join(keys[chunk] for chunk, _ in wanted),
+            bytes(kind for _, kind in wanted), _REQUEST,
+        )  # fmt: skip
+        engine.acquire(call, replies.append)
+        assert [reply.outcome for reply in replies] == [AcquireOutcome.GRANTED]
+        engine.release(ReleaseCall(session, (lease,)))
+
+    def _store(self, namespace: _Namespace, keys: Sequence[bytes], first: int) -> None:
+        engine, session, chunk_tokens = self._virtual.engine, self._virtual.session, namespace.planner.chunk_tokens
+        bounds = [*range(first, len(keys), _CHUNKS_PER_CALL), len(keys)]
+        for start, end in pairwise(bounds):
+            objects = list(self._objects(namespace, start, end, len(keys)))
+            lease = self._virtual.new_lease_id()
+            call = ReserveCall(
+                session, lease, namespace.id, b"".join(keys[chunk] for chunk, _ in objects),
+                b"".join(keys[chunk - 1] if chunk else ROOT_KEY for chunk, _ in objects),
+                bytes(kind for _, kind in objects),
+                ((np.array([chunk for chunk, _ in objects]) + 1) * chunk_tokens).astype("<u4").tobytes(), _REQUEST,
+            )  # fmt: skip
+            outcomes = np.frombuffer(engine.reserve(call).outcomes, np.uint8)
+            granted = np.flatnonzero(outcomes == ReserveOutcome.GRANTED).astype("<u4")
+            engine.commit(CommitCall(session, (CommitItem(lease, granted.tobytes()),)))
+
+    def _objects(self, namespace: _Namespace, start: int, end: int, chunks: int) -> Iterator[tuple[int, Kind]]:
+        """What an engine stores of these chunks of a prompt of so many: parents first."""
+        kinds = namespace.planner.kinds
+        for chunk in range(start, end):
+            for kind in kinds:
+                if kind is not Kind.STATE or self._checkpoints or chunk == chunks - 1:
+                    yield chunk, kind
+
+
+def unique_bytes(trace: Trace, *, checkpoints: bool = False) -> int:
+    """What all different objects of it take together: RAM of that size evicts nothing."""
+    chunks: dict[str, set[int]] = {}
+    ends: dict[str, set[int]] = {}
+    for request in trace.requests:
+        chunks.setdefault(request.namespace, set()).update(request.chunks)
+        ends.setdefault(request.namespace, set()).update(request.chunks if checkpoints else request.chunks[-1:])
+    total = 0
+    for name, spec in trace.namespaces.items():
+        for kind, size in spec.object_bytes.items():
+            total += size * len((ends if kind is Kind.STATE else chunks).get(name, ()))
+    return total
+
+
+def capacities(trace: Trace, *, checkpoints: bool = False) -> list[int]:
+    """Sizes that are worth a look: shares of `unique_bytes`."""
+    total = unique_bytes(trace, checkpoints=checkpoints)
+    return [max(int(total * share), 1 << 20) for share in _FRACTIONS]
+
+
+def recorded(trace: Trace) -> Hits:
+    """What the daemon offered when the trace was recorded, from all its tiers."""
+    asked = sum(len(one.chunks) * trace.namespaces[one.namespace].chunk_tokens for one in trace.requests)
+    return Hits(asked, sum(one.boundary_tokens for one in trace.requests))
+
+
+def _keys(request: Request) -> list[bytes]:
+    return [
+        blake2b(f"{request.namespace} {chunk}".encode(), digest_size=KEY_BYTES).digest() for chunk in request.chunks
+    ]

@@ -1,0 +1,110 @@
+"""The command line of `kvdepotd replay`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.eviction import policy_names
+from kvdepot.core.trace_file import Trace, read_trace
+from kvdepot.core.units import format_size_rounded, parse_size_bytes
+from kvdepot.server.offline.replay import Hits, Replay, capacities, recorded, unique_bytes
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
+
+NAME: Final = "replay"
+_OK, _REFUSED = 0, 2
+_CHECKPOINTS = ("last", "all")
+
+
+def add(verbs: Subparsers) -> None:
+    verb = verbs.add_parser(
+        NAME,
+        help="say what a trace of `kvdepotctl trace record` would have hit with other sizes of RAM",
+        epilog=(
+            "Runs the daemon's own index and eviction over the trace, in its order and by its clock, without a payload"
+            " byte and without lower tiers. Sizes are what RAM has for objects. Exit codes: 0, 2 it is no such trace."
+        ),
+    )
+    verb.add_argument("trace", type=Path, metavar="TRACE")
+    verb.add_argument(
+        "--ram", type=_size, action="append", metavar="SIZE",
+        help="may be repeated; without it: 5, 10, 25, 50 and 100 %% of what all objects of the trace take",
+    )  # fmt: skip
+    verb.add_argument(
+        "--eviction", choices=policy_names(), action="append", help="[policy] eviction; may be repeated; else gdsf"
+    )
+    verb.add_argument(
+        "--checkpoints", choices=_CHECKPOINTS, default="last",
+        help="of recurrent states: one a prompt (prefix_cache_retention_interval 0), or one a chunk",
+    )  # fmt: skip
+    verb.add_argument("--json", action="store_true", help="one JSON object instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code."""
+    try:
+        with options.trace.open() as lines:
+            trace = read_trace(lines)
+    except (InvalidArgument, OSError, UnicodeDecodeError) as error:
+        print(f"kvdepotd {NAME}: {options.trace}: {error}", file=sys.stderr)  # noqa: T201
+        return _REFUSED
+    record = replayed(trace, options.ram or [], options.eviction or ["gdsf"], checkpoints=options.checkpoints == "all")
+    print(json.dumps(record, indent=2) if options.json else "\n".join(_lines(record)))  # noqa: T201
+    return _OK
+
+
+def replayed(trace: Trace, sizes: list[int], policies: list[str], *, checkpoints: bool) -> dict[str, Any]:
+    """What `--json` prints. As many replays at once as there are processors."""
+    sizes = sizes or capacities(trace, checkpoints=checkpoints)
+    settings = [(size, policy) for size in sizes for policy in policies]
+    with ProcessPoolExecutor() as pool:
+        running = [pool.submit(_replay, trace, size, policy, checkpoints) for size, policy in settings]
+        found = [one.result() for one in running]
+    return {
+        "what": NAME,
+        "requests": len(trace.requests),
+        "seconds": trace.requests[-1].at_seconds - trace.requests[0].at_seconds if trace.requests else 0.0,
+        "unique_bytes": unique_bytes(trace, checkpoints=checkpoints),
+        "recorded": _record(recorded(trace)),
+        "replayed": [
+            {"ram_bytes": size, "eviction": policy, **_record(hits)}
+            for (size, policy), hits in zip(settings, found, strict=True)
+        ],
+    }
+
+
+def _replay(trace: Trace, size: int, policy: str, checkpoints: bool) -> Hits:
+    return Replay(trace, size, policy, checkpoints=checkpoints).run()
+
+
+def _record(hits: Hits) -> dict[str, Any]:
+    return {"asked_tokens": hits.asked_tokens, "hit_tokens": hits.hit_tokens, "hit_rate": round(hits.rate, 4)}
+
+
+def _lines(record: dict[str, Any]) -> list[str]:
+    before, whole = record["recorded"], format_size_rounded(record["unique_bytes"])
+    return [
+        f"{record['requests']} requests in {record['seconds']:.0f} s, {before['asked_tokens']} tokens asked for",
+        f"all their objects together take {whole}",
+        f"{'RAM':>12}  {'eviction':<8}  {'hit rate':>8}  {'tokens hit':>14}",
+        *(
+            f"{format_size_rounded(one['ram_bytes']):>12}  {one['eviction']:<8}  {one['hit_rate']:>8.1%}"
+            f"  {one['hit_tokens']:>14}"
+            for one in record["replayed"]
+        ),
+        f"{'recorded':>12}  {'':<8}  {before['hit_rate']:>8.1%}  {before['hit_tokens']:>14}",
+    ]
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size_bytes(text)
+    except InvalidArgument as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,47 @@
+"""The daemon's own engine over an arena that nobody writes to: what it decides, without a payload byte."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+
+from kvdepot.core.arena import ArenaLayout, ArenaTables
+from kvdepot.core.keys import NamespaceSpec
+from kvdepot.server.engine.engine import Engine
+from kvdepot.server.engine.types import EngineConfig, ProcessIdentity
+
+
+class VirtualEngine:
+    """RAM of `capacity_bytes` for objects, with one attached process. Of the arena only the tables take memory."""
+
+    def __init__(
+        self, capacity_bytes: int, rows: int, *, clock: Callable[[], float], eviction: str = "gdsf"
+    ) -> None:  # fmt: skip
+        """`rows`: how many objects it may have, at most."""
+        tables_bytes = ArenaLayout.plan(1 << 40, rows).data_offset
+        layout = ArenaLayout.plan(tables_bytes + capacity_bytes, rows)
+        descriptor = os.memfd_create("virtual-arena")
+        try:
+            os.ftruncate(descriptor, layout.size_bytes)
+            self._map = mmap.mmap(descriptor, layout.size_bytes)
+        finally:
+            os.close(descriptor)
+        self.engine = Engine(
+            ArenaTables(memoryview(self._map), layout), arena_id=1, run=1, clock=clock,
+            random_bytes=secrets.token_bytes,
+            config=EngineConfig(credit_bytes=layout.size_bytes, high_watermark=1.0, eviction=eviction),
+        )  # fmt: skip
+        self.engine.ready(layout.size_bytes)
+        process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
+        self.session = self.engine.attach(process, "replay", scheduler=True, rank=0, world_size=1).session
+        self._leases = 0
+
+    def register(self, spec: NamespaceSpec) -> bytes:
+        """The namespace's id."""
+        return self.engine.register_namespace(self.session, spec)[0]
+
+    def new_lease_id(self) -> int:
+        self._leases += 1
+        return self._leases
