@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -55,18 +56,28 @@ def run(options: argparse.Namespace) -> int:
     except (InvalidArgument, OSError, UnicodeDecodeError) as error:
         print(f"kvdepotd {NAME}: {options.trace}: {error}", file=sys.stderr)  # noqa: T201
         return _REFUSED
-    record = replayed(trace, options.ram or [], options.eviction or ["gdsf"], checkpoints=options.checkpoints == "all")
+    show = _show_progress if sys.stderr.isatty() and not options.json else None
+    record = replayed(
+        trace, options.ram or [], options.eviction or ["gdsf"], checkpoints=options.checkpoints == "all", show=show
+    )
     print(json.dumps(record, indent=2) if options.json else "\n".join(_lines(record)))  # noqa: T201
     return _OK
 
 
-def replayed(trace: Trace, sizes: list[int], policies: list[str], *, checkpoints: bool) -> dict[str, Any]:
-    """What `--json` prints. As many replays at once as there are processors."""
+def replayed(
+    trace: Trace, sizes: list[int], policies: list[str], *, checkpoints: bool,
+    show: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What `--json` prints. As many replays at once as there are processors; `show` hears how many of them are over."""
     sizes = sizes or capacities(trace, checkpoints=checkpoints)
     settings = [(size, policy) for size in sizes for policy in policies]
     with ProcessPoolExecutor() as pool:
         running = [pool.submit(_replay, trace, size, policy, checkpoints) for size, policy in settings]
-        found = [one.result() for one in running]
+        found = []
+        for number, one in enumerate(running):
+            if show is not None:
+                show(number, len(running))
+            found.append(one.result())
     return {
         "what": NAME,
         "requests": len(trace.requests),
@@ -82,6 +93,10 @@ def replayed(trace: Trace, sizes: list[int], policies: list[str], *, checkpoints
 
 def _replay(trace: Trace, size: int, policy: str, checkpoints: bool) -> Hits:
     return Replay(trace, size, policy, checkpoints=checkpoints).run()
+
+
+def _show_progress(done: int, total: int) -> None:
+    print(f"{done} of {total} replays", end="\r", file=sys.stderr)  # noqa: T201
 
 
 def _record(hits: Hits) -> dict[str, Any]:
