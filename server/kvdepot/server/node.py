@@ -191,9 +191,7 @@ class Node:
         self._attach.refuse_new()
         await self._grpc.set_serving(False)
         await self._grpc.stop(GRACE_SECONDS)
-        drained, closed = await asyncio.gather(self._drain(), self._close_tiers())
-        if self._tracing is not None:
-            await self._tracing.close()
+        drained, closed, _ = await asyncio.gather(self._drain(), self._close_tiers(), self._close_tracing())
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self._http.close()
@@ -297,6 +295,10 @@ class Node:
         except TimeoutError:
             return False
         return True
+
+    async def _close_tracing(self) -> None:
+        if self._tracing is not None:
+            await self._tracing.close()
 
     def _identify(self, pid: int) -> ProcessIdentity:
         """A child of this process, which is not reaped yet: its pid is its own."""
