@@ -13,6 +13,7 @@ from typing import Any, Final
 import grpc
 from kvdepot.core.units import parse_size_bytes
 from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.tiers.health import RETRY_SECONDS_MAX
 
 from tests.chaos.all_faults import LEFT_OUT, possible
 from tests.chaos.depot import GRACE_SECONDS, LEASE_SECONDS, RAMS_SHARED, Depot, Mount, Settings, unexplained
@@ -25,9 +26,10 @@ from tests.chaos.plan import Phase, phases
 from tests.chaos.watch import Watch, accounts, contents, degraded, owed
 
 DRAIN_SECONDS: Final = 60.0
-SETTLE_SECONDS: Final = LEASE_SECONDS + GRACE_SECONDS + 40.0
+SETTLE_SECONDS: Final = LEASE_SECONDS + GRACE_SECONDS + RETRY_SECONDS_MAX + 40.0
+"""What is queued for a tier of no use waits until that has tried again."""
 PROGRESS_SECONDS: Final = 60.0
-RECOVERY_SECONDS: Final = 40.0
+RECOVERY_SECONDS: Final = RETRY_SECONDS_MAX + 40.0
 """All with room for a machine that does other things."""
 KEPT_OBJECTS_MIN: Final = 30
 """So many objects in RAM, of which a second ago none was without a checksum: a SIGKILL keeps some."""

@@ -11,7 +11,8 @@ from kvdepot.server.io.jobs import Answer
 from kvdepot.server.tiers.base import IoOutcome
 
 _REPEAT_SECONDS: Final = 60.0
-_RETRY_SECONDS_MAX: Final = 60.0
+RETRY_SECONDS_MAX: Final = 60.0
+"""How seldom a tier that goes wrong again and again tries to get out of it."""
 
 STOPS_WRITING: Final = {
     IoOutcome.NO_SPACE: "the file system is full",
@@ -68,7 +69,7 @@ class Health:
     def retried(self) -> None:
         """Not again for a while, whatever comes of it."""
         self._retry_at = self._clock() + self._retry_seconds
-        self._retry_seconds = min(2 * self._retry_seconds, _RETRY_SECONDS_MAX)
+        self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS_MAX)
 
     def note(self, reason: str) -> None:
         """A reason in the same state."""
