@@ -40,6 +40,7 @@ class Task:
     priority: Priority
     done: Callable[[Answer], None]
     loan: Loan | None
+    refused: bool = False  # when it was submitted
 
 
 class InlineWorkers:
@@ -62,7 +63,7 @@ class InlineWorkers:
         return not self.why_unusable
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
-        self.tasks.append(Task(job, priority, done, loan))
+        self.tasks.append(Task(job, priority, done, loan, refused=not self.usable))
 
     def renew(self, guard: str) -> None:
         self.why_unusable = ""
@@ -79,7 +80,7 @@ class InlineWorkers:
             return False
         task = min(self.tasks, key=lambda task: task.priority)
         self.tasks.remove(task)
-        if not self.usable or (task.loan is not None and not task.loan.begin(7)):
+        if task.refused or not self.usable or (task.loan is not None and not task.loan.begin(7)):
             task.done(Answer(IoOutcome.CANCELLED, self.why_unusable))
             return True
         if self.deaths and task.loan is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvdepot.server.io.jobs import Answer, Append, Priority, Probe, Quarantine, ReadObject, WriteObject
+from kvdepot.server.io.jobs import Answer, Append, Priority, Probe, Quarantine, ReadObject, Remove, WriteObject
 from kvdepot.server.tiers.base import IoOutcome, Read, Tier
 from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.health import State
@@ -520,3 +521,47 @@ def test_what_is_dropped_before_its_place_is_claimed_counts_for_nothing() -> Non
     space.grow(1 << 20)
     space.retire(5, ((0, 8192),))
     assert space.used_bytes == 0
+
+
+def copies_of(rig: DiskRig) -> list[str]:
+    return sorted(path.name for path in (rig.config.path / "quarantine").iterdir())
+
+
+def quarantined(rig: DiskRig, numbers: range) -> None:
+    for number in numbers:
+        handle = rig.stored(number)
+        flip(rig, handle, PAGE)
+        rig.read(handle)
+        rig.wall += 1
+
+
+def test_t2_a_smaller_quarantine_is_in_effect_with_the_first_opening(tmp_path: Path) -> None:
+    """Found by an hour of chaos: an opening began the removal before there were workers, and forgot the files."""
+    rig = DiskRig(tmp_path / "tier", quarantine_bytes=40 * PAGE)
+    quarantined(rig, range(8))
+    found = copies_of(rig)
+    assert len(found) == 8
+    rig.config = replace(rig.config, quarantine_bytes=10 * PAGE)
+    rig.crash()
+    assert copies_of(rig) == found[-2:]
+    assert rig.tier.status().quarantined_bytes == 8 * PAGE
+    rig.config = replace(rig.config, quarantine_keep_seconds=1.0)
+    rig.wall += 100
+    rig.crash()
+    assert copies_of(rig) == [], "likewise what is too old"
+
+
+def test_t2_what_cannot_be_removed_from_the_quarantine_counts_and_nothing_comes_beside_it(tmp_path: Path) -> None:
+    rig = DiskRig(tmp_path / "tier", quarantine_bytes=10 * PAGE)
+    quarantined(rig, range(2))
+    found = copies_of(rig)
+    for outcome in (IoOutcome.READ_ONLY, IoOutcome.CANCELLED, IoOutcome.TIMEOUT):
+        rig.data.fault = failing(Remove, outcome, 1)
+        quarantined(rig, range(2, 3))
+        assert copies_of(rig) == found
+        assert rig.tier.status().quarantined_bytes == 8 * PAGE
+    rig.data.fault = failing(Remove, IoOutcome.READ_ONLY, 1)
+    quarantined(rig, range(3, 4))
+    quarantined(rig, range(4, 5))
+    assert len(copies_of(rig)) == 2 and copies_of(rig)[0] == found[1], "the next one removes what could not be"
+    rig.check()

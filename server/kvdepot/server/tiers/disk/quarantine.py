@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePath
 from typing import Final
 
@@ -44,12 +44,10 @@ class QuarantineRoom:
         """What an opening found. What came or went since `look` it may have seen, or not, or in part."""
         found = {file: _rounded(size) for file, size in files if file not in self._removed}
         found.update((file, size) for file, size in self._files if file in self._taken)
-        self._files = deque(sorted(found.items()))
         self._looking = False
         self._taken.clear()
         self._removed.clear()
-        self.used_bytes = sum(size for _, size in self._files)
-        self.tend()
+        self._hold(found)
 
     def take(self, parts: tuple[Part, ...], sequence: int, reason: IoOutcome, left: Callable[[], None]) -> None:
         """Copy an object; `left` is called when nobody reads its place any more, whether or not there is a copy."""
@@ -69,7 +67,11 @@ class QuarantineRoom:
             self._copying.discard(file)
             left()
 
-        def copy(_: Answer) -> None:
+        def copy(removed: Answer) -> None:
+            if removed.outcome is not IoOutcome.OK:  # what was to make room for it may be there yet
+                self._forget(file)
+                ended()
+                return
             overdue = False
 
             def answered(answer: Answer) -> None:
@@ -91,32 +93,43 @@ class QuarantineRoom:
             copy(Answer(IoOutcome.OK))
 
     def tend(self) -> None:
-        """Remove what is too old or too much."""
+        """Remove what is too old or too much. What cannot be removed counts as before, until the next time."""
         files = self._oldest(self._capacity_bytes, keep=0)
         oldest = quarantine_name(max(int(self._wall_clock() - self._keep_seconds), 0), 0, "")
         while self._files and PurePath(self._files[0][0]).name < PurePath(oldest).name:
-            files.append(self._pop())
+            files |= self._pop()
         if files:
             self._remove(files, lambda _: None)
 
-    def _oldest(self, capacity_bytes: int, *, keep: int) -> list[str]:
-        files = []
+    def _oldest(self, capacity_bytes: int, *, keep: int) -> dict[str, int]:
+        files: dict[str, int] = {}
         while len(self._files) > keep and (self.used_bytes > capacity_bytes or len(self._files) > FILES_MAX):
-            files.append(self._pop())
+            files |= self._pop()
         return files
 
-    def _pop(self) -> str:
+    def _pop(self) -> dict[str, int]:
         file, size_bytes = self._files.popleft()
         self.used_bytes -= size_bytes
         if self._looking:
             self._removed.add(file)
-        return file
+        return {file: size_bytes}
 
-    def _remove(self, files: list[str], done: Callable[[Answer], None]) -> None:
+    def _forget(self, file: str) -> None:
+        self._taken.discard(file)
+        self._hold({name: size_bytes for name, size_bytes in self._files if name != file})
+
+    def _hold(self, files: Mapping[str, int]) -> None:
+        self._files = deque(sorted(files.items()))
+        self.used_bytes = sum(files.values())
+
+    def _remove(self, files: Mapping[str, int], done: Callable[[Answer], None]) -> None:
         self._removing.update(files)
 
         def answered(answer: Answer) -> None:
             self._removing.difference_update(files)
+            if answer.outcome is not IoOutcome.OK:
+                self._removed.difference_update(files)
+                self._hold({**dict(self._files), **files})
             done(answer)
 
         self._workers.submit(Remove(tuple(files)), priority=Priority.TEND, done=answered)
