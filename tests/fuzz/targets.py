@@ -7,6 +7,7 @@ has to hold too.
 from __future__ import annotations
 
 import contextlib
+import io
 import struct
 import tomllib
 from collections.abc import Callable
@@ -15,8 +16,12 @@ from pathlib import Path
 import xxhash
 from google.protobuf.message import DecodeError, Message
 from kvdepot.core.arena import NO_ROW, PAGE_BYTES, ArenaLayout, ArenaTables, LentMode, RowState
+from kvdepot.core.calls import Kind
 from kvdepot.core.errors import KvDepotError
-from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, fields_as_found
+from kvdepot.core.export_file import ExportedObject, ExportHead, ExportReader, ExportWriter
+from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, ObjectName, fields_as_found
+from kvdepot.core.planner import GroupSpec
 from kvdepot.proto import codec, codec_data, codec_namespace
 from kvdepot.proto.v1 import data_pb2 as data_pb
 from kvdepot.proto.v1 import depot_pb2 as pb
@@ -133,6 +138,27 @@ def store(data: bytes) -> None:
         return
 
 
+def export(data: bytes) -> None:
+    """As it is; with a right head and fields; and what a right end or object header may follow."""
+    spec = dense_namespace()
+    whole = io.BytesIO()
+    writer = ExportWriter(whole, ExportHead(spec.namespace_id(), b"spec", 1, 1, 1))
+    name = ObjectName(spec.namespace_id(), bytes(range(16)), bytes(16), Kind.ATTENTION, 16, 4096)
+    writer.add(ExportedObject(name, data[:4096].ljust(4096, b"\0")), int.from_bytes(data[:16], "little"))
+    for content in (data, whole.getvalue()[: 2 * HEADER_BYTES] + data, whole.getvalue() + data):
+        try:
+            reader = ExportReader(io.BytesIO(content))
+        except KvDepotError:
+            continue
+        for one in reader.objects(spec.object_bytes):
+            assert len(one.payload) == 4096
+
+
+def dense_namespace() -> NamespaceSpec:
+    group = GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4096,))
+    return NamespaceSpec({}, 16, (group,), {Kind.ATTENTION: 4096})
+
+
 def configuration(data: bytes) -> None:
     """What lies behind TOML; its parser is Python's."""
     try:
@@ -227,12 +253,13 @@ def worker_answer(data: bytes) -> None:
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
-        header, lz4, bitshuffle_lz4, journal, snapshot, store, configuration, request, attach_datagram, data_request,
-        worker_job, worker_answer,
+        header, lz4, bitshuffle_lz4, journal, snapshot, store, export, configuration, request, attach_datagram,
+        data_request, worker_job, worker_answer,
     )
 }  # fmt: skip
 CORPORA = {
     "configuration": Path(__file__).resolve().parents[2] / "configs",
     "header": Path(__file__).resolve().parents[1] / "golden" / "object-v1",
+    "export": Path(__file__).resolve().parents[1] / "golden" / "export-v1",
 }
 """Folders of good examples to start from."""

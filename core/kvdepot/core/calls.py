@@ -101,6 +101,7 @@ class AcquireCall:
     keys: bytes  # one an object, in plan order
     kinds: bytes
     request_id: str = ""
+    no_use: bool = False  # it is no request that loads: nothing is kept, or written to a tier, for its sake
 
 
 @dataclass(frozen=True, slots=True)

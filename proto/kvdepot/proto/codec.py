@@ -240,6 +240,7 @@ def encode_acquire_call(call: AcquireCall) -> pb.AcquireRequest:
         keys=call.keys,
         kinds=call.kinds,
         request_id=call.request_id,
+        no_use=call.no_use,
     )
 
 
@@ -253,6 +254,7 @@ def decode_acquire_call(message: pb.AcquireRequest) -> AcquireCall:
         keys=message.keys,
         kinds=message.kinds,
         request_id=_request_id(message.request_id),
+        no_use=message.no_use,
     )
 
 

@@ -1,7 +1,7 @@
 """kvdepotctl: what an operator asks a running daemon.
 
-Exit codes: 0 ok, 1 the daemon is not ready, has nothing by that name or refuses it, a check of `doctor` fails, or
-`verify` finds damage, 2 wrong usage, 3 no daemon answers, 4 its socket is not for this user.
+Exit codes: 0 ok, 1 the daemon is not ready, has nothing by that name or refuses it, a check of `doctor` fails, `verify`
+finds damage, `export` or `import` not all, 2 wrong usage, 3 no daemon answers, 4 its socket is not for this user.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvdepot.client.ctl.commands.drain import drain, resume
 from kvdepot.client.ctl.commands.epoch import epoch
 from kvdepot.client.ctl.commands.evict import evict
 from kvdepot.client.ctl.commands.explain import explain
+from kvdepot.client.ctl.commands.exports import export, import_
 from kvdepot.client.ctl.commands.ls import ls
 from kvdepot.client.ctl.commands.pins import pin, unpin
 from kvdepot.client.ctl.commands.prefetch import prefetch
@@ -31,7 +32,16 @@ from kvdepot.client.ctl.commands.top import top
 from kvdepot.client.ctl.commands.trace import trace
 from kvdepot.client.ctl.commands.verify import verify
 from kvdepot.client.endpoint import Endpoint, EndpointError
-from kvdepot.core.errors import ConfigError, InvalidArgument, KvDepotError, LimitExceeded, LoadsOff, NotFound
+from kvdepot.core.errors import (
+    ConfigError,
+    InvalidArgument,
+    KvDepotError,
+    LimitExceeded,
+    LoadsOff,
+    NotFound,
+    StaleEpoch,
+    StoresOff,
+)
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_FORBIDDEN = 1, 2, 3, 4
 
@@ -71,7 +81,7 @@ def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
 
 for command in (
     status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, epoch, verify,
-    prefetch, trace, reload, config, completion,
+    prefetch, export, import_, trace, reload, config, completion,
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -101,7 +111,7 @@ def main() -> None:
 
 
 def _exit_code(error: KvDepotError) -> int:
-    if isinstance(error, NotFound | ConfigError | LimitExceeded | LoadsOff):
+    if isinstance(error, NotFound | ConfigError | LimitExceeded | LoadsOff | StoresOff | StaleEpoch):
         return EXIT_REFUSED
     return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_UNREACHABLE
 

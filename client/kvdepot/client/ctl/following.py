@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Final, Generic, TypeVar
 
 import click
+from kvdepot.client.ctl.exporting import ExportProgress
+from kvdepot.client.ctl.importing import ImportProgress
 from kvdepot.core.control import PrefetchReply, VerifyReply
 from rich.console import Console
 from rich.markup import escape
@@ -16,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 EXIT_STOPPED: Final = 130
 
-Reply = TypeVar("Reply", VerifyReply, PrefetchReply)
+Reply = TypeVar("Reply", VerifyReply, PrefetchReply, ExportProgress, ImportProgress)
 
 
 @dataclass(frozen=True, slots=True)

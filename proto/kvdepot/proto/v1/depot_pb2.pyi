@@ -466,12 +466,15 @@ class AcquireRequest(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     KINDS_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
+    NO_USE_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     lease_id: builtins.int
     namespace: builtins.bytes
     keys: builtins.bytes
     kinds: builtins.bytes
     request_id: builtins.str
+    no_use: builtins.bool
+    """it is no request that loads: nothing is kept, or written to a tier, for its sake"""
     def __init__(
         self,
         *,
@@ -481,8 +484,9 @@ class AcquireRequest(google.protobuf.message.Message):
         keys: builtins.bytes = ...,
         kinds: builtins.bytes = ...,
         request_id: builtins.str = ...,
+        no_use: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "kinds", b"kinds", "lease_id", b"lease_id", "namespace", b"namespace", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "kinds", b"kinds", "lease_id", b"lease_id", "namespace", b"namespace", "no_use", b"no_use", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
 

@@ -77,7 +77,7 @@ class Loads:
         reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
         session.leases[call.lease_id] = ReadLease(session, call.lease_id, entries, hash(call), reply, self._deadline())
         session.loads += 1
-        self._count_hit(namespace, call.kinds, nodes, rows, granted_bytes)
+        self._count(namespace, call, nodes, rows, granted_bytes)
         return reply
 
     def _grant_pending(self, lease: ReadLease, asked: Asked) -> AcquireReply:
@@ -91,7 +91,7 @@ class Loads:
         lease.reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
         lease.deadline = self._deadline()
         session.leases[lease.id] = session.leases.pop(lease.id)  # in order of deadline
-        self._count_hit(asked.namespace, asked.call.kinds, asked.nodes, asked.rows, granted_bytes)
+        self._count(asked.namespace, asked.call, asked.nodes, asked.rows, granted_bytes)
         return lease.reply
 
     def _resolve(self, namespace: Namespace, call: AcquireCall) -> tuple[npt.NDArray[np.int64], _Rows]:
@@ -121,19 +121,21 @@ class Loads:
         packed[:, 4] = table.generations[rows]
         return packed.tobytes(), int(lengths.sum())
 
-    def _count_hit(
-        self, namespace: Namespace, kinds: bytes, nodes: npt.NDArray[np.int64], rows: _Rows, granted_bytes: int
+    def _count(
+        self, namespace: Namespace, call: AcquireCall, nodes: npt.NDArray[np.int64], rows: _Rows, granted_bytes: int
     ) -> None:
         """A hit counts as a use of the end node only: its ancestors are kept by it (DESIGN 5)."""
         space = self._space
+        space.counters.add("acquired_objects", len(rows))
+        space.counters.add("granted_read_bytes", granted_bytes)
+        if call.no_use:
+            return
         end = int(nodes[int(space.rows.boundaries[rows].argmax())])
         space.hit(end)
         namespace.used_at = space.clock()
-        space.counters.add("acquired_objects", len(rows))
-        space.counters.add("granted_read_bytes", granted_bytes)
-        self._tiering.used_again(nodes, kinds)
+        self._tiering.used_again(nodes, call.kinds)
         if namespace.spec is not None:
-            space.counters.add("hit_tokens", kinds.count(namespace.path_kind) * namespace.spec.chunk_tokens)
+            space.counters.add("hit_tokens", call.kinds.count(namespace.path_kind) * namespace.spec.chunk_tokens)
 
     def adopt(self, session: Session, lease_id: int, entries: npt.NDArray[np.uint32]) -> ReadLease:
         """A pin of an earlier run."""

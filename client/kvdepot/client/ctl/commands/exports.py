@@ -1,0 +1,167 @@
+"""`kvdepotctl export` and `kvdepotctl import`: a warmed namespace as one file."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+import click
+from kvdepot.client.bulk import BulkEngine
+from kvdepot.client.ctl.calls import connect
+from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.completing import Name, TierName
+from kvdepot.client.ctl.exporting import CHUNKS_MAX, Exporter, ExportProgress, export_spec, planned
+from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
+from kvdepot.client.ctl.importing import Importer, ImportProgress, check, spec_of
+from kvdepot.client.ctl.printer import size_text
+from kvdepot.core.export_file import ExportHead, ExportReader
+from kvdepot.proto import codec_namespace
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from kvdepot.client.endpoint import Endpoint
+
+EXIT_NOT_ALL: Final = 1
+STREAM: Final = "-"
+UNFINISHED: Final = ".unfinished"
+
+
+@click.command("export")
+@click.argument("name", metavar="NAMESPACE[/KEY]", type=Name(chunks=True))
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
+@click.option("--tier", metavar="NAME", type=TierName(), default="", help="What this tier has: ram, or of [[tier]].")
+@json_option
+@click.pass_obj
+def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, as_json: bool) -> int:
+    """Write what the daemon has of NAMESPACE, or of the path that ends with its chunk KEY, into FILE (- for stdout).
+
+    `kvdepotctl import` brings it into this or another daemon whose engines have the same namespace. Engines go on
+    meanwhile. What only a tier below RAM has is read into RAM first: --tier ram leaves it alone. FILE gets its name
+    when it is whole. Exit code 1 if something that was there could not be exported. With --json a line for each look.
+    """
+    if file == STREAM and as_json:
+        raise click.UsageError("with - the export itself goes to stdout: there is no place for --json")
+    endpoint, timeout_seconds = connection
+    namespace, _, prefix = name.partition("/")
+    console = Console(stderr=True)
+    with connect(*connection) as operator:
+        namespace_id = operator.find_namespace(namespace)
+        key = operator.find_chunk(namespace_id, prefix) if prefix else b""
+        spec = export_spec(operator, namespace_id)
+        chunks = planned(operator.chunks(namespace_id, "", CHUNKS_MAX), spec, key, tier)
+        names = [one for chunk in chunks for one in chunk]
+        head = ExportHead(
+            namespace_id, codec_namespace.encode_namespace_spec(spec).SerializeToString(deterministic=True),
+            int(time.time()), len(names), sum(one.raw_bytes for one in names),
+        )  # fmt: skip
+        engine = BulkEngine(endpoint, spec, "kvdepotctl-export", timeout_seconds=timeout_seconds)
+        with engine, _whole(file) as out:
+            followed = follow(Exporter(engine, operator, out, head).run(chunks), console, _export_bars, as_json=as_json)
+            if followed.stopped:
+                raise click.Abort
+    done = followed.reply
+    assert done is not None
+    said = f"exported {done.exported} objects, {size_text(done.exported_bytes)}, of namespace {namespace_id.hex()[:12]}"
+    left_out = f"; left out: {counted(done.left_out)}" if done.left_out else ""
+    console.print(said + left_out, markup=False, highlight=False, soft_wrap=True)
+    return EXIT_NOT_ALL if done.left_out else 0
+
+
+@click.command("import")
+@click.argument("file", type=click.File("rb"))
+@click.option("--check", "check_only", is_flag=True, help="Only read FILE and compare its checksums; ask no daemon.")
+@json_option
+@click.pass_obj
+def import_(connection: tuple[Endpoint, float], file: BinaryIO, check_only: bool, as_json: bool) -> int:
+    """Bring what FILE (- for stdin) has into RAM, as if an engine had stored it: `kvdepotctl export` has written it.
+
+    Only whole objects with their checksums are taken, under the same namespace: engines of another one never see them.
+    It makes room for itself as stores do, and tiers below RAM get of it what their `write` says. What is there already
+    is passed over. Exit code 1 if not all of it is there at the end. With --json a line for each look.
+    """
+    endpoint, timeout_seconds = connection
+    console = Console(stderr=True)
+    reader = ExportReader(file)
+    spec = spec_of(reader)
+    shown = f"namespace {reader.head.namespace_id.hex()[:12]} ({spec.label})"
+    if check_only:
+        followed = follow(check(reader, spec), console, _import_bars, as_json=as_json)
+    else:
+        with BulkEngine(endpoint, spec, "kvdepotctl-import", timeout_seconds=timeout_seconds) as engine:
+            followed = follow(Importer(engine, reader).run(), console, _import_bars, as_json=as_json)
+    done = followed.reply
+    if done is not None and not as_json:
+        console.print(_told(done, shown, check_only=check_only), markup=False, highlight=False, soft_wrap=True)
+    if followed.stopped or done is None:
+        return EXIT_STOPPED
+    if not check_only:
+        _warn_of_evicted(connection, reader.head.namespace_id, done, console)
+    return 0 if done.whole else EXIT_NOT_ALL
+
+
+def _warn_of_evicted(
+    connection: tuple[Endpoint, float], namespace_id: bytes, done: ImportProgress, console: Console
+) -> None:
+    with connect(*connection) as operator:
+        found = operator.namespaces(namespace_id.hex(), 1).namespaces
+    in_ram = sum(found[0].tiers[0].objects.values()) if found else 0
+    if in_ram < done.imported + done.there:
+        console.print(
+            f"warning: RAM has {in_ram} objects of the namespace now: it has no room for all, and what came last took "
+            "that of what came first",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+@contextmanager
+def _whole(file: str) -> Iterator[BinaryIO]:
+    """A file that gets its name when all is in it; what is no ordinary file, and stdout, are written as they are."""
+    path = Path(file)
+    if file == STREAM:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    if path.exists() and not path.is_file():
+        with path.open("wb") as there:
+            yield there
+        return
+    unfinished = path.with_name(path.name + UNFINISHED)
+    try:
+        with unfinished.open("wb") as there:
+            yield there
+            there.flush()
+            os.fsync(there.fileno())
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _export_bars(progress: ExportProgress) -> list[Bar]:
+    done = progress.exported + sum(progress.left_out.values())
+    return [Bar("objects", done, progress.planned, size_text(progress.exported_bytes))]
+
+
+def _import_bars(progress: ImportProgress) -> list[Bar]:
+    done = progress.imported + progress.there + sum(progress.refused.values())
+    return [Bar("objects", done, progress.planned, f"{size_text(progress.imported_bytes)} imported")]
+
+
+def _told(done: ImportProgress, shown: str, *, check_only: bool) -> str:
+    if check_only:
+        said = f"{done.there} whole objects of {shown}"
+    else:
+        brought = f"imported {done.imported} objects, {size_text(done.imported_bytes)}, of {shown}"
+        said = f"{brought}; {done.there} were there"
+    if done.refused:
+        said += f"; refused: {counted(done.refused)}" + (f" ({done.reason})" if done.reason else "")
+    if done.damaged:
+        said += f"; damaged in the file: {counted(done.damaged)}"
+    if done.cut_short:
+        said += f"; the file is cut short: {done.cut_short}"
+    return said if done.over else f"{said}; stopped before its end"
