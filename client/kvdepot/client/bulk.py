@@ -145,12 +145,12 @@ class BulkEngine:
 
     # Out of the depot
 
-    def acquire(self, names: Sequence[ObjectName]) -> Granted | AcquireOutcome:
-        """Have all of these objects lent for reading, as no use of them. Raises KvDepotError without an answer."""
+    def acquire(self, names: Sequence[ObjectName], *, no_use: bool = True) -> Granted | AcquireOutcome:
+        """Have all of these objects lent for reading. Raises KvDepotError without an answer."""
         lease_id = self._session.new_lease_id()
         call = AcquireCall(
             b"", lease_id, self.namespace, b"".join(name.key for name in names),
-            bytes(name.kind for name in names), no_use=True,
+            bytes(name.kind for name in names), no_use=no_use,
         )  # fmt: skip
         reply = self._answer(call, max(self._timeout_seconds, READ_SECONDS))
         assert isinstance(reply, AcquireReply)
@@ -160,9 +160,10 @@ class BulkEngine:
             return reply.outcome
         return self._granted(lease_id, reply, range(len(names)))
 
-    def read(self, granted: Granted, index: int) -> bytearray | None:
-        """The bytes of one object; None when they were given to others meanwhile."""
-        memory = bytearray(granted.extents.size_bytes(index))
+    def read(self, granted: Granted, index: int, memory: bytearray | None = None) -> bytearray | None:
+        """The bytes of one object, in `memory` where that is given; None when they were given to others meanwhile."""
+        if memory is None:
+            memory = bytearray(granted.extents.size_bytes(index))
         arena = self._arena(granted)
         copied = arena is not None and all(
             arena.load(_MemoryCopier(memoryview(memory)), granted.extents, batch, self._timeout_seconds)
@@ -183,7 +184,7 @@ class BulkEngine:
         call = ReserveCall(
             b"", lease_id, self.namespace, b"".join(name.key for name in names),
             b"".join(name.parent for name in names), bytes(name.kind for name in names),
-            struct.pack(f"<{len(names)}I", *(name.boundary_tokens for name in names)), "import",
+            struct.pack(f"<{len(names)}I", *(name.boundary_tokens for name in names)), "all",
         )  # fmt: skip
         reply = self._answer(call, self._timeout_seconds)
         assert isinstance(reply, ReserveReply)

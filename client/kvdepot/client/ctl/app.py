@@ -1,7 +1,8 @@
 """kvdepotctl: what an operator asks a running daemon.
 
 Exit codes: 0 ok, 1 the daemon is not ready, has nothing by that name or refuses it, a check of `doctor` fails, `verify`
-finds damage, `export` or `import` not all, 2 wrong usage, 3 no daemon answers, 4 its socket is not for this user.
+finds damage, `export` or `import` not all, `bench` a tier that is slower than computing,
+2 wrong usage, 3 no daemon answers, 4 its socket is not for this user.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import click
 import grpc
+from kvdepot.client.ctl.commands.bench import bench
 from kvdepot.client.ctl.commands.completion import completion
 from kvdepot.client.ctl.commands.configuration import config, reload
 from kvdepot.client.ctl.commands.describe import describe
@@ -38,6 +40,7 @@ from kvdepot.core.errors import (
     KvDepotError,
     LimitExceeded,
     LoadsOff,
+    NoRoom,
     NotFound,
     StaleEpoch,
     StoresOff,
@@ -81,7 +84,7 @@ def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
 
 for command in (
     status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, epoch, verify,
-    prefetch, export, import_, trace, reload, config, completion,
+    prefetch, export, import_, trace, bench, reload, config, completion,
 ):  # fmt: skip
     cli.add_command(command)
 
@@ -111,7 +114,7 @@ def main() -> None:
 
 
 def _exit_code(error: KvDepotError) -> int:
-    if isinstance(error, NotFound | ConfigError | LimitExceeded | LoadsOff | StoresOff | StaleEpoch):
+    if isinstance(error, NotFound | ConfigError | LimitExceeded | LoadsOff | StoresOff | StaleEpoch | NoRoom):
         return EXIT_REFUSED
     return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_UNREACHABLE
 

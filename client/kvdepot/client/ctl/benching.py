@@ -1,0 +1,236 @@
+"""How fast the daemon's RAM and tiers are, by the paths that engines use, beside what memory and media can do."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from kvdepot.client.ctl.doctor.programs import Program
+from kvdepot.client.ctl.medium import Medium
+from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, CommitOutcome, Kind, ReserveOutcome
+from kvdepot.core.control import VerifyCall
+from kvdepot.core.errors import InvalidArgument, KvDepotError, NoRoom
+from kvdepot.core.groups import GroupSpec
+from kvdepot.core.keys import NamespaceSpec, chunk_key
+from kvdepot.core.objectfile import ObjectName
+
+if TYPE_CHECKING:
+    from kvdepot.client.bulk import BulkEngine
+    from kvdepot.client.ctl.calls import Operator
+    from kvdepot.core.report import TierStatus
+
+BYTES_MAX: Final = 1 << 30
+SHARE: Final = 4
+"""At most a quarter of what RAM has, and of the smallest tier: what is there is evicted for no more than that."""
+POOL_BYTES: Final = 128 << 20
+"""Memory on this side: more than processors cache, as a KV cache is."""
+ROUNDS: Final = 5
+GROUP_OBJECTS: Final = 8
+PATIENCE_SECONDS: Final = 60.0
+"""For a tier that takes nothing, or for the medium."""
+_UNLIMITED: Final = 1 << 50
+_POLL_SECONDS: Final = 0.01
+_RAM: Final = "ram"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes a second. `limit_name` and `limit`: what it is beside; 0 where that is not known. `note`: why not."""
+
+    tier: str
+    way: str  # load or store
+    rate: float
+    limit_name: str = ""
+    limit: float = 0.0
+    note: str = ""
+
+    @property
+    def share(self) -> float:
+        return self.rate / self.limit if self.limit else 0.0
+
+    def times(self, bytes_per_token: float, prefill: float) -> float:
+        """How many times as fast as tokens are computed it moves them."""
+        return self.rate / bytes_per_token / prefill if bytes_per_token and prefill else 0.0
+
+
+def bench_spec(object_bytes: int, chunk_tokens: int) -> NamespaceSpec:
+    """A namespace that nobody else has. Raises InvalidArgument."""
+    if object_bytes % chunk_tokens:
+        raise InvalidArgument(f"an object of {object_bytes} bytes is no multiple of {chunk_tokens} tokens")
+    group = GroupSpec(Kind.ATTENTION, chunk_tokens, rank_block_bytes=(object_bytes,))
+    return NamespaceSpec(
+        {"bench": json.dumps(secrets.token_hex(8))}, chunk_tokens, (group,), {Kind.ATTENTION: object_bytes},
+        label="kvdepotctl bench",
+    )  # fmt: skip
+
+
+def size_bytes(tiers: Sequence[TierStatus], wanted: int, object_bytes: int) -> int:
+    """How much is moved: whole objects. Raises InvalidArgument where that is none."""
+    rooms = [tier.ready_bytes if tier.name == _RAM else tier.capacity_bytes for tier in tiers]
+    found = min([wanted or BYTES_MAX, *(room // SHARE for room in rooms if room)])
+    if found < object_bytes:
+        raise InvalidArgument(f"an object of {object_bytes} bytes does not fit {found}", advice="a smaller one")
+    return found // object_bytes * object_bytes
+
+
+class Bench:
+    """One bench, of one namespace. What it stored stays: the caller evicts it."""
+
+    def __init__(self, engine: BulkEngine, operator: Operator, settings: Mapping[str, str], total_bytes: int) -> None:
+        """`settings`: the daemon's configuration, as `config show` has it."""
+        self._engine = engine
+        self._operator = operator
+        self._settings = settings
+        self._object_bytes = engine.spec.object_bytes[Kind.ATTENTION]
+        self._names = _names(engine.spec, total_bytes // self._object_bytes)
+        count = max(min(len(self._names), POOL_BYTES // self._object_bytes), 1)
+        self._sources = [memoryview(secrets.token_bytes(self._object_bytes)) for _ in range(count)]
+        self._targets = [bytearray(self._object_bytes) for _ in range(count)]
+
+    def run(self, tiers: Sequence[TierStatus]) -> Iterator[Measured]:
+        """Raises KvDepotError where nothing can be stored or loaded."""
+        self._store()
+        self._evict()
+        stored = self._bytes / self._store()  # into pages that this process has touched before
+        self._wait_idle()
+        loads, copies = [], []
+        for _ in range(ROUNDS):  # in turns: the machine does other things too
+            copies.append(self._bytes / self._copy())
+            loads.append(self._bytes / self._load(counted=False))
+        memcpy = statistics.median(copies)
+        yield Measured(_RAM, "store", stored, "memcpy", memcpy)
+        yield Measured(_RAM, "load", statistics.median(loads), "memcpy", memcpy)
+        for tier in tiers:
+            if tier.name != _RAM:
+                yield from self._tier(tier.name)
+
+    @property
+    def _bytes(self) -> int:
+        return len(self._names) * self._object_bytes
+
+    def _copy(self) -> float:
+        """Seconds from this process's memory to this process's memory."""
+        started = time.monotonic()
+        for number in range(len(self._names)):
+            at = number % len(self._sources)
+            np.frombuffer(self._targets[at], np.uint8)[:] = np.frombuffer(self._sources[at], np.uint8)
+        return time.monotonic() - started
+
+    def _store(self) -> float:
+        """Seconds, calls included."""
+        started = time.monotonic()
+        for first, group in _groups(self._names):
+            outcomes, granted, reason = self._engine.reserve(group)
+            if granted is None or set(outcomes) != {ReserveOutcome.GRANTED}:
+                said = ", ".join(sorted({outcome.name.lower() for outcome in outcomes}))
+                raise NoRoom(f"nothing is stored: {reason or said}", advice="fewer --bytes; `kvdepotctl status`")
+            for index in range(len(group)):
+                self._engine.write(granted, index, self._sources[(first + index) % len(self._sources)])
+            if set(self._engine.commit(granted, range(len(group)))) != {CommitOutcome.COMMITTED}:
+                raise KvDepotError("the daemon did not take what was stored")
+        return time.monotonic() - started
+
+    def _load(self, *, counted: bool) -> float:
+        """Likewise."""
+        started = time.monotonic()
+        for first, group in _groups(self._names):
+            granted = self._engine.acquire(group, no_use=not counted)
+            if isinstance(granted, AcquireOutcome):
+                raise NoRoom("it was evicted while it was measured", advice="fewer --bytes")
+            for index in range(len(group)):
+                if self._engine.read(granted, index, self._targets[(first + index) % len(self._targets)]) is None:
+                    raise KvDepotError("what was lent was taken back while it was read")
+            self._engine.release(granted)
+        return time.monotonic() - started
+
+    def _evict(self) -> None:
+        self._operator.evict(self._engine.namespace, b"")
+
+    def _tier(self, tier: str) -> Iterator[Measured]:
+        write = self._settings.get(f"tier.{tier}.write", "")
+        if write == "evict":
+            yield Measured(tier, "store", 0.0, note="write = evict: only what RAM evicts gets there")
+            return
+        medium = self._medium(tier)
+        self._evict()
+        started = time.monotonic()
+        self._store()
+        if write == "second_use":
+            started = time.monotonic()
+            self._load(counted=True)
+        there = self._wait_written(tier)
+        stored = there * self._object_bytes / (time.monotonic() - started)
+        if there < len(self._names):
+            yield Measured(tier, "store", stored, note=f"only {there} of {len(self._names)} objects got there")
+            return
+        note = medium.why_not or ("" if medium.direct else "no direct I/O: the page cache is in the medium's rates")
+        yield Measured(tier, "store", stored, "medium", medium.write, note)
+        yield Measured(tier, "load", self._verified(tier), "medium", medium.read)
+
+    def _wait_idle(self) -> None:
+        """Until tiers have written what they want to."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while any(tier.queued_objects for tier in self._operator.status().tiers) and time.monotonic() < until:
+            self._engine.pause(_POLL_SECONDS)
+
+    def _wait_written(self, tier: str) -> int:
+        """How many objects are there, once it is all, or none comes any more."""
+        there, heard_at = 0, time.monotonic()
+        while there < len(self._names) and time.monotonic() - heard_at < PATIENCE_SECONDS:
+            contents = self._operator.namespaces(self._engine.namespace.hex(), 1).namespaces[0]
+            found = sum(sum(one.objects.values()) for one in contents.tiers if one.tier == tier)
+            if found != there:
+                there, heard_at = found, time.monotonic()
+            self._engine.pause(_POLL_SECONDS)
+        return there
+
+    def _verified(self, tier: str) -> float:
+        """As the daemon's workers read, check and decode it, two objects at a time."""
+        found, started = 0, time.monotonic()
+        while (seconds := time.monotonic() - started) < 1.0 or not found:
+            call = VerifyCall(_UNLIMITED, self._engine.namespace, b"", tier)
+            for reply in self._operator.verify(call):
+                last = reply
+            (read,) = last.tiers
+            if read.verified < len(self._names):
+                raise KvDepotError(f"tier {tier} could not read all: {read.reason or dict(read.damaged)}")
+            found += read.verified_bytes
+            seconds = time.monotonic() - started
+        return found / seconds
+
+    def _medium(self, tier: str) -> Medium:
+        """By a process of its own; it writes beside the tier's files, as the daemon's user or root."""
+        path = self._settings.get(f"tier.{tier}.path", "")
+        if not path:
+            return Medium(why_not="the daemon does not say its path")
+        command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("medium.py")), path, str(self._bytes)]
+        ended = Program(command).wait(time.monotonic() + PATIENCE_SECONDS)
+        if ended is None:
+            return Medium(why_not=f"no answer within {PATIENCE_SECONDS:.0f} s")
+        return Medium(**json.loads(ended.output)) if not ended.code else Medium(why_not=ended.errors.strip()[-200:])
+
+
+def _names(spec: NamespaceSpec, count: int) -> list[ObjectName]:
+    """One prompt's objects."""
+    keys = [ROOT_KEY, *(chunk_key(b"%032d" % number) for number in range(count))]
+    return [
+        ObjectName(
+            spec.namespace_id(), keys[at + 1], keys[at], Kind.ATTENTION, (at + 1) * spec.chunk_tokens,
+            spec.object_bytes[Kind.ATTENTION],
+        )
+        for at in range(count)
+    ]  # fmt: skip
+
+
+def _groups(names: Sequence[ObjectName]) -> Iterator[tuple[int, Sequence[ObjectName]]]:
+    """With the number of its first object."""
+    for at in range(0, len(names), GROUP_OBJECTS):
+        yield at, names[at : at + GROUP_OBJECTS]
