@@ -37,7 +37,7 @@ def record(daemon: DaemonProcess, *arguments: str) -> Any:
     return json.loads(text(daemon, *arguments, "--json"))
 
 
-def text(daemon: DaemonProcess, *arguments: str) -> str:
+def text(daemon: DaemonProcess | str, *arguments: str) -> str:
     printed = kvdepotctl(daemon, *arguments)
     assert printed.returncode == 0, printed.stderr
     return printed.stdout

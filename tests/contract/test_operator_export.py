@@ -350,7 +350,15 @@ def test_i5_an_export_that_is_stopped_leaves_no_file_and_no_lease(
         giving.wait(30)
     assert giving.returncode == (130 if sent is signal.SIGINT else -signal.SIGKILL)
     wait_tools_ended(source)
-    assert status_of(source.socket).tiers[0].lent_bytes == 0
+    wait_until(lambda: not status_of(source.socket).tiers[0].lent_bytes, "only the checksum worker had something")
+
+
+def test_a_file_that_cannot_be_written_is_said_in_a_line(source: DaemonProcess, tmp_path: Path) -> None:
+    name = dense(source)
+    assert exported(source, name, tmp_path / "no" / "folder", code=1).startswith("Error: ")
+    said = exported(source, name, Path("/dev/full"), code=1)
+    assert said == "Error: /dev/full: No space left on device"
+    wait_tools_ended(source)
 
 
 def test_i5_an_import_that_is_killed_leaves_only_whole_objects(
@@ -368,7 +376,7 @@ def test_i5_an_import_that_is_killed_leaves_only_whole_objects(
     taking.kill()
     taking.wait(30)
     wait_tools_ended(target)
-    assert status_of(target.socket).tiers[0].lent_bytes == 0
+    wait_until(lambda: not status_of(target.socket).tiers[0].lent_bytes, "only the checksum worker had something")
     found = re.search(r"imported (\d+) objects.*; (\d+) were there", imported(target, file))
     assert found and int(found[1]) + int(found[2]) == 19
     with RawEngine(target.socket, spec=SPEC) as engine:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kvdepot.core.calls import Kind
 
 from demo.engine import Engine
+from demo.scenarios import await_lookups
+from tests.ctl_process import text
 from tests.e2e import arena_bytes
 from tests.e2e.fleet import Fleet
 
@@ -214,3 +217,26 @@ def test_p4_ten_of_ten_across_ten_restarts(fleet: Fleet, engine: Engine) -> None
         loaded = fleet.ask(engine, ids)
         assert loaded.external_tokens == loaded.served.tokens == boundary(len(ids))
         assert loaded.tokens == tokens
+
+
+def test_p4_what_was_exported_is_loaded_from_a_daemon_that_had_nothing(
+    fleet: Fleet, engine: Engine, tmp_path: Path
+) -> None:
+    known = fleet.audited("hybrid")
+    prompts = [fleet.prompt(tokens) for tokens in (2 * CHUNK + 9, 4 * CHUNK + 120, 7 * CHUNK + 40)]
+    reference = store(fleet, engine, prompts)
+    file = tmp_path / "warm.kvdx"
+    (namespace,) = fleet.daemon.status().namespaces
+    assert text(fleet.daemon.endpoint, "export", namespace.namespace_id.hex(), str(file)) == ""
+    fleet.daemon.stop()
+    fleet.daemon.arena.unlink()
+    fleet.daemon.start()
+    fleet.wait_attached()
+    await_lookups(engine, fleet.daemon)
+    assert fleet.ask(engine, prompts[0]).external_tokens == 0
+    fleet.forget(engine)
+    assert text(fleet.daemon.endpoint, "import", str(file)) == ""
+    check_loads(fleet, engine, prompts, reference)
+    fleet.forget(engine)
+    digests = digests_by_place(fleet.audit("hybrid", known))
+    assert wrong(digests) == {} and {place[3] for place, found in digests.items() if found["loaded"]} == GROUPS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -145,12 +146,13 @@ class Exporter:
 
     def _sums(self, names: list[ObjectName]) -> dict[tuple[bytes, int, int], int]:
         """By key, kind and generation: of what is in RAM, where its sum has been taken."""
-        return {
-            (key, one.kind, one.generation): int.from_bytes(one.checksum, "big")
-            for key in dict.fromkeys(name.key for name in names)
-            for one in self._operator.describe_chunk(self._engine.namespace, key).objects
-            if one.generation and one.checksum
-        }
+        sums: dict[tuple[bytes, int, int], int] = {}
+        for key in dict.fromkeys(name.key for name in names):
+            with suppress(NotFound):  # dropped while it is lent, which `read` sees by its generation
+                for one in self._operator.describe_chunk(self._engine.namespace, key).objects:
+                    if one.generation and one.checksum:
+                        sums[key, one.kind, one.generation] = int.from_bytes(one.checksum, "big")
+        return sums
 
     def _write(self, found: Iterable[tuple[ObjectName, bytearray, int]]) -> None:
         for name, payload, raw_sum in found:

@@ -60,7 +60,7 @@ def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, 
             int(time.time()), len(names), sum(one.raw_bytes for one in names),
         )  # fmt: skip
         engine = BulkEngine(endpoint, spec, "kvdepotctl-export", timeout_seconds=timeout_seconds)
-        with engine, _whole(file) as out:
+        with _file_errors(file), engine, _whole(file) as out:
             followed = follow(Exporter(engine, operator, out, head).run(chunks), console, _export_bars, as_json=as_json)
             if followed.stopped:
                 raise click.Abort
@@ -86,13 +86,16 @@ def import_(connection: tuple[Endpoint, float], file: BinaryIO, check_only: bool
     """
     endpoint, timeout_seconds = connection
     console = Console(stderr=True)
-    reader = ExportReader(file)
+    with _file_errors(file.name):
+        reader = ExportReader(file)
     spec = spec_of(reader)
     shown = f"namespace {reader.head.namespace_id.hex()[:12]} ({spec.label})"
     if check_only:
-        followed = follow(check(reader, spec), console, _import_bars, as_json=as_json)
+        with _file_errors(file.name):
+            followed = follow(check(reader, spec), console, _import_bars, as_json=as_json)
     else:
-        with BulkEngine(endpoint, spec, "kvdepotctl-import", timeout_seconds=timeout_seconds) as engine:
+        engine = BulkEngine(endpoint, spec, "kvdepotctl-import", timeout_seconds=timeout_seconds)
+        with _file_errors(file.name), engine:
             followed = follow(Importer(engine, reader).run(), console, _import_bars, as_json=as_json)
     done = followed.reply
     if done is not None and not as_json:
@@ -102,6 +105,15 @@ def import_(connection: tuple[Endpoint, float], file: BinaryIO, check_only: bool
     if not check_only:
         _warn_of_evicted(connection, reader.head.namespace_id, done, console)
     return 0 if done.whole else EXIT_NOT_ALL
+
+
+@contextmanager
+def _file_errors(file: str) -> Iterator[None]:
+    """A full disk, a pipe that nobody reads: said in a line."""
+    try:
+        yield
+    except OSError as error:
+        raise click.ClickException(f"{file}: {error.strerror or error}") from error
 
 
 def _warn_of_evicted(
