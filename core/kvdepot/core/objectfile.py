@@ -102,7 +102,7 @@ class ObjectHeader:
             self.sequence, self.created_at, name.raw_bytes, self.stored_bytes,
             self.raw_sum.to_bytes(16, "little"), self.stored_sum.to_bytes(16, "little"), self.parts_digest,
         ) + _REST  # fmt: skip
-        return prefix + _SUM.pack(_header_sum(prefix, body)) + body
+        return prefix + _SUM.pack(header_sum(prefix, body)) + body
 
     @staticmethod
     def unpack(page: bytes | memoryview) -> ObjectHeader:
@@ -117,7 +117,7 @@ class ObjectHeader:
             raise ObjectDamageError(
                 Damage.VERSION, f"header: format {version}, readable since {compatible}; this is {FORMAT_VERSION}"
             )
-        if _SUM.unpack(page[_PREFIX.size : _BODY_AT])[0] != _header_sum(prefix, body):
+        if _SUM.unpack(page[_PREFIX.size : _BODY_AT])[0] != header_sum(prefix, body):
             raise ObjectDamageError(Damage.HEADER, "header: checksum does not match")
         return _parsed(body)
 
@@ -181,7 +181,8 @@ def payload_sum(parts: Iterable[bytes | bytearray | memoryview]) -> int:
     return state.intdigest()
 
 
-def _header_sum(prefix: bytes, body: bytes | memoryview) -> int:
+def header_sum(prefix: bytes, body: bytes | memoryview) -> int:
+    """XXH3-64 of a page without the eight bytes between these two, in which it stands."""
     state = xxhash.xxh3_64(prefix)
     state.update(body)
     return state.intdigest()

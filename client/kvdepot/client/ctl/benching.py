@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 BYTES_MAX: Final = 1 << 30
 SHARE: Final = 4
 """At most a quarter of what RAM has, and of the smallest tier: what is there is evicted for no more than that."""
+OBJECT_BYTES_MIN: Final = 4096
 POOL_BYTES: Final = 128 << 20
 """Memory on this side: more than processors cache, as a KV cache is."""
 ROUNDS: Final = 5
@@ -63,6 +64,8 @@ class Measured:
 
 def bench_spec(object_bytes: int, chunk_tokens: int) -> NamespaceSpec:
     """A namespace that nobody else has. Raises InvalidArgument."""
+    if object_bytes < OBJECT_BYTES_MIN:
+        raise InvalidArgument(f"an object of {object_bytes} bytes is less than {OBJECT_BYTES_MIN}")
     if object_bytes % chunk_tokens:
         raise InvalidArgument(f"an object of {object_bytes} bytes is no multiple of {chunk_tokens} tokens")
     group = GroupSpec(Kind.ATTENTION, chunk_tokens, rank_block_bytes=(object_bytes,))
@@ -90,7 +93,9 @@ class Bench:
         self._operator = operator
         self._settings = settings
         self._object_bytes = engine.spec.object_bytes[Kind.ATTENTION]
-        self._names = _names(engine.spec, total_bytes // self._object_bytes)
+        self._count = total_bytes // self._object_bytes
+        self._prompts = 0
+        self._names = self._new_prompt()
         count = max(min(len(self._names), POOL_BYTES // self._object_bytes), 1)
         self._sources = [memoryview(secrets.token_bytes(self._object_bytes)) for _ in range(count)]
         self._targets = [bytearray(self._object_bytes) for _ in range(count)]
@@ -111,6 +116,11 @@ class Bench:
         for tier in tiers:
             if tier.name != _RAM:
                 yield from self._tier(tier.name)
+
+    def _new_prompt(self) -> list[ObjectName]:
+        """Other objects than before: a shared tier keeps those, and would not write them again."""
+        self._prompts += 1
+        return _names(self._engine.spec, self._count, self._prompts)
 
     @property
     def _bytes(self) -> int:
@@ -133,7 +143,8 @@ class Bench:
                 said = ", ".join(sorted({outcome.name.lower() for outcome in outcomes}))
                 raise NoRoom(f"nothing is stored: {reason or said}", advice="fewer --bytes; `kvdepotctl status`")
             for index in range(len(group)):
-                self._engine.write(granted, index, self._sources[(first + index) % len(self._sources)])
+                if not self._engine.write(granted, index, self._sources[(first + index) % len(self._sources)]):
+                    raise KvDepotError("what was granted was taken back while it was written")
             if set(self._engine.commit(granted, range(len(group)))) != {CommitOutcome.COMMITTED}:
                 raise KvDepotError("the daemon did not take what was stored")
         return time.monotonic() - started
@@ -143,7 +154,7 @@ class Bench:
         started = time.monotonic()
         for first, group in _groups(self._names):
             granted = self._engine.acquire(group, no_use=not counted)
-            if isinstance(granted, AcquireOutcome):
+            if granted is None or isinstance(granted, AcquireOutcome):
                 raise NoRoom("it was evicted while it was measured", advice="fewer --bytes")
             for index in range(len(group)):
                 if self._engine.read(granted, index, self._targets[(first + index) % len(self._targets)]) is None:
@@ -160,13 +171,16 @@ class Bench:
             yield Measured(tier, "store", 0.0, note="write = evict: only what RAM evicts gets there")
             return
         medium = self._medium(tier)
+        self._wait_idle()
         self._evict()
+        self._names = self._new_prompt()
+        before = self._there(tier)
         started = time.monotonic()
         self._store()
         if write == "second_use":
             started = time.monotonic()
             self._load(counted=True)
-        there = self._wait_written(tier)
+        there = self._wait_written(tier, before)
         stored = there * self._object_bytes / (time.monotonic() - started)
         if there < len(self._names):
             yield Measured(tier, "store", stored, note=f"only {there} of {len(self._names)} objects got there")
@@ -181,12 +195,16 @@ class Bench:
         while any(tier.queued_objects for tier in self._operator.status().tiers) and time.monotonic() < until:
             self._engine.pause(_POLL_SECONDS)
 
-    def _wait_written(self, tier: str) -> int:
-        """How many objects are there, once it is all, or none comes any more."""
+    def _there(self, tier: str) -> int:
+        """Objects of the namespace."""
+        found = self._operator.namespaces(self._engine.namespace.hex(), 1).namespaces
+        return sum(sum(one.objects.values()) for space in found for one in space.tiers if one.tier == tier)
+
+    def _wait_written(self, tier: str, before: int) -> int:
+        """How many objects are there that were not `before`, once it is all, or none comes any more."""
         there, heard_at = 0, time.monotonic()
         while there < len(self._names) and time.monotonic() - heard_at < PATIENCE_SECONDS:
-            contents = self._operator.namespaces(self._engine.namespace.hex(), 1).namespaces[0]
-            found = sum(sum(one.objects.values()) for one in contents.tiers if one.tier == tier)
+            found = self._there(tier) - before
             if found != there:
                 there, heard_at = found, time.monotonic()
             self._engine.pause(_POLL_SECONDS)
@@ -197,12 +215,11 @@ class Bench:
         found, started = 0, time.monotonic()
         while (seconds := time.monotonic() - started) < 1.0 or not found:
             call = VerifyCall(_UNLIMITED, self._engine.namespace, b"", tier)
-            for reply in self._operator.verify(call):
-                last = reply
-            (read,) = last.tiers
-            if read.verified < len(self._names):
-                raise KvDepotError(f"tier {tier} could not read all: {read.reason or dict(read.damaged)}")
-            found += read.verified_bytes
+            last = [one for reply in self._operator.verify(call) for one in reply.tiers][-1:]
+            if not last or last[0].verified < len(self._names):
+                why = (last[0].reason or dict(last[0].damaged)) if last else "no answer"
+                raise KvDepotError(f"tier {tier} could not read all: {why}")
+            found += last[0].verified_bytes
             seconds = time.monotonic() - started
         return found / seconds
 
@@ -218,9 +235,9 @@ class Bench:
         return Medium(**json.loads(ended.output)) if not ended.code else Medium(why_not=ended.errors.strip()[-200:])
 
 
-def _names(spec: NamespaceSpec, count: int) -> list[ObjectName]:
+def _names(spec: NamespaceSpec, count: int, prompt: int) -> list[ObjectName]:
     """One prompt's objects."""
-    keys = [ROOT_KEY, *(chunk_key(b"%032d" % number) for number in range(count))]
+    keys = [ROOT_KEY, *(chunk_key(b"%08d%024d" % (prompt, number)) for number in range(count))]
     return [
         ObjectName(
             spec.namespace_id(), keys[at + 1], keys[at], Kind.ATTENTION, (at + 1) * spec.chunk_tokens,

@@ -8,13 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, BinaryIO, Final
 
+from kvdepot.client.bulk import Granted
 from kvdepot.core.calls import ROOT_KEY, AcquireOutcome
-from kvdepot.core.errors import NotFound
+from kvdepot.core.errors import KvDepotError, NotFound
 from kvdepot.core.export_file import ExportedObject, ExportHead, ExportWriter
 from kvdepot.core.objectfile import ObjectName, payload_sum
 
 if TYPE_CHECKING:
-    from kvdepot.client.bulk import BulkEngine, Granted
+    from kvdepot.client.bulk import BulkEngine
     from kvdepot.client.ctl.calls import Operator
     from kvdepot.core.keys import NamespaceSpec
     from kvdepot.core.listing import Chunk, ChunkPage
@@ -24,7 +25,9 @@ GROUP_BYTES: Final = 64 << 20
 GROUP_OBJECTS: Final = 1024
 CHUNKS_MAX: Final = 4_000_000
 LATER_SECONDS: Final = 10.0
-"""How long room for what a lower tier has, or credit, is waited for while nothing else moves."""
+"""How long room, or credit, is waited for while nothing else moves."""
+LATE_MAX: Final = 3
+"""Chunks in a row that could not be read in time: then it is a tier that hangs."""
 TOLD_SECONDS: Final = 0.5
 _PAUSE_SECONDS: Final = 0.05
 
@@ -93,23 +96,27 @@ class Exporter:
         self._path_kind = engine.spec.planner().path_kind
         self._placed = {ROOT_KEY}  # chunks that the file has the path to
         self._progress = ExportProgress(head.objects)
+        self._told_at = time.monotonic()
+        self._patient_until = time.monotonic() + LATER_SECONDS
+        self._late = 0
 
-    def run(self, chunks: Iterable[list[ObjectName]]) -> Generator[ExportProgress, None, None]:
-        """Raises OSError of the file, KvDepotError and grpc.RpcError of the daemon."""
-        told = time.monotonic()
+    def run(self, chunks: Iterable[list[ObjectName]], pathless: int = 0) -> Generator[ExportProgress, None, None]:
+        """`pathless`: chunks that were listed without a path to them. Raises OSError of the file, KvDepotError and
+        grpc.RpcError of the daemon.
+        """
+        if pathless:
+            self._leave_out("path", pathless)
         for group in _groups(chunks):
-            self._export(group)
-            if time.monotonic() - told >= TOLD_SECONDS:
-                told = time.monotonic()
-                yield self._progress
+            yield from self._export(group)
         self._writer.end(sum(self._progress.left_out.values()))
         self._progress = replace(self._progress, over=True)
         yield self._progress
 
-    def _export(self, group: list[list[ObjectName]]) -> None:
+    def _export(self, group: list[list[ObjectName]]) -> Iterator[ExportProgress]:
+        """A group that is not lent as a whole is asked for chunk by chunk."""
         names = [name for chunk in group for name in chunk]
         granted = self._acquire(names)
-        if not isinstance(granted, AcquireOutcome):
+        if isinstance(granted, Granted):
             try:
                 found = list(self._read(names, granted))
             finally:
@@ -117,17 +124,29 @@ class Exporter:
             self._write(found)
         elif len(group) > 1:
             for chunk in group:
-                self._export([chunk])
+                yield from self._export([chunk])
         else:
-            self._leave_out("gone" if granted is AcquireOutcome.MISSING else granted.name.lower(), len(names))
+            self._not_lent(granted, len(names))
+        if time.monotonic() - self._told_at >= TOLD_SECONDS:
+            self._told_at = time.monotonic()
+            yield self._progress
 
-    def _acquire(self, names: list[ObjectName]) -> Granted | AcquireOutcome:
-        until = time.monotonic() + LATER_SECONDS
+    def _acquire(self, names: list[ObjectName]) -> Granted | AcquireOutcome | None:
         granted = self._engine.acquire(names)
-        while granted is AcquireOutcome.LATER and time.monotonic() < until:
+        while granted is AcquireOutcome.LATER and time.monotonic() < self._patient_until:
             self._engine.pause(_PAUSE_SECONDS)
             granted = self._engine.acquire(names)
+        if isinstance(granted, Granted):
+            self._patient_until = time.monotonic() + LATER_SECONDS
+            self._late = 0
         return granted
+
+    def _not_lent(self, outcome: AcquireOutcome | None, objects: int) -> None:
+        self._late += outcome is None
+        if self._late == LATE_MAX:
+            raise KvDepotError(f"{LATE_MAX} chunks could not be read in time", advice="--tier ram; `kvdepotctl status`")
+        reason = "late" if outcome is None else "gone" if outcome is AcquireOutcome.MISSING else outcome.name.lower()
+        self._leave_out(reason, objects)
 
     def _read(self, names: list[ObjectName], granted: Granted) -> Iterator[tuple[ObjectName, bytearray, int]]:
         """Those that were held from before the copy until after it, and have the sum that the daemon knows of them."""

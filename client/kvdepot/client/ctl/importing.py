@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from google.protobuf.message import DecodeError
 from kvdepot.client.ctl.exporting import GROUP_BYTES, GROUP_OBJECTS, LATER_SECONDS, TOLD_SECONDS
 from kvdepot.core.calls import CommitOutcome, ReserveOutcome
-from kvdepot.core.errors import InvalidArgument, StoresOff
+from kvdepot.core.errors import InvalidArgument, KvDepotError, StoresOff
 from kvdepot.core.keys import check_sizes
 from kvdepot.proto import codec_namespace
 from kvdepot.proto.v1 import depot_pb2
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvdepot.core.export_file import ExportedObject, ExportReader
     from kvdepot.core.keys import NamespaceSpec
 
+GROUP_SECONDS: Final = 10.0
 _PAUSE_SECONDS: Final = 0.05
 
 
@@ -50,9 +51,9 @@ def spec_of(reader: ExportReader) -> NamespaceSpec:
     """The namespace that the file is of. Raises KvDepotError where it contradicts itself."""
     try:
         spec = codec_namespace.decode_namespace_spec(depot_pb2.NamespaceSpec.FromString(reader.head.spec))
-    except DecodeError as error:
+        check_sizes(spec)
+    except (DecodeError, KvDepotError) as error:
         raise InvalidArgument(f"the file's head: {error}") from error
-    check_sizes(spec)
     if spec.namespace_id() != reader.head.namespace_id:
         raise InvalidArgument(
             f"the file's head: its fields are those of namespace {spec.namespace_id().hex()}, "
@@ -140,17 +141,21 @@ class Importer:
 
 def _ended(progress: ImportProgress, reader: ExportReader) -> ImportProgress:
     damaged = {damage.value: count for damage, count in reader.damaged.items()}
-    cut_short = "" if reader.end is not None else reader.cut_short or "it ends before its end"
+    cut_short = reader.cut_short or ("" if reader.end is not None else "it ends before its end")
     return replace(progress, damaged=damaged, cut_short=cut_short, over=True)
 
 
 def _groups(objects: Iterator[ExportedObject]) -> Iterator[list[ExportedObject]]:
+    """None waits for long for the rest of it: a request that stores nothing for a minute is over for the daemon."""
     group: list[ExportedObject] = []
-    size_bytes = 0
+    size_bytes, began = 0, time.monotonic()
     for one in objects:
-        if group and (size_bytes + len(one.payload) > GROUP_BYTES or len(group) >= GROUP_OBJECTS):
+        old = time.monotonic() - began > GROUP_SECONDS
+        if group and (old or size_bytes + len(one.payload) > GROUP_BYTES or len(group) >= GROUP_OBJECTS):
             yield group
             group, size_bytes = [], 0
+        if not group:
+            began = time.monotonic()
         group.append(one)
         size_bytes += len(one.payload)
     if group:

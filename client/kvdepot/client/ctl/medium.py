@@ -20,6 +20,8 @@ from pathlib import Path
 
 REQUEST_BYTES = 4 << 20
 THREADS = 2
+ROOM = 4
+"""Times the file's size: what is beside it is a live tier's."""
 TEMPORARY = ".probe-bench-"
 """How the file's name begins: as those of the daemon's probes do, which the opening of a tier passes over."""
 
@@ -37,6 +39,9 @@ class Medium:
 def measure(directory: str, size_bytes: int) -> Medium:
     path = Path(directory, f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}")
     try:
+        room = os.statvfs(directory)
+        if room.f_bavail * room.f_frsize < ROOM * size_bytes:
+            return Medium(why_not="it has not the room for the medium's own file")
         direct = True
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 import click
+import grpc
 from kvdepot.client.bulk import BulkEngine
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
@@ -19,6 +21,7 @@ from kvdepot.client.ctl.exporting import CHUNKS_MAX, Exporter, ExportProgress, e
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
 from kvdepot.client.ctl.importing import Importer, ImportProgress, check, spec_of
 from kvdepot.client.ctl.printer import size_text
+from kvdepot.core.errors import KvDepotError, LimitExceeded
 from kvdepot.core.export_file import ExportHead, ExportReader
 from kvdepot.proto import codec_namespace
 from rich.console import Console
@@ -53,7 +56,11 @@ def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, 
         namespace_id = operator.find_namespace(namespace)
         key = operator.find_chunk(namespace_id, prefix) if prefix else b""
         spec = export_spec(operator, namespace_id)
-        chunks = planned(operator.chunks(namespace_id, "", CHUNKS_MAX), spec, key, tier)
+        page = operator.chunks(namespace_id, "", CHUNKS_MAX)
+        if page.next_token:
+            raise LimitExceeded("chunks of one export", CHUNKS_MAX + 1, CHUNKS_MAX, advice="export paths of it")
+        chunks = planned(page, spec, key, tier)
+        pathless = 0 if key else len(page.chunks) - len(chunks)
         names = [one for chunk in chunks for one in chunk]
         head = ExportHead(
             namespace_id, codec_namespace.encode_namespace_spec(spec).SerializeToString(deterministic=True),
@@ -61,7 +68,8 @@ def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, 
         )  # fmt: skip
         engine = BulkEngine(endpoint, spec, "kvdepotctl-export", timeout_seconds=timeout_seconds)
         with _file_errors(file), engine, _whole(file) as out:
-            followed = follow(Exporter(engine, operator, out, head).run(chunks), console, _export_bars, as_json=as_json)
+            told = Exporter(engine, operator, out, head).run(chunks, pathless)
+            followed = follow(told, console, _export_bars, as_json=as_json)
             if followed.stopped:
                 raise click.Abort
     done = followed.reply
@@ -119,10 +127,11 @@ def _file_errors(file: str) -> Iterator[None]:
 def _warn_of_evicted(
     connection: tuple[Endpoint, float], namespace_id: bytes, done: ImportProgress, console: Console
 ) -> None:
-    with connect(*connection) as operator:
+    with suppress(grpc.RpcError, KvDepotError), connect(*connection) as operator:
         found = operator.namespaces(namespace_id.hex(), 1).namespaces
-    in_ram = sum(found[0].tiers[0].objects.values()) if found else 0
-    if in_ram < done.imported + done.there:
+        in_ram = sum(found[0].tiers[0].objects.values()) if found else 0
+        if in_ram >= done.imported:
+            return
         console.print(
             f"warning: RAM has {in_ram} objects of the namespace now: it has no room for all, and what came last took "
             "that of what came first",
@@ -135,14 +144,14 @@ def _whole(file: str) -> Iterator[BinaryIO]:
     """A file that gets its name when all is in it; what is no ordinary file, and stdout, are written as they are."""
     path = Path(file)
     if file == STREAM:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        with open(sys.stdout.fileno(), "wb", closefd=False) as there:  # sys.stdout itself may be without a buffer
+            yield there
         return
     if path.exists() and not path.is_file():
         with path.open("wb") as there:
             yield there
         return
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
         with unfinished.open("wb") as there:
             yield there
