@@ -51,7 +51,7 @@ class Janitor:
         self._root: Path = settings.root
         self._clock = clock
         self._server = server
-        self._nodes = Nodes(self._root, clock, server)
+        self._nodes = Nodes(self._root, clock, server, settings.silent_seconds)
         self._lease = Lease()  # the one that this node wrote last
         self._contended_at: float | None = None
         self._renewed_at = 0.0

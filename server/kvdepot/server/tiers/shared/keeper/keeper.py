@@ -18,7 +18,7 @@ from kvdepot.server.tiers.shared.keeper.janitor import Janitor
 from kvdepot.server.tiers.shared.keeper.nodes import read_node, registered
 from kvdepot.server.tiers.shared.keeper.opening import NotThereError, check_directory, open_directory
 from kvdepot.server.tiers.shared.keeper.records import JANITOR_BYTES_MAX, JanitorRecord, Lease, NodeRecord
-from kvdepot.server.tiers.shared.keeper.settings import ALLOWED_SECONDS, Before, KeeperSettings
+from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
 from kvdepot.server.tiers.shared.layout import JANITOR, node_file, temporary_file
 from kvdepot.server.tiers.shared.links import Failed, Report
 
@@ -109,7 +109,7 @@ class Keeper:
         """
         own = node_file(self._node)
         if self._renewed_at is not None and (
-            self._clock() - self._renewed_at > ALLOWED_SECONDS or not (self._root / own).exists()
+            self._clock() - self._renewed_at > self._settings.allowed_seconds or not (self._root / own).exists()
         ):
             self._forget()  # taken for gone, or it may be: what it was allowed is not its own any more
             own = node_file(self._node)
@@ -164,7 +164,7 @@ class Keeper:
         return found, record
 
     def _told(self, reason: str, *, marker_ok: bool) -> Report:
-        allowed = self._renewed_at is not None and self._clock() - self._renewed_at <= ALLOWED_SECONDS
+        allowed = self._renewed_at is not None and self._clock() - self._renewed_at <= self._settings.allowed_seconds
         unused = max(self._limit_bytes - (self._published_bytes - self._offset_bytes), 0) if allowed else 0
         record = self._report
         return Report(

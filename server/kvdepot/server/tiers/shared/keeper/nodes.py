@@ -12,8 +12,6 @@ from kvdepot.server.tiers.shared.keeper.ledger import NODES_MAX
 from kvdepot.server.tiers.shared.keeper.records import NODE_BYTES_MAX, Lease, NodeRecord
 from kvdepot.server.tiers.shared.layout import NODES, is_node, node_file
 
-SILENT_SECONDS_MAX: Final = 600.0
-"""Twice what a node goes on with what it was allowed (`settings.ALLOWED_SECONDS`)."""
 _SUFFIX: Final = ".json"
 
 
@@ -32,8 +30,9 @@ def read_node(root: Path, node: str) -> tuple[Found | None, NodeRecord | None]:
 class Nodes:
     """What `look` read last."""
 
-    def __init__(self, root: Path, clock: Callable[[], float], server: ServerClock) -> None:
+    def __init__(self, root: Path, clock: Callable[[], float], server: ServerClock, silent_seconds: float) -> None:
         self._root = root
+        self._silent_seconds = silent_seconds
         self._clock = clock
         self._server = server
         self._same_since: dict[str, tuple[int, float]] = {}  # mtime_ns of a node's file, when it was first seen so
@@ -87,7 +86,7 @@ class Nodes:
         return [
             node
             for node, (mtime_ns, since) in self._same_since.items()
-            if now - since > SILENT_SECONDS_MAX and self._server.age_seconds(mtime_ns) > SILENT_SECONDS_MAX
+            if min(now - since, self._server.age_seconds(mtime_ns)) > self._silent_seconds
         ]
 
     def forget(self, node: str) -> None:

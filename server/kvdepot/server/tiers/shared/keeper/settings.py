@@ -10,8 +10,6 @@ from typing import Final, Self
 from kvdepot.server.tiers.shared.keeper.opening import Known
 
 HEARTBEAT_SECONDS: Final = 2.0
-ALLOWED_SECONDS: Final = 300.0
-"""How long a node acts under its limit without having renewed its file. Half of what makes others take it for gone."""
 LEASE_HEARTBEATS: Final = 5
 """A janitor that has not renewed its lease for so long is taken to be gone."""
 
@@ -30,10 +28,16 @@ class KeeperSettings:
     created_by: str = "kvdepotd"  # in the marker, for people
     on_root_filesystem: bool = False  # whether a directory may be begun there
     owner: str = ""  # who runs here, one run after another; empty: nobody says
+    allowed_seconds: float = 300.0  # how long a node acts under its limit without having renewed its file
 
     @property
     def lease_seconds(self) -> float:
         return LEASE_HEARTBEATS * self.heartbeat_seconds
+
+    @property
+    def silent_seconds(self) -> float:
+        """Then others take it for gone."""
+        return 2 * self.allowed_seconds
 
     def pack(self) -> str:
         return json.dumps({**asdict(self), "root": str(self.root)})
