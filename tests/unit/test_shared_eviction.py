@@ -14,7 +14,7 @@ from kvdepot.server.tiers.shared.keeper.deletion import delete_object, settle
 from kvdepot.server.tiers.shared.keeper.order import in_order
 from kvdepot.server.tiers.shared.keeper.purge import purge_quarantine, purge_temporaries
 from kvdepot.server.tiers.shared.keeper.scan import ROW, Columns, Quarantined, Scan
-from kvdepot.server.tiers.shared.layout import FOLDERS, object_file, trash_file
+from kvdepot.server.tiers.shared.layout import FOLDERS, MARKER, object_file, trash_file
 
 from tests.fakes.shared_directory import MIB, Nodes, key_of, name_of, put
 
@@ -212,3 +212,51 @@ def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
     assert not (nodes.root / file).exists()
     assert nodes.reports[0].limit_bytes == 0
     assert "no object left to delete" in nodes.reports[0].reason
+
+
+@pytest.mark.parametrize("at", range(0, 40, 3))
+def test_i4_a_count_during_which_the_directory_is_moved_away_and_back_has_everything(tmp_path: Path, at: int) -> None:
+    """Found by an hour of chaos: what was not at its path just then was left out, and handed out a second time."""
+    root = tmp_path / "shared"
+    for folder in FOLDERS:
+        (root / folder).mkdir(parents=True)
+    for number in range(24):
+        put(root, number)
+    whole = scanned(root)
+    away = tmp_path / "away"
+    scan = Scan(root)
+    for step, _ in enumerate(scan.steps()):
+        if step == at:
+            root.rename(away)
+        elif step == at + 20:
+            away.rename(root)
+    if away.exists():
+        away.rename(root)
+    assert (scan.used_bytes, len(scan.columns), scan.skipped) == (whole.used_bytes, len(whole.columns), 0)
+
+
+def test_i4_a_count_is_given_up_when_its_files_are_missing_because_the_directory_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that finds open folders by their paths. One file that is missing is none."""
+    (root / MARKER).write_text("{}")
+    for number in range(4):
+        put(root, number)
+    whole = scanned(root)
+    scan, look = Scan(root), os.stat
+    away = False
+
+    def missing(path: str, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
+        if away and dir_fd is not None:
+            raise FileNotFoundError(2, "No such file or directory")
+        return look(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(os, "stat", missing)
+    for step, _ in enumerate(scan.steps()):
+        away = step == 9
+    assert scan.used_bytes < whole.used_bytes, "one was deleted meanwhile"
+    with pytest.raises(OSError, match="went away while it was counted"):
+        for step, _ in enumerate(Scan(root).steps()):
+            if step == 9:
+                away = True
+                (root / MARKER).unlink()

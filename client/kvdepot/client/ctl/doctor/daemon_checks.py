@@ -52,7 +52,7 @@ def check_tiers(daemon: Daemon) -> Iterator[Finding]:
         if tier.state == "offline":
             yield check.fail(shown, fix)
         elif tier.breaker not in ("", "closed"):
-            yield check.fail(f"{shown}; out of use, breaker {tier.breaker}", fix)
+            yield check.fail(f"{tier.reason or 'out of use'}; breaker {tier.breaker}", fix)
         elif tier.state not in _WELL or tier.reason:
             yield check.warn(shown, fix)
         else:

@@ -80,7 +80,7 @@ class KeeperProcess:
                 self._say(Failed(f"no word from the keeper of {self._settings.root} for {silent:.0f} s"))
         elif now >= self._start_at:
             self._make()
-        if self._report is not None and now - self._reported_at > self._settings.allowed_seconds:
+        if self._report is not None and now - self._reported_at > self._settings.unheard_seconds:
             self._expire(self._report)
 
     def _make(self) -> None:
@@ -134,7 +134,7 @@ class KeeperProcess:
         """What was allowed may be another's by now (ADR 0018)."""
         self._reported_at = self._loop.time()
         self._say(replace(report, limit_bytes=self._published_bytes))
-        seconds = self._settings.allowed_seconds
+        seconds = self._settings.unheard_seconds
         self._say(Failed(f"no report from the keeper of {self._settings.root} for {seconds:.0f} s"))
 
     def _say(self, word: Word) -> None:

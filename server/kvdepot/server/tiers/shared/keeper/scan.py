@@ -1,11 +1,14 @@
 """A count of everything below a shared directory's root, in small steps and bounded memory.
 
 A file may be renamed while it is being counted. It is met all the same where it goes the way of its life: temporaries
-are looked at first, quarantine last.
+are looked at first, quarantine last. The directory itself may be moved away meanwhile, and back: what is not there for
+a moment must not be taken for room. So only the root is looked up by its path; and where something is missing, the
+marker says whether it is the directory that is.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -16,11 +19,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.objectfile import PAGE_BYTES
-from kvdepot.server.tiers.shared.keeper.files import taken_bytes
-from kvdepot.server.tiers.shared.layout import QUARANTINE, TEMPORARIES, object_of, object_path
+from kvdepot.server.tiers.shared.keeper.files import read_small, taken_bytes
+from kvdepot.server.tiers.shared.layout import MARKER, QUARANTINE, TEMPORARIES, object_of, object_path
 
 OBJECTS_MAX: Final = 8 << 20
 """Objects that are candidates for eviction; more are counted only."""
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDERS_DEEP_MAX: Final = 32
 _QUARANTINED_MAX: Final = 1 << 16
 _NAMESPACES_MAX: Final = (1 << 16) - 1
@@ -95,6 +99,24 @@ class Quarantined:
     size_bytes: int
 
 
+class _Folder:
+    """An open one, and where it is below the root."""
+
+    def __init__(self, fd: int, path: str) -> None:
+        """Takes over `fd`. Raises OSError."""
+        self.fd = fd
+        self.path = path
+        try:
+            self.entries = os.scandir(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        self.entries.close()
+        os.close(self.fd)
+
+
 @dataclass
 class Scan:
     """One count. `steps` does it; nothing else here is true before it ended. OSError ends it without a result."""
@@ -107,40 +129,45 @@ class Scan:
     skipped: int = 0  # folders that nobody may look into, or too deep
 
     def steps(self) -> Iterator[None]:
-        """Yields after every entry: some microseconds, or an answer of the server, apart."""
-        status = self.root.stat()
-        self.used_bytes += taken_bytes(status)
-        yield from self._below(TEMPORARIES, status.st_dev)
-        with os.scandir(self.root) as entries:
-            for entry in entries:
-                if entry.name not in (TEMPORARIES, QUARANTINE):
-                    yield from self._below(entry.name, status.st_dev)
-        yield from self._below(QUARANTINE, status.st_dev)
+        """Yields before every entry: some microseconds, or an answer of the server, apart."""
+        root = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(root)
+            self.used_bytes += taken_bytes(status)
+            yield from self._below(root, TEMPORARIES, status.st_dev)
+            with os.scandir(root) as entries:
+                for entry in entries:
+                    if entry.name not in (TEMPORARIES, QUARANTINE):
+                        yield from self._below(root, entry.name, status.st_dev)
+            yield from self._below(root, QUARANTINE, status.st_dev)
+        finally:
+            os.close(root)
 
-    def _below(self, top: str, device: int) -> Iterator[None]:
-        folders: list[Any] = []
-        path: str | None = os.fspath(self.root / top)
+    def _below(self, root: int, top: str, device: int) -> Iterator[None]:
+        folders: list[_Folder] = []
+        found: tuple[int, str, str] | None = (root, top, top)  # the folder that it is in, its name, its path
         try:
             while True:
-                if path is not None:
+                if found is not None:
                     yield
-                    folder = self._entry(path, device, len(folders))
+                    folder = self._entry(*found, device, len(folders))
                     if folder is not None:
                         folders.append(folder)
                 if not folders:
                     return
-                found = next(folders[-1], None)
-                if found is None:
-                    folders.pop()
-                path = found.path if found else None
+                above = folders[-1]
+                entry = next(above.entries, None)
+                found = (above.fd, entry.name, f"{above.path}/{entry.name}") if entry else None
+                if entry is None:
+                    folders.pop().close()
         finally:
             for folder in folders:
                 folder.close()
 
-    def _entry(self, path: str, device: int, depth: int) -> Any:
-        """Count it; of a folder, what scandir gives."""
+    def _entry(self, within: int, name: str, path: str, device: int, depth: int) -> _Folder | None:
+        """Count it; of a folder, what is in it."""
         try:
-            status = os.lstat(path)
+            status = os.stat(name, dir_fd=within, follow_symlinks=False)
             if status.st_dev != device:
                 return None  # another file system, mounted here
             if not stat.S_ISDIR(status.st_mode):
@@ -148,20 +175,21 @@ class Scan:
                 return None
             self.used_bytes += taken_bytes(status)
             if depth < _FOLDERS_DEEP_MAX:
-                return os.scandir(path)
+                return _Folder(os.open(name, _FOLDER, dir_fd=within), path)
         except (FileNotFoundError, NotADirectoryError):
+            if read_small(self.root / MARKER, 0) is None:
+                raise OSError(errno.ENOENT, "the directory went away while it was counted") from None
             return None
         except PermissionError:
             pass
         self.skipped += 1
         return None
 
-    def _count(self, path: str, status: os.stat_result) -> None:
+    def _count(self, file: str, status: os.stat_result) -> None:
         size_bytes = taken_bytes(status)
         self.used_bytes += size_bytes
         if not stat.S_ISREG(status.st_mode):
             return
-        file = path[len(os.fspath(self.root)) + 1 :]
         named = object_of(file)
         if named is not None:
             self.columns.add(*named, status)

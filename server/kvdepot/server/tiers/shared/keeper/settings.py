@@ -35,6 +35,11 @@ class KeeperSettings:
         return LEASE_HEARTBEATS * self.heartbeat_seconds
 
     @property
+    def unheard_seconds(self) -> float:
+        """How long a daemon goes on with what its keeper told last: what it begins is over before others take more."""
+        return self.allowed_seconds / 2
+
+    @property
     def silent_seconds(self) -> float:
         """Then others take it for gone."""
         return 2 * self.allowed_seconds
