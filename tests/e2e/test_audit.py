@@ -1,0 +1,125 @@
+"""The shadow audit on real engines: wrong bytes of which every checksum is right are found (issue 6, DESIGN 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kvdepot.client.ctl.importing import spec_of
+from kvdepot.core.calls import Kind
+from kvdepot.core.export_file import ExportedObject, ExportReader, ExportWriter
+from kvdepot.core.objectfile import payload_sum
+from kvdepot.core.report import DaemonStatus
+
+from demo.engine import ROOT
+from demo.toys import DENSE, HYBRID
+from tests.ctl_process import text
+from tests.e2e.fleet import Fleet
+
+pytestmark = pytest.mark.long
+
+COMPUTE = {"max_load_tokens": 0}
+"""Params of a request that is computed, whatever the daemon has."""
+AUDIT_SECONDS = 60.0
+CHUNK = {"dense": 256, "hybrid": 384}
+
+
+@pytest.fixture(scope="module")
+def audited_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(tmp_path_factory.mktemp("audit"), ROOT / "build" / "toys", "[policy]\naudit_sample = 1.0\n") as fleet:
+        fleet.define("dense", DENSE, {"block_size": 32})
+        fleet.define("hybrid", HYBRID, {})
+        yield fleet
+
+
+@pytest.fixture
+def fleet(audited_fleet: Fleet) -> Fleet:
+    return audited_fleet
+
+
+def audits(status: DaemonStatus) -> dict[str, float]:
+    """How many objects were compared, by what came of it."""
+    found = {outcome: status.counters.get(f"audits.{outcome}", 0) for outcome in ("same", "drifted")}
+    return {outcome: count for outcome, count in found.items() if count}
+
+
+def plant(file: Path, wrong: Path, kind: Kind, boundary_tokens: int) -> None:
+    """A copy of an export in which one object's numbers are turned around, and summed as they are then."""
+    planted = 0
+    with file.open("rb") as source, wrong.open("wb") as target:
+        reader = ExportReader(source)
+        writer = ExportWriter(target, reader.head)
+        for one in reader.objects(spec_of(reader).object_bytes):
+            payload = bytes(one.payload)
+            if (one.name.kind, one.name.boundary_tokens) == (kind, boundary_tokens):
+                payload = np.frombuffer(payload, dtype=np.uint32)[::-1].tobytes()
+                planted += 1
+            writer.add(ExportedObject(one.name, payload), payload_sum((payload,)))
+        assert reader.end is not None and planted == 1
+        writer.end(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "chunks"), [("dense", Kind.ATTENTION, 2), ("hybrid", Kind.STATE, 2), ("hybrid", Kind.ATTENTION, 3)]
+)
+def test_i1_i1e_wrong_bytes_with_a_right_checksum_are_found_when_an_engine_computes_them_again(
+    fleet: Fleet, name: str, kind: Kind, chunks: int, tmp_path: Path
+) -> None:
+    engine, boundary = fleet.engine(name), chunks * CHUNK[name]
+    ids = fleet.prompt(boundary + 60)
+    cold = engine.ask(ids).tokens
+    hit = engine.ask(ids).tokens  # what is loaded must give these: a batch of other shape rounds otherwise
+    fleet.forget(engine)
+    namespace = fleet.told(1).partition(", namespace ")[2].split()[0]
+    file, wrong = tmp_path / "right.kvdx", tmp_path / "wrong.kvdx"
+    text(fleet.daemon.endpoint, "export", namespace, str(file))
+    plant(file, wrong, kind, boundary)
+    text(fleet.daemon.endpoint, "evict", namespace, "--yes")
+    text(fleet.daemon.endpoint, "import", str(wrong))
+    before = audits(fleet.daemon.settle())
+
+    # No checksum says anything: the wrong bytes are loaded, and the tokens show it.
+    loaded = fleet.ask(engine, ids)
+    assert loaded.external_tokens == boundary and loaded.tokens != hit
+    fleet.forget(engine)
+    assert audits(fleet.daemon.status()) == before, "what is loaded is not computed, so nothing is compared"
+
+    computed = fleet.ask(engine, ids, params=COMPUTE)
+    assert (computed.external_tokens, computed.tokens) == (0, cold)
+    drifted = before.get("drifted", 0) + 1
+    fleet.daemon.wait(lambda status: audits(status).get("drifted") == drifted, AUDIT_SECONDS, "the comparison")
+    fleet.forget(engine)
+    refused = fleet.ask(engine, ids)
+    assert (refused.external_tokens, refused.tokens) == (0, cold), "the namespace is in quarantine"
+    assert [one.hex()[: len(namespace)] for one in fleet.daemon.status().switches.loads_off_namespaces] == [namespace]
+    fleet.forget(engine)
+
+    # What the engine has stored since is right, and is found to be when it is computed once more.
+    text(fleet.daemon.endpoint, "loads", "on", namespace)
+    whole = fleet.ask(engine, ids)
+    assert (whole.external_tokens, whole.tokens) == (boundary, hit), fleet.told()
+    fleet.forget(engine)
+    same = audits(fleet.daemon.status()).get("same", 0)
+    assert fleet.ask(engine, ids, params=COMPUTE).tokens == cold
+    fleet.daemon.wait(lambda status: audits(status).get("same", 0) > same, AUDIT_SECONDS, "the comparison")
+    fleet.forget(engine)
+    assert audits(fleet.daemon.status())["drifted"] == drifted
+    assert fleet.ask(engine, ids).external_tokens == boundary
+
+
+def test_i1_noise_of_other_batches_is_no_drift(fleet: Fleet) -> None:
+    """Stored in bfloat16 from prompts one by one, and computed again in batches, whose steps cut them elsewhere."""
+    engine = fleet.engine("hybrid")
+    prompts = [fleet.prompt(CHUNK["hybrid"] * chunks + 50) for chunks in (2, 3, 5, 4)]
+    for ids in prompts:
+        engine.ask(ids)
+    fleet.forget(engine)
+    before = audits(fleet.daemon.status())
+    done = engine.finish(engine.begin(prompts, 16, params=COMPUTE))
+    assert [one.error for one in done] == [""] * len(prompts)
+    after = audits(fleet.daemon.settle())
+    assert after["same"] > before["same"] and after["drifted"] == before["drifted"]
+    fleet.forget(engine)
+    assert fleet.ask(engine, prompts[2]).external_tokens == 5 * CHUNK["hybrid"], "no quarantine"
