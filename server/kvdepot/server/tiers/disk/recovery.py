@@ -19,6 +19,7 @@ from kvdepot.server.durable_files import TEMPORARY, publish
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
+from kvdepot.server.tiers.disk.paths import depth_first
 from kvdepot.server.tiers.disk.records import (
     GENERATION_MAX,
     SEQUENCE_BITS,
@@ -263,7 +264,7 @@ def _segment_sizes(root: Path) -> dict[int, int]:
 
 
 def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[PutColumns, list[str]]:
-    """Objects inside the files and the capacity, parents first, as many as the index has room for."""
+    """Objects inside the files and the capacity, one path after the other, as many as the index has room for."""
     live = found.live
     if not found.closed:
         live = live.unproven(live.sequences > found.synced_sequence)
@@ -277,7 +278,8 @@ def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[PutColum
         notes.append(f"{found.overlapped} objects are damaged: later ones were written over them")
     if fitting < len(inside):
         notes.append(f"{len(inside) - fitting} objects do not fit the index of this capacity")
-    return inside.select(np.arange(fitting)), notes
+    fitted = inside.select(np.arange(fitting))
+    return fitted.select(depth_first(fitted)), notes
 
 
 def _parents_first(puts: PutColumns) -> Numbers:
