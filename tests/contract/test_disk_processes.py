@@ -21,6 +21,8 @@ from kvdepot.server.tiers.base import IoOutcome, Read, Written
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.layout import FOLDERS, DiskLayout, segment_name
 from kvdepot.server.tiers.disk.making import make_disk_tier
+from kvdepot.server.tiers.disk.messages import Message
+from kvdepot.server.tiers.disk.opener_process import OpenerProcess
 from kvdepot.server.tiers.disk.records import Put, pack_put
 from kvdepot.server.tiers.disk.recovery import SnapshotFacts, make_store, write_generation
 from kvdepot.server.tiers.disk.tier import DiskTier
@@ -88,7 +90,7 @@ class Live:
         self.ticking.cancel()
         await self.tier.close()
         opener: Any = self.tier._opener  # holds the directory till it is dead, for a pid that lives on: the test's own
-        await self.until(lambda: not opener._stream.ending, "its opening process is dead")
+        await self.until(lambda: not opener._stream._hanging(), "its opening process is dead")
         os.close(self.arena_fd)
 
 
@@ -158,6 +160,46 @@ def test_t5_a_directory_that_goes_away_and_comes_back_is_opened_again(tmp_path: 
             assert (await under.write(4)).outcome is IoOutcome.OK
 
     asyncio.run(scenario())
+
+
+def test_an_opening_process_that_dies_before_it_has_read_anything_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon starts, with its tier offline for a moment: memory may have been short."""
+    start = OpenerProcess.start
+    started: list[int] = []
+
+    def starting(opener: OpenerProcess, hear: Callable[[Message], None]) -> None:
+        start(opener, hear)
+        started.append(opener.pid)
+        if len(started) == 1:
+            os.kill(opener.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(OpenerProcess, "start", starting)
+
+    async def scenario() -> None:
+        async with live(tmp_path / "tier") as under:
+            assert len(started) == 2
+            assert (await under.write(1)).outcome is IoOutcome.OK
+
+    asyncio.run(scenario())
+
+
+def test_opening_processes_that_ended_are_reaped_while_others_follow(tmp_path: Path) -> None:
+    """A disk that is not mounted is tried again for as long as the daemon lives."""
+
+    async def scenario() -> set[str]:
+        config = DiskConfig("disk", tmp_path / "missing" / "tier", CAPACITY_BYTES, quarantine_bytes=QUARANTINE_BYTES)
+        opener = OpenerProcess(config, asyncio.get_running_loop())
+        started: set[str] = set()
+        for _ in range(6):
+            opener.start(lambda _: None)
+            started.add(str(opener.pid))
+            opener.end()
+            await asyncio.sleep(0.2)
+        return started
+
+    assert sum(Path("/proc", pid).exists() for pid in asyncio.run(scenario())) <= 1
 
 
 def test_the_opening_process_may_die(tmp_path: Path) -> None:

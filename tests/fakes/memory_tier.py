@@ -126,6 +126,9 @@ class MemoryTier:
     def cost_bytes(self, raw_bytes: int) -> int:
         return object_bytes(raw_bytes)
 
+    def too_large(self, raw_bytes: int) -> bool:
+        return self.cost_bytes(raw_bytes) > self.capacity_bytes
+
     def start(self, listener: TierListener) -> None:
         self._listener = listener
         if self.opens_at_start:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from kvdepot.client.ctl.doctor.probe import TEMPORARY
+from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE
 from kvdepot.server.tiers.shared.keeper import janitor, opening
 from kvdepot.server.tiers.shared.keeper.files import replace_small, taken_bytes
 from kvdepot.server.tiers.shared.keeper.keeper import Keeper, new_node
@@ -379,6 +380,24 @@ def test_an_object_larger_than_a_first_allowance_gets_one(tmp_path: Path) -> Non
     nodes.keepers[0].publish(0, 4 * limit)
     nodes.go_on(5)
     assert nodes.reports[0].limit_bytes >= 4 * limit
+
+
+@pytest.mark.parametrize("share", [1 / OBJECT_SHARE, 0.5, 0.9, 1.1])
+@pytest.mark.parametrize("wanting", [1, 4, 6])
+def test_t3_no_room_that_nodes_want_costs_most_of_what_is_there(tmp_path: Path, wanting: int, share: float) -> None:
+    """A want above what is ever given, of a node of another version say, or of more nodes than there is room for."""
+    nodes = Nodes(tmp_path / "shared", wanting + 1)
+    nodes.go_on(8)
+    for number in range(200):
+        put(nodes.root, number, payload_bytes=200 << 10)  # 40 MiB of 64
+    nodes.go_on(20)
+    for keeper in nodes.keepers[:wanting]:
+        keeper.publish(0, int(64 * MIB * share))
+    nodes.go_on(60)
+    left = sum(path.stat().st_size for path in nodes.root.glob("*/*/*.kvd"))
+    assert left > 10 * MIB
+    given = sum(report.limit_bytes >= 64 * MIB // OBJECT_SHARE for report in nodes.reports[:wanting])
+    assert given >= (1 if share > 1 / OBJECT_SHARE else min(wanting, 3))
 
 
 def test_ids_of_nodes_are_names_of_files() -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvdepot.core.objectfile import HEADER_BYTES, object_bytes
+from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Answer, LookUpFiles, Probe, PublishFile, ReadFile
-from kvdepot.server.tiers.base import IoOutcome, SharedTier
+from kvdepot.server.io.perform import perform
+from kvdepot.server.tiers.base import IoOutcome, SharedTier, Written
 from kvdepot.server.tiers.conformance import RecordingLoan, name_of, path_of, payload_of
 from kvdepot.server.tiers.health import State
 from kvdepot.server.tiers.shared import absent, layout, look_ups
 from kvdepot.server.tiers.shared.absent import AbsentNames
-from kvdepot.server.tiers.shared.allowance import file_cost_bytes
+from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE, file_cost_bytes
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.links import Ended, Failed
 
@@ -71,6 +74,35 @@ def test_t3_what_another_node_published_is_not_written_again(rig: SharedRig) -> 
     assert rig.path_of(NAME).stat().st_mtime > 2_000
     assert other.counts["shared_publications.already_there"] == 1
     assert other.tier.status().written_today_bytes == 0
+
+
+def test_t3_what_is_large_beside_the_directory_is_not_written_and_keeps_nothing_from_being_written(
+    rig: SharedRig,
+) -> None:
+    most = rig.config.capacity_bytes // OBJECT_SHARE - file_cost_bytes(0)
+    assert [rig.tier.too_large(most), rig.tier.too_large(most + 1)] == [False, True]
+    answers: list[Written] = []
+    rig.tier.write(replace(NAME, raw_bytes=most + 1), (), RecordingLoan(), None, answers.append)
+    assert answers[0].outcome is IoOutcome.CANCELLED
+    assert rig.tier.writable and not rig.tier._directory.allowance.wanted_bytes
+    rig.stored(NAME)
+
+
+@pytest.mark.parametrize("usable", [True, False], ids=["tried-again", "out-of-use"])
+def test_i4_what_a_worker_wrote_before_it_died_counts_whatever_is_answered(rig: SharedRig, usable: bool) -> None:
+    left_bytes = rig.tier._directory.allowance.left_bytes
+    answers = rig.submit_write(NAME)
+    (task,) = rig.workers.tasks
+    assert task.loan is not None and task.loan.begin(3)
+    with closing(Context(str(rig.root), rig.arena)) as context:
+        assert perform(task.job, context).outcome is IoOutcome.OK
+    task.loan.end()  # it died with its answer
+    rig.workers.why_unusable = "" if usable else "out of use"
+    rig.settle()
+    (answer,) = answers
+    assert answer.outcome is (IoOutcome.OK if usable else IoOutcome.CANCELLED)
+    spent_bytes = left_bytes - rig.tier._directory.allowance.left_bytes
+    assert COST >= spent_bytes >= rig.path_of(NAME).stat().st_size
 
 
 def test_t3_a_drop_takes_nothing_away_from_others(rig: SharedRig) -> None:

@@ -102,7 +102,7 @@ class WriteQueue:
                 cost_bytes = tier.cost_bytes(size_bytes)
                 if not self._missing(row, generation):
                     self._forget(row)
-                elif cost_bytes > tier.capacity_bytes:
+                elif tier.too_large(size_bytes):
                     self._forget(row)
                     self._refuse("too_large")
                 elif tier.budget_spent:

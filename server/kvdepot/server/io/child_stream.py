@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import subprocess
@@ -13,6 +14,8 @@ from kvdepot.server.io.child import spawn
 _NICENESS = 10
 """Index and directory work, for which no load waits."""
 _RECEIVE_BYTES = 1 << 18
+_PROCESSES_MAX = 2
+"""That may be there: one that works, and one that was killed and hangs in the kernel."""
 
 
 class ChildStream:
@@ -45,12 +48,6 @@ class ChildStream:
         return bool(self._unsent)
 
     @property
-    def ending(self) -> int:
-        """Processes that were killed and have not gone yet: they hang in the kernel."""
-        self._ending = [process for process in self._ending if process.poll() is None]
-        return len(self._ending)
-
-    @property
     def paused(self) -> bool:
         return self._paused
 
@@ -65,8 +62,10 @@ class ChildStream:
             self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def start(self, module: str, arguments: Callable[[int], Sequence[object]]) -> None:
-        """As `spawn` does. Raises OSError where the host has no room for a process."""
+        """As `spawn` does. Raises OSError where the host has no room for a process, or too many of these hang."""
         assert self._socket is None
+        if self._hanging() >= _PROCESSES_MAX:
+            raise OSError(errno.EAGAIN, f"{_PROCESSES_MAX} of them hang in the kernel")
         self._process, self._socket, pidfd = spawn(module, arguments, niceness=_NICENESS)
         os.close(pidfd)
         self._paused = False
@@ -77,9 +76,14 @@ class ChildStream:
         self._flush()
 
     def receive(self) -> bytes:
-        """What is there now, for a caller that has seen that something is; b"" at the end."""
+        """What is there now, for a caller that has seen that something is; b"" at the end. Raises BlockingIOError."""
         assert self._socket is not None
-        return self._socket.recv(_RECEIVE_BYTES)
+        try:
+            return self._socket.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            raise
+        except OSError:  # it died before it had read all: that is an end, too
+            return b""
 
     def fileno(self) -> int:
         assert self._socket is not None
@@ -98,6 +102,11 @@ class ChildStream:
         self._process.kill()
         if self._process.poll() is None:
             self._ending.append(self._process)
+
+    def _hanging(self) -> int:
+        """How many that were killed have not gone yet; the others are reaped."""
+        self._ending = [process for process in self._ending if process.poll() is None]
+        return len(self._ending)
 
     def _flush(self) -> None:
         if self._socket is None:
@@ -120,8 +129,6 @@ class ChildStream:
             data = self.receive()
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
         if not data:
             self.end()
         self._heard(data)

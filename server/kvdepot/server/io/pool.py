@@ -216,7 +216,7 @@ class IoPool:
         `loan` (of the job's extents) begins when a worker gets the job, and has ended when `done` is called; it ends
         and begins anew where the worker died and another one tries again. Except:
         TIMEOUT: the worker may still touch the extents; the loan ends when it is proven dead.
-        CANCELLED: the loan was refused, or the path is out of use; no worker was told of the job.
+        CANCELLED: the loan was refused, or the path is out of use; this time no worker was told of the job.
         IO_ERROR: also when a worker died over it, after a second try (no second try for an Append).
         Raises WireError when the job is over a limit of `wire`.
         """

@@ -169,6 +169,9 @@ class Tier(Protocol):
     def cost_bytes(self, raw_bytes: int) -> int:
         """What an object takes at most, header and rounding included."""
 
+    def too_large(self, raw_bytes: int) -> bool:
+        """Whether there is never room for such an object, whatever is evicted for it."""
+
     def start(self, listener: TierListener) -> None:
         """Begin to open; `readable` says when it is done."""
 

@@ -22,7 +22,11 @@ class Workers(Protocol):
     def why_unusable(self) -> str: ...
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
-        """`done` is called once, never from in here. Its loan has ended by then; after TIMEOUT it ends later."""
+        """`done` is called once, never from in here. Its loan has ended by then; after TIMEOUT it ends later.
+
+        What a worker died of may be done again by another one, under the loan begun anew: what the first one did then
+        lies there, whatever the answer is.
+        """
 
     def renew(self, guard: str) -> None:
         """From now on by workers that open their files anew and were admitted with this token."""
@@ -41,10 +45,13 @@ class Hold:
         self._ended = ended
         self.workers = 0
         """How many can touch the place now."""
+        self.tries = 0
+        """How many have had the job in hand, ever."""
 
     def begin(self, worker: int) -> bool:
         begun = self._loan is None or self._loan.begin(worker)
         self.workers += begun
+        self.tries += begun
         return begun
 
     def end(self) -> None:

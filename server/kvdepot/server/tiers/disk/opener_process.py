@@ -46,9 +46,12 @@ class OpenerProcess:
     def wait(self, seconds: float) -> Message | None:
         until = self._loop.time() + seconds
         while (left := until - self._loop.time()) > 0 and select.select([self._stream], [], [], left)[0]:
-            data = self._stream.receive()
+            try:
+                data = self._stream.receive()
+            except BlockingIOError:
+                continue
             if not data:
-                return None
+                return None  # the reader hears of it, too
             self._received += data
             message: Message | None = next(take_messages(self._received), None)
             if message is not None:

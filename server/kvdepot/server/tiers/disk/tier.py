@@ -152,6 +152,9 @@ class DiskTier:
     def cost_bytes(self, raw_bytes: int) -> int:
         return object_bytes(raw_bytes)
 
+    def too_large(self, raw_bytes: int) -> bool:
+        return object_bytes(raw_bytes) > self.capacity_bytes
+
     def start(self, listener: TierListener) -> None:
         """Raises ConfigError when a living daemon has the directory."""
         self._listener = listener

@@ -16,8 +16,6 @@ from kvdepot.server.tiers.shared.links import Ended, Failed, Report, Word
 
 _MODULE: Final = "kvdepot.server.io.shared_keeper"
 _SILENT_HEARTBEATS: Final = 3
-_PROCESSES_MAX: Final = 2
-"""Of one directory: the one that serves, and one that was killed and hangs."""
 _PAUSE_HEARTBEATS_MAX: Final = 32
 
 
@@ -85,9 +83,6 @@ class KeeperProcess:
 
     def _make(self) -> None:
         root = self._settings.root
-        if self._stream.ending >= _PROCESSES_MAX:
-            self._fail(f"{_PROCESSES_MAX} keepers of {root} hang in the kernel")
-            return
         report = self._report
         before = Before(self._published_bytes, report.directory_id if report else "")
         words = self._settings.pack(), json.dumps(asdict(before))

@@ -21,7 +21,7 @@ from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.found import FoundObjects
 from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, why_failed
 from kvdepot.server.tiers.shared.absent import AbsentNames
-from kvdepot.server.tiers.shared.allowance import Allowance
+from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE, Allowance, file_cost_bytes
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.shared.holdings import Holdings
@@ -109,6 +109,10 @@ class SharedTier:
     def cost_bytes(self, raw_bytes: int) -> int:  # noqa: ARG002
         return 1
 
+    def too_large(self, raw_bytes: int) -> bool:
+        """A janitor that made room for it would leave the directory all but empty."""
+        return file_cost_bytes(raw_bytes) > self._config.capacity_bytes // OBJECT_SHARE
+
     def start(self, listener: TierListener) -> None:
         """Waits for nothing: a directory that hangs leaves the tier opening."""
         self._listener = listener
@@ -133,9 +137,9 @@ class SharedTier:
     ) -> None:  # fmt: skip
         """NO_SPACE where handles are missing, which `drop` frees; and where the allowance is, which waiting mends.
 
-        `writable` is False then.
+        `writable` is False then. CANCELLED for what is too large, too.
         """
-        if not self.writable or self.budget_spent:
+        if not self.writable or self.budget_spent or self.too_large(name.raw_bytes):
             done(Written(IoOutcome.CANCELLED))
             return
         self._writing.write(name, extents, loan, raw_sum, done)

@@ -77,18 +77,22 @@ class Writing:
             if write.overdue:
                 self._over(write, write.cost_bytes)
 
+        hold = Hold(loan, ended)
+
         def answered(answer: Answer) -> None:
-            self._answered(write, answer)
+            self._answered(write, hold.tries, answer)
 
-        directory.data.submit(job, priority=Priority.STORE, done=answered, loan=Hold(loan, ended))
+        directory.data.submit(job, priority=Priority.STORE, done=answered, loan=hold)
 
-    def _answered(self, write: _Write, answer: Answer) -> None:
+    def _answered(self, write: _Write, tries: int, answer: Answer) -> None:
+        """`tries`: how many workers had it in hand. What an earlier one left counts, whatever the last one says."""
         directory, name = self._directory, write.name
         self._names.discard(name_key(name))
         if answer.outcome is IoOutcome.OK:
             written_bytes = 0 if answer.already_there else answer.stored_bytes
-            self._over(write, 0 if answer.already_there else file_cost_bytes(answer.stored_bytes))
-            directory.budget.spend(0 if answer.already_there else object_bytes(answer.stored_bytes))
+            untouched = answer.already_there and tries <= 1
+            self._over(write, 0 if untouched else file_cost_bytes(answer.stored_bytes))
+            directory.budget.spend(0 if untouched else object_bytes(answer.stored_bytes))
             directory.count("shared_publications.already_there" if answer.already_there else
                             "shared_publications.written", 1)  # fmt: skip
             self._kept(name)
@@ -99,7 +103,7 @@ class Writing:
             write.overdue = True
         else:
             # One that failed may lie there all the same: its removal failed too, or only its folder's sync did.
-            untouched = answer.outcome in (IoOutcome.CANCELLED, IoOutcome.FOREIGN)
+            untouched = not tries or (answer.outcome is IoOutcome.FOREIGN and tries == 1)
             self._over(write, 0 if untouched else write.cost_bytes)
         self._refused(answer.outcome, answer.detail)
         write.done(Written(answer.outcome))

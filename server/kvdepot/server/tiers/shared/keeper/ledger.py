@@ -25,6 +25,9 @@ _FIRST_BYTES: Final = 64 << 20
 _FIRST_SHARE_MAX: Final = 16
 _CEILING_SHARE: Final = 8
 """Of the capacity: what all nodes together may hold without having used it, roughly."""
+_WANTS_SHARE: Final = 4
+"""Of the capacity: what nodes that wait for room may hold together beyond what they would have anyway. Without an end
+of it, all objects would be deleted for what somebody wants and can never be given."""
 _AHEAD: Final = 4
 """Rounds of writing for which an allowance is meant to last: the way to a node takes two or three heartbeats."""
 
@@ -118,14 +121,19 @@ class Ledger:
         Nobody gets more than half of what is left, so that something is left for whoever comes next.
         """
         living = [node for node in published if node in self.shares and not self.shares[node].left]
+        wishes = {node: self._wish(node, published, len(living)) for node in living}
+        spare = self.capacity_bytes // _WANTS_SHARE
+        left = spare - sum(max(self._unused(node, published) - wish, 0) for node, wish in wishes.items())
         enough = True
         for node in sorted(living, key=lambda node: (self._unused(node, published), node)):
-            least = min((wanted or {}).get(node, 0), self.capacity_bytes)
-            wish = max(self._wish(node, published, len(living)), least) - self._unused(node, published)
-            if wish > 0:
-                granted = min(wish, self.free_bytes // 2) // PAGE_BYTES * PAGE_BYTES
+            unused, wish = self._unused(node, published), wishes[node]
+            more = min((wanted or {}).get(node, 0), spare) - max(unused, wish)
+            if 0 < more <= left:  # else it waits until others have used what they hold
+                wish, left = max(unused, wish) + more, left - more
+            if wish > unused:
+                granted = min(wish - unused, self.free_bytes // 2) // PAGE_BYTES * PAGE_BYTES
                 self.shares[node].limit_bytes += granted
-                enough = enough and granted + PAGE_BYTES > wish
+                enough = enough and granted + PAGE_BYTES > wish - unused
         self._before = dict(published)
         return enough
 
