@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kvdepot.client.arena_map import ArenaMap
@@ -214,6 +216,32 @@ def test_i3_a_socket_that_answers_garbage_is_a_refusal_and_not_an_error() -> Non
         worker.close()
         listener.close()
         Path(f"{path}.attach").unlink()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "no descriptor"), MemoryError("none")], ids=["descriptors", "anything"]
+)
+def test_i3_an_attempt_to_attach_that_fails_on_this_side_is_not_the_last_one(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    daemon.start()
+    make = socket.socket
+    failed: list[Exception] = []
+
+    def scarce(*arguments: Any, **named: Any) -> socket.socket:
+        if not failed:
+            failed.append(error)
+            raise error
+        return make(*arguments, **named)
+
+    monkeypatch.setattr("kvdepot.client.transports.attach.socket.socket", scarce)
+    worker = Attachment(Endpoint.parse(daemon.endpoint), EngineProcess("e", scheduler=False, rank=0))
+    try:
+        worker.start()
+        wait_until(lambda: worker.session is not None, "it never attached")
+        assert failed
+    finally:
+        worker.close()
 
 
 def test_attach_refused_by_name_is_told_and_tried_again_later(daemon: DaemonProcess) -> None:

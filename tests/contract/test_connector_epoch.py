@@ -247,3 +247,64 @@ def test_p2_what_is_loaded_after_it_counts_as_much_as_what_is_computed(make: Mak
     stored = committed(depot)
     engine.generate([*tokens[: 5 * BLOCK], *prompt(3.5, seed=4)])
     assert committed(depot) == stored + 3
+
+
+def test_i1d_what_the_engine_keeps_where_its_own_reset_fails_is_not_stored_as_of_the_new_weights(
+    make: Make, depot: Depot
+) -> None:
+    """vLLM tells connectors of new weights although a running request keeps its blocks, and answers False."""
+    engine = make()
+    tokens = prompt(6.5)
+    engine.generate(tokens)
+    running = engine.add(prompt(2.5, seed=5), max_tokens=30)
+    for _ in range(3):
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    assert engine.side.counters["epochs"] == 1
+    engine.run()
+    assert running not in engine.scheduler.requests
+    before = committed(depot)
+    turn = [*tokens, *prompt(2.5, seed=1)]
+    engine.generate(turn)
+    assert (list(engine.hits.values())[-1], committed(depot)) == (6 * BLOCK, before), "its own, of before"
+    engine.reset()
+    engine.generate(turn)
+    assert list(engine.hits.values())[-1] == 0, "none of it is loaded"
+    assert committed(depot) == before + 9, "what is computed since is stored"
+
+
+def test_i1d_also_where_the_connector_s_own_holds_let_it_fail(make: Make, depot: Depot, gate: Gate) -> None:
+    engine = make()
+    tokens = prompt(6.5)
+    gate.close(direction=Direction.STORE)
+    request = engine.add(tokens)
+    while not engine.side.holds.pinned_blocks or request in engine.scheduler.requests:
+        engine.step()
+    assert not engine.scheduler.has_unfinished_requests()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is False
+    gate.open()
+    engine.run()
+    before = committed(depot)
+    engine.generate([*tokens, *prompt(2.5, seed=1)])
+    assert (list(engine.hits.values())[-1], committed(depot)) == (6 * BLOCK, before), "its own, of before"
+
+
+def test_p2_a_tail_within_a_block_counts_as_the_rest_does(make: Make, depot: Depot) -> None:
+    """The connector is told of whole blocks (here of 64 tokens), and the engine resumes behind them."""
+    engine = make(hybrid=True, state_block=4 * BLOCK, blocks=256)
+    tokens = prompt(3.5)
+    engine.generate(tokens)
+    bump(depot)
+    engine.generate(prompt(5.5, seed=7))  # whose lookup tells the engine
+    before = committed(depot)
+    turn = [*tokens, *prompt(3.5, seed=1)]
+    assert engine.generate(turn) == cold(turn)
+    assert list(engine.hits.values())[-1] == 3 * BLOCK, "its own, of before"
+    assert committed(depot) == before
+    # A tail that was computed since may be stored with what follows it.
+    tokens = prompt(3.5, seed=11)
+    engine.generate(tokens)
+    turn = [*tokens, *prompt(3.5, seed=12)]
+    assert engine.generate(turn) == cold(turn)
+    assert list(engine.hits.values())[-1] == 3 * BLOCK
+    assert committed(depot) > before

@@ -122,3 +122,14 @@ def test_a_request_without_a_first_token_says_nothing(engine: Engine) -> None:
 def test_i3_max_load_tokens_that_is_no_number_of_tokens_is_as_none(params: Any, tokens: int | None) -> None:
     request: Any = SimpleNamespace(kv_transfer_params=params)
     assert load_tokens_max(request) == tokens
+
+
+def test_a_request_that_goes_on_behind_its_prompt_says_nothing() -> None:
+    """vLLM's second runner tells of those that were preempted as of new ones: a step of theirs is not their prompt."""
+    engine = Engine()
+    for _ in range(REQUESTS_MIN):
+        request = engine.request(64 * TOKENS_MIN)
+        request.num_tokens += 100
+        engine.step(0.2, request)
+    engine.step(0.2)
+    assert engine.pace.token_seconds == 0

@@ -88,6 +88,16 @@ def test_speculative_decoding_with_another_drafter_than_its_own_tokens(folder: P
     assert method in refused(config, dense())
 
 
+def test_speculative_decoding_in_a_pipeline(folder: Path) -> None:
+    """vLLM's first runner leaves `wait_for_save` to the end of sampling then, which the first stages do not get to."""
+    config = SimpleNamespace(**vars(engine_config(folder)))
+    config.speculative_config = SimpleNamespace(method="ngram")
+    config.parallel_config = SimpleNamespace(**vars(config.parallel_config) | {"pipeline_parallel_size": 2})
+    assert "stages" in refused(config, dense())
+    config.speculative_config = None
+    check_engine(config, dense(), SETTINGS, {})
+
+
 def test_draft_layers_whose_kv_depends_on_the_next_token(folder: Path) -> None:
     layout = dense()
     layout.kv_cache_groups[0].is_eagle_group = True

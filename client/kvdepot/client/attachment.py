@@ -151,7 +151,7 @@ class Attachment:
     def _run(self) -> None:
         try:
             while not self._closing:
-                connection = self._attach()
+                connection = self._try_attach()
                 if connection is None:
                     self._pause(self._backoff.next_seconds())
                     continue
@@ -165,6 +165,14 @@ class Attachment:
                 self._population.close()
             wake, self._wake = self._wake, -1
             os.close(wake)
+
+    def _try_attach(self) -> socket.socket | None:
+        """This thread is all that ever attaches again: nothing that goes wrong in an attempt may end it."""
+        try:
+            return self._attach()
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._refused(f"attaching failed: {error!r}")
+            return None
 
     def _attach(self) -> socket.socket | None:
         """One attempt. None if it failed; why is in `refusal` or, for a missing daemon, nowhere."""

@@ -44,7 +44,10 @@ class Attached:
 
 def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
     """Connect, ask, and take the answer. Raises AttachError; blocks for at most about `timeout_seconds` a step."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:  # no descriptor left
+        raise AttachError(f"{path}: {error}", by_daemon=False) from error
     descriptors: list[int] = []
     try:
         connection.settimeout(timeout_seconds)

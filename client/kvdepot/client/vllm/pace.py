@@ -40,12 +40,16 @@ class Pace:
         self.token_seconds = 0.0  # 0: not known yet
 
     def step(self, new_requests: Iterable[Any], requests: Mapping[str, RequestState]) -> None:
-        """A step is scheduled. `new_requests`: vLLM's NewRequestData of those that are in one for the first time."""
+        """A step is scheduled. `new_requests`: vLLM's NewRequestData of those that are in one for the first time.
+
+        Runners of vLLM's second version get there those, too, that go on after a preemption. One that has had its
+        first token says nothing of what is computed until the next one.
+        """
         for begun in list(self._begun.values()):
             self._look(begun)
         for new in new_requests:
             state = requests.get(new.req_id)
-            if state is not None and not state.excluded:
+            if state is not None and not state.excluded and not _has_answered(state.request):
                 tokens = state.request.num_prompt_tokens - new.num_computed_tokens
                 if tokens >= TOKENS_MIN:
                     begun = _Begun(state.request, self._clock(), tokens, state.request.num_preemptions)
@@ -63,7 +67,7 @@ class Pace:
         request = begun.request
         if request.num_preemptions != begun.preemptions:
             del self._begun[request.request_id]  # it begins anew, at what is not known here
-        elif request.num_tokens > request.num_prompt_tokens:
+        elif _has_answered(request):
             del self._begun[request.request_id]
             self._seen.append(((self._clock() - begun.at) / begun.tokens, begun.tokens))
             if len(self._seen) >= REQUESTS_MIN:
@@ -77,3 +81,7 @@ class Pace:
             if left <= 0:
                 return token_seconds
         raise AssertionError("half of them come before all of them")
+
+
+def _has_answered(request: EngineRequest) -> bool:
+    return request.num_tokens > request.num_prompt_tokens

@@ -1,8 +1,9 @@
-"""Which blocks of the engine's own prefix cache may be stored after an operator's bump of the epoch (docs/adr/0036).
+"""Which blocks of the engine's own prefix cache may be stored once an epoch has begun (docs/adr/0036).
 
-The engine keeps what it loaded before. A request that finds it there is computed on it, and would bring it back into
-the depot under the new epoch. So from the first bump on a block counts only if a request that began since has
-computed or loaded it, on nothing but such blocks.
+After an operator's bump the engine keeps what it loaded before; where weights changed it keeps all that it has while
+its own reset fails, because requests run or blocks are held. A request that finds it there is computed on it, and
+would bring it back into the depot under the new epoch. So from the first epoch on a block counts only if a request that
+began since has computed or loaded it, on nothing but such blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Provenance:
-    """Used on the scheduler's thread only. Costs nothing before the first bump.
+    """Used on the scheduler's thread only. Costs nothing before the first epoch that begins while the engine runs.
 
     `group_ids`: planner group -> engine group.
     """
@@ -25,6 +26,7 @@ class Provenance:
         self._holds = holds
         self._groups = [(group_ids[at], group.block_tokens) for at, group in enumerate(planner.groups)]
         self._hash_block_tokens = hash_block_tokens
+        self._longest_tokens = max(block_tokens for _, block_tokens in self._groups)
         self._known: dict[int, Any] = {}  # block id -> the engine's hash of what was computed into it
         self.on = False
 
@@ -38,16 +40,33 @@ class Provenance:
         return not self.on or self._known.get(block_id, self) == self._holds.block_hash(block_id)
 
     def counts_up_to(self, hashes: Sequence[bytes], local_tokens: int) -> bool:
-        """Likewise of all that the engine's cache has of a request's first tokens; `hashes` are the request's."""
-        return not self.on or all(map(self.counts, self._cached(hashes, local_tokens)))
+        """Likewise of all that the engine's cache has of a request's first tokens; `hashes` are the request's.
 
-    def _cached(self, hashes: Sequence[bytes], local_tokens: int) -> Iterable[int]:
+        `local_tokens` are whole blocks, as vLLM tells connectors. It goes on within a block where it can: a tail that
+        may be there has to count, too.
+        """
+        if not self.on:
+            return True
+        tail = self._tail_tokens(hashes, local_tokens)
+        return all(map(self.counts, self._cached(hashes, local_tokens + tail)))
+
+    def _tail_tokens(self, hashes: Sequence[bytes], local_tokens: int) -> int:
+        """How far beyond whole blocks the engine may resume: to the last hash at which all groups have something."""
+        step = self._hash_block_tokens
+        last = min(local_tokens + self._longest_tokens - 1, len(hashes) * step) // step * step
+        for end in range(last, local_tokens, -step):
+            if all(self._holds.cached(hashes[end // step - 1], group) is not None for group, _ in self._groups):
+                return end - local_tokens
+        return 0
+
+    def _cached(self, hashes: Sequence[bytes], tokens: int) -> Iterable[int]:
         """What of a window or a state is not cached was not used either. An unnamed block is one that never counts."""
+        step = self._hash_block_tokens
         for engine_group, block_tokens in self._groups:
-            if block_tokens % self._hash_block_tokens and local_tokens:
+            if block_tokens % step and tokens:
                 yield 0
-            for end in range(block_tokens, local_tokens + 1, block_tokens):
-                block_id = self._holds.cached(hashes[end // self._hash_block_tokens - 1], engine_group)
+            for end in {*range(block_tokens, tokens + 1, block_tokens), tokens // step * step} - {0}:
+                block_id = self._holds.cached(hashes[end // step - 1], engine_group)
                 if block_id is not None:
                     yield block_id
 
@@ -56,12 +75,13 @@ class Provenance:
     ) -> None:
         """A request has computed these of its tokens, and handed out these blocks of states.
 
-        `sound`: it began in this epoch, and its own local hit counts.
+        `sound`: it began in this epoch, and its own local hit counts. A last block that is not whole counts, too: the
+        engine may have named it by the tokens that are in it.
         """
         blocks = [
             block_id
             for engine_group, block_tokens in self._groups
-            for block_id in tables[engine_group][begin_tokens // block_tokens : end_tokens // block_tokens]
+            for block_id in tables[engine_group][begin_tokens // block_tokens : -(-end_tokens // block_tokens)]
         ]
         for block_id in (*blocks, *states):
             block_hash = self._holds.block_hash(block_id)

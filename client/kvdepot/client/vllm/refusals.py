@@ -36,11 +36,14 @@ def check_engine(
         raise ConfigError(WHERE, "hisparse", "HiSparse uses the same block watchers", advice="switch HiSparse off")
     kinds = _check_groups(kv_cache_config)
     if vllm_config.speculative_config is not None:
-        _check_speculation(str(vllm_config.speculative_config.method), kinds)
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        _check_speculation(str(vllm_config.speculative_config.method), kinds, stages)
 
 
-def _check_speculation(method: str, kinds: set[Kind]) -> None:
-    if Kind.STATE in kinds:
+def _check_speculation(method: str, kinds: set[Kind], stages: int) -> None:
+    if stages > 1:
+        problem = f"all stages but the last of {stages} are never told to save (vLLM defers that to its drafter)"
+    elif Kind.STATE in kinds:
         problem = "checkpoints of recurrent models under speculative decoding are not tested"
     elif method not in DRAFTS_FROM_TOKENS:
         problem = f"{method} is not tested: a draft model's KV may lag behind the tokens that are known"

@@ -266,9 +266,7 @@ class SchedulerSide:
             state.store_stopped = "epoch"
         if self.stores is not None:
             self.stores.reset()
-        if self.provenance is not None and (
-            self.provenance.on or self.namespaces.epoch_ended is MissReason.EPOCH_BUMPED
-        ):
+        if self.provenance is not None:
             self.provenance.begin()
 
     def pending(self) -> bool:
