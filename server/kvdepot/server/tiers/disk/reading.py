@@ -105,5 +105,11 @@ class Reading:
         parts = medium.parts(handle)
         sequence = medium.unindex(handle, "lost", outcome)
         self._damaged(name, outcome, detail)
-        medium.quarantine.take(parts, sequence, outcome, lambda: medium.kill(sequence))
+        medium.space.read(sequence)  # the copy does: an opening may kill the object while it is under way
+
+        def left() -> None:
+            medium.space.read_done(sequence)
+            medium.kill(sequence)
+
+        medium.quarantine.take(parts, sequence, outcome, left)
         return outcome
