@@ -60,6 +60,13 @@ GRACE_SECONDS = 1.0
 """What calls in flight get at a stop."""
 _THREADS_MAX = 4
 _DRAIN_STEP_SECONDS = 0.01
+_NO_DIRECTORY = (
+    "make the directory and give it to the daemon's user (docs/install.md), or leave the configuration file out"
+)
+_NO_LOCK = (
+    "run the daemon as the user to whom this file and its directory belong (docs/install.md); a file that another user "
+    "has left there can be removed while no daemon runs"
+)
 
 
 class Node:
@@ -87,9 +94,9 @@ class Node:
         self._started_at = time.monotonic()
         self._boot_id = processes.read_boot_id()
         self._version = version("kvdepot")
-        self._locks = [FileLock(_lock_path(config.arena_path), f"the arena {config.arena_path}")]
+        self._locks = [_lock(config, "ram.path", config.arena_path, "the arena")]
         for path in config.tables.daemon.sockets:
-            self._locks.append(_socket_lock(config, path))
+            self._locks.append(_lock(config, "daemon.listen", path, "the socket"))
         self._arena = self._open_arena(kept_arenas)
         notify.keep(ARENA_NAME, self._arena.fd)
         self._quotas = SetQuotas()
@@ -385,13 +392,13 @@ def engine_config(config: Config, quotas: SetQuotas) -> EngineConfig:
     )
 
 
-def _lock_path(path: Path) -> Path:
-    return path.with_name(f"{path.name}.lock")
-
-
-def _socket_lock(config: Config, path: Path) -> FileLock:
-    """Only its holder may unlink the socket file. Raises ConfigError where there can be none."""
+def _lock(config: Config, key: str, path: Path, what: str) -> FileLock:
+    """Only its holder may use the arena, or unlink the socket file. Raises ConfigError where there can be none."""
+    lock = path.with_name(f"{path.name}.lock")
     try:
-        return FileLock(_lock_path(path), f"the socket {path}")
+        return FileLock(lock, f"{what} {path}")
+    except FileNotFoundError as error:
+        reason = f"cannot use {path.parent}: {error.strerror}"
+        raise ConfigError(config.file, key, reason, advice=_NO_DIRECTORY) from error
     except OSError as error:
-        raise ConfigError(config.file, "daemon.listen", f"cannot use {path.parent}: {error.strerror}") from error
+        raise ConfigError(config.file, key, f"cannot use {lock}: {error.strerror}", advice=_NO_LOCK) from error
