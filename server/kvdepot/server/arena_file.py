@@ -30,6 +30,7 @@ from kvdepot.core.arena import (
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.engine.types import Liveness, ProcessIdentity
 from kvdepot.server.memory_room import MIB, directory_room, memory_room
+from kvdepot.server.own_files import open_own
 
 _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
 
@@ -127,19 +128,14 @@ def open_arena(
 
 def _open_existing(request: ArenaRequest) -> int | None:
     try:
-        fd = os.open(request.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return open_own(request.path, os.O_RDWR)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(request.config_file, "ram.path", f"cannot open {request.path}: {error.strerror}") from error
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        os.close(fd)
         raise ConfigError(
-            request.config_file, "ram.path", f"{request.path} is no regular file of uid {os.geteuid()}",
+            request.config_file, "ram.path", f"cannot open {request.path}: {error.strerror}",
             advice="remove it or configure another directory",
-        )  # fmt: skip
-    return fd
+        ) from error  # fmt: skip
 
 
 def _choose(

@@ -16,7 +16,8 @@ _WRITE_BYTES: Final = 1 << 20
 def publish(path: Path, pieces: Iterable[bytes]) -> None:
     """Replace or make the file, for this user alone. Raises OSError."""
     temporary = path.with_name(path.name + TEMPORARY)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    temporary.unlink(missing_ok=True)  # of a run that died; or what somebody else has put there
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb", buffering=_WRITE_BYTES) as file:  # noqa: PTH123 - a descriptor
             for piece in pieces:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Self
 
 from kvdepot.core.errors import ArenaInUse
+from kvdepot.server.own_files import open_own
 
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -20,9 +21,9 @@ class FileLock:
     """
 
     def __init__(self, path: Path, what: str) -> None:
-        """Raises ArenaInUse naming the holder, and OSError where the file cannot be opened."""
+        """Raises ArenaInUse naming the holder, and OSError where the file cannot be opened, or is another's."""
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._fd = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
         except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody holds it

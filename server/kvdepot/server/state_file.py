@@ -16,6 +16,7 @@ from kvdepot.core.errors import ConfigError
 from kvdepot.core.limits import BUMPS_MAX, NAMESPACE_ID_BYTES
 from kvdepot.core.report import SwitchesStatus
 from kvdepot.server.durable_files import publish
+from kvdepot.server.own_files import open_own
 
 _FORMAT: Final = 1
 _BYTES_MAX: Final = 1 << 20
@@ -46,9 +47,14 @@ class StateFile:
         self._writing = asyncio.Lock()
 
     def read(self) -> OperatorState:
-        """Raises ConfigError for one that cannot be read: who switched something off is not to find it on again."""
+        """Raises ConfigError for one that cannot be read: who switched something off is not to find it on again.
+
+        Likewise for one that another user may have written: it may lie where all may make files.
+        """
         try:
-            text = self.path.read_bytes()
+            fd = open_own(self.path, os.O_RDONLY)
+            with open(fd, "rb") as file:  # noqa: PTH123 - a descriptor
+                text = file.read(_BYTES_MAX + 1)
         except FileNotFoundError:
             return OperatorState()
         except OSError as error:
@@ -74,7 +80,7 @@ class StateFile:
 
     def _bad(self, reason: str) -> ConfigError:
         advice = (
-            "mend it, or remove it: then all is on, nothing pinned, no quota set, "
+            "mend it (its owner and mode too), or remove it: then all is on, nothing pinned, no quota set, "
             "and what tiers have of before any `epoch bump` is served again"
         )
         return ConfigError(str(self.path), "", reason, advice=advice)
@@ -98,7 +104,7 @@ def _encoded(state: OperatorState) -> bytes:
 def _decoded(text: bytes) -> OperatorState:
     """Raises ValueError, KeyError or TypeError."""
     if len(text) > _BYTES_MAX:
-        raise ValueError(f"{len(text)} bytes are too many")
+        raise ValueError(f"more than {_BYTES_MAX} bytes are too many")
     document = json.loads(text)
     if document["format"] != _FORMAT:
         raise ValueError(f"format {document['format']!r}")
