@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import stat
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
+from kvdepot.core import runtime
 from kvdepot.core.errors import ConfigError
 from kvdepot.server import config_environment as environment
 from kvdepot.server.config_environment import Variable
@@ -209,14 +209,13 @@ def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def runtime_directory() -> Path:
     """A directory of this user alone. Raises ConfigError when somebody else could put things there."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base, "kvdepot") if base else Path(tempfile.gettempdir(), f"kvdepot-{os.geteuid()}")
+    folder = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir(), os.geteuid()))
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(EMBEDDED, "daemon.listen", f"cannot make {folder}: {error.strerror}") from error
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if not runtime.only_writer(os.geteuid(), found.st_mode, found.st_uid):
         raise ConfigError(
             EMBEDDED, "daemon.listen", f"{folder} is no directory that only uid {os.geteuid()} can write to",
             advice="remove it or set XDG_RUNTIME_DIR",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -34,6 +35,7 @@ from kvdepot.client.ctl.commands.top import top
 from kvdepot.client.ctl.commands.trace import trace
 from kvdepot.client.ctl.commands.verify import verify
 from kvdepot.client.endpoint import Endpoint, EndpointError
+from kvdepot.core import runtime
 from kvdepot.core.errors import (
     ConfigError,
     InvalidArgument,
@@ -50,10 +52,16 @@ EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_FORBIDDEN = 1, 2, 3, 4
 
 
 def default_endpoint() -> str:
-    """The socket of this user's `kvdepotd serve` without a file, if there is one, else the packaged daemon's."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    own = Path(runtime, "kvdepot") if runtime else Path(tempfile.gettempdir(), f"kvdepot-{os.geteuid()}")
-    return f"unix://{own / 'kvdepot.sock'}" if (own / "kvdepot.sock").exists() else "unix:///run/kvdepot/kvdepot.sock"
+    """The socket of this user's `kvdepotd serve` without a file, if there is one, else the packaged daemon's.
+
+    Where somebody else could have put it there it is nobody's: the daemon makes none in such a directory either.
+    """
+    own = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir(), os.geteuid()))
+    with suppress(OSError):
+        found = own.lstat()
+        if runtime.only_writer(os.geteuid(), found.st_mode, found.st_uid) and (own / "kvdepot.sock").exists():
+            return f"unix://{own / 'kvdepot.sock'}"
+    return "unix:///run/kvdepot/kvdepot.sock"
 
 
 class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2

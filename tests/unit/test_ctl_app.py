@@ -1,0 +1,50 @@
+"""What `kvdepotctl` decides before it asks a daemon."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from kvdepot.client.ctl.app import default_endpoint
+
+PACKAGED = "unix:///run/kvdepot/kvdepot.sock"
+NOBODY = 65534
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This user's directory in a temporary one, with what looks like a socket."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"kvdepot-{os.geteuid()}"
+    folder.mkdir(mode=0o700)
+    (folder / "kvdepot.sock").touch()
+    return folder
+
+
+def test_the_endpoint_is_this_user_s_own_where_there_is_one(own: Path) -> None:
+    assert default_endpoint() == f"unix://{own}/kvdepot.sock"
+    (own / "kvdepot.sock").unlink()
+    assert default_endpoint() == PACKAGED
+    own.rmdir()
+    assert default_endpoint() == PACKAGED
+
+
+def test_a_directory_that_others_can_write_to_is_passed_over(own: Path) -> None:
+    for mode in (0o770, 0o702, 0o1777):
+        own.chmod(mode)
+        assert default_endpoint() == PACKAGED
+
+
+def test_so_is_a_link(own: Path) -> None:
+    own.rename(own.with_name("elsewhere"))
+    own.symlink_to("elsewhere")
+    assert default_endpoint() == PACKAGED
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a directory away needs root")
+def test_so_is_another_user_s(own: Path) -> None:
+    os.chown(own, NOBODY, NOBODY)
+    assert default_endpoint() == PACKAGED
