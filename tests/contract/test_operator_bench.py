@@ -85,3 +85,8 @@ def test_a_medium_that_cannot_be_written_has_a_reason(tmp_path: Path) -> None:
     assert found.write > 0 and found.read > 0 and not found.why_not and not list(tmp_path.iterdir())
     cached = measure("/dev/shm", 8 << 20)
     assert cached.read > 0
+
+
+def test_it_goes_on_after_an_epoch_bump(daemon: DaemonProcess) -> None:
+    assert kvdepotctl(daemon, "epoch", "bump", "--yes").returncode == 0
+    assert benched(daemon, *SMALL)["measured"][0]["rate"] > 0

@@ -62,8 +62,8 @@ class Measured:
         return self.rate / bytes_per_token / prefill if bytes_per_token and prefill else 0.0
 
 
-def bench_spec(object_bytes: int, chunk_tokens: int) -> NamespaceSpec:
-    """A namespace that nobody else has. Raises InvalidArgument."""
+def bench_spec(object_bytes: int, chunk_tokens: int, bumps: int) -> NamespaceSpec:
+    """A namespace that nobody else has. `bumps`: the daemon's counter of all. Raises InvalidArgument."""
     if object_bytes < OBJECT_BYTES_MIN:
         raise InvalidArgument(f"an object of {object_bytes} bytes is less than {OBJECT_BYTES_MIN}")
     if object_bytes % chunk_tokens:
@@ -71,7 +71,7 @@ def bench_spec(object_bytes: int, chunk_tokens: int) -> NamespaceSpec:
     group = GroupSpec(Kind.ATTENTION, chunk_tokens, rank_block_bytes=(object_bytes,))
     return NamespaceSpec(
         {"bench": json.dumps(secrets.token_hex(8))}, chunk_tokens, (group,), {Kind.ATTENTION: object_bytes},
-        label="kvdepotctl bench",
+        label="kvdepotctl bench", bumps=bumps,
     )  # fmt: skip
 
 

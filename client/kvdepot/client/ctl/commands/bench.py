@@ -52,10 +52,10 @@ def bench(
     """
     endpoint, timeout_seconds = connection
     object_bytes = parse_size_bytes(object_size)
-    spec = bench_spec(object_bytes, chunk_tokens)
     console = Console(stderr=as_json)
     with connect(*connection) as operator:
-        tiers = operator.status().tiers
+        status = operator.status()
+        tiers, spec = status.tiers, bench_spec(object_bytes, chunk_tokens, status.epochs.bump)
         total = size_bytes(tiers, parse_size_bytes(wanted) if wanted else 0, object_bytes)
         settings = operator.configuration().values
         try:
