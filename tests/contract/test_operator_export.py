@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,7 @@ def test_i1_a_namespace_is_in_another_daemon_byte_by_byte(
     assert said == f"exported 19 objects, 4.75 MiB, of namespace {name[:12]}"
     assert file.stat().st_size == (HEAD_PAGES + 19 * OBJECT_PAGES + 1) * 4096
     assert list(tmp_path.iterdir()) == [file], "nothing of an unfinished one is left"
+    assert file.stat().st_mode & 0o777 == 0o600, "it has in it what users said"
     assert imported(target, file, "--check") == f"19 whole objects of namespace {name[:12]} (a-model)"
     said = imported(target, file)
     assert said == f"imported 19 objects, 4.75 MiB, of namespace {name[:12]} (a-model); 0 were there"
@@ -317,6 +319,15 @@ def test_what_an_operator_has_made_void_or_switched_off(
     assert kvdepotctl(target, "epoch", "bump", "--yes").returncode == 0
     assert "an operator has bumped the epoch" in imported(target, file, code=1)
     assert status_of(target.socket).tiers[0].objects == 0
+
+
+def test_what_is_stored_after_an_epoch_bump_goes_both_ways(source: DaemonProcess, tmp_path: Path) -> None:
+    file, spec = tmp_path / "warm.kvdx", replace(SPEC, bumps=1)
+    assert kvdepotctl(source, "epoch", "bump", "--yes").returncode == 0
+    with RawEngine(source.socket, spec=spec) as engine:
+        engine.store(KEYS)
+        assert "exported 12 objects" in exported(source, engine.namespace.hex(), file)
+    assert "12 were there" in imported(source, file)
 
 
 def test_i4_credit_and_room_that_are_smaller_than_the_file(source: DaemonProcess, tmp_path: Path) -> None:

@@ -141,7 +141,10 @@ def _warn_of_evicted(
 
 @contextmanager
 def _whole(file: str) -> Iterator[BinaryIO]:
-    """A file that gets its name when all is in it; what is no ordinary file, and stdout, are written as they are."""
+    """A file of this user alone that gets its name when all is in it: it has in it what users said.
+
+    What is no ordinary file, and stdout, are written as they are.
+    """
     path = Path(file)
     if file == STREAM:
         with open(sys.stdout.fileno(), "wb", closefd=False) as there:  # sys.stdout itself may be without a buffer
@@ -153,7 +156,8 @@ def _whole(file: str) -> Iterator[BinaryIO]:
         return
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
-        with unfinished.open("wb") as there:
+        fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as there:  # noqa: PTH123 - a descriptor
             yield there
             there.flush()
             os.fsync(there.fileno())
