@@ -6,12 +6,10 @@ import subprocess
 import sys
 import time
 from contextlib import closing, nullcontext
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import click
 from kvdepot.client.ctl.calls import connect
-from kvdepot.core.errors import KvDepotError
 from kvdepot.core.trace_file import TraceWriter
 from rich.console import Console
 
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvdepot.client.endpoint import Endpoint
 
-REPLAY: Final = (sys.executable, "-m", "kvdepot.server.app", "replay")
+REPLAY: Final = (sys.executable, "-m", "kvdepot.server.entry", "replay")
 """The daemon's own program: it has the engine that is asked."""
 
 
@@ -66,8 +64,6 @@ def replay(arguments: tuple[str, ...]) -> int:
 
     It asks no daemon; the extra `server` has to be installed where it runs.
     """
-    if find_spec("kvdepot.server") is None:
-        raise KvDepotError("kvdepotd is not installed here", advice="pip install 'kvdepot[server]', or ask where it is")
     return subprocess.run([*REPLAY, *arguments], check=False).returncode
 
 
