@@ -19,7 +19,9 @@ def kvdepotctl(daemon: DaemonProcess | str, *arguments: str) -> subprocess.Compl
     endpoint = daemon if isinstance(daemon, str) else daemon.endpoint
     command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", endpoint, "--timeout", "30", *arguments]
     environment = os.environ | {"COLUMNS": "200"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False, env=environment
+    )
 
 
 def answered(daemon: DaemonProcess, *arguments: str) -> str:

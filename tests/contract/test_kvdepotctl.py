@@ -211,7 +211,10 @@ def test_what_is_unknown_or_ambiguous_names_candidates(daemon: DaemonProcess, en
         refused = kvdepotctl(daemon, "ls", wrong)
         assert refused.returncode == 2, refused
         assert "hexadecimal" in refused.stderr
-    assert kvdepotctl(daemon, "ls", name, "--cursor", "9.9").returncode == 2
+    for where in ([name], []):
+        refused = kvdepotctl(daemon, "ls", *where, "--cursor", "xx")
+        assert refused.returncode == 2
+        assert "--cursor" in refused.stderr and "page_token" not in refused.stderr
 
 
 def test_fields_that_no_engine_has_registered_are_said_to_be_unknown(tmp_path: Path) -> None:

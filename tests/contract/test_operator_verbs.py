@@ -162,7 +162,9 @@ def test_evict_drops_a_chunk_with_what_follows_and_then_the_rest(daemon: DaemonP
     assert other.locate(KEYS) == CHUNK_TOKENS
     other.release(lease)
     asked = CliRunner().invoke(cli, ["--endpoint", daemon.endpoint, "evict", name], input="n\n")
-    assert "drop everything of namespace" in asked.output
+    assert "drop everything of namespace" in asked.output and "nothing was done" in asked.output
+    unasked = kvdepotctl(daemon, "evict", name)  # nobody is there to answer
+    assert (unasked.returncode, unasked.stderr.splitlines()[-1]) == (130, "nothing was done")
     assert other.locate(KEYS) == CHUNK_TOKENS
     assert "evicted" in answered(daemon, "evict", name, "--yes")
     assert other.locate(KEYS) == 0

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from kvdepot.core.calls import AcquireOutcome, ReserveOutcome
-from kvdepot.core.errors import InvalidArgument, LimitExceeded, NotFound
+from kvdepot.core.errors import LimitExceeded, NotFound
 
 from tests.ctl_process import answered, kvdepotctl, text
 from tests.daemon_process import DaemonProcess
@@ -205,8 +206,8 @@ def test_what_is_no_sense_is_refused(daemon: DaemonProcess, engine: RawEngine) -
         (NotFound, ("--tier", "floppy")),
         (NotFound, ("--namespace", "0" * 32)),
         (NotFound, ("--namespace", engine.namespace.hex(), "--chunk", "f" * 32)),
-        (InvalidArgument, ("--rate", "fast")),
-        (InvalidArgument, ("--rate", "0")),
+        (click.BadParameter, ("--rate", "fast")),
+        (click.BadParameter, ("--rate", "0")),
     ):
         with pytest.raises(wrong):
             answered(daemon, "verify", *arguments)

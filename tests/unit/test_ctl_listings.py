@@ -86,6 +86,15 @@ def test_names_are_never_markup() -> None:
     assert "no namespace is known" in printed(lambda console: print_namespaces(NamespacePage(), console))
 
 
+def test_a_namespace_that_is_known_and_one_that_is_not_have_no_engine() -> None:
+    group = GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(64,))
+    spec = NamespaceSpec({}, 32, (group,), {Kind.ATTENTION: 128}, tenant="who")
+    for known, said in ((spec, "tenant who"), (None, "known once an engine registers it")):
+        found = NamespaceDescription(NamespaceContents(ID), known, ())
+        text = printed(lambda console, found=found: print_namespace_description(found, (), console))  # type: ignore[misc]
+        assert "no engine is attached" in text and said in text
+
+
 def test_ids_and_sequences_are_folded_never_cut() -> None:
     loan = LoanDescription("an-engine-with-a-long-name", (12345,), "read", 0xABCDEF)
     in_ram = ObjectDescription("ram", 1, 1024, "complete", generation=4, extents=2, loans=(loan,))

@@ -219,7 +219,7 @@ def print_namespace_description(found: NamespaceDescription, pins: Sequence[PinS
     if pins:
         console.print(pins_table(pins))
     engines = ", ".join(map(escape, found.engines))
-    console.print(f"engines: {engines}" if engines else "no engine has registered it", soft_wrap=True)
+    console.print(f"engines: {engines}" if engines else "no engine is attached", soft_wrap=True)
     if spec is None:
         console.print("its fields are known once an engine registers it with this run of the daemon")
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.commands.options import confirm, json_option
 from kvdepot.client.ctl.completing import Name
 from kvdepot.client.ctl.printer import epochs_record
 from kvdepot.core.control import BumpCall
@@ -45,7 +45,7 @@ def bump(connection: tuple[Endpoint, float], namespace: str, to: int | None, yes
         namespace_id = operator.find_any_namespace(namespace) if namespace else b""
         whose = f"namespace {namespace_id.hex()[:12]}" if namespace_id else "all namespaces"
         if not yes and not as_json:
-            click.confirm(f"never serve again what was stored of {whose}?", abort=True)
+            confirm(f"never serve again what was stored of {whose}?")
         reply = operator.bump(BumpCall(namespace_id, to or 0))
     if as_json:
         record = {

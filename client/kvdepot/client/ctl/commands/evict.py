@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.commands.options import confirm, json_option
 from kvdepot.client.ctl.completing import Name
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def evict(connection: tuple[Endpoint, float], name: str, yes: bool, as_json: boo
         key = operator.find_chunk(namespace_id, prefix) if prefix else b""
         shown = namespace_id.hex()[:12] + (f"/{key.hex()[:12]}" if key else "")
         if not key and not yes and not as_json:
-            click.confirm(f"drop everything of namespace {shown}?", abort=True)
+            confirm(f"drop everything of namespace {shown}?")
         reply = operator.evict(namespace_id, key)
     if as_json:
         record = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -10,6 +12,7 @@ from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
 from kvdepot.client.ctl.listings import chunk_page_record, namespace_record, print_chunks, print_namespaces
+from kvdepot.core.errors import InvalidArgument
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -29,12 +32,23 @@ def ls(connection: tuple[Endpoint, float], name: str, limit: int, cursor: str, a
     Both may be cut short to what is still unique. Chunks come in no order that means anything; one that is there all
     the while is shown exactly once, whatever comes and goes meanwhile.
     """
-    with connect(*connection) as operator:
+    with connect(*connection) as operator, _cursor_errors():
         if name:
             _chunks(operator, name, limit, cursor, as_json=as_json)
         else:
             _namespaces(operator, limit, cursor, as_json=as_json)
     return 0
+
+
+@contextmanager
+def _cursor_errors() -> Iterator[None]:
+    """What the daemon says of a page token is about the option."""
+    try:
+        yield
+    except InvalidArgument as error:
+        if "page_token" not in error.message:
+            raise
+        raise click.BadParameter("it is none that this run of the daemon has printed", param_hint="--cursor") from error
 
 
 def _namespaces(operator: Operator, limit: int, cursor: str, *, as_json: bool) -> None:

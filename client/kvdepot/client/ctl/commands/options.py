@@ -7,11 +7,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from kvdepot.client.ctl.completing import Key, Name
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.units import parse_rate_bytes_per_second
 
 if TYPE_CHECKING:
     from kvdepot.client.ctl.calls import Operator
 
 FC = TypeVar("FC", bound=Callable[..., Any])
+
+
+class RateType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """Bytes a second, above 0."""
+
+    name = "rate"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            rate = parse_rate_bytes_per_second(str(value))
+        except InvalidArgument as error:
+            self.fail(str(error), param, ctx)
+        return rate or self.fail("at a rate of 0 nothing would ever be done", param, ctx)
+
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, times in seconds, ids in hexadecimal."
@@ -34,3 +50,12 @@ def place(operator: Operator, namespace: str, chunk: str) -> tuple[bytes, bytes]
         raise click.UsageError("--chunk is of a namespace: give --namespace too")
     namespace_id = operator.find_namespace(namespace) if namespace else b""
     return namespace_id, operator.find_chunk(namespace_id, chunk) if chunk else b""
+
+
+def confirm(question: str) -> None:
+    """Raises click.Abort, and says what that means, where the answer is not yes."""
+    try:
+        click.confirm(question, abort=True)
+    except click.Abort:
+        click.echo("nothing was done", err=True)
+        raise

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.options import chunk_option, json_option, namespace_option, place
+from kvdepot.client.ctl.commands.options import RateType, chunk_option, json_option, namespace_option, place
 from kvdepot.client.ctl.completing import TierName
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
 from kvdepot.client.ctl.printer import new_table, size_text
 from kvdepot.core.control import VerifyCall
-from kvdepot.core.units import parse_rate_bytes_per_second
 from rich.console import Console
 from rich.markup import escape
 
@@ -30,12 +29,17 @@ EXIT_FOUND: Final = 1
 @chunk_option
 @click.option("--tier", metavar="NAME", type=TierName(), default="", help="One tier: ram, or a name of [[tier]].")
 @click.option(
-    "--rate", metavar="RATE", default="256MiB/s", show_default=True, help="Read at most so much of each tier."
+    "--rate",
+    metavar="RATE",
+    type=RateType(),
+    default="256MiB/s",
+    show_default=True,
+    help="Read at most so much of each tier.",
 )
 @json_option
 @click.pass_obj
 def verify(
-    connection: tuple[Endpoint, float], namespace: str, chunk: str, tier: str, rate: str, as_json: bool
+    connection: tuple[Endpoint, float], namespace: str, chunk: str, tier: str, rate: int, as_json: bool
 ) -> int:  # fmt: skip
     """Have the daemon read what it has again and compare it with its checksums, now: all, or what is named.
 
@@ -43,10 +47,9 @@ def verify(
     What is damaged is dropped, or goes to quarantine, as whenever it is found. Exit code 1 if something is damaged, or
     a tier could not be read to its end. With --json a line for each look.
     """
-    bytes_per_second = parse_rate_bytes_per_second(rate)
     console = Console()
     with connect(*connection) as operator:
-        call = VerifyCall(bytes_per_second, *place(operator, namespace, chunk), tier)
+        call = VerifyCall(rate, *place(operator, namespace, chunk), tier)
         followed = follow(operator.verify(call), console, _bars, as_json=as_json)
     tiers = followed.reply.tiers if followed.reply else ()
     if tiers and not as_json:
