@@ -126,7 +126,7 @@ def test_i2_a_collector_that_hangs_or_is_away_holds_up_no_call_and_no_stop(liste
 
 def test_without_the_extra_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"trace.endpoint: needs OpenTelemetry.*kvdepot\[otel\]"):
+    with pytest.raises(ConfigError, match=r"trace.endpoint: needs OpenTelemetry.*\.\[otel\]"):
         Tracing("http://127.0.0.1:1/v1/traces", 1.0, file="kvdepot.toml", version="1", log=logging.getLogger("test"))
 
 

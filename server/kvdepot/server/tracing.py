@@ -18,7 +18,7 @@ from kvdepot.core.errors import ConfigError
 from kvdepot.core.records import RequestRecord
 
 KEY: Final = "trace.endpoint"
-_EXTRA = "pip install 'kvdepot[otel]', or leave the key empty"
+_EXTRA = "pip install '.[otel]' in a clone of kvdepot, or leave the key empty"
 _EXPORT_SECONDS = 2.0
 """What one batch may take; also what a stop waits for the last one."""
 _COMPLAINT_SECONDS = 60.0
