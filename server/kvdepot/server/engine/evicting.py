@@ -28,6 +28,8 @@ from kvdepot.server.engine.usable import Usable
 _KINDS: Final = tuple(map(int, Kind))
 UNIT_NODES_MAX: Final = 1024
 """Nodes dropped at once, some 10 ms; what remains of a longer unit serves nobody and goes next."""
+_SETTLES_MAX: Final = 32
+"""Candidates looked at anew for one victim, 13 us each: what a policy learns may change what all of them are worth."""
 RECOMPUTE_TOKENS_PER_SECOND: Final = 10_000.0
 RELOAD_BYTES_PER_SECOND: Final = 1e9
 """Rough figures of an accelerator and a disk: they say which of the two is the cheaper way back, and by how much."""
@@ -279,10 +281,12 @@ class Evictor:
         return bool(self._parked.get(slot)) and self._offered.get(slot, 0) != self._returns
 
     def _first(self, slots: Collection[int] | None) -> int | None:
+        settled = 0
         while (node := self.policy.victim(slots)) is not None:
             if self._holding.busy(node):
                 self.park(node)
-            elif self._several(node):
+            elif self._several(node) and settled < _SETTLES_MAX:
+                settled += 1
                 self.settle(node)  # it is worth more when a state above it went
                 if self.policy.victim(slots) == node:
                     return node

@@ -58,7 +58,7 @@ class Holds:
     def join(self, rows: Rows) -> Tokens:
         """A further hold of those that are held."""
         held = rows[self._held[rows] > 0]
-        self._held[held] += 1
+        np.add.at(self._held, held, 1)
         return self._tokens(held)
 
     def used(self, rows: Rows) -> None:
@@ -68,11 +68,14 @@ class Holds:
         self._count(_USED, "", len(fresh), int(self._sizes[fresh].sum()))
 
     def release(self, tokens: Tokens, reason: str) -> Rows:
-        """Each holds no more. Returns the rows that nobody holds now; unused ones are wasted for this reason."""
+        """Each holds no more. Returns the rows that nobody holds now; unused ones are wasted for this reason.
+
+        One that is there several times was several holds: whoever holds an object of two tiers' doing has two.
+        """
         rows = (tokens >> _ROW_BITS).astype(np.int64)
         rows = rows[(self._tokens(rows) == tokens) & (self._held[rows] > 0)]
-        self._held[rows] -= 1
-        gone: Rows = rows[self._held[rows] == 0]
+        np.subtract.at(self._held, rows, 1)
+        gone: Rows = np.unique(rows[self._held[rows] == 0])
         self._end(gone, reason)
         self._leaving.extend(gone.tolist())
         return gone

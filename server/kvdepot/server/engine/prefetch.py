@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from typing import Final, Protocol
@@ -41,6 +41,8 @@ _READS_MAX: Final = 4
 """Begun ahead in one tier: what its workers have in hand. A load that comes waits behind no more than these."""
 _BYTES_MAX: Final = 64 << 20
 """Likewise, once there is one."""
+_OVER_MAX: Final = 64
+"""Wishes that are over and still in a lane, beside as many again as there are of others."""
 _LET_GO_MAX: Final = 256
 """Objects a tick, and for somebody who finds no room: some 3 ms."""
 
@@ -228,6 +230,7 @@ class Prefetch:
         wish.todo = {}
         del self._wishes[wish.request]
         self._keys -= wish.chunks
+        wish.keys = b""
 
     def release(self, tokens: list[int], reason: str) -> None:
         """End these holds. What was not begun to be read is not read, unless an acquire waits for it."""
@@ -270,12 +273,19 @@ class Prefetch:
         try:
             for tier in self._space.tiers:
                 lane = self._lanes[tier.number]
+                self._tidy(lane)
                 while lane and self._may_begin(tier) and self._step(lane, tier):
                     pass
                 while not lane and self.last and self._may_begin(tier) and self.last.begin_next(tier):
                     pass
         finally:
             self._pumping = False
+
+    def _tidy(self, lane: list[tuple[int, _Wish]]) -> None:
+        """What is over leaves although its turn does not come: a tier may be busy with loads for long."""
+        if len(lane) > 2 * len(self._wishes) + _OVER_MAX:
+            lane[:] = [entry for entry in lane if not entry[1].over]
+            heapify(lane)
 
     def _may_begin(self, tier: LowerTier) -> bool:
         """Loads go first: while anything is read that was not begun ahead, nothing is."""

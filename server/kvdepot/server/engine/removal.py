@@ -57,9 +57,10 @@ class Removal:
             return False
         index, start = space.index, self._from
         self._from = start + _NUMBERS_MAX
-        live = index.live(namespace.slot, index.candidates(namespace.slot, start, self._from))
+        candidates = index.candidates(namespace.slot, start, self._from)
+        first = candidates[index.parents_of(candidates) == NONE]  # chunks, or nothing at all: looking up costs more
         dropped = 0
-        for node in live[index.parents_of(live) == NONE].tolist():
+        for node in index.live(namespace.slot, first).tolist():
             self._note(node)
             dropped += space.drop_subtree(node)
             if dropped >= _NODES_MAX:

@@ -106,14 +106,16 @@ class Requests:
             self._space.settle_evictors(node)
 
     def _prune(self, namespace: Namespace, key: bytes) -> None:
-        space = self._space
+        """From the end upwards, what nobody could resume at; dropped at once, however much it is."""
+        space, top, objects = self._space, NONE, 0
         node = space.index.find(namespace.slot, key)
-        while node != NONE and self._prunable(node):
-            above = space.index.parent(node)
-            space.counters.add("pruned_objects", len(space.index.rows_of(node)))
+        while node != NONE and self._prunable(node, top):
+            objects += len(space.index.rows_of(node))
             space.note_lost(node, MissReason.PRUNED)
-            space.drop_subtree(node)
-            node = above
+            top, node = node, space.index.parent(node)
+        if top != NONE:
+            space.counters.add("pruned_objects", objects)
+            space.drop_subtree(top)
 
     def _mark_end(self, namespace: Namespace, key: bytes) -> None:
         """Where the next request that continues this one will resume."""
@@ -124,9 +126,11 @@ class Requests:
         if node != NONE:
             space.ended(node)
 
-    def _prunable(self, node: int) -> bool:
+    def _prunable(self, node: int, below: int) -> bool:
+        """`below`: the one child that goes with it; NONE for an end."""
         space = self._space
-        if not space.index.is_leaf(node) or self.stands(node) or space.usable.usable(node):
+        ends = space.index.is_leaf(node) if below == NONE else not space.index.branches(node)
+        if not ends or self.stands(node) or space.usable.usable(node):
             return False
         if any(space.elsewhere(node, kind) for kind in Kind):
             return False

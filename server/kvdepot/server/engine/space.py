@@ -366,11 +366,15 @@ class Space:
         return 0
 
     def _settle_path(self, node: int) -> None:
-        """The node and its parent, which may have become a leaf of a tier."""
+        """The node, and what may go of its parent, which may have become a leaf of a tier.
+
+        Whether somebody could resume at the parent does not depend on it: with windows, to ask would look at all that
+        follows the parent.
+        """
         self.settle_node(node)
         parent = self.index.parent(node)
         if parent != NONE:
-            self.settle_node(parent)
+            self.settle_evictors(parent)
 
     def drop_subtree(self, node: int) -> int:
         """Drop everything at and below the node in every tier; bytes that are lent stay until they are given back.
