@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -242,6 +243,26 @@ def test_i3_an_attempt_to_attach_that_fails_on_this_side_is_not_the_last_one(
         assert failed
     finally:
         worker.close()
+
+
+def test_i3_a_process_with_a_thousand_descriptors_attaches_when_the_daemon_comes(
+    daemon: DaemonProcess,
+) -> None:
+    """vLLM raises its limit, and select(2) ends at 1023."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    worker = Attachment(Endpoint.parse(daemon.endpoint), EngineProcess("e", scheduler=False, rank=0))
+    try:
+        worker.start()
+        time.sleep(0.3)  # its first attempts find nobody
+        daemon.start()
+        wait_until(lambda: worker.session is not None, "it never attached")
+    finally:
+        worker.close()
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_attach_refused_by_name_is_told_and_tried_again_later(daemon: DaemonProcess) -> None:

@@ -145,7 +145,7 @@ class Attachment:
 
     def _signal(self) -> None:
         # Closed by the thread as its last act: nobody is left to be woken.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             os.eventfd_write(self._wake, 1)
 
     def _run(self) -> None:
@@ -297,7 +297,9 @@ class Attachment:
         return seconds * 1000
 
     def _pause(self, seconds: float) -> None:
-        if select.select([self._wake], [], [], seconds)[0]:
+        waiting = select.poll()  # select(2) knows no descriptors above 1023
+        waiting.register(self._wake, select.POLLIN)
+        if waiting.poll(seconds * 1000):
             os.eventfd_read(self._wake)
 
     def _publish(self, state: _State) -> None:

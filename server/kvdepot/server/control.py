@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from kvdepot.core.control import (
     PIN_SECONDS_MAX,
@@ -34,6 +34,7 @@ from kvdepot.core.report import PinStatus
 from kvdepot.server.config import Config
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.memory_room import is_memory_file_system
+from kvdepot.server.own_thread import in_own_thread
 from kvdepot.server.reloading import changes, refuse_what_needs_a_restart, values
 from kvdepot.server.set_quotas import SetQuotas, spelled
 from kvdepot.server.state_file import KeptPin, OperatorState, StateFile
@@ -47,6 +48,7 @@ _STEP_SECONDS: Final = 0.1
 _TELL_SECONDS: Final = 0.5
 
 Reply = TypeVar("Reply", covariant=True)
+Result = TypeVar("Result")
 
 
 class LongWork(Protocol[Reply]):
@@ -84,7 +86,7 @@ class Control:
         self._log = log
         self._quotas = quotas
         self._reloading = asyncio.Lock()
-        self._keeping = set[asyncio.Task[str]]()
+        self._changing = set[asyncio.Task[Any]]()
         self._epochs = engine.voiding.epochs  # that are kept, or about to be
         self._verifications = 0
         self._prefetches = 0
@@ -135,9 +137,7 @@ class Control:
             self._switch(SwitchCall(Switch.LOADS, on=False, namespace_id=namespace_id))
         except LimitExceeded:  # as many are off as can be by themselves
             self._switch(SwitchCall(Switch.LOADS, on=False))
-        keeping = asyncio.get_running_loop().create_task(self._keep())
-        self._keeping.add(keeping)
-        keeping.add_done_callback(self._keeping.discard)
+        self._begin(self._kept())
 
     def _switch(self, call: SwitchCall) -> int:
         leases = self._engine.switch(call.switch, call.namespace_id, on=call.on)
@@ -145,8 +145,23 @@ class Control:
         self._log.warning("%s switched %s for %s", call.switch, "on" if call.on else "off", whom)
         return leases
 
+    def _begin(self, change: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """A change that goes on to its end whoever asked for it: a caller may be gone by its deadline, or by ^C."""
+        task = asyncio.get_running_loop().create_task(change)
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+        return task
+
+    async def close(self, seconds: float) -> None:
+        """Wait as long as that for changes that are under way."""
+        if self._changing:
+            await asyncio.wait(self._changing, timeout=seconds)
+
     async def _keep(self) -> str:
         """Empty, or why the next run will not know."""
+        return await asyncio.shield(self._begin(self._kept()))
+
+    async def _kept(self) -> str:
         now = time.time()
         pins = tuple(KeptPin(one.namespace_id, one.key, now + one.seconds_left) for one in self._engine.pins.statuses())
         state = OperatorState(self._engine.switches.status(), pins, self._quotas.kept(), self._epochs)
@@ -170,6 +185,9 @@ class Control:
 
         It is kept first, then done: no run gives a counter again under which one before has stored.
         """
+        return await asyncio.shield(self._begin(self._bump(call)))
+
+    async def _bump(self, call: BumpCall) -> BumpReply:
         if call.namespace_id:
             void = self._engine.voiding.void(call.namespace_id)
             epochs = self._epochs if void else self._epochs.with_void(call.namespace_id)
@@ -318,7 +336,7 @@ class Control:
     async def _read(self) -> Config:
         if self._reread is None:
             raise ConfigError(self._config.file, "", "there is no file to read again", advice="start kvdepotd with one")
-        return await asyncio.get_running_loop().run_in_executor(None, self._reread)
+        return await in_own_thread(self._reread)
 
 
 def _one_at_a_time(what: str, running: int) -> None:

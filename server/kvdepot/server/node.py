@@ -198,6 +198,7 @@ class Node:
         self._attach.refuse_new()
         await self._grpc.set_serving(False)
         await self._grpc.stop(GRACE_SECONDS)
+        await self._control.close(GRACE_SECONDS)
         drained, closed, _ = await asyncio.gather(self._drain(), self._close_tiers(), self._close_tracing())
         if self._tick_handle is not None:
             self._tick_handle.cancel()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from kvdepot.core.limits import BUMPS_MAX, NAMESPACE_ID_BYTES
 from kvdepot.core.report import SwitchesStatus
 from kvdepot.server.durable_files import publish
 from kvdepot.server.own_files import open_own
+from kvdepot.server.own_thread import in_own_thread
 
 _FORMAT: Final = 1
 _BYTES_MAX: Final = 1 << 20
@@ -70,10 +72,13 @@ class StateFile:
         return os.access(self.path.parent, os.W_OK | os.X_OK)
 
     async def write(self, state: OperatorState) -> str:
-        """Returns when it is on its medium. Empty, or why it is not."""
+        """Returns when it is on its medium. Empty, or why it is not. Not to be cancelled: the thread would go on, and
+
+        what it writes come after what the next one has written.
+        """
         async with self._writing:
             try:
-                await asyncio.get_running_loop().run_in_executor(None, publish, self.path, [_encoded(state)])
+                await in_own_thread(partial(publish, self.path, [_encoded(state)]))
             except OSError as error:
                 return f"not kept for the next run: {self.path}: {error.strerror}"
         return ""

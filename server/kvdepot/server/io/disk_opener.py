@@ -28,6 +28,7 @@ from kvdepot.server.io.directory_guard import (
     renew_token,
 )
 from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.io.waiting import readable
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import DAEMON_LOCK
 from kvdepot.server.tiers.disk.messages import (
@@ -171,7 +172,7 @@ class _Link:
         while True:
             for request in take_messages(self._received):
                 return request
-            if not select.select([self._connection], [], [], seconds)[0]:
+            if not readable(self._connection, seconds):
                 return None
             data = self._connection.recv(_RECEIVE_BYTES)
             if not data:

@@ -8,13 +8,13 @@ answers.
 from __future__ import annotations
 
 import json
-import select
 import signal
 import socket
 import sys
 import time
 
 from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.io.waiting import readable
 from kvdepot.server.tiers.shared.keeper.keeper import Keeper
 from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
 from kvdepot.server.tiers.shared.keeper.words import pack_word, take_published
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
         pause = max(beat_at - boot_seconds(), 0.0)
         if keeper.work():
             pause = min(pause, boot_seconds() - started)  # half of the time is others'
-        if select.select([daemon], [], [], pause)[0]:
+        if readable(daemon, pause):
             data = daemon.recv(_RECEIVE_BYTES)
             if not data:
                 return 0

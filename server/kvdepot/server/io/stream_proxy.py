@@ -97,6 +97,7 @@ class DataService(pb_grpc.DataServicer):
 
     def Store(self, requests: Iterator[pb.StoreRequest], context: Context) -> pb.StoreResponse:  # noqa: N802
         try:
+            _check_deadline(context)  # before a thread waits for what a stranger may never say
             first = next(requests, None)
             if first is None:
                 raise InvalidArgument("a store begins with a message that names extents")
@@ -113,9 +114,13 @@ class DataService(pb_grpc.DataServicer):
     def _check(self, call: DataCall, context: Context) -> None:
         if call.session != self._session:
             raise UnknownSession("this proxy serves another session")
-        left = context.time_remaining()
-        if left is None or left > CALL_SECONDS_MAX:
-            raise InvalidArgument(f"a call needs a deadline of at most {CALL_SECONDS_MAX:g} s")
+        _check_deadline(context)
+
+
+def _check_deadline(context: Context) -> None:
+    left = context.time_remaining()
+    if left is None or left > CALL_SECONDS_MAX:
+        raise InvalidArgument(f"a call needs a deadline of at most {CALL_SECONDS_MAX:g} s")
 
 
 def _abort(context: Context, error: KvDepotError) -> NoReturn:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 from collections.abc import Callable
 
 from kvdepot.server.io.child_stream import ChildStream
+from kvdepot.server.io.waiting import readable
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.messages import Ended, Message, MessageError, Request, pack, take_messages
 from kvdepot.server.tiers.disk.records import BadRecord
@@ -45,7 +45,7 @@ class OpenerProcess:
 
     def wait(self, seconds: float) -> Message | None:
         until = self._loop.time() + seconds
-        while (left := until - self._loop.time()) > 0 and select.select([self._stream], [], [], left)[0]:
+        while (left := until - self._loop.time()) > 0 and readable(self._stream, left):
             try:
                 data = self._stream.receive()
             except BlockingIOError:
