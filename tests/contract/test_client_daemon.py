@@ -18,6 +18,7 @@ from kvdepot.client.copy.base import Direction
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.session import Reply
+from kvdepot.client.transports.attach import Attached, attach
 from kvdepot.core.calls import (
     AcquireOutcome,
     AcquireReply,
@@ -246,16 +247,23 @@ def test_i3_an_attempt_to_attach_that_fails_on_this_side_is_not_the_last_one(
 
 
 def test_i3_a_process_with_a_thousand_descriptors_attaches_when_the_daemon_comes(
-    daemon: DaemonProcess,
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM raises its limit, and select(2) ends at 1023."""
+    paths: list[str] = []
+
+    def counted(path: str, *arguments: Any) -> Attached:
+        paths.append(path)
+        return attach(path, *arguments)
+
+    monkeypatch.setattr("kvdepot.client.attachment.attach", counted)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
     worker = Attachment(Endpoint.parse(daemon.endpoint), EngineProcess("e", scheduler=False, rank=0))
     try:
         worker.start()
-        time.sleep(0.3)  # its first attempts find nobody
+        wait_until(lambda: len(paths) > 1, "it ended at its first pause")
         daemon.start()
         wait_until(lambda: worker.session is not None, "it never attached")
     finally:

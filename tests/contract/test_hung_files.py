@@ -22,8 +22,8 @@ from kvdepot.server.state_file import StateFile
 
 from tests.daemon_process import DaemonProcess
 from tests.fakes.engine_rig import Rig
+from tests.fakes.operator_control import control_over
 from tests.raw_client import wait_until
-from tests.unit.test_operator_state import _control
 
 HUNG_SECONDS = 30.0
 
@@ -52,7 +52,7 @@ def test_p2_a_bump_whose_caller_gave_up_is_done_and_not_only_kept(
 
     async def scenario(goes_on: threading.Event) -> None:
         rig, state = Rig(), StateFile(tmp_path / "state")
-        control = _control(rig, state)
+        control = control_over(rig, state)
         control.restore()
         server = grpc.aio.server()
         pb_grpc.add_ControlServicer_to_server(ControlService(control, logging.getLogger("tests")), server)  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def test_i1e_what_was_told_last_is_kept_although_an_earlier_caller_gave_up(
 ) -> None:
     async def scenario(goes_on: threading.Event) -> None:
         state = StateFile(tmp_path / "state")
-        control = _control(Rig(), state)
+        control = control_over(Rig(), state)
         control.restore()
         first = asyncio.create_task(control.switch(SwitchCall(Switch.LOADS, on=False)))
         await asyncio.sleep(0.1)

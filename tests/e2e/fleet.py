@@ -190,6 +190,10 @@ class Fleet:
         with connect(Endpoint.parse(self.daemon.endpoint), TOLD_TIMEOUT_SECONDS) as operator:
             return "\n".join(line for record in operator.explain("")[:requests] for line in record_lines(record))
 
+    def namespace_told(self) -> str:
+        """Of the latest request: as many digits of its namespace's id as operators are shown."""
+        return self.told(1).partition(", namespace ")[2].split()[0]
+
     def prompt(self, tokens: int) -> list[int]:
         """A prompt that no other test of this session uses."""
         return prompt(tokens, f"e2e-{next(self._prompts)}")

@@ -72,7 +72,7 @@ def test_i1_i1e_wrong_bytes_with_a_right_checksum_are_found_when_an_engine_compu
     cold = engine.ask(ids).tokens
     hit = engine.ask(ids).tokens  # what is loaded must give these: a batch of other shape rounds otherwise
     fleet.forget(engine)
-    namespace = fleet.told(1).partition(", namespace ")[2].split()[0]
+    namespace = fleet.namespace_told()
     file, wrong = tmp_path / "right.kvdx", tmp_path / "wrong.kvdx"
     text(fleet.daemon.endpoint, "export", namespace, str(file))
     plant(file, wrong, kind, boundary)

@@ -226,7 +226,7 @@ def test_p4_what_was_exported_is_loaded_from_a_daemon_that_had_nothing(
     prompts = [fleet.prompt(tokens) for tokens in (2 * CHUNK + 9, 4 * CHUNK + 120, 7 * CHUNK + 40)]
     engine.ask(prompts[0], 1)
     fleet.settle()
-    namespace = fleet.told(1).partition(", namespace ")[2].split()[0]  # of the latest request
+    namespace = fleet.namespace_told()
     text(fleet.daemon.endpoint, "evict", namespace, "--yes")  # with what other tests have damaged
     fleet.forget(engine)
     reference = store(fleet, engine, prompts)

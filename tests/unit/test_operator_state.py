@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from pathlib import Path
 
 import pytest
@@ -13,34 +12,12 @@ from kvdepot.core.epochs import Epochs
 from kvdepot.core.errors import ConfigError, LimitExceeded, StaleEpoch
 from kvdepot.core.keys import bumped_id
 from kvdepot.core.report import SwitchesStatus
-from kvdepot.server.config import Config
-from kvdepot.server.config_schema import Tables
-from kvdepot.server.control import Control
-from kvdepot.server.set_quotas import SET_MAX, SetQuotas
+from kvdepot.server.set_quotas import SET_MAX
 from kvdepot.server.state_file import KeptPin, OperatorState, StateFile
 
 from tests.fakes.engine_rig import DENSE, Rig, path
+from tests.fakes.operator_control import control_over
 
-
-async def _nothing() -> None:
-    pass
-
-
-def _control(rig: Rig, file: StateFile) -> Control:
-    config = Config("none", Tables(), 1 << 30, Path("/none"))
-    return Control(
-        rig.engine,
-        file,
-        config,
-        reread=None,
-        configure=lambda _: None,
-        readiness_changed=_nothing,
-        quotas=SetQuotas(),
-        log=LOG,
-    )
-
-
-LOG = logging.getLogger("test")
 EMPTY = {"format": 1, "loads_off": False, "loads_off_namespaces": [], "stores_off": False, "stores_off_namespaces": []}
 STATE = OperatorState(
     SwitchesStatus(True, (bytes(range(16)),), False, (bytes(16), b"x" * 16)),
@@ -102,9 +79,9 @@ def test_i1e_a_switch_is_restored_by_the_next_run(tmp_path: Path, caplog: pytest
     rig, file = Rig(), StateFile(tmp_path / "state")
     rig.attach().store(path("p", 1))
     call = SwitchCall(Switch.LOADS, on=False, namespace_id=DENSE.namespace_id())
-    assert asyncio.run(_control(rig, file).switch(call)).not_kept == ""
+    assert asyncio.run(control_over(rig, file).switch(call)).not_kept == ""
     rig.crash()
-    _control(rig, file).restore()
+    control_over(rig, file).restore()
     assert rig.engine.switches.off(Switch.LOADS, DENSE.namespace_id())
     assert f"loads are off, as before, for {DENSE.namespace_id().hex()}" in caplog.text
     rig.sum_all()
@@ -126,19 +103,19 @@ def test_i8_a_bump_is_kept_before_it_is_done_and_restored_by_the_next_run(
         return await write(self, state)
 
     monkeypatch.setattr(StateFile, "write", noting)
-    reply = asyncio.run(_control(rig, file).bump(BumpCall()))
+    reply = asyncio.run(control_over(rig, file).bump(BumpCall()))
     assert (reply.epochs, reply.namespaces, reply.not_kept) == (Epochs(1), 1, "")
     assert done_at_writes[0] == Epochs()
     assert file.read().epochs == Epochs(1)
     rig.crash()
-    _control(rig, file).restore()
+    control_over(rig, file).restore()
     with pytest.raises(StaleEpoch):
         rig.attach()
 
 
 def test_i8_bumps_and_switches_side_by_side_are_all_kept(tmp_path: Path) -> None:
     rig, file = Rig(), StateFile(tmp_path / "state")
-    control, void = _control(rig, file), DENSE.namespace_id()
+    control, void = control_over(rig, file), DENSE.namespace_id()
     rig.attach()
 
     async def run() -> None:
@@ -157,7 +134,7 @@ def test_i8_bumps_and_switches_side_by_side_are_all_kept(tmp_path: Path) -> None
 
 def test_a_bump_that_cannot_be_kept_takes_effect_and_says_so(tmp_path: Path) -> None:
     rig = Rig()
-    control = _control(rig, StateFile(tmp_path / "gone" / "state"))
+    control = control_over(rig, StateFile(tmp_path / "gone" / "state"))
     client = rig.attach()
     assert "not kept for the next run" in asyncio.run(control.bump(BumpCall(client.namespace))).not_kept
     assert rig.engine.voiding.void(client.namespace)
@@ -172,7 +149,7 @@ def test_i8_quotas_that_are_set_have_a_bound_and_change_one_by_one(tmp_path: Pat
         await control.set_quota(QuotaEntry(QuotaSubject("t0"), None))
         await control.delete_quota(QuotaSubject("t1"))
 
-    control, file = _control(Rig(), StateFile(tmp_path / "state")), StateFile(tmp_path / "state")
+    control, file = control_over(Rig(), StateFile(tmp_path / "state")), StateFile(tmp_path / "state")
     asyncio.run(run())
     kept = file.read().quotas
     assert (len(kept), kept[0], kept[1].subject.tenant) == (
@@ -185,15 +162,15 @@ def test_i8_quotas_that_are_set_have_a_bound_and_change_one_by_one(tmp_path: Pat
 def test_i1e_a_state_that_can_never_be_written_is_told_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _control(Rig(), StateFile(tmp_path / "state")).restore()
+    control_over(Rig(), StateFile(tmp_path / "state")).restore()
     assert "cannot write" not in caplog.text
-    _control(Rig(), StateFile(tmp_path / "gone" / "state")).restore()
+    control_over(Rig(), StateFile(tmp_path / "gone" / "state")).restore()
     assert f"cannot write to {tmp_path}/gone: what operators switch off will be on after a restart" in caplog.text
 
 
 def test_a_switch_that_cannot_be_kept_takes_effect_and_says_so(tmp_path: Path) -> None:
     rig, file = Rig(), StateFile(tmp_path / "gone" / "state")
-    reply = asyncio.run(_control(rig, file).switch(SwitchCall(Switch.STORES, on=False)))
+    reply = asyncio.run(control_over(rig, file).switch(SwitchCall(Switch.STORES, on=False)))
     assert "not kept for the next run" in reply.not_kept
     assert rig.counter("failed_state_writes") == 1
     assert rig.engine.switches.off(Switch.STORES, DENSE.namespace_id())

@@ -195,9 +195,9 @@ class Control:
             epochs = self._epochs.with_all_void(call.to)
         changed = epochs != self._epochs
         self._epochs = epochs
-        not_kept = await self._keep()
+        not_kept = await self._kept()
         done = self._engine.voiding.begin(self._epochs)  # with what another call has added meanwhile
-        not_kept = await self._keep() or not_kept  # switches have gone over to the heirs
+        not_kept = await self._kept() or not_kept  # switches have gone over to the heirs
         whom = f"namespace {call.namespace_id.hex()}" if call.namespace_id else f"all, bump counter {epochs.bump}"
         self._log.warning(
             "epoch bumped: %s: %d namespaces with %d chunks are void, %d leases in progress",

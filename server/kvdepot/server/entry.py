@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Final
 
+from kvdepot.core.extras import missing_extra
+
 EXTRA: Final = ("grpc_health", "grpc_reflection", "prometheus_client", "pydantic")
 """Modules of the extra `server` without which it cannot be imported."""
 
@@ -13,12 +15,7 @@ def main() -> int:
     try:
         from kvdepot.server import app
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA:
-            raise
-        print(  # noqa: T201 - there is nothing else to say it with
-            f"kvdepotd needs the extra `server`: pip install '.[server]' in a clone of kvdepot ({error})",
-            file=sys.stderr,
-        )
+        sys.stderr.write(missing_extra(error, "kvdepotd", "server", EXTRA))
         return 2
     return app.main()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Final
 
+from kvdepot.core.extras import missing_extra
+
 EXTRA: Final = ("click", "rich")
 """Modules of the extra `ctl` without which it cannot be imported."""
 
@@ -13,12 +15,7 @@ def main() -> None:
     try:
         from kvdepot.client.ctl import app
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA:
-            raise
-        print(  # noqa: T201 - there is nothing else to say it with
-            f"kvdepotctl needs the extra `ctl`: pip install '.[ctl]' in a clone of kvdepot ({error})",
-            file=sys.stderr,
-        )
+        sys.stderr.write(missing_extra(error, "kvdepotctl", "ctl", EXTRA))
         sys.exit(2)
     app.main()
 

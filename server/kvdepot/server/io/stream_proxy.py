@@ -84,7 +84,8 @@ class DataService(pb_grpc.DataServicer):
     def Load(self, request: pb.LoadRequest, context: Context) -> Iterator[pb.LoadResponse]:  # noqa: N802
         try:
             call = codec_data.decode_load_call(request)
-            self._check(call, context)
+            self._check(call)
+            _check_deadline(context)
             reading = self._extents.to_read(call.extents)
             for data in reading.pieces():
                 if not context.is_active():
@@ -102,7 +103,7 @@ class DataService(pb_grpc.DataServicer):
             if first is None:
                 raise InvalidArgument("a store begins with a message that names extents")
             call = codec_data.decode_store_call(first)
-            self._check(call, context)
+            self._check(call)
             writing = self._extents.to_write(call.extents)
             for message in requests:
                 writing.write(codec_data.decode_store_piece(message))
@@ -111,10 +112,9 @@ class DataService(pb_grpc.DataServicer):
             _abort(context, error)
         return pb.StoreResponse()
 
-    def _check(self, call: DataCall, context: Context) -> None:
+    def _check(self, call: DataCall) -> None:
         if call.session != self._session:
             raise UnknownSession("this proxy serves another session")
-        _check_deadline(context)
 
 
 def _check_deadline(context: Context) -> None:

@@ -1,0 +1,32 @@
+"""What operators tell a daemon, over an engine without one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from kvdepot.server.config import Config
+from kvdepot.server.config_schema import Tables
+from kvdepot.server.control import Control
+from kvdepot.server.set_quotas import SetQuotas
+from kvdepot.server.state_file import StateFile
+
+from tests.fakes.engine_rig import Rig
+
+
+async def _nothing() -> None:
+    pass
+
+
+def control_over(rig: Rig, file: StateFile) -> Control:
+    config = Config("none", Tables(), 1 << 30, Path("/none"))
+    return Control(
+        rig.engine,
+        file,
+        config,
+        reread=None,
+        configure=lambda _: None,
+        readiness_changed=_nothing,
+        quotas=SetQuotas(),
+        log=logging.getLogger("tests.operators"),
+    )
