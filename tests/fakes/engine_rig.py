@@ -366,6 +366,9 @@ def _audit_index(engine: Engine, heads: list[int]) -> None:
     offered = {node for node in nodes if node in space.policy._candidates}  # type: ignore[attr-defined]
     assert offered | space.evictor.parked >= evictable, "a unit that may go and the policy will never name"
     assert offered <= evictable, "the policy would name what may not go"
+    ends = {node for node in nodes if space.evictor._end(node)}
+    noted = {node for nodes_of_slot in space.evictor._ends.values() for node in nodes_of_slot}
+    assert noted == ends, "an end that may go and is not known, or the other way round"
     assert all(row == NO_ROW or row in heads for node in nodes for row in index.rows_of(node))
 
 

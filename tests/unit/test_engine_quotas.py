@@ -17,7 +17,7 @@ from kvdepot.server.engine.types import EVERY, EngineConfig, Quota
 
 from tests.fakes.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, spec_of
 from tests.fakes.quota_audit import check_within_quotas, only_owners_lose, owners
-from tests.fakes.tier_rig import COMMIT, EVICT, in_tier, reboot, settle, store
+from tests.fakes.tier_rig import COMMIT, EVICT, in_tier, reboot, settle, store, verify
 
 PAGE = 4096
 CHUNK_BYTES = 2 * PAGE
@@ -348,6 +348,31 @@ def test_t8_what_a_tier_finds_above_a_smaller_quota_goes_in_slices() -> None:
     rig.engine.tick()
     assert used(rig, "memory") == {(None, ""): ON_TIER_BYTES}, "to the low watermark"
     audit(rig.engine)
+
+
+def test_t8_i4_ram_gives_up_the_end_of_a_path_that_goes_on_in_a_tier_below() -> None:
+    """The tier has lost a chunk of a path, and may not have it again: RAM's copy of it may go all the same."""
+    rig = Rig(tier=COMMIT)
+    keys = path("p", 8)
+    store(rig.attach(), keys)
+    rig.tier.run()
+    del rig.medium.stored[2]
+    rig.config = _with_quotas(
+        rig,
+        Quota(tier="ram", capacity_bytes=2 * CHUNK_BYTES),
+        Quota(tier="memory", capacity_bytes=4 * ON_TIER_BYTES),
+    )
+    rig.crash()
+    client = rig.attach()
+    for _ in range(4):
+        verify(rig)
+        rig.tier.run()
+        rig.engine.tick()
+        audit(rig.engine)
+    assert used(rig) == {("", ""): CHUNK_BYTES}, "to the low watermark"
+    ram, memory = rig.engine.status().quotas
+    assert ram.evicted_objects == 7 and memory.owners[0].used_bytes <= 4 * ON_TIER_BYTES
+    assert client.locate(keys).boundary_tokens == 2 * CHUNK, "what followed the lost one went with it"
 
 
 def test_t8_a_load_that_a_quota_has_no_room_for_is_answered_and_not_offered() -> None:

@@ -11,12 +11,17 @@ One `Evictor` a tier, each with a policy of its own, over one tree. What may go 
 
 A leaf that nobody could resume at goes before all others, unless a request in progress
 stands on it.
+
+A tier may have the path to a node that no other has, while what follows lies in other tiers
+alone: a disk lost what it had of the path, or a shared tier was asked for the rest only. RAM
+gives such an *end* up where nothing else may go, with all that follows it (`sever`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Final, Protocol
 
 from kvdepot.core.calls import Kind
@@ -79,15 +84,24 @@ class Tree(Protocol):
     def stands(self, node: int) -> bool:
         """Whether a request in progress ends at the node (provisional, DESIGN 5)."""
 
+    def saving(self, node: int) -> bool:
+        """Whether another tier is about to have the path to the node."""
+
     def changed(self, node: int) -> None:
-        """Objects of the node went: remove it where none is left, and settle what depends on it."""
+        """Objects of the node went: what has no path now goes, and what depends on the node is settled."""
 
 
 class Evictor:
-    """`count(reason, objects, size_bytes)` is told of each unit that goes."""
+    """`count(reason, objects, size_bytes)` is told of each unit that goes. `severs`: ends may be given up."""
 
     def __init__(
-        self, tree: Tree, holding: Holding, policy: EvictionPolicy, count: Callable[[str, int, int], None]
+        self,
+        tree: Tree,
+        holding: Holding,
+        policy: EvictionPolicy,
+        count: Callable[[str, int, int], None],
+        *,
+        severs: bool = False,
     ) -> None:
         self._tree = tree
         self._holding = holding
@@ -96,6 +110,8 @@ class Evictor:
         self._parked: dict[int, set[int]] = {}  # by namespace slot: victims that were busy when it was their turn
         self._returns = 0  # how often something was given back
         self._offered: dict[int, int] = {}  # by namespace slot: `_returns` when its parked ones were offered again
+        self._severs = severs
+        self._ends: dict[int, dict[int, None]] = {}  # by namespace slot, where they may be given up
         self.filling = NONE  # the node that room is being made for
 
     # Candidates
@@ -107,6 +123,8 @@ class Evictor:
             self.policy.on_not_candidate(node)
         else:
             self.policy.on_candidate(node, worth, self._tree.index.namespace(node))
+        if self._severs:
+            self._note_end(node)
 
     @contextmanager
     def keeping(self, node: int) -> Iterator[None]:
@@ -123,7 +141,9 @@ class Evictor:
 
     def removed(self, node: int) -> None:
         self.policy.on_removed(node)
-        self._parked.get(self._tree.index.namespace(node), set()).discard(node)
+        slot = self._tree.index.namespace(node)
+        self._parked.get(slot, set()).discard(node)
+        self._ends.get(slot, {}).pop(node, None)
 
     def worth(self, node: int) -> float | None:
         """Seconds saved by each use of the node's unit, per byte; None when nothing of it may go."""
@@ -223,7 +243,9 @@ class Evictor:
         node = self.victim(slots)
         if node is None:
             return 0
-        unit = self._unit(node, self._going(node))
+        return self._drop(reason, node, self._unit(node, self._going(node)))
+
+    def _drop(self, reason: str, node: int, unit: list[tuple[int, list[int]]]) -> int:
         self.policy.on_evicted(node, self._heir(node))
         size_bytes = 0
         for at, kinds in unit:
@@ -253,8 +275,8 @@ class Evictor:
         return frozenset().union(*self._parked.values())
 
     def waits(self, slots: Collection[int]) -> bool:
-        """Whether something of these namespaces was passed over: it may go later."""
-        return any(self._parked.get(slot) for slot in slots)
+        """Whether something of these namespaces was passed over, or is an end: it may go later."""
+        return any(self._parked.get(slot) or self._ends.get(slot) for slot in slots)
 
     def returned(self) -> None:
         """Something is touched no more."""
@@ -279,6 +301,44 @@ class Evictor:
 
     def _due(self, slot: int) -> bool:
         return bool(self._parked.get(slot)) and self._offered.get(slot, 0) != self._returns
+
+    # Ends
+
+    def sever(self, reason: str, slots: Collection[int] | None = None) -> int:
+        """Give one end up, with what follows it in other tiers; how many objects went from here, 0 where none may go.
+
+        Ahead of need only: whoever is just making room may be about to use what follows it.
+        """
+        for slot in list(self._ends if slots is None else slots):
+            ends = self._ends.get(slot, {})
+            for node in list(islice(ends, _SETTLES_MAX)):
+                kinds = self._end(node)
+                if kinds and not self._holding.busy(node) and not self._tree.saving(node):
+                    return self._drop(reason, node, [(node, kinds)])
+                del ends[node]
+                if kinds:
+                    ends[node] = None  # behind the others
+        return 0
+
+    def _note_end(self, node: int) -> None:
+        slot = self._tree.index.namespace(node)
+        if self._end(node):
+            self._ends.setdefault(slot, {})[node] = None
+        elif slot in self._ends:
+            self._ends[slot].pop(node, None)
+
+    def _end(self, node: int) -> list[int]:
+        """What would go of the node if it is an end; empty if it is none, or has to stay."""
+        tree, holding = self._tree, self._holding
+        if tree.index.is_leaf(node) or holding.children(node):
+            return []
+        path_kind = tree.path_kind(node)
+        if not holding.has(node, path_kind) or tree.copied(holding, node, path_kind) or node == self.filling:
+            return []
+        kinds = self._whole(node)
+        if holding.kept(node) or any(holding.pinned(node, kind) for kind in kinds):
+            return []
+        return [] if not tree.usable.serves(node) and tree.stands(node) else kinds
 
     def _first(self, slots: Collection[int] | None) -> int | None:
         settled = 0

@@ -172,13 +172,15 @@ class Account:
                     self._evictor.park(node)
                     left -= 1
                     continue
-                gone = self._evict(owner)
+                gone = self._evict(owner) or self._count(owner, self._evictor.sever("quota", owner.slots))
                 if not gone:
                     break
                 left -= gone
 
     def _evict(self, owner: Owner) -> int:
-        objects = self._evictor.evict_one("quota", owner.slots)
+        return self._count(owner, self._evictor.evict_one("quota", owner.slots))
+
+    def _count(self, owner: Owner, objects: int) -> int:
         owner.evicted_objects += objects
         self._evicted[_about(owner.quota)] += objects
         return objects

@@ -74,6 +74,7 @@ class Space:
         self.index = Index(min(nodes, NODES_MAX), random_bytes, len(tiers))
         self.tiers: tuple[LowerTier, ...] = ()
         self.demoting: Callable[[int], bool] = lambda _: False  # whether a node is being written to a lower tier first
+        self.saving: Callable[[int], bool] = lambda _: False  # whether the path to a node is, that RAM alone has
         self.kept_rows = bytearray(layout.rows)  # HELD, PINNED: the object is not to be evicted for now
         self.dropped: Callable[[int], None] = lambda _: None  # an object that was held has left the index
         self.pinned_dropped: Callable[[int], None] = lambda _: None  # likewise
@@ -88,7 +89,7 @@ class Space:
         self.usable = Usable(self.index, self.namespaces, self._complete_anywhere)
         self.namespaces.needs_changed = self._settle_namespace
         self.stands: Callable[[int], bool] = lambda _: False  # whether a request in progress ends at a node
-        self.evictor = Evictor(self, self, policy, self._count_evicted)
+        self.evictor = Evictor(self, self, policy, self._count_evicted, severs=True)
         self.policy = policy
         self.account = Account("ram", quotas, self.evictor)
         self.tiers = tuple(LowerTier(self, number, *one, quotas) for number, one in enumerate(tiers))
@@ -519,7 +520,7 @@ class Space:
                 self.evictor.park(node)
                 limit -= 1
                 continue
-            gone = self.evictor.evict_one("watermark")
+            gone = self.evictor.evict_one("watermark") or self.evictor.sever("watermark")
             if not gone:
                 return
             limit -= gone
@@ -543,12 +544,8 @@ class Space:
             tier.policy.on_end(node)
 
     def changed(self, node: int) -> None:
-        """Objects of the node went: remove it where none is left, and settle what depends on it."""
-        if self.index.has_objects(node):
-            self._settle_path(node)
-        else:
-            self.note_lost(node, MissReason.EVICTED)
-            self.drop_subtree(node)
+        """Objects of the node went: what has no path now goes, and what depends on the node is settled."""
+        self.lost(node, self.path_kind(node), MissReason.EVICTED)
 
     def note_lost(self, node: int, reason: MissReason) -> None:
         """For those who ask for the chunk next."""

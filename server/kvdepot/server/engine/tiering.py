@@ -48,6 +48,7 @@ class Tiering:
         self._vacating = 0  # nodes that may still be dropped for namespaces of the slice at hand
         self.configure({})
         space.demoting = self._demoting
+        space.saving = self._saving
 
     def configure(self, tiers: Mapping[str, TierConfig]) -> None:
         """These settings from now on, by name. What waits to be written is written."""
@@ -127,6 +128,12 @@ class Tiering:
             if tier.tier.writable and sum(self._demote(queue, node, kind) for kind in kinds):  # every kind of them
                 return True
         return False
+
+    def _saving(self, node: int) -> bool:
+        """Whether a tier is about to have the path to the node, which RAM alone has."""
+        row = self._space.index.row(node, self._space.path_kind(node))
+        writable = [tier for tier in self._space.tiers if tier.tier.writable]
+        return any(self._queues[tier.number].has(row) for tier in writable) or self._demoting(node)
 
     def _demote(self, queue: WriteQueue, node: int, kind: int) -> bool:
         return queue.has(self._space.index.row(node, kind)) or queue.offer(node, kind)
