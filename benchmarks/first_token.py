@@ -106,6 +106,7 @@ def measure(toy: Toy, rounds: int, repeats: int, directory: Path) -> Run:
             daemon.start()
             daemon.wait(lambda status: status.tiers[DISK].state == "ready", 60, "back on its disk")
             daemon.wait_attached(1)
+            await_lookups(engine, daemon)
             run.from_disk()
     return run
 
