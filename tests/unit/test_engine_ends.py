@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from kvdepot.core.calls import Kind
+import pytest
+from kvdepot.core.calls import AcquireOutcome, CommitOutcome, Kind, ReserveOutcome
+from kvdepot.server.engine.evicting import END_SECONDS
+from kvdepot.server.engine.types import TierConfig, WritePolicy
 
-from tests.fakes.engine_rig import CHUNK, Client, Rig, audit, path
+from tests.fakes.engine_rig import CHUNK, HYBRID, Client, Rig, audit, key, path
 from tests.fakes.shared_memory_tier import SharedMedium
-from tests.fakes.tier_rig import COMMIT, EVICT, in_ram, in_tier, store, verify
+from tests.fakes.tier_rig import COMMIT, EVICT, SECOND_USE, in_ram, in_tier, store, verify
 
 KEYS = path("p", 8)
 
 
 def with_a_gap(**options: object) -> tuple[Rig, Client]:
     """RAM was adopted and has the whole path, eight objects of two pages; the tier has all but the third chunk."""
+    later = options.pop("policy", WritePolicy.COMMIT)
     rig = Rig(tier=COMMIT, data_pages=20, **({"high_watermark": 0.25, "low_watermark": 0.25} | options))  # type: ignore[arg-type]
     client = rig.attach()
     store(client, KEYS)
     rig.tier.run()
     del rig.medium.stored[2]
+    rig.tier_config = TierConfig(later)  # type: ignore[arg-type]
     rig.crash()
     client = rig.attach()
     assert (in_ram(rig), in_tier(rig)) == (8, 7)
@@ -30,8 +35,10 @@ def sweep(rig: Rig) -> None:
         audit(rig.engine)
 
 
-def ticks(rig: Rig, count: int = 5) -> None:
-    for _ in range(count):
+def ticks(rig: Rig, seconds: float = 3 * END_SECONDS) -> None:
+    until = rig.now + seconds
+    while rig.now < until:
+        rig.now += 1
         rig.engine.tick()
         audit(rig.engine)
 
@@ -40,22 +47,29 @@ def test_i4_the_watermark_is_met_where_a_tier_cannot_have_the_path() -> None:
     rig, client = with_a_gap()
     rig.tier.writable = False
     verify(rig)
+    ticks(rig, END_SECONDS - 1)
+    assert (in_ram(rig), in_tier(rig)) == (3, 7), "the tier may come back"
     ticks(rig)
     assert in_ram(rig) == 2, "of ten that fit a quarter may stay"
     assert in_tier(rig) == 2, "what followed the third chunk could not be found any more"
     assert client.locate(KEYS).boundary_tokens == 2 * CHUNK
-    assert rig.counter("evicted_objects.watermark") == 6
+    assert rig.counter("evicted_objects.watermark") == 6 and rig.counter("dropped_objects.below_end") == 5
 
 
-def test_an_end_stays_while_a_tier_is_about_to_have_it_and_nothing_is_lost() -> None:
-    rig, client = with_a_gap()
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_an_end_is_offered_first_whatever_is_written_when_and_nothing_is_lost(policy: WritePolicy) -> None:
+    rig, client = with_a_gap(policy=policy)
+    if policy is WritePolicy.COMMIT:
+        verify(rig)
+        rig.tier.run()  # at its commit by this run
+    ticks(rig, END_SECONDS / 2)
     verify(rig)
-    ticks(rig)
-    assert (in_ram(rig), in_tier(rig)) == (3, 7)
+    ticks(rig, 2)
     rig.tier.run()
     ticks(rig)
     assert (in_ram(rig), in_tier(rig)) == (2, 8)
     assert client.locate(KEYS).boundary_tokens == 8 * CHUNK
+    assert not rig.counter("dropped_objects.below_end")
 
 
 def test_i6_an_end_that_is_lent_stays_until_it_is_given_back() -> None:
@@ -66,7 +80,7 @@ def test_i6_an_end_that_is_lent_stays_until_it_is_given_back() -> None:
     ticks(rig)
     assert (in_ram(rig), in_tier(rig)) == (3, 7)
     client.release(lease)
-    ticks(rig)
+    ticks(rig, 2)
     assert (in_ram(rig), in_tier(rig)) == (2, 2)
 
 
@@ -83,6 +97,27 @@ def test_an_end_that_is_pinned_stays() -> None:
     sweep(rig)
     ticks(rig)
     assert (in_ram(rig), in_tier(rig)) == (2, 2)
+
+
+def test_i6_an_end_stays_while_ram_has_anything_that_follows_it() -> None:
+    """A chunk behind what the tier alone has is reserved, then committed; a reader has it."""
+    rig, client = with_a_gap(high_watermark=0.35, low_watermark=0.3)
+    rig.tier.writable = False
+    verify(rig)
+    ticks(rig, 2)
+    held, _ = client.acquire([KEYS[2]], [Kind.ATTENTION])
+    new, reply = client.reserve([key("new")], start=8, parent=KEYS[7], request="r")
+    assert list(reply.outcomes) == [ReserveOutcome.GRANTED]
+    client.release(held)
+    ticks(rig)
+    assert list(client.commit(new, 0)) == [CommitOutcome.COMMITTED]
+    lease, read = client.acquire([key("new")], [Kind.ATTENTION])
+    ticks(rig, 2)
+    assert read.outcome is AcquireOutcome.GRANTED and in_tier(rig) == 7
+    client.release(lease)
+    client.end_request("r")
+    ticks(rig)
+    assert in_ram(rig) == 3, "what was behind has gone, and that is enough"
 
 
 def test_making_room_gives_no_end_up() -> None:
@@ -104,7 +139,7 @@ def test_what_a_shared_tier_was_asked_for_keeps_nothing_in_ram() -> None:
     other = Rig(shared=COMMIT, shared_medium=medium)
     other.shared.automatic = True
     store(other.attach(), KEYS)
-    rig = Rig(shared=EVICT, shared_medium=medium, data_pages=20, high_watermark=0.5, low_watermark=0.25)
+    rig = Rig(shared=EVICT, shared_medium=medium, data_pages=20, high_watermark=0.25, low_watermark=0.25)
     rig.shared.automatic, rig.shared.writable = True, False
     client = rig.attach()
     store(client, KEYS[:6])
@@ -112,3 +147,29 @@ def test_what_a_shared_tier_was_asked_for_keeps_nothing_in_ram() -> None:
     ticks(rig)
     assert in_ram(rig) == 2
     assert client.locate(KEYS).boundary_tokens == 8 * CHUNK
+
+
+def test_the_book_of_ends_knows_states_in_the_making_and_those_that_come_later() -> None:
+    """Of hybrid models, where a state decides whether anybody could resume."""
+    medium = SharedMedium()
+    other = Rig(shared=COMMIT, shared_medium=medium)
+    other.shared.automatic = True
+    publisher = other.attach(spec=HYBRID)
+    publisher.store(KEYS[:3])
+    rig = Rig(shared=SECOND_USE, shared_medium=medium)
+    rig.shared.automatic, rig.shared.writable = True, False
+    client = rig.attach(spec=HYBRID)
+    lease, _ = client.reserve(KEYS[:1], request="r")
+    client.commit(lease, 0)
+    client.locate(KEYS[:3])
+    audit(rig.engine)
+    made, _ = client.reserve(KEYS[:1], [Kind.STATE])
+    audit(rig.engine)
+    client.abandon(made)
+    audit(rig.engine)
+    state, _ = publisher.reserve(KEYS[2:3], [Kind.STATE], start=2, parent=KEYS[1])
+    publisher.commit(state, 0)
+    client.locate(KEYS[:3])
+    audit(rig.engine)
+    client.end_request("r")
+    audit(rig.engine)

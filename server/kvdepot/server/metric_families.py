@@ -284,7 +284,7 @@ _RAM = (
     _counter("corrupt_objects", "Objects of RAM whose checksum did not hold."),
     _counter(
         "dropped_objects", "Objects that nobody can reach any more, as one above them went.", "reason",
-        ("below_corrupt", "below_drifted", "below_dropped"),
+        ("below_corrupt", "below_drifted", "below_dropped", "below_end"),
     ),
     _counter(
         "audits",

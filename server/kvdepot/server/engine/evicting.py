@@ -14,7 +14,8 @@ stands on it.
 
 A tier may have the path to a node that no other has, while what follows lies in other tiers
 alone: a disk lost what it had of the path, or a shared tier was asked for the rest only. RAM
-gives such an *end* up where nothing else may go, with all that follows it (`sever`).
+gives such an *end* up where nothing else may go, with all that follows it, when the tiers below
+had their chance to take it (`sever`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ from kvdepot.server.engine.usable import Usable
 _KINDS: Final = tuple(map(int, Kind))
 UNIT_NODES_MAX: Final = 1024
 """Nodes dropped at once, some 10 ms; what remains of a longer unit serves nobody and goes next."""
+END_SECONDS: Final = 10.0
+"""How long tiers below have to take an end that they are offered."""
+_ENDS_LOOKED_AT: Final = 8
+"""At a time; of each what follows it is walked, up to UNIT_NODES_MAX nodes."""
 _SETTLES_MAX: Final = 32
 """Candidates looked at anew for one victim, 13 us each: what a policy learns may change what all of them are worth."""
 RECOMPUTE_TOKENS_PER_SECOND: Final = 10_000.0
@@ -84,8 +89,14 @@ class Tree(Protocol):
     def stands(self, node: int) -> bool:
         """Whether a request in progress ends at the node (provisional, DESIGN 5)."""
 
-    def saving(self, node: int) -> bool:
-        """Whether another tier is about to have the path to the node."""
+    def clock(self) -> float:
+        """Seconds."""
+
+    def save(self, node: int) -> None:
+        """Offer the path to the node to the tiers that have what follows it."""
+
+    def gave_up(self, nodes: int) -> None:
+        """So many nodes went with an end."""
 
     def changed(self, node: int) -> None:
         """Objects of the node went: what has no path now goes, and what depends on the node is settled."""
@@ -111,7 +122,8 @@ class Evictor:
         self._returns = 0  # how often something was given back
         self._offered: dict[int, int] = {}  # by namespace slot: `_returns` when its parked ones were offered again
         self._severs = severs
-        self._ends: dict[int, dict[int, None]] = {}  # by namespace slot, where they may be given up
+        # By namespace slot and node, where they may be given up: since when they are offered, None: not yet.
+        self._ends: dict[int, dict[int, float | None]] = {}
         self.filling = NONE  # the node that room is being made for
 
     # Candidates
@@ -275,8 +287,8 @@ class Evictor:
         return frozenset().union(*self._parked.values())
 
     def waits(self, slots: Collection[int]) -> bool:
-        """Whether something of these namespaces was passed over, or is an end: it may go later."""
-        return any(self._parked.get(slot) or self._ends.get(slot) for slot in slots)
+        """Whether something of these namespaces was passed over: it may go later."""
+        return any(self._parked.get(slot) for slot in slots)
 
     def returned(self) -> None:
         """Something is touched no more."""
@@ -309,26 +321,47 @@ class Evictor:
 
         Ahead of need only: whoever is just making room may be about to use what follows it.
         """
-        for slot in list(self._ends if slots is None else slots):
-            ends = self._ends.get(slot, {})
-            for node in list(islice(ends, _SETTLES_MAX)):
-                kinds = self._end(node)
-                if kinds and not self._holding.busy(node) and not self._tree.saving(node):
-                    return self._drop(reason, node, [(node, kinds)])
-                del ends[node]
-                if kinds:
-                    ends[node] = None  # behind the others
+        for slot, node in self._ends_in_turn(slots):
+            ends, kinds, now = self._ends[slot], self._end(node), self._tree.clock()
+            offered_at = ends.pop(node)
+            if not kinds:
+                continue
+            ends[node] = offered_at = now if offered_at is None else offered_at  # behind the others
+            if now - offered_at < END_SECONDS:
+                self._tree.save(node)
+            elif below := self._below_end(node):
+                objects = self._drop(reason, node, [(node, kinds)])
+                self._tree.gave_up(below)
+                return objects
         return 0
+
+    def _ends_in_turn(self, slots: Collection[int] | None) -> list[tuple[int, int]]:
+        """(slot, node) of the next ones; those whose turn it was come last."""
+        chosen: list[tuple[int, int]] = []
+        for slot in list(self._ends if slots is None else slots):
+            left = _ENDS_LOOKED_AT - len(chosen)
+            if left > 0 and (ends := self._ends.pop(slot, None)) is not None:
+                self._ends[slot] = ends
+                chosen += [(slot, node) for node in islice(ends, left)]
+        return chosen
+
+    def _below_end(self, node: int) -> int:
+        """How many nodes would go with the end; 0: it has to stay for now, for its own sake or for theirs."""
+        tree = self._tree
+        if self._holding.busy(node) or (tree.stands(node) and not tree.usable.serves(node)):
+            return 0
+        below = tree.index.leaves_first(node, UNIT_NODES_MAX)[:-1]
+        return 0 if any(tree.index.in_ram(at) or tree.stands(at) for at in below) else len(below)
 
     def _note_end(self, node: int) -> None:
         slot = self._tree.index.namespace(node)
         if self._end(node):
-            self._ends.setdefault(slot, {})[node] = None
+            self._ends.setdefault(slot, {}).setdefault(node, None)
         elif slot in self._ends:
             self._ends[slot].pop(node, None)
 
     def _end(self, node: int) -> list[int]:
-        """What would go of the node if it is an end; empty if it is none, or has to stay."""
+        """What would go of the node if it is an end; empty if it is none, or is kept."""
         tree, holding = self._tree, self._holding
         if tree.index.is_leaf(node) or holding.children(node):
             return []
@@ -336,9 +369,7 @@ class Evictor:
         if not holding.has(node, path_kind) or tree.copied(holding, node, path_kind) or node == self.filling:
             return []
         kinds = self._whole(node)
-        if holding.kept(node) or any(holding.pinned(node, kind) for kind in kinds):
-            return []
-        return [] if not tree.usable.serves(node) and tree.stands(node) else kinds
+        return [] if holding.kept(node) or any(holding.pinned(node, kind) for kind in kinds) else kinds
 
     def _first(self, slots: Collection[int] | None) -> int | None:
         settled = 0

@@ -172,8 +172,9 @@ class Account:
                     self._evictor.park(node)
                     left -= 1
                     continue
-                gone = self._evict(owner) or self._count(owner, self._evictor.sever("quota", owner.slots))
+                gone = self._evict(owner)
                 if not gone:
+                    self._count(owner, self._evictor.sever("quota", owner.slots))
                     break
                 left -= gone
 

@@ -74,7 +74,7 @@ class Space:
         self.index = Index(min(nodes, NODES_MAX), random_bytes, len(tiers))
         self.tiers: tuple[LowerTier, ...] = ()
         self.demoting: Callable[[int], bool] = lambda _: False  # whether a node is being written to a lower tier first
-        self.saving: Callable[[int], bool] = lambda _: False  # whether the path to a node is, that RAM alone has
+        self.save: Callable[[int], None] = lambda _: None  # offer a node to the tiers that have what follows it
         self.kept_rows = bytearray(layout.rows)  # HELD, PINNED: the object is not to be evicted for now
         self.dropped: Callable[[int], None] = lambda _: None  # an object that was held has left the index
         self.pinned_dropped: Callable[[int], None] = lambda _: None  # likewise
@@ -145,6 +145,7 @@ class Space:
         row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
         self.index.set_row(node, kind, row)
         self.account.add(namespace.slot, 1, self.allocator.rounded(size_bytes))
+        self.evictor.settle(node)
         above = self.index.parent(node)
         if above != NONE:
             self.settle_evictors(above)
@@ -520,8 +521,9 @@ class Space:
                 self.evictor.park(node)
                 limit -= 1
                 continue
-            gone = self.evictor.evict_one("watermark") or self.evictor.sever("watermark")
+            gone = self.evictor.evict_one("watermark")
             if not gone:
+                self.evictor.sever("watermark")
                 return
             limit -= gone
 
@@ -546,6 +548,10 @@ class Space:
     def changed(self, node: int) -> None:
         """Objects of the node went: what has no path now goes, and what depends on the node is settled."""
         self.lost(node, self.path_kind(node), MissReason.EVICTED)
+
+    def gave_up(self, nodes: int) -> None:
+        """So many went with an end."""
+        self.counters.add("dropped_objects.below_end", nodes)
 
     def note_lost(self, node: int, reason: MissReason) -> None:
         """For those who ask for the chunk next."""

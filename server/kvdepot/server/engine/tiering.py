@@ -48,7 +48,7 @@ class Tiering:
         self._vacating = 0  # nodes that may still be dropped for namespaces of the slice at hand
         self.configure({})
         space.demoting = self._demoting
-        space.saving = self._saving
+        space.save = self._save
 
     def configure(self, tiers: Mapping[str, TierConfig]) -> None:
         """These settings from now on, by name. What waits to be written is written."""
@@ -129,11 +129,11 @@ class Tiering:
                 return True
         return False
 
-    def _saving(self, node: int) -> bool:
-        """Whether a tier is about to have the path to the node, which RAM alone has."""
-        row = self._space.index.row(node, self._space.path_kind(node))
-        writable = [tier for tier in self._space.tiers if tier.tier.writable]
-        return any(self._queues[tier.number].has(row) for tier in writable) or self._demoting(node)
+    def _save(self, node: int) -> None:
+        """Offer the path to the node to the tiers that have what follows it, whatever their policy."""
+        for tier in self._space.tiers:
+            if tier.children(node):
+                self._queues[tier.number].offer(node, self._space.path_kind(node))
 
     def _demote(self, queue: WriteQueue, node: int, kind: int) -> bool:
         return queue.has(self._space.index.row(node, kind)) or queue.offer(node, kind)
