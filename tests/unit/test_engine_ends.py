@@ -8,31 +8,27 @@ from kvdepot.server.engine.evicting import END_SECONDS
 from kvdepot.server.engine.types import TierConfig, WritePolicy
 
 from tests.fakes.engine_rig import CHUNK, HYBRID, Client, Rig, audit, key, path
+from tests.fakes.pin_audit import sweep
 from tests.fakes.shared_memory_tier import SharedMedium
 from tests.fakes.tier_rig import COMMIT, EVICT, SECOND_USE, in_ram, in_tier, store, verify
 
 KEYS = path("p", 8)
 
 
-def with_a_gap(**options: object) -> tuple[Rig, Client]:
+def with_a_gap(
+    policy: WritePolicy = WritePolicy.COMMIT, *, high: float = 0.25, low: float = 0.25, pin_share: float = 0.25
+) -> tuple[Rig, Client]:
     """RAM was adopted and has the whole path, eight objects of two pages; the tier has all but the third chunk."""
-    later = options.pop("policy", WritePolicy.COMMIT)
-    rig = Rig(tier=COMMIT, data_pages=20, **({"high_watermark": 0.25, "low_watermark": 0.25} | options))  # type: ignore[arg-type]
+    rig = Rig(tier=COMMIT, data_pages=20, high_watermark=high, low_watermark=low, pin_share=pin_share)
     client = rig.attach()
     store(client, KEYS)
     rig.tier.run()
     del rig.medium.stored[2]
-    rig.tier_config = TierConfig(later)  # type: ignore[arg-type]
+    rig.tier_config = TierConfig(policy)
     rig.crash()
     client = rig.attach()
     assert (in_ram(rig), in_tier(rig)) == (8, 7)
     return rig, client
-
-
-def sweep(rig: Rig) -> None:
-    """What pins begin goes on in slices."""
-    while rig.engine.pins.run_once():
-        audit(rig.engine)
 
 
 def ticks(rig: Rig, seconds: float = 3 * END_SECONDS) -> None:
@@ -58,7 +54,7 @@ def test_i4_the_watermark_is_met_where_a_tier_cannot_have_the_path() -> None:
 
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_an_end_is_offered_first_whatever_is_written_when_and_nothing_is_lost(policy: WritePolicy) -> None:
-    rig, client = with_a_gap(policy=policy)
+    rig, client = with_a_gap(policy)
     if policy is WritePolicy.COMMIT:
         verify(rig)
         rig.tier.run()  # at its commit by this run
@@ -89,19 +85,19 @@ def test_an_end_that_is_pinned_stays() -> None:
     rig.tier.writable = False
     verify(rig)
     rig.engine.pins.pin(client.namespace, KEYS[2], 60.0)
-    sweep(rig)
+    sweep(rig.engine)
     ticks(rig)
     assert (in_ram(rig), in_tier(rig)) == (3, 7)
     rig.now += 61
     rig.engine.tick()
-    sweep(rig)
+    sweep(rig.engine)
     ticks(rig)
     assert (in_ram(rig), in_tier(rig)) == (2, 2)
 
 
 def test_i6_an_end_stays_while_ram_has_anything_that_follows_it() -> None:
     """A chunk behind what the tier alone has is reserved, then committed; a reader has it."""
-    rig, client = with_a_gap(high_watermark=0.35, low_watermark=0.3)
+    rig, client = with_a_gap(high=0.35, low=0.3)
     rig.tier.writable = False
     verify(rig)
     ticks(rig, 2)
@@ -122,7 +118,7 @@ def test_i6_an_end_stays_while_ram_has_anything_that_follows_it() -> None:
 
 def test_making_room_gives_no_end_up() -> None:
     """What a call makes room for may follow it: here the fourth chunk, whose copy RAM has dropped."""
-    rig, client = with_a_gap(high_watermark=1.0)
+    rig, client = with_a_gap(high=1.0)
     rig.tier.writable = False
     verify(rig)
     store(client, path("q", 2))
