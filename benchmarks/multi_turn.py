@@ -139,7 +139,9 @@ def talk_through(
     return talks
 
 
-def measure(conversations: int, answer_tokens: int, directory: Path, *, local: bool) -> dict[str, Turns]:
+def measure(
+    conversations: int, answer_tokens: int, chunk_tokens: int, directory: Path, *, local: bool
+) -> dict[str, Turns]:
     """With the engines' own prefix caching, or without."""
     model = make_toy(MODEL, ROOT / "build" / "toys")
     turns, ties = {"apart": Turns(), "shared": Turns()}, 0
@@ -148,7 +150,8 @@ def measure(conversations: int, answer_tokens: int, directory: Path, *, local: b
         daemon = stack.enter_context(Daemon(DAEMON))
         engines: dict[str, list[Engine]] = {}
         starting = []
-        for name, connector in {"apart": None, "shared": depot_connector(daemon.endpoint, **CONNECTOR)}.items():
+        sharing = depot_connector(daemon.endpoint, **CONNECTOR, chunk_tokens=chunk_tokens)
+        for name, connector in {"apart": None, "shared": sharing}.items():
             for number in range(2):
                 environment = {"VLLM_CPU_OMP_THREADS_BIND": str(cores[number % len(cores)])}
                 options = EngineOptions(MODEL, model, connector, {"enable_prefix_caching": local}, environment)
@@ -223,6 +226,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--conversations", type=int, default=24, help="(default %(default)s)")
     parser.add_argument("--answer-tokens", type=int, default=192, help="of every answer (default %(default)s)")
+    parser.add_argument("--chunk-tokens", type=int, default=128, help="the connector's (default %(default)s)")
     parser.add_argument("--local", nargs="+", choices=("on", "off"), default=["on", "off"], help="own prefix caching")
     options = parser.parse_args()
     longest = FIRST_TOKENS[1] + TURNS[1] * (SAID_TOKENS[1] + options.answer_tokens)
@@ -231,11 +235,12 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="kvd-multi-turn-"))
     report = Report("multi_turn: two engines, sharing a daemon and apart")
     for local in (caching == "on" for caching in options.local):
-        turns = measure(options.conversations, options.answer_tokens, directory, local=local)
+        turns = measure(options.conversations, options.answer_tokens, options.chunk_tokens, directory, local=local)
         tabulate(turns, report, local=local)
     report.note("model", f"Qwen3, 28 million parameters of random weights, {MODEL.dtype}, an engine on each core")
     report.note("conversations", f"{options.conversations} of {TURNS[0]} to {TURNS[1]} turns, {CLIENTS} at a time")
     report.note("tokens", f"said {FIRST_TOKENS}, then {SAID_TOKENS}; answered {options.answer_tokens}")
+    report.note("chunks", f"{options.chunk_tokens} tokens")
     report.note("load", f"{os.getloadavg()[2]:.1f} in the last 15 minutes")
     report.finish(options.json)
 
