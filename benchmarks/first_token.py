@@ -3,7 +3,8 @@
 One engine and one daemon; every prompt ends ten tokens behind a chunk's boundary, so that the
 same ten tokens are left to compute wherever the rest comes from. Local and RAM are asked in
 turns, and what they are compared by is the median of each prompt's own ratios. For the disk the
-daemon starts again without its arena; each prompt is read once.
+daemon starts again without its arena; each prompt is read once. With `--busy N` also beside N
+requests that decode, where each step that a load needs is one of theirs.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ CONNECTOR = {"lookup_timeout_seconds": 2.0, "load_weight": LOAD_ALWAYS}
 """On two cores the default of 0.05 would now and then turn a hit into a miss; what a lookup takes is in the figures.
 What a disk has is loaded, also where the toy would compute it sooner: that is what is to be seen."""
 SOURCES = ("cold", "local", "ram", "disk")
+BUSY_PROMPTS = 30
+BUSY_CHUNKS = 4
+BUSY_TOKENS = 1500
+"""Of each of the others: more than there are steps in the meantime."""
 
 Seconds = dict[tuple[str, int], list[float]]
 """To the first token, by source and prompt tokens."""
@@ -88,7 +93,29 @@ class Run:
         return answer.completion.first_token_seconds
 
 
-def measure(toy: Toy, rounds: int, repeats: int, directory: Path) -> Run:
+def beside(engine: Engine, daemon: Daemon, toy: Toy, requests: int, report: Report) -> None:
+    """RAM, then local, while others decode: a prefix cache is not emptied then, so each prompt is loaded once."""
+    prompts = [
+        prompt(BUSY_CHUNKS * toy.chunk_tokens + TAIL_TOKENS, f"busy-{toy.name}-{n}") for n in range(BUSY_PROMPTS)
+    ]
+    engine.generate(prompts, 1, serial=True)
+    daemon.settle()
+    engine.reset_prefix_cache()
+    decoding = engine.begin([prompt(toy.chunk_tokens, f"decoding-{n}") for n in range(requests)], BUSY_TOKENS)
+    for source in ("ram", "local"):
+        seconds = []
+        for ids in prompts:
+            (done,) = engine.generate([ids], 1)
+            if done.cached_tokens != len(ids) - TAIL_TOKENS:
+                raise SystemExit(f"{source}: {done}")
+            seconds.append(done.first_token_seconds)
+        if decoding.done():
+            raise SystemExit("the others were done too early")
+        report.figure(f"{toy.name}_{source}_beside_{requests}_ms", 1000 * statistics.median(seconds), "ms")
+    engine.finish(decoding)
+
+
+def measure(toy: Toy, rounds: int, repeats: int, busy: int, report: Report, directory: Path) -> Run:
     model = make_toy(toy, ROOT / "build" / "toys")
     with Daemon(DAEMON.format(path=directory / f"disk-{toy.name}")) as daemon:
         options = EngineOptions(
@@ -101,6 +128,8 @@ def measure(toy: Toy, rounds: int, repeats: int, directory: Path) -> Run:
             run.cold_local_and_ram(repeats)
             daemon.wait(lambda status: not status.tiers[DISK].queued_objects, 120, "done writing to disk")
             daemon.settle()
+            if busy:
+                beside(engine, daemon, toy, busy, report)
             daemon.stop()
             daemon.arena.unlink()
             daemon.start()
@@ -146,11 +175,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=TOYS, default=list(TOYS))
     parser.add_argument("--rounds", type=int, default=3, help="prompts of each length (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="turns of RAM and local a prompt (default %(default)s)")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="also beside N requests that decode")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="also draw the curves there")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="kvd-first-token-"))
     report = Report("first_token: by where the prefix is")
-    runs = {name: measure(TOYS[name], options.rounds, options.repeats, directory) for name in options.models}
+    runs = {
+        name: measure(TOYS[name], options.rounds, options.repeats, options.busy, report, directory)
+        for name in options.models
+    }
     for name, run in runs.items():
         tabulate(TOYS[name], run, report)
     report.note("prompts", f"{options.rounds} of each length, RAM and local {options.repeats} times each")
