@@ -71,11 +71,11 @@ def before_load(engine: ScriptedEngine, action: Callable[[], object]) -> None:
     """Do this between the next lookup and its load."""
     submit = engine.session.submit
 
-    def disturbed(call: Any, timeout_seconds: float, done: Any) -> None:
+    def disturbed(call: Any, timeout_seconds: float, done: Any, following: Any = None) -> None:
         if isinstance(call, AcquireCall):
             engine.session.submit = submit  # type: ignore[method-assign]
             action()
-        submit(call, timeout_seconds, done)
+        submit(call, timeout_seconds, done, following)
 
     engine.session.submit = disturbed  # type: ignore[method-assign]
 

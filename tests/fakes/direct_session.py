@@ -19,6 +19,7 @@ import numpy as np
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy.base import Arena
 from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.client.session_loop import Following
 from kvdepot.core.arena import ArenaLayout, ArenaTables, Superblock
 from kvdepot.core.calls import (
     AbandonCall,
@@ -115,7 +116,8 @@ class DirectSession:
         self._registered: set[bytes] = set()
         self._void: dict[bytes, int] = {}
         self._due: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._waiting: list[tuple[type, Callable[[Any], None], Any]] = []
+        self._waiting: list[tuple[Callable[[Any], None], Any, Following | None]] = []
+        self._forgone: set[int] = set()
         self._leases = itertools.count(1)
         self.refusal = ""
         self.specs: list[NamespaceSpec] = []
@@ -155,7 +157,9 @@ class DirectSession:
     def new_lease_id(self) -> int:
         return next(self._leases)
 
-    def submit(self, call: Any, timeout_seconds: float, done: Callable[[Any], None]) -> None:
+    def submit(
+        self, call: Any, timeout_seconds: float, done: Callable[[Any], None], following: Following | None = None
+    ) -> None:
         del timeout_seconds
         self.depot.calls.append(call)
         if not self.depot.present:
@@ -171,9 +175,19 @@ class DirectSession:
             self._end_lease(call)
             self._due.append((done, CallFailure(FailureReason.DEADLINE)))
         elif type(call) in self.depot.held:
-            self._waiting.append((type(call), done, reply))
+            self._waiting.append((done, reply, following))
         else:
-            self._due.append((done, reply))
+            self._answer(done, reply, following)
+
+    def _answer(self, done: Callable[[Any], None], reply: Any, following: Following | None) -> None:
+        made = following.make(reply) if following is not None and following.lease_id not in self._forgone else None
+        self._due.append((done, reply))
+        if following is not None and made is not None:
+            self.submit(made, following.timeout_seconds, following.done)
+
+    def forgo(self, lease_id: int) -> None:
+        self._forgone.add(lease_id)
+        self.release([lease_id])
 
     def _serve(self, call: Any) -> Any:
         engine = self.depot.engine
@@ -195,8 +209,9 @@ class DirectSession:
 
     def let_go(self) -> None:
         """Deliver the replies that were held back, at the next poll."""
-        self._due.extend((done, reply) for _, done, reply in self._waiting)
-        self._waiting.clear()
+        waiting, self._waiting = self._waiting, []
+        for done, reply, following in waiting:
+            self._answer(done, reply, following)
 
     def release(self, lease_ids: Sequence[int]) -> None:
         self.depot.engine.release(ReleaseCall(self._token, tuple(lease_ids)))

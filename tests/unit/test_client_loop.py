@@ -14,10 +14,12 @@ import pytest
 from kvdepot.client import session_loop
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.failures import CallFailure, FailureReason
-from kvdepot.client.session_loop import SessionLoop
+from kvdepot.client.session_loop import Following, SessionLoop
 from kvdepot.client.transports.control import Confirmed, ControlChannel
 from kvdepot.core.calls import (
     AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
     DeclareCall,
     DeclareReply,
     EndRequestCall,
@@ -25,6 +27,7 @@ from kvdepot.core.calls import (
     LocateReply,
     ReleaseCall,
 )
+from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
 TOKEN = b"t" * 16
 ENDPOINT = Endpoint("/tmp/none.sock")
@@ -77,8 +80,8 @@ class Session:
             assert time.monotonic() < until
             time.sleep(0.002)
 
-    def submit(self, call: Any) -> None:
-        self.loop.post(self.loop.submit, call, time.monotonic() + 5, print)
+    def submit(self, call: Any, following: Following | None = None) -> None:
+        self.loop.post(self.loop.submit, call, time.monotonic() + 5, print, following)
 
     def answer(self) -> Any:
         """What the next callback gets."""
@@ -163,3 +166,76 @@ def test_an_acquire_that_waits_for_a_disk_is_no_sign_of_a_dead_daemon(session: S
     assert session.loop.state.counters["failed_deadline"] > 4, "each was asked for again"
     assert session.loop.state.counters["breaker_opened"] == 0
     assert session.loop.state.attached
+
+
+FOLLOWING = AcquireCall(b"", 7, b"n" * 16, b"k" * 16, b"\1", "r")
+GRANTED = AcquireReply(AcquireOutcome.GRANTED, b"", 1)
+
+
+def follow(make: Callable[[LocateReply], AcquireCall | None] = lambda _: FOLLOWING) -> Following:
+    return Following(7, make, 5.0, print)
+
+
+def acquired(session: Session) -> int:
+    return sum(isinstance(call, AcquireCall) for call in session.channel.calls)
+
+
+def test_what_follows_a_lookup_is_asked_for_when_it_is_answered(session: Session) -> None:
+    session.channel.answers[AcquireCall] = GRANTED
+    session.submit(locate(), follow(lambda reply: FOLLOWING if reply.boundary_tokens == 16 else None))
+    assert session.answer() == LocateReply(16, "ram", 16), "first, so that whoever sees it knows what is asked for"
+    assert session.answer() == GRANTED
+    assert session.loop.state.leases_asked == 1
+    session.channel.answers[ReleaseCall] = Confirmed()
+    session.loop.post(session.loop.forgo, 7)
+    session.wait(lambda: session.loop.state.leases_ended == 1)
+    assert ReleaseCall(TOKEN, (7,)) in session.channel.calls
+
+
+def test_nothing_follows_a_lookup_whose_answer_is_not_worth_it_or_where_leases_are_out(session: Session) -> None:
+    session.submit(locate(), follow(lambda _: None))
+    assert session.answer() == LocateReply(16, "ram", 16)
+    session.channel.answers[LocateCall] = CallFailure(FailureReason.REFUSED)
+    session.submit(locate(), follow())
+    assert isinstance(session.answer(), CallFailure)
+    session.channel.answers[LocateCall] = LocateReply(16, "ram", 16)
+    session.loop.post(session.loop._leases._open.update, dict.fromkeys(range(100, 100 + LEASES_PER_SESSION_MAX)))
+    session.submit(locate(), follow())
+    assert session.answer() == LocateReply(16, "ram", 16)
+    session.loop.post(session.loop.forgo, 7)
+    session.submit(locate())  # all before it is done when it is answered
+    session.answer()
+    assert session.loop.state.leases_asked == acquired(session) == 0
+    assert not any(isinstance(call, ReleaseCall) for call in session.channel.calls), "there is no lease"
+
+
+def test_what_is_forgone_before_the_answer_is_never_asked_for(session: Session) -> None:
+    answer = session.channel.answers.pop(LocateCall)
+    session.submit(locate(), follow())
+    session.wait(lambda: any(isinstance(call, LocateCall) for call in session.channel.calls))
+    session.loop.post(session.loop.forgo, 7)
+    session.loop.post(session.loop._call_answered, 0, answer)
+    assert session.answer() == answer
+    assert session.loop.state.leases_asked == acquired(session) == 0
+
+
+def test_i3_a_following_call_that_cannot_be_made_fails_its_lookup(session: Session) -> None:
+    def unmade(_: LocateReply) -> None:
+        raise KeyError("unexpected")
+
+    session.submit(locate(), follow(unmade))
+    answer = session.answer()
+    assert isinstance(answer, CallFailure)
+    assert answer.reason is FailureReason.UNAVAILABLE
+    assert session.loop.state.attached
+    assert session.loop.state.leases_asked == acquired(session) == 0
+
+
+def test_i5_a_following_call_whose_answer_is_lost_is_given_back(session: Session) -> None:
+    session.channel.answers[AcquireCall] = RuntimeError("unexpected")
+    session.channel.answers[ReleaseCall] = Confirmed()
+    session.submit(locate(), follow())
+    assert session.answer() == LocateReply(16, "ram", 16)
+    assert isinstance(session.answer(), CallFailure)
+    session.wait(lambda: session.loop.state.leases_ended == session.loop.state.leases_asked == 1)
+    assert ReleaseCall(TOKEN, (7,)) in session.channel.calls

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvdepot.client.attachment import Attachment, EngineProcess
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.leases import LEASE_BITS, LeaseIds
-from kvdepot.client.session_loop import CONFIRM_SECONDS_MAX, Completion, LoopState, SessionLoop
+from kvdepot.client.session_loop import CONFIRM_SECONDS_MAX, Completion, Following, LoopState, SessionLoop
 from kvdepot.core.calls import (
     AcquireCall,
     AcquireReply,
@@ -129,8 +129,10 @@ class DepotSession:
         """A lease id no other session of this engine draws (63 bits, random start)."""
         return self._lease_ids.draw()
 
-    def submit(self, call: Call, timeout_seconds: float, done: Done) -> None:
+    def submit(self, call: Call, timeout_seconds: float, done: Done, following: Following | None = None) -> None:
         """Start a Locate, Acquire or Reserve; `done` gets the reply or a CallFailure within the timeout, in `poll`.
+
+        `following`: the Acquire that a Locate's answer may lead to at once; see `forgo`.
 
         An Acquire or Reserve is repeated with the same lease id while time is left.
         After a failure its lease is ended here: the caller owes nothing for it. The same
@@ -145,7 +147,7 @@ class DepotSession:
         if self._closed:
             self._fail(done, "closed", "the session is closed")
             return
-        self._loop.post(self._loop.submit, call, self._clock() + timeout_seconds, done)
+        self._loop.post(self._loop.submit, call, self._clock() + timeout_seconds, done, following)
 
     def _fail(self, done: Done, code: str, message: str) -> None:
         self._completions.put((done, CallFailure(FailureReason.UNAVAILABLE, code, message)))
@@ -153,6 +155,10 @@ class DepotSession:
     def release(self, lease_ids: Sequence[int]) -> None:
         """Every rank is done with these reader leases. Repeated until the daemon confirms."""
         self._loop.post(self._loop.release, tuple(lease_ids))
+
+    def forgo(self, lease_id: int) -> None:
+        """The Acquire that was to follow a lookup is of no use any more: it is not made, or its lease is released."""
+        self._loop.post(self._loop.forgo, lease_id)
 
     def commit(self, lease_id: int, indices: Sequence[int], done: CommitDone | None = None) -> None:
         """All ranks have written these objects of a reservation. `done` gets one CommitOutcome an index, in `poll`.
@@ -194,7 +200,7 @@ class DepotSession:
     @property
     def open_leases(self) -> int:
         """Leases asked for whose end the daemon has not confirmed."""
-        return self._leases_asked - self._state.leases_ended
+        return self._leases_asked + self._state.leases_asked - self._state.leases_ended
 
     @property
     def unconfirmed(self) -> int:

@@ -33,11 +33,13 @@ from kvdepot.core.calls import (
     DeclareCall,
     DeclareReply,
     LocateCall,
+    LocateReply,
     RequestEnd,
     ReserveCall,
     ReserveOutcome,
     ReserveReply,
 )
+from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
 if TYPE_CHECKING:
     import random
@@ -72,9 +74,24 @@ class LoopState:
     registered: frozenset[bytes] = frozenset()
     void: dict[bytes, int] = field(default_factory=dict)
     refusal: str = ""
+    leases_asked: int = 0  # behind lookups
     leases_ended: int = 0
     unconfirmed: int = 0
     counters: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """An Acquire that is made as soon as a lookup is answered, if its answer is worth one.
+
+    `make` runs on the session's thread; None: there is none. `done` as for any Acquire; where
+    none is made it is never called.
+    """
+
+    lease_id: int
+    make: Callable[[LocateReply], AcquireCall | None]
+    timeout_seconds: float
+    done: Callable[[Any], None]
 
 
 @dataclass(slots=True)
@@ -84,6 +101,7 @@ class _Pending:
     call: Call
     deadline: float
     done: Callable[[Any], None]
+    following: Following | None = None
     attempts: int = 0
 
 
@@ -319,10 +337,12 @@ class SessionLoop:
 
     # --- calls of the engine ---
 
-    def submit(self, call: Call, deadline: float, done: Callable[[Any], None]) -> None:
+    def submit(
+        self, call: Call, deadline: float, done: Callable[[Any], None], following: Following | None = None
+    ) -> None:
         self.count("calls")
         number = self._working_on = next(self._numbers)
-        self._pending[number] = _Pending(call, deadline, done)
+        self._pending[number] = _Pending(call, deadline, done, following)
         if not isinstance(call, LocateCall):
             self._leases.ask(call.lease_id)
         if not self.state.attached:
@@ -374,8 +394,22 @@ class SessionLoop:
             return
         self._answered()
         self._note_grant(pending, answer)
+        following, call = pending.following, None
+        if following is not None and isinstance(answer, LocateReply) and len(self._leases) < LEASES_PER_SESSION_MAX:
+            call = following.make(answer)
         del self._pending[number]
         self._completions.put((pending.done, answer))
+        if following is not None and call is not None:
+            self.state.leases_asked += 1
+            self.submit(call, self._clock() + following.timeout_seconds, following.done)
+
+    def forgo(self, lease_id: int) -> None:
+        """What was to follow a lookup is not made any more; what was made is released."""
+        for pending in self._pending.values():
+            if pending.following is not None and pending.following.lease_id == lease_id:
+                pending.following = None
+        if lease_id in self._leases:
+            self._endings.release((lease_id,))
 
     def _fail(self, number: int, failure: CallFailure) -> None:
         """Fail a call whose lease the daemon may or may not have made: end it by its id."""

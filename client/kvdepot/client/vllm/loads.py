@@ -17,12 +17,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.client.vllm.ahead import Aheads, acquire_call
 from kvdepot.client.vllm.handoffs import ASK_SECONDS, Handoffs
 from kvdepot.client.vllm.metadata import BlockMove, LoadOp, ObjectCopy, SpanCopy, StepMeta
 from kvdepot.client.vllm.negative import NegativeCache
 from kvdepot.client.vllm.requests import Lookup, RequestState
 from kvdepot.client.vllm.stats import OBSERVATIONS_MAX, Observations, Sources
-from kvdepot.core.calls import AcquireCall, AcquireOutcome, AcquireReply, Kind, LocateCall, LocateReply
+from kvdepot.core.calls import AcquireOutcome, AcquireReply, Kind, LocateCall, LocateReply
 from kvdepot.core.limits import KEYS_PER_CALL_MAX
 from kvdepot.core.misses import MissReason, miss_reason
 
@@ -135,6 +136,7 @@ class Loads:
         self._ops: dict[int, Load] = {}
         self._cancelled: list[int] = []
         self._negative = NegativeCache(clock)
+        self._aheads = Aheads(session, planner, settings, counters)
         self.handoffs = Handoffs(namespaces, planner, counters, settings.lookup_timeout_seconds)
         self._next_op = 1
         self._steps = 0  # whose messages are built
@@ -177,6 +179,7 @@ class Loads:
             self._clock(), self._namespaces.epoch_number, self._steps, renewal, local_tokens, local_matters=high < whole
         )  # fmt: skip
         state.lookup = lookup
+        self._aheads.forgo(state.request_id)  # it was for the answer before
         if chunks * chunk_tokens < settings.min_load_tokens:
             lookup.answered = True
             lookup.miss = MissReason.NOT_WORTH_IT if whole else None
@@ -192,11 +195,16 @@ class Loads:
         self._counters["lookups"] += 1
         self._renewals += renewal
         timeout = max(settings.lookup_timeout_seconds * 20, 1.0)  # a late answer still serves a queued request
-        self._session.submit(call, timeout, partial(self._located, state, lookup))
+        following = None
+        room = len(self._active) + len(self._aheads) < settings.loads_in_flight
+        if room and not renewal and self._namespaces.ranks_ready:
+            following = self._aheads.following(state, lookup, namespace, local_tokens, chunks)
+        self._session.submit(call, timeout, partial(self._located, state, lookup), following)
         return lookup
 
     def _located(self, state: RequestState, lookup: Lookup, reply: Any) -> None:
         lookup.answered = True
+        self._aheads.answered(state, lookup, self._steps)
         self._renewals -= lookup.renewal
         if isinstance(reply, CallFailure):
             self._counters[f"lookup_failed_{reply.reason.value}"] += 1
@@ -231,6 +239,7 @@ class Loads:
             state.lookup = None
             state.held_since = None
         lookup = state.lookup or self.locate(state, local_tokens)
+        self._aheads.looked(state, local_tokens)
         now = self._clock()
         known = self._namespaces.ranks_ready or self._namespaces.ranks_heard
         if lookup is None or not lookup.answered or not known:
@@ -272,7 +281,8 @@ class Loads:
         if state.keys[boundary // self._planner.chunk_tokens - 1] in self._negative:
             self._counters["offers_withheld_negative"] += 1
             return self._nothing(state, MissReason.FAILED_LATELY)
-        if len(self._active) >= self._settings.loads_in_flight:
+        if len(self._active) + self._aheads.others(state.request_id) >= self._settings.loads_in_flight:
+            self._aheads.reset()  # a lease for later does not keep a load back for longer than a step
             return self._held_back(state, now), False
         if self._old(lookup, now) and self._renewals < RENEWALS_MAX:
             return (None if self.locate(state, local_tokens, renewal=True) else 0), False
@@ -286,6 +296,7 @@ class Loads:
 
     def missed(self, state: RequestState) -> None:
         """The engine has allocated blocks for a request that it computes."""
+        self._aheads.forgo(state.request_id)
         if state.miss is None:
             return
         self._counters[f"misses.{state.miss}"] += 1
@@ -333,22 +344,20 @@ class Loads:
         local, boundary = state.offered
         namespace = self._namespaces.usable
         if namespace is None or local + external_tokens != boundary:
+            self._aheads.forgo(state.request_id)
             self._fail(load, "not_offered" if namespace else "unavailable")
             return
         if self.kept is not None:
             load.kept = self.kept.pin(state.request.block_hashes, local, boundary)
+        self._counters["loads"] += 1
+        if load.kept is None and (ahead := self._aheads.take(state, namespace, local, boundary)) is not None:
+            load.plan, load.lease_id = ahead.plan, ahead.lease_id
+            ahead.give(partial(self._acquired, load))
+            return
+        self._aheads.forgo(state.request_id)
         load.plan = self._planner.load_plan(self._local(load, local), boundary)
         load.lease_id = self._session.new_lease_id()
-        objects = load.plan.objects
-        call = AcquireCall(
-            session=b"",
-            lease_id=load.lease_id,
-            namespace=namespace,
-            keys=b"".join(state.keys[planned.chunk] for planned in objects),
-            kinds=bytes(planned.kind for planned in objects),
-            request_id=state.depot_id,
-        )
-        self._counters["loads"] += 1
+        call = acquire_call(namespace, load.lease_id, state.keys, load.plan, state.depot_id)
         self._session.submit(call, self._settings.load_timeout_seconds, partial(self._acquired, load))
 
     def _local(self, load: Load, local: int) -> LocalTokens:
@@ -408,6 +417,7 @@ class Loads:
     def build(self, meta: StepMeta, resolve: ResolveBlocks | None) -> None:
         """Put into this step's message what is granted, and what has failed. Once a step."""
         self._steps += 1
+        self._aheads.sweep(self._steps)
         if not self._active:
             return
         now = self._clock()
@@ -524,6 +534,7 @@ class Loads:
 
     def finished(self, state: RequestState) -> None:
         """The request is over. A load that no rank has seen yet is reported failed; another ends by itself."""
+        self._aheads.forgo(state.request_id)
         load = self._active.get(state.request_id)
         if load is None:
             return
@@ -533,6 +544,7 @@ class Loads:
 
     def reset(self) -> None:
         """The epoch has ended: nothing that was looked up or granted before may arrive in a request."""
+        self._aheads.reset()
         for load in self._active.values():
             if load.phase in (LoadPhase.ACQUIRING, LoadPhase.GRANTED):
                 self._fail(load, "epoch")
