@@ -106,21 +106,22 @@ def test_c5_a_lease_for_other_local_tokens_is_given_back(make: Make) -> None:
     computed = engine.add(TOKENS[: 2 * BLOCK + 1], max_tokens=1, params=asked_to_compute)
     while computed not in engine.hits:  # the engine has two blocks itself when the answer comes
         engine.step()
-    engine.side.loads._aheads.looked(engine.side._requests[request_id], 0)  # as it was told before
+    engine.side.loads._aheads.looked(engine.side._requests[request_id], 0, None)  # as it was told before
     engine.session.let_go()
     finish(engine, request_id, 6 * BLOCK)
     assert [call.kinds.count(Kind.ATTENTION) for call in acquires(engine)] == [6, 4]
     assert not engine.side.counters["loads_ahead"]
 
 
-def test_a1_a_lease_for_what_the_engine_has_kept_is_given_back(make: Make) -> None:
+def test_a1_nothing_is_leased_ahead_where_the_engine_has_kept_attention(make: Make) -> None:
+    """It would be more than the load needs, and the daemon would count it as given."""
     engine = make(hybrid=True, retention=BLOCK, step_tokens=BLOCK)
     engine.generate(TOKENS)
     evict(engine, attention_from=4)
     request_id = asked(engine)
     answered(engine)
     finish(engine, request_id, 6 * BLOCK)
-    assert [len(call.kinds) for call in acquires(engine)] == [7, 3]
+    assert [len(call.kinds) for call in acquires(engine)] == [3]
     assert engine.side.counters["kept_tokens"] == 4 * BLOCK
 
 
@@ -250,3 +251,12 @@ def test_an_answer_that_is_asked_for_again_leases_nothing(make: Make) -> None:
     assert engine.hits[request.request_id] == 6 * BLOCK
     engine.settle()
     engine.assert_clean()
+
+
+def test_nothing_is_leased_ahead_where_it_is_switched_off(make: Make) -> None:
+    engine = stored(make, settings={"lease_ahead": False})
+    request_id = asked(engine)
+    answered(engine)
+    assert not acquires(engine)
+    finish(engine, request_id, 6 * BLOCK)
+    assert not engine.side.counters["loads_ahead"]

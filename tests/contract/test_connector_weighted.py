@@ -88,6 +88,17 @@ def combine(folder: Path) -> Iterator[Combine]:
     unregister_vllm_metrics()
 
 
+def test_p9_of_children_that_are_all_asked_none_leases_ahead(folder: Path) -> None:
+    """Each would lease, and its daemon count, what another one loads (docs/adr/0041)."""
+    own = {"kv_connector_module_path": "kvdepot.client.vllm.connector", "kind": "KVDepotConnector"}
+    children = [child(**own, extra=extra) for extra in ({"endpoint": "unix:///a"}, {"lease_ahead": True})]
+    config = configured(folder, [*children, child()])
+    found = WeightedMultiConnector._get_connector_classes_and_configs(config)
+    extras = [own.kv_transfer_config.kv_connector_extra_config for _, own in found]
+    assert [extra.get("lease_ahead") for extra in extras] == [False, True, None]
+    assert extras[0]["endpoint"] == "unix:///a"
+
+
 @pytest.mark.parametrize(
     ("weights", "offers", "expected"),
     [

@@ -17,6 +17,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert settings.load_timeout_seconds == 30
     assert settings.min_load_tokens == 64
     assert settings.store_decode
+    assert settings.lease_ahead
     assert not settings.keep_across_sleep
     assert settings.chunk_tokens is None
     assert settings.audit_path == ""

@@ -20,6 +20,7 @@ from kvdepot.core.errors import PlannerError
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
+    from kvdepot.client.vllm.kept import KeptAttention
     from kvdepot.client.vllm.requests import Lookup, RequestState
     from kvdepot.client.vllm.settings import Settings
     from kvdepot.core.planner import LoadPlan, Planner
@@ -39,7 +40,7 @@ class Ahead:
     lookup: Lookup
     keys: tuple[bytes, ...]
     request_id: str
-    local_tokens: int | None  # that the engine has itself; None until it has looked
+    local_tokens: int | None = None  # that the engine has itself, of all kinds alike; None until it has looked
     plan: LoadPlan | None = None  # what is asked for; set by the session's thread, before the lookup's answer is seen
     planned_from: int = 0  # the local tokens of the plan
     seen_step: int | None = None  # the engine's, in which the lookup's answer was seen
@@ -96,14 +97,12 @@ class Aheads:
         """Leases of requests but this one."""
         return len(self._open) - (request_id in self._open)
 
-    def following(
-        self, state: RequestState, lookup: Lookup, namespace: bytes, local_tokens: int | None, chunks: int
-    ) -> Following | None:
+    def following(self, state: RequestState, lookup: Lookup, namespace: bytes, chunks: int) -> Following | None:
         """What the lookup of the request's first `chunks` is to be followed by; None where there is no room."""
         if len(self._open) >= AHEAD_MAX:
             return None
         lease_id = self._session.new_lease_id()
-        ahead = Ahead(namespace, lease_id, lookup, tuple(state.keys[:chunks]), state.depot_id, local_tokens)
+        ahead = Ahead(namespace, lease_id, lookup, tuple(state.keys[:chunks]), state.depot_id)
         self._open[state.request_id] = ahead
         return Following(lease_id, partial(self._make, ahead), self._settings.load_timeout_seconds, ahead.acquired)
 
@@ -121,11 +120,15 @@ class Aheads:
         ahead.planned_from, ahead.plan = local, plan
         return acquire_call(ahead.namespace, ahead.lease_id, ahead.keys, plan, ahead.request_id)
 
-    def looked(self, state: RequestState, local_tokens: int) -> None:
-        """The engine has looked what it has itself of a request that waits for its lookup."""
+    def looked(self, state: RequestState, local_tokens: int, kept: KeptAttention | None) -> None:
+        """The engine has looked what it has itself of a request that waits for its lookup.
+
+        Where it has kept attention behind that, a load needs less, and nothing is asked for ahead of it.
+        """
         ahead = self._open.get(state.request_id)
         if ahead is not None:
-            ahead.local_tokens = local_tokens
+            more = kept is not None and kept.begins(state.request.block_hashes, local_tokens)
+            ahead.local_tokens = None if more else local_tokens
 
     def answered(self, state: RequestState, lookup: Lookup, step: int) -> None:
         """The lookup is answered, or has failed: what follows it is on its way by now, or never will be."""

@@ -84,6 +84,11 @@ class KeptAttention:
         self._holds.pin_now(kept.block_ids)
         return kept
 
+    def begins(self, hashes: Sequence[bytes], local_tokens: int) -> bool:
+        """Whether anything is cached right behind `local_tokens`."""
+        known = local_tokens + self._step_tokens <= len(hashes) * self._hash_block_tokens
+        return self._on and bool(self._groups) and known and self._cached(hashes, local_tokens) is not None
+
     def _cached(self, hashes: Sequence[bytes], begin: int) -> dict[int, list[int]] | None:
         """Per group the blocks of one scheduler block; None when one is missing."""
         found: dict[int, list[int]] = {}

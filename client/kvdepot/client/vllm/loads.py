@@ -197,8 +197,8 @@ class Loads:
         timeout = max(settings.lookup_timeout_seconds * 20, 1.0)  # a late answer still serves a queued request
         following = None
         room = len(self._active) + len(self._aheads) < settings.loads_in_flight
-        if room and not renewal and self._namespaces.ranks_ready:
-            following = self._aheads.following(state, lookup, namespace, local_tokens, chunks)
+        if settings.lease_ahead and room and not renewal and self._namespaces.ranks_ready:
+            following = self._aheads.following(state, lookup, namespace, chunks)
         self._session.submit(call, timeout, partial(self._located, state, lookup), following)
         return lookup
 
@@ -239,7 +239,7 @@ class Loads:
             state.lookup = None
             state.held_since = None
         lookup = state.lookup or self.locate(state, local_tokens)
-        self._aheads.looked(state, local_tokens)
+        self._aheads.looked(state, local_tokens, self.kept)
         now = self._clock()
         known = self._namespaces.ranks_ready or self._namespaces.ranks_heard
         if lookup is None or not lookup.answered or not known:

@@ -42,6 +42,7 @@ class Settings:
     min_load_tokens: int = 64  # a shorter hit costs more than recomputing it
     load_weight: float = 1.0  # 0: offer nothing; a second of loading is worth so many of computing
     loads_in_flight: int = 48  # below the daemon's own limit (64): it hears of a load's end a moment later
+    lease_ahead: bool = True  # what a lookup finds in RAM is leased with its answer
     store_decode: bool = True  # generated tokens are stored too
     max_pinned_blocks: int = 4096  # engine blocks held by copies in progress; at most a quarter of them all
     transport: Transport = Transport.AUTO

@@ -21,6 +21,7 @@ from kvdepot.core.errors import ConfigError
 WHERE: Final = "WeightedMultiConnector"
 OWN: Final = "weighted"
 """Beside the children's, the name of what the choice itself counts."""
+DEPOT: Final = "KVDepotConnector"
 CHILD: Final = "child"
 COUNTERS: Final[Mapping[str, str]] = {
     "child_loads": "Requests for which blocks were allocated to load from the child.",
@@ -60,6 +61,10 @@ class WeightedMultiConnector(compat.MultiConnector):
                 **{"engine_id": outer.engine_id, "kv_load_failure_policy": outer.kv_load_failure_policy} | child
             )
             connector = compat.KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+            if connector.__name__ == DEPOT:  # of several lookups one at most is followed by a load
+                config.kv_transfer_config.kv_connector_extra_config = {"lease_ahead": False} | child.get(
+                    "kv_connector_extra_config", {}
+                )
             compat.register(connector)
             found.append((connector, config))
         return found
