@@ -37,6 +37,15 @@ def answered(engine: ScriptedEngine) -> None:
     engine.session.let_go()
 
 
+def taken(engine: ScriptedEngine) -> str:
+    """A request whose lookup's answer is seen and whose load has taken the lease, which is not granted yet."""
+    request_id = asked(engine)
+    engine.depot.held = {AcquireCall}
+    engine.session.let_go()
+    engine.step()
+    return request_id
+
+
 def stored(make: Make, **options: Any) -> ScriptedEngine:
     """An engine that has nothing itself of what another one has stored."""
     make(**options).generate(TOKENS)
@@ -147,10 +156,7 @@ def test_p8_a_lease_that_is_not_granted_costs_no_load(make: Make, how: str) -> N
 def test_i5_an_answer_that_comes_in_the_wrong_order_is_the_load_s(make: Make) -> None:
     """The lookup's answer is seen, the lease's is not there yet: the load waits for it, and asks for no other one."""
     engine = stored(make)
-    request_id = asked(engine)
-    engine.depot.held = {AcquireCall}
-    engine.session.let_go()
-    engine.step()
+    request_id = taken(engine)
     assert engine.side.loads.active == 1
     assert engine.side.counters["loads_ahead"] == 1
     answered(engine)
@@ -160,11 +166,7 @@ def test_i5_an_answer_that_comes_in_the_wrong_order_is_the_load_s(make: Make) ->
 
 def test_i5_a_load_given_up_before_its_lease_is_granted_gives_it_back(make: Make) -> None:
     engine = stored(make)
-    request_id = asked(engine)
-    engine.depot.held = {AcquireCall}
-    engine.session.let_go()
-    engine.step()
-    engine.abort(request_id)
+    engine.abort(taken(engine))
     engine.settle()
     assert not engine.depot.lent()
     answered(engine)

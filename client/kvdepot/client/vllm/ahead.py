@@ -111,7 +111,7 @@ class Aheads:
         local, boundary = ahead.local_tokens, reply.boundary_tokens
         if local is None or reply.tier != RAM or boundary > len(ahead.keys) * self._planner.chunk_tokens:
             return None
-        if boundary - local < max(self._settings.min_load_tokens, 1):
+        if boundary - local < self._settings.min_load_tokens:
             return None
         try:
             plan = self._planner.load_plan(local, boundary)
