@@ -2,7 +2,8 @@
 
 One engine and one daemon; every prompt ends ten tokens behind a chunk's boundary, so that the
 same ten tokens are left to compute wherever the rest comes from. Local and RAM are asked in
-turns, and what they are compared by is the median of each prompt's own ratios. For the disk the
+turns, and what they are compared by is the median of each prompt's own ratios; so they are once
+more in a row, each request right behind the one before, where no process has gone to sleep. For the disk the
 daemon starts again without its arena; each prompt is read once. With `--busy N` also beside N
 requests that decode, where each step that a load needs is one of theirs.
 """
@@ -51,6 +52,8 @@ BUSY_TOKENS = 1500
 
 Seconds = dict[tuple[str, int], list[float]]
 """To the first token, by source and prompt tokens."""
+Ratios = dict[int, list[float]]
+"""RAM by local, by prompt tokens."""
 
 
 class Run:
@@ -58,7 +61,8 @@ class Run:
 
     def __init__(self, toy: Toy, engine: Engine, daemon: Daemon, rounds: int) -> None:
         self.seconds: Seconds = defaultdict(list)
-        self.ratios: dict[int, list[float]] = defaultdict(list)  # RAM by local, by prompt tokens
+        self.ratios: Ratios = defaultdict(list)
+        self.ratios_in_a_row: Ratios = defaultdict(list)
         self._toy = toy
         self._engine = engine
         self._daemon = daemon
@@ -78,18 +82,30 @@ class Run:
                 self._daemon.settle()
                 self.ratios[len(ids)].append(ram / self._ask("local", ids))
 
+    def in_a_row(self, repeats: int) -> None:
+        for _ in range(repeats):
+            self._daemon.settle()
+            self._engine.reset_prefix_cache()
+            ram, local = ([self._asked(source, ids) for ids in self._prompts] for source in ("ram", "local"))
+            for ids, slower, faster in zip(self._prompts, ram, local, strict=True):
+                self.ratios_in_a_row[len(ids)].append(slower / faster)
+
     def from_disk(self) -> None:
         self._engine.reset_prefix_cache()
         for ids in self._prompts:
             self._ask("disk", ids)
 
     def _ask(self, source: str, ids: Sequence[int]) -> float:
+        seconds = self._asked(source, ids)
+        self.seconds[source, len(ids)].append(seconds)
+        return seconds
+
+    def _asked(self, source: str, ids: Sequence[int]) -> float:
         answer = self._engine.ask(ids, 1)
         boundary = len(ids) - TAIL_TOKENS
         expected = {"cold": (0, 0), "local": (boundary, 0)}.get(source, (0, boundary))
         if (answer.local_tokens, answer.external_tokens) != expected:
             raise SystemExit(f"{source}: {len(ids)} tokens, {expected} local and external expected: {answer}")
-        self.seconds[source, len(ids)].append(answer.completion.first_token_seconds)
         return answer.completion.first_token_seconds
 
 
@@ -126,6 +142,7 @@ def measure(toy: Toy, rounds: int, repeats: int, busy: int, report: Report, dire
             await_lookups(engine, daemon)
             run = Run(toy, engine, daemon, rounds)
             run.cold_local_and_ram(repeats)
+            run.in_a_row(repeats)
             daemon.wait(lambda status: not status.tiers[DISK].queued_objects, 120, "done writing to disk")
             daemon.settle()
             if busy:
@@ -147,8 +164,9 @@ def tabulate(toy: Toy, run: Run, report: Report) -> None:
         print(f"{tokens:>8}" + "".join(f"{1000 * seconds:>10.1f}" for seconds in medians))
         for source, seconds in zip(SOURCES, medians, strict=True):
             report.figure(f"{toy.name}_{source}_{tokens}_ms", 1000 * seconds, "ms")
-    long = [ratio for tokens, ratios in run.ratios.items() if tokens >= LONG_TOKENS for ratio in ratios]
-    report.figure(f"{toy.name}_ram_by_local", statistics.median(long), "", at_most=RATIO_MAX)
+    for name, by_length in (("ram_by_local", run.ratios), ("ram_by_local_in_a_row", run.ratios_in_a_row)):
+        long = [ratio for tokens, ratios in by_length.items() if tokens >= LONG_TOKENS for ratio in ratios]
+        report.figure(f"{toy.name}_{name}", statistics.median(long), "", at_most=RATIO_MAX)
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:

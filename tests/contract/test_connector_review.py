@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kvdepot.client.copy.base import Direction
 from kvdepot.client.vllm.loads import RENEWALS_MAX
+from kvdepot.client.vllm.metadata import StepMeta
 from kvdepot.core.calls import (
     AcquireCall,
     AcquireOutcome,
@@ -129,7 +130,26 @@ def _waits(engine: ScriptedEngine, tokens: list[int]) -> tuple[str, Ageing]:
 
 
 def _nothing_scheduled() -> Any:
-    return SimpleNamespace(kv_connector_block_state=None, scheduled_new_reqs=[])
+    return _scheduled({})
+
+
+def _scheduled(tokens: dict[str, int]) -> Any:
+    return SimpleNamespace(kv_connector_block_state=None, scheduled_new_reqs=[], num_scheduled_tokens=tokens)
+
+
+def test_i2_a_step_that_somebody_may_wait_for_is_not_idle(make: Make) -> None:
+    side = make().side
+    steps = [{}, {"r": 1}, {}, {}]
+
+    def idle() -> list[bool]:
+        metas = [StepMeta() for _ in steps]
+        for meta, tokens in zip(metas, steps, strict=True):
+            side.add_loads(meta, _scheduled(tokens))
+        return [meta.idle for meta in metas]
+
+    assert idle() == [True, False, False, True], "behind a step that computes, its tokens may be on their way yet"
+    side._alone = False
+    assert not any(idle())
 
 
 def test_p8_an_old_answer_is_asked_for_again_before_it_is_offered(make: Make) -> None:

@@ -176,6 +176,27 @@ def test_health_and_reflection_answer(engine: RawEngine) -> None:
     assert {"kvdepot.v1.Depot", "kvdepot.v1.Operator", "grpc.health.v1.Health"} <= services
 
 
+def test_t4_a_stop_waits_for_no_engine_s_watch() -> None:
+    status = health_pb2.HealthCheckResponse
+    with DaemonProcess() as process, grpc.insecure_channel(process.endpoint) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        engine = stub.Watch(health_pb2.HealthCheckRequest(service="engine"), timeout=60)
+        assert next(engine).status == status.SERVICE_UNKNOWN
+        assert process.stop() == 0
+        assert list(engine) == []
+        assert engine.code() is grpc.StatusCode.OK, "it was ended, not broken off at the end of the grace"
+
+
+def test_everybody_who_watches_the_health_is_told_of_a_stop() -> None:
+    status = health_pb2.HealthCheckResponse
+    with DaemonProcess() as process, grpc.insecure_channel(process.endpoint) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(4)]
+        assert [next(watch).status for watch in watches] == [status.SERVING] * 4
+        assert process.stop() == 0
+        assert [next(watch).status for watch in watches] == [status.NOT_SERVING] * 4
+
+
 def test_namespaces_are_listed_by_pages(daemon: DaemonProcess, engine: RawEngine) -> None:
     for label in ("page-a", "page-b", "page-c"):
         engine.stub.RegisterNamespace(codec_namespace.encode_register(engine.session, dense_spec(label)))

@@ -20,6 +20,7 @@ from demo.toys import HYBRID
 from tests.e2e.fleet import Fleet
 from tests.e2e.test_hybrid import CHUNK, GROUPS, boundary, check_loads, digests_by_place, store, wrong
 
+pytestmark = pytest.mark.long
 LOAD_TIMEOUT_SECONDS = 4.0
 WRITTEN_SECONDS = 60.0
 TIER = """
@@ -34,7 +35,7 @@ deadline = "10s"
 """
 
 
-@pytest.fixture(scope="module", params=["none", pytest.param("bitshuffle-lz4", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["none", "bitshuffle-lz4"])
 def disk_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     directory = tmp_path_factory.mktemp("disk")
     tier = TIER.format(path=directory / "tier", codec=request.param)

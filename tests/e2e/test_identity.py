@@ -8,6 +8,7 @@ from demo.engine import EngineProcessError
 from demo.toys import DENSE
 from tests.e2e.fleet import Fleet
 
+pytestmark = pytest.mark.long
 ENGINES = ("dense", "not_aligned")
 
 
@@ -16,7 +17,6 @@ def test_c3_a_recurrent_model_that_is_not_in_align_mode_is_refused(fleet: Fleet)
     assert 'mamba_cache_mode="align"' in fleet.log("not_aligned").read_text()
 
 
-@pytest.mark.long
 def test_p3_hashes_that_no_other_process_repeats_are_refused(fleet: Fleet) -> None:
     fleet.define("xxhash", DENSE, {"prefix_caching_hash_algo": "xxhash"})
     with pytest.raises(EngineProcessError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -298,6 +299,26 @@ def test_i1a_what_a_lost_device_was_given_is_never_acknowledged(arena: ArenaMap,
     thread._do(op_of(kind, arena), device.engine_mark())
     for _ in range(3):
         assert thread.take_done() == []
+
+
+def test_a_load_is_waited_for_until_it_is_over_and_no_longer_than_said(arena: ArenaMap) -> None:
+    grant(arena)
+    layer, device = filled((8, BLOCK_BYTES), torch.uint8), LateDevice()
+    thread = thread_on(arena, layer, device, Places(arena))
+    load: Any = op_of(LoadOp, arena)
+    store: Any = op_of(StoreOp, arena)
+    thread.wait_for_loads(3600)
+    thread.submit([], [store])
+    thread.wait_for_loads(3600)  # for no store
+    thread.submit([load], [])
+    thread.wait_for_loads(0.001)
+    assert thread.take_done() == [], "nobody copies yet"
+    copying = threading.Thread(target=thread._run, daemon=True)
+    copying.start()
+    thread.wait_for_loads(3600)
+    assert next(outcome.op for outcome in thread.take_done()) is load
+    thread.close()
+    copying.join(60)
 
 
 def test_gpus_are_refused_until_asked_for() -> None:

@@ -18,7 +18,7 @@ from kvdepot.client.vllm.namespaces import Namespaces
 from kvdepot.client.vllm.pins import BlockHolds
 from kvdepot.client.vllm.rank import software_facts
 from kvdepot.client.vllm.weights import Digests, LoraSalts, weights_source
-from kvdepot.client.vllm.worker import WorkerSide, _Outcome
+from kvdepot.client.vllm.worker import LINGER_SECONDS, WorkerSide, _Outcome
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -90,6 +90,10 @@ class DoneCopies:
 
     def __init__(self, *done: _Outcome) -> None:
         self._done = list(done)
+        self.waits: list[float] = []
+
+    def wait_for_loads(self, seconds: float) -> None:
+        self.waits.append(seconds)
 
     def submit(self, *_: Any) -> None: ...
 
@@ -109,6 +113,16 @@ def test_i1d_a_load_cancelled_between_its_copy_and_its_report_does_not_succeed(c
     assert results.finished_recving == {"r"}
     assert results.failed_recving == ({"r"} if cancelled else set())
     assert rank.take_meta().loads == {7: (1, int(cancelled))}
+
+
+@pytest.mark.parametrize(("idle", "loads"), [(True, True), (True, False), (False, True)])
+def test_i2_only_a_step_that_computes_nothing_waits_for_the_loads_that_begin_in_it(idle: bool, loads: bool) -> None:
+    rank: Any = WorkerSide(0, IdleAttachment(), None, RankLayers((), ()))
+    rank._running = copies = DoneCopies()
+    rank.start_loads(StepMeta(idle=idle, loads=[object()] if loads else []))  # type: ignore[list-item]
+    rank.results()
+    assert copies.waits == ([LINGER_SECONDS] if idle and loads else [])
+    assert LINGER_SECONDS <= 0.002, "about a turn of an engine without work"
 
 
 def test_two_connectors_in_one_engine_both_hear_of_a_reuse() -> None:

@@ -32,6 +32,12 @@ CHANNEL_OPTIONS = (
 )
 
 
+_WATCH = "/grpc.health.v1.Health/Watch"
+"""A call that lasts as long as its channel, or until the daemon is killed."""
+_WATCHED = b"\n\x06engine"
+"""Its request: the health of a service that has none. What is sent is one answer, which nobody reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class RegisterCall:
     session: bytes
@@ -109,7 +115,11 @@ _METHODS: dict[type[Any], Method] = {
 
 
 class ControlChannel:
-    """One connection's worth of calls. Nothing here blocks or raises for the daemon's sake."""
+    """One connection's worth of calls. Nothing here blocks or raises for the daemon's sake.
+
+    One call is always under way: grpc makes a thread for a call that begins beside no other, and waits
+    until it runs, which takes an engine without work longer than the call (docs/adr/0041, 8).
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._channel = grpc.insecure_channel(endpoint.grpc_target, options=CHANNEL_OPTIONS)
@@ -117,6 +127,8 @@ class ControlChannel:
         self._methods = {
             kind: (getattr(stub, name), encode, decode) for kind, (name, encode, decode) in _METHODS.items()
         }
+        # Ends with the channel, and when nobody holds it any more.
+        self._watch = self._channel.unary_stream(_WATCH, None, None)(_WATCHED, wait_for_ready=True)
 
     def start(
         self, call: ControlCall, timeout_seconds: float, done: Callable[[Answer], None], *, wait_for_ready: bool = False

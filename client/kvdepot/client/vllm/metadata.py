@@ -81,6 +81,7 @@ class StepMeta(KVConnectorMetadata):
     """Scheduler side to every rank, each step."""
 
     geometry: Geometry | None = None  # in the first step only
+    idle: bool = False  # nothing is computed in this step, and nobody waits for it
 
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)

@@ -57,7 +57,9 @@ class SchedulerSide:
         event_kinds: Sequence[str] | None = None,
         loads_on: bool = True,
         stores_on: bool = True,
+        alone: bool = True,
     ) -> None:
+        """`alone`: no other engine core and no other stage of a pipeline waits for this one's steps."""
         self.session = session
         self.namespaces = namespaces
         self.planner = planner
@@ -70,6 +72,8 @@ class SchedulerSide:
         self._clock = clock
         self._loads_on = loads_on and settings.load_weight > 0
         self._stores_on = stores_on
+        self._alone = alone
+        self._computed = False  # in the step before
         self._requests: dict[str, RequestState] = {}
         self._geometry: Geometry | None = Geometry(planner.chunk_tokens, planner.groups)
         self.events = KvEvents(planner, self._group_ids, hash_block_tokens, event_kinds)
@@ -165,6 +169,9 @@ class SchedulerSide:
     def add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Loads granted or failed since the last step. What is in `meta` is sent even if this raises later."""
         meta.geometry, self._geometry = self._geometry, None
+        computes = bool(scheduler_output.num_scheduled_tokens)
+        # Not behind a step that computes: its tokens may be waited for yet (asynchronous scheduling).
+        meta.idle, self._computed = self._alone and not (computes or self._computed), computes
         self.pace.step(scheduler_output.scheduled_new_reqs, self._requests)
         self._poll()
         block_state = scheduler_output.kv_connector_block_state

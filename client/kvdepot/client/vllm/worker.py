@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 JOIN_SECONDS: Final = 5.0
 """How long `close` waits for the copy in progress: one batch takes milliseconds."""
 
+LINGER_SECONDS: Final = 0.002
+"""How long a step that computes nothing waits for the loads that begin in it (docs/adr/0041, 7)."""
+
 
 class Attached(Protocol):
     """What is used of `kvdepot.client.attachment.Attachment`."""
@@ -154,6 +157,7 @@ class CopyThread:
         self._doubted: deque[tuple[_Outcome, InDoubt]] = deque()  # so is this
         self._cancelled: set[int] = set()
         self._wake = threading.Condition()
+        self._loading = 0  # loads that are not over
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -172,6 +176,7 @@ class CopyThread:
         mark = self._copier.mark() if loads or stores else None
         with self._wake:
             self._loads.extend((op, mark) for op in loads)
+            self._loading += len(loads)
             self._stores.extend((op, mark) for op in stores)
             self._cancelled.update(cancelled)
             self._wake.notify()
@@ -189,6 +194,11 @@ class CopyThread:
                 self._doubted.append((outcome, doubt))
         return done + self._withdraw_late()
 
+    def wait_for_loads(self, seconds: float) -> None:
+        """Until no load is under way, for so long at most."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._loading, seconds)
+
     def _withdraw_late(self) -> list[_Outcome]:
         """Loads that nobody has begun by their deadline: whatever holds the thread up, they end in time."""
         if not self._loads:
@@ -199,6 +209,7 @@ class CopyThread:
             if late:
                 self._loads = deque((op, mark) for op, mark in self._loads if op.deadline > now)
                 self._cancelled.difference_update(op.op_id for op in late)
+                self._loading -= len(late)
         return [_everything(op) for op in late]
 
     def close(self) -> None:
@@ -235,6 +246,15 @@ class CopyThread:
             self._copier.prepare(None)
 
     def _do(self, op: LoadOp | StoreOp, mark: object) -> None:
+        try:
+            self._copy(op, mark)
+        finally:
+            if isinstance(op, LoadOp):
+                with self._wake:
+                    self._loading -= 1
+                    self._wake.notify_all()
+
+    def _copy(self, op: LoadOp | StoreOp, mark: object) -> None:
         failed = frozenset(copied.index for copied in op.objects)
         began = self._clock()
         try:
@@ -321,7 +341,11 @@ class CopyThread:
 
 
 class WorkerSide:
-    """One rank: takes each step's message, gives back what the copying thread has finished."""
+    """One rank: takes each step's message, gives back what the copying thread has finished.
+
+    A step that computes nothing waits a moment for the loads that begin in it: what ends just
+    behind it would be told a whole turn of the engine later.
+    """
 
     def __init__(
         self,
@@ -347,9 +371,11 @@ class WorkerSide:
         self._meta = RankMeta()
         self._stats = KVDepotStats()
         self._told_arena: int | None = None
+        self._lingers = False  # this step has loads, and nothing to compute
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads. Loads the scheduler side has given up are reported failed."""
+        self._lingers = meta.idle and bool(meta.loads)
         self._unloadable.update(meta.failed_loads)
         self._cancelled.update(meta.cancelled_loads)
         if meta.loads or meta.cancelled_loads:
@@ -377,6 +403,9 @@ class WorkerSide:
         finished = set(failed)
         done, self._refused = self._refused, []
         if self._running is not None:
+            if self._lingers:
+                self._lingers = False
+                self._running.wait_for_loads(LINGER_SECONDS)
             done += self._running.take_done()
         for outcome in done:
             op = outcome.op

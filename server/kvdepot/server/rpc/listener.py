@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import _async as health_aio
@@ -21,6 +23,7 @@ from kvdepot.server.rpc.operator_service import OperatorService
 SERVICES = tuple(
     service.full_name for file in (pb, control_pb2) for service in file.DESCRIPTOR.services_by_name.values()
 )
+_HEALTHY = ("", *SERVICES)
 _STREAMS_MAX = 256
 """Calls in flight a connection; further ones wait at the client."""
 _OPTIONS = (
@@ -31,12 +34,30 @@ _OPTIONS = (
 )
 
 
+class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # it has no types
+    """Every engine watches a service that has no health, and a watch has no end of its own: a stop ends these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stopped = asyncio.Event()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:  # noqa: N802 - gRPC's name
+        if request.service in _HEALTHY:
+            await super().Watch(request, context)
+        else:
+            await context.write(health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVICE_UNKNOWN))
+            await self._stopped.wait()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+
 class GrpcListener:
     """Owns the grpc.aio server. The caller holds the lock of every socket path."""
 
     def __init__(self, depot: DepotService, operator: OperatorService, control: ControlService) -> None:
         self._server = grpc.aio.server(options=_OPTIONS)
-        self._health = health_aio.HealthServicer()
+        self._health = _Health()
         pb_grpc.add_DepotServicer_to_server(depot, self._server)  # type: ignore[no-untyped-call]
         pb_grpc.add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
         control_pb2_grpc.add_ControlServicer_to_server(control, self._server)  # type: ignore[no-untyped-call]
@@ -61,9 +82,10 @@ class GrpcListener:
 
     async def set_serving(self, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in ("", *SERVICES):
+        for service in _HEALTHY:
             await self._health.set(service, status)
 
     async def stop(self, grace_seconds: float) -> None:
         """Calls in flight get `grace_seconds` to end; new ones are refused at once."""
+        self._health.stop()
         await self._server.stop(grace_seconds)
