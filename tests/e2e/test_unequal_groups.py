@@ -89,5 +89,5 @@ def test_p12_p3_an_engine_that_was_restarted_loads_what_it_stored(fleet: Fleet, 
     cold = engine.ask(ids)
     fleet.settle()
     loaded = fleet.ask(fleet.restart("gemma4"), ids)
-    assert (loaded.external_tokens, loaded.tokens) == (3 * CHUNK, cold.tokens)
+    assert (loaded.external_tokens, loaded.tokens) == (3 * CHUNK, cold.tokens), fleet.told()
     assert loaded.served.bytes == load_bytes(3 * CHUNK)
