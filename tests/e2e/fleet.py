@@ -19,7 +19,8 @@ from demo.engine import LOAD_ALWAYS, Answer, Engine, EngineOptions, EngineProces
 from demo.scenarios import await_lookups
 from demo.toys import Toy, make_toy, prompt
 
-CONFIGURATION = 'capacity = "512MiB"\n'
+CONFIGURATION = 'capacity = "1GiB"\n'
+"""Room for all that the tests of a session store: nothing goes that one of them expects to find."""
 LOOKUP_TIMEOUT_SECONDS = 5.0
 """Tests share their cores: with the default of 0.05 a delay would look like a miss."""
 TRIES = 4
