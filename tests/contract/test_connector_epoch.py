@@ -33,6 +33,22 @@ def poison(depot: Depot) -> None:
     depot.buffer[start : start + depot.layout.data_bytes] = bytes([0xA5]) * depot.layout.data_bytes
 
 
+def test_p2_an_engine_that_is_sent_weights_has_an_epoch_of_its_own_from_the_start(make: Make) -> None:
+    """Of an update of them nobody tells the connector."""
+    tokens = prompt(5.5)
+    options: list[dict[str, Any]] = [
+        {}, {}, {"weights_arrive": False}, {"settings": {"keep_across_sleep": True}},
+        {"settings": {"weights_version": "1"}}, {"settings": {"weights_version": "1"}},
+    ]  # fmt: skip
+    engines = [make(**{"weights_arrive": True} | option) for option in options]
+    for engine in engines:
+        assert engine.generate(tokens) == cold(tokens)
+    assert [next(iter(engine.hits.values())) for engine in engines] == [0, 0, 0, 5 * BLOCK, 0, 5 * BLOCK]
+    epochs = [engine.session.specs[-1].epoch for engine in engines]
+    assert [epoch.partition(":")[0] for epoch in epochs] == ["random", "random", "", "", "version", "version"]
+    assert epochs[0] != epochs[1]
+
+
 @SHAPES
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all", "one"])
 def test_p2_engines_from_before_and_after_are_served_nothing_of_before(

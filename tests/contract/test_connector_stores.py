@@ -19,6 +19,11 @@ from kvdepot.core.calls import (
     ReserveOutcome,
     ReserveReply,
 )
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.hasher import MultiModalHasher
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.request import Request
 
 from tests.contract.connector_fixtures import Gate, Make, cold, depot, folder, gate, make, prompt
 from tests.fakes.direct_session import Depot
@@ -360,6 +365,32 @@ def test_a_parent_that_vanished_after_the_lookup_is_stored_anew(make: Make, depo
     assert len(roots) == 2, "the first engine's, and the one that begins anew"
     assert committed(engine) == 8
     engine.assert_clean()
+
+
+DIGESTS = [MultiModalHasher.hash_kwargs(name, model_id="m", image="x") for name in ("blake3", "sha256", "sha512")]
+
+
+@pytest.mark.parametrize(
+    ("identifier", "excluded"),
+    [
+        *((digest, "") for digest in DIGESTS),
+        ("adapter:" + DIGESTS[0], ""),
+        ("other:" + DIGESTS[0], "multimodal_id"),
+        ("renderer0-mm-1-image-0", "multimodal_id"),  # with neither cache: vLLM's count of its requests
+        ("picture-1", "multimodal_id"),  # multi_modal_uuids of a client
+        ("adapter:picture-1", "multimodal_id"),
+        ("", "multimodal_id"),
+    ],
+)
+def test_p2_a_picture_is_known_by_its_content_or_not_at_all(identifier: str, excluded: str) -> None:
+    """A name that a client or a counter gives it is another picture's in another engine."""
+    items = [
+        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, 4))
+        for offset, name in ((0, DIGESTS[0]), (8, identifier))
+    ]
+    adapter = LoRARequest("adapter", 1, "/path")
+    request = Request("r", prompt(2), SamplingParams(max_tokens=1), None, mm_features=items, lora_request=adapter)
+    assert exclusion(request) == excluded
 
 
 def test_prompts_that_hashes_do_not_cover_are_neither_stored_nor_served(make: Make) -> None:

@@ -17,7 +17,17 @@ import pytest
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io import pool as pooling
 from kvdepot.server.io.directory_guard import WORKERS_LOCK, renew_token
-from kvdepot.server.io.jobs import Allocate, Answer, Append, Priority, Probe, Remove
+from kvdepot.server.io.jobs import (
+    ABSENT,
+    UNKNOWN,
+    Allocate,
+    Answer,
+    Append,
+    LookUpFiles,
+    Priority,
+    Probe,
+    Remove,
+)
 from kvdepot.server.io.pool import processes_max
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -67,6 +77,19 @@ def test_every_kind_of_job_is_done(rig: IoRig) -> None:
             ):
                 assert (await under.ask(job, priority=Priority.TEND)).outcome is IoOutcome.OK
             assert (await under.ask(verify_only(rig.read_of(rig.write(1, MIB))))).outcome is IoOutcome.MAGIC
+
+    asyncio.run(run())
+
+
+def test_t5_a_name_that_cannot_be_looked_up_costs_neither_a_worker_nor_the_path(rig: IoRig) -> None:
+    (rig.directory / "good").write_bytes(bytes(MIB))
+    (rig.directory / "folder").symlink_to("folder")
+
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            answer = await under.ask(LookUpFiles(("good", "folder/bad", "absent")))
+            assert (answer.outcome, answer.lengths) == (IoOutcome.OK, (MIB, UNKNOWN, ABSENT))
+            assert under.counts["io_workers.crashed"] == 0
 
     asyncio.run(run())
 

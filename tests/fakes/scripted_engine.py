@@ -33,6 +33,7 @@ from vllm.config import (
     SchedulerConfig,
     SpeculativeConfig,
     VllmConfig,
+    WeightTransferConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -100,10 +101,11 @@ def engine_config(
     state_block: int = BLOCK,
     events: bool = False,
     runs_ahead: bool = False,
+    weights_arrive: bool = False,
 ) -> VllmConfig:
     """A resolved configuration of a real engine. `drafts`: speculated tokens a step, of the n-gram kind.
 
-    `events`: it publishes KV events, to nobody.
+    `events`: it publishes KV events, to nobody. `weights_arrive`: a trainer sends it others than its files have.
     """
     extra = {"endpoint": "unix:///tmp/none.sock", "chunk_tokens": state_block, "min_load_tokens": 1} | (settings or {})
     config = VllmConfig(
@@ -126,6 +128,8 @@ def engine_config(
             engine_id=engine_id,
         ),
     )
+    if weights_arrive:
+        config.weight_transfer_config = WeightTransferConfig()
     if events:
         config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     if drafts:

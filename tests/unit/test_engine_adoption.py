@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from random import Random
 
@@ -33,6 +34,26 @@ def test_i1c_adopted_objects_are_served_only_after_their_sum_held() -> None:
     assert rig.sum_all() == 3
     assert client.locate(keys).boundary_tokens == 3 * CHUNK
     assert client.acquire(keys)[1].outcome is AcquireOutcome.GRANTED
+    audit(rig.engine)
+
+
+def test_i4_a_stray_object_index_of_a_lease_costs_no_memory_and_none_of_its_other_objects() -> None:
+    rig = Rig()
+    client = rig.attach()
+    lease, _ = client.reserve(path("p", 3))
+    lent = rig.engine._tables.lent
+    lent["index"][(lent["mode"] == LentMode.WRITE) & (lent["index"] == 2)] = 0xFFFFFFFF
+    tracemalloc.start()
+    rig.crash()
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 16 << 20
+    assert rig.report.reserved == 3, "all of it may yet be written to"
+    client = rig.attach()
+    assert client.commit(lease, 0, 1, 2) == bytes([CommitOutcome.COMMITTED] * 2 + [CommitOutcome.LOST])
+    assert client.locate(path("p", 3)).boundary_tokens == 2 * CHUNK
+    client.abandon(lease)
+    assert rig.engine.status().sessions[0].credit_used_bytes == 0
     audit(rig.engine)
 
 

@@ -362,6 +362,16 @@ def test_a_hybrid_prompt_gets_the_state_at_its_boundary_and_no_other() -> None:
     assert rig.counter("prefetch_used_objects") == 5
 
 
+def test_i4_what_is_larger_than_the_share_is_not_waited_for() -> None:
+    prompt = path("p", 2)
+    rig, client = cold(prompt, data_pages=7)
+    for number in range(3):
+        client.locate(prompt, request=f"r{number}")
+    status = rig.engine.status().tier
+    assert (status.prefetching_requests, status.prefetched_objects) == (0, 0)
+    audit(rig.engine)
+
+
 def test_i4_requests_and_their_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch_module, "WISHES_MAX", 3)
     monkeypatch.setattr(prefetch_module, "KEYS_MAX", 8)

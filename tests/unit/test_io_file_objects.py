@@ -212,7 +212,7 @@ def test_a_synced_publication_is_durable_with_the_names_of_its_new_folders(
     assert set(synced) == {folder, folder.parent, files.directory}
 
 
-@pytest.mark.parametrize("where", ["open", "request"])
+@pytest.mark.parametrize("where", ["open", "request", "file system"])
 def test_a_path_that_refuses_o_direct_is_used_through_the_page_cache(
     files: Files, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -231,8 +231,10 @@ def test_a_path_that_refuses_o_direct_is_used_through_the_page_cache(
 
     if where == "open":
         monkeypatch.setattr(os, "open", refuse_open)
-    else:
+    elif where == "request":
         monkeypatch.setattr(os, "pwritev", refuse_write)
+    else:
+        monkeypatch.setattr(direct_io, "file_system", lambda fd: 0x6969)  # NFS
     job = files.job(1)
     answer = files.publish(job)
     assert (answer.outcome, answer.direct) == (IoOutcome.OK, False)

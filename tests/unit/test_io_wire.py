@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvdepot.core.objectfile import Codec, ObjectName
 from kvdepot.server.io.jobs import (
     FILES_PER_LOOK_UP,
+    UNKNOWN,
     Allocate,
     Answer,
     Append,
@@ -85,7 +86,7 @@ answers = st.builds(
     st.floats(0, 1e6),
     st.booleans(),
     st.booleans(),
-    st.lists(st.integers(-1, 1 << 62), max_size=5).map(tuple),
+    st.lists(st.integers(UNKNOWN, 1 << 62), max_size=5).map(tuple),
 )
 NAME = ObjectName(bytes(16), bytes(16), bytes(16), 1, 256, 4096)
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from kvdepot.core.arena import ArenaTables, RowState
-from kvdepot.core.calls import AcquireOutcome, Kind
+from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
+from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.errors import InvalidArgument, NotLent
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.io.lent_extents import LentExtents
@@ -151,6 +152,23 @@ def test_a_store_is_whole_or_an_error(world: World) -> None:
     assert world.rig.buffer == before
     writing.write(b"x")
     writing.finish()
+
+
+def test_what_an_audit_asks_for_is_written_beside_what_is_new() -> None:
+    rig = Rig(data_pages=256, audit_sample=1.0)
+    elements: Elements = {Kind.ATTENTION: (ElementRun("bfloat16", OBJECT_BYTES),)}
+    rig.attach(elements=elements).store(path("p", 1))
+    other = rig.attach("other", 11, elements=elements)
+    lease, reserved = other.reserve(path("p", 2))
+    assert reserved.outcomes == bytes([ReserveOutcome.GRANTED] * 2)
+    tables = ArenaTables(rig.buffer, rig.layout)
+    extents = LentExtents(rig.buffer, tables, int(tables.attachments["session"][other.attachment]))
+    writing = extents.to_write(reserved.extents)
+    writing.write(b"w" * writing.length)
+    writing.finish()
+    other.abandon(lease)
+    with pytest.raises(NotLent):
+        extents.to_write(reserved.extents)
 
 
 def test_the_fragments_of_an_object_are_found_by_its_links() -> None:

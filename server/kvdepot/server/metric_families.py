@@ -341,7 +341,7 @@ _TIERS = (
     _tier_counter("io_answers", "Jobs of the I/O workers, by how they ended.", "outcome", _OUTCOMES),
     _tier_counter("io_seconds", "Seconds that they took, added up.", "operation", ("read", "write", "other")),
     _tier_counter("io_bytes", "Bytes that workers moved.", "operation", ("read", "written")),
-    _tier_counter("io_buffered_jobs", "Jobs that went through the page cache, as O_DIRECT was refused."),
+    _tier_counter("io_buffered_jobs", "Jobs that went through the page cache: O_DIRECT is refused, or unsafe (NFS)."),
     _tier_counter("io_workers", "Worker processes that were started, crashed, or abandoned as they hung.", "event",
                   ("started", "crashed", "abandoned")),
     _tier_counter("io_breaker_openings", "How often the path went out of use."),

@@ -127,7 +127,7 @@ class Aheads:
         """
         ahead = self._open.get(state.request_id)
         if ahead is not None:
-            more = kept is not None and kept.begins(state.request.block_hashes, local_tokens)
+            more = kept is not None and kept.begins(state.request.block_hashes, local_tokens, state.adapter)
             ahead.local_tokens = None if more else local_tokens
 
     def answered(self, state: RequestState, lookup: Lookup, step: int) -> None:

@@ -214,6 +214,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             lambda: secrets.token_hex(8),
             weights_version=self.settings.weights_version,
             keep_across_sleep=self.settings.keep_across_sleep,
+            weights_arrive=config.weight_transfer_config is not None,
             elements=elements_of(
                 self._kv_cache_config, str(config.cache_config.cache_dtype), planner, self._group_ids, facts
             ),

@@ -47,7 +47,7 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "reasoning_config": _SAMPLING,
     "watermark_config": _SAMPLING,
     "aux_output_config": "further outputs of the same computation",
-    "weight_transfer_config": "how weights arrive; changed weights begin an epoch",
+    "weight_transfer_config": "how weights arrive; such an engine's epoch is random, or its user's",
     "scheduler_config": _BATCH,
     "model_config.model": _PLACE,
     "model_config.model_weights": _PLACE,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvdepot.core.calls import Kind
 
 if TYPE_CHECKING:
+    from kvdepot.client.vllm.adapters import Adapter
     from kvdepot.client.vllm.pins import BlockHolds
     from kvdepot.client.vllm.provenance import Provenance
     from kvdepot.core.planner import Planner
@@ -62,7 +63,9 @@ class KeptAttention:
         self._hash_block_tokens = hash_block_tokens
         self._pinned_max = pinned_max
 
-    def pin(self, hashes: Sequence[bytes], local_tokens: int, boundary_tokens: int) -> Kept | None:
+    def pin(
+        self, hashes: Sequence[bytes], local_tokens: int, boundary_tokens: int, adapter: Adapter | None = None
+    ) -> Kept | None:
         """What is cached beyond `local_tokens` without a gap, due to `release`. None when there is nothing."""
         if not self._on or not self._groups:
             return None
@@ -70,7 +73,7 @@ class KeptAttention:
         found: dict[int, list[int]] = {group: [] for group, _, _ in self._groups}
         end = local_tokens
         while end + self._step_tokens <= boundary_tokens:
-            blocks = self._cached(hashes, end)
+            blocks = self._cached(hashes, end, adapter)
             if blocks is None or sum(map(len, blocks.values())) > room:
                 break
             for group, ids in blocks.items():
@@ -84,12 +87,12 @@ class KeptAttention:
         self._holds.pin_now(kept.block_ids)
         return kept
 
-    def begins(self, hashes: Sequence[bytes], local_tokens: int) -> bool:
+    def begins(self, hashes: Sequence[bytes], local_tokens: int, adapter: Adapter | None = None) -> bool:
         """Whether anything is cached right behind `local_tokens`."""
         known = local_tokens + self._step_tokens <= len(hashes) * self._hash_block_tokens
-        return self._on and bool(self._groups) and known and self._cached(hashes, local_tokens) is not None
+        return self._on and bool(self._groups) and known and self._cached(hashes, local_tokens, adapter) is not None
 
-    def _cached(self, hashes: Sequence[bytes], begin: int) -> dict[int, list[int]] | None:
+    def _cached(self, hashes: Sequence[bytes], begin: int, adapter: Adapter | None) -> dict[int, list[int]] | None:
         """Per group the blocks of one scheduler block; None when one is missing."""
         found: dict[int, list[int]] = {}
         for group, engine_group, block_tokens in self._groups:
@@ -97,7 +100,7 @@ class KeptAttention:
             for end in range(begin + block_tokens, begin + self._step_tokens + 1, block_tokens):
                 # The chain's hash at a block's end names its whole prefix.
                 block_id = self._holds.cached(hashes[end // self._hash_block_tokens - 1], engine_group)
-                if block_id is None or not self._provenance.counts(block_id):
+                if block_id is None or not self._provenance.counts(block_id, adapter):
                     return None
                 found[group].append(block_id)
         return found

@@ -348,7 +348,7 @@ class Loads:
             self._fail(load, "not_offered" if namespace else "unavailable")
             return
         if self.kept is not None:
-            load.kept = self.kept.pin(state.request.block_hashes, local, boundary)
+            load.kept = self.kept.pin(state.request.block_hashes, local, boundary, state.adapter)
         self._counters["loads"] += 1
         if load.kept is None and (ahead := self._aheads.take(state, namespace, local, boundary)) is not None:
             load.plan, load.lease_id = ahead.plan, ahead.lease_id

@@ -41,8 +41,10 @@ class Namespaces:
         *,
         weights_version: str = "",
         keep_across_sleep: bool = False,
+        weights_arrive: bool = False,
         elements: Elements = MappingProxyType({}),
     ) -> None:
+        """`weights_arrive`: others than those of the files come while the engine runs, of which nobody need tell."""
         self._session = session
         self._build = build
         self._world_size = world_size
@@ -51,6 +53,8 @@ class Namespaces:
         self._elements = elements  # of the objects, whatever the epoch
         self._fixed = bool(weights_version) or keep_across_sleep
         self._epoch = f"version:{weights_version}" if weights_version else ""
+        if weights_arrive and not self._fixed:
+            self._epoch = self._random_epoch()
         self._bumps = 0  # the operator's counter, as the daemon said
         self._was_usable = False
         self._spec: NamespaceSpec | None = None
@@ -143,13 +147,16 @@ class Namespaces:
             "kvdepot: namespace %s (%s, epoch %r, bump %d)", namespace.hex(), spec.label, spec.epoch, spec.bumps
         )
 
+    def _random_epoch(self) -> str:
+        return f"random:{self._random_text()}"
+
     def reset(self) -> bool:
         """The engine says that its caches are void. True if that begins a new epoch."""
         if self._fixed:
             return False
         self.epoch_number += 1
         self.epoch_ended = MissReason.WEIGHTS_CHANGED
-        self._epoch = f"random:{self._random_text()}"
+        self._epoch = self._random_epoch()
         if self._spec is not None and self._id is not None:
             self._session.forget(self._id)
             self._use(replace(self._spec, epoch=self._epoch))

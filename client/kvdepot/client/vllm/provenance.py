@@ -3,7 +3,7 @@
 After an operator's bump the engine keeps what it loaded before; where weights changed it keeps all that it has while
 its own reset fails, because requests run or blocks are held. A request that finds it there is computed on it, and
 would bring it back into the depot under the new epoch. So from the first epoch on a block counts only if a request that
-began since has computed or loaded it, on nothing but such blocks.
+began since has computed or loaded it, on nothing but such blocks. Likewise for a LoRA adapter, from its replacement on.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvdepot.client.vllm.adapters import Adapter
     from kvdepot.client.vllm.pins import BlockHolds
     from kvdepot.core.planner import Planner
 
 
 class Provenance:
-    """Used on the scheduler's thread only. Costs nothing before the first epoch that begins while the engine runs.
+    """Used on the scheduler's thread only. Costs nothing before an epoch begins, or an adapter is replaced, meanwhile.
 
     `group_ids`: planner group -> engine group.
     """
@@ -28,27 +29,41 @@ class Provenance:
         self._hash_block_tokens = hash_block_tokens
         self._longest_tokens = max(block_tokens for _, block_tokens in self._groups)
         self._known: dict[int, Any] = {}  # block id -> the engine's hash of what was computed into it
-        self.on = False
+        self._epochs = False
+        self._replaced: set[Adapter] = set()
+
+    @property
+    def on(self) -> bool:
+        return self._epochs or bool(self._replaced)
 
     def begin(self) -> None:
         """An epoch: nothing that is cached now counts."""
-        self.on = True
+        self._epochs = True
         self._known.clear()
 
-    def counts(self, block_id: int) -> bool:
-        """Whether what the block holds was computed or loaded in this epoch."""
-        return not self.on or self._known.get(block_id, self) == self._holds.block_hash(block_id)
+    def replaced(self, adapter: Adapter) -> None:
+        """Nothing counts that is cached now of requests with this adapter."""
+        self._replaced.add(adapter)
+        self._known.clear()
 
-    def counts_up_to(self, hashes: Sequence[bytes], local_tokens: int) -> bool:
+    def watches(self, adapter: Adapter | None) -> bool:
+        """Whether blocks of requests with this adapter (None: without one) count only where that is known."""
+        return self._epochs or adapter in self._replaced
+
+    def counts(self, block_id: int, adapter: Adapter | None) -> bool:
+        """Whether what the block holds of a request with this adapter is of this epoch, and of this content of it."""
+        return not self.watches(adapter) or self._known.get(block_id, self) == self._holds.block_hash(block_id)
+
+    def counts_up_to(self, hashes: Sequence[bytes], local_tokens: int, adapter: Adapter | None) -> bool:
         """Likewise of all that the engine's cache has of a request's first tokens; `hashes` are the request's.
 
         `local_tokens` are whole blocks, as vLLM tells connectors. It goes on within a block where it can: a tail that
         may be there has to count, too.
         """
-        if not self.on:
+        if not self.watches(adapter):
             return True
         tail = self._tail_tokens(hashes, local_tokens)
-        return all(map(self.counts, self._cached(hashes, local_tokens + tail)))
+        return all(self.counts(block_id, adapter) for block_id in self._cached(hashes, local_tokens + tail))
 
     def _tail_tokens(self, hashes: Sequence[bytes], local_tokens: int) -> int:
         """How far beyond whole blocks the engine may resume: to the last hash at which all groups have something."""
@@ -75,8 +90,8 @@ class Provenance:
     ) -> None:
         """A request has computed these of its tokens, and handed out these blocks of states.
 
-        `sound`: it began in this epoch, and its own local hit counts. A last block that is not whole counts, too: the
-        engine may have named it by the tokens that are in it.
+        `sound`: it began in this epoch, with its adapter as it is now, and its own local hit counts. A last block that
+        is not whole counts, too: the engine may have named it by the tokens that are in it.
         """
         blocks = [
             block_id

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from kvdepot.client.vllm.adapters import Adapter
 from kvdepot.core.calls import KEY_BYTES, ROOT_KEY, Kind, RequestEnd
 from kvdepot.core.keys import chunk_key
 from kvdepot.core.limits import REQUEST_ID_BYTES_MAX
 from kvdepot.core.misses import MissReason
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+"""What vLLM's hashers make of a picture, clip or sound. Instead of it there may be an id that a client has chosen or,
+with neither of the engine's caches in use, the number of a request: other engines' names for other things.
+"""
 
 
 class EngineRequest(Protocol):
@@ -25,6 +32,7 @@ class EngineRequest(Protocol):
     lora_request: Any
     prompt_embeds: Any
     prompt_is_token_ids: Any
+    mm_features: Any
     resumable: bool
     kv_transfer_params: Any
 
@@ -54,7 +62,8 @@ class RequestState:
 
     request: EngineRequest
     arrived_at: float
-    salt: bytes = b""  # content digest of the LoRA adapter, empty without one
+    adapter: Adapter | None = None  # the LoRA adapter that it is computed with
+    salt: bytes = b""  # that one's content digest, empty without one
     excluded: str = ""  # why it is neither stored nor served; empty if it is
     load_tokens_max: int | None = None  # its user wants no more of it loaded
     keys: list[bytes] = field(default_factory=list)  # of chunks 0, 1, ...
@@ -136,6 +145,9 @@ def exclusion(request: EngineRequest) -> str:
         return "prompt_embeds"
     if request.resumable:
         return "streaming_input"  # its tokens, and so its hashes, are replaced while it runs
+    prefix = f"{getattr(request.lora_request, 'lora_name', '')}:"
+    if not all(_DIGEST.fullmatch(item.identifier.removeprefix(prefix)) for item in request.mm_features or ()):
+        return "multimodal_id"
     return ""
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvdepot.client.vllm.adapters import LoadedAdapters, adapter_of
 from kvdepot.client.vllm.events import KvEvents
 from kvdepot.client.vllm.kept import KeptAttention
 from kvdepot.client.vllm.loads import Loads, ResolveBlocks
@@ -66,6 +67,7 @@ class SchedulerSide:
         self.counters: Counter[str] = Counter()
         self._settings = settings
         self._adapters = adapters
+        self._loaded_adapters = LoadedAdapters()
         self._hash_block_tokens = hash_block_tokens
         self._group_ids = tuple(group_ids)
         self._world_size = world_size
@@ -110,10 +112,8 @@ class SchedulerSide:
         state = RequestState(request, self._clock(), store_epoch=self.namespaces.epoch_number)
         state.load_tokens_max = load_tokens_max(request)
         state.excluded = exclusion(request)
-        if not state.excluded and request.lora_request is not None:
-            salt = self._adapters.salt(request.lora_request)
-            state.excluded = "adapter_unknown" if salt is None else ""
-            state.salt = salt or b""
+        if request.lora_request is not None:
+            self._check_adapter(state, request.lora_request)
         self._requests[request.request_id] = state
         if state.excluded:
             self.counters[f"excluded_{state.excluded}"] += 1
@@ -123,6 +123,19 @@ class SchedulerSide:
         self._update_keys(state)
         if self._loads_on and not request.skip_reading_prefix_cache:
             self.loads.locate(state)
+
+    def _check_adapter(self, state: RequestState, lora_request: Any) -> None:
+        state.adapter = adapter_of(lora_request)
+        salt, replaced = self._loaded_adapters.asked(lora_request, self._adapters.salt(lora_request))
+        if replaced and self.provenance is not None:
+            self.counters["adapters_replaced"] += 1
+            self.provenance.replaced(state.adapter)
+            for other in self._requests.values():
+                if other.adapter == state.adapter:
+                    other.store_stopped = "adapter"
+        if salt is None:
+            state.excluded = state.excluded or "adapter_unknown"
+        state.salt = salt or b""
 
     def _update_keys(self, state: RequestState) -> int:
         return state.update_keys(self.planner.chunk_tokens, self._hash_block_tokens)
@@ -142,7 +155,9 @@ class SchedulerSide:
     def _check_local_hit(self, state: RequestState, local_tokens: int) -> None:
         """The engine is about to compute the request on what its own cache has of it."""
         state.noted_tokens = 0
-        if self.provenance is not None and not self.provenance.counts_up_to(state.request.block_hashes, local_tokens):
+        if self.provenance is not None and not self.provenance.counts_up_to(
+            state.request.block_hashes, local_tokens, state.adapter
+        ):
             state.store_stopped = state.store_stopped or "epoch"
             self.counters["store_stopped_void_cache"] += 1
 
@@ -195,14 +210,14 @@ class SchedulerSide:
         offloads: dict[str, BoundaryOffers] = block_state.boundary_state_offloads
         for request_id in {**scheduled, **offloads}:
             state = self._requests.get(request_id)
-            if state is None:
+            if state is None or not provenance.watches(state.adapter):
                 continue
             hashed = len(state.request.block_hashes) * self._hash_block_tokens  # a step may run ahead of its tokens
             computed = min(state.request.num_computed_tokens + scheduled.get(request_id, 0), hashed)
             states = [block_id for _, block_id, _ in offloads.get(request_id, ()) if block_id]
             if states or computed // self._hash_block_tokens > state.noted_tokens // self._hash_block_tokens:
                 tables = block_state.resolve_block_ids(request_id)
-                sound = not state.excluded and state.store_stopped != "epoch"
+                sound = not state.excluded and state.store_stopped not in ("epoch", "adapter")
                 sound = sound and state.store_epoch == self.namespaces.epoch_number
                 provenance.computed(tables, state.noted_tokens, computed, states, sound=sound)
                 state.noted_tokens = computed

@@ -219,9 +219,9 @@ class LoraSalts:
         self._digests = digests
 
     def salt(self, lora_request: Any) -> bytes | None:
-        """The content digest, None while unknown, and always for adapters replaced in place."""
+        """The content digest, None while unknown."""
         path = str(getattr(lora_request, "lora_path", "") or "")
-        if not path or getattr(lora_request, "load_inplace", False):
+        if not path:
             return None
         # The engine gives an adapter that is loaded anew another id, under the same name and path.
         digest = self._digests.get(Path(path), int(getattr(lora_request, "lora_int_id", 0)))

@@ -303,6 +303,8 @@ class Prefetch:
         if not todo:
             heappop(lane)
             wish.lanes.discard(tier.number)
+            if not (wish.over or wish.lanes or wish.tokens):  # there was nothing that it could hold
+                self._end(wish, "renewed")
             return True
         if not self._read(wish, tier, *todo[-1]):
             return False

@@ -286,7 +286,14 @@ class Stores:
         lease.credits[index] = -size_bytes if kind == Kind.ATTENTION else size_bytes
 
     def adopt(self, session: Session, lease_id: int, entries: dict[int, int]) -> WriteLease:
-        """A lease of an earlier run, from its lent entries by object index."""
+        """A lease of an earlier run, from its lent entries by object index.
+
+        Only a stray write leaves an index that no call has; the entry gets another one that none has, for what it lends
+        may yet be written to.
+        """
+        most = limits.OBJECTS_PER_LEASE_MAX
+        strays = [entry for index, entry in entries.items() if index >= most]
+        entries = {index: entry for index, entry in entries.items() if index < most} | dict(enumerate(strays, most))
         lease = WriteLease(session, lease_id, max(entries) + 1, 0, self._deadline())
         for index, entry in entries.items():
             row = self._space.lent.row_of(entry)

@@ -68,6 +68,7 @@ class ChildStream:
             raise OSError(errno.EAGAIN, f"{_PROCESSES_MAX} of them hang in the kernel")
         self._process, self._socket, pidfd = spawn(module, arguments, niceness=_NICENESS)
         os.close(pidfd)
+        self._unsent.clear()
         self._paused = False
         self._loop.add_reader(self._socket.fileno(), self._readable)
 

@@ -36,6 +36,24 @@ _OUTCOMES: Final = {
 }
 _SYNC_FILE_RANGE_WRITE_AND_WAIT = 1 | 2 | 4  # WAIT_BEFORE | WRITE | WAIT_AFTER
 _REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_SEES_DIRECT_TO_ITS_END: Final = frozenset(
+    {
+        0xEF53,  # ext2, ext3, ext4
+        0x58465342,  # XFS
+        0x9123683E,  # Btrfs
+        0xCA451A4E,  # bcachefs
+        0xF2F52010,  # F2FS
+        0x2FC12FC1,  # ZFS
+        0x01021994,  # tmpfs
+        0x794C7630,  # overlayfs: what is written lies on one of these
+        0x65735546,  # FUSE: a request that its server has is waited for, killed or not
+    }
+)
+"""File systems (statfs(2), f_type) whose direct requests are over when the process is that made them.
+
+NFS, SMB, Ceph and 9p let a killed process go while its request is under way: what the server answers later is still
+written to the pages, and these may be another object's by then (docs/adr/0012). Of others nothing is known.
+"""
 
 
 def outcome_of(error: OSError) -> IoOutcome:
@@ -53,9 +71,9 @@ class _OpenFile:
 class DirectFiles:
     """Open files of a directory, for one thread. Everything raises OSError, with the path in it.
 
-    Whether O_DIRECT works is found out by the first file that refuses it, at open or at the first request; then
-    every file goes through the page cache, and what was moved is put on the medium and dropped from the cache at once:
-    what is answered has then met the same errors, and the cache stays the engines'.
+    Whether O_DIRECT works is found out by the first file that refuses it, at open or at the first request, or that
+    lies where it is not safe; then every file goes through the page cache, and what was moved is put on the medium and
+    dropped from the cache at once: what is answered has then met the same errors, and the cache stays the engines'.
     """
 
     def __init__(self, directory: str) -> None:
@@ -63,6 +81,7 @@ class DirectFiles:
         self.direct = True
         self._open: dict[str, _OpenFile] = {}  # the least recently used first
         self._held: dict[str, _OpenFile] = {}
+        self._safe_devices: set[int] = set()  # asked once each: with FUSE it is a request
 
     def path(self, file: str) -> str:
         return os.path.join(self.directory, file)  # noqa: PTH118 - names, and in the way of every job
@@ -151,10 +170,7 @@ class DirectFiles:
                 past_the_cache(self._file(file, writable=writing).fd, offset, moved, written=writing)
         except OSError as error:
             if self.direct and error.errno in _REFUSES_DIRECT:
-                self.close()
-                self.direct = False
-                for held in self._held.values():
-                    fcntl.fcntl(held.fd, fcntl.F_SETFL, fcntl.fcntl(held.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                self._give_up_direct()
                 return self._move_request(file, offset, request, writing=writing)
             error.filename = error.filename or self.path(file)
             raise
@@ -190,23 +206,48 @@ class DirectFiles:
         elif len(self._open) >= OPEN_FILES_MAX:
             os.close(self._open.pop(next(iter(self._open))).fd)
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0))
+        fd = self._open_directly(path, flags)
         status = os.fstat(fd)
         self._open[file] = opened = _OpenFile(fd, writable, status.st_dev, status.st_ino)
         return opened
 
     def _open_directly(self, path: str, flags: int) -> int:
-        """Without O_DIRECT where it is refused, which may leave a new file behind."""
+        """Without O_DIRECT where it is refused, which may leave a new file behind, or not safe."""
         if not self.direct:
             return os.open(path, flags, 0o600)
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600)
+            fd = os.open(path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
             if error.errno not in _REFUSES_DIRECT:
                 raise
+            self._give_up_direct()
+            return os.open(path, flags & ~os.O_EXCL, 0o600)
+        if not self._is_safe(fd):
+            self._give_up_direct()
+            _buffer(fd)
+        return fd
+
+    def _is_safe(self, fd: int) -> bool:
+        device = os.fstat(fd).st_dev
+        if device not in self._safe_devices and file_system(fd) in _SEES_DIRECT_TO_ITS_END:
+            self._safe_devices.add(device)
+        return device in self._safe_devices
+
+    def _give_up_direct(self) -> None:
         self.close()
         self.direct = False
-        return os.open(path, flags & ~os.O_EXCL, 0o600)
+        for held in self._held.values():
+            _buffer(held.fd)
+
+
+def _buffer(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def file_system(fd: int) -> int:
+    """The f_type of statfs(2); 0 where it cannot be had."""
+    status = (ctypes.c_long * 32)()  # of its first word; the whole struct has fifteen
+    return status[0] & 0xFFFFFFFF if _libc().fstatfs(fd, status) == 0 else 0
 
 
 def _identity(path: str) -> tuple[int, int] | None:
@@ -266,7 +307,7 @@ def past_the_cache(fd: int, offset: int, length: int, *, written: bool) -> None:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """os has no sync_file_range(2)."""
+    """os has neither sync_file_range(2) nor the f_type of statfs(2)."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return libc

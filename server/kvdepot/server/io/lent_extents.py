@@ -16,7 +16,11 @@ from kvdepot.core.errors import InvalidArgument, NotLent
 from kvdepot.core.limits import PIECE_BYTES_MAX
 
 Words = npt.NDArray[np.int64]
-_HEAD_STATE = {LentMode.READ: RowState.COMMITTED, LentMode.WRITE: RowState.RESERVED}
+_HEAD_STATES = {
+    LentMode.READ: [RowState.COMMITTED],
+    # What an audit asks for has been dying from the start; what was dropped has another generation than was granted.
+    LentMode.WRITE: [RowState.RESERVED, RowState.DYING],
+}
 
 
 class LentExtents:
@@ -58,7 +62,7 @@ class LentExtents:
         """Head rows that are lent, and, where others are asked for, the rows that they link."""
         lent, columns = self._tables.lent, self._tables.extents
         heads = lent["row"][(lent["mode"] == mode) & (lent["session"] == self._session)].astype(np.int64)
-        heads = heads[columns["state"][heads] == _HEAD_STATE[mode]]
+        heads = heads[np.isin(columns["state"][heads], _HEAD_STATES[mode])]
         found: Words = heads
         last: Words = heads
         while len(last) and not np.isin(asked, found).all():

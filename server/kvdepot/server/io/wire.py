@@ -16,8 +16,8 @@ from kvdepot.core.allocator import Extent
 from kvdepot.core.limits import OBJECT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io.jobs import (
-    ABSENT,
     FILES_PER_LOOK_UP,
+    UNKNOWN,
     Allocate,
     Answer,
     Append,
@@ -385,7 +385,7 @@ def unpack_answer(body: bytes | bytearray | memoryview) -> Answer:
 
 def _take_length(reader: _Reader) -> int:
     (length,) = reader.take(_LENGTH)
-    if length < ABSENT:
+    if length < UNKNOWN:
         raise WireError(f"a file of {length} bytes")
     return int(length)
 
