@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 from kvdepot.client.vllm import weights
-from kvdepot.client.vllm.weights import Digests, FileDigests, LoraSalts, folder_digest, weights_source
+from kvdepot.client.vllm.weights import (
+    LOOK_AGAIN_SECONDS,
+    Digests,
+    FileDigests,
+    LoraSalts,
+    folder_digest,
+    weights_source,
+)
 from kvdepot.core.errors import ConfigError
 
 
@@ -109,6 +116,51 @@ def test_p2_lora_keys_depend_on_the_adapters_content_and_wait_for_it(tmp_path: P
     known = [salts.salt(request) for request in requests]
     assert None not in known
     assert known[0] != known[1]
+    digests.close()
+
+
+def looked_again(digests: Digests, folder: Path, load: int) -> str | None:
+    """The answer once whatever is asked for has been done."""
+    digests.get(folder, load)
+    until = time.monotonic() + 10
+    while digests._wanted and time.monotonic() < until:
+        time.sleep(0.005)
+    return digests.get(folder, load)
+
+
+def test_p2_an_adapter_whose_files_change_while_it_is_loaded_has_no_digest_any_more(tmp_path: Path) -> None:
+    """vLLM reads one again, under the same id, that its own LRU (`max_cpu_loras`) had dropped."""
+    now = 0.0
+    digests = Digests(None, clock=lambda: now)
+    folder = write(tmp_path / "a", adapter=b"x")
+    first = looked_again(digests, folder, 1)
+    assert first == looked_again(digests, folder, 2) == digest(folder)
+    write(folder, adapter=b"x")  # touched
+    now += LOOK_AGAIN_SECONDS
+    assert looked_again(digests, folder, 1) == first
+    write(folder, adapter=b"y")
+    assert looked_again(digests, folder, 1) == first, "it was looked at a moment ago"
+    now += LOOK_AGAIN_SECONDS
+    for _ in range(2):
+        assert looked_again(digests, folder, 1) is None
+        assert "changed since it was loaded" in digests.problem(folder, 1)
+    assert looked_again(digests, folder, 2) is None, "nor has it by another id of before"
+    assert looked_again(digests, folder, 3) == digest(folder) != first
+    digests.close()
+
+
+def test_p2_weights_and_adapters_that_were_removed_since_they_were_loaded_keep_their_digest(tmp_path: Path) -> None:
+    now = 0.0
+    digests = Digests(None, clock=lambda: now)
+    folder = write(tmp_path / "a", adapter=b"x")
+    first = looked_again(digests, folder, 0)
+    assert first == looked_again(digests, folder, 1)
+    write(folder, adapter=b"y")
+    now += LOOK_AGAIN_SECONDS
+    assert looked_again(digests, folder, 0) == first, "weights are read once"
+    (folder / "adapter").unlink()
+    assert looked_again(digests, folder, 1) == first
+    assert not digests.problem(folder, 1)
     digests.close()
 
 

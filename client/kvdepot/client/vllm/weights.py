@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,12 @@ CACHE_ENTRIES_MAX: Final = 4096
 """Files remembered: a few hundred models or some thousand adapters; the one not used for longest goes first."""
 ANSWERS_MAX: Final = 1024
 """Folders remembered; another one in use is digested again, from the files that are remembered."""
+LOOK_AGAIN_SECONDS: Final = 5.0
+"""How often at most the files of an adapter in use are looked at again: a stat each, read only where they changed."""
 WANTED_MAX: Final = 256
 """Folders waiting to be digested; beyond it an adapter is unknown until it is asked for again."""
 _Key = TypeVar("_Key", str, tuple[Path, int])
+_Value = TypeVar("_Value")
 _SKIPPED_FOLDERS: Final = frozenset({".cache", ".git"})
 
 
@@ -41,6 +45,7 @@ class FileDigests:
     def __init__(self, cache: Path | None) -> None:
         self._cache = cache
         self._known: dict[str, str] = {}
+        self._saved = True
         if cache is not None:
             with suppress(OSError, ValueError, AttributeError):
                 loaded = json.loads(cache.read_text())
@@ -55,6 +60,7 @@ class FileDigests:
         )
         known = self._known.pop(key, None)
         if known is None:
+            self._saved = False
             total = xxhash.xxh3_128()
             with path.open("rb") as file:
                 while part := file.read(READ_BYTES):
@@ -65,8 +71,9 @@ class FileDigests:
 
     def save(self) -> None:
         """Keep what is known for the next start. A read-only home is no error."""
-        if self._cache is None:
+        if self._cache is None or self._saved:
             return
+        self._saved = True
         temporary = self._cache.with_suffix(f".{os.getpid()}.tmp")
         with suppress(OSError):
             self._cache.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +81,7 @@ class FileDigests:
             temporary.replace(self._cache)
 
 
-def _remember(known: dict[_Key, str], key: _Key, value: str, count_max: int) -> None:
+def _remember(known: dict[_Key, _Value], key: _Key, value: _Value, count_max: int) -> None:
     """As the newest entry. The oldest goes when there are too many."""
     known.pop(key, None)
     known[key] = value
@@ -149,9 +156,10 @@ class Digests:
     Used for the weights (once) and for LoRA adapters (whenever a new one comes).
     """
 
-    def __init__(self, cache: Path | None) -> None:
+    def __init__(self, cache: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._files = FileDigests(cache)
-        self._answers: dict[tuple[Path, int], str] = {}
+        self._clock = clock
+        self._answers: dict[tuple[Path, int], tuple[str, float]] = {}  # and when the folder was looked at
         self._problems: dict[tuple[Path, int], str] = {}
         self._wanted: list[tuple[Path, int]] = []
         self._wake = threading.Condition()
@@ -162,14 +170,18 @@ class Digests:
     def get(self, folder: Path, load: int = 0) -> str | None:
         """The digest, None while it is not known (it is being taken) or cannot be (`problem`).
 
-        `load` tells apart the times that the engine has read the folder: its files may have changed between.
+        `load` tells apart the times that the engine has loaded the folder: its files may have changed between. From 1
+        on the engine may also read it again unsaid, so once they have changed there is no digest of that load any more.
         """
         key = (folder, load)
         with self._wake:
-            answer = self._answers.get(key)
+            answer, looked_at = self._answers.get(key, (None, 0.0))
             if answer is not None:
-                _remember(self._answers, key, answer, ANSWERS_MAX)
-            elif key not in self._problems and key not in self._wanted and len(self._wanted) < WANTED_MAX:
+                _remember(self._answers, key, (answer, looked_at), ANSWERS_MAX)
+                due = load > 0 and self._clock() - looked_at >= LOOK_AGAIN_SECONDS
+            else:
+                due = key not in self._problems
+            if due and key not in self._wanted and len(self._wanted) < WANTED_MAX:
                 self._wanted.append(key)
                 self._wake.notify()
             return answer
@@ -194,8 +206,13 @@ class Digests:
                 key = self._wanted[0]
             answer, problem = self._digest(key[0])
             with self._wake:
+                before, _ = self._answers.pop(key, ("", 0.0))
+                if before and answer and answer != before:
+                    answer, problem = "", f"{key[0]} has changed since it was loaded"
+                else:
+                    answer = answer or before  # what is gone since it was loaded cannot be read again
                 if answer:
-                    _remember(self._answers, key, answer, ANSWERS_MAX)
+                    _remember(self._answers, key, (answer, self._clock()), ANSWERS_MAX)
                 else:
                     _remember(self._problems, key, problem, ANSWERS_MAX)
                 self._wanted.remove(key)
