@@ -66,8 +66,9 @@ def test_p2_what_a_former_content_computed_is_not_stored_as_the_new_one(
     engine = make(**options)
     assert ask(engine, adapter.loaded(b"former")) == 0
     new = adapter.loaded(b"new")
+    begun = prompt(3.5, seed=9)
     if not known:
-        ask(engine, new, prompt(1.5, seed=9), known=False)
+        assert ask(engine, new, begun, known=False) == 0
     assert ask(engine, new) > 0, "vLLM's own cache"
     assert ask(make(**options), new) == 0
 
@@ -75,6 +76,9 @@ def test_p2_what_a_former_content_computed_is_not_stored_as_the_new_one(
     assert ask(engine, new, other) == 0, "and is stored"
     assert ask(engine, new, [*other, *prompt(3, seed=4)]) > 0, "on what the new content computed"
     assert ask(make(**options), new, [*other, *prompt(3, seed=4)]) == 8 * BLOCK
+    if not known:
+        assert ask(engine, new, [*begun, *prompt(3, seed=4)]) > 0, "on what was computed before it was digested"
+        assert ask(make(**options), new, [*begun, *prompt(3, seed=4)]) == 6 * BLOCK
     engine.assert_clean()
 
 
@@ -121,6 +125,57 @@ def test_p2_of_an_adapter_that_was_replaced_in_place_nothing_is_stored_until_it_
     again = adapter.loaded(b"former")
     assert ask(engine, again, other) > 0, "vLLM's own cache, of the new content"
     assert ask(make(), again, other) == 0
+
+
+def test_p2_an_adapter_that_is_replaced_costs_another_one_nothing_that_was_replaced_before(
+    make: Make, adapter: Adapter, tmp_path: Path
+) -> None:
+    engine = make()
+    third = Adapter(tmp_path / "third")
+    for one in (adapter, third):
+        ask(engine, one.loaded(b"former"))
+    new = adapter.loaded(b"new")
+    other = prompt(5.5, seed=3)
+    ask(engine, new, other)
+    ask(engine, third.loaded(b"new"))
+    ask(engine, new, [*other, *prompt(3, seed=4)])
+    assert ask(make(), new, [*other, *prompt(3, seed=4)]) == 8 * BLOCK
+
+
+def test_p2_a_load_in_place_from_another_path_ends_the_stores_of_requests_with_the_former_one(
+    make: Make, adapter: Adapter, tmp_path: Path
+) -> None:
+    """vLLM keeps the id: they are computed with the new content from then on."""
+    engine = make()
+    former = adapter.loaded(b"former")
+    ask(engine, former, prompt(1.5, seed=9))
+    request = engine.add(PROMPT, max_tokens=5 * BLOCK, lora_request=former)
+    for _ in range(8):
+        engine.step()
+    elsewhere = Adapter(tmp_path / "elsewhere")
+    (elsewhere.path / "adapter").write_bytes(b"new")
+    engine.add(prompt(1.5, seed=8), lora_request=LoRARequest("adapter", 1, str(elsewhere.path), load_inplace=True))
+    engine.run()
+    assert ask(make(), former, engine.tokens[request]) <= HIT
+
+
+def test_p2_what_becomes_of_its_stores_makes_no_request_sound(
+    make: Make, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon's refusal arrives after the adapter was replaced, and before the step is noted."""
+    engine = make()
+    former = adapter.loaded(b"former")
+    ask(engine, former, prompt(1.5, seed=9))
+    running = engine.add(PROMPT, max_tokens=6 * BLOCK, lora_request=former)
+    for _ in range(8):
+        engine.step()
+    new = adapter.loaded(b"new")
+    digested(engine, new)
+    engine.add(prompt(1.5, seed=8), lora_request=new)
+    engine.side._requests[running].store_stopped = "no_room"
+    engine.run()
+    assert ask(engine, new, engine.tokens[running]) > 0, "vLLM's own cache"
+    assert ask(make(), new, engine.tokens[running]) == 0
 
 
 def test_p2_a_request_that_runs_while_its_adapter_is_replaced_stores_no_more(make: Make, adapter: Adapter) -> None:

@@ -391,6 +391,7 @@ def test_p2_a_picture_is_known_by_its_content_or_not_at_all(identifier: str, exc
     adapter = LoRARequest("adapter", 1, "/path")
     request = Request("r", prompt(2), SamplingParams(max_tokens=1), None, mm_features=items, lora_request=adapter)
     assert exclusion(request) == excluded
+    assert exclusion(request, counts_items=True) == "multimodal_id", "a digest of a number, perhaps"
 
 
 def test_prompts_that_hashes_do_not_cover_are_neither_stored_nor_served(make: Make) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -350,41 +348,6 @@ def test_a_path_that_refuses_o_direct_is_used_through_the_page_cache_and_says_so
     assert (answer.outcome, answer.direct) == (IoOutcome.OK, False)
     again = perform(rig.read_of(write), context)
     assert (again.outcome, again.direct) == (IoOutcome.OK, False)
-
-
-NFS, OVERLAY = 0x6969, 0x794C7630
-
-
-@pytest.mark.parametrize("file_system", [NFS, 0, OVERLAY])
-def test_i6_a_killed_process_s_request_fills_no_pages_later(
-    rig: IoRig, context: Context, monkeypatch: pytest.MonkeyPatch, file_system: int
-) -> None:
-    """So O_DIRECT is for file systems alone that are known to wait for it; 0: it could not be asked for."""
-    flags: set[int] = set()
-    for name in ("preadv", "pwritev"):
-        real = getattr(os, name)
-
-        def moving(fd: int, *arguments: Any, real: Callable[..., int] = real) -> int:
-            flags.add(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-            return real(fd, *arguments)
-
-        monkeypatch.setattr(os, name, moving)
-    monkeypatch.setattr(direct_io, "file_system", lambda fd: file_system)
-    write = rig.write(1, MIB + 5, fragments=2)
-    direct = file_system == OVERLAY
-    for job in (write, rig.read_of(write)):
-        answer = perform(job, context)
-        assert (answer.outcome, answer.direct) == (IoOutcome.OK, direct)
-    assert flags == {os.O_DIRECT if direct else 0}
-
-
-def test_i6_the_file_system_is_asked_of_the_kernel(tmp_path: Path) -> None:
-    for directory in ("/dev/shm", tmp_path):
-        said = subprocess.run(["stat", "-f", "-c", "%t", directory], check=True, capture_output=True, text=True)
-        fd = os.open(directory, os.O_RDONLY)
-        assert direct_io.file_system(fd) == int(said.stdout, 16)
-        os.close(fd)
-    assert direct_io.file_system(fd) == 0, "closed"
 
 
 def test_i4_open_files_are_bounded(rig: IoRig, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ Adapter = tuple[str, str]
 class _Loaded:
     load: int  # the engine's id of it: another one whenever it is loaded, but for a load in place
     salt: bytes | None = None  # None: not known yet
-    in_place: bool = False  # it has been replaced in place, by whatever
+    in_place: bool = False  # it may have been replaced since, by whatever
 
 
 def adapter_of(lora_request: Any) -> Adapter:
@@ -34,23 +34,29 @@ class LoadedAdapters:
     def __init__(self) -> None:
         self._loaded: dict[Adapter, _Loaded] = {}
 
-    def asked(self, lora_request: Any, salt: bytes | None) -> tuple[bytes | None, bool]:
+    def asked(self, lora_request: Any, salt: bytes | None) -> tuple[bytes | None, set[Adapter]]:
         """A request comes with an adapter; its content's salt, None: not known yet, or never.
 
-        The salt that its keys may have (None: none), and whether what the engine has cached under the adapter's name
-        until now may be of another content.
+        The salt that its keys may have (None: none), and the adapters under whose names the engine may have cached
+        what another content computed.
         """
         adapter, load = adapter_of(lora_request), int(getattr(lora_request, "lora_int_id", 0))
         known = self._loaded.get(adapter)
         if known is None and len(self._loaded) >= ADAPTERS_MAX:
-            return None, False
-        replaced = known is not None and known.load != load
+            return None, set()
+        replaced = {adapter} if known is not None and known.load != load else set()
         if known is None or replaced:
             known = self._loaded[adapter] = _Loaded(load)
         if getattr(lora_request, "load_inplace", False) and not known.in_place:
-            known.in_place = replaced = True
+            # It keeps the id, also from another path: then requests with the former one are computed with it, too.
+            for other, loaded in self._loaded.items():
+                if loaded.load == load:
+                    loaded.in_place = True
+                    replaced.add(other)
+        if salt is not None and known.salt not in (None, salt):
+            known.in_place = True  # the files are others, and what the engine has is not known any more
+            replaced.add(adapter)
         if salt is None or known.in_place:
             return None, replaced
-        replaced |= known.salt not in (None, salt)
         known.salt = salt
         return salt, replaced

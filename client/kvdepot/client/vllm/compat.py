@@ -237,6 +237,16 @@ def block_removed(hashes: list[Any], group: int) -> BlockRemoved:
     return BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
 
 
+def counts_items(vllm_config: Any) -> bool:
+    """Whether it names pictures, clips and sounds by the number of their request (`_process_mm_uuids`).
+
+    The count begins anew with each process.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    cached = vllm_config.cache_config.enable_prefix_caching
+    return multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not cached
+
+
 def default_hash_seed() -> str:
     """The fixed seed of the sha256 hash chains where PYTHONHASHSEED is not set."""
     from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED

@@ -233,6 +233,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             event_kinds=compat.event_kinds(config, self._kv_cache_config),
             loads_on=self._loads_on,
             alone=config.parallel_config.data_parallel_size == config.parallel_config.pipeline_parallel_size == 1,
+            counts_items=compat.counts_items(config),
         )
         if self._pool is not None:
             self.scheduler_side.bind_pool(self._pool)

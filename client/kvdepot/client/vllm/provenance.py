@@ -28,7 +28,8 @@ class Provenance:
         self._groups = [(group_ids[at], group.block_tokens) for at, group in enumerate(planner.groups)]
         self._hash_block_tokens = hash_block_tokens
         self._longest_tokens = max(block_tokens for _, block_tokens in self._groups)
-        self._known: dict[int, Any] = {}  # block id -> the engine's hash of what was computed into it
+        # By block id: with which adapter it was computed, and the engine's hash of it.
+        self._known: dict[int, tuple[Adapter | None, Any]] = {}
         self._epochs = False
         self._replaced: set[Adapter] = set()
 
@@ -44,7 +45,7 @@ class Provenance:
     def replaced(self, adapter: Adapter) -> None:
         """Nothing counts that is cached now of requests with this adapter."""
         self._replaced.add(adapter)
-        self._known.clear()
+        self._known = {block_id: known for block_id, known in self._known.items() if known[0] != adapter}
 
     def watches(self, adapter: Adapter | None) -> bool:
         """Whether blocks of requests with this adapter (None: without one) count only where that is known."""
@@ -52,7 +53,7 @@ class Provenance:
 
     def counts(self, block_id: int, adapter: Adapter | None) -> bool:
         """Whether what the block holds of a request with this adapter is of this epoch, and of this content of it."""
-        return not self.watches(adapter) or self._known.get(block_id, self) == self._holds.block_hash(block_id)
+        return not self.watches(adapter) or self._known.get(block_id) == (adapter, self._holds.block_hash(block_id))
 
     def counts_up_to(self, hashes: Sequence[bytes], local_tokens: int, adapter: Adapter | None) -> bool:
         """Likewise of all that the engine's cache has of a request's first tokens; `hashes` are the request's.
@@ -86,9 +87,16 @@ class Provenance:
                     yield block_id
 
     def computed(
-        self, tables: Sequence[Sequence[int]], begin_tokens: int, end_tokens: int, states: Iterable[int], *, sound: bool
+        self,
+        tables: Sequence[Sequence[int]],
+        begin_tokens: int,
+        end_tokens: int,
+        states: Iterable[int],
+        adapter: Adapter | None,
+        *,
+        sound: bool,
     ) -> None:
-        """A request has computed these of its tokens, and handed out these blocks of states.
+        """A request with this adapter has computed these of its tokens, and handed out these blocks of states.
 
         `sound`: it began in this epoch, with its adapter as it is now, and its own local hit counts. A last block that
         is not whole counts, too: the engine may have named it by the tokens that are in it.
@@ -101,6 +109,6 @@ class Provenance:
         for block_id in (*blocks, *states):
             block_hash = self._holds.block_hash(block_id)
             if sound and block_hash is not None:
-                self._known[block_id] = block_hash
+                self._known[block_id] = adapter, block_hash
             else:
                 self._known.pop(block_id, None)

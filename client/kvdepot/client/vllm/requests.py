@@ -15,8 +15,8 @@ from kvdepot.core.limits import REQUEST_ID_BYTES_MAX
 from kvdepot.core.misses import MissReason
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""What vLLM's hashers make of a picture, clip or sound. Instead of it there may be an id that a client has chosen or,
-with neither of the engine's caches in use, the number of a request: other engines' names for other things.
+"""What vLLM's hashers make of a picture, clip or sound. Instead of it there may be an id that a client has chosen:
+another engine's name for something else.
 """
 
 
@@ -86,6 +86,7 @@ class RequestState:
     given_up: set[tuple[int, Kind]] = field(default_factory=set)  # of these, what is not on its way any more
     noted_tokens: int = 0  # up to which `Provenance` has heard of it since it was admitted
     store_stopped: str = ""  # why no more is stored of it; empty while it goes on
+    void: bool = False  # it may be computed on what an ended epoch, or another content of its adapter, has left
 
     # what became of it, for the daemon's record
     local_tokens: int = 0
@@ -139,8 +140,13 @@ def _digest(encoded: bytes) -> str:
     return "digest-" + blake2b(encoded, digest_size=16).hexdigest()
 
 
-def exclusion(request: EngineRequest) -> str:
-    """Why a request is neither stored nor served, whatever its LoRA: its hashes do not cover its content."""
+def exclusion(request: EngineRequest, *, counts_items: bool = False) -> str:
+    """Why a request is neither stored nor served, whatever its LoRA: its hashes do not cover its content.
+
+    `counts_items`: this engine names a picture by its number, and may digest that with the settings for it.
+    """
+    if request.mm_features and counts_items:
+        return "multimodal_id"
     if request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
         return "prompt_embeds"
     if request.resumable:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvdepot.client.vllm.adapters import LoadedAdapters, adapter_of
 from kvdepot.client.vllm.events import KvEvents
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from kvdepot.client.vllm.namespaces import Namespaces
     from kvdepot.client.vllm.settings import Settings
     from kvdepot.core.planner import Planner
+
+
+_COMPUTED_SOUNDLY: Final = ("", "adapter_unknown")
+"""Exclusions of requests whose blocks count for others: what they are hashed by is what they are computed of."""
 
 
 class Adapters(Protocol):
@@ -59,8 +63,12 @@ class SchedulerSide:
         loads_on: bool = True,
         stores_on: bool = True,
         alone: bool = True,
+        counts_items: bool = False,
     ) -> None:
-        """`alone`: no other engine core and no other stage of a pipeline waits for this one's steps."""
+        """`alone`: no other engine core and no other stage of a pipeline waits for this one's steps.
+
+        `counts_items`: as `exclusion` takes it.
+        """
         self.session = session
         self.namespaces = namespaces
         self.planner = planner
@@ -75,6 +83,7 @@ class SchedulerSide:
         self._loads_on = loads_on and settings.load_weight > 0
         self._stores_on = stores_on
         self._alone = alone
+        self._counts_items = counts_items
         self._computed = False  # in the step before
         self._requests: dict[str, RequestState] = {}
         self._geometry: Geometry | None = Geometry(planner.chunk_tokens, planner.groups)
@@ -111,7 +120,7 @@ class SchedulerSide:
         """Remember the request and ask the daemon what it has of it."""
         state = RequestState(request, self._clock(), store_epoch=self.namespaces.epoch_number)
         state.load_tokens_max = load_tokens_max(request)
-        state.excluded = exclusion(request)
+        state.excluded = exclusion(request, counts_items=self._counts_items)
         if request.lora_request is not None:
             self._check_adapter(state, request.lora_request)
         self._requests[request.request_id] = state
@@ -127,15 +136,21 @@ class SchedulerSide:
     def _check_adapter(self, state: RequestState, lora_request: Any) -> None:
         state.adapter = adapter_of(lora_request)
         salt, replaced = self._loaded_adapters.asked(lora_request, self._adapters.salt(lora_request))
-        if replaced and self.provenance is not None:
+        for adapter in replaced:
             self.counters["adapters_replaced"] += 1
-            self.provenance.replaced(state.adapter)
-            for other in self._requests.values():
-                if other.adapter == state.adapter:
-                    other.store_stopped = "adapter"
+            if self.provenance is not None:
+                self.provenance.replaced(adapter)
+        for other in self._requests.values():
+            if other.adapter in replaced:
+                self._void(other, "adapter")
         if salt is None:
             state.excluded = state.excluded or "adapter_unknown"
         state.salt = salt or b""
+
+    @staticmethod
+    def _void(state: RequestState, why: str) -> None:
+        state.void = True
+        state.store_stopped = state.store_stopped or why
 
     def _update_keys(self, state: RequestState) -> int:
         return state.update_keys(self.planner.chunk_tokens, self._hash_block_tokens)
@@ -143,7 +158,10 @@ class SchedulerSide:
     def matched(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond the engine's own; None: ask again. Idempotent."""
         state = self._requests.get(request.request_id)
-        if state is None or state.excluded:
+        if state is None:
+            return 0, False
+        if state.excluded:
+            self._check_local_hit(state, local_tokens)
             return 0, False
         self._poll()
         self._update_keys(state)
@@ -158,7 +176,7 @@ class SchedulerSide:
         if self.provenance is not None and not self.provenance.counts_up_to(
             state.request.block_hashes, local_tokens, state.adapter
         ):
-            state.store_stopped = state.store_stopped or "epoch"
+            self._void(state, "epoch")
             self.counters["store_stopped_void_cache"] += 1
 
     def allocated(self, request: EngineRequest, external_tokens: int) -> None:
@@ -217,9 +235,9 @@ class SchedulerSide:
             states = [block_id for _, block_id, _ in offloads.get(request_id, ()) if block_id]
             if states or computed // self._hash_block_tokens > state.noted_tokens // self._hash_block_tokens:
                 tables = block_state.resolve_block_ids(request_id)
-                sound = not state.excluded and state.store_stopped not in ("epoch", "adapter")
+                sound = state.excluded in _COMPUTED_SOUNDLY and not state.void
                 sound = sound and state.store_epoch == self.namespaces.epoch_number
-                provenance.computed(tables, state.noted_tokens, computed, states, sound=sound)
+                provenance.computed(tables, state.noted_tokens, computed, states, state.adapter, sound=sound)
                 state.noted_tokens = computed
 
     def _consider(self, stores: Stores, scheduled: dict[str, int], block_state: Any) -> None:
@@ -285,7 +303,7 @@ class SchedulerSide:
         self.loads.reset()
         for state in self._requests.values():
             state.lookup = None
-            state.store_stopped = "epoch"
+            self._void(state, "epoch")
         if self.stores is not None:
             self.stores.reset()
         if self.provenance is not None:

@@ -52,8 +52,10 @@ _SEES_DIRECT_TO_ITS_END: Final = frozenset(
 """File systems (statfs(2), f_type) whose direct requests are over when the process is that made them.
 
 NFS, SMB, Ceph and 9p let a killed process go while its request is under way: what the server answers later is still
-written to the pages, and these may be another object's by then (docs/adr/0012). Of others nothing is known.
+written to the pages, and these may be another object's by then (docs/adr/0012). Of others nothing is known. Some (9p,
+SMB with `cache=none`) have no page cache: they do so without O_DIRECT, too.
 """
+_OWN_BYTES: Final = 4 << 20
 
 
 def outcome_of(error: OSError) -> IoOutcome:
@@ -74,6 +76,7 @@ class DirectFiles:
     Whether O_DIRECT works is found out by the first file that refuses it, at open or at the first request, or that
     lies where it is not safe; then every file goes through the page cache, and what was moved is put on the medium and
     dropped from the cache at once: what is answered has then met the same errors, and the cache stays the engines'.
+    Where it is not safe, what is read comes into memory of the process's own first.
     """
 
     def __init__(self, directory: str) -> None:
@@ -81,7 +84,8 @@ class DirectFiles:
         self.direct = True
         self._open: dict[str, _OpenFile] = {}  # the least recently used first
         self._held: dict[str, _OpenFile] = {}
-        self._safe_devices: set[int] = set()  # asked once each: with FUSE it is a request
+        self._safe: dict[int, bool] = {}  # by device, asked once: with FUSE it is a request
+        self._own: memoryview | None = None  # what is read comes here first; None: to where it belongs
 
     def path(self, file: str) -> str:
         return os.path.join(self.directory, file)  # noqa: PTH118 - names, and in the way of every job
@@ -181,7 +185,13 @@ class DirectFiles:
         fd = self._file(file, writable=writing).fd
         left, moved, length = request, 0, sum(map(len, request))
         while moved < length:
-            done = os.pwritev(fd, left, offset + moved) if writing else os.preadv(fd, left, offset + moved)
+            if writing:
+                done = os.pwritev(fd, left, offset + moved)
+            elif self._own is None:
+                done = os.preadv(fd, left, offset + moved)
+            else:
+                done = os.preadv(fd, [self._own[: length - moved]], offset + moved)
+                _scatter(self._own[:done], left)
             if writing and done < min(length - moved, PAGE_BYTES):
                 raise OSError(errno.EIO, "nothing was written", self.path(file))
             if not writing and (done == 0 or done % PAGE_BYTES):  # the end of the file
@@ -213,25 +223,29 @@ class DirectFiles:
 
     def _open_directly(self, path: str, flags: int) -> int:
         """Without O_DIRECT where it is refused, which may leave a new file behind, or not safe."""
-        if not self.direct:
-            return os.open(path, flags, 0o600)
         try:
-            fd = os.open(path, flags | os.O_DIRECT, 0o600)
+            fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o600)
         except OSError as error:
-            if error.errno not in _REFUSES_DIRECT:
+            if not self.direct or error.errno not in _REFUSES_DIRECT:
                 raise
             self._give_up_direct()
-            return os.open(path, flags & ~os.O_EXCL, 0o600)
-        if not self._is_safe(fd):
-            self._give_up_direct()
-            _buffer(fd)
+            fd = os.open(path, flags & ~os.O_EXCL, 0o600)
+        try:
+            if not self._is_safe(fd):
+                self._own = self._own or memoryview(bytearray(_OWN_BYTES))
+                if self.direct:
+                    self._give_up_direct()
+                    _buffer(fd)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     def _is_safe(self, fd: int) -> bool:
         device = os.fstat(fd).st_dev
-        if device not in self._safe_devices and file_system(fd) in _SEES_DIRECT_TO_ITS_END:
-            self._safe_devices.add(device)
-        return device in self._safe_devices
+        if device not in self._safe:
+            self._safe[device] = file_system(fd) in _SEES_DIRECT_TO_ITS_END
+        return self._safe[device]
 
     def _give_up_direct(self) -> None:
         self.close()
@@ -277,6 +291,12 @@ def _requests(pieces: list[memoryview]) -> Iterator[list[memoryview]]:
         request = list(first_bytes(pieces[:_BUFFERS_MAX], REQUEST_BYTES_MAX))
         yield request
         pieces = list(_behind(pieces, sum(map(len, request))))
+
+
+def _scatter(data: memoryview, buffers: Iterable[memoryview]) -> None:
+    """Into the first of the buffers, as far as it reaches."""
+    for buffer in first_bytes(buffers, len(data)):
+        buffer[:], data = data[: len(buffer)], data[len(buffer) :]
 
 
 def first_bytes(buffers: Iterable[memoryview], length: int) -> Iterator[memoryview]:

@@ -200,6 +200,6 @@ class Answer:
     stored_sum: int = 0
     raw_sum: int = 0
     seconds: float = 0.0  # in the worker
-    direct: bool = True  # False: through the page cache, because the path refuses O_DIRECT
+    direct: bool = True  # False: through the page cache: O_DIRECT is refused, or not safe
     already_there: bool = False  # a publication found the object, and wrote nothing
     lengths: tuple[int, ...] = ()  # of each file of the job, or ABSENT, or UNKNOWN

@@ -114,7 +114,7 @@ class IoPool:
         """
         self.breaker = breaker
         self.direct = True
-        """False: the path refused O_DIRECT, its files go through the page cache."""
+        """False: the path refused O_DIRECT, or it is not safe there; its files go through the page cache."""
         self._settings = settings
         self._workers_max = workers
         self._deadline_seconds = deadline_seconds
@@ -412,7 +412,7 @@ class IoPool:
             self._count("io_buffered_jobs", 1)
         if self.direct and not answer.direct:
             self.direct = False
-            self._log.warning("%s refuses O_DIRECT: its files go through the page cache", self._settings.directory)
+            self._log.warning("%s: no O_DIRECT here, its files go through the page cache", self._settings.directory)
             self._loop.call_soon(self._changed)
 
     # Workers: made, replaced, ended.

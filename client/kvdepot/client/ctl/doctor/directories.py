@@ -233,6 +233,8 @@ def check_direct(looked: Looked) -> Finding:
             f"not past the page cache: {looked.probed.direct}",
             "it works without, at the price of copies and of memory for the page cache: use ext4 or xfs",
         )
+    if looked.mount is not None and looked.mount.kind in NETWORK_KINDS:
+        return check.ok(f"not used on {looked.mount.kind}: a killed worker's read could still arrive")
     return check.ok("O_DIRECT works")
 
 
