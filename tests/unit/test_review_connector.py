@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kvdepot.client.vllm import compat
 from kvdepot.client.vllm.compat import environment_facts
 from kvdepot.client.vllm.connector import KVDepotConnector
 from kvdepot.client.vllm.layers import RankLayers, rank_layers
@@ -60,6 +62,26 @@ def test_p2_a_variable_that_chooses_arithmetic_is_part_of_the_ranks_facts(
     monkeypatch.delenv(name, raising=False)
     before = software_facts(RankLayers((), ()))
     monkeypatch.setenv(name, "medium" if name.endswith("PRECISION") else "1")
+    assert software_facts(RankLayers((), ())) != before
+
+
+@pytest.mark.parametrize("name", ["_is_amx_tile_supported", "_is_avx512_supported"])
+def test_p2_what_a_processor_can_do_is_part_of_the_ranks_facts(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """With AMX, vLLM orders keys and values within a block otherwise; get_cpu_capability does not tell of it."""
+    before = software_facts(RankLayers((), ()))
+    has = getattr(torch.cpu, name)()
+    monkeypatch.setattr(torch.cpu, name, lambda: not has)
+    assert software_facts(RankLayers((), ())) != before
+
+
+def test_p2_so_are_transformers_and_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = software_facts(RankLayers((), ()))
+    assert software_facts(RankLayers((), ())) == before
+    with monkeypatch.context() as patched:
+        patched.setattr(compat, "version", lambda name: "0.0.1")
+        assert software_facts(RankLayers((), ())) != before
+    plugin = EntryPoint("models", "package:register", "vllm.general_plugins")
+    monkeypatch.setattr(compat, "entry_points", lambda group: [plugin] if group == plugin.group else [])
     assert software_facts(RankLayers((), ())) != before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from kvdepot.client.vllm.identity import EXCLUDED
 from kvdepot.client.vllm.metadata import LayerFacts, RankFacts
 from kvdepot.client.vllm.settings import Settings
 from kvdepot.core.calls import Kind
+from kvdepot.core.errors import NamespaceError
+from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from tests.fakes.scripted_engine import cache_layout, engine_config, model_folder
@@ -87,6 +90,8 @@ def _set(path: str, value: Any) -> Callable[[Any], None]:
         ("model_config.quantization", "fp8"),
         ("model_config.seed", 5),
         ("model_config.trust_remote_code", True),
+        ("model_config.code_revision", "another"),
+        ("parallel_config.worker_cls", "another.Worker"),
         ("model_config.hf_overrides", {"rope_theta": 7}),
         ("model_config.disable_sliding_window", True),
         ("cache_config.cache_dtype", "fp8"),
@@ -176,8 +181,74 @@ def test_p2_what_the_ranks_and_the_operator_say_counts(folder: Path) -> None:
     assert len({before, *found}) == len(found) + 1
 
 
-def test_every_exclusion_names_a_field_that_exists_and_gives_a_reason(folder: Path) -> None:
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "fp8": {"activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "compressed-tensors": {
+        "format": "int-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False},
+                "input_activations": {
+                    "num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True,
+                },
+            }
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_p2_p3_a_quantized_model_has_a_namespace_of_its_own_and_one_for_all_engines(
+    tmp_path: Path, folder: Path, method: str
+) -> None:
+    """vLLM's object for it has no canonical form; what it is made from has."""
+
+    def built(name: str, **changed: Any) -> dict[str, str]:
+        quantized = model_folder(tmp_path / name)
+        values = json.loads((quantized / "config.json").read_text())
+        values["quantization_config"] = {"quant_method": method} | QUANTIZED[method] | changed
+        (quantized / "config.json").write_text(json.dumps(values))
+        config = EngineArgs(
+            str(quantized), dtype="bfloat16", skip_tokenizer_init=True, max_model_len=1024
+        ).create_engine_config()
+        assert config.quant_config is not None
+        return identity.engine_identity(config)
+
+    assert built("a") == built("b")
+    assert built("c") != built("d", ignore=["lm_head"])
+
+
+def test_p2_a_quantization_file_that_only_a_path_names_is_refused(folder: Path) -> None:
     config = engine_config(folder)
+    _set("model_config.hf_overrides", {"quantization_config_file": "/some/where"})(config)
+    with pytest.raises(NamespaceError, match="quantization_config_file"):
+        namespace(config)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("model_config.served_model_name", "another"),
+        ("parallel_config.data_parallel_rank", 1),
+        ("parallel_config.data_parallel_master_port", 1),
+        ("parallel_config._data_parallel_master_port_list", [1, 2]),
+        ("cache_config.num_gpu_blocks", 77),
+    ],
+)
+def test_p3_n_gram_drafts_bring_nothing_of_this_process_into_it(folder: Path, path: str, value: Any) -> None:
+    """Their configuration names the engine's own models and ranks as target and draft."""
+    config = engine_config(folder, drafts=2)
+    before = namespace(config)
+    part, _, name = path.partition(".")
+    object.__setattr__(getattr(config, part), name, value)
+    assert namespace(config) == before
+    _set("speculative_config.num_speculative_tokens", 3)(config)
+    assert namespace(config) != before
+
+
+def test_every_exclusion_names_a_field_that_exists_and_gives_a_reason(folder: Path) -> None:
+    config = engine_config(folder, drafts=2)
     late = {
         "model_config.encoder_config",
         "model_config.hf_image_processor_config",

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import ResolvedRevision
 from kvdepot.client.vllm import weights
 from kvdepot.client.vllm.weights import (
     LOOK_AGAIN_SECONDS,
@@ -83,6 +84,51 @@ def test_local_and_dummy_weights_are_identified(tmp_path: Path) -> None:
     assert weights_source(model, load, "").folder == tmp_path
     load.load_format = "dummy"
     assert weights_source(model, load, "").text == "dummy seed 3"
+
+
+@pytest.mark.parametrize("load_format", ["tensorizer", "ipc_cache", "modelexpress", "a plugin's"])
+def test_p2_a_load_format_that_may_load_other_weights_than_the_folder_s_needs_a_name_for_them(
+    tmp_path: Path, load_format: str
+) -> None:
+    model, load = engine(model=str(tmp_path), load_format=load_format)
+    with pytest.raises(ConfigError, match="load_format"):
+        weights_source(model, load, "")
+    assert "abc" in weights_source(model, load, "abc").text
+
+
+def snapshots(cache: Path, **files: str) -> dict[str, Path]:
+    """Two commits of a hub model; `main` is the first one as far as the cache knows."""
+    model = cache / "models--org--m"
+    found = {digit: model / "snapshots" / (digit * 40) for digit in "01"}
+    for digit, folder in found.items():
+        folder.mkdir(parents=True)
+        for name, content in files.items():
+            (folder / name).write_text(content + digit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("0" * 40)
+    return found
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"], ids=["all of it", "weights alone"])
+def test_p2_of_a_hub_model_the_snapshot_is_digested_that_vllm_has_resolved(tmp_path: Path, name: str) -> None:
+    """The cache's own answer for a branch may be another commit. With `download_dir` it has no config.json."""
+    found = snapshots(tmp_path, **{name: "content"})
+    resolved = ResolvedRevision(resolved="1" * 40, initial=None, repo_id="org/m")
+    model, load = engine(model="org/m", revision=resolved)
+    load.download_dir = str(tmp_path)
+    assert weights_source(model, load, "").folder == found["1"]
+    model.revision = "0" * 40
+    assert weights_source(model, load, "").folder == found["0"]
+
+
+def test_p2_a_model_of_modelscope_needs_a_name_for_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots(tmp_path, **{"config.json": "{}"})
+    model, load = engine(model="org/m", revision="0" * 40)
+    load.download_dir = str(tmp_path)
+    assert weights_source(model, load, "").folder
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    with pytest.raises(ConfigError, match="ModelScope"):
+        weights_source(model, load, "")
 
 
 def eventually(digests: Digests, folder: Path) -> str:

@@ -12,6 +12,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
+from importlib.metadata import entry_points, version
 from math import prod
 from typing import Any, Final
 
@@ -93,9 +94,22 @@ def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, 
     return {name: environment[name] for name in (*known, *_ENVIRONMENT_BELOW) if name in environment}
 
 
-def check_version(version: str = VLLM_VERSION) -> None:
+def computing_packages() -> dict[str, str]:
+    """Versions of what may compute beside vLLM and torch.
+
+    transformers has models' code and the processors of pictures; plugins may replace whatever they like.
+    """
+    plugins = {
+        f"{group} {point.name}": f"{point.value} {point.dist.version if point.dist else ''}"
+        for group in ("vllm.general_plugins", "vllm.platform_plugins")
+        for point in entry_points(group=group)
+    }
+    return {"transformers": version("transformers")} | plugins
+
+
+def check_version(found: str = VLLM_VERSION) -> None:
     """Raises ConfigError where this vLLM is not one that the connector is for."""
-    versions.check_version(version)
+    versions.check_version(found)
 
 
 def register(connector: type) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvdepot.client.vllm import compat
 from kvdepot.client.vllm.metadata import RankFacts
 from kvdepot.core.calls import Kind
-from kvdepot.core.errors import ConfigError
+from kvdepot.core.errors import ConfigError, NamespaceError
 from kvdepot.core.keys import NamespaceSpec, canonical_identity
 from kvdepot.core.planner import GroupSpec, Planner
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PLACE = "where files lie; their contents are in the weights digest"
 _READING = "how files are read, not which"
 _SEPARATE = "taken separately, in full"
+_TARGET = "the engine's own: other draft models are refused"
 _REPORTING = "logging, metrics and profiling only"
 _NETWORK = "addresses and ports of this process"
 _REPLICA = "which replica this is; each computes the same"
@@ -47,6 +48,11 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "reasoning_config": _SAMPLING,
     "watermark_config": _SAMPLING,
     "aux_output_config": "further outputs of the same computation",
+    "quant_config": "made from quantization, quantization_config, hf_config and files of the digested folder",
+    "speculative_config.target_model_config": _TARGET,
+    "speculative_config.target_parallel_config": _TARGET,
+    "speculative_config.draft_model_config": _TARGET,
+    "speculative_config.draft_parallel_config": _TARGET,
     "weight_transfer_config": "how weights arrive; such an engine's epoch is random, or its user's",
     "scheduler_config": _BATCH,
     "model_config.model": _PLACE,
@@ -63,7 +69,6 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "model_config.hf_token": "a credential",
     "model_config.encoder_config": _SEPARATE,
     "model_config.revision": "a name of the weights, whose contents are digested",
-    "model_config.code_revision": "a name of code that trust_remote_code loads from the digested folder",
     "model_config.allowed_local_media_path": _MULTIMODAL,
     "model_config.allowed_media_domains": _MULTIMODAL,
     "model_config.max_logprobs": _SAMPLING,
@@ -109,7 +114,6 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "parallel_config.ray_workers_use_nsight": _REPORTING,
     "parallel_config.rank": "this process's; parts of every rank have their own place",
     "parallel_config.distributed_executor_backend": "how processes are started",
-    "parallel_config.worker_cls": "the worker's facts say what it computes with",
     "parallel_config.max_parallel_loading_workers": "how weights are read",
     "parallel_config.distributed_timeout_seconds": _NETWORK,
     "parallel_config.cpu_distributed_timeout_seconds": _NETWORK,
@@ -152,6 +156,11 @@ _PRIVATE_HF: Final = ("_name_or_path", "transformers_version", "_attn_implementa
 
 def engine_identity(vllm_config: Any) -> dict[str, str]:
     """The resolved configuration as {path: canonical text}. Raises NamespaceError for what has no such form."""
+    if "quantization_config_file" in _overrides(vllm_config):
+        raise NamespaceError(
+            "hf_overrides.quantization_config_file", "what it says is not known here",
+            advice="put its contents into the model's config.json",
+        )  # fmt: skip
     excluded = {*EXCLUDED, *_unset_and_private(vllm_config)}
     identity = canonical_identity(vllm_config, exclude=excluded, convert=_plain)
     model = vllm_config.model_config
@@ -159,6 +168,11 @@ def engine_identity(vllm_config: Any) -> dict[str, str]:
     if model.hf_text_config is not model.hf_config:
         identity |= _prefixed("hf_text_config", canonical_identity(_hf(model.hf_text_config), convert=_plain))
     return identity
+
+
+def _overrides(vllm_config: Any) -> Mapping[str, Any]:
+    overrides = vllm_config.model_config.hf_overrides
+    return overrides if isinstance(overrides, Mapping) else {}
 
 
 def _prefixed(prefix: str, identity: Mapping[str, str]) -> dict[str, str]:

@@ -70,9 +70,13 @@ def software_facts(layers: RankLayers) -> tuple[tuple[str, str], ...]:
     device = layers.views[0].device if layers.views else torch.device("cpu")
     facts = {"torch": str(torch.__version__), "device": device.type, "machine": platform.machine()}
     facts |= {f"environment.{name}": value for name, value in compat.environment_facts().items()}
+    facts |= {f"package.{name}": version for name, version in compat.computing_packages().items()}
     facts["float32_matmul"] = torch.get_float32_matmul_precision()
     if device.type == "cpu":
         facts["instruction_set"] = torch.backends.cpu.get_cpu_capability()
+        # vLLM chooses the layout of its blocks by these: with AMX another one, of the same shape.
+        names = (name for name in dir(torch.cpu) if name.startswith("_is_") and name.endswith("_supported"))
+        facts |= {f"instructions.{name}": str(getattr(torch.cpu, name)()) for name in names}
     elif device.type == "cuda":
         facts["device_name"] = torch.cuda.get_device_name(device)
         facts["cuda"] = str(torch.version.cuda)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,14 @@ WANTED_MAX: Final = 256
 """Folders waiting to be digested; beyond it an adapter is unknown until it is asked for again."""
 _Key = TypeVar("_Key", str, tuple[Path, int])
 _Value = TypeVar("_Value")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_LOADS_THE_FOLDER: Final = frozenset(
+    {
+        "auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt", "runai_streamer",
+        "runai_streamer_sharded", "sharded_state",
+    }
+)  # fmt: skip
+"""vLLM's load formats whose weights are files of the model's folder."""
 _SKIPPED_FOLDERS: Final = frozenset({".cache", ".git"})
 
 
@@ -114,17 +123,24 @@ class WeightsSource:
 
 def weights_source(model_config: Any, load_config: Any, model_revision: str) -> WeightsSource:
     """Raises ConfigError when the weights cannot be identified: then nothing may be kept beyond the process."""
-    if str(load_config.load_format) == "dummy":
+    load_format = str(load_config.load_format)
+    if load_format == "dummy":
         return WeightsSource(text=f"dummy seed {model_config.seed}")
     if model_revision:
         # With the model's name: "v1" of two models of one architecture are not the same weights.
         source = getattr(model_config, "model_weights", "") or model_config.model
         return WeightsSource(text=f"revision {model_revision} of {source}")
+    if load_format not in _LOADS_THE_FOLDER:
+        raise _unidentified(f"load_format {load_format!r} may load others than the model's folder has")
     if getattr(model_config, "model_weights", ""):
         raise _unidentified(f"weights are streamed from {model_config.model_weights}")
     if Path(model_config.model).is_dir():
         return WeightsSource(folder=Path(model_config.model))
-    snapshot = _hub_snapshot(model_config.model, model_config.revision, load_config.download_dir)
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
+        raise _unidentified(f"{model_config.model!r} comes from ModelScope")
+    # What vLLM found a branch or tag to be when it started: the cache's own answer may be newer, or older.
+    revision = getattr(model_config.revision, "resolved", None) or model_config.revision
+    snapshot = _hub_snapshot(model_config.model, revision, load_config.download_dir)
     if snapshot is None:
         raise _unidentified(f"{model_config.model!r} is neither a folder nor in the local hub cache")
     return WeightsSource(folder=snapshot)
@@ -141,13 +157,17 @@ def _unidentified(reason: str) -> ConfigError:
 
 def _hub_snapshot(model: str, revision: str | None, download_dir: str | None) -> Path | None:
     """The folder a hub model was downloaded to, without touching the network."""
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.file_download import repo_folder_name
 
     with suppress(ValueError):  # not a hub name
         found = try_to_load_from_cache(model, "config.json", cache_dir=download_dir, revision=revision)
         if isinstance(found, str):
             return Path(found).parent
-    return None
+    # vLLM puts weights alone into `download_dir`, without the names of branches.
+    snapshots = Path(download_dir or constants.HF_HUB_CACHE) / repo_folder_name(repo_id=model, repo_type="model")
+    folder = snapshots / "snapshots" / str(revision)
+    return folder if revision and _COMMIT.fullmatch(revision) and folder.is_dir() else None
 
 
 class Digests:
