@@ -18,6 +18,7 @@ from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server.attach import STRANGERS_MAX
 
 from tests.daemon_process import DaemonProcess
+from tests.engine_process import EngineProcess
 from tests.raw_client import RawEngine, attach_socket, exchange, status_of, wait_until
 
 
@@ -148,6 +149,36 @@ def test_t7_an_engine_that_disconnects_and_lives_keeps_its_session(daemon: Daemo
     wait_until(lambda: not _session(daemon, "comes-back").ranks_attached, "disconnection")
     with RawEngine(daemon.socket, "comes-back") as second:
         assert second.session == first.session
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_i6_an_engine_that_proc_hides_is_served_and_known_by_its_pidfd(level: str) -> None:
+    """/proc mounted with hidepid, and the engine another user's: hidepid=1 denies, hidepid=2 shows nothing."""
+    with DaemonProcess() as daemon:
+        assert daemon.stop() == 0
+        daemon.under = ("tests.fakes.hidden_processes", level)
+        daemon.start()
+        with EngineProcess(daemon.socket, "hidden", "reserve", "being written", 8) as engine:
+            assert _session(daemon, "hidden").ranks_attached == 1
+            assert list(_session(daemon, "hidden").pids) == [0]
+            daemon.kill()
+            daemon.start()
+            kept = status_of(daemon.socket).tiers[0].lent_bytes
+            assert kept > 0, "whether it lives is not known"
+            assert engine.ask("check") == "same"
+        with EngineProcess(daemon.socket, "dies", "reserve", "written beside it", 8) as other:
+            assert status_of(daemon.socket).tiers[0].lent_bytes > kept
+            other.kill()
+            wait_until(lambda: status_of(daemon.socket).tiers[0].lent_bytes == kept, "its pidfd proves its death")
+
+
+def test_i4_one_that_is_refused_again_and_again_is_said_once_a_minute(daemon: DaemonProcess) -> None:
+    before = daemon.log.count("attach refused: no AttachRequest")
+    for _ in range(20):
+        with attach_socket(daemon.attach_socket) as connection:
+            connection.send(b"the same garbage")
+            assert b"no AttachRequest" in connection.recv(8192)
+    assert daemon.log.count("attach refused: no AttachRequest") - before <= 1
 
 
 def test_the_sockets_have_the_configured_mode(daemon: DaemonProcess) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -246,6 +248,33 @@ def test_a_daemon_that_knows_no_listing_is_told_apart_from_none(tmp_path: Path) 
     missing = kvdepotctl(f"unix://{tmp_path / 'none.sock'}", "ls")
     assert missing.returncode == 3
     assert "no answer" in missing.stderr
+
+
+def test_tables_that_no_terminal_shows_have_unbroken_ids(daemon: DaemonProcess, engine: RawEngine) -> None:
+    command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", daemon.endpoint]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    for verb in ("ls", "status"):
+        shown = subprocess.run([*command, verb], capture_output=True, text=True, check=True, env=environment)
+        assert engine.namespace.hex()[:12] in shown.stdout
+
+
+def test_a_reader_that_has_enough_says_nothing_of_the_daemon(daemon: DaemonProcess, engine: RawEngine) -> None:
+    """`kvdepotctl ls | grep -q` under pipefail: 1 would say that there is nothing by that name."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    for verb in (["ls", engine.namespace.hex()], ["ls", "--json"], ["status"]):
+        command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", daemon.endpoint, *verb]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr) == (141, "")
+    os.close(writer)
+
+
+def test_usage_is_checked_before_the_daemon_is_asked() -> None:
+    missing = kvdepotctl("unix:///nowhere/d.sock", "prefetch")
+    assert missing.returncode == 2
+    assert "Missing option '--namespace'" in missing.stderr
+    shown = kvdepotctl("unix:///nowhere/d.sock", "--version")
+    assert (shown.returncode, shown.stdout.startswith("kvdepotctl ")) == (0, True)
 
 
 def test_a_daemon_that_gets_no_cpu_for_a_while_is_waited_for(daemon: DaemonProcess) -> None:

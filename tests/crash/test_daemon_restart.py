@@ -142,6 +142,20 @@ def test_a_second_daemon_on_the_socket_is_refused_and_unlinks_nothing(daemon: Da
         assert engine.ranks_attached == 1
 
 
+def test_i1d_a_second_daemon_on_the_state_file_is_refused_by_name(tmp_path: Path) -> None:
+    """Each would write over what the other was told: an epoch bump would be undone."""
+    config = f'[daemon]\nstate = "{tmp_path / "state.json"}"\n'
+    with DaemonProcess(config=config) as first:
+        other = DaemonProcess(config=config)
+        second = subprocess.run(other.command(), capture_output=True, text=True, check=False, timeout=30)
+        assert second.returncode == 1
+        assert f"the state file {tmp_path / 'state.json'} is held by the daemon with pid {first.pid}" in second.stderr
+        assert not list(other.arena_directory.glob("*.arena"))
+        assert first.stop() == 0
+        other.start()
+        other.close()
+
+
 @pytest.mark.parametrize("orderly", [True, False])
 def test_i1a_extents_a_living_process_writes_survive_the_daemon(daemon: DaemonProcess, orderly: bool) -> None:
     with EngineProcess(daemon.socket, "writer", "reserve", "being written", 8) as writer:

@@ -90,8 +90,12 @@ class Trouble:
     def _suffer(self, engine: KnownEngine, expected: str) -> list[Known]:
         """RAM takes and serves everything all the while."""
         until = time.monotonic() + TROUBLE_SECONDS
-        wait_until(lambda: self._more(engine) and _says_that_it_is_degraded(self.world), "it says so")
-        assert expected in self.world.tier().reason
+        wait_until(
+            lambda: (
+                self._more(engine) and _says_that_it_is_degraded(self.world) and expected in self.world.tier().reason
+            ),
+            "it says so, and why",
+        )
         while time.monotonic() < until:
             self._more(engine)
             assert self.world.status().ready
@@ -205,7 +209,9 @@ def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(sm
         wait_until(lambda: "cannot be made" in world.tier().reason, "it says so")
         world.wait_written()  # what had waited for the segment was told
         tier = world.tier()
-        assert tier.state == "ready"
+        assert tier.state == "degraded"
+        assert _says_that_it_is_degraded(world)
+        assert "degraded: segment" in world.daemon.log
         assert 20 < tier.objects < 70
         assert tier.used_bytes <= tier.ready_bytes < 14 * MIB
         assert {one.get([known]) for known in objects} == {GRANTED}

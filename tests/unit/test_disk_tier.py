@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -219,7 +220,9 @@ def test_t2_all_parts_together_are_within_the_capacity(capacity_bytes: int) -> N
     assert sum(layout.length_of(number) for number in range(layout.segments)) == layout.data_bytes
 
 
-def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(rig: DiskRig) -> None:
+def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(
+    rig: DiskRig, caplog: pytest.LogCaptureFixture
+) -> None:
     allowed = 4
 
     def fault(job: Job) -> Answer | None:
@@ -231,7 +234,10 @@ def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(ri
     assert stored == allowed * rig.tier._medium.layout.segment_bytes // (17 * PAGE)
     assert rig.tier.capacity_bytes == allowed * rig.tier._medium.layout.segment_bytes
     status = rig.tier.status()
-    assert (status.state, "cannot be made: disk full" in status.reason) == (State.READY, True)
+    assert (status.state, "cannot be made: disk full" in status.reason) == (State.DEGRADED, True)
+    assert rig.tier.writable
+    (said,) = [one for one in caplog.messages if "cannot be made" in one]
+    assert "degraded: segment" in said
     allowed = 6
     rig.tick(61)
     rig.settle()
@@ -239,7 +245,10 @@ def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(ri
     assert rig.tier._growth.segments == 6
 
 
-def test_t5_room_that_comes_back_is_told_and_taken_though_the_tier_needs_none(rig: DiskRig) -> None:
+def test_t5_room_that_comes_back_is_told_and_taken_though_the_tier_needs_none(
+    rig: DiskRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     full = True
 
     def fault(job: Job) -> Answer | None:
@@ -256,7 +265,8 @@ def test_t5_room_that_comes_back_is_told_and_taken_though_the_tier_needs_none(ri
     full = False
     rig.tick(16)
     rig.settle()
-    assert rig.tier.status().reason == ""
+    assert (rig.tier.status().state, rig.tier.status().reason) == (State.READY, "")
+    assert "no longer degraded" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("outcome", [IoOutcome.IO_ERROR, IoOutcome.TIMEOUT])

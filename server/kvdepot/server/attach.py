@@ -24,6 +24,7 @@ from kvdepot.proto import codec
 from kvdepot.server.config_schema import ATTACH_SUFFIX
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Liveness, ProcessIdentity
+from kvdepot.server.logs import Seldom
 from kvdepot.server.streams import StreamProxies, StreamProxy
 
 CONNECTIONS_MAX = 8192
@@ -72,6 +73,7 @@ class AttachListener:
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
         self._strangers: dict[int, asyncio.TimerHandle] = {}  # the same order
         self._watched: dict[int, tuple[ProcessIdentity, int]] = {}  # attachment -> process, its pidfd
+        self._refusals = Seldom(loop.time)
         self._admits = True
 
     def listen(self, daemon_socket: Path, mode: int, group_id: int) -> None:
@@ -202,7 +204,10 @@ class AttachListener:
             raise NotReady(f"no proxy can be watched: {error}") from error
 
     def _identify(self, peer: socket.socket) -> tuple[ProcessIdentity, int | None]:
-        """Who connected, and a pidfd of it. The start time is read while the pidfd proves that the pid is its."""
+        """Who connected, and a pidfd of it. The start time is read while the pidfd proves that the pid is its.
+
+        One that /proc hides (hidepid) is known by its pidfd alone, as one of another PID namespace is.
+        """
         pid, _ = processes.peer_credentials(peer)
         pidfd = processes.peer_pidfd(peer, pid)
         try:
@@ -210,10 +215,11 @@ class AttachListener:
         except OSError as error:
             _close(pidfd)
             raise NotReady(f"cannot read when process {pid} started: {error.strerror}") from error
-        if pid > 0 and (ticks is None or (pidfd is not None and processes.has_ended(pidfd))):
+        ended = ticks is None if pidfd is None else processes.has_ended(pidfd)
+        if pid > 0 and ended:
             _close(pidfd)
             raise InvalidArgument(f"the process {pid} that connected has ended", advice="connect from a living process")
-        return ProcessIdentity(pid, ticks or 0, self._boot_id), pidfd
+        return ProcessIdentity(0 if ticks is None else pid, ticks or 0, self._boot_id), pidfd
 
     def _answer(self, connection: _Connection, session: bytes, protocol: int) -> None:
         reply = AttachReply(
@@ -245,7 +251,8 @@ class AttachListener:
         return proxy.lifeline.detach()  # closed once it is sent, so that only the client has it
 
     def _refuse(self, connection: _Connection, error: KvDepotError) -> None:
-        self._log.warning("attach refused: %s", error)
+        if self._refusals.due(str(error)):
+            self._log.warning("attach refused: %s", error)
         text = str(error).encode()[: limits.REASON_BYTES_MAX // 2].decode("utf-8", "ignore")
         reply = AttachReply(protocol=0, error=text, daemon_version=self._offer.daemon_version)
         with contextlib.suppress(OSError):  # it is closed next, whether or not it hears why

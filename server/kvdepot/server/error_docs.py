@@ -14,7 +14,8 @@ Made from the code by `make docs`. The set is closed: whatever else a call ends 
 
 A refused call ends with the gRPC status below, the message with its numbers as details, and `kvdepot-code`,
 `kvdepot-retry` and `kvdepot-advice-bin` in the trailing metadata (docs/formats/protocol.md). `kvdepotctl` prints
-message and advice, `--json` the code; its exit codes are in docs/kvdepotctl.md. An engine counts each as a miss.
+message and advice on stderr, with `--json` too; its exit codes are in docs/kvdepotctl.md. An engine
+counts each as a miss.
 
 | code | gRPC | what it means | who has to change something | does repeating help | advice |
 |---|---|---|---|---|---|"""

@@ -30,7 +30,7 @@ from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import EngineConfig, Liveness, ProcessIdentity
 from kvdepot.server.file_lock import FileLock
 from kvdepot.server.health import HttpListener, Readiness, readiness
-from kvdepot.server.logs import make_log
+from kvdepot.server.logs import drain, make_log
 from kvdepot.server.lower_tiers import LowerTiers
 from kvdepot.server.memory_room import MIB, is_memory_file_system
 from kvdepot.server.metric_families import METHODS
@@ -97,6 +97,10 @@ class Node:
         self._locks = [_lock(config, "ram.path", config.arena_path, "the arena")]
         for path in config.tables.daemon.sockets:
             self._locks.append(_lock(config, "daemon.listen", path, "the socket"))
+        self._state = StateFile(config.state_path)
+        # One beside the arena is behind the arena's lock. Where nothing can be written `Control.restore` says so.
+        if config.tables.daemon.state and self._state.writable:
+            self._locks.append(_lock(config, "daemon.state", config.state_path, "the state file"))
         self._arena = self._open_arena(kept_arenas)
         notify.keep(ARENA_NAME, self._arena.fd)
         self._quotas = SetQuotas()
@@ -133,7 +137,7 @@ class Node:
             engine=self._engine, offer=offer, streams=streams, loop=self._loop, log=self._log, boot_id=self._boot_id
         )
         self._control = Control(
-            self._engine, StateFile(self._config.state_path), self._config,
+            self._engine, self._state, self._config,
             reread=self._reread, configure=self._configure,
             readiness_changed=self._tell_readiness, quotas=self._quotas, log=self._log,
         )  # fmt: skip
@@ -353,6 +357,7 @@ class Node:
         self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
         self._engine.tick()
         self._checksums.wake()
+        drain(self._log)
         self._notify.alive()
 
     async def _drain(self) -> bool:

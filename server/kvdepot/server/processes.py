@@ -22,10 +22,13 @@ def read_boot_id() -> bytes:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Start time in clock ticks since boot (field 22 of /proc/PID/stat), None when there is no such process."""
+    """Start time in clock ticks since boot (field 22 of /proc/PID/stat).
+
+    None when there is no such process, or /proc hides it from this user (hidepid).
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The second field is the name in parentheses and may hold anything, parentheses too.
     return int(stat.rpartition(b")")[2].split()[19])

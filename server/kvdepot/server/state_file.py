@@ -42,7 +42,7 @@ class OperatorState:
 
 
 class StateFile:
-    """One writer: the daemon that holds the lock of the arena."""
+    """One writer: the daemon that holds the file's lock. What two wrote would undo each other's epoch bumps."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -49,6 +49,10 @@ from kvdepot.core.errors import (
 )
 
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_FORBIDDEN = 1, 2, 3, 4
+EXIT_PIPE = 141
+"""As a shell says of what SIGPIPE ended."""
+_WIDE = 250
+"""Columns of a table that no terminal shows: whole ids, for grep and scripts."""
 
 
 def default_endpoint() -> str:
@@ -81,6 +85,7 @@ class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since 
     "--endpoint", type=EndpointType(), envvar="KVDEPOT_ENDPOINT", default=default_endpoint, show_envvar=True,
     help="The daemon's socket, as unix:///run/kvdepot/kvdepot.sock.",
 )  # fmt: skip
+@click.version_option(package_name="kvdepot", message="kvdepotctl %(version)s")
 @click.option(
     "--timeout", type=click.FloatRange(min=0.01), default=5.0, show_default=True, help="Seconds to wait for an answer."
 )
@@ -99,6 +104,8 @@ for command in (
 
 def main() -> None:
     """The `kvdepotctl` command."""
+    if not sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", str(_WIDE))
     try:
         code = cli.main(standalone_mode=False)
     except click.ClickException as error:
@@ -106,6 +113,8 @@ def main() -> None:
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
+    except SystemExit:  # click's and rich's, with 1: nobody reads what is printed, which says nothing of the daemon
+        sys.exit(EXIT_PIPE)
     except grpc.RpcError as error:
         if "Permission denied" in (error.details() or ""):
             click.echo(

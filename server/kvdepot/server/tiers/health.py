@@ -8,9 +8,9 @@ from enum import StrEnum
 from typing import Final
 
 from kvdepot.server.io.jobs import Answer
+from kvdepot.server.logs import REPEAT_SECONDS, Seldom
 from kvdepot.server.tiers.base import IoOutcome
 
-_REPEAT_SECONDS: Final = 60.0
 RETRY_SECONDS_MAX: Final = 60.0
 """How seldom a tier that goes wrong again and again tries to get out of it."""
 
@@ -30,6 +30,7 @@ def why_failed(answer: Answer) -> str:
 class State(StrEnum):
     OPENING = "opening"
     READY = "ready"
+    DEGRADED = "degraded"  # what is shown of one that is ready, and not all that it is to be
     READ_ONLY = "read-only"
     OFFLINE = "offline"
     CLOSED = "closed"
@@ -49,7 +50,8 @@ class Health:
         self._retry_seconds = probe_seconds
         self._retry_at = 0.0
         self._ready_at = clock()
-        self._said: dict[str, float] = {}
+        self._seldom = Seldom(clock)
+        self._short = ""
         self.state = State.OPENING
         self.reason = ""
 
@@ -60,7 +62,7 @@ class Health:
     def worsen(self, state: State, reason: str) -> None:
         if self.state is State.CLOSED:
             return
-        if self.state is State.READY and self._clock() - self._ready_at > _REPEAT_SECONDS:
+        if self.state is State.READY and self._clock() - self._ready_at > REPEAT_SECONDS:
             self._retry_seconds = self._probe_seconds
         self.state, self.reason = state, reason
         self._retry_at = self._clock() + self._retry_seconds
@@ -77,6 +79,18 @@ class Health:
             self.reason = reason
             self._say(reason, logging.WARNING)
 
+    def short_of(self, reason: str) -> None:
+        """It works, and is not all that it is to be; empty: it is again."""
+        if reason and not self._short:
+            self._say(f"degraded: {reason}", logging.WARNING)
+        elif self._short and not reason:
+            self._log.info("tier %s: no longer degraded: %s", self._name, self._short)
+        self._short = reason
+
+    @property
+    def shown(self) -> State:
+        return State.DEGRADED if self.state is State.READY and self._short else self.state
+
     def ready(self, how: str) -> None:
         self.state, self.reason = State.READY, ""
         self._ready_at = self._clock()
@@ -86,8 +100,5 @@ class Health:
         self.state, self.reason = State.CLOSED, "the daemon is stopping"
 
     def _say(self, what: str, level: int) -> None:
-        now = self._clock()
-        if now - self._said.get(what, -_REPEAT_SECONDS) >= _REPEAT_SECONDS:
-            self._said = {text: at for text, at in self._said.items() if now - at < _REPEAT_SECONDS}
-            self._said[what] = now
+        if self._seldom.due(what):
             self._log.log(level, "tier %s: %s", self._name, what)

@@ -38,9 +38,10 @@ chunk_option = click.option(
 
 
 def namespace_option(*, required: bool) -> Callable[[FC], FC]:
+    default: dict[str, Any] = {} if required else {"default": ""}  # click 8.5 takes a None for a value
     return click.option(
-        "--namespace", metavar="NAMESPACE", type=Name(chunks=False), default=None if required else "",
-        required=required, help="Its id, which may be cut short.",
+        "--namespace", metavar="NAMESPACE", type=Name(chunks=False), required=required,
+        help="Its id, which may be cut short.", **default,
     )  # fmt: skip
 
 

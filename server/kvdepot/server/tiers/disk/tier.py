@@ -104,7 +104,7 @@ class DiskTier:
             WriteBudget(config.write_budget_bytes, wall_clock), wall_clock, self._freed,
             self._unindexed,
         )  # fmt: skip
-        self._growth = Growth(data, space, layout, clock=clock, grown=self._freed)
+        self._growth = Growth(data, space, layout, clock=clock, grown=self._grown)
         self._writing = Writing(medium, self._growth, clock=clock, refused=self._refused)
         self._reading = Reading(medium, refused=self._refused, damaged=self._damaged)
         self._scrubber = Scrubber(
@@ -237,7 +237,7 @@ class DiskTier:
             ready_bytes=self._growth.ready_bytes,
             used_bytes=self.used_bytes,
             objects=self._medium.catalog.count,
-            state=self._health.state,
+            state=self._health.shown,
             reason=self._reason(),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
@@ -379,6 +379,7 @@ class DiskTier:
         self._serves = True
         self._scrubber.recover(facts.scrub_position)
         self._growth.start(medium.layout, facts.segments)
+        self._health.short_of(self._growth.refused)
         for note in facts.notes:
             self._log.warning("tier %s: %s", self.name, note)
         self._data.renew(self._token)
@@ -414,6 +415,10 @@ class DiskTier:
 
     def _freed(self) -> None:
         self._writing.pump()
+
+    def _grown(self) -> None:
+        self._health.short_of(self._growth.refused)
+        self._freed()
 
     def _unindexed(self, handle: int, sequence: int) -> None:
         if self._reopening is not None:
