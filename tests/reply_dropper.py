@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import grpc
 
+from tests.attach_relay import AttachRelay
+
 
 class Loss(Enum):
     CUT = "cut"  # the connection breaks: UNAVAILABLE
@@ -21,17 +23,22 @@ class Loss(Enum):
 
 
 class ReplyDropper(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not subscriptable at run time
-    """Serves gRPC on a socket of its own; the attachment socket beside it is a link to the daemon's."""
+    """Serves gRPC on a socket of its own, and attachments beside it; without `calls` there are no call sockets."""
 
-    def __init__(self, daemon_socket: Path) -> None:
+    def __init__(self, daemon_socket: Path, *, calls: bool = True) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvp", dir="/tmp"))
         self.socket = self.directory / "p.sock"
-        self.directory.joinpath("p.sock.attach").symlink_to(f"{daemon_socket}.attach")
         self._channel = grpc.insecure_channel(f"unix:{daemon_socket}")
         self._drop: dict[str, tuple[Loss, int]] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self.dropped: list[str] = []
+        self.calls: list[str] = []  # methods, over call sockets
+        self._numbers: dict[int, Loss] = {}  # of calls over them whose answer is to be lost
+        self._attachments = AttachRelay(
+            self.directory / "p.sock.attach", f"{daemon_socket}.attach", calls=calls,
+            passes=self._passes, answers=self._answers,
+        )  # fmt: skip
         self._server = grpc.server(ThreadPoolExecutor(16))
         self._server.add_generic_rpc_handlers((self,))
         self._server.add_insecure_port(f"unix:{self.socket}")
@@ -54,6 +61,17 @@ class ReplyDropper(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not sub
             self._drop[method] = (loss, left - 1)
             self.dropped.append(method)
             return loss
+
+    def _passes(self, method: str, number: int) -> bool:
+        self.calls.append(method)
+        loss = self._lost(method)
+        if loss in (Loss.CUT, Loss.SILENCE):
+            self._numbers[number] = loss
+        return loss is not Loss.REQUEST
+
+    def _answers(self, number: int) -> bool | None:
+        loss = self._numbers.pop(number, None)
+        return None if loss is Loss.CUT else loss is None
 
     def service(self, handler_call_details: Any) -> Any:
         path: str = handler_call_details.method
@@ -85,6 +103,7 @@ class ReplyDropper(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not sub
 
     def __exit__(self, *_: object) -> None:
         self._closing.set()
+        self._attachments.close()
         self._server.stop(0.2).wait()
         self._channel.close()
         shutil.rmtree(self.directory, ignore_errors=True)

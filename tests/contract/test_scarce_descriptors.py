@@ -58,6 +58,7 @@ def _attach(path: Path) -> socket.socket:
     return client
 
 
+_NO_CALLS: Any = None  # nobody asks for a call socket
 _NO_STREAMS: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None)
 
 
@@ -72,7 +73,13 @@ def test_i4_without_descriptors_the_listener_waits_instead_of_spinning(
         offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
         log = logging.getLogger("scarce")
         listener = AttachListener(
-            engine=Rig().engine, offer=offer, streams=_NO_STREAMS, loop=loop, log=log, boot_id=read_boot_id()
+            engine=Rig().engine,
+            calls=_NO_CALLS,
+            offer=offer,
+            streams=_NO_STREAMS,
+            loop=loop,
+            log=log,
+            boot_id=read_boot_id(),
         )
         listener.listen(path, 0o600, -1)
         with contextlib.closing(_attach(path)) as client:
@@ -99,7 +106,13 @@ def test_i4_an_attachment_without_a_descriptor_for_it_ends() -> None:
         offer = ArenaOffer(1, 4096, "1", none_left)
         log = logging.getLogger("scarce")
         listener = AttachListener(
-            engine=rig.engine, offer=offer, streams=_NO_STREAMS, loop=loop, log=log, boot_id=read_boot_id()
+            engine=rig.engine,
+            calls=_NO_CALLS,
+            offer=offer,
+            streams=_NO_STREAMS,
+            loop=loop,
+            log=log,
+            boot_id=read_boot_id(),
         )
         listener.listen(path, 0o600, -1)
         with contextlib.closing(_attach(path)) as client:

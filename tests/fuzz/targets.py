@@ -22,6 +22,7 @@ from kvdepot.core.export_file import ExportedObject, ExportHead, ExportReader, E
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, ObjectName, fields_as_found
 from kvdepot.core.planner import GroupSpec
+from kvdepot.proto import call_frames as call_frames_codec
 from kvdepot.proto import codec, codec_data, codec_namespace
 from kvdepot.proto.v1 import data_pb2 as data_pb
 from kvdepot.proto.v1 import depot_pb2 as pb
@@ -236,6 +237,16 @@ _DATA_LAYOUT = ArenaLayout.plan(ArenaLayout.plan(64 << 20, 8, 8).data_offset + 2
 _DATA_ARENA = _data_arena()
 
 
+def call_frames(data: bytes) -> None:
+    """The first byte says which end takes it in."""
+    decode = call_frames_codec.decode_response if data[:1] > b"\x7f" else call_frames_codec.decode_request
+    frames = call_frames_codec.Frames()
+    frames.feed(data[1:])
+    with contextlib.suppress(KvDepotError):
+        for body in frames:
+            decode(body)
+
+
 def worker_job(data: bytes) -> None:
     try:
         unpack_job(data)
@@ -254,7 +265,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         header, lz4, bitshuffle_lz4, journal, snapshot, store, export, configuration, request, attach_datagram,
-        data_request, worker_job, worker_answer,
+        data_request, call_frames, worker_job, worker_answer,
     )
 }  # fmt: skip
 CORPORA = {

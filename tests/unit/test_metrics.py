@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,12 +14,15 @@ from typing import Any
 
 import grpc
 import pytest
+from kvdepot.core.calls import LocateReply
+from kvdepot.core.errors import NoRoom
 from kvdepot.core.report import DaemonStatus, SessionStatus, SwitchesStatus, TierStatus
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server.engine.counters import BUCKETS_SECONDS, Counters
 from kvdepot.server.metric_families import CODES, FAMILIES, METHODS, Family
 from kvdepot.server.metrics import exposition
-from kvdepot.server.rpc.measuring import measure
+from kvdepot.server.rpc.depot_calls import DepotCalls
+from kvdepot.server.rpc.depot_service import DepotService
 from kvdepot.server.summary import summary_line
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -158,43 +163,54 @@ def test_a_histogram_counts_what_took_at_most_each_bound() -> None:
 
 
 class _Context:
-    """What `measure` asks of a call: the number that it was aborted with."""
+    """What a refused call is aborted with."""
 
-    def __init__(self, code: grpc.StatusCode | None) -> None:
-        self._code = code.value[0] if code else 0
-
-    def code(self) -> int:
-        return int(self._code)
+    async def abort(self, status: grpc.StatusCode, *_: object) -> None:
+        raise grpc.aio.AbortError(status)
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "counted"),
+    ("raised", "counted"),
     [
-        (None, None, None),
-        (asyncio.CancelledError(), None, "CANCELLED"),
-        (RuntimeError(), None, "UNKNOWN"),
-        (grpc.aio.AbortError(), grpc.StatusCode.RESOURCE_EXHAUSTED, "RESOURCE_EXHAUSTED"),
+        (None, None),
+        (RuntimeError("a bug"), "INTERNAL"),
+        (NoRoom("none"), "RESOURCE_EXHAUSTED"),
+        (asyncio.CancelledError(), "CANCELLED"),
     ],
 )
-def test_p10_calls_are_counted_by_how_they_end(
-    raised: BaseException | None, code: grpc.StatusCode | None, counted: str | None
-) -> None:
-    async def locate(request: object, context: object) -> str:
-        if raised is not None:
+def test_p10_calls_are_counted_by_how_they_end(raised: BaseException | None, counted: str | None) -> None:
+    def locate(call: object, answer: Callable[[LocateReply], None]) -> float:
+        del call
+        if isinstance(raised, Exception):
             raise raised
-        return "answer"
+        if raised is None:
+            answer(LocateReply(0))
+        return 0.0
 
-    counters, service = Counters(), SimpleNamespace(Locate=locate)
-    measure(service, ["Locate"], counters)
-    call: Any = service.Locate(None, _Context(code))
+    counters, engine = Counters(), SimpleNamespace(locate=locate)
+    calls: Any = DepotCalls(
+        engine, capabilities=print, committed=print, counters=counters, log=logging.getLogger("none"),  # type: ignore[arg-type]
+    )  # fmt: skip
+    service: Any = DepotService(calls)
+    request = pb.LocateRequest(session=bytes(16), namespace=bytes(16))
+
+    async def run() -> None:
+        call = asyncio.create_task(service.Locate(request, _Context()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        if isinstance(raised, asyncio.CancelledError):
+            call.cancel()
+        await call
+
     if raised is None:
-        assert asyncio.run(call) == "answer"
+        asyncio.run(run())
     else:
-        with pytest.raises(type(raised)):
-            asyncio.run(call)
-    assert counters.histograms()["call_seconds.Locate"].cumulative()[-1] == 1
+        with pytest.raises(asyncio.CancelledError if counted == "CANCELLED" else grpc.aio.AbortError):
+            asyncio.run(run())
     assert counters.snapshot() == ({f"failed_calls.{counted}": 1} if counted else {})
     assert counted is None or counted in CODES
+    if counted != "CANCELLED":  # whose caller has gone is not answered yet
+        assert counters.histograms()["call_seconds.Locate"].cumulative()[-1] == 1
 
 
 def test_methods_are_those_of_the_engines_service() -> None:

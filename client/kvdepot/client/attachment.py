@@ -83,11 +83,15 @@ class Attachment:
         map_arena: bool = True,
         transport: Transport = Transport.AUTO,
         on_change: Callable[[], None] | None = None,
+        on_call_socket: Callable[[bytes, socket.socket], None] | None = None,
         client_version: str = "",
         backoff: Backoff | None = None,
         log: logging.Logger | None = None,
     ) -> None:
         """`on_change` is called on the attachment's thread after each attach and each loss.
+
+        `on_call_socket`, of a scheduler, gets the session's token and a call socket, to be closed by it, before the
+        `on_change` of that attach; not where the daemon gives none.
 
         Without `map_arena` this process reaches no extents, whatever the transport.
         """
@@ -97,6 +101,7 @@ class Attachment:
         self._transport = transport
         self._streams = transport is Transport.STREAM and map_arena
         self._on_change = on_change
+        self._on_call_socket = on_call_socket
         self._backoff = backoff or Backoff(BACKOFF_FIRST_SECONDS, BACKOFF_MAX_SECONDS, random.random)
         self._log = log or logging.getLogger(__name__)
         self._state = _State()  # replaced as a whole by the thread, read by anybody
@@ -176,10 +181,9 @@ class Attachment:
 
     def _attach(self) -> socket.socket | None:
         """One attempt. None if it failed; why is in `refusal` or, for a missing daemon, nowhere."""
+        call = replace(self._call, stream=self._streams, calls=self._on_call_socket is not None)
         try:
-            accepted = attach(
-                self._endpoint.attach_path, replace(self._call, stream=self._streams), HANDSHAKE_SECONDS_MAX
-            )
+            accepted = attach(self._endpoint.attach_path, call, HANDSHAKE_SECONDS_MAX)
         except AttachError as error:
             self._refused(str(error) if error.by_daemon else "")
             return None
@@ -187,10 +191,14 @@ class Attachment:
             arena = self._connect_proxy(accepted) if self._streams else self._adopt(accepted)
         except (ArenaFormatError, OSError) as error:
             accepted.connection.close()
+            if accepted.calls is not None:
+                accepted.calls.close()
             self._refused(f"the arena cannot be {'reached by streams' if self._streams else 'mapped'}: {error}")
             self._streams = self._streams or self._transport is Transport.AUTO  # nothing makes a mapping possible later
             return None
         self._backoff.reset()
+        if self._on_call_socket is not None and accepted.calls is not None:
+            self._on_call_socket(accepted.reply.session, accepted.calls)
         self._publish(_State(accepted.reply.session, arena))
         return accepted.connection
 

@@ -26,6 +26,7 @@ from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
 if TYPE_CHECKING:
     import logging
+    import socket
 
     from kvdepot.client.endpoint import Endpoint
     from kvdepot.core.elements import Elements
@@ -73,6 +74,7 @@ class DepotSession:
             EngineProcess(engine_id, scheduler=True, world_size=world_size),
             map_arena=False,
             on_change=self._attachment_changed,
+            on_call_socket=self._call_socket_came,
             client_version=client_version,
             log=log,
         )
@@ -84,6 +86,9 @@ class DepotSession:
 
     def _attachment_changed(self) -> None:
         self._loop.post(self._loop.attachment_changed)
+
+    def _call_socket_came(self, token: bytes, connection: socket.socket) -> None:
+        self._loop.post(self._loop.call_socket_came, token, connection)
 
     def start(self) -> None:
         """Start the threads. Returns at once; `attached` turns True when the daemon was reached."""

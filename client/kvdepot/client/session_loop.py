@@ -1,8 +1,8 @@
 """The session's own thread: owner of everything about the daemon that changes.
 
-All events (calls of the engine, answers of gRPC, changes of the attachment, timers) come
-through one queue and run here, one after the other, so nothing needs a lock. Readers on
-other threads see `LoopState`, plain fields that only this thread writes.
+All events (calls of the engine, answers, changes of the attachment, timers) come through
+one queue, or the call socket, and run here, one after the other, so nothing needs a lock.
+Readers on other threads see `LoopState`, plain fields that only this thread writes.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
-import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +22,11 @@ from kvdepot.client.backoff import Backoff
 from kvdepot.client.breaker import Breaker
 from kvdepot.client.endings import CommitDone, Ended, EndingCall, Endings
 from kvdepot.client.failures import CallFailure, FailureReason
+from kvdepot.client.inbox import Inbox
 from kvdepot.client.leases import LeaseBook
 from kvdepot.client.registrations import Registrations
-from kvdepot.client.transports.control import Answer, ControlChannel, ProbeCall
+from kvdepot.client.transports.call_socket import CallSocket
+from kvdepot.client.transports.control import Answer, Channel, ControlChannel, ProbeCall
 from kvdepot.core.calls import (
     AcquireCall,
     AcquireOutcome,
@@ -42,7 +44,9 @@ from kvdepot.core.calls import (
 from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
 if TYPE_CHECKING:
+    import queue
     import random
+    import socket
 
     from kvdepot.client.attachment import Attachment
     from kvdepot.client.endpoint import Endpoint
@@ -126,12 +130,13 @@ class SessionLoop:
         self._clock = clock
         self._confirm_timeout_seconds = confirm_timeout_seconds
         self._log = log or logging.getLogger(__name__)
-        self._inbox: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._inbox: Inbox[tuple[Callable[..., None], tuple[Any, ...]]] = Inbox()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
         self._token: bytes | None = None
         self._declared = False
-        self._channel: ControlChannel | None = None
+        self._channel: Channel | None = None
+        self._call_socket: tuple[bytes, socket.socket] | None = None  # of an attachment that is not seen yet
         self._leases = LeaseBook()
         self._endings = Endings()
         self._pending: dict[int, _Pending] = {}
@@ -175,16 +180,27 @@ class SessionLoop:
 
     def _turn(self) -> None:
         """Wait for the next event or timer, and run what is due."""
-        due = self._timers[0][0] - self._clock() if self._timers else None
-        try:
-            event, arguments = self._inbox.get(timeout=None if due is None else max(due, 0.0))
-        except queue.Empty:
-            pass
-        else:
-            self._guarded(event, *arguments)
+        due = self._watch_channel()
+        if self._timers:
+            due = min(due, self._timers[0][0])
+        ready = self._inbox.wait(None if due == inf else max(due - self._clock(), 0.0))
+        if isinstance(self._channel, CallSocket):
+            self._guarded(self._channel.work, ready)
+        for _ in range(len(self._inbox)):
+            posted = self._inbox.take()
+            if posted is not None:
+                self._guarded(posted[0], *posted[1])
         while self._timers and self._timers[0][0] <= self._clock():
             self._guarded(heapq.heappop(self._timers)[2])
         self._guarded(self._send_endings)
+
+    def _watch_channel(self) -> float:
+        """Wait for the call socket, too. Returns when one of its calls has waited for long enough."""
+        channel = self._channel
+        if not isinstance(channel, CallSocket):
+            return inf
+        self._inbox.watch(channel.fileno(), writable=channel.unsent)
+        return inf if channel.deadline is None else channel.deadline
 
     def _guarded(self, event: Callable[..., None], *arguments: Any) -> None:
         """One event that goes wrong costs the call it is about, not the session."""
@@ -210,16 +226,17 @@ class SessionLoop:
         self._fail_posted()
         if self._channel is not None:
             self._channel.close()
+        if self._call_socket is not None:
+            self._call_socket[1].close()
 
     def _fail_posted(self) -> None:
         """Any thread, once the loop has ended: fail the calls that came too late for it."""
-        while True:
-            try:
-                event, arguments = self._inbox.get_nowait()
-            except queue.Empty:
-                return
+        while (posted := self._inbox.take()) is not None:
+            event, arguments = posted
             if event == self.submit:
                 self._completions.put((arguments[2], _ended_failure()))
+            elif event == self.call_socket_came:
+                arguments[1].close()
 
     def _close(self, close_at: float) -> None:
         self._close_at = close_at
@@ -239,10 +256,16 @@ class SessionLoop:
 
     # --- attaching ---
 
+    def call_socket_came(self, token: bytes, connection: socket.socket) -> None:
+        """With the attachment of this token, which `attachment_changed` is about next."""
+        if self._call_socket is not None:
+            self._call_socket[1].close()
+        self._call_socket = token, connection
+
     def attachment_changed(self) -> None:
-        """The attachment has a new token, or none."""
+        """The attachment has a new token, or none, or the same with another call socket."""
         token = self._attachment.session
-        if token == self._token and self._channel is not None:
+        if token == self._token and self._channel is not None and self._call_socket is None:
             return
         self._token = token
         self._declared = False
@@ -255,9 +278,22 @@ class SessionLoop:
         # A channel of its own: calls made to the daemon before this one end with its channel.
         if self._channel is not None:
             self._channel.close()
-        self._channel = ControlChannel(self._endpoint)
+        self._channel = self._open_channel(token)
         self._breaker.answered()
         self._declare(token)
+
+    def _open_channel(self, token: bytes) -> Channel:
+        came, self._call_socket = self._call_socket, None
+        if came is not None and came[0] == token:
+            return CallSocket(came[1], self._clock, unwatch=self._inbox.unwatch, broken=self._call_socket_broke)
+        if came is not None:  # of an attachment that is over
+            came[1].close()
+        return ControlChannel(self._endpoint)
+
+    def _call_socket_broke(self) -> None:
+        """With the attachment, which says so next, or by itself: then gRPC has to do until the next one."""
+        self.count("call_sockets_broken")
+        self._channel = ControlChannel(self._endpoint)
 
     def _declare(self, token: bytes) -> None:
         if token == self._token:

@@ -213,11 +213,14 @@ class AttachCall:
     world_size: int  # workers of the engine
     client_version: str = ""
     stream: bool = False  # it cannot map the arena: a proxy is to move its payload
+    calls: bool = False  # it makes the scheduler's calls over a call socket, if it gets one
 
 
 @dataclass(frozen=True, slots=True)
 class AttachReply:
-    """The answer; an accepted one carries the arena's descriptor, or that of the proxy's lifeline (SCM_RIGHTS)."""
+    """The answer; an accepted one carries descriptors (SCM_RIGHTS): the arena's, or that of the proxy's lifeline, and
+    the call socket's.
+    """
 
     protocol: int  # 0: refused
     error: str = ""
@@ -226,6 +229,7 @@ class AttachReply:
     arena_bytes: int = 0
     daemon_version: str = ""
     stream: str = ""  # what the proxy's socket has behind the daemon's; empty: there is no proxy
+    calls: bool = False  # a call socket comes with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def encode_attach_call(call: AttachCall) -> bytes:
         rank=call.rank,
         world_size=call.world_size,
         stream=call.stream,
+        calls=call.calls,
     ).SerializeToString()
 
 
@@ -91,6 +92,8 @@ def decode_attach_call(datagram: bytes) -> AttachCall:
         raise bad("rank", "a process that is neither scheduler nor worker has nothing to attach")
     if message.stream and message.scheduler:
         raise bad("stream", "a scheduler attaches by itself: the proxy stands for the rank alone")
+    if message.calls and not message.scheduler:
+        raise bad("calls", "only a scheduler makes calls")
     return AttachCall(
         protocol_min=message.protocol_min,
         protocol_max=message.protocol_max,
@@ -100,6 +103,7 @@ def decode_attach_call(datagram: bytes) -> AttachCall:
         world_size=message.world_size,
         client_version=message.client_version,
         stream=message.stream,
+        calls=message.calls,
     )
 
 
@@ -112,6 +116,7 @@ def encode_attach_reply(reply: AttachReply) -> bytes:
         arena_bytes=reply.arena_bytes,
         daemon_version=reply.daemon_version,
         stream=reply.stream,
+        calls=reply.calls,
     ).SerializeToString()
 
 
@@ -131,6 +136,7 @@ def decode_attach_reply(datagram: bytes) -> AttachReply:
         arena_bytes=message.arena_bytes,
         daemon_version=message.daemon_version,
         stream=message.stream,
+        calls=message.calls,
     )
 
 

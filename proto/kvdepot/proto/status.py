@@ -2,7 +2,8 @@
 
 A refused call ends with the class's status code, the message as details, and three
 trailing metadata entries: `kvdepot-code`, `kvdepot-retry` and `kvdepot-advice-bin`
-(UTF-8), so that a client raises the same class again with the same advice.
+(UTF-8), so that a client raises the same class again with the same advice. Over a call
+socket a `CallRefusal` says the same.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 
 import grpc
 from kvdepot.core import errors
+from kvdepot.proto.v1 import depot_pb2 as pb
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -89,9 +91,30 @@ def from_status(
     return error
 
 
+def to_refusal(error: errors.KvDepotError) -> pb.CallRefusal:
+    """As `to_status`, for a call socket."""
+    status, message, _ = to_status(error)
+    return pb.CallRefusal(
+        status=status.name,
+        message=_encodable(message),
+        code=error.code,
+        advice=_encodable(error.advice),
+    )
+
+
+def from_refusal(refusal: pb.CallRefusal) -> errors.KvDepotError:
+    """As `from_status`; never raises."""
+    status = grpc.StatusCode.__members__.get(refusal.status, grpc.StatusCode.UNKNOWN)
+    return from_status(status, refusal.message, ((CODE_KEY, refusal.code), (ADVICE_KEY, refusal.advice)))
+
+
 def retry_of(error: errors.KvDepotError) -> errors.Retry:
     """Whether the refused call can succeed when repeated."""
     return error.how_to_retry if isinstance(error, RefusedByDaemon) else error.retry
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
 
 
 def _text(value: str | bytes) -> str:

@@ -1,6 +1,6 @@
 """The attachment socket: who an engine's processes are, the arena's descriptor for them, their death (DESIGN 4).
 
-One SOCK_SEQPACKET connection a process: a datagram in, a datagram with the descriptor out, then
+One SOCK_SEQPACKET connection a process: a datagram in, a datagram with the descriptors out, then
 the open connection is the proof of life. Everything runs on the event loop's thread.
 """
 
@@ -25,6 +25,8 @@ from kvdepot.server.config_schema import ATTACH_SUFFIX
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Liveness, ProcessIdentity
 from kvdepot.server.logs import Seldom
+from kvdepot.server.rpc.call_socket import CallSocket
+from kvdepot.server.rpc.depot_calls import DepotCalls
 from kvdepot.server.streams import StreamProxies, StreamProxy
 
 CONNECTIONS_MAX = 8192
@@ -57,6 +59,7 @@ class AttachListener:
         self,
         *,
         engine: Engine,
+        calls: DepotCalls,
         offer: ArenaOffer,
         streams: StreamProxies,
         loop: asyncio.AbstractEventLoop,
@@ -64,6 +67,7 @@ class AttachListener:
         boot_id: bytes,
     ) -> None:
         self._engine = engine
+        self._calls = calls
         self._offer = offer
         self._streams = streams
         self._loop = loop
@@ -102,8 +106,11 @@ class AttachListener:
                 self._died(info.attachment)
 
     def refuse_new(self) -> None:
-        """From now on attachments are answered "not ready"."""
+        """From now on attachments, and calls over call sockets, are answered "not ready"."""
         self._admits = False
+        for connection in self._connections.values():
+            if connection.calls is not None:
+                connection.calls.refuse_new()
 
     def close(self) -> None:
         """Close everything. Engines see end of file and come back to the next daemon; nothing is freed."""
@@ -188,11 +195,33 @@ class AttachListener:
         self._strangers.pop(connection.fd).cancel()
         if pidfd is not None:
             self._watch(attached.attachment, process, pidfd)
-        self._answer(connection, attached.session, protocol)
+        theirs = self._open_calls(connection) if call.calls else None
+        try:
+            self._answer(connection, attached.session, protocol, theirs)
+        finally:
+            if theirs is not None:
+                theirs.close()
         self._log.info(
             "attached engine=%s pid=%d rank=%d scheduler=%s stream=%s",
             call.engine_id, process.pid, call.rank, call.scheduler, call.stream,
         )  # fmt: skip
+
+    def _open_calls(self, connection: _Connection) -> socket.socket | None:
+        """The process's end of a call socket; None without descriptors: gRPC does.
+
+        What an earlier connection of this process has sent is not begun any more: this one declares what it holds.
+        """
+        for other in self._connections.values():
+            if other.attachment == connection.attachment and other.calls is not None:
+                other.calls.close()
+        calls = CallSocket(self._calls, loop=self._loop, log=self._log)
+        try:
+            theirs = calls.open()
+        except OSError as error:
+            self._log.warning("attach: no call socket: %s", error)
+            return None
+        connection.calls = calls
+        return theirs
 
     def _start_proxy(self, connection: _Connection) -> tuple[ProcessIdentity, int]:
         """The process that will touch extents for the one that connected, and a pidfd of it."""
@@ -221,7 +250,7 @@ class AttachListener:
             raise InvalidArgument(f"the process {pid} that connected has ended", advice="connect from a living process")
         return ProcessIdentity(0 if ticks is None else pid, ticks or 0, self._boot_id), pidfd
 
-    def _answer(self, connection: _Connection, session: bytes, protocol: int) -> None:
+    def _answer(self, connection: _Connection, session: bytes, protocol: int, calls: socket.socket | None) -> None:
         reply = AttachReply(
             protocol=protocol,
             session=session,
@@ -229,11 +258,13 @@ class AttachListener:
             arena_bytes=self._offer.arena_bytes,
             daemon_version=self._offer.daemon_version,
             stream=connection.proxy.name if connection.proxy is not None else "",
+            calls=calls is not None,
         )
         try:
             descriptor = self._descriptor(connection, session)
             try:
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
+                descriptors = [descriptor] if calls is None else [descriptor, calls.fileno()]
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
                 connection.socket.sendmsg([codec.encode_attach_reply(reply)], [rights])
             finally:
                 os.close(descriptor)
@@ -305,6 +336,8 @@ class AttachListener:
         if self._connections.pop(connection.fd, None) is not None:
             self._loop.remove_reader(connection.fd)
         connection.socket.close()
+        if connection.calls is not None:
+            connection.calls.close()
         if connection.proxy is not None:
             connection.proxy.kill()
 
@@ -315,7 +348,8 @@ class _Connection:
         self.fd = peer.fileno()
         self.daemon_socket = daemon_socket  # beside the one that was connected to
         self.attachment: int | None = None
-        self.proxy: StreamProxy | None = None  # ends with the connection
+        self.proxy: StreamProxy | None = None  # ends with the connection ...
+        self.calls: CallSocket | None = None  # ... and so does this
 
 
 def _close(fd: int | None) -> None:

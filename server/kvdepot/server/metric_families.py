@@ -152,7 +152,7 @@ _WASTED = (
     "session",
 )
 METHODS: Final = tuple(method.name for method in pb.DESCRIPTOR.services_by_name["Depot"].methods)
-CODES: Final = tuple(sorted({status.name for status in STATUS.values()} | {"CANCELLED", "INTERNAL", "UNKNOWN"}))
+CODES: Final = tuple(sorted({status.name for status in STATUS.values()} | {"CANCELLED", "INTERNAL"}))
 
 _DAEMON = (
     Family(

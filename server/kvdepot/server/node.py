@@ -33,13 +33,12 @@ from kvdepot.server.health import HttpListener, Readiness, readiness
 from kvdepot.server.logs import drain, make_log
 from kvdepot.server.lower_tiers import LowerTiers
 from kvdepot.server.memory_room import MIB, is_memory_file_system
-from kvdepot.server.metric_families import METHODS
 from kvdepot.server.metrics import exposition
 from kvdepot.server.populate import Growth, Populator
 from kvdepot.server.rpc.control_service import ControlService
+from kvdepot.server.rpc.depot_calls import DepotCalls
 from kvdepot.server.rpc.depot_service import DepotService
 from kvdepot.server.rpc.listener import GrpcListener
-from kvdepot.server.rpc.measuring import measure
 from kvdepot.server.rpc.operator_service import OperatorService
 from kvdepot.server.service_notify import ServiceNotifier
 from kvdepot.server.set_quotas import SetQuotas
@@ -133,9 +132,6 @@ class Node:
             group_id=tables.daemon.group_id, loop=self._loop, log=self._log,
         )  # fmt: skip
         self._streams = streams
-        self._attach = AttachListener(
-            engine=self._engine, offer=offer, streams=streams, loop=self._loop, log=self._log, boot_id=self._boot_id
-        )
         self._control = Control(
             self._engine, self._state, self._config,
             reread=self._reread, configure=self._configure,
@@ -152,12 +148,16 @@ class Node:
             threads=min(os.cpu_count() or 1, _THREADS_MAX),
             report=self._report_growth,
         )
-        depot = DepotService(
-            self._engine, capabilities=self.capabilities, committed=self._checksums.wake, log=self._log
-        )
-        measure(depot, METHODS, counters)
+        calls = DepotCalls(
+            self._engine,
+            capabilities=self.capabilities, committed=self._checksums.wake, counters=counters, log=self._log,
+        )  # fmt: skip
+        self._attach = AttachListener(
+            engine=self._engine, calls=calls, offer=offer, streams=streams,
+            loop=self._loop, log=self._log, boot_id=self._boot_id,
+        )  # fmt: skip
         self._grpc = GrpcListener(
-            depot,
+            DepotService(calls),
             OperatorService(self.status, self._engine.listing, self._engine.records, self._log),
             ControlService(self._control, self._log),
         )

@@ -1,4 +1,4 @@
-"""The attachment socket: one datagram each way, and the arena's descriptor with the answer."""
+"""The attachment socket: one datagram each way, and descriptors with the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _DESCRIPTORS_MAX = 8
-"""Room for more than the one that is due, so that an unexpected one is closed and not lost."""
+"""Room for more than the two that may be due, so that an unexpected one is closed and not lost."""
 
 
 class AttachError(Exception):
@@ -31,15 +31,16 @@ class AttachError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """An accepted attachment. The connection is the liveness; the descriptor is the caller's to close.
+    """An accepted attachment. The connection is the liveness; descriptor and call socket are the caller's to close.
 
-    It is the arena's, or, where the reply names a stream, that of the proxy's lifeline; None where something between
-    the two processes takes descriptors away.
+    The descriptor is the arena's, or, where the reply names a stream, that of the proxy's lifeline. Both are None where
+    something between the two processes takes descriptors away.
     """
 
     connection: socket.socket
     reply: AttachReply
     descriptor: int | None
+    calls: socket.socket | None = None
 
 
 def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
@@ -59,8 +60,9 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         reply = codec.decode_attach_reply(datagram)
         if not reply.protocol:
             raise AttachError(reply.error or "refused without a reason", by_daemon=True)
-        if len(descriptors) > 1:
+        if len(descriptors) > 1 + reply.calls:
             raise AttachError(f"the answer carries {len(descriptors)} descriptors", by_daemon=True)
+        calls = socket.socket(fileno=descriptors.pop()) if len(descriptors) > 1 else None
     except AttachError:
         _close(connection, descriptors)
         raise
@@ -68,7 +70,7 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         _close(connection, descriptors)
         raise AttachError(f"{path}: {error}", by_daemon=isinstance(error, KvDepotError)) from error
     connection.settimeout(None)
-    return Attached(connection, reply, descriptors[0] if descriptors else None)
+    return Attached(connection, reply, descriptors[0] if descriptors else None, calls)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

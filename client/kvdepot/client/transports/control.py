@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 from kvdepot.client.failures import CallFailure, FailureReason
@@ -92,7 +92,7 @@ def _confirmed(_: object) -> Confirmed:
     return Confirmed()
 
 
-_METHODS: dict[type[Any], Method] = {
+METHODS: Final[dict[type[Any], Method]] = {
     calls.LocateCall: ("Locate", codec.encode_locate_call, codec.decode_locate_reply),
     calls.AcquireCall: ("Acquire", codec.encode_acquire_call, codec.decode_acquire_reply),
     calls.ReserveCall: ("Reserve", codec.encode_reserve_call, codec.decode_reserve_reply),
@@ -114,8 +114,23 @@ _METHODS: dict[type[Any], Method] = {
 }
 
 
+class Channel(Protocol):
+    """One connection's worth of calls. Nothing here blocks or raises for the daemon's sake."""
+
+    def start(
+        self, call: ControlCall, timeout_seconds: float, done: Callable[[Answer], None], *, wait_for_ready: bool = False
+    ) -> None:
+        """Start a call; `done` gets the answer, on any thread, at the deadline at the latest.
+
+        `wait_for_ready`: a missing connection is waited for, instead of failing the call.
+        """
+
+    def close(self) -> None:
+        """End the connection; calls in flight fail as unavailable."""
+
+
 class ControlChannel:
-    """One connection's worth of calls. Nothing here blocks or raises for the daemon's sake.
+    """A `Channel` over gRPC: of daemons that have no call sockets, and where none can be had.
 
     One call is always under way: grpc makes a thread for a call that begins beside no other, and waits
     until it runs, which takes an engine without work longer than the call (docs/adr/0041, 8).
@@ -125,7 +140,7 @@ class ControlChannel:
         self._channel = grpc.insecure_channel(endpoint.grpc_target, options=CHANNEL_OPTIONS)
         stub = depot_pb2_grpc.DepotStub(self._channel)  # type: ignore[no-untyped-call]
         self._methods = {
-            kind: (getattr(stub, name), encode, decode) for kind, (name, encode, decode) in _METHODS.items()
+            kind: (getattr(stub, name), encode, decode) for kind, (name, encode, decode) in METHODS.items()
         }
         # Ends with the channel, and when nobody holds it any more.
         self._watch = self._channel.unary_stream(_WATCH, None, None)(_WATCHED, wait_for_ready=True)
@@ -133,15 +148,11 @@ class ControlChannel:
     def start(
         self, call: ControlCall, timeout_seconds: float, done: Callable[[Answer], None], *, wait_for_ready: bool = False
     ) -> None:
-        """Start a call; `done` gets the answer on a gRPC thread, at the deadline at the latest.
-
-        `wait_for_ready`: a missing connection is waited for, instead of failing the call.
-        """
         method, encode, decode = self._methods[type(call)]
         try:
             message = encode(call)
-        except ValueError as error:  # a field does not fit the wire, and will not at the next attempt
-            done(CallFailure(FailureReason.REFUSED, "not_encodable", f"{type(call).__name__}: {error}"))
+        except ValueError as error:
+            done(not_encodable(call, error))
             return
         try:
             future = method.future(message, timeout=timeout_seconds, wait_for_ready=wait_for_ready)
@@ -151,22 +162,34 @@ class ControlChannel:
         future.add_done_callback(lambda ended: done(_answer(ended, decode)))
 
     def close(self) -> None:
-        """End the connection; calls in flight fail as unavailable."""
         self._channel.close()
 
 
 def _answer(future: Any, decode: Callable[[Any], ControlReply]) -> Answer:
     code = future.code()
     if code is grpc.StatusCode.OK:
-        try:
-            return decode(future.result())
-        except KvDepotError as error:
-            return CallFailure(FailureReason.REFUSED, "malformed_reply", str(error))
+        return decoded(future.result(), decode)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CallFailure(FailureReason.DEADLINE, code.name)
-    refusal = status.from_status(code, future.details(), future.trailing_metadata())
+    return refused(status.from_status(code, future.details(), future.trailing_metadata()))
+
+
+def decoded(message: Any, decode: Callable[[Any], ControlReply]) -> Answer:
+    try:
+        return decode(message)
+    except KvDepotError as error:
+        return CallFailure(FailureReason.REFUSED, "malformed_reply", str(error))
+
+
+def refused(refusal: KvDepotError) -> CallFailure:
+    """What a refusal of the daemon's means for the call."""
     retry = status.retry_of(refusal)
     if retry is Retry.AFTER_REATTACH:
         return CallFailure(FailureReason.LOST, refusal.code, str(refusal))
     reason = FailureReason.UNAVAILABLE if retry is Retry.LATER else FailureReason.REFUSED
     return CallFailure(reason, refusal.code, str(refusal))
+
+
+def not_encodable(call: ControlCall, error: Exception) -> CallFailure:
+    """A field does not fit the wire, and will not at the next attempt."""
+    return CallFailure(FailureReason.REFUSED, "not_encodable", f"{type(call).__name__}: {error}")

@@ -18,7 +18,8 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 class AttachRequest(google.protobuf.message.Message):
     """One datagram each way on the attachment socket (SOCK_SEQPACKET). The reply of an accepted
     attachment carries a file descriptor (SCM_RIGHTS): the arena's, or, where `stream` is set, one end
-    of a socket whose other end only the process's proxy has.
+    of a socket whose other end only the process's proxy has. Where `calls` is set a second one
+    follows it: the call socket.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -31,6 +32,7 @@ class AttachRequest(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
     protocol_min: builtins.int
     protocol_max: builtins.int
     client_version: builtins.str
@@ -42,6 +44,8 @@ class AttachRequest(google.protobuf.message.Message):
     """workers of the engine"""
     stream: builtins.bool
     """this process cannot map the arena: a proxy is to move its payload (service Data)"""
+    calls: builtins.bool
+    """a scheduler that makes its calls over a call socket, where the daemon has one for it"""
     def __init__(
         self,
         *,
@@ -53,8 +57,9 @@ class AttachRequest(google.protobuf.message.Message):
         rank: builtins.int = ...,
         world_size: builtins.int = ...,
         stream: builtins.bool = ...,
+        calls: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_version", b"client_version", "engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "scheduler", b"scheduler", "stream", b"stream", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["calls", b"calls", "client_version", b"client_version", "engine_id", b"engine_id", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "rank", b"rank", "scheduler", b"scheduler", "stream", b"stream", "world_size", b"world_size"]) -> None: ...
 
 global___AttachRequest = AttachRequest
 
@@ -69,6 +74,7 @@ class AttachResponse(google.protobuf.message.Message):
     ARENA_BYTES_FIELD_NUMBER: builtins.int
     DAEMON_VERSION_FIELD_NUMBER: builtins.int
     STREAM_FIELD_NUMBER: builtins.int
+    CALLS_FIELD_NUMBER: builtins.int
     protocol: builtins.int
     """0: refused, see error"""
     error: builtins.str
@@ -79,6 +85,8 @@ class AttachResponse(google.protobuf.message.Message):
     daemon_version: builtins.str
     stream: builtins.str
     """the proxy's socket is the daemon's with a dot and this behind it; empty: the arena is mapped"""
+    calls: builtins.bool
+    """a call socket comes with it"""
     def __init__(
         self,
         *,
@@ -89,10 +97,161 @@ class AttachResponse(google.protobuf.message.Message):
         arena_bytes: builtins.int = ...,
         daemon_version: builtins.str = ...,
         stream: builtins.str = ...,
+        calls: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_id", b"arena_id", "daemon_version", b"daemon_version", "error", b"error", "protocol", b"protocol", "session", b"session", "stream", b"stream"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "arena_id", b"arena_id", "calls", b"calls", "daemon_version", b"daemon_version", "error", b"error", "protocol", b"protocol", "session", b"session", "stream", b"stream"]) -> None: ...
 
 global___AttachResponse = AttachResponse
+
+@typing.final
+class CallRequest(google.protobuf.message.Message):
+    """The calls of service Depot as they go over a call socket (docs/formats/protocol.md): a stream of these, each behind
+    its length, a little-endian u32.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    GET_CAPABILITIES_FIELD_NUMBER: builtins.int
+    REGISTER_NAMESPACE_FIELD_NUMBER: builtins.int
+    DECLARE_FIELD_NUMBER: builtins.int
+    LOCATE_FIELD_NUMBER: builtins.int
+    ACQUIRE_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    RESERVE_FIELD_NUMBER: builtins.int
+    COMMIT_FIELD_NUMBER: builtins.int
+    ABANDON_FIELD_NUMBER: builtins.int
+    END_REQUEST_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """drawn by the client; the response has the same"""
+    @property
+    def get_capabilities(self) -> global___GetCapabilitiesRequest: ...
+    @property
+    def register_namespace(self) -> global___RegisterNamespaceRequest: ...
+    @property
+    def declare(self) -> global___DeclareRequest: ...
+    @property
+    def locate(self) -> global___LocateRequest: ...
+    @property
+    def acquire(self) -> global___AcquireRequest: ...
+    @property
+    def release(self) -> global___ReleaseRequest: ...
+    @property
+    def reserve(self) -> global___ReserveRequest: ...
+    @property
+    def commit(self) -> global___CommitRequest: ...
+    @property
+    def abandon(self) -> global___AbandonRequest: ...
+    @property
+    def end_request(self) -> global___EndRequestRequest: ...
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        get_capabilities: global___GetCapabilitiesRequest | None = ...,
+        register_namespace: global___RegisterNamespaceRequest | None = ...,
+        declare: global___DeclareRequest | None = ...,
+        locate: global___LocateRequest | None = ...,
+        acquire: global___AcquireRequest | None = ...,
+        release: global___ReleaseRequest | None = ...,
+        reserve: global___ReserveRequest | None = ...,
+        commit: global___CommitRequest | None = ...,
+        abandon: global___AbandonRequest | None = ...,
+        end_request: global___EndRequestRequest | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["abandon", b"abandon", "acquire", b"acquire", "call", b"call", "commit", b"commit", "declare", b"declare", "end_request", b"end_request", "get_capabilities", b"get_capabilities", "locate", b"locate", "register_namespace", b"register_namespace", "release", b"release", "reserve", b"reserve"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abandon", b"abandon", "acquire", b"acquire", "call", b"call", "commit", b"commit", "declare", b"declare", "end_request", b"end_request", "get_capabilities", b"get_capabilities", "locate", b"locate", "number", b"number", "register_namespace", b"register_namespace", "release", b"release", "reserve", b"reserve"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["get_capabilities", "register_namespace", "declare", "locate", "acquire", "release", "reserve", "commit", "abandon", "end_request"] | None: ...
+
+global___CallRequest = CallRequest
+
+@typing.final
+class CallResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    GET_CAPABILITIES_FIELD_NUMBER: builtins.int
+    REGISTER_NAMESPACE_FIELD_NUMBER: builtins.int
+    DECLARE_FIELD_NUMBER: builtins.int
+    LOCATE_FIELD_NUMBER: builtins.int
+    ACQUIRE_FIELD_NUMBER: builtins.int
+    RELEASE_FIELD_NUMBER: builtins.int
+    RESERVE_FIELD_NUMBER: builtins.int
+    COMMIT_FIELD_NUMBER: builtins.int
+    ABANDON_FIELD_NUMBER: builtins.int
+    END_REQUEST_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    @property
+    def get_capabilities(self) -> global___GetCapabilitiesResponse: ...
+    @property
+    def register_namespace(self) -> global___RegisterNamespaceResponse: ...
+    @property
+    def declare(self) -> global___DeclareResponse: ...
+    @property
+    def locate(self) -> global___LocateResponse: ...
+    @property
+    def acquire(self) -> global___AcquireResponse: ...
+    @property
+    def release(self) -> global___ReleaseResponse: ...
+    @property
+    def reserve(self) -> global___ReserveResponse: ...
+    @property
+    def commit(self) -> global___CommitResponse: ...
+    @property
+    def abandon(self) -> global___AbandonResponse: ...
+    @property
+    def end_request(self) -> global___EndRequestResponse: ...
+    @property
+    def refusal(self) -> global___CallRefusal: ...
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        get_capabilities: global___GetCapabilitiesResponse | None = ...,
+        register_namespace: global___RegisterNamespaceResponse | None = ...,
+        declare: global___DeclareResponse | None = ...,
+        locate: global___LocateResponse | None = ...,
+        acquire: global___AcquireResponse | None = ...,
+        release: global___ReleaseResponse | None = ...,
+        reserve: global___ReserveResponse | None = ...,
+        commit: global___CommitResponse | None = ...,
+        abandon: global___AbandonResponse | None = ...,
+        end_request: global___EndRequestResponse | None = ...,
+        refusal: global___CallRefusal | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["abandon", b"abandon", "acquire", b"acquire", "answer", b"answer", "commit", b"commit", "declare", b"declare", "end_request", b"end_request", "get_capabilities", b"get_capabilities", "locate", b"locate", "refusal", b"refusal", "register_namespace", b"register_namespace", "release", b"release", "reserve", b"reserve"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["abandon", b"abandon", "acquire", b"acquire", "answer", b"answer", "commit", b"commit", "declare", b"declare", "end_request", b"end_request", "get_capabilities", b"get_capabilities", "locate", b"locate", "number", b"number", "refusal", b"refusal", "register_namespace", b"register_namespace", "release", b"release", "reserve", b"reserve"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["answer", b"answer"]) -> typing.Literal["get_capabilities", "register_namespace", "declare", "locate", "acquire", "release", "reserve", "commit", "abandon", "end_request", "refusal"] | None: ...
+
+global___CallResponse = CallResponse
+
+@typing.final
+class CallRefusal(google.protobuf.message.Message):
+    """What gRPC has in a status and its trailing metadata."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    ADVICE_FIELD_NUMBER: builtins.int
+    status: builtins.str
+    """the gRPC status by its name"""
+    message: builtins.str
+    code: builtins.str
+    advice: builtins.str
+    def __init__(
+        self,
+        *,
+        status: builtins.str = ...,
+        message: builtins.str = ...,
+        code: builtins.str = ...,
+        advice: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advice", b"advice", "code", b"code", "message", b"message", "status", b"status"]) -> None: ...
+
+global___CallRefusal = CallRefusal
 
 @typing.final
 class GetCapabilitiesRequest(google.protobuf.message.Message):

@@ -1,0 +1,149 @@
+"""The engines' calls, however they come: adapt, never decide."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvdepot.core import limits
+from kvdepot.core.calls import AcquireReply, Capabilities, LocateReply
+from kvdepot.core.errors import KvDepotError, ProtocolMismatch, StaleEpoch
+from kvdepot.proto import codec, codec_namespace
+from kvdepot.proto.status import to_status
+from kvdepot.proto.v1 import depot_pb2 as pb
+from kvdepot.server.engine.counters import Counters
+from kvdepot.server.engine.engine import Engine
+from kvdepot.server.rpc.answer import domain_error
+
+Done = Callable[[Any], None]
+"""Gets a call's response, or the KvDepotError that refuses it."""
+
+
+class _Call:
+    """One that is not answered yet."""
+
+    def __init__(self, method: str, counters: Counters, done: Done) -> None:
+        self._method = method
+        self._counters = counters
+        self._done: Done | None = done
+        self._began = time.monotonic()
+
+    def end(self, answer: Any) -> None:
+        done, self._done = self._done, None
+        if done is None:  # it went wrong behind its answer
+            return
+        if isinstance(answer, KvDepotError):
+            self._counters.add(f"failed_calls.{to_status(answer)[0].name}")
+        self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
+        done(answer)
+
+
+class DepotCalls:
+    """Service Depot: decode, ask, encode; counted and timed by method and by the status of a refusal.
+
+    `committed` is called after every commit: there is something to sum.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        capabilities: Callable[[], Capabilities],
+        committed: Callable[[], None],
+        counters: Counters,
+        log: logging.Logger,
+    ) -> None:
+        self._engine = engine
+        self._capabilities = capabilities
+        self._committed = committed
+        self._counters = counters
+        self._log = log
+        self._at_once: dict[str, Callable[[Any], Any]] = {
+            "GetCapabilities": self._get_capabilities,
+            "RegisterNamespace": self._register_namespace,
+            "Declare": self._declare,
+            "Release": self._release,
+            "Reserve": self._reserve,
+            "Commit": self._commit,
+            "Abandon": self._abandon,
+            "EndRequest": self._end_request,
+        }
+        self._later: dict[str, Callable[[Any, _Call], None]] = {"Locate": self._locate, "Acquire": self._acquire}
+
+    def start(self, method: str, request: Any, done: Done) -> None:
+        """Make a call. `done` is called once: before this returns, or when what the call waits for is there.
+
+        It may be called from within the engine, and must not raise.
+        """
+        call = _Call(method, self._counters, done)
+        try:
+            if method in self._later:
+                self._later[method](request, call)
+            else:
+                call.end(self._at_once[method](request))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this call's
+            call.end(domain_error(error, self._log))
+
+    def abandoned(self) -> None:
+        """Its caller has gone, or has waited for long enough."""
+        self._counters.add("failed_calls.CANCELLED")
+
+    def _get_capabilities(self, request: pb.GetCapabilitiesRequest) -> pb.GetCapabilitiesResponse:
+        ours = (limits.PROTOCOL_MIN, limits.PROTOCOL_MAX)
+        theirs = (request.protocol_min, request.protocol_max)
+        if max(ours[0], theirs[0]) > min(ours[1], theirs[1]):
+            raise ProtocolMismatch(ours, theirs)
+        return codec.encode_capabilities(self._capabilities())
+
+    def _register_namespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
+        call = codec_namespace.decode_register(request)
+        try:
+            return codec_namespace.encode_registered(*self._engine.register_namespace(*call))
+        except StaleEpoch as stale:
+            if request.follows_bumps:
+                return codec_namespace.encode_stale_epoch(stale.bumps)
+            raise
+
+    def _declare(self, request: pb.DeclareRequest) -> pb.DeclareResponse:
+        return codec.encode_declare_reply(self._engine.declare(codec.decode_declare_call(request)))
+
+    def _locate(self, request: pb.LocateRequest, call: _Call) -> None:
+        """What shared tiers are asked for is waited for, beside other calls. Who gave up waiting asks again."""
+
+        def answered(reply: LocateReply) -> None:
+            call.end(codec.encode_locate_reply(reply))
+
+        seconds = self._engine.locate(codec.decode_locate_call(request), answered)
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, self._engine.answer_locates)
+
+    def _acquire(self, request: pb.AcquireRequest, call: _Call) -> None:
+        """What has to be read first is waited for, beside other calls. Who gave up waiting asks again, or releases."""
+
+        def answered(reply: AcquireReply) -> None:
+            call.end(codec.encode_acquire_reply(reply))
+
+        self._engine.acquire(codec.decode_acquire_call(request), answered)
+
+    def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        self._engine.release(codec.decode_release_call(request))
+        return pb.ReleaseResponse()
+
+    def _reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        return codec.encode_reserve_reply(self._engine.reserve(codec.decode_reserve_call(request)))
+
+    def _commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        reply = self._engine.commit(codec.decode_commit_call(request))
+        self._committed()
+        return codec.encode_commit_reply(reply)
+
+    def _abandon(self, request: pb.AbandonRequest) -> pb.AbandonResponse:
+        self._engine.abandon(codec.decode_abandon_call(request))
+        return pb.AbandonResponse()
+
+    def _end_request(self, request: pb.EndRequestRequest) -> pb.EndRequestResponse:
+        self._engine.end_request(codec.decode_end_request_call(request))
+        return pb.EndRequestResponse()
