@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import random
 import socket
@@ -11,6 +12,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +43,7 @@ from kvdepot.proto.call_frames import (
     encode_response,
 )
 from kvdepot.proto.v1 import depot_pb2 as pb
+from kvdepot.server.attach import AttachListener
 from kvdepot.server.metric_families import METHODS as SERVICE_METHODS
 from kvdepot.server.rpc import call_socket as server_end
 
@@ -220,6 +224,32 @@ def test_i3_i4_a_daemon_that_takes_nothing_costs_a_bounded_amount_and_gets_nothi
     assert len(got) < 64 - len(failed), "what nobody waited for any more was left out, as far as it was not under way"
 
 
+def test_what_nobody_waits_for_any_more_takes_no_room(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a daemon that hangs for long would be one that takes no calls."""
+    monkeypatch.setattr(call_socket, "UNSENT_BYTES_MAX", 1 << 20)
+    large = LocateCall(TOKEN, b"n" * 16, bytes(16) * 4096, 16, "r")
+    for _ in range(50):
+        for _ in range(4):
+            client.start(large, seconds=0.5)
+        client.now += 1.0
+        client.channel.work(ready=False)
+    assert len(client.answers) == 200
+    assert {answer.reason for answer in client.answers} == {FailureReason.DEADLINE}
+
+
+def test_i5_an_answer_that_is_there_is_had_although_sending_fails(client: Client) -> None:
+    """A daemon that has committed and then ended: what it did is known."""
+    client.start(ReleaseCall(TOKEN, (7,)))
+    client.daemon.sendall(encode_response(1, "Release", pb.ReleaseResponse()))
+    client.daemon.close()
+    client.start()
+    client.channel.work(ready=True)
+    client.channel.work(ready=True)
+    assert client.answers[0] == Confirmed()
+    assert [answer.reason for answer in client.answers[1:]] == [FailureReason.UNAVAILABLE]
+    assert client.ended == ["unwatch", "broken"]
+
+
 def test_a_connection_that_ends_fails_what_is_under_way_and_says_so_once(client: Client) -> None:
     client.start()
     client.daemon.close()
@@ -294,6 +324,10 @@ def test_nothing_that_many_threads_put_is_slept_through() -> None:
 # --- the daemon's end ---
 
 
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 class Calls:
     """Answers at once what the test says, or keeps the call."""
 
@@ -314,6 +348,9 @@ class Calls:
             self.keeping.put_nowait(None)
         else:
             done(self.answer)
+
+    def refuse(self, error: KvDepotError, done: Callable[[Any], None]) -> None:
+        done(error)
 
 
 class Daemon:
@@ -478,6 +515,51 @@ def test_i5_what_came_on_a_socket_that_is_closed_is_not_begun() -> None:
         daemon.end.close()
         await asyncio.sleep(0.05)
         assert daemon.calls.begun == ["Locate"]
+
+    asyncio.run(run())
+
+
+def test_i4_an_end_before_it_has_begun_leaves_no_descriptor() -> None:
+    """Where an attachment's answer cannot be sent, as when no descriptor is left: it is tried again and again."""
+
+    async def run() -> None:
+        calls: Any = Calls()
+        gc.disable()
+        try:
+            before = descriptors()
+            for _ in range(50):
+                end = server_end.CallSocket(calls, loop=asyncio.get_running_loop(), log=LOG)
+                end.open().close()
+                end.close()
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
+            assert descriptors() <= before
+        finally:
+            gc.enable()
+
+    asyncio.run(run())
+
+
+def test_a_stop_waits_for_what_was_begun_and_no_longer_than_its_grace() -> None:
+    async def run() -> None:
+        daemon, loop = Daemon(), asyncio.get_running_loop()
+        daemon.calls.answer = None
+        daemon.send(1, 2)
+        await daemon.kept(2)
+        listener: Any = object.__new__(AttachListener)
+        listener._loop, listener._connections = (
+            loop,
+            {1: SimpleNamespace(calls=daemon.end), 2: SimpleNamespace(calls=None)},
+        )
+        began = loop.time()
+        await listener.finish_calls(0.1)
+        assert loop.time() - began >= 0.1, "they are not answered"
+        for kept in daemon.calls.kept:
+            loop.call_later(0.1, kept, pb.LocateResponse())
+        await listener.finish_calls(30.0)
+        assert loop.time() - began < 15
+        assert len(await daemon.answers(2)) == 2
+        daemon.end.close()
 
     asyncio.run(run())
 

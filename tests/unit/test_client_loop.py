@@ -15,6 +15,7 @@ from kvdepot.client import session_loop
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.session_loop import Following, SessionLoop
+from kvdepot.client.transports.call_socket import CALLS_UNSENT
 from kvdepot.client.transports.control import Confirmed, ControlChannel
 from kvdepot.core.calls import (
     AcquireCall,
@@ -66,7 +67,7 @@ class Session:
             ENDPOINT, attachment, self.completions, 1, self._clock, random.Random(1), confirm_timeout_seconds=1.0
         )
         self.loop.start()
-        self.loop.post(self.loop.attachment_changed)
+        self.loop.post(self.loop.attachment_changed, TOKEN, None)
         self.wait(lambda: self.loop.state.attached)
 
     def _clock(self) -> float:
@@ -133,6 +134,147 @@ def test_i3_when_the_thread_ends_nobody_is_left_waiting(session: Session) -> Non
     assert not session.loop.state.attached
     session.submit(locate())
     assert session.answer().code == "closed", "what comes later fails at once"
+
+
+class Sockets:
+    """A loop whose channels are scripted, call sockets and gRPC's. Which were made, and what they were asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, Channel]] = []
+        self.grpc_fails = False
+        self.reconnects = 0
+        self.broken: Callable[[], None] = print
+        found = self
+
+        class Socket(Channel):
+            open = False  # there is no descriptor to wait for
+
+            def __init__(self, connection: Any, *_: Any, broken: Callable[[], None], **__: Any) -> None:
+                super().__init__({})
+                found.broken = broken
+                found.made.append((f"socket {connection.name}", self))
+
+            def work(self, ready: bool) -> None: ...
+
+        monkeypatch.setattr(session_loop, "CallSocket", Socket)
+        monkeypatch.setattr(session_loop, "ControlChannel", self._grpc)
+        attachment: Any = SimpleNamespace(refusal="", renew=lambda _: None, reconnect=self._reconnect)
+        self.loop = SessionLoop(
+            ENDPOINT, attachment, queue.SimpleQueue(), 1, time.monotonic, random.Random(1), confirm_timeout_seconds=1.0
+        )
+        self.loop.start()
+
+    def _reconnect(self) -> None:
+        self.reconnects += 1
+
+    def _grpc(self, _: Any) -> Channel:
+        if self.grpc_fails:
+            raise RuntimeError("can't start new thread")
+        self.made.append(("grpc", Channel({})))
+        return self.made[-1][1]
+
+    def attach(self, token: bytes, name: str) -> None:
+        connection = SimpleNamespace(name=name, close=lambda: None)
+        self.loop.post(self.loop.attachment_changed, token, connection)
+
+    def detach(self) -> None:
+        self.loop.post(self.loop.attachment_changed, None, None)
+
+    def wait(self, what: Callable[[], bool]) -> None:
+        until = time.monotonic() + PATIENCE_SECONDS
+        while not what():
+            assert time.monotonic() < until
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
+    found = Sockets(monkeypatch)
+    yield found
+    found.loop.close(0.1)
+
+
+def test_i6_attachments_that_are_seen_late_are_seen_one_by_one_and_declared_once_each(sockets: Sockets) -> None:
+    """A declaration that overtakes a reservation of the same attachment would give its extents to others."""
+    other = b"u" * 16
+    sockets.loop.post(time.sleep, 0.1)  # busy meanwhile
+    for token, name in ((TOKEN, "a"), (other, "b"), (other, "c")):
+        sockets.attach(token, name)
+        sockets.detach()
+    sockets.attach(other, "d")
+    sockets.wait(lambda: len(sockets.made) == 4)
+    assert [name for name, _ in sockets.made] == [f"socket {name}" for name in "abcd"], "and none over gRPC"
+    sockets.wait(lambda: bool(sockets.made[-1][1].calls))
+    assert [[call.session for call in channel.calls] for _, channel in sockets.made] == [[TOKEN], *[[other]] * 3]
+
+
+def test_i6_an_answer_to_a_former_attachment_s_declaration_declares_nothing(sockets: Sockets) -> None:
+    sockets.attach(TOKEN, "a")
+    sockets.wait(lambda: len(sockets.made) == 1)
+    former = sockets.made[0][1]
+    sockets.attach(TOKEN, "b")
+    sockets.wait(lambda: len(sockets.made) == 2)
+    answered = sockets.loop._declare_answered
+    sockets.loop.post(answered, former, DeclareReply((), 1))
+    sockets.loop.post(answered, former, CallFailure(FailureReason.UNAVAILABLE, "channel_closed"))
+    time.sleep(0.2)
+    assert not sockets.loop.state.attached
+    assert len(sockets.made[1][1].calls) == 1, "nor is it declared again"
+    sockets.loop.post(answered, sockets.made[1][1], DeclareReply((), 1))
+    sockets.wait(lambda: sockets.loop.state.attached)
+
+
+def test_i6_a_call_socket_that_breaks_by_itself_is_replaced_with_the_attachment(sockets: Sockets) -> None:
+    """The daemon may yet begin what was sent over it: nothing goes beside it."""
+    sockets.attach(TOKEN, "a")
+    sockets.wait(lambda: len(sockets.made) == 1)
+    sockets.loop.post(sockets.loop._declare_answered, sockets.made[0][1], DeclareReply((), 1))
+    sockets.wait(lambda: sockets.loop.state.attached)
+    sockets.loop.post(lambda: sockets.broken())
+    sockets.wait(lambda: sockets.reconnects == 1)
+    assert not sockets.loop.state.attached
+    assert [name for name, _ in sockets.made] == ["socket a"]
+    sockets.loop.post(lambda: sockets.broken())
+    sockets.detach()
+    sockets.attach(TOKEN, "b")
+    time.sleep(0.3)
+    assert sockets.reconnects == 1, "where the attachment had ended, too, it comes back by itself"
+
+
+def test_i3_where_no_channel_can_be_made_the_session_goes_on_and_tries_again(sockets: Sockets) -> None:
+    sockets.grpc_fails = True
+    sockets.loop.post(sockets.loop.attachment_changed, TOKEN, None)
+    sockets.wait(lambda: sockets.reconnects == 1)
+    assert not sockets.loop.state.ended
+    sockets.grpc_fails = False
+    sockets.detach()
+    sockets.loop.post(sockets.loop.attachment_changed, TOKEN, None)
+    sockets.wait(lambda: [name for name, _ in sockets.made] == ["grpc"])
+
+
+def test_t4_a_daemon_that_takes_no_calls_does_not_count_as_one_that_answers(session: Session) -> None:
+    def opened() -> bool:
+        return session.loop.state.counters["breaker_opened"] == 1 and not session.loop.state.attached
+
+    def fail(reason: FailureReason, code: str) -> None:
+        session.loop.noted(CallFailure(reason, code))
+
+    for _ in range(session_loop.UNANSWERED_MAX):
+        session.loop.post(fail, FailureReason.DEADLINE, "DEADLINE_EXCEEDED")
+        time.sleep(session_loop.UNANSWERED_SECONDS_MIN / 2 + 0.1)
+    session.wait(opened)
+    session.loop.post(fail, FailureReason.UNAVAILABLE, CALLS_UNSENT)
+    time.sleep(0.1)
+    assert opened()
+    session.loop.post(fail, FailureReason.UNAVAILABLE, "not_ready")
+    session.wait(lambda: session.loop.state.attached)
+
+
+def test_i3_a_deadline_in_the_far_future_ends_no_session(session: Session) -> None:
+    session.loop.post(session.loop.after, 1e9, raises)
+    session.submit(locate())
+    assert session.answer() == LocateReply(16, "ram", 16)
+    assert not session.loop.state.ended
 
 
 def test_i3_a_call_that_cannot_be_encoded_is_refused_and_not_repeated() -> None:

@@ -82,16 +82,13 @@ class Attachment:
         *,
         map_arena: bool = True,
         transport: Transport = Transport.AUTO,
-        on_change: Callable[[], None] | None = None,
-        on_call_socket: Callable[[bytes, socket.socket], None] | None = None,
+        on_change: Callable[[bytes | None, socket.socket | None], None] | None = None,
         client_version: str = "",
         backoff: Backoff | None = None,
         log: logging.Logger | None = None,
     ) -> None:
-        """`on_change` is called on the attachment's thread after each attach and each loss.
-
-        `on_call_socket`, of a scheduler, gets the session's token and a call socket, to be closed by it, before the
-        `on_change` of that attach; not where the daemon gives none.
+        """`on_change` is called on the attachment's thread after each attach and each loss: with the session's token,
+        or None, and of an attach a call socket, to be closed by who is told, if the daemon gave one.
 
         Without `map_arena` this process reaches no extents, whatever the transport.
         """
@@ -101,7 +98,6 @@ class Attachment:
         self._transport = transport
         self._streams = transport is Transport.STREAM and map_arena
         self._on_change = on_change
-        self._on_call_socket = on_call_socket
         self._backoff = backoff or Backoff(BACKOFF_FIRST_SECONDS, BACKOFF_MAX_SECONDS, random.random)
         self._log = log or logging.getLogger(__name__)
         self._state = _State()  # replaced as a whole by the thread, read by anybody
@@ -109,6 +105,7 @@ class Attachment:
         self._closing = False
         self._population: Population | None = None
         self._stale: bytes | None = None
+        self._again = False
         self._thread = threading.Thread(target=self._run, name="kvdepot-attachment", daemon=True)
 
     def start(self) -> None:
@@ -136,6 +133,11 @@ class Attachment:
     def renew(self, session: bytes) -> None:
         """The daemon does not know `session` any more: attach again, unless that has happened already."""
         self._stale = session
+        self._signal()
+
+    def reconnect(self) -> None:
+        """Attach again, whatever the session."""
+        self._again = True
         self._signal()
 
     def close(self) -> None:
@@ -181,7 +183,8 @@ class Attachment:
 
     def _attach(self) -> socket.socket | None:
         """One attempt. None if it failed; why is in `refusal` or, for a missing daemon, nowhere."""
-        call = replace(self._call, stream=self._streams, calls=self._on_call_socket is not None)
+        self._again = False
+        call = replace(self._call, stream=self._streams, calls=self._call.scheduler and self._on_change is not None)
         try:
             accepted = attach(self._endpoint.attach_path, call, HANDSHAKE_SECONDS_MAX)
         except AttachError as error:
@@ -197,9 +200,7 @@ class Attachment:
             self._streams = self._streams or self._transport is Transport.AUTO  # nothing makes a mapping possible later
             return None
         self._backoff.reset()
-        if self._on_call_socket is not None and accepted.calls is not None:
-            self._on_call_socket(accepted.reply.session, accepted.calls)
-        self._publish(_State(accepted.reply.session, arena))
+        self._publish(_State(accepted.reply.session, arena), accepted.calls)
         return accepted.connection
 
     def _refused(self, reason: str) -> None:
@@ -285,7 +286,7 @@ class Attachment:
         poller.register(self._wake, select.POLLIN)
         if stream is not None:
             poller.register(stream.lifeline, select.POLLHUP)
-        while not self._closing and self._stale != self._state.session and not (stream is not None and stream.ended):
+        while not (self._closing or self._again or self._stale == self._state.session or (stream and stream.ended)):
             ready = dict(poller.poll(self._populate()))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -310,7 +311,9 @@ class Attachment:
         if waiting.poll(seconds * 1000):
             os.eventfd_read(self._wake)
 
-    def _publish(self, state: _State) -> None:
+    def _publish(self, state: _State, calls: socket.socket | None = None) -> None:
         self._state = state
         if self._on_change is not None and not self._closing:
-            self._on_change()
+            self._on_change(state.session, calls)
+        elif calls is not None:
+            calls.close()

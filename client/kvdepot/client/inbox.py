@@ -58,8 +58,8 @@ class Inbox(Generic[Item]):
             self._poller.unregister(self._watched)
             self._watched = _NONE
 
-    def wait(self, timeout_seconds: float | None) -> bool:
-        """Until something was put, or the watched descriptor is ready: True. None: however long that takes."""
+    def wait(self, timeout_seconds: float) -> bool:
+        """Until something was put, or the watched descriptor is ready: True."""
         self._asleep = True
         try:
             found = self._poller.poll(0 if len(self) else timeout_seconds)

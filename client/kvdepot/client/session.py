@@ -74,7 +74,6 @@ class DepotSession:
             EngineProcess(engine_id, scheduler=True, world_size=world_size),
             map_arena=False,
             on_change=self._attachment_changed,
-            on_call_socket=self._call_socket_came,
             client_version=client_version,
             log=log,
         )
@@ -84,11 +83,8 @@ class DepotSession:
         self._leases_asked = 0
         self._closed = False
 
-    def _attachment_changed(self) -> None:
-        self._loop.post(self._loop.attachment_changed)
-
-    def _call_socket_came(self, token: bytes, connection: socket.socket) -> None:
-        self._loop.post(self._loop.call_socket_came, token, connection)
+    def _attachment_changed(self, token: bytes | None, connection: socket.socket | None) -> None:
+        self._loop.post(self._loop.attachment_changed, token, connection)
 
     def start(self) -> None:
         """Start the threads. Returns at once; `attached` turns True when the daemon was reached."""

@@ -25,7 +25,7 @@ from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.inbox import Inbox
 from kvdepot.client.leases import LeaseBook
 from kvdepot.client.registrations import Registrations
-from kvdepot.client.transports.call_socket import CallSocket
+from kvdepot.client.transports.call_socket import CALLS_UNSENT, CallSocket
 from kvdepot.client.transports.control import Answer, Channel, ControlChannel, ProbeCall
 from kvdepot.core.calls import (
     AcquireCall,
@@ -66,6 +66,8 @@ REPEAT_SECONDS_MIN = 0.005
 UNANSWERED_MAX = 3
 UNANSWERED_SECONDS_MIN = 1.0
 PROBE_SECONDS = 0.5
+SLEEP_SECONDS_MAX = 3600.0
+"""Longer ones are more than epoll takes."""
 
 
 @dataclass(slots=True)
@@ -136,7 +138,6 @@ class SessionLoop:
         self._token: bytes | None = None
         self._declared = False
         self._channel: Channel | None = None
-        self._call_socket: tuple[bytes, socket.socket] | None = None  # of an attachment that is not seen yet
         self._leases = LeaseBook()
         self._endings = Endings()
         self._pending: dict[int, _Pending] = {}
@@ -183,7 +184,7 @@ class SessionLoop:
         due = self._watch_channel()
         if self._timers:
             due = min(due, self._timers[0][0])
-        ready = self._inbox.wait(None if due == inf else max(due - self._clock(), 0.0))
+        ready = self._inbox.wait(min(max(due - self._clock(), 0.0), SLEEP_SECONDS_MAX))
         if isinstance(self._channel, CallSocket):
             self._guarded(self._channel.work, ready)
         for _ in range(len(self._inbox)):
@@ -197,9 +198,13 @@ class SessionLoop:
     def _watch_channel(self) -> float:
         """Wait for the call socket, too. Returns when one of its calls has waited for long enough."""
         channel = self._channel
-        if not isinstance(channel, CallSocket):
+        if not isinstance(channel, CallSocket) or not channel.open:
             return inf
-        self._inbox.watch(channel.fileno(), writable=channel.unsent)
+        try:
+            self._inbox.watch(channel.fileno(), writable=channel.unsent)
+        except OSError:  # the kernel has no memory for it
+            channel.end()
+            return inf
         return inf if channel.deadline is None else channel.deadline
 
     def _guarded(self, event: Callable[..., None], *arguments: Any) -> None:
@@ -226,8 +231,6 @@ class SessionLoop:
         self._fail_posted()
         if self._channel is not None:
             self._channel.close()
-        if self._call_socket is not None:
-            self._call_socket[1].close()
 
     def _fail_posted(self) -> None:
         """Any thread, once the loop has ended: fail the calls that came too late for it."""
@@ -235,7 +238,7 @@ class SessionLoop:
             event, arguments = posted
             if event == self.submit:
                 self._completions.put((arguments[2], _ended_failure()))
-            elif event == self.call_socket_came:
+            elif event == self.attachment_changed and arguments[1] is not None:
                 arguments[1].close()
 
     def _close(self, close_at: float) -> None:
@@ -256,16 +259,9 @@ class SessionLoop:
 
     # --- attaching ---
 
-    def call_socket_came(self, token: bytes, connection: socket.socket) -> None:
-        """With the attachment of this token, which `attachment_changed` is about next."""
-        if self._call_socket is not None:
-            self._call_socket[1].close()
-        self._call_socket = token, connection
-
-    def attachment_changed(self) -> None:
-        """The attachment has a new token, or none, or the same with another call socket."""
-        token = self._attachment.session
-        if token == self._token and self._channel is not None and self._call_socket is None:
+    def attachment_changed(self, token: bytes | None, connection: socket.socket | None) -> None:
+        """An attach: its token, and a call socket, which is taken over; or a loss: None. Each, in order."""
+        if token is None and self._token is None:
             return
         self._token = token
         self._declared = False
@@ -276,41 +272,58 @@ class SessionLoop:
             return
         self.count("attached")
         # A channel of its own: calls made to the daemon before this one end with its channel.
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = self._open_channel(token)
+        former, self._channel = self._channel, None
+        if former is not None:
+            former.close()
+        self._channel = self._open_channel(connection)
         self._breaker.answered()
-        self._declare(token)
+        self._declare()
 
-    def _open_channel(self, token: bytes) -> Channel:
-        came, self._call_socket = self._call_socket, None
-        if came is not None and came[0] == token:
-            return CallSocket(came[1], self._clock, unwatch=self._inbox.unwatch, broken=self._call_socket_broke)
-        if came is not None:  # of an attachment that is over
-            came[1].close()
-        return ControlChannel(self._endpoint)
+    def _open_channel(self, connection: socket.socket | None) -> Channel:
+        if connection is not None:
+            return CallSocket(connection, self._clock, unwatch=self._inbox.unwatch, broken=self._call_socket_broke)
+        try:
+            return ControlChannel(self._endpoint)
+        except Exception:  # no thread for it, perhaps
+            self.after(self._retry.next_seconds(), lambda: self._reconnect(None))
+            raise
 
     def _call_socket_broke(self) -> None:
-        """With the attachment, which says so next, or by itself: then gRPC has to do until the next one."""
+        """With the attachment, which says so next, or by itself: what was sent is ended by attaching anew."""
         self.count("call_sockets_broken")
-        self._channel = ControlChannel(self._endpoint)
+        self._declared = False
+        self._publish()
+        broken = self._channel
+        self.after(self._retry.next_seconds(), lambda: self._reconnect(broken))
 
-    def _declare(self, token: bytes) -> None:
-        if token == self._token:
-            self.call(DeclareCall(token, self._leases.ids()), lambda answer: self._declare_answered(token, answer))
+    def _reconnect(self, broken: Channel | None) -> None:
+        if self._channel is broken and self._token is not None:
+            self._attachment.reconnect()
 
-    def _declare_answered(self, token: bytes, answer: Answer) -> None:
-        if token != self._token:
+    def _declare(self) -> None:
+        """Of each channel the first call, which everything else waits for."""
+        channel = self._channel
+        if channel is not None and self._token is not None:
+            self.call(
+                DeclareCall(self._token, self._leases.ids()), lambda answer: self._declare_answered(channel, answer)
+            )
+
+    def _declare_answered(self, channel: Channel, answer: Answer) -> None:
+        if self._token is None or channel is not self._channel:
             return
         if isinstance(answer, DeclareReply):
             # Lost leases stay in the book: their owner still ends them, and the daemon answers that they are lost.
             self.count("leases_lost", len(answer.lost))
             self._declared = True
-            self._registrations.attached(token, answer.ranks_attached)
+            self._registrations.attached(self._token, answer.ranks_attached)
             self._publish()
             return
         self.noted(answer)
-        self.after(self._retry.next_seconds(), lambda: self._declare(token))
+        self.after(self._retry.next_seconds(), lambda: self._declare_again(channel))
+
+    def _declare_again(self, channel: Channel) -> None:
+        if channel is self._channel:
+            self._declare()
 
     def call(self, call: Any, done: Callable[[Answer], None]) -> None:
         """A call of the loop's own; `done` runs on this thread."""
@@ -332,7 +345,9 @@ class SessionLoop:
             self._attachment.renew(self._token)
         elif answer.code == "unknown_namespace":
             self._registrations.again()
-        if answer.reason is not FailureReason.DEADLINE:
+        if answer.code == CALLS_UNSENT:
+            pass
+        elif answer.reason is not FailureReason.DEADLINE:
             self._breaker.answered()
         elif not waits and self._breaker.unanswered():
             self._log.warning("kvdepot: the daemon at %s does not answer", self._endpoint)

@@ -37,6 +37,7 @@ ACCEPT_PAUSE_SECONDS = 0.5
 """Without descriptors left: the listener stays readable, and asking it in a loop would starve everything else."""
 _ACCEPTS_PER_EVENT = 64
 _BACKLOG = 256
+_FINISH_STEP_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,14 @@ class AttachListener:
         for connection in self._connections.values():
             if connection.calls is not None:
                 connection.calls.refuse_new()
+
+    async def finish_calls(self, grace_seconds: float) -> None:
+        """Let what was begun over call sockets be answered, for so long at most."""
+        until = self._loop.time() + grace_seconds
+        while not all(one.calls is None or one.calls.idle for one in self._connections.values()):
+            if self._loop.time() > until:
+                return
+            await asyncio.sleep(_FINISH_STEP_SECONDS)
 
     def close(self) -> None:
         """Close everything. Engines see end of file and come back to the next daemon; nothing is freed."""

@@ -201,7 +201,7 @@ class Node:
         self._notify("STOPPING=1")
         self._attach.refuse_new()
         await self._grpc.set_serving(False)
-        await self._grpc.stop(GRACE_SECONDS)
+        await asyncio.gather(self._grpc.stop(GRACE_SECONDS), self._attach.finish_calls(GRACE_SECONDS))
         await self._control.close(GRACE_SECONDS)
         drained, closed, _ = await asyncio.gather(self._drain(), self._close_tiers(), self._close_tracing())
         if self._tick_handle is not None:

@@ -62,7 +62,7 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
             raise AttachError(reply.error or "refused without a reason", by_daemon=True)
         if len(descriptors) > 1 + reply.calls:
             raise AttachError(f"the answer carries {len(descriptors)} descriptors", by_daemon=True)
-        calls = socket.socket(fileno=descriptors.pop()) if len(descriptors) > 1 else None
+        calls = socket.socket(fileno=descriptors[1]) if len(descriptors) > 1 else None
     except AttachError:
         _close(connection, descriptors)
         raise

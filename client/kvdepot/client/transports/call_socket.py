@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 UNSENT_BYTES_MAX: Final = 8 << 20
 """Of calls that the daemon does not take: with more, a call fails at once."""
+CALLS_UNSENT: Final = "calls_unsent"
+"""The code of such a failure: it says nothing of a daemon that answers."""
 _RECEIVE_BYTES: Final = 1 << 18
+_ENDED: Final = CallFailure(FailureReason.UNAVAILABLE, "channel_closed", "the call socket has ended")
 
 
 @dataclass(slots=True)
@@ -52,6 +56,7 @@ class CallSocket:
         self._unsent: deque[tuple[int, memoryview]] = deque()
         self._unsent_bytes = 0
         self._begun = False  # a part of the first unsent frame has gone
+        self._sends = True  # it has not failed to
         self._open = True
 
     def start(
@@ -59,8 +64,8 @@ class CallSocket:
     ) -> None:
         del wait_for_ready  # it is connected, or over
         method, encode, decode = METHODS[type(call)]
-        if not self._open:
-            done(CallFailure(FailureReason.UNAVAILABLE, "channel_closed", "the call socket has ended"))
+        if not self._open or not self._sends:
+            done(_ENDED)
             return
         self._number += 1
         try:
@@ -69,7 +74,7 @@ class CallSocket:
             done(not_encodable(call, error))
             return
         if self._unsent_bytes + len(frame) > UNSENT_BYTES_MAX:
-            done(CallFailure(FailureReason.UNAVAILABLE, "calls_unsent", "the daemon takes no calls"))
+            done(CallFailure(FailureReason.UNAVAILABLE, CALLS_UNSENT, "the daemon takes no calls"))
             return
         self._in_flight[self._number] = _InFlight(method, decode, done, self._clock() + timeout_seconds)
         self._unsent.append((self._number, memoryview(frame)))
@@ -78,6 +83,10 @@ class CallSocket:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def open(self) -> bool:
+        return self._open
 
     @property
     def unsent(self) -> bool:
@@ -92,30 +101,30 @@ class CallSocket:
     def work(self, ready: bool) -> None:
         """`ready`: the socket is."""
         if ready:
-            self._send()
             self._receive()
+            self._send()
         self._expire()
 
     def _send(self) -> None:
-        """As much as the socket takes. What nobody waits for any more is left out."""
+        """As much as the socket takes. Where it fails, answers that are there are still to be had, up to the end."""
         while self._unsent:
             number, frame = self._unsent[0]
-            if self._begun or number in self._in_flight:
-                try:
-                    sent = self._socket.send(frame)
-                except BlockingIOError:
-                    return
-                except OSError:
-                    self._end()
-                    return
-                self._unsent_bytes -= sent
-                self._begun = sent < len(frame)
-                if self._begun:
-                    self._unsent[0] = number, frame[sent:]
-                    continue
+            try:
+                sent = self._socket.send(frame)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._sends = False
+                self._unsent.clear()
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_WR)
+                return
+            self._unsent_bytes -= sent
+            self._begun = sent < len(frame)
+            if self._begun:
+                self._unsent[0] = number, frame[sent:]
             else:
-                self._unsent_bytes -= len(frame)
-            self._unsent.popleft()
+                self._unsent.popleft()
 
     def _receive(self) -> None:
         """Take what is there: answers, or the end."""
@@ -128,14 +137,14 @@ class CallSocket:
         except OSError:  # reset
             data = b""
         if not data:
-            self._end()
+            self.end()
             return
         self._frames.feed(data)
         try:
             for body in self._frames:
                 self._answered(*decode_response(body))
         except KvDepotError:  # what is no frame leaves no place to go on at
-            self._end()
+            self.end()
 
     def _answered(self, number: int, method: str, answer: Any) -> None:
         call = self._in_flight.pop(number, None)
@@ -149,10 +158,18 @@ class CallSocket:
             call.done(decoded(answer, call.decode))
 
     def _expire(self) -> None:
-        """Fail the calls whose deadline has come."""
+        """Fail the calls whose deadline has come. What of them has not been sent never is."""
         now = self._clock()
-        for number in [number for number, call in self._in_flight.items() if call.deadline <= now]:
-            self._in_flight.pop(number).done(CallFailure(FailureReason.DEADLINE, "DEADLINE_EXCEEDED"))
+        expired = [number for number, call in self._in_flight.items() if call.deadline <= now]
+        if not expired:
+            return
+        calls = [self._in_flight.pop(number) for number in expired]
+        kept = deque(
+            item for at, item in enumerate(self._unsent) if item[0] in self._in_flight or (self._begun and not at)
+        )
+        self._unsent, self._unsent_bytes = kept, sum(len(frame) for _, frame in kept)
+        for call in calls:
+            call.done(CallFailure(FailureReason.DEADLINE, "DEADLINE_EXCEEDED"))
 
     def close(self) -> None:
         if not self._open:
@@ -161,11 +178,11 @@ class CallSocket:
         self._unsent.clear()
         self._unwatch()
         self._socket.close()
-        failure = CallFailure(FailureReason.UNAVAILABLE, "channel_closed", "the call socket has ended")
         while self._in_flight:
-            self._in_flight.popitem()[1].done(failure)
+            self._in_flight.popitem()[1].done(_ENDED)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """It is of no use any more: as `close`, and `broken` is told."""
         if self._open:
             self.close()
             self._broken()

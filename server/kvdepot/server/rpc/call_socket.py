@@ -32,25 +32,26 @@ class CallSocket(asyncio.Protocol):
         self._loop = loop
         self._log = log
         self._frames = Frames()
+        self._ours: socket.socket | None = None
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task[Any] | None = None
+        self._next: asyncio.Handle | None = None  # a turn that is due
         self._waiting = 0
         self._full = False
         self._refusing = False
 
     def open(self) -> socket.socket:
         """The client's end, the caller's to close. Raises OSError where no descriptors are left."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        self._connecting = self._loop.create_task(self._connect(ours))
+        self._ours, theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self._connecting = self._loop.create_task(self._loop.connect_accepted_socket(lambda: self, self._ours))
         return theirs
 
-    async def _connect(self, ours: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(lambda: self, ours)
-        except BaseException:
-            ours.close()
-            raise
+    @property
+    def idle(self) -> bool:
+        """Every call that was begun is answered, and the client has the answers, as far as it is there."""
+        sent = self._transport is None or not self._transport.get_write_buffer_size()
+        return sent and not self._waiting
 
     def refuse_new(self) -> None:
         """From now on calls are answered "not ready"; those under way go on."""
@@ -58,11 +59,12 @@ class CallSocket(asyncio.Protocol):
 
     def close(self) -> None:
         """What came and was not begun never is, what is not answered never is. Safe to call twice."""
-        if self._connecting is not None:
-            self._connecting.cancel()
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
+        elif self._connecting is not None and self._ours is not None:
+            self._connecting.cancel()  # before its first step, perhaps: then nobody else closes it
+            self._ours.close()
 
     # --- asyncio.Protocol ---
 
@@ -91,20 +93,23 @@ class CallSocket(asyncio.Protocol):
 
     def _begin_some(self) -> None:
         """Begin what has come, a turn's worth of it, and read on when nothing is left."""
+        if self._next is not None:
+            self._next.cancel()
+            self._next = None
         if self._transport is None or self._full:
             return
         until, more = self._loop.time() + _TURN_SECONDS, False
         try:
             for body in self._frames:
                 self._begin(body)
-                if more := self._loop.time() >= until:
+                if more := self._full or self._loop.time() >= until:
                     break
         except KvDepotError as error:  # what is no frame leaves no place to go on at
             self._log.warning("an engine's call socket is closed: %s", error)
             self.close()
         self._read_on(on=not more and not self._full)
         if more:
-            self._loop.call_soon(self._begin_some)
+            self._next = self._loop.call_soon(self._begin_some)
 
     def _begin(self, body: bytes) -> None:
         """Raises InvalidArgument."""
@@ -112,11 +117,12 @@ class CallSocket(asyncio.Protocol):
         answered = partial(self._answered, number, method)
         self._waiting += 1
         if not method:
-            answered(InvalidArgument("this daemon does not know the call", advice="upgrade it"))
+            self._calls.refuse(InvalidArgument("this daemon does not know the call", advice="upgrade it"), answered)
         elif self._refusing:
-            answered(NotReady("the daemon is stopping"))
+            self._calls.refuse(NotReady("the daemon is stopping"), answered)
         elif self._waiting > _WAITING_MAX:
-            answered(NoRoom(f"{_WAITING_MAX} calls are under way", advice="wait for their answers"))
+            busy = NoRoom(f"{_WAITING_MAX} calls are under way", advice="wait for their answers")
+            self._calls.refuse(busy, answered)
         else:
             self._calls.start(method, message, answered)
 

@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvdepot.core import limits
-from kvdepot.core.calls import AcquireReply, Capabilities, LocateReply
+from kvdepot.core.calls import Capabilities
 from kvdepot.core.errors import KvDepotError, ProtocolMismatch, StaleEpoch
 from kvdepot.proto import codec, codec_namespace
 from kvdepot.proto.status import to_status
@@ -25,20 +26,33 @@ Done = Callable[[Any], None]
 class _Call:
     """One that is not answered yet."""
 
-    def __init__(self, method: str, counters: Counters, done: Done) -> None:
+    def __init__(self, method: str, counters: Counters, log: logging.Logger, done: Done) -> None:
         self._method = method
+        self._log = log
         self._counters = counters
         self._done: Done | None = done
         self._began = time.monotonic()
+
+    def end_with(self, encode: Callable[[Any], Any], reply: object) -> None:
+        """From within the engine: what goes wrong here is this call's alone."""
+        try:
+            answer = encode(reply)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            answer = domain_error(error, self._log)
+        self.end(answer)
 
     def end(self, answer: Any) -> None:
         done, self._done = self._done, None
         if done is None:  # it went wrong behind its answer
             return
         if isinstance(answer, KvDepotError):
-            self._counters.add(f"failed_calls.{to_status(answer)[0].name}")
+            _count_failed(self._counters, answer)
         self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
         done(answer)
+
+
+def _count_failed(counters: Counters, error: KvDepotError) -> None:
+    counters.add(f"failed_calls.{to_status(error)[0].name}")
 
 
 class DepotCalls:
@@ -78,7 +92,7 @@ class DepotCalls:
 
         It may be called from within the engine, and must not raise.
         """
-        call = _Call(method, self._counters, done)
+        call = _Call(method, self._counters, self._log, done)
         try:
             if method in self._later:
                 self._later[method](request, call)
@@ -86,6 +100,11 @@ class DepotCalls:
                 call.end(self._at_once[method](request))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this call's
             call.end(domain_error(error, self._log))
+
+    def refuse(self, error: KvDepotError, done: Done) -> None:
+        """A call that is not made."""
+        _count_failed(self._counters, error)
+        done(error)
 
     def abandoned(self) -> None:
         """Its caller has gone, or has waited for long enough."""
@@ -112,21 +131,14 @@ class DepotCalls:
 
     def _locate(self, request: pb.LocateRequest, call: _Call) -> None:
         """What shared tiers are asked for is waited for, beside other calls. Who gave up waiting asks again."""
-
-        def answered(reply: LocateReply) -> None:
-            call.end(codec.encode_locate_reply(reply))
-
+        answered = partial(call.end_with, codec.encode_locate_reply)
         seconds = self._engine.locate(codec.decode_locate_call(request), answered)
         if seconds:
             asyncio.get_running_loop().call_later(seconds, self._engine.answer_locates)
 
     def _acquire(self, request: pb.AcquireRequest, call: _Call) -> None:
         """What has to be read first is waited for, beside other calls. Who gave up waiting asks again, or releases."""
-
-        def answered(reply: AcquireReply) -> None:
-            call.end(codec.encode_acquire_reply(reply))
-
-        self._engine.acquire(codec.decode_acquire_call(request), answered)
+        self._engine.acquire(codec.decode_acquire_call(request), partial(call.end_with, codec.encode_acquire_reply))
 
     def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         self._engine.release(codec.decode_release_call(request))
