@@ -4,7 +4,7 @@ One thread copies. An object is a block of 1 MiB in each of 4 layers (a hybrid e
 over 1 GiB of KV tensors on either side; gets choose from 2.25 GiB of the arena. Keys are always
 fresh, the arena is full and evicts all the time, every byte that was got is compared. The baseline
 is memcpy of 4 MiB between the same tensors and a tmpfs mapping made like the arena's, in
-alternating rounds.
+alternating rounds, on the same thread, when the checksum worker has read what was put.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class Plain:
         return self.depot.copies.run(run)
 
 
-def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report, *, aims: bool) -> None:
+def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report, status: Status, *, aims: bool) -> None:
     objects = ROUND_BYTES // OBJECT_BYTES // (1 if batch > 1 else 4)
     while sum(len(chain.keys) for chain in depot.chains) * OBJECT_BYTES < WORKING_SET_BYTES - batch * OBJECT_BYTES:
         depot.put(batch, objects)
@@ -300,10 +300,12 @@ def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report,
             ("put", depot.put, Direction.STORE, "memcpy_in"),
             ("get", depot.get, Direction.LOAD, "memcpy_out"),
         ):
+            status.wait_summed()
             before = plain.copy(objects, direction)
             busy = depot.copies.busy_seconds
             seconds = run(batch, objects)
             shares[name].append((depot.copies.busy_seconds - busy) / seconds)
+            status.wait_summed()
             after = plain.copy(objects, direction)
             ratios[name].append((before + after) / 2 / seconds)
             speeds[name].append(size / seconds)
@@ -353,7 +355,7 @@ def run(options: argparse.Namespace, config: Path, seed: int, report: Report) ->
                 filled += 256 * OBJECT_BYTES
             for batch in options.batches:
                 depot.chains.clear()
-                measure(depot, plain, batch, options.rounds, report, aims=options.transport is Transport.SHM)
+                measure(depot, plain, batch, options.rounds, report, status, aims=options.transport is Transport.SHM)
             final = status()
             report.note(
                 "arena",
