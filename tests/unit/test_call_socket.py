@@ -519,7 +519,8 @@ def test_i5_what_came_on_a_socket_that_is_closed_is_not_begun() -> None:
     asyncio.run(run())
 
 
-def test_i4_an_end_before_it_has_begun_leaves_no_descriptor() -> None:
+@pytest.mark.parametrize("turns", range(5))
+def test_i4_an_end_while_it_begins_leaves_no_descriptor(turns: int) -> None:
     """Where an attachment's answer cannot be sent, as when no descriptor is left: it is tried again and again."""
 
     async def run() -> None:
@@ -529,9 +530,16 @@ def test_i4_an_end_before_it_has_begun_leaves_no_descriptor() -> None:
             before = descriptors()
             for _ in range(50):
                 end = server_end.CallSocket(calls, loop=asyncio.get_running_loop(), log=LOG)
-                end.open().close()
+                client = end.open()
+                client.settimeout(5)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
                 end.close()
-                await asyncio.sleep(0)
+                end.close()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert client.recv(1) == b"", "closed"
+                client.close()
             await asyncio.sleep(0.05)
             assert descriptors() <= before
         finally:

@@ -32,7 +32,8 @@ class CallSocket(asyncio.Protocol):
         self._loop = loop
         self._log = log
         self._frames = Frames()
-        self._ours: socket.socket | None = None
+        self._ours: socket.socket | None = None  # until there is a transport, which closes it
+        self._closed = False
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task[Any] | None = None
         self._next: asyncio.Handle | None = None  # a turn that is due
@@ -44,8 +45,13 @@ class CallSocket(asyncio.Protocol):
         """The client's end, the caller's to close. Raises OSError where no descriptors are left."""
         self._ours, theirs = socket.socketpair()
         self._ours.setblocking(False)
-        self._connecting = self._loop.create_task(self._loop.connect_accepted_socket(lambda: self, self._ours))
+        self._connecting = self._loop.create_task(self._connect())
         return theirs
+
+    async def _connect(self) -> None:
+        ours, self._ours = self._ours, None
+        assert ours is not None
+        await self._loop.connect_accepted_socket(lambda: self, ours)
 
     @property
     def idle(self) -> bool:
@@ -59,17 +65,22 @@ class CallSocket(asyncio.Protocol):
 
     def close(self) -> None:
         """What came and was not begun never is, what is not answered never is. Safe to call twice."""
+        self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._ours is not None:  # before the first step of that
+            self._ours.close()
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
-        elif self._connecting is not None and self._ours is not None:
-            self._connecting.cancel()  # before its first step, perhaps: then nobody else closes it
-            self._ours.close()
 
     # --- asyncio.Protocol ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        if self._closed:
+            transport.abort()
+            return
         transport.set_write_buffer_limits(high=_UNSENT_BYTES_MAX)
         self._transport = transport
 
