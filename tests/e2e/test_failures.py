@@ -54,7 +54,8 @@ def hits_everywhere(fleet: Fleet, engine: Engine, known: Known) -> None:
     vllm, daemon = engine.totals(), fleet.daemon.served()
     check(engine.generate(prompts, OUTPUT_TOKENS), cold)
     external = engine.totals().since(vllm).external_tokens
-    assert external == fleet.daemon.served().since(daemon).tokens == sum((len(ids) - 1) // 256 * 256 for ids in prompts)
+    everything = sum((len(ids) - 1) // 256 * 256 for ids in prompts)
+    assert external == fleet.daemon.served().since(daemon).tokens == everything, fleet.told(REQUESTS)
     fleet.daemon.settle()
 
 
