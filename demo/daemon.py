@@ -117,7 +117,12 @@ class Daemon:
         return decode_status(operator.GetStatus(pb.GetStatusRequest(), timeout=timeout_seconds))
 
     def served(self) -> Served:
-        counters = self.status().counters
+        """Up to now. Waits for what ends the loads of requests that are over: a hit is counted then."""
+
+        def over(status: DaemonStatus) -> bool:
+            return not any(session.leases for session in status.sessions)
+
+        counters = self.wait(over, SETTLE_TIMEOUT_SECONDS, "done with all loads").counters
         return Served(int(counters.get("hit_tokens", 0)), int(counters.get("granted_read_bytes", 0)))
 
     def wait(self, condition: Callable[[DaemonStatus], bool], timeout_seconds: float, what: str) -> DaemonStatus:

@@ -105,6 +105,7 @@ def test_i5_what_the_engine_does_not_take_at_once_is_given_back_and_loaded_later
     finish(engine, request_id, 6 * BLOCK)
     assert len(acquires(engine)) == 2
     assert engine.side.counters["leases_forgone"] == 1
+    assert engine.depot.engine.status().counters["hit_tokens"] == 6 * BLOCK
 
 
 def test_c5_a_lease_for_other_local_tokens_is_given_back(make: Make) -> None:
@@ -120,6 +121,7 @@ def test_c5_a_lease_for_other_local_tokens_is_given_back(make: Make) -> None:
     finish(engine, request_id, 6 * BLOCK)
     assert [call.kinds.count(Kind.ATTENTION) for call in acquires(engine)] == [6, 4]
     assert not engine.side.counters["loads_ahead"]
+    assert engine.depot.engine.status().counters["hit_tokens"] == 4 * BLOCK
 
 
 def test_a1_nothing_is_leased_ahead_where_the_engine_has_kept_attention(make: Make) -> None:

@@ -186,10 +186,10 @@ class Fleet:
         answer = engine.ask(ids, max_tokens, params)
         return Loaded(answer, self.daemon.served().since(before))
 
-    def told(self, requests: int = TRIES) -> str:
-        """What the daemon remembers of its latest requests: for the message of a test that expected a hit."""
+    def told(self, requests: int = TRIES, name: str = "") -> str:
+        """What the daemon remembers of its latest requests whose names begin so: for a test that expected a hit."""
         with connect(Endpoint.parse(self.daemon.endpoint), TOLD_TIMEOUT_SECONDS) as operator:
-            return "\n".join(line for record in operator.explain("")[:requests] for line in record_lines(record))
+            return "\n".join(line for record in operator.explain(name)[:requests] for line in record_lines(record))
 
     def namespace_told(self) -> str:
         """Of the latest request: as many digits of its namespace's id as operators are shown."""

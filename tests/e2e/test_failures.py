@@ -52,10 +52,12 @@ def hits_everywhere(fleet: Fleet, engine: Engine, known: Known) -> None:
     fleet.forget(engine)
     engine.pause(NEGATIVE_SECONDS)  # a load that failed is offered to nobody for so long
     vllm, daemon = engine.totals(), fleet.daemon.served()
-    check(engine.generate(prompts, OUTPUT_TOKENS), cold)
+    names = [f"known-{number}" for number in range(len(prompts))]
+    check(engine.finish(engine.begin(prompts, OUTPUT_TOKENS, names=names)), cold)
     external = engine.totals().since(vllm).external_tokens
     everything = sum((len(ids) - 1) // 256 * 256 for ids in prompts)
-    assert external == fleet.daemon.served().since(daemon).tokens == everything, fleet.told(REQUESTS)
+    served = fleet.daemon.served().since(daemon).tokens
+    assert external == served == everything, "\n".join(fleet.told(1, f"{name}-") for name in names)
     fleet.daemon.settle()
 
 

@@ -187,7 +187,7 @@ class DirectSession:
 
     def forgo(self, lease_id: int) -> None:
         self._forgone.add(lease_id)
-        self.release([lease_id])
+        self.release([lease_id], used=False)
 
     def _serve(self, call: Any) -> Any:
         engine = self.depot.engine
@@ -203,7 +203,7 @@ class DirectSession:
 
     def _end_lease(self, call: Any) -> None:
         if isinstance(call, AcquireCall):
-            self.release([call.lease_id])
+            self.release([call.lease_id], used=False)
         elif isinstance(call, ReserveCall):
             self.abandon(call.lease_id)
 
@@ -213,8 +213,9 @@ class DirectSession:
         for done, reply, following in waiting:
             self._answer(done, reply, following)
 
-    def release(self, lease_ids: Sequence[int]) -> None:
-        self.depot.engine.release(ReleaseCall(self._token, tuple(lease_ids)))
+    def release(self, lease_ids: Sequence[int], *, used: bool = True) -> None:
+        unused = () if used else tuple(lease_ids)
+        self.depot.engine.release(ReleaseCall(self._token, tuple(lease_ids), unused))
 
     def commit(self, lease_id: int, indices: Sequence[int], done: Callable[[bytes], None] | None = None) -> None:
         call = CommitCall(self._token, (_item(lease_id, indices),))

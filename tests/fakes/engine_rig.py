@@ -269,8 +269,8 @@ class Client:
         self.rig.engine.acquire(call, answers.append)
         return answers
 
-    def release(self, *leases: int) -> None:
-        self.rig.engine.release(ReleaseCall(self.session, leases))
+    def release(self, *leases: int, unused: tuple[int, ...] = ()) -> None:
+        self.rig.engine.release(ReleaseCall(self.session, leases, unused))
 
     def locate(
         self, keys: Sequence[bytes], high_tokens: int = 1 << 30, request: str = "", budget_seconds: float = 0.0,

@@ -21,12 +21,12 @@ def kinds(endings: Endings) -> list[type]:
 
 def test_i5_a_call_stays_queued_until_it_is_confirmed() -> None:
     endings = Endings()
-    endings.release([1, 2])
+    endings.release([1, 2], used=True)
     assert endings.next_calls(TOKEN) == [ReleaseCall(TOKEN, (1, 2))]
-    endings.release([3])
+    endings.release([3], used=False)
     assert endings.next_calls(TOKEN) == [], "one in flight at a time"
     endings.unconfirmed(ReleaseCall)
-    assert endings.next_calls(b"u" * 16) == [ReleaseCall(b"u" * 16, (1, 2, 3))]
+    assert endings.next_calls(b"u" * 16) == [ReleaseCall(b"u" * 16, (1, 2, 3), unused=(3,))]
     assert endings.confirmed(ReleaseCall).leases == (1, 2, 3)
     assert len(endings) == 0
     assert endings.next_calls(TOKEN) == []
@@ -100,7 +100,7 @@ def test_one_item_that_the_daemon_refuses_does_not_take_the_others_with_it() -> 
 
 def test_i4_calls_are_bounded_and_everything_goes_in_the_end() -> None:
     endings = Endings()
-    endings.release(range(1, 2 * LEASES_PER_CALL + 2))
+    endings.release(range(1, 2 * LEASES_PER_CALL + 2), used=True)
     for lease in range(1, 5):
         endings.commit(lease, tuple(range(INDICES_PER_CALL - 1)), None)
     released, committed = 0, []
@@ -167,7 +167,7 @@ class Daemon:
     def ask(self, kind: str, number: int, count: int) -> None:
         self.asked.append((kind, number))
         if kind == "release":
-            self.endings.release([number])
+            self.endings.release([number], used=True)
         elif kind == "commit":
             self.endings.commit(number, tuple(range(count)), None)
         elif kind == "abandon":

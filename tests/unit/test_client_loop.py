@@ -120,7 +120,8 @@ def test_i3_a_call_whose_event_fails_is_answered(session: Session) -> None:
     answer = session.answer()
     assert isinstance(answer, CallFailure)
     assert answer.reason is FailureReason.UNAVAILABLE
-    session.wait(lambda: ReleaseCall(TOKEN, (7,)) in session.channel.calls)  # the daemon may have made the lease
+    # The daemon may have made the lease.
+    session.wait(lambda: ReleaseCall(TOKEN, (7,), unused=(7,)) in session.channel.calls)
 
 
 def test_i3_when_the_thread_ends_nobody_is_left_waiting(session: Session) -> None:
@@ -331,7 +332,7 @@ def test_what_follows_a_lookup_is_asked_for_when_it_is_answered(session: Session
     session.channel.answers[ReleaseCall] = Confirmed()
     session.loop.post(session.loop.forgo, 7)
     session.wait(lambda: session.loop.state.leases_ended == 1)
-    assert ReleaseCall(TOKEN, (7,)) in session.channel.calls
+    assert ReleaseCall(TOKEN, (7,), unused=(7,)) in session.channel.calls
 
 
 def test_nothing_follows_a_lookup_whose_answer_is_not_worth_it_or_where_leases_are_out(session: Session) -> None:
@@ -380,4 +381,4 @@ def test_i5_a_following_call_whose_answer_is_lost_is_given_back(session: Session
     assert session.answer() == LocateReply(16, "ram", 16)
     assert isinstance(session.answer(), CallFailure)
     session.wait(lambda: session.loop.state.leases_ended == session.loop.state.leases_asked == 1)
-    assert ReleaseCall(TOKEN, (7,)) in session.channel.calls
+    assert ReleaseCall(TOKEN, (7,), unused=(7,)) in session.channel.calls

@@ -95,7 +95,7 @@ _ROUND_TRIPS: list[tuple[str, st.SearchStrategy[Any]]] = [
     ("locate_reply", st.builds(calls.LocateReply, _U64, _TEXT, _U64, _SECONDS, _TEXT)),
     ("acquire_call", _ACQUIRE),
     ("acquire_reply", st.builds(calls.AcquireReply, st.sampled_from(calls.AcquireOutcome), _EXTENTS, _U64)),
-    ("release_call", st.builds(calls.ReleaseCall, _TOKEN, _LEASES)),
+    ("release_call", st.builds(calls.ReleaseCall, _TOKEN, _LEASES, _LEASES)),
     ("reserve_call", _RESERVE),
     ("reserve_reply", _RESERVE_REPLY),
     ("commit_call", st.builds(calls.CommitCall, _TOKEN, _ITEMS)),

@@ -47,6 +47,28 @@ def test_acquire_is_idempotent_and_a_release_ends_it_for_good() -> None:
     audit(rig.engine)
 
 
+def test_p10_a_hit_is_counted_once_its_load_is_over_and_has_brought_something() -> None:
+    rig = Rig()
+    client, other = rig.attach("one", 10), rig.attach("other", 11)
+    keys = path("p", 3)
+    client.store(keys)
+    brought, unused, left = (client.acquire(keys, request=f"r{number}")[0] for number in range(3))
+    other.acquire(keys)
+    assert not rig.engine.status().counters.get("hit_tokens")
+    client.release(brought, unused, unused=(unused,))
+    client.release(brought, unused)  # repeated, as by an engine that has not heard the answer
+    assert rig.engine.status().counters["hit_tokens"] == 3 * CHUNK
+    assert [rig.engine.records.explain(f"r{number}")[0].loads[0].outcome for number in range(3)] == [
+        "granted", "unused", "granted"
+    ]  # fmt: skip
+    rig.engine.process_dead(other.attachment)
+    assert [session.leases for session in rig.engine.status().sessions] == [1]
+    client.release(left, unused=(brought,))
+    assert rig.engine.status().counters["hit_tokens"] == 6 * CHUNK
+    assert rig.engine.status().counters["acquired_objects"] == 4 * 3
+    audit(rig.engine)
+
+
 def test_a_release_before_its_acquire_refuses_it() -> None:
     client = Rig().attach()
     client.store(path("p", 1))
@@ -113,7 +135,8 @@ def test_p10_hits_are_counted_in_tokens_and_bytes() -> None:
     client = rig.attach(spec=HYBRID)
     keys = path("p", 2)
     client.store(keys, (Kind.ATTENTION, Kind.STATE))
-    client.acquire([*keys, keys[1]], [Kind.ATTENTION, Kind.ATTENTION, Kind.STATE])
+    lease, _ = client.acquire([*keys, keys[1]], [Kind.ATTENTION, Kind.ATTENTION, Kind.STATE])
+    client.release(lease)
     assert rig.counter("hit_tokens") == 2 * CHUNK
     assert rig.counter("granted_read_bytes") == 2 * 8192 + 5000
     assert rig.counter("acquires.granted") == 1

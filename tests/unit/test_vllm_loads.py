@@ -35,7 +35,8 @@ class SlowSession:
     def submit(self, call: Any, timeout_seconds: float, done: Callable[[Any], None]) -> None:
         self.answers.append(done)
 
-    def release(self, lease_ids: list[int]) -> None:
+    def release(self, lease_ids: list[int], *, used: bool) -> None:
+        assert not used
         self.released += lease_ids
 
 

@@ -59,7 +59,7 @@ class Endings:
     """Queues of Release, Commit, Abandon and EndRequest."""
 
     def __init__(self) -> None:
-        self._releases: deque[int] = deque()
+        self._releases: deque[tuple[int, bool]] = deque()  # lease, used
         self._commits: deque[_Item] = deque()
         self._abandons: deque[_Item] = deque()
         self._requests: deque[tuple[str, int, RequestEnd]] = deque(maxlen=REQUESTS_QUEUED_MAX)
@@ -68,8 +68,8 @@ class Endings:
         self._in_flight: dict[type[EndingCall], int] = {}  # kind -> how many of the queue's head are under way
         self._single: set[type[EndingCall]] = set()  # kinds whose last call was refused: one item a call, to find it
 
-    def release(self, lease_ids: Iterable[int]) -> None:
-        self._releases.extend(lease_ids)
+    def release(self, lease_ids: Iterable[int], *, used: bool) -> None:
+        self._releases.extend((lease_id, used) for lease_id in lease_ids)
 
     def commit(self, lease_id: int, indices: tuple[int, ...], done: CommitDone | None) -> None:
         self._commits.append(_Item(lease_id, indices, done))
@@ -89,9 +89,10 @@ class Endings:
         """The calls to send now: at most one of each kind, none of a kind that has one in flight."""
         calls: list[EndingCall] = []
         if self._releases and ReleaseCall not in self._in_flight:
-            leases = tuple(islice(self._releases, 1 if ReleaseCall in self._single else LEASES_PER_CALL))
+            leases = list(islice(self._releases, 1 if ReleaseCall in self._single else LEASES_PER_CALL))
             self._in_flight[ReleaseCall] = len(leases)
-            calls.append(ReleaseCall(session, leases))
+            unused = tuple(lease_id for lease_id, used in leases if not used)
+            calls.append(ReleaseCall(session, tuple(lease_id for lease_id, _ in leases), unused))
         if self._commits and CommitCall not in self._in_flight:
             calls.append(CommitCall(session, self._take(CommitCall, self._commits)))
         if self._abandons and AbandonCall not in self._in_flight:
@@ -133,7 +134,7 @@ class Endings:
     def _ended(self, kind: type[EndingCall], reply: CommitReply | None) -> Ended:
         count = self._in_flight.pop(kind)
         if kind is ReleaseCall:
-            return Ended(leases=tuple(self._releases.popleft() for _ in range(count)))
+            return Ended(leases=tuple(self._releases.popleft()[0] for _ in range(count)))
         if kind is EndRequestCall:
             self._requests.popleft()
             return Ended()

@@ -153,9 +153,12 @@ class DepotSession:
     def _fail(self, done: Done, code: str, message: str) -> None:
         self._completions.put((done, CallFailure(FailureReason.UNAVAILABLE, code, message)))
 
-    def release(self, lease_ids: Sequence[int]) -> None:
-        """Every rank is done with these reader leases. Repeated until the daemon confirms."""
-        self._loop.post(self._loop.release, tuple(lease_ids))
+    def release(self, lease_ids: Sequence[int], *, used: bool = True) -> None:
+        """Every rank is done with these reader leases. Repeated until the daemon confirms.
+
+        `used`: whether they brought the engine something; else the daemon does not count them as hits.
+        """
+        self._loop.post(self._loop.release, tuple(lease_ids), used)
 
     def forgo(self, lease_id: int) -> None:
         """The Acquire that was to follow a lookup is of no use any more: it is not made, or its lease is released."""

@@ -460,7 +460,7 @@ class SessionLoop:
             if pending.following is not None and pending.following.lease_id == lease_id:
                 pending.following = None
         if lease_id in self._leases:
-            self._endings.release((lease_id,))
+            self._endings.release((lease_id,), used=False)
 
     def _fail(self, number: int, failure: CallFailure) -> None:
         """Fail a call whose lease the daemon may or may not have made: end it by its id."""
@@ -470,7 +470,7 @@ class SessionLoop:
 
     def _give_back(self, call: Call) -> None:
         if isinstance(call, AcquireCall):
-            self._endings.release((call.lease_id,))
+            self._endings.release((call.lease_id,), used=False)
         elif isinstance(call, ReserveCall):
             self._endings.abandon(call.lease_id, ())
 
@@ -502,8 +502,8 @@ class SessionLoop:
 
     # --- ends ---
 
-    def release(self, lease_ids: tuple[int, ...]) -> None:
-        self._endings.release(lease_ids)
+    def release(self, lease_ids: tuple[int, ...], used: bool) -> None:
+        self._endings.release(lease_ids, used=used)
 
     def commit(self, lease_id: int, indices: tuple[int, ...], done: CommitDone | None) -> None:
         self._endings.commit(lease_id, indices, done)

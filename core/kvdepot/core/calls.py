@@ -118,6 +118,7 @@ class ReleaseCall:
 
     session: bytes
     lease_ids: tuple[int, ...]
+    unused: tuple[int, ...] = ()  # those of them that no engine has got anything from: they were no hits
 
 
 @dataclass(frozen=True, slots=True)

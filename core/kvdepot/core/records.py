@@ -14,13 +14,15 @@ LOADS_PER_RECORD_MAX: Final = 4
 RECORDS_PER_ANSWER_MAX: Final = 16
 """Of requests whose ids begin alike."""
 DIFFERENCES_MAX: Final = 8
+UNUSED: Final = "unused"
+"""Outcome of a load that was granted, and given back without having brought anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
     """One Acquire, and its answer."""
 
-    outcome: str  # an `AcquireOutcome`, lower case; "waiting" until there is one
+    outcome: str  # an `AcquireOutcome`, lower case, or UNUSED; "waiting" until there is one
     objects: int
     asked_seconds_ago: float
     seconds: float = 0.0  # until the answer

@@ -278,11 +278,15 @@ def decode_acquire_reply(message: pb.AcquireResponse) -> AcquireReply:
 
 
 def encode_release_call(call: ReleaseCall) -> pb.ReleaseRequest:
-    return pb.ReleaseRequest(session=call.session, lease_ids=call.lease_ids)
+    return pb.ReleaseRequest(session=call.session, lease_ids=call.lease_ids, unused=call.unused)
 
 
 def decode_release_call(message: pb.ReleaseRequest) -> ReleaseCall:
-    return ReleaseCall(_session(message.session), _leases(message.lease_ids, limits.LEASES_PER_CALL_MAX))
+    return ReleaseCall(
+        _session(message.session),
+        _leases(message.lease_ids, limits.LEASES_PER_CALL_MAX),
+        _leases(message.unused, limits.LEASES_PER_CALL_MAX, "unused"),
+    )
 
 
 # --- reserve ---

@@ -246,7 +246,7 @@ _LOADS = (
     _counter("acquires", "Loads asked for, by the answer.", "outcome", _names(AcquireOutcome)),
     _counter("refused_loads", "Of these: refused by an operator's word.", "reason",
              ("loads_off", "draining", "epoch_bumped")),
-    _counter("hit_tokens", "Tokens of the chunks that granted loads cover: what engines need not compute."),
+    _counter("hit_tokens", "Tokens of the chunks that loads have brought to engines: what these need not compute."),
     _counter("acquired_objects", "Objects lent for loads."),
     _counter("granted_read_bytes", "Bytes lent for loads."),
     _counter("promoted_objects", "Objects read from tiers below RAM into it."),

@@ -443,7 +443,7 @@ class Loads:
         self._end(load)
         meta.failed_loads.append(load.request_id)
         if load.lease_id:
-            self._session.release([load.lease_id])
+            self._session.release([load.lease_id], used=False)
 
     def _end(self, load: Load) -> None:
         del self._active[load.request_id]
@@ -508,7 +508,7 @@ class Loads:
             return
         del self._ops[op_id]
         self._end(load)
-        self._session.release([load.lease_id])
+        self._session.release([load.lease_id], used=not load.ranks_failed)
         if load.ranks_failed:
             self._count_failure(load, "copy" if load.epoch == self._namespaces.epoch_number else "epoch")
             return

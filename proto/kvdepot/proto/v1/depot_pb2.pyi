@@ -679,16 +679,22 @@ class ReleaseRequest(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     LEASE_IDS_FIELD_NUMBER: builtins.int
+    UNUSED_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def unused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """those of them that no engine has got anything from: they were no hits"""
+
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        unused: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "session", b"session", "unused", b"unused"]) -> None: ...
 
 global___ReleaseRequest = ReleaseRequest
 

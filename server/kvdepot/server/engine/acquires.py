@@ -76,7 +76,8 @@ class PendingAcquires:
             answer(self._no_room(asked, sources))
             return
         entries[missing] = self._pin(asked, missing)
-        lease = ReadLease(asked.session, asked.call.lease_id, entries, hash(asked.call), None, deadline)
+        call = asked.call
+        lease = ReadLease(asked.session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
         lease.state = LeaseState.PENDING
         lease.pending = PendingAcquire(asked, answer)
         asked.session.leases[lease.id] = lease

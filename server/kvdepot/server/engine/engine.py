@@ -347,9 +347,8 @@ class Engine:
         elif call.lease_id in session.ended_leases or not session.complete:
             ended(AcquireReply(AcquireOutcome.REFUSED))
         else:
-            recorded = self.records.loading(session.engine_id, call.request_id, namespace, len(call.kinds), ended)
-            refusal = self.switches.refusal(Switch.LOADS, namespace.id)
-            if refusal is not None:
+            recorded = self.records.loading(session.engine_id, namespace, call, ended)
+            if (refusal := self.switches.refusal(Switch.LOADS, namespace.id)) is not None:
                 self.counters.add(f"refused_loads.{refusal}")
                 recorded(AcquireReply(AcquireOutcome.REFUSED, reason=REFUSALS[refusal]))
                 return
@@ -361,10 +360,13 @@ class Engine:
     def release(self, call: ReleaseCall) -> None:
         session = self._sessions.of(call.session)
         check_limit("leases of one call", len(call.lease_ids), limits.LEASES_PER_CALL_MAX)
+        unused = frozenset(call.unused)
         for lease_id in call.lease_ids:
             lease = session.leases.get(lease_id)
             if isinstance(lease, ReadLease):
-                self._loads.release(lease)
+                if lease_id in unused:
+                    self.records.given_back(session.engine_id, lease.request_id, lease_id)
+                self._loads.release(lease, used=lease_id not in unused)
             elif lease is None and lease_id not in session.ended_leases:
                 session.ended_leases.add(lease_id)
 

@@ -44,9 +44,12 @@ class _Lease:
 
 
 class ReadLease(_Lease):
-    """A reader's pin: one lent entry an object. `pending` while some of them are being read into RAM."""
+    """A reader's pin: one lent entry an object. `pending` while some of them are being read into RAM.
 
-    __slots__ = ("entries", "pending", "reply")
+    `hit_tokens`: that a request need not compute once it has them. `request_id`: of that request, if it has one.
+    """
+
+    __slots__ = ("entries", "hit_tokens", "pending", "reply", "request_id")
 
     def __init__(
         self,
@@ -56,9 +59,12 @@ class ReadLease(_Lease):
         fingerprint: int,
         reply: AcquireReply | None,
         deadline: float,
+        request_id: str = "",
     ) -> None:
         super().__init__(session, lease_id, fingerprint, deadline)
         self.entries = entries
+        self.request_id = request_id
+        self.hit_tokens = 0
         self.pending: PendingAcquire | None = None
         self.reply = reply
 

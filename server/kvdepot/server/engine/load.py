@@ -75,9 +75,10 @@ class Loads:
             return AcquireReply(AcquireOutcome.REFUSED)  # in more pieces than a reply holds
         entries = self._space.lent.lend_many(call.lease_id, session.slot, LentMode.READ, rows)
         reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
-        session.leases[call.lease_id] = ReadLease(session, call.lease_id, entries, hash(call), reply, self._deadline())
+        lease = ReadLease(session, call.lease_id, entries, hash(call), reply, self._deadline(), call.request_id)
+        session.leases[call.lease_id] = lease
         session.loads += 1
-        self._count(namespace, call, nodes, rows, granted_bytes)
+        self._count(lease, Asked(session, namespace, call, nodes, rows), granted_bytes)
         return reply
 
     def _grant_pending(self, lease: ReadLease, asked: Asked) -> AcquireReply:
@@ -91,7 +92,7 @@ class Loads:
         lease.reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
         lease.deadline = self._deadline()
         session.leases[lease.id] = session.leases.pop(lease.id)  # in order of deadline
-        self._count(asked.namespace, asked.call, asked.nodes, asked.rows, granted_bytes)
+        self._count(lease, asked, granted_bytes)
         return lease.reply
 
     def _resolve(self, namespace: Namespace, call: AcquireCall) -> tuple[npt.NDArray[np.int64], _Rows]:
@@ -121,21 +122,23 @@ class Loads:
         packed[:, 4] = table.generations[rows]
         return packed.tobytes(), int(lengths.sum())
 
-    def _count(
-        self, namespace: Namespace, call: AcquireCall, nodes: npt.NDArray[np.int64], rows: _Rows, granted_bytes: int
-    ) -> None:
-        """A hit counts as a use of the end node only: its ancestors are kept by it (DESIGN 5)."""
-        space = self._space
-        space.counters.add("acquired_objects", len(rows))
+    def _count(self, lease: ReadLease, asked: Asked, granted_bytes: int) -> None:
+        """A grant counts as a use of the end node only: its ancestors are kept by it (DESIGN 5).
+
+        Also where it is given back unused (docs/adr/0041): what was asked for may be asked for again. A hit it is only
+        when it is over.
+        """
+        space, namespace, call = self._space, asked.namespace, asked.call
+        space.counters.add("acquired_objects", len(asked.rows))
         space.counters.add("granted_read_bytes", granted_bytes)
         if call.no_use:
             return
-        end = int(nodes[int(space.rows.boundaries[rows].argmax())])
+        end = int(asked.nodes[int(space.rows.boundaries[asked.rows].argmax())])
         space.hit(end)
         namespace.used_at = space.clock()
-        self._tiering.used_again(nodes, call.kinds)
+        self._tiering.used_again(asked.nodes, call.kinds)
         if namespace.spec is not None:
-            space.counters.add("hit_tokens", call.kinds.count(namespace.path_kind) * namespace.spec.chunk_tokens)
+            lease.hit_tokens = call.kinds.count(namespace.path_kind) * namespace.spec.chunk_tokens
 
     def adopt(self, session: Session, lease_id: int, entries: npt.NDArray[np.uint32]) -> ReadLease:
         """A pin of an earlier run."""
@@ -149,9 +152,14 @@ class Loads:
 
     # Release
 
-    def release(self, lease: ReadLease, reason: str = "") -> None:
-        """Every rank is done with it. `reason` is told to who still waits for it to be granted."""
+    def release(self, lease: ReadLease, reason: str = "", *, used: bool = False) -> None:
+        """Every rank is done with it; `used`: and has got what it was for.
+
+        `reason` is told to who still waits for it to be granted.
+        """
         session = lease.session
+        if used:
+            self._space.counters.add("hit_tokens", lease.hit_tokens)
         lease.enter(LeaseEvent.END)
         if lease.pending is not None:
             self._pending.cancel(lease, reason)

@@ -6,14 +6,16 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Final
 
-from kvdepot.core.calls import AcquireReply, RequestEnd, ReserveOutcome
+from kvdepot.core.calls import AcquireCall, AcquireOutcome, AcquireReply, RequestEnd, ReserveOutcome
 from kvdepot.core.errors import NotFound
 from kvdepot.core.records import (
     DIFFERENCES_MAX,
     LOADS_PER_RECORD_MAX,
     RECORDS_MAX,
     RECORDS_PER_ANSWER_MAX,
+    UNUSED,
     LoadRecord,
     Lookup,
     RequestRecord,
@@ -22,9 +24,12 @@ from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.namespaces import Namespace, Namespaces
 from kvdepot.server.engine.traces import Traces
 
+_GRANTED: Final = AcquireOutcome.GRANTED.name.lower()
+
 
 @dataclass(slots=True)
 class _Load:
+    lease_id: int
     record: LoadRecord
     asked_at: float
 
@@ -69,12 +74,12 @@ class Records:
             record.looked_up_at = self._clock()
             record.lookup = lookup
 
-    def loading(self, engine_id: str, request_id: str, namespace: Namespace, objects: int, answer: Answer) -> Answer:
+    def loading(self, engine_id: str, namespace: Namespace, call: AcquireCall, answer: Answer) -> Answer:
         """It has asked for its load. What is returned takes the answer, and passes it on."""
-        record = self._record(engine_id, request_id, namespace)
+        record = self._record(engine_id, call.request_id, namespace)
         if record is None:
             return answer
-        load = _Load(LoadRecord("waiting", objects, 0.0), self._clock())
+        load = _Load(call.lease_id, LoadRecord("waiting", len(call.kinds), 0.0), self._clock())
         record.loads = [*record.loads[1 - LOADS_PER_RECORD_MAX :], load]
 
         def answered(reply: AcquireReply) -> None:
@@ -83,6 +88,13 @@ class Records:
             answer(reply)
 
         return answered
+
+    def given_back(self, engine_id: str, request_id: str, lease_id: int) -> None:
+        """What it was granted by this lease was of no use to it."""
+        record = self._records.get((engine_id, request_id))
+        for load in record.loads if record is not None else ():
+            if load.lease_id == lease_id and load.record.outcome == _GRANTED:
+                load.record = replace(load.record, outcome=UNUSED)
 
     def reserved(self, engine_id: str, request_id: str, namespace: Namespace, outcomes: bytes) -> None:
         record = self._record(engine_id, request_id, namespace)

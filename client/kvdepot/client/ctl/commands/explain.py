@@ -10,6 +10,7 @@ import click
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.core.misses import MissReason, miss_reason
+from kvdepot.core.records import UNUSED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -128,7 +129,8 @@ def _lookup_lines(lookup: Lookup, lookups: int) -> Iterator[str]:
 
 
 def _load(load: LoadRecord) -> str:
-    answer = f"after {load.seconds:.3f} s: {load.outcome}" if load.outcome != "waiting" else "waiting"
+    outcome = "granted, and given back unused" if load.outcome == UNUSED else load.outcome
+    answer = f"after {load.seconds:.3f} s: {outcome}" if load.outcome != "waiting" else "waiting"
     return f"of {load.objects} objects, {load.asked_seconds_ago:.1f} s ago, {answer}"
 
 
