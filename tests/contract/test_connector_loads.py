@@ -183,6 +183,40 @@ def test_an_absent_depot_delays_nothing(make: Make) -> None:
     assert not engine.depot.calls
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_t6_the_first_request_behind_a_daemons_return_is_served(make: Make, ranks: int, runs_ahead: bool) -> None:
+    """Although the ranks, which say what they are attached to with their steps, had nothing when last asked."""
+    tokens = prompt(9.5)
+    engine = make(ranks=ranks, runs_ahead=runs_ahead)
+    engine.generate(tokens)
+    engine.depot.present = False
+    engine.generate(prompt(4.5, seed=1))
+    engine.reset()
+    engine.depot.present = True
+    assert engine.generate(tokens) == cold(tokens)
+    assert list(engine.hits.values()) == [0, 0, 9 * BLOCK]
+    engine.assert_clean()
+
+
+def test_p9_a_rank_that_stays_away_delays_nothing(make: Make) -> None:
+    tokens = prompt(4.5)
+    make(ranks=2).generate(tokens)
+    engine = make(ranks=2, settings={"lookup_timeout_seconds": 5.0})
+    engine.attachments[1].gone = True
+    engine.step()
+    for _ in range(2):
+        engine.depot.present = False
+        engine.step()
+        engine.depot.present = True
+        assert engine.generate(tokens) == cold(tokens)
+        engine.reset()
+    assert list(engine.hits.values()) == [0, 0]
+    assert engine.side.counters["misses.not_ready"] == 2
+    assert not engine.side.counters["lookup_timeouts"]
+    engine.assert_clean()
+
+
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])
 @pytest.mark.parametrize("step", ["located", "acquiring", "granted", "dispatched"])
 def test_a_request_aborted_at_any_step_of_a_load_is_reported_once(

@@ -23,6 +23,9 @@ OBJECT_BYTES = 16 << 10
 COMMAND = [sys.executable, "-m", "kvdepot.client.ctl.app", "--timeout", "30", "--endpoint"]
 
 
+LOADED_CHUNKS = 2
+
+
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
     with DaemonProcess() as running:
@@ -40,7 +43,7 @@ def busy(daemon: DaemonProcess) -> Iterator[None]:
             with RawEngine(daemon.socket, "busy", spec=dense_spec("a-model", OBJECT_BYTES)) as engine:
                 number = 0
                 while not stop.wait(0.01):
-                    keys = keys_of(f"p{number}", 2)
+                    keys = keys_of(f"p{number}", LOADED_CHUNKS)
                     engine.store(keys)
                     engine.locate(keys)
                     engine.load(keys)
@@ -72,7 +75,10 @@ def test_p10_a_line_of_json_for_each_look_says_what_was_done_a_second(daemon: Da
     busiest = max(lines, key=lambda line: line["per_second"]["locates"])  # a machine may stand still in any second
     flow = busiest["per_second"]
     assert 0 < flow["locate_hits"] < flow["locates"]
-    assert flow["hit_tokens"] == pytest.approx(flow["acquired_objects"] * CHUNK_TOKENS)
+    # A hit is counted at the end of its load, which may be in the next interval.
+    one_load = LOADED_CHUNKS * CHUNK_TOKENS
+    assert flow["hit_tokens"] == pytest.approx(flow["acquired_objects"] * CHUNK_TOKENS, abs=one_load)
+    assert flow["hit_tokens"] > one_load
     assert flow["granted_read_bytes"] == pytest.approx(flow["acquired_objects"] * OBJECT_BYTES)
     assert flow["committed_objects"] > 0
     assert flow["misses"]["unknown"] > 0

@@ -67,11 +67,21 @@ class Depot:
             config=EngineConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config)),
         )
         self.engine.ready(self.layout.size_bytes)
-        self.present = True
+        self._present = True
+        self.attachments = 1  # of each session
         self.held: set[type] = set()  # replies of these calls wait for `let_go`
         self.lost: set[type] = set()  # the engine acts, the reply never comes
         self.calls: list[Any] = []
         self._pids = itertools.count(100)
+
+    @property
+    def present(self) -> bool:
+        return self._present
+
+    @present.setter
+    def present(self, present: bool) -> None:
+        self.attachments += present and not self._present
+        self._present = present
 
     def arena(self) -> ArenaMap:
         return ArenaMap(self.descriptor)
@@ -129,6 +139,10 @@ class DirectSession:
     @property
     def attached(self) -> bool:
         return self.depot.present
+
+    @property
+    def attachments(self) -> int:
+        return self.depot.attachments
 
     def register(self, spec: NamespaceSpec, elements: Elements = MappingProxyType({})) -> None:
         self.specs.append(spec)
@@ -250,6 +264,7 @@ class DirectAttachment:
         self._depot = depot
         self._proxy = proxy
         self._arena = depot.arena() if proxy is None else proxy.arena
+        self.gone = False
 
     def start(self) -> None: ...
 
@@ -259,7 +274,7 @@ class DirectAttachment:
 
     @property
     def session(self) -> bytes | None:
-        return b"token" if self._depot.present else None
+        return b"token" if self._depot.present and not self.gone else None
 
     def close(self) -> None:
         if self._proxy is not None:

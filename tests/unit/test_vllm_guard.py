@@ -9,7 +9,7 @@ import pickle
 import pytest
 from kvdepot.client.vllm.connector import KVDepotConnector
 from kvdepot.client.vllm.guard import Failures, guarded
-from kvdepot.client.vllm.metadata import RankMeta
+from kvdepot.client.vllm.metadata import RankArena, RankMeta
 
 
 class Thing:
@@ -81,8 +81,10 @@ def test_i3_building_a_steps_message_never_raises_and_is_never_none() -> None:
 
 
 def test_acknowledgements_of_ranks_add_up() -> None:
-    one = RankMeta({0: 7}, {1: (1, 0), 2: (1, 1)}, {5: (1, frozenset({3}))})
-    two = RankMeta({1: 7}, {1: (1, 1)}, {5: (1, frozenset({4})), 6: (1, frozenset())})
+    arena = RankArena(7, 1)
+    one = RankMeta({0: arena}, {1: (1, 0), 2: (1, 1)}, {5: (1, frozenset({3}))})
+    two = RankMeta({1: arena}, {1: (1, 1)}, {5: (1, frozenset({4})), 6: (1, frozenset())})
     merged = pickle.loads(pickle.dumps(one)).aggregate(two)
-    assert merged == RankMeta({0: 7, 1: 7}, {1: (2, 1), 2: (1, 1)}, {5: (2, frozenset({3, 4})), 6: (1, frozenset())})
+    stores = {5: (2, frozenset({3, 4})), 6: (1, frozenset[int]())}
+    assert merged == RankMeta({0: arena, 1: arena}, {1: (2, 1), 2: (1, 1)}, stores)
     assert one.loads == {1: (1, 0), 2: (1, 1)}, "an aggregate changes neither part"

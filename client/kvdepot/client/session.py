@@ -97,6 +97,11 @@ class DepotSession:
         return self._state.attached
 
     @property
+    def attachments(self) -> int:
+        """How often the daemon has been attached to: another number, another attachment."""
+        return self._state.attachments
+
+    @property
     def ranks_attached(self) -> int:
         """Ranks the daemon has seen attach; none is served before all. Kept up while a namespace is registered."""
         return self._state.ranks_attached

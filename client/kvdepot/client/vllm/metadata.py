@@ -81,12 +81,21 @@ class StepMeta(KVConnectorMetadata):
     """Scheduler side to every rank, each step."""
 
     geometry: Geometry | None = None  # in the first step only
+    attachment: int = 0  # the scheduler side's: with another one it wants to know anew what each rank is attached to
     idle: bool = False  # nothing is computed in this step, and nobody waits for it
 
     loads: list[LoadOp] = field(default_factory=list)
     stores: list[StoreOp] = field(default_factory=list)
     failed_loads: list[str] = field(default_factory=list)  # request ids no rank will see an op for
     cancelled_loads: list[int] = field(default_factory=list)  # op ids that must not succeed any more
+
+
+@dataclass(frozen=True, slots=True)
+class RankArena:
+    """What a rank is attached to, said when it changes and when the scheduler side attaches."""
+
+    arena_id: int  # 0 while it is not
+    attachment: int  # the scheduler side's, as of the step
 
 
 @dataclass(slots=True)
@@ -97,7 +106,7 @@ class RankMeta(KVConnectorWorkerMetadata):
     finished, indices of objects that some rank failed).
     """
 
-    arenas: dict[int, int] = field(default_factory=dict)  # rank -> arena id, 0 while not attached
+    arenas: dict[int, RankArena] = field(default_factory=dict)  # by rank
     loads: dict[int, tuple[int, int]] = field(default_factory=dict)
     stores: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
 

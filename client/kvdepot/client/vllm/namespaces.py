@@ -18,6 +18,7 @@ from kvdepot.core.misses import MissReason
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
+    from kvdepot.client.vllm.metadata import RankArena
     from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
@@ -60,7 +61,7 @@ class Namespaces:
         self._spec: NamespaceSpec | None = None
         self._id: bytes | None = None
         self._refusal = ""
-        self._arenas: dict[int, int] = {}
+        self._arenas: dict[int, RankArena] = {}
         self.epoch_number = 0  # counts epochs of this process; what began in another is void
         self.epoch_ended = MissReason.WEIGHTS_CHANGED  # why the last one did
         self.problem = ""  # why this engine stores and loads nothing, for good; empty if it may
@@ -85,22 +86,23 @@ class Namespaces:
 
     @property
     def ranks_heard(self) -> bool:
-        """Every rank has said whether it is attached."""
-        return len(self._arenas) >= self._world_size
+        """Every rank has said what it is attached to, since the scheduler side is."""
+        now = self._session.attachments
+        return sum(said.attachment == now for said in self._arenas.values()) >= self._world_size
 
     @property
     def arena_id(self) -> int:
-        """The arena every rank has mapped; 0 while one has none or they differ."""
-        arenas = set(self._arenas.values())
-        return next(iter(arenas)) if self.ranks_heard and len(arenas) == 1 else 0
+        """The arena every rank has mapped, by its last word; 0 while one has none or they differ."""
+        arenas = {said.arena_id for said in self._arenas.values()}
+        return next(iter(arenas)) if len(self._arenas) >= self._world_size and len(arenas) == 1 else 0
 
     @property
     def ranks_ready(self) -> bool:
         return self.arena_id != 0
 
-    def rank_arena(self, rank: int, arena_id: int) -> None:
-        """A rank says which arena it has mapped, 0 for none."""
-        self._arenas[rank] = arena_id
+    def rank_arena(self, rank: int, said: RankArena) -> None:
+        """A rank says which arena it has mapped, if any."""
+        self._arenas[rank] = said
 
     def update(self) -> bool:
         """Take one step towards `usable`, without waiting. Called often, does next to nothing.

@@ -202,6 +202,7 @@ class SchedulerSide:
     def add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Loads granted or failed since the last step. What is in `meta` is sent even if this raises later."""
         meta.geometry, self._geometry = self._geometry, None
+        meta.attachment = self.session.attachments
         computes = bool(scheduler_output.num_scheduled_tokens)
         # Not behind a step that computes: its tokens may be waited for yet (asynchronous scheduling).
         meta.idle, self._computed = self._alone and not (computes or self._computed), computes
@@ -268,8 +269,8 @@ class SchedulerSide:
         """What the ranks have finished."""
         if meta is None:
             return
-        for rank, arena_id in meta.arenas.items():
-            self.namespaces.rank_arena(rank, arena_id)
+        for rank, arena in meta.arenas.items():
+            self.namespaces.rank_arena(rank, arena)
         for op_id, (ranks, failed) in meta.loads.items():
             self.loads.acknowledged(op_id, ranks, failed)
         if self.stores is not None:

@@ -20,7 +20,7 @@ from kvdepot.client.copy.base import BATCH_BYTES, CopyBatch, CopyError, InDoubt,
 from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.client.vllm.audit import LOADED, STORED, Audit
 from kvdepot.client.vllm.compat import KVConnectorTransferResults
-from kvdepot.client.vllm.metadata import BlockMove, LoadOp, ObjectCopy, RankMeta, StepMeta, StoreOp
+from kvdepot.client.vllm.metadata import BlockMove, LoadOp, ObjectCopy, RankArena, RankMeta, StepMeta, StoreOp
 from kvdepot.client.vllm.stats import KVDepotStats
 from kvdepot.core.calls import Kind
 from kvdepot.core.planner import Planner
@@ -370,11 +370,13 @@ class WorkerSide:
         self._cancelled: set[int] = set()  # loads whose bytes are void, even if the copy is done and not reported
         self._meta = RankMeta()
         self._stats = KVDepotStats()
-        self._told_arena: int | None = None
+        self._attachment_number = 0  # the scheduler side's
+        self._told: RankArena | None = None
         self._lingers = False  # this step has loads, and nothing to compute
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads. Loads the scheduler side has given up are reported failed."""
+        self._attachment_number = meta.attachment
         self._lingers = meta.idle and bool(meta.loads)
         self._unloadable.update(meta.failed_loads)
         self._cancelled.update(meta.cancelled_loads)
@@ -439,10 +441,10 @@ class WorkerSide:
     def take_meta(self) -> RankMeta | None:
         """This step's message to the scheduler side; None when there is nothing new."""
         arena = self._attachment.arena
-        told = arena.arena_id if arena is not None and self._attachment.session is not None else 0
-        if told != self._told_arena:
-            self._told_arena = told
-            self._meta.arenas[self._rank] = told
+        arena_id = arena.arena_id if arena is not None and self._attachment.session is not None else 0
+        told = RankArena(arena_id, self._attachment_number)
+        if told != self._told:
+            self._told = self._meta.arenas[self._rank] = told
         meta, self._meta = self._meta, RankMeta()
         return meta if meta.arenas or meta.loads or meta.stores else None
 
