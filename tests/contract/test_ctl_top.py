@@ -20,10 +20,8 @@ from tests.daemon_process import DaemonProcess
 from tests.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of
 
 OBJECT_BYTES = 16 << 10
-COMMAND = [sys.executable, "-m", "kvdepot.client.ctl.app", "--timeout", "30", "--endpoint"]
-
-
 LOADED_CHUNKS = 2
+COMMAND = [sys.executable, "-m", "kvdepot.client.ctl.app", "--timeout", "30", "--endpoint"]
 
 
 @pytest.fixture
