@@ -65,7 +65,9 @@ def test_p10_a_hit_is_counted_once_its_load_is_over_and_has_brought_something() 
     assert [session.leases for session in rig.engine.status().sessions] == [1]
     client.release(left, unused=(brought,))
     assert rig.engine.status().counters["hit_tokens"] == 6 * CHUNK
-    assert rig.engine.status().counters["acquired_objects"] == 4 * 3
+    counters = rig.engine.status().counters
+    assert (counters["released_loads.used"], counters["released_loads.unused"]) == (2, 2)
+    assert counters["acquired_objects"] == 4 * 3
     audit(rig.engine)
 
 

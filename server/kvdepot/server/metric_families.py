@@ -247,6 +247,8 @@ _LOADS = (
     _counter("refused_loads", "Of these: refused by an operator's word.", "reason",
              ("loads_off", "draining", "epoch_bumped")),
     _counter("hit_tokens", "Tokens of the chunks that loads have brought to engines: what these need not compute."),
+    _counter("released_loads", "Loads that are over, by whether they have brought the engine something.", "use",
+             ("used", "unused")),
     _counter("acquired_objects", "Objects lent for loads."),
     _counter("granted_read_bytes", "Bytes lent for loads."),
     _counter("promoted_objects", "Objects read from tiers below RAM into it."),

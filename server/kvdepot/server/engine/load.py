@@ -158,8 +158,9 @@ class Loads:
         `reason` is told to who still waits for it to be granted.
         """
         session = lease.session
-        if used:
-            self._space.counters.add("hit_tokens", lease.hit_tokens)
+        if lease.reply is not None and lease.reply.outcome is AcquireOutcome.GRANTED:  # in this run
+            self._space.counters.add("released_loads.used" if used else "released_loads.unused")
+            self._space.counters.add("hit_tokens", lease.hit_tokens if used else 0)
         lease.enter(LeaseEvent.END)
         if lease.pending is not None:
             self._pending.cancel(lease, reason)
