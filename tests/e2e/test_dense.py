@@ -43,7 +43,7 @@ def test_p4_p10_vllm_and_the_daemon_count_the_same_hit_tokens(fleet: Fleet, engi
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
     loaded = fleet.ask(engine, ids)
-    assert (cold.external_tokens, cold.served.tokens) == (0, 0)
+    assert (cold.external_tokens, cold.served.bytes) == (0, 0)
     assert loaded.external_tokens == loaded.served.tokens == 2816
     assert (cold.answer.prompt.connector_tokens, loaded.answer.prompt.connector_tokens) == (0, 2816)
     assert loaded.answer.completion.cached_tokens == 2816

@@ -122,7 +122,7 @@ def test_p6_a_flipped_bit_on_disk_is_a_miss_and_is_quarantined(fleet: Fleet, eng
         file.write(bytes([byte ^ 0x10]))
     damaged = fleet.ask(engine, ids)
     assert damaged.tokens == cold.tokens
-    assert (damaged.external_tokens, damaged.served.tokens) == (0, 0)
+    assert (damaged.external_tokens, damaged.served.bytes) == (0, 0)
     status = fleet.daemon.status()
     reasons = {name: count for name, count in status.counters.items() if name.startswith("tier_damaged_objects.")}
     assert sum(reasons.values()) == 1, reasons

@@ -167,7 +167,7 @@ def test_p6_files_that_went_bad_are_misses_and_are_quarantined(whole: Nodes) -> 
     for ids, reference in zip(prompts, references, strict=True):
         asked = second.ask(ids)
         assert asked.tokens == reference.cold
-        assert (asked.external_tokens, asked.served.tokens) == (0, 0)
+        assert (asked.external_tokens, asked.served.bytes) == (0, 0)
     counters = second.fleet.daemon.status().counters
     reasons = {name.rpartition("/")[2] for name in counters if name.startswith("tier_damaged_objects.nfs/")}
     assert reasons == {"corrupt", "too_short"}

@@ -185,7 +185,7 @@ def test_p2_one_rank_reads_nothing_of_two(fleet: Fleet) -> None:
     ids, _, reference = store(fleet, "dense", 1100)
     whole = fleet.engine("whole")
     alone = fleet.ask(whole, ids)
-    assert (alone.external_tokens, alone.served.tokens) == (0, 0)
+    assert (alone.external_tokens, alone.served.bytes) == (0, 0)
     fleet.forget(whole)
     again = ask_until_loaded(fleet, whole, ids)
     assert (again.external_tokens, again.tokens) == (1024, alone.tokens)
@@ -209,7 +209,8 @@ def test_p5_p8_i1_one_rank_is_late_the_load_ends_by_its_deadline_and_that_rank_w
                 break
         during = fleet.daemon.status()
     assert (late.external_tokens, late.tokens) == (0, cold)
-    assert late.served.tokens == boundary(model, ids), "it was granted, once"
+    assert granted(fleet) == count + 1
+    assert (late.served.tokens, late.served.bytes > 0) == (0, True), "granted, and of no use"
     assert during.tiers[0].objects == before.tiers[0].objects
     engine.ask(fleet.prompt(40), 1)  # what the rank was late with is told in a step, and an idle engine makes no more
     fleet.forget(engine)
@@ -277,4 +278,4 @@ def test_p11_t7_p3_a_rank_killed_in_a_store_publishes_nothing_and_the_next_engin
     fleet.end("hybrid", kill=True)
     check_loads(fleet, "hybrid", ids, reference)
     missed = fleet.ask(fleet.engine("hybrid"), other)
-    assert (missed.external_tokens, missed.served.tokens) == (0, 0)
+    assert (missed.external_tokens, missed.served.bytes) == (0, 0)
