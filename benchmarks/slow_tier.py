@@ -3,7 +3,8 @@
 Two engines of one model on the same core, asked in turns: one without a connector, which computes, and one whose
 daemon has every prompt on a disk tier behind a FUSE mount of that speed, and nothing in RAM. What loads are
 worth is left to the defaults (`load_weight` 1). No request may take more than a tenth longer than computing; each is
-compared with the same prompt's computation, and all tokens must be equal.
+compared with the same prompt's computation, and all tokens must be equal. In each turn the first engine computes
+another prompt of that length too: the control, by which it differs from itself.
 """
 
 from __future__ import annotations
@@ -57,14 +58,16 @@ class Asked:
     """One model's requests, by prompt tokens."""
 
     ratios: dict[int, list[float]] = field(default_factory=dict)  # of time to first token, slow tier by computing
+    control: dict[int, list[float]] = field(default_factory=dict)  # likewise, computing by computing
     computed_seconds: dict[int, list[float]] = field(default_factory=dict)
     loaded_tokens: dict[int, list[int]] = field(default_factory=dict)
 
-    def add(self, computed: Answer, other: Answer, tokens: int) -> None:
+    def add(self, computed: Answer, other: Answer, control: Answer, tokens: int) -> None:
         if computed.tokens != other.tokens:
             raise SystemExit(f"other tokens than computed: {other} and {computed}")
         seconds = computed.completion.first_token_seconds
         self.ratios.setdefault(tokens, []).append(other.completion.first_token_seconds / seconds)
+        self.control.setdefault(tokens, []).append(control.completion.first_token_seconds / seconds)
         self.computed_seconds.setdefault(tokens, []).append(seconds)
         self.loaded_tokens.setdefault(tokens, []).append(other.external_tokens)
 
@@ -126,23 +129,27 @@ def largest(backing: Path, mount: Path) -> Path:
 
 def ask(plain: Engine, depot: Engine, prompts: Sequence[Sequence[int]]) -> Asked:
     asked = Asked()
-    for ids in prompts:
-        asked.add(plain.ask(ids, 1), depot.ask(ids, 1), len(ids))
+    for number, ids in enumerate(prompts):
+        control = prompt(len(ids), f"slow-control-{number}")
+        asked.add(plain.ask(ids, 1), depot.ask(ids, 1), plain.ask(control, 1), len(ids))
     return asked
 
 
 def tabulate(toy: Toy, asked: Asked, report: Report) -> None:
-    print(f"\n{toy.name}: {'tokens':>8}{'computed ms':>14}{'ratio':>8}{'worst':>8}{'loaded':>8}")
+    heads = f"{'tokens':>8}{'computed ms':>14}{'ratio':>8}{'worst':>8}{'loaded':>8}{'control':>10}{'worst':>8}"
+    print(f"\n{toy.name}: {heads}")
     for tokens, ratios in asked.ratios.items():
         share = statistics.mean(asked.loaded_tokens[tokens]) / tokens
         computed = 1000 * statistics.median(asked.computed_seconds[tokens])
         print(
             f"{'':>{len(toy.name) + 2}}{tokens:>8}{computed:>14.1f}{statistics.median(ratios):>8.2f}"
             f"{max(ratios):>8.2f}{share:>8.0%}"
+            f"{statistics.median(asked.control[tokens]):>10.2f}{max(asked.control[tokens]):>8.2f}"
         )
     worst = max(statistics.median(ratios) for ratios in asked.ratios.values())
     report.figure(f"{toy.name}_ratio", worst, "", at_most=RATIO_MAX)
     report.figure(f"{toy.name}_worst_request_ratio", max(max(r) for r in asked.ratios.values()), "", at_most=RATIO_MAX)
+    report.figure(f"{toy.name}_worst_control_ratio", max(max(r) for r in asked.control.values()), "")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from kvdepot.client.vllm.namespaces import WORD_SECONDS
 from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
 from kvdepot.core.calls import AcquireCall, LocateCall
 
@@ -188,7 +189,7 @@ def test_an_absent_depot_delays_nothing(make: Make) -> None:
 def test_t6_the_first_request_behind_a_daemons_return_is_served(make: Make, ranks: int, runs_ahead: bool) -> None:
     """Although the ranks, which say what they are attached to with their steps, had nothing when last asked."""
     tokens = prompt(9.5)
-    engine = make(ranks=ranks, runs_ahead=runs_ahead)
+    engine = make(ranks=ranks, runs_ahead=runs_ahead, settings={"lookup_timeout_seconds": 5.0})
     engine.generate(tokens)
     engine.depot.present = False
     engine.generate(prompt(4.5, seed=1))
@@ -199,21 +200,64 @@ def test_t6_the_first_request_behind_a_daemons_return_is_served(make: Make, rank
     engine.assert_clean()
 
 
-def test_p9_a_rank_that_stays_away_delays_nothing(make: Make) -> None:
-    tokens = prompt(4.5)
-    make(ranks=2).generate(tokens)
-    engine = make(ranks=2, settings={"lookup_timeout_seconds": 5.0})
+def pass_time(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much that what a rank said is old."""
+    clock = engine.side.namespaces._clock
+    monkeypatch.setattr(engine.side.namespaces, "_clock", lambda: clock() + 2 * WORD_SECONDS)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_t6_the_first_request_behind_a_ranks_return_is_served(
+    make: Make, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It attaches by itself: later than the scheduler side, or after it alone was away, while the engine is idle."""
+    tokens = prompt(9.5)
+    engine = make(ranks=2, runs_ahead=runs_ahead, settings={"lookup_timeout_seconds": 5.0})
+    engine.generate(tokens)
+    engine.attachments[1].gone = True
+    engine.generate(prompt(4.5, seed=1))
+    assert not engine.side.namespaces.ranks_ready
+    engine.reset()
+    engine.attachments[1].gone = False
+    pass_time(engine, monkeypatch)
+    assert engine.generate(tokens) == cold(tokens)
+    assert list(engine.hits.values()) == [0, 0, 9 * BLOCK]
+    engine.assert_clean()
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_p9_a_rank_that_stays_away_delays_a_request_by_its_word_at_most(
+    make: Make, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, new = prompt(4.5), prompt(4.5, seed=1)
+    make(ranks=2, runs_ahead=runs_ahead).generate(tokens)
+    engine = make(ranks=2, runs_ahead=runs_ahead, settings={"lookup_timeout_seconds": 5.0})
     engine.attachments[1].gone = True
     engine.step()
-    for _ in range(2):
-        engine.depot.present = False
-        engine.step()
-        engine.depot.present = True
-        assert engine.generate(tokens) == cold(tokens)
+    # In steps: until the answer to the lookup is there, and the word that its first step asked for.
+    unheard = 2 + runs_ahead
+
+    def steps_of(tokens: list[int]) -> int:
+        request_id = engine.add(tokens, max_tokens=1)
+        steps = 0
+        while not engine.outputs[request_id]:
+            engine.step()
+            steps += 1
+        engine.run()
         engine.reset()
-    assert list(engine.hits.values()) == [0, 0]
-    assert engine.side.counters["misses.not_ready"] == 2
-    assert not engine.side.counters["lookup_timeouts"]
+        return steps
+
+    assert steps_of(new) <= unheard
+    for _ in range(2):
+        pass_time(engine, monkeypatch)
+        assert steps_of(tokens) <= unheard + 1
+        assert steps_of(tokens) <= unheard, "it was asked a moment ago"
+    engine.depot.present = False
+    engine.step()
+    engine.depot.present = True
+    assert steps_of(tokens) <= unheard + 1
+    assert set(engine.hits.values()) == {0}
+    assert engine.side.counters["misses.not_ready"] == 5
     engine.assert_clean()
 
 

@@ -78,6 +78,8 @@ def test_d5_p8_a_load_that_fails_on_one_rank_fails_once_and_is_recomputed_on_all
     assert engine.depot.count(AcquireCall) == asked + 1
     assert engine.outputs[request_id] == cold(tokens)
     assert engine.depot.lent() == 0
+    counters = engine.depot.engine.counters
+    assert (counters.get("hit_tokens"), counters.get("released_loads.unused")) == (0, 1), "it was no hit"
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])

@@ -13,6 +13,7 @@ from typing import Any, Self
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.explain import record_lines
 from kvdepot.client.endpoint import Endpoint
+from kvdepot.core.errors import NotFound
 
 from demo.daemon import Daemon, DaemonProcessError, Served
 from demo.engine import LOAD_ALWAYS, Answer, Engine, EngineOptions, EngineProcessError, depot_connector
@@ -189,7 +190,11 @@ class Fleet:
     def told(self, requests: int = TRIES, name: str = "") -> str:
         """What the daemon remembers of its latest requests whose names begin so: for a test that expected a hit."""
         with connect(Endpoint.parse(self.daemon.endpoint), TOLD_TIMEOUT_SECONDS) as operator:
-            return "\n".join(line for record in operator.explain(name)[:requests] for line in record_lines(record))
+            try:
+                records = operator.explain(name)[:requests]
+            except NotFound:
+                return f"nothing of {name!r}"
+            return "\n".join(line for record in records for line in record_lines(record))
 
     def namespace_told(self) -> str:
         """Of the latest request: as many digits of its namespace's id as operators are shown."""

@@ -176,7 +176,7 @@ def test_i3_a_configuration_that_cannot_be_read_is_a_problem_and_no_exception() 
         raise TypeError("a foreign object")
 
     session: Any = SimpleNamespace(attached=True, refusal="", registered=lambda _: False)
-    namespaces = Namespaces(session, build, 1, logging.getLogger("test"), lambda: "x")
+    namespaces = Namespaces(session, build, 1, logging.getLogger("test"), lambda: "x", lambda: 0.0)
     namespaces.update()
     assert "a foreign object" in namespaces.problem
     assert namespaces.usable is None

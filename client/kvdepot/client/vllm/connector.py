@@ -212,6 +212,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             self._world_size,
             LOGGER,
             lambda: secrets.token_hex(8),
+            time.monotonic,
             weights_version=self.settings.weights_version,
             keep_across_sleep=self.settings.keep_across_sleep,
             weights_arrive=config.weight_transfer_config is not None,

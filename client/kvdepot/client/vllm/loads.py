@@ -241,8 +241,7 @@ class Loads:
         lookup = state.lookup or self.locate(state, local_tokens)
         self._aheads.looked(state, local_tokens, self.kept)
         now = self._clock()
-        known = self._namespaces.ranks_ready or self._namespaces.ranks_heard
-        if lookup is None or not lookup.answered or not known:
+        if lookup is None or not lookup.answered:
             answer = self._wait(state, lookup, now)
         else:
             answer = self._offer(state, lookup, local_tokens, now)
@@ -251,7 +250,7 @@ class Loads:
         return answer
 
     def _wait(self, state: RequestState, lookup: Lookup | None, now: float) -> tuple[int | None, bool]:
-        """For an answer, or for somebody to ask; not for long."""
+        """For an answer, for somebody to ask, or for the ranks' word; not for long."""
         seconds = self._settings.lookup_timeout_seconds
         if lookup is None:
             there = self._namespaces.coming
@@ -260,7 +259,7 @@ class Loads:
             return self._nothing(state, MissReason.NOT_READY if there else MissReason.UNREACHABLE)
         if now - lookup.asked_at < seconds:
             return None, False
-        self._counters["lookup_timeouts"] += 1
+        self._counters["lookup_timeouts"] += not lookup.answered
         return self._nothing(state, MissReason.NOT_READY if lookup.answered else MissReason.TIMED_OUT)
 
     def _offer(self, state: RequestState, lookup: Lookup, local_tokens: int, now: float) -> tuple[int | None, bool]:
@@ -277,6 +276,8 @@ class Loads:
         if tokens < self._settings.min_load_tokens:
             return self._nothing(state, MissReason.NOT_WORTH_IT if tokens > 0 else lookup.miss)
         if not self._namespaces.ranks_ready:
+            if not self._namespaces.ranks_heard:
+                return self._wait(state, lookup, now)
             return self._nothing(state, MissReason.NOT_READY)
         if state.keys[boundary // self._planner.chunk_tokens - 1] in self._negative:
             self._counters["offers_withheld_negative"] += 1

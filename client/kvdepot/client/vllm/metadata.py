@@ -81,7 +81,7 @@ class StepMeta(KVConnectorMetadata):
     """Scheduler side to every rank, each step."""
 
     geometry: Geometry | None = None  # in the first step only
-    attachment: int = 0  # the scheduler side's: with another one it wants to know anew what each rank is attached to
+    question: int = 0  # with another number each rank is asked what it is attached to
     idle: bool = False  # nothing is computed in this step, and nobody waits for it
 
     loads: list[LoadOp] = field(default_factory=list)
@@ -92,10 +92,10 @@ class StepMeta(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class RankArena:
-    """What a rank is attached to, said when it changes and when the scheduler side attaches."""
+    """What a rank is attached to, said when it changes and when it is asked."""
 
     arena_id: int  # 0 while it is not
-    attachment: int  # the scheduler side's, as of the step
+    question: int  # the last one
 
 
 @dataclass(slots=True)

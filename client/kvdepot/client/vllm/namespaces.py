@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvdepot.core.errors import KvDepotError
 from kvdepot.core.misses import MissReason
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
+WORD_SECONDS: Final = 1.0
+"""How long a rank's word counts that it is attached to nothing: as long as it may wait until it tries again."""
 SpecBuilder = Callable[[], "NamespaceSpec | None"]
 """The spec without an epoch, once everything about the engine is known; None until then.
 
@@ -39,6 +41,7 @@ class Namespaces:
         world_size: int,
         logger: logging.Logger,
         random_text: Callable[[], str],
+        clock: Callable[[], float],
         *,
         weights_version: str = "",
         keep_across_sleep: bool = False,
@@ -51,6 +54,7 @@ class Namespaces:
         self._world_size = world_size
         self._logger = logger
         self._random_text = random_text
+        self._clock = clock
         self._elements = elements  # of the objects, whatever the epoch
         self._fixed = bool(weights_version) or keep_across_sleep
         self._epoch = f"version:{weights_version}" if weights_version else ""
@@ -61,7 +65,10 @@ class Namespaces:
         self._spec: NamespaceSpec | None = None
         self._id: bytes | None = None
         self._refusal = ""
-        self._arenas: dict[int, RankArena] = {}
+        self._arenas: dict[int, RankArena] = {}  # by rank, its last word
+        self._question = 0  # the last one that the ranks were asked
+        self._asked_in = 0  # the attachment in which they were
+        self._heard_at = 0.0  # when the last word of a rank came
         self.epoch_number = 0  # counts epochs of this process; what began in another is void
         self.epoch_ended = MissReason.WEIGHTS_CHANGED  # why the last one did
         self.problem = ""  # why this engine stores and loads nothing, for good; empty if it may
@@ -86,9 +93,11 @@ class Namespaces:
 
     @property
     def ranks_heard(self) -> bool:
-        """Every rank has said what it is attached to, since the scheduler side is."""
-        now = self._session.attachments
-        return sum(said.attachment == now for said in self._arenas.values()) >= self._world_size
+        """Every rank has said what it is attached to, since the scheduler side is and not long ago.
+
+        Each attaches by itself, also while the engine takes no step in which it could say so.
+        """
+        return self._asked_in == self._session.attachments and self._answered and not self._old
 
     @property
     def arena_id(self) -> int:
@@ -103,6 +112,26 @@ class Namespaces:
     def rank_arena(self, rank: int, said: RankArena) -> None:
         """A rank says which arena it has mapped, if any."""
         self._arenas[rank] = said
+        self._heard_at = self._clock()
+
+    def question(self) -> int:
+        """The number of what every rank is asked with this step: another one, another word.
+
+        What they say of themselves, when it changes, is enough once all have an arena.
+        """
+        attachments = self._session.attachments
+        if not self.ranks_ready and (self._asked_in != attachments or (self._answered and self._old)):
+            self._question += 1
+            self._asked_in = attachments
+        return self._question
+
+    @property
+    def _answered(self) -> bool:
+        return sum(said.question == self._question for said in self._arenas.values()) >= self._world_size
+
+    @property
+    def _old(self) -> bool:
+        return self._clock() - self._heard_at > WORD_SECONDS
 
     def update(self) -> bool:
         """Take one step towards `usable`, without waiting. Called often, does next to nothing.

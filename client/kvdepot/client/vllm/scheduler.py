@@ -202,7 +202,7 @@ class SchedulerSide:
     def add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Loads granted or failed since the last step. What is in `meta` is sent even if this raises later."""
         meta.geometry, self._geometry = self._geometry, None
-        meta.attachment = self.session.attachments
+        meta.question = self.namespaces.question()
         computes = bool(scheduler_output.num_scheduled_tokens)
         # Not behind a step that computes: its tokens may be waited for yet (asynchronous scheduling).
         meta.idle, self._computed = self._alone and not (computes or self._computed), computes

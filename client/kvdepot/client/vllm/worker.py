@@ -370,13 +370,13 @@ class WorkerSide:
         self._cancelled: set[int] = set()  # loads whose bytes are void, even if the copy is done and not reported
         self._meta = RankMeta()
         self._stats = KVDepotStats()
-        self._attachment_number = 0  # the scheduler side's
+        self._question = 0
         self._told: RankArena | None = None
         self._lingers = False  # this step has loads, and nothing to compute
 
     def start_loads(self, meta: StepMeta) -> None:
         """Queue this step's loads. Loads the scheduler side has given up are reported failed."""
-        self._attachment_number = meta.attachment
+        self._question = meta.question
         self._lingers = meta.idle and bool(meta.loads)
         self._unloadable.update(meta.failed_loads)
         self._cancelled.update(meta.cancelled_loads)
@@ -442,7 +442,7 @@ class WorkerSide:
         """This step's message to the scheduler side; None when there is nothing new."""
         arena = self._attachment.arena
         arena_id = arena.arena_id if arena is not None and self._attachment.session is not None else 0
-        told = RankArena(arena_id, self._attachment_number)
+        told = RankArena(arena_id, self._question)
         if told != self._told:
             self._told = self._meta.arenas[self._rank] = told
         meta, self._meta = self._meta, RankMeta()

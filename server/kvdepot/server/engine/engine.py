@@ -142,7 +142,7 @@ class Engine:
         self._locates = Locates(
             self._space, self._tiering, self._prefetch, self.records, self.switches, self._sums.want
         )
-        self._loads = Loads(self._space, config, arena_id, self._tiering)
+        self._loads = Loads(self._space, config, arena_id, self._tiering, self.records.unused)
         self.pins = Pins(self._space, config.pin_share)
         self.voiding = Voiding(
             self._space, self._sessions, self._stores, self._loads, self._prefetch, self.switches
@@ -364,8 +364,6 @@ class Engine:
         for lease_id in call.lease_ids:
             lease = session.leases.get(lease_id)
             if isinstance(lease, ReadLease):
-                if lease_id in unused:
-                    self.records.given_back(session.engine_id, lease.request_id, lease_id)
                 self._loads.release(lease, used=lease_id not in unused)
             elif lease is None and lease_id not in session.ended_leases:
                 session.ended_leases.add(lease_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core import limits
@@ -32,8 +34,12 @@ _Rows = npt.NDArray[np.int64]
 class Loads:
     """Read leases of all sessions."""
 
-    def __init__(self, space: Space, config: EngineConfig, arena_id: int, tiering: Tiering) -> None:
+    def __init__(
+        self, space: Space, config: EngineConfig, arena_id: int, tiering: Tiering, unused: Callable[[ReadLease], None]
+    ) -> None:
+        """`unused` is told of what was granted and has ended without having been of use."""
         self._space = space
+        self._unused = unused
         self._tiering = tiering
         self._pending = PendingAcquires(space, tiering.promotions, self._grant_pending)
         self._config = config
@@ -160,7 +166,10 @@ class Loads:
         session = lease.session
         if lease.reply is not None and lease.reply.outcome is AcquireOutcome.GRANTED:  # in this run
             self._space.counters.add("released_loads.used" if used else "released_loads.unused")
-            self._space.counters.add("hit_tokens", lease.hit_tokens if used else 0)
+            if used:
+                self._space.counters.add("hit_tokens", lease.hit_tokens)
+            else:
+                self._unused(lease)
         lease.enter(LeaseEvent.END)
         if lease.pending is not None:
             self._pending.cancel(lease, reason)

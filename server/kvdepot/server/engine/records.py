@@ -21,6 +21,7 @@ from kvdepot.core.records import (
     RequestRecord,
 )
 from kvdepot.server.engine.acquires import Answer
+from kvdepot.server.engine.leases import ReadLease
 from kvdepot.server.engine.namespaces import Namespace, Namespaces
 from kvdepot.server.engine.traces import Traces
 
@@ -89,11 +90,11 @@ class Records:
 
         return answered
 
-    def given_back(self, engine_id: str, request_id: str, lease_id: int) -> None:
-        """What it was granted by this lease was of no use to it."""
-        record = self._records.get((engine_id, request_id))
+    def unused(self, lease: ReadLease) -> None:
+        """What a request was granted by this lease was of no use to it."""
+        record = self._records.get((lease.session.engine_id, lease.request_id))
         for load in record.loads if record is not None else ():
-            if load.lease_id == lease_id and load.record.outcome == _GRANTED:
+            if load.lease_id == lease.id and load.record.outcome == _GRANTED:
                 load.record = replace(load.record, outcome=UNUSED)
 
     def reserved(self, engine_id: str, request_id: str, namespace: Namespace, outcomes: bytes) -> None:
