@@ -157,10 +157,14 @@ class Daemon:
         checksums, without which a killed daemon's successor keeps nothing.
         """
         quiet_since: float | None = None
+        sums = -1.0
 
         def settled(status: DaemonStatus) -> bool:
-            nonlocal quiet_since
-            enough = status.tiers[0].objects >= objects_min and (not summed or unsummed_objects(status) <= 0)
+            nonlocal quiet_since, sums
+            before, sums = sums, status.counters.get("summed_objects", 0)
+            enough = status.tiers[0].objects >= objects_min
+            if summed:
+                enough = enough and unsummed_objects(status) <= 0 and sums == before
             if not enough or not is_idle(status):
                 quiet_since = None
                 return False
@@ -230,6 +234,10 @@ def is_idle(status: DaemonStatus) -> bool:
 
 
 def unsummed_objects(status: DaemonStatus) -> int:
-    """Committed by this run of the daemon and not summed yet (while nothing was evicted or dropped)."""
+    """At least so many that this run has committed are not summed yet (while nothing was evicted or dropped).
+
+    What was pruned may have been summed or not: where it was, as many more are not.
+    """
     counters = status.counters
-    return int(counters.get("committed_objects.committed", 0) - counters.get("summed_objects", 0))
+    gone = counters.get("summed_objects", 0) + counters.get("pruned_objects", 0)
+    return int(counters.get("committed_objects.committed", 0) - gone)
