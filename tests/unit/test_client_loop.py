@@ -207,7 +207,7 @@ def test_i6_attachments_that_are_seen_late_are_seen_one_by_one_and_declared_once
     assert [name for name, _ in sockets.made] == [f"socket {name}" for name in "abcd"], "and none over gRPC"
     sockets.wait(lambda: bool(sockets.made[-1][1].calls))
     assert [[call.session for call in channel.calls] for _, channel in sockets.made] == [[TOKEN], *[[other]] * 3]
-    assert sockets.loop.state.attachments == 4
+    assert sockets.loop.state.counters["attached"] == 4
 
 
 def test_i6_an_answer_to_a_former_attachment_s_declaration_declares_nothing(sockets: Sockets) -> None:

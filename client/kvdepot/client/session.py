@@ -99,7 +99,7 @@ class DepotSession:
     @property
     def attachments(self) -> int:
         """How often the daemon has been attached to: another number, another attachment."""
-        return self._state.attachments
+        return self._state.counters["attached"]
 
     @property
     def ranks_attached(self) -> int:

@@ -75,7 +75,6 @@ class LoopState:
     """What other threads may read, without a lock and a moment late."""
 
     attached: bool = False
-    attachments: int = 0  # since the start
     ended: bool = False  # the loop's thread is over: nothing is sent or answered any more
     ranks_attached: int = 0
     registered: frozenset[bytes] = frozenset()
@@ -271,7 +270,6 @@ class SessionLoop:
         if token is None:
             self.count("detached")
             return
-        self.state.attachments += 1
         self.count("attached")
         # A channel of its own: calls made to the daemon before this one end with its channel.
         former, self._channel = self._channel, None
