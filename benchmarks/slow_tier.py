@@ -4,7 +4,8 @@ Two engines of one model on the same core, asked in turns: one without a connect
 daemon has every prompt on a disk tier behind a FUSE mount of that speed, and nothing in RAM. What loads are
 worth is left to the defaults (`load_weight` 1). No request may take more than a tenth longer than computing; each is
 compared with the same prompt's computation, and all tokens must be equal. In each turn the first engine computes
-another prompt of that length too: the control, by which it differs from itself.
+another prompt of that length too: the control, by which it differs from itself. The mount's server, which stands for
+the device, runs on the other cores: a device takes none of the engines'.
 """
 
 from __future__ import annotations
@@ -90,13 +91,15 @@ def measure(toy: Toy, rounds: int, directory: Path, report: Report) -> Asked:
         for number in range(rounds)
         for chunks in CHUNKS
     ]
-    core = {"VLLM_CPU_OMP_THREADS_BIND": str(min(os.sched_getaffinity(0)))}
+    core, *others = sorted(os.sched_getaffinity(0))
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
     with ExitStack() as stack:
         mount = stack.enter_context(FuseDirectory())
+        keep_to(mount.process.pid, others or [core])
         daemon = stack.enter_context(Daemon(DAEMON.format(path=mount.path / "store")))
         connector = depot_connector(daemon.endpoint, lookup_timeout_seconds=LOOKUP_SECONDS)
         plain, depot = (
-            stack.enter_context(Engine(EngineOptions(toy, model, one, {}, core), directory / f"{toy.name}-{name}.log"))
+            stack.enter_context(Engine(EngineOptions(toy, model, one, {}, bound), directory / f"{toy.name}-{name}.log"))
             for name, one in (("plain", None), ("depot", connector))
         )
         daemon.wait_attached(1)
@@ -105,6 +108,12 @@ def measure(toy: Toy, rounds: int, directory: Path, report: Report) -> Asked:
         mount.fault(bytes_per_second=BYTES_PER_SECOND)
         report.figure(f"{toy.name}_tier_mb_s", read_rate(largest(mount.backing, mount.path)) / 1e6, "MB/s")
         return ask(plain, depot, prompts)
+
+
+def keep_to(pid: int, cores: Sequence[int]) -> None:
+    """All threads that the process has, and will have."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
 
 
 def store(engine: Engine, daemon: Daemon, prompts: Sequence[Sequence[int]]) -> None:

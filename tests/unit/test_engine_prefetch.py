@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvdepot.core.calls import AcquireOutcome, DeclareCall, Kind
+from kvdepot.core.calls import AcquireOutcome, DeclareCall, Kind, LocateCall
 from kvdepot.server.engine import prefetch as prefetch_module
 from kvdepot.server.engine.types import Quota
 from kvdepot.server.tiers.base import IoOutcome
@@ -59,6 +59,17 @@ def test_what_a_waiting_request_needs_is_in_ram_when_it_acquires() -> None:
     assert held(rig) == (0, 0), "its lease pins them now"
     assert rig.counter("prefetch_used_objects") == rig.counter("prefetched_objects") == 6
     client.release(lease)
+    audit(rig.engine)
+
+
+def test_i2_a_lookup_is_answered_before_anything_is_asked_for() -> None:
+    keys = path("p", 6)
+    rig, client = cold(keys)
+    asked_before: list[int] = []
+    call = LocateCall(client.session, client.namespace, b"".join(keys), 1 << 30, "r")
+    rig.engine.locate(call, lambda _: asked_before.append(len(asked(rig))))
+    assert asked_before == [0], "the workers that it wakes may keep the daemon from answering for milliseconds"
+    assert asked(rig)
     audit(rig.engine)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final
 
@@ -79,14 +79,14 @@ class Locates:
         chunk_tokens = _planner(namespace).chunk_tokens
         begin, end = seen.boundary_tokens // chunk_tokens, min(seen.high_tokens // chunk_tokens, len(seen.nodes))
         if begin >= end or not self._look_ups.possible:
-            answer(self._reply(session, namespace, call, seen))
+            self._answer(session, namespace, call, seen, answer)
             return 0.0
 
         def ended(looked_up: LookedUp) -> None:
             if namespace.void or not self._space.namespaces.defined(namespace):
                 answer(LocateReply(0))  # nobody uses it any more
             elif not self._switched_off(session, namespace, call, answer):
-                answer(self._reply(session, namespace, call, self._see(namespace, call), looked_up))
+                self._answer(session, namespace, call, self._see(namespace, call), answer, looked_up)
 
         wait = wait_seconds(call.wait_seconds, something=begin > 0)
         return self._look_ups.begin(namespace, call.keys, begin, end, ended, wait)
@@ -113,11 +113,17 @@ class Locates:
             presence = {kind: (seen | self._presence.promotable(nodes, kind)).tobytes() for kind, seen in flags.items()}
         return Seen(nodes, ram, presence, high_tokens, planner.longest_boundary(presence, 0, high_tokens))
 
-    def _reply(
-        self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen, looked_up: LookedUp | None = None
-    ) -> LocateReply:
+    def _answer(
+        self,
+        session: Session,
+        namespace: Namespace,
+        call: LocateCall,
+        seen: Seen,
+        answer: Answer,
+        looked_up: LookedUp | None = None,
+    ) -> None:
         planner, counters, longest = _planner(namespace), self._space.counters, seen.boundary_tokens
-        offer = self._offer(session, namespace, call, seen)
+        offer, givers = self._offer(namespace, call, seen)
         attention = seen.presence.get(Kind.ATTENTION, b"")
         reach = attention.find(0)
         reach = len(attention) if reach < 0 else reach
@@ -134,9 +140,16 @@ class Locates:
         if self._space.unverified:
             self._want_unverified(namespace, seen.nodes)
         self._record(session, namespace, call, seen, offer, miss)
-        return LocateReply(
-            offer.boundary_tokens, offer.tier, reach * planner.chunk_tokens, offer.seconds, self._misses.told(miss)
+        answer(
+            LocateReply(
+                offer.boundary_tokens, offer.tier, reach * planner.chunk_tokens, offer.seconds, self._misses.told(miss)
+            )
         )
+        # Behind the answer: workers that are woken to read run before this process does again where cores are few.
+        if self._space.tiers and not session.ended:
+            chunks = longest // planner.chunk_tokens
+            request, keys = (session.slot, call.request_id), call.keys[: chunks * KEY_BYTES]
+            self._prefetch.located(request, namespace, keys, seen.nodes[:chunks], givers)
 
     def _record(
         self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen, offer: Offer, miss: Miss
@@ -145,26 +158,18 @@ class Locates:
             lookup = self._misses.lookup(namespace, call, seen, offer, miss)
             self._records.looked_up(session.engine_id, call.request_id, namespace, call.keys, lookup)
 
-    def _offer(self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen) -> Offer:
-        """What of the longest boundary is worth waiting for, and in time. Prefetch is told of all of it."""
+    def _offer(self, namespace: Namespace, call: LocateCall, seen: Seen) -> tuple[Offer, Collection[int]]:
+        """What of the longest boundary is worth waiting for, and in time; and the tiers that all of it needs."""
         planner, longest = _planner(namespace), seen.boundary_tokens
-        offer, givers = Offer(longest, "ram" if longest else ""), list[int]()
-        if not self._space.tiers:
-            return offer
+        if not self._space.tiers or longest == planner.longest_boundary(seen.ram, 0, seen.high_tokens):
+            return Offer(longest, "ram" if longest else ""), ()
         chunks = longest // planner.chunk_tokens
-        nodes = seen.nodes[:chunks]
-        if longest != planner.longest_boundary(seen.ram, 0, seen.high_tokens):
-            absent = {kind: _flags(seen.presence[kind], chunks) & ~_flags(seen.ram[kind], chunks) for kind in seen.ram}
-            for kind in absent.keys() - {Kind.STATE}:
-                absent[kind][: call.local_tokens // planner.chunk_tokens] = False
-            explored = self._prefetch.on and bool(call.request_id)
-            costs = self._offers.costs(namespace, nodes, absent, explored=explored)
-            offer = self._offers.choose(planner, seen.presence, longest, costs, call)
-            givers = costs.givers(chunks - 1)
-        if not session.ended:
-            keys = call.keys[: chunks * KEY_BYTES]
-            self._prefetch.located((session.slot, call.request_id), namespace, keys, nodes, givers)
-        return offer
+        absent = {kind: _flags(seen.presence[kind], chunks) & ~_flags(seen.ram[kind], chunks) for kind in seen.ram}
+        for kind in absent.keys() - {Kind.STATE}:
+            absent[kind][: call.local_tokens // planner.chunk_tokens] = False
+        explored = self._prefetch.on and bool(call.request_id)
+        costs = self._offers.costs(namespace, seen.nodes[:chunks], absent, explored=explored)
+        return self._offers.choose(planner, seen.presence, longest, costs, call), costs.givers(chunks - 1)
 
     def _reach_tokens(self, namespace: Namespace) -> int:
         """What ends behind it the quotas never let into RAM."""
