@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy import cpu
 from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, concatenate, object_pieces
 from kvdepot.client.copy.cpu import UNIT_BYTES_MIN, CpuCopier
 from kvdepot.client.copy.device import DeviceCopier
@@ -235,9 +236,16 @@ def test_batches_are_bounded_and_in_order() -> None:
         ({"offsets": 0}, "outside"), ({"offsets": ARENA_BYTES - 2047}, "outside"),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("large_from", [512 << 10, 1])
 def test_i1_refuses_pieces_out_of_range_before_any_byte_moves(
-    arena: ArenaMap, make_copier: MakeCopier, change: dict[str, int], names: str
+    arena: ArenaMap,
+    make_copier: MakeCopier,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, int],
+    names: str,
+    large_from: int,
 ) -> None:
+    monkeypatch.setattr(cpu, "_MEMMOVE_BYTES_MIN", large_from)  # large runs are checked on their own way
     layer = filled((8, 2048), torch.uint8)
     good = {"layers": 0, "blocks": 2, "skips": 0, "offsets": arena.layout.data_offset, "lengths": 2048}
     rows = [good, good | {"offsets": good["offsets"] + 2048} | change]

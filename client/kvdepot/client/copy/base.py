@@ -160,7 +160,7 @@ class Bounds:
         # Seen as unsigned, a negative number is a large one: one comparison for both bounds.
         layers = batch.layers.view(np.uint64)
         if (layers >= len(self.blocks)).any():
-            raise CopyError(f"a piece names layer {batch.layers.max()} of {len(self.blocks)}")
+            raise CopyError(self.what_is_wrong(batch, data_offset, arena_bytes))
         block_bytes = self.block_bytes[batch.layers]
         wrong = batch.blocks.view(np.uint64) >= self.blocks[batch.layers].view(np.uint64)
         wrong |= batch.skips.view(np.uint64) >= block_bytes.view(np.uint64)
@@ -168,7 +168,7 @@ class Bounds:
         wrong |= batch.offsets < data_offset
         wrong |= batch.offsets + batch.lengths > arena_bytes
         if wrong.any():
-            raise CopyError(self._what_is_wrong(batch, data_offset, arena_bytes))
+            raise CopyError(self.what_is_wrong(batch, data_offset, arena_bytes))
 
     def check_move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
         """Raises CopyError."""
@@ -177,7 +177,10 @@ class Bounds:
             if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.blocks[layer]:
                 raise CopyError(f"blocks {blocks.min()} to {blocks.max()} of a layer of {self.blocks[layer]}")
 
-    def _what_is_wrong(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> str:
+    def what_is_wrong(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> str:
+        """Of a batch in which something is."""
+        if batch.layers.min() < 0 or batch.layers.max() >= len(self.blocks):
+            return f"a piece names layer {batch.layers.max()} of {len(self.blocks)}"
         if batch.blocks.min() < 0 or (batch.blocks >= self.blocks[batch.layers]).any():
             return f"a piece names block {batch.blocks.max()}, beyond its layer"
         if batch.skips.min() < 0 or batch.lengths.min() <= 0:
