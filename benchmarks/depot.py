@@ -23,8 +23,7 @@ from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc
 
 START_SECONDS_MAX = 120.0
-_SUM_SECONDS = 0.05
-"""Far more than a sum of 4 MiB takes."""
+_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +81,12 @@ class Status:
     def wait_populated(self, daemon: Daemon) -> None:
         """Returns when the whole arena is populated."""
         while self().tiers[0].ready_bytes < daemon.arena_bytes:
-            time.sleep(0.02)
+            time.sleep(_POLL_SECONDS)
 
     def wait_summed(self) -> None:
         """Returns when the checksum worker has nothing left to read: it does so beside whatever is measured."""
-        before, now = -1.0, self().counters.get("summed_objects", 0.0)
-        while now != before:
-            time.sleep(_SUM_SECONDS)
-            before, now = now, self().counters.get("summed_objects", 0.0)
+        while self().tiers[0].unsummed_objects:
+            time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager

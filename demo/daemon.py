@@ -157,14 +157,11 @@ class Daemon:
         checksums, without which a killed daemon's successor keeps nothing.
         """
         quiet_since: float | None = None
-        sums = -1.0
 
         def settled(status: DaemonStatus) -> bool:
-            nonlocal quiet_since, sums
-            before, sums = sums, status.counters.get("summed_objects", 0)
-            enough = status.tiers[0].objects >= objects_min
-            if summed:
-                enough = enough and unsummed_objects(status) <= 0 and sums == before
+            nonlocal quiet_since
+            ram = status.tiers[0]
+            enough = ram.objects >= objects_min and not (summed and ram.unsummed_objects)
             if not enough or not is_idle(status):
                 quiet_since = None
                 return False
@@ -231,13 +228,3 @@ def is_idle(status: DaemonStatus) -> bool:
     sessions_idle = all(not s.leases and not s.credit_used_bytes and not s.lent_objects for s in status.sessions)
     tier = status.tiers[0]
     return sessions_idle and not tier.lent_bytes and not tier.unverified_objects
-
-
-def unsummed_objects(status: DaemonStatus) -> int:
-    """At least so many that this run has committed are not summed yet (while nothing was evicted or dropped).
-
-    What was pruned may have been summed or not: where it was, as many more are not.
-    """
-    counters = status.counters
-    gone = counters.get("summed_objects", 0) + counters.get("pruned_objects", 0)
-    return int(counters.get("committed_objects.committed", 0) - gone)

@@ -30,6 +30,7 @@ class TierStatus:
     written_today_bytes: int = 0  # since midnight UTC, against the write budget
     quarantined_bytes: int = 0
     # Of RAM:
+    unsummed_objects: int = 0  # committed, and without a checksum yet: a kill now would lose them
     prefetched_objects: int = 0  # held for requests that have not come for them yet, or on their way there
     prefetched_bytes: int = 0
     prefetching_requests: int = 0  # for which that is done or waits

@@ -306,6 +306,7 @@ _TIERS = (
     _tier_gauge("lent_bytes", "Bytes in extents lent to processes.", kinds=_RAM_ONLY),
     _tier_gauge("objects", "Committed objects."),
     _tier_gauge("unverified_objects", "Adopted, not verified yet.", kinds=_RAM_ONLY),
+    _tier_gauge("unsummed_objects", "Committed, without a checksum yet: a kill would lose them.", kinds=_RAM_ONLY),
     _tier_gauge("prefetched_objects", "Held for requests that come later.", kinds=_RAM_ONLY),
     _tier_gauge("prefetched_bytes", "Their bytes.", kinds=_RAM_ONLY),
     _tier_gauge("prefetching_requests", "Requests that prefetch is for.", kinds=_RAM_ONLY),

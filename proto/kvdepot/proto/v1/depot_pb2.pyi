@@ -923,6 +923,7 @@ class TierStatus(google.protobuf.message.Message):
     JANITOR_FIELD_NUMBER: builtins.int
     PINNED_OBJECTS_FIELD_NUMBER: builtins.int
     PINNED_BYTES_FIELD_NUMBER: builtins.int
+    UNSUMMED_OBJECTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     capacity_bytes: builtins.int
@@ -948,6 +949,7 @@ class TierStatus(google.protobuf.message.Message):
     pinned_objects: builtins.int
     """Of RAM."""
     pinned_bytes: builtins.int
+    unsummed_objects: builtins.int
     def __init__(
         self,
         *,
@@ -973,8 +975,9 @@ class TierStatus(google.protobuf.message.Message):
         janitor: builtins.str = ...,
         pinned_objects: builtins.int = ...,
         pinned_bytes: builtins.int = ...,
+        unsummed_objects: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unsummed_objects", b"unsummed_objects", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
 

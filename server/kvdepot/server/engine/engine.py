@@ -212,6 +212,7 @@ class Engine:
             lent_bytes=space.lent_bytes(),
             objects=space.objects,
             unverified_objects=space.unverified,
+            unsummed_objects=space.unsummed,
             prefetched_objects=self._prefetch.held_objects,
             prefetched_bytes=self._prefetch.held_bytes,
             prefetching_requests=len(self._prefetch),
