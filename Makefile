@@ -55,6 +55,9 @@ lint: venv proto-check ## ruff, mypy strict, import layers, generated code
 # Most of the time of these goes by in waiting: for processes, deadlines, media.
 THREE_AT_ONCE := tests/unit tests/contract tests/stateful
 TWO_AT_ONCE := tests/crash tests/chaos
+# Real engines: most of the time of these is their starts, of which each takes one core. A module and its engines go
+# together; the longest ones go first (tests/e2e/conftest.py).
+ENGINES := -n 2 --dist loadfile --no-loadscope-reorder $(patsubst %,--ignore=%,$(THREE_AT_ONCE) $(TWO_AT_ONCE))
 
 # What a test's own timeout cannot end (a process stopped, or stuck in the kernel) ends with every thread's stack.
 WATCHED := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
@@ -64,14 +67,14 @@ AT_MOST := timeout --foreground --signal=INT --kill-after=60
 test: lint ## everything but the long tests
 	$(AT_MOST) 15m $(BIN)/python -m pytest -m "not long" -n 3 --dist worksteal $(WATCHED) $(THREE_AT_ONCE)
 	$(AT_MOST) 15m $(BIN)/python -m pytest -m "not long" -n 2 --dist worksteal $(WATCHED) $(TWO_AT_ONCE)
-	$(AT_MOST) 20m $(BIN)/python -m pytest -m "not long" $(patsubst %,--ignore=%,$(THREE_AT_ONCE) $(TWO_AT_ONCE))
+	$(AT_MOST) 20m $(BIN)/python -m pytest -m "not long" $(ENGINES)
 
 test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
 
 test-long: venv ## what takes longer than `make test` may
 	$(AT_MOST) 40m $(BIN)/python -m pytest -m long -n 2 --dist worksteal $(WATCHED_LONG) $(THREE_AT_ONCE) $(TWO_AT_ONCE)
-	$(AT_MOST) 60m $(BIN)/python -m pytest -m long $(WATCHED_LONG) $(patsubst %,--ignore=%,$(THREE_AT_ONCE) $(TWO_AT_ONCE))
+	$(AT_MOST) 60m $(BIN)/python -m pytest -m long $(WATCHED_LONG) $(ENGINES)
 
 chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 SEED= NODES=1
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) --nodes $(NODES) $(if $(SEED),--seed $(SEED))

@@ -14,6 +14,8 @@ from demo.toys import DENSE, GEMMA3, GEMMA4, GPT_OSS, HYBRID, MISTRAL
 from tests.e2e.fleet import Fleet
 
 E2E_TIMEOUT_SECONDS = 300
+FIRST = ("test_soak.py", "test_tensor_parallel.py")
+"""Modules that take longest: where two run at once, neither waits for such a one at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,6 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_SECONDS))
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM's CPU build needs libnuma1: make system-deps"))
+    items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 @pytest.fixture(scope="session")
@@ -59,18 +62,11 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module", autouse=True)
 def engines_of_this_module(request: pytest.FixtureRequest) -> None:
-    """Its engines start side by side; those that no module needs any more go: eight at once are too much memory."""
-    modules = list(dict.fromkeys(item.getparent(pytest.Module) for item in request.session.items))
-    later = modules[modules.index(request.node) :]
-    needed = {name for module in later for name in _engines(module)}
+    """Its `ENGINES` start side by side, and no others go on: eight at once are too much memory."""
+    engines: tuple[str, ...] = getattr(request.node.obj, "ENGINES", ())
     fleet: Fleet = request.getfixturevalue("shared_fleet")
-    for name in fleet.names_running - needed:
-        fleet.end(name)
-    if _engines(request.node):
+    for name in fleet.names_running.difference(engines):
+        fleet.end(name, kill=True)
+    if engines:
         fleet.ensure_daemon()
-        fleet.launch(_engines(request.node))
-
-
-def _engines(module: pytest.Module | None) -> tuple[str, ...]:
-    """What it says it needs of the session's fleet."""
-    return getattr(module.obj, "ENGINES", ()) if module is not None else ()
+        fleet.launch(engines)

@@ -24,6 +24,8 @@ CONFIGURATION = 'capacity = "1GiB"\n'
 """Room for all that the tests of a session store: nothing goes that one of them expects to find."""
 LOOKUP_TIMEOUT_SECONDS = 5.0
 """Tests share their cores: with the default of 0.05 a delay would look like a miss."""
+FREE_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""vLLM would have the ranks of all engines compute, and import, on the same core."""
 TRIES = 4
 TOLD_TIMEOUT_SECONDS = 10.0
 
@@ -87,7 +89,7 @@ class Fleet:
             make_toy(toy, self._models),
             transfer,
             arguments,
-            {"KVDEPOT_AUDIT_PATH": str(self.directory / f"audit-{name}"), **(environment or {})},
+            {"KVDEPOT_AUDIT_PATH": str(self.directory / f"audit-{name}"), **FREE_CORES, **(environment or {})},
         )
 
     def options(self, name: str) -> EngineOptions:

@@ -13,7 +13,7 @@ from demo.toys import LATENT, ONE_HEAD
 from tests.e2e import arena_bytes
 from tests.e2e.fleet import Fleet
 from tests.e2e.test_hybrid import digests_by_place, wrong
-from tests.e2e.test_tensor_parallel import ENVIRONMENT, LOOKUP_TIMEOUT_SECONDS, ask_until_loaded, warm_up
+from tests.e2e.test_tensor_parallel import LOOKUP_TIMEOUT_SECONDS, ask_until_loaded, warm_up
 
 CHUNK = 256
 RANKS = 2
@@ -38,7 +38,6 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
                 toy.name,
                 toy,
                 {"block_size": 32, "tensor_parallel_size": RANKS},
-                environment=ENVIRONMENT,
                 lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS,
             )
         fleet.ensure_daemon()

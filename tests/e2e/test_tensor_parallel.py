@@ -29,7 +29,6 @@ LOOKUP_TIMEOUT_SECONDS = 5.0
 POLICY = '[policy]\nlease_deadline = "10s"\n'
 DEATH_SECONDS = 60.0
 HELD_SECONDS = 20.0
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 BOTH = pytest.mark.parametrize("model", ["dense", "hybrid"])
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -38,7 +37,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 def make_fleet(directory: Path) -> Fleet:
     """Two ranks each, and one engine of one rank to compare."""
     fleet = Fleet(directory, ROOT / "build" / "toys", POLICY)
-    environment = ENVIRONMENT | {VARIABLE: str(Faults(directory / "faults").folder)}
+    environment = {VARIABLE: str(Faults(directory / "faults").folder)}
     settings: dict[str, Any] = {
         "load_timeout_seconds": LOAD_TIMEOUT_SECONDS,
         "lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS,
@@ -52,7 +51,7 @@ def make_fleet(directory: Path) -> Fleet:
             connector_class=(FaultyConnector.__name__, MODULE),
             **settings,
         )
-    fleet.define("whole", DENSE, {"block_size": 32}, environment=ENVIRONMENT, **settings)
+    fleet.define("whole", DENSE, {"block_size": 32}, **settings)
     return fleet
 
 

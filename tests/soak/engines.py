@@ -27,8 +27,6 @@ path = "{disk}"
 capacity = "256MiB"
 write = "second_use"
 """
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""vLLM would have them all compute on the same core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,6 @@ def soak_fleet(directory: Path) -> Fleet:
             arguments["block_size"] = 32  # so that answers need more blocks while they grow
         fleet.define(
             name, kind.toy, arguments, tenant=kind.tenant, load_timeout_seconds=10.0,
-            lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS, environment=ENVIRONMENT,
+            lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS,
         )  # fmt: skip
     return fleet
