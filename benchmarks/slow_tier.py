@@ -23,6 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
 
+from kvdepot.core.report import DaemonStatus
+
 from benchmarks.multi_turn import MODEL
 from benchmarks.report import Report, arguments
 from demo.daemon import Daemon
@@ -37,7 +39,7 @@ CHUNKS = (2, 4, 8, 12)
 TAIL_TOKENS = 10
 BYTES_PER_SECOND = 20e6
 RATIO_MAX = 1.1
-DISK = 1  # of the daemon's tiers; 0 is RAM
+RAM, DISK = 0, 1  # of the daemon's tiers
 DAEMON = """capacity = "1GiB"
 [[tier]]
 name = "slow"
@@ -107,7 +109,7 @@ def measure(toy: Toy, rounds: int, directory: Path, report: Report) -> Asked:
         store(depot, daemon, prompts)
         mount.fault(bytes_per_second=BYTES_PER_SECOND)
         report.figure(f"{toy.name}_tier_mb_s", read_rate(largest(mount.backing, mount.path)) / 1e6, "MB/s")
-        return ask(plain, depot, prompts)
+        return ask(plain, depot, daemon, prompts)
 
 
 def keep_to(pid: int, cores: Sequence[int]) -> None:
@@ -136,12 +138,19 @@ def largest(backing: Path, mount: Path) -> Path:
     return mount / file.relative_to(backing)
 
 
-def ask(plain: Engine, depot: Engine, prompts: Sequence[Sequence[int]]) -> Asked:
+def ask(plain: Engine, depot: Engine, daemon: Daemon, prompts: Sequence[Sequence[int]]) -> Asked:
     asked = Asked()
     for number, ids in enumerate(prompts):
         control = prompt(len(ids), f"slow-control-{number}")
-        asked.add(plain.ask(ids, 1), depot.ask(ids, 1), plain.ask(control, 1), len(ids))
+        computed, other = plain.ask(ids, 1), depot.ask(ids, 1)
+        # What was declined is read when its request is over: beside computing that would be in the others' figures.
+        daemon.wait(nothing_read_ahead, 60, "done reading")
+        asked.add(computed, other, plain.ask(control, 1), len(ids))
     return asked
+
+
+def nothing_read_ahead(status: DaemonStatus) -> bool:
+    return not status.tiers[RAM].prefetching_requests and not status.tiers[RAM].prefetched_objects
 
 
 def tabulate(toy: Toy, asked: Asked, report: Report) -> None:

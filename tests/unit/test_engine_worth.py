@@ -19,7 +19,7 @@ from kvdepot.server.engine.read_rate import (
 )
 from kvdepot.server.tiers.base import IoOutcome
 
-from tests.fakes.engine_rig import CHUNK, HYBRID, Client, Rig, path, spec_of
+from tests.fakes.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, spec_of
 from tests.fakes.tier_rig import ATTENTION, COMMIT, reboot, store
 from tests.unit.test_engine_offers import half_cold
 
@@ -58,14 +58,43 @@ def cold(
     return rig, client, keys
 
 
-def test_i2_what_is_computed_faster_than_read_is_a_miss_and_is_read_ahead_all_the_same() -> None:
-    rig, client, keys = cold()
-    reply = client.locate(keys, request="r", token_seconds=token_seconds(30 * MB))
-    assert (reply.boundary_tokens, reply.miss) == (0, "not_worth_it")
-    assert rig.counter("misses.not_worth_it") == 1
+def test_i2_b4_what_is_computed_faster_than_read_is_a_miss_and_is_read_when_its_request_is_over() -> None:
+    rig, client, keys = cold(in_ram=20)
+    computed = token_seconds(30 * MB)
+    reply = client.locate(keys, request="r", token_seconds=computed)
+    assert (reply.boundary_tokens, reply.miss) == (20 * CHUNK, "not_worth_it")
+    assert rig.counter("shortened_offers") == 1
+    lease, _ = client.acquire(keys[:20], request="r")
+    client.release(lease)
+    client.reserve(path("answer", 1), request="r")
+    assert not rig.tier.jobs, "whatever it does, it computes, and does not share its cores with what reads"
+    client.end_request("r")
     assert rig.tier.jobs, "so the tier is measured, and the next request finds it in RAM"
     rig.tier.run()
-    assert client.locate(keys, request="s", token_seconds=token_seconds(30 * MB)).boundary_tokens == 100 * CHUNK
+    tier = rig.engine.status().tier
+    assert tier.prefetched_objects == tier.prefetching_requests == 0, "content like any other: nobody waits for it"
+    assert client.locate(keys, request="s", token_seconds=computed).boundary_tokens == 100 * CHUNK
+    audit(rig.engine)
+
+
+def test_what_was_read_ahead_and_is_declined_now_is_read_no_further_until_its_request_is_over() -> None:
+    rig, client, keys = cold()
+    assert client.locate(keys, request="r").boundary_tokens == 100 * CHUNK
+    begun = len(rig.tier.jobs)
+    assert begun
+    assert client.locate(keys, request="r", token_seconds=token_seconds(100 * MB)).boundary_tokens == 0
+    assert rig.tier.run() == begun
+    client.end_request("r")
+    assert rig.tier.run() == 100 - begun
+
+
+def test_a_session_that_dies_takes_what_was_put_off_with_it() -> None:
+    rig, client, keys = cold()
+    client.locate(keys, request="r", token_seconds=token_seconds(30 * MB))
+    assert rig.counter("misses.not_worth_it") == rig.engine.status().tier.prefetching_requests == 1
+    rig.engine.process_dead(client.attachment)
+    assert rig.engine.status().tier.prefetching_requests == 0
+    assert not rig.tier.jobs
 
 
 def test_an_engine_that_computes_slower_is_offered_all_of_it() -> None:

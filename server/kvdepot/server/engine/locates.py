@@ -149,7 +149,8 @@ class Locates:
         if self._space.tiers and not session.ended:
             chunks = longest // planner.chunk_tokens
             request, keys = (session.slot, call.request_id), call.keys[: chunks * KEY_BYTES]
-            self._prefetch.located(request, namespace, keys, seen.nodes[:chunks], givers)
+            declined = offer.miss is MissReason.NOT_WORTH_IT and self._measured(givers)
+            self._prefetch.located(request, namespace, keys, seen.nodes[:chunks], givers, declined=declined)
 
     def _record(
         self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen, offer: Offer, miss: Miss
@@ -170,6 +171,10 @@ class Locates:
         explored = self._prefetch.on and bool(call.request_id)
         costs = self._offers.costs(namespace, seen.nodes[:chunks], absent, explored=explored)
         return self._offers.choose(planner, seen.presence, longest, costs, call), costs.givers(chunks - 1)
+
+    def _measured(self, tiers: Collection[int]) -> bool:
+        """Else what is read ahead now is what tells how fast they are."""
+        return all(tier.reads.measured for tier in self._space.tiers if tier.number in tiers)
 
     def _reach_tokens(self, namespace: Namespace) -> int:
         """What ends behind it the quotas never let into RAM."""

@@ -8,6 +8,8 @@ within a share of RAM; who finds no room elsewhere is given what the last wish h
 
 Who comes after all wishes (`LastInLine`) reads by the same rules, and gives way to them.
 
+What was not worth the request's time is *put off*: read for whoever comes next when the request is over, and not held.
+
 A wish is a hint: whatever becomes of it, an acquire reads what it lacks.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -71,6 +74,8 @@ class _Wish:
     over: bool = False
     todo: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     lanes: set[int] = field(default_factory=set)  # tiers in whose queue it is
+    put_off: frozenset[int] = frozenset()  # tiers in whose queue it will be when its request has ended
+    late: bool = False  # it has
     tokens: list[int] = field(default_factory=list)  # of what is held for it
     deadline: float = inf
 
@@ -124,15 +129,17 @@ class Prefetch:
     # What requests say
 
     def located(
-        self, request: Request, namespace: Namespace, keys: bytes, nodes: Nodes, tiers: Collection[int]
-    ) -> None:
+        self, request: Request, namespace: Namespace, keys: bytes, nodes: Nodes, tiers: Collection[int],
+        *, declined: bool = False,
+    ) -> None:  # fmt: skip
         """The request would have these chunks, of which these tiers have to give something.
 
-        `keys` end with the boundary's chunk; `nodes` are theirs.
+        `keys` end with the boundary's chunk; `nodes` are theirs. `declined`: it does not wait for the tiers.
         """
         wish = self._wishes.get(request)
         if wish is not None and not len(nodes):
-            self.over(request, "renewed")
+            self._end(wish, "renewed")
+            self.pump()
             return
         if not len(nodes) or not self.on or not request[1] or request in self._ended:
             return
@@ -148,11 +155,9 @@ class Prefetch:
             self.release(tokens, "refused")
             return
         self._renew(wish, keys, tokens)
-        for number in tiers:
-            if number not in wish.lanes:
-                wish.lanes.add(number)
-                heappush(self._lanes[number], (wish.number, wish))
-        if not tokens and not wish.lanes:
+        wish.put_off = frozenset(tiers if declined else ())
+        self._line_up(wish, () if declined else tiers)
+        if not tokens and not wish.lanes and not wish.put_off:
             self._end(wish, "renewed")
         self.pump()
 
@@ -165,18 +170,28 @@ class Prefetch:
     def over(self, request: Request, reason: str) -> None:
         """It needs nothing ahead any more."""
         wish = self._wishes.get(request)
-        if wish is not None:
+        if wish is None:
+            return
+        if wish.put_off:
+            self._let_go_of(wish, reason)
+        else:
             self._end(wish, reason)
-            self.pump()
+        self.pump()
 
     def ended(self, request: Request) -> None:
-        """Likewise, and it never will."""
+        """Likewise, and it never will: now others' turn has come."""
         if not self.on:
             return
         self._ended[request] = None
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
         self.over(request, "ended")
+        wish = self._wishes.get(request)
+        if wish is not None:
+            wish.number, wish.deadline, wish.late = next(self._numbers), self._space.clock() + self._seconds, True
+            tiers, wish.put_off = wish.put_off, frozenset()
+            self._line_up(wish, tiers)
+            self.pump()
 
     def end_session(self, session: int) -> None:
         for request in [request for request in self._ended if request[0] == session]:
@@ -219,6 +234,17 @@ class Prefetch:
         former, wish.tokens, wish.deadline = wish.tokens, [], inf
         self._hold(wish, tokens)
         self.release(former, "renewed")
+
+    def _line_up(self, wish: _Wish, tiers: Collection[int]) -> None:
+        for number in tiers:
+            if number not in wish.lanes:
+                wish.lanes.add(number)
+                heappush(self._lanes[number], (wish.number, wish))
+
+    def _let_go_of(self, wish: _Wish, reason: str) -> None:
+        """What is held for it, while it goes on itself."""
+        tokens, wish.tokens, wish.deadline = wish.tokens, [], inf
+        self.release(tokens, reason)
 
     def _end(self, wish: _Wish, reason: str) -> None:
         self._forget(wish)
@@ -298,12 +324,12 @@ class Prefetch:
         """The next object of the first wish; False: it has to wait."""
         wish = lane[0][1]
         todo = wish.todo.get(tier.number)
-        if todo is None and not wish.over:
+        if todo is None and not wish.over and not wish.put_off:
             todo = wish.todo[tier.number] = self._missing(wish, tier)
         if not todo:
             heappop(lane)
             wish.lanes.discard(tier.number)
-            if not (wish.over or wish.lanes or wish.tokens):  # there was nothing that it could hold
+            if not (wish.over or wish.lanes or wish.put_off or wish.tokens):  # there was nothing that it could hold
                 self._end(wish, "renewed")
             return True
         if not self._read(wish, tier, *todo[-1]):
@@ -319,24 +345,33 @@ class Prefetch:
             return True
         row = space.index.row(node, kind)
         if row != NO_ROW:
-            self._hold(wish, self._holds.join(np.array([row])).tolist())
+            if not wish.late:
+                self._hold(wish, self._holds.join(np.array([row])).tolist())
             return True
         size_bytes = space.allocator.rounded(namespace.object_bytes[kind])
         if size_bytes > self._limit_bytes:
             return True
         if size_bytes > self.room_bytes and not (self._last_gives_way() and size_bytes <= self.room_bytes):
             return False
-        token = self.begin(namespace, node, kind, tier)
+        until_read: list[int] = []
+        ended = partial(self._release_read, until_read)
+        token = self.begin(namespace, node, kind, tier, ended)
         if token is None and self._last_gives_way():
-            token = self.begin(namespace, node, kind, tier)
+            token = self.begin(namespace, node, kind, tier, ended)
         if token is None:
             return space.account.over(namespace.slot, size_bytes) is not None  # the next one may be another tenant's
-        self._hold(wish, [token])
+        if wish.late:
+            until_read.append(token)
+        else:
+            self._hold(wish, [token])
         return True
+
+    def _release_read(self, tokens: list[int], _whole: bool) -> None:
+        self.release(tokens, "ended")
 
     def begin(
         self, namespace: Namespace, node: int, kind: int, tier: LowerTier,
-        ended: Callable[[bool], None] = lambda _: None,
+        ended: Callable[[bool], None],
     ) -> int | None:  # fmt: skip
         """Have an object read that RAM does not have, and hold it; the token. None: no room could be made for it.
 
