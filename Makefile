@@ -63,18 +63,19 @@ ENGINES := -n 2 --dist loadfile --no-loadscope-reorder $(patsubst %,--ignore=%,$
 WATCHED := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 WATCHED_LONG := -o faulthandler_timeout=2500 -o faulthandler_exit_on_timeout=true
 AT_MOST := timeout --foreground --signal=INT --kill-after=60
+PYTEST := $(BIN)/python -m pytest --durations=15 --durations-min=5
 
 test: lint ## everything but the long tests
-	$(AT_MOST) 15m $(BIN)/python -m pytest -m "not long" -n 3 --dist worksteal $(WATCHED) $(THREE_AT_ONCE)
-	$(AT_MOST) 15m $(BIN)/python -m pytest -m "not long" -n 2 --dist worksteal $(WATCHED) $(TWO_AT_ONCE)
-	$(AT_MOST) 20m $(BIN)/python -m pytest -m "not long" $(ENGINES)
+	$(AT_MOST) 15m $(PYTEST) -m "not long" -n 3 --dist worksteal $(WATCHED) $(THREE_AT_ONCE)
+	$(AT_MOST) 15m $(PYTEST) -m "not long" -n 2 --dist worksteal $(WATCHED) $(TWO_AT_ONCE)
+	$(AT_MOST) 20m $(PYTEST) -m "not long" $(ENGINES)
 
 test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
 
 test-long: venv ## what takes longer than `make test` may
-	$(AT_MOST) 40m $(BIN)/python -m pytest -m long -n 2 --dist worksteal $(WATCHED_LONG) $(THREE_AT_ONCE) $(TWO_AT_ONCE)
-	$(AT_MOST) 60m $(BIN)/python -m pytest -m long $(WATCHED_LONG) $(ENGINES)
+	$(AT_MOST) 40m $(PYTEST) -m long -n 3 --dist worksteal $(WATCHED_LONG) $(THREE_AT_ONCE) $(TWO_AT_ONCE)
+	$(AT_MOST) 60m $(PYTEST) -m long $(WATCHED_LONG) $(ENGINES)
 
 chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 SEED= NODES=1
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) --nodes $(NODES) $(if $(SEED),--seed $(SEED))
