@@ -1,11 +1,12 @@
 """Prompts whose prefix is on a tier of 20 MB/s alone: time to first token against computing them (llm-d-router#2833).
 
-Two engines of one model on the same core, asked in turns: one without a connector, which computes, and one whose
+Two engines of one model on the same core: one without a connector, which computes, and one whose
 daemon has every prompt on a disk tier behind a FUSE mount of that speed, and nothing in RAM. What loads are
 worth is left to the defaults (`load_weight` 1). No request may take more than a tenth longer than computing; each is
-compared with the same prompt's computation, and all tokens must be equal. In each turn the first engine computes
-another prompt of that length too: the control, by which it differs from itself. The mount's server, which stands for
-the device, runs on the other cores: a device takes none of the engines'.
+compared with the same prompt's computation, and all tokens must be equal. They come in rounds of all lengths, one right
+behind the other, so that what is read for one of them is read beside the next; each round begins with another length.
+When nothing is read any more the first engine computes as many others: the control, by which it differs from itself.
+The mount's server, which stands for the device, runs on the other cores: a device takes none of the engines'.
 """
 
 from __future__ import annotations
@@ -140,12 +141,16 @@ def largest(backing: Path, mount: Path) -> Path:
 
 def ask(plain: Engine, depot: Engine, daemon: Daemon, prompts: Sequence[Sequence[int]]) -> Asked:
     asked = Asked()
-    for number, ids in enumerate(prompts):
-        control = prompt(len(ids), f"slow-control-{number}")
-        computed, other = plain.ask(ids, 1), depot.ask(ids, 1)
-        # What was declined is read when its request is over: beside computing that would be in the others' figures.
+    each = len(CHUNKS)
+    for number, first in enumerate(range(0, len(prompts), each)):
+        at = number % each
+        ids = [*prompts[first + at : first + each], *prompts[first : first + at]]
+        control = [prompt(len(one), f"slow-control-{first + index}") for index, one in enumerate(ids)]
+        computed, others = [plain.ask(one, 1) for one in ids], [depot.ask(one, 1) for one in ids]
         daemon.wait(nothing_read_ahead, 60, "done reading")
-        asked.add(computed, other, plain.ask(control, 1), len(ids))
+        again = [plain.ask(one, 1) for one in control]
+        for one, alone, other, repeated in zip(ids, computed, others, again, strict=True):
+            asked.add(alone, other, repeated, len(one))
     return asked
 
 

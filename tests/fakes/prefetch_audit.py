@@ -19,10 +19,11 @@ def audit_prefetch(engine: Engine) -> None:
     held = np.flatnonzero(holds._held).tolist()
     tokens = [token for wish in prefetch._wishes.values() for token in wish.tokens]
     tokens += prefetch.last._tokens if isinstance(prefetch.last, Warming) else []
+    tokens += prefetch.declined.tokens
     owners = Counter(token >> 32 for token in tokens if token & 0xFFFF_FFFF == holds._serials[token >> 32])
     assert {row: int(holds._held[row]) for row in held} == {row: n for row, n in owners.items() if holds._held[row]}
     assert holds.objects == len(held)
-    assert holds.bytes == sum(map(space.rounded_bytes, held)) <= prefetch._limit_bytes
+    assert holds.bytes == sum(map(space.rounded_bytes, held)) <= prefetch.limit_bytes
     for row in held:
         assert space.kept_rows[row] & HELD and space.node_of(row) != NONE, "held, and nobody finds it"
         assert space.rows.state[row] == RowState.COMMITTED or engine._tiering.promotions.reading(row)

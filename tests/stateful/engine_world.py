@@ -143,6 +143,7 @@ class World:
         self.promoted = 0  # acquires that waited for a lower tier and were granted
         self.received = 0  # of them, those that got something of which only the neighbour can have written the bytes
         self.requests = 0
+        self.token_seconds = 0.0  # in which engines compute one; 0: nobody knows
         self.read_ahead = 0.0  # objects whose reading began when a request came, or was asked about again
         self._first_lease = self.rig.leases
         self.locating: list[Locating] = []
@@ -260,14 +261,16 @@ class World:
         assert not draining or not any(engine.waiting for engine in self.engines.values())
 
     def queue(self, who: str, path: int, depth: int, budget_seconds: float) -> None:
-        """A request comes, or is asked about again: what it needs is read ahead."""
+        """A request comes, or is asked about again: what it needs is read ahead, or later where it declines that."""
         engine, client = self.engines[who], self.attach(who)
         if path not in engine.queued:
             self.requests += 1
             engine.queued[path] = f"q{self.requests}"
         keys = keys_of(path, depth)
         before = self.rig.counter("prefetched_objects")
-        answers = client.locate_later(keys, request=engine.queued[path], budget_seconds=budget_seconds)
+        answers = client.locate_later(
+            keys, request=engine.queued[path], budget_seconds=budget_seconds, token_seconds=self.token_seconds
+        )
         self.read_ahead += self.rig.counter("prefetched_objects") - before
         for reply in answers:  # none yet where a shared tier is asked
             assert reply.boundary_tokens <= depth * CHUNK

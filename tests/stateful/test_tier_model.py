@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from kvdepot.core.calls import Kind
+from kvdepot.server.engine import read_rate
 from kvdepot.server.engine.types import TierConfig, WritePolicy
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -112,6 +113,28 @@ def test_i4_i7_long_random_histories_of_queues(seed: int) -> None:
         act(world, random, QUEUE_ACTIONS)
         world.check()
     assert world.read_ahead >= 5, "the test lost its teeth"
+    world.finish()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_i4_i7_long_random_histories_of_queues_in_which_half_is_declined(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not worth its time is read when its time has come, whatever else happens meanwhile."""
+    monkeypatch.setattr(read_rate, "MEASURED_READS", 0)
+    random = Random(seed)
+    world = World(tier=TierConfig(WritePolicy.COMMIT))
+    read = 0.0
+    for number in range(1200):
+        if number % 25 == 24:
+            world.run()
+            world.reboot()
+        world.token_seconds = random.choice((0.0, 1e-9))
+        before = world.rig.counter("prefetch_wasted_objects.declined")
+        act(world, random, QUEUE_ACTIONS)
+        read += max(world.rig.counter("prefetch_wasted_objects.declined") - before, 0)  # a new run begins at 0
+        world.check()
+    assert read >= 3, "the test lost its teeth"
     world.finish()
 
 

@@ -8,8 +8,10 @@ from random import Random
 import numpy as np
 import pytest
 from kvdepot.core.calls import Kind, LocateCall
+from kvdepot.core.misses import MissReason
 from kvdepot.core.planner import GroupSpec
-from kvdepot.server.engine.offers import WORTH_SHARE, Costs, Offers
+from kvdepot.server.engine import declined as declined_module
+from kvdepot.server.engine.offers import WORTH_SHARE, Costs, Offer, Offers
 from kvdepot.server.engine.read_rate import (
     FIRST_BYTES_PER_SECOND,
     FIRST_LATENCY_SECONDS,
@@ -58,43 +60,140 @@ def cold(
     return rig, client, keys
 
 
-def test_i2_b4_what_is_computed_faster_than_read_is_a_miss_and_is_read_when_its_request_is_over() -> None:
-    rig, client, keys = cold(in_ram=20)
-    computed = token_seconds(30 * MB)
-    reply = client.locate(keys, request="r", token_seconds=computed)
-    assert (reply.boundary_tokens, reply.miss) == (20 * CHUNK, "not_worth_it")
-    assert rig.counter("shortened_offers") == 1
-    lease, _ = client.acquire(keys[:20], request="r")
-    client.release(lease)
-    client.reserve(path("answer", 1), request="r")
-    assert not rig.tier.jobs, "whatever it does, it computes, and does not share its cores with what reads"
-    client.end_request("r")
-    assert rig.tier.jobs, "so the tier is measured, and the next request finds it in RAM"
-    rig.tier.run()
-    tier = rig.engine.status().tier
-    assert tier.prefetched_objects == tier.prefetching_requests == 0, "content like any other: nobody waits for it"
-    assert client.locate(keys, request="s", token_seconds=computed).boundary_tokens == 100 * CHUNK
+COMPUTES = 30 * MB
+"""Bytes of KV a second, of an engine that does not wait for a tier of `SLOW`."""
+
+
+def declined(rig: Rig, client: Client, keys: list[bytes], request: str = "r", **call: int) -> float:
+    """A lookup that is not worth its time; the seconds in which the prompt is computed."""
+    reply = client.locate(keys, request=request, token_seconds=token_seconds(COMPUTES), **call)
+    assert reply.miss == "not_worth_it" and reply.boundary_tokens < len(keys) * CHUNK
+    audit(rig.engine)
+    return len(keys) * CHUNK * token_seconds(COMPUTES)
+
+
+def pass_by(rig: Rig, seconds: float) -> None:
+    rig.now += seconds
+    rig.engine.tick()
     audit(rig.engine)
 
 
-def test_what_was_read_ahead_and_is_declined_now_is_read_no_further_until_its_request_is_over() -> None:
+def test_i2_b4_what_is_computed_faster_than_read_is_a_miss_and_is_read_once_it_has_been_computed() -> None:
     rig, client, keys = cold()
-    assert client.locate(keys, request="r").boundary_tokens == 100 * CHUNK
-    begun = len(rig.tier.jobs)
-    assert begun
-    assert client.locate(keys, request="r", token_seconds=token_seconds(100 * MB)).boundary_tokens == 0
-    assert rig.tier.run() == begun
+    computed = declined(rig, client, keys)
+    assert rig.counter("misses.not_worth_it") == 1
     client.end_request("r")
-    assert rig.tier.run() == 100 - begun
+    pass_by(rig, computed)
+    assert not rig.tier.jobs, "it computes, and does not share its cores with what reads"
+    pass_by(rig, 1.1 * computed)
+    for _ in keys:
+        assert len(rig.tier.jobs) == 1, "a load that comes waits behind no more"
+        audit(rig.engine)
+        rig.tier.finish(rig.tier.jobs[0])
+    pass_by(rig, 0.0)
+    tier = rig.engine.status().tier
+    assert not rig.tier.jobs and tier.prefetching_requests == tier.prefetched_objects == 0, "nobody waits for it"
+    assert rig.counter("prefetch_wasted_objects.declined") == len(keys)
+    assert client.locate(keys, request="s", token_seconds=token_seconds(COMPUTES)).boundary_tokens == 100 * CHUNK
 
 
-def test_a_session_that_dies_takes_what_was_put_off_with_it() -> None:
+def test_what_is_declined_is_read_while_its_request_waits_for_longer_than_it_computes() -> None:
     rig, client, keys = cold()
-    client.locate(keys, request="r", token_seconds=token_seconds(30 * MB))
-    assert rig.counter("misses.not_worth_it") == rig.engine.status().tier.prefetching_requests == 1
-    rig.engine.process_dead(client.attachment)
+    computed = declined(rig, client, keys)
+    pass_by(rig, 3 * computed)
+    assert rig.tier.run() == 100
+    reply = client.locate(keys, request="r", local_tokens=CHUNK, token_seconds=token_seconds(COMPUTES))
+    assert (reply.boundary_tokens, reply.tier) == (100 * CHUNK, "ram")
+
+
+def test_what_is_offered_is_read_ahead_at_once_and_what_is_declined_behind_it_later() -> None:
+    """A boundary that a fast tier completes, and one that needs a slow one."""
+    rig, client, keys = cold(measured=1000 * MB)
+    locates, tier = rig.engine._locates, rig.engine._space.tiers[0]
+    offer = Offer(40 * CHUNK, "memory", 0.1, MissReason.NOT_WORTH_IT)
+    costs = Costs(np.full(100, 0.1), np.full(100, 0.1), ((tier, np.full(100, 0.1)),))
+    locates._offer = lambda *_: (offer, costs)  # type: ignore[method-assign]
+    assert client.locate(keys, request="r", token_seconds=1e-6).boundary_tokens == 40 * CHUNK
+    assert rig.tier.run() == 40
+    audit(rig.engine)
+    pass_by(rig, 1.0)
+    assert rig.tier.run() == 60
+
+
+def test_what_requests_wait_for_and_loads_go_before_what_was_declined() -> None:
+    rig, client, keys = cold()
+    pass_by(rig, 3 * declined(rig, client, keys))
+    assert len(rig.tier.jobs) == 1
+    assert client.locate(keys[:50], request="w").boundary_tokens == 50 * CHUNK
+    lease = client.lease()
+    answers = client.acquire_later(keys[:60], ATTENTION * 60, lease, "w")
+    while not answers:
+        assert all(job.name.key in keys[:60] for job in rig.tier.jobs[1:])
+        rig.tier.finish(rig.tier.jobs[0])
+        audit(rig.engine)
+    client.release(lease)
+    assert rig.tier.run() == 40
+    audit(rig.engine)
+
+
+def test_a_prompt_that_many_decline_is_read_once_and_no_more_prompts_wait_than_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(declined_module, "PROMPTS_MAX", 3)
+    rig, client, keys = cold()
+    for number in range(5):
+        declined(rig, client, keys, request=f"r{number}")
+    assert rig.engine.status().tier.prefetching_requests == 1
+    for number in range(5):
+        declined(rig, client, keys[: 90 + number])
+    assert rig.engine.status().tier.prefetching_requests == 3
+    pass_by(rig, 10.0)
+    assert rig.tier.run() == 100
+    pass_by(rig, 1000.0)
     assert rig.engine.status().tier.prefetching_requests == 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_t7_what_was_declined_is_forgotten_when_it_is_not_read_in_time_or_its_engine_dies(dies: bool) -> None:
+    rig, client, keys = cold()
+    computed = declined(rig, client, keys)
+    if dies:
+        rig.engine.process_dead(client.attachment)
+    pass_by(rig, 3 * computed if dies else 1000.0)
+    assert not rig.tier.jobs and rig.engine.status().tier.prefetching_requests == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_i1e_nothing_that_was_declined_is_read_where_an_operator_lets_nothing_be_loaded(begun: bool) -> None:
+    rig, client, keys = cold()
+    computed = declined(rig, client, keys)
+    if begun:
+        pass_by(rig, 3 * computed)
+    rig.engine.drain(draining=True)
+    audit(rig.engine)
+    tier = rig.engine.status().tier
+    assert tier.prefetching_requests == tier.prefetched_objects == 0
+    rig.tier.run()
+    pass_by(rig, 3 * computed)
     assert not rig.tier.jobs
+
+
+def test_i4_of_what_was_declined_no_more_is_read_than_prefetch_may_hold() -> None:
+    rig, client, keys = cold(prefetch_share=0.05)
+    limit = rig.engine._prefetch.limit_bytes // OBJECT
+    pass_by(rig, 3 * declined(rig, client, keys))
+    assert 0 < rig.tier.run() == limit < 100
+    pass_by(rig, 1.0)
+    assert not rig.tier.jobs and rig.engine.status().tier.prefetching_requests == 0
+
+
+def test_p6_what_was_declined_and_cannot_be_read_ends_its_hold_and_the_rest_is_read() -> None:
+    rig, client, keys = cold()
+    pass_by(rig, 3 * declined(rig, client, keys))
+    rig.tier.finish(rig.tier.jobs[0], IoOutcome.IO_ERROR)
+    audit(rig.engine)
+    assert rig.tier.run() == 99
+    audit(rig.engine)
 
 
 def test_an_engine_that_computes_slower_is_offered_all_of_it() -> None:

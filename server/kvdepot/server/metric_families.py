@@ -140,6 +140,7 @@ _DAMAGES = sorted(DAMAGED)
 _WASTED = (
     "acquired",
     "computed",
+    "declined",
     "draining",
     "ended",
     "epoch_bumped",

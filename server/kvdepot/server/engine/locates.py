@@ -19,8 +19,8 @@ from kvdepot.server.engine.index import Nodes
 from kvdepot.server.engine.lookups import LookedUp, LookUps, wait_seconds
 from kvdepot.server.engine.misses import Miss, Misses, Seen
 from kvdepot.server.engine.namespaces import Namespace
-from kvdepot.server.engine.offers import Offer, Offers
-from kvdepot.server.engine.prefetch import Prefetch
+from kvdepot.server.engine.offers import Costs, Offer, Offers
+from kvdepot.server.engine.prefetch import Prefetch, Request
 from kvdepot.server.engine.presence import Flags, Presence
 from kvdepot.server.engine.records import Records
 from kvdepot.server.engine.rows import COMMITTED
@@ -123,7 +123,7 @@ class Locates:
         looked_up: LookedUp | None = None,
     ) -> None:
         planner, counters, longest = _planner(namespace), self._space.counters, seen.boundary_tokens
-        offer, givers = self._offer(namespace, call, seen)
+        offer, costs = self._offer(namespace, call, seen)
         attention = seen.presence.get(Kind.ATTENTION, b"")
         reach = attention.find(0)
         reach = len(attention) if reach < 0 else reach
@@ -147,10 +147,24 @@ class Locates:
         )
         # Behind the answer: workers that are woken to read run before this process does again where cores are few.
         if self._space.tiers and not session.ended:
-            chunks = longest // planner.chunk_tokens
-            request, keys = (session.slot, call.request_id), call.keys[: chunks * KEY_BYTES]
-            declined = offer.miss is MissReason.NOT_WORTH_IT and self._measured(givers)
-            self._prefetch.located(request, namespace, keys, seen.nodes[:chunks], givers, declined=declined)
+            self._read_ahead((session.slot, call.request_id), namespace, call, seen, offer, costs)
+
+    def _read_ahead(
+        self, request: Request, namespace: Namespace, call: LocateCall, seen: Seen, offer: Offer, costs: Costs | None
+    ) -> None:
+        """The longest boundary that there is. What of it is not worth the request's time is read later, for others;
+        at once, where that measures a tier that is not."""
+        prefetch, chunk_tokens = self._prefetch, _planner(namespace).chunk_tokens
+        chunks, givers = seen.boundary_tokens // chunk_tokens, _givers(costs, seen.boundary_tokens // chunk_tokens)
+        if offer.miss is MissReason.NOT_WORTH_IT and prefetch.on and request[1] and self._measured(givers):
+            computed_seconds = (seen.boundary_tokens - call.local_tokens) * call.token_seconds
+            prefetch.declined.add(request[0], namespace, call.keys[: chunks * KEY_BYTES], givers, computed_seconds)
+            chunks = offer.boundary_tokens // chunk_tokens
+            givers = _givers(costs, chunks)
+        prefetch.located(request, namespace, call.keys[: chunks * KEY_BYTES], seen.nodes[:chunks], givers)
+
+    def _measured(self, tiers: Collection[int]) -> bool:
+        return all(tier.reads.measured for tier in self._space.tiers if tier.number in tiers)
 
     def _record(
         self, session: Session, namespace: Namespace, call: LocateCall, seen: Seen, offer: Offer, miss: Miss
@@ -159,22 +173,18 @@ class Locates:
             lookup = self._misses.lookup(namespace, call, seen, offer, miss)
             self._records.looked_up(session.engine_id, call.request_id, namespace, call.keys, lookup)
 
-    def _offer(self, namespace: Namespace, call: LocateCall, seen: Seen) -> tuple[Offer, Collection[int]]:
-        """What of the longest boundary is worth waiting for, and in time; and the tiers that all of it needs."""
+    def _offer(self, namespace: Namespace, call: LocateCall, seen: Seen) -> tuple[Offer, Costs | None]:
+        """What of the longest boundary is worth waiting for, and in time; what each costs, where any does."""
         planner, longest = _planner(namespace), seen.boundary_tokens
         if not self._space.tiers or longest == planner.longest_boundary(seen.ram, 0, seen.high_tokens):
-            return Offer(longest, "ram" if longest else ""), ()
+            return Offer(longest, "ram" if longest else ""), None
         chunks = longest // planner.chunk_tokens
         absent = {kind: _flags(seen.presence[kind], chunks) & ~_flags(seen.ram[kind], chunks) for kind in seen.ram}
         for kind in absent.keys() - {Kind.STATE}:
             absent[kind][: call.local_tokens // planner.chunk_tokens] = False
         explored = self._prefetch.on and bool(call.request_id)
         costs = self._offers.costs(namespace, seen.nodes[:chunks], absent, explored=explored)
-        return self._offers.choose(planner, seen.presence, longest, costs, call), costs.givers(chunks - 1)
-
-    def _measured(self, tiers: Collection[int]) -> bool:
-        """Else what is read ahead now is what tells how fast they are."""
-        return all(tier.reads.measured for tier in self._space.tiers if tier.number in tiers)
+        return self._offers.choose(planner, seen.presence, longest, costs, call), costs
 
     def _reach_tokens(self, namespace: Namespace) -> int:
         """What ends behind it the quotas never let into RAM."""
@@ -202,6 +212,11 @@ class Locates:
 def _planner(namespace: Namespace) -> Planner:
     assert namespace.planner is not None, "only registered namespaces are located in"
     return namespace.planner
+
+
+def _givers(costs: Costs | None, chunks: int) -> Collection[int]:
+    """Numbers of the tiers that have to give something for the first so many chunks."""
+    return costs.givers(chunks - 1) if costs is not None and chunks else ()
 
 
 def _flags(packed: bytes, chunks: int) -> Flags:

@@ -6,9 +6,8 @@ nobody's load is being read there. What was read is held in RAM until the reques
 begins to store, ends, or its time is over. Room for it is made as for any other object,
 within a share of RAM; who finds no room elsewhere is given what the last wish has.
 
-Who comes after all wishes (`LastInLine`) reads by the same rules, and gives way to them.
-
-What was not worth the request's time is *put off*: read for whoever comes next when the request is over, and not held.
+Who comes after all wishes (`LastInLine`) reads by the same rules, and gives way to them. After that comes what
+requests have declined (`Declined`).
 
 A wish is a hint: whatever becomes of it, an acquire reads what it lacks.
 """
@@ -18,7 +17,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -27,6 +25,7 @@ from typing import Final, Protocol
 import numpy as np
 from kvdepot.core.arena import NO_ROW
 from kvdepot.core.calls import KEY_BYTES, Kind
+from kvdepot.server.engine.declined import Declined
 from kvdepot.server.engine.holds import Holds, Rows, Tokens
 from kvdepot.server.engine.index import NONE, Nodes
 from kvdepot.server.engine.lower_tier import LowerTier
@@ -74,8 +73,6 @@ class _Wish:
     over: bool = False
     todo: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     lanes: set[int] = field(default_factory=set)  # tiers in whose queue it is
-    put_off: frozenset[int] = frozenset()  # tiers in whose queue it will be when its request has ended
-    late: bool = False  # it has
     tokens: list[int] = field(default_factory=list)  # of what is held for it
     deadline: float = inf
 
@@ -91,7 +88,7 @@ class Prefetch:
         self._space = space
         self._promotions = promotions
         self._share = share
-        self._seconds = seconds
+        self.seconds = seconds
         self._holds = Holds(space)
         self._wishes: OrderedDict[Request, _Wish] = OrderedDict()
         self._ended: OrderedDict[Request, None] = OrderedDict()
@@ -102,16 +99,18 @@ class Prefetch:
         self._keys = 0  # of all wishes
         self._pumping = False
         self.last: LastInLine | None = None
+        self.declined = Declined(self, space)
         promotions.read_ended = self.pump
         space.give_way = self._give_way
 
     def configure(self, *, share: float, seconds: float) -> None:
         """What is held beyond a smaller share is held on; nothing further is begun."""
         self._share = share
-        self._seconds = seconds
+        self.seconds = seconds
 
     def __len__(self) -> int:
-        return len(self._wishes)
+        """Requests that it is for, served or not."""
+        return len(self._wishes) + len(self.declined)
 
     @property
     def on(self) -> bool:
@@ -129,17 +128,15 @@ class Prefetch:
     # What requests say
 
     def located(
-        self, request: Request, namespace: Namespace, keys: bytes, nodes: Nodes, tiers: Collection[int],
-        *, declined: bool = False,
-    ) -> None:  # fmt: skip
+        self, request: Request, namespace: Namespace, keys: bytes, nodes: Nodes, tiers: Collection[int]
+    ) -> None:
         """The request would have these chunks, of which these tiers have to give something.
 
-        `keys` end with the boundary's chunk; `nodes` are theirs. `declined`: it does not wait for the tiers.
+        `keys` end with the boundary's chunk; `nodes` are theirs.
         """
         wish = self._wishes.get(request)
         if wish is not None and not len(nodes):
-            self._end(wish, "renewed")
-            self.pump()
+            self.over(request, "renewed")
             return
         if not len(nodes) or not self.on or not request[1] or request in self._ended:
             return
@@ -155,9 +152,11 @@ class Prefetch:
             self.release(tokens, "refused")
             return
         self._renew(wish, keys, tokens)
-        wish.put_off = frozenset(tiers if declined else ())
-        self._line_up(wish, () if declined else tiers)
-        if not tokens and not wish.lanes and not wish.put_off:
+        for number in tiers:
+            if number not in wish.lanes:
+                wish.lanes.add(number)
+                heappush(self._lanes[number], (wish.number, wish))
+        if not tokens and not wish.lanes:
             self._end(wish, "renewed")
         self.pump()
 
@@ -170,34 +169,25 @@ class Prefetch:
     def over(self, request: Request, reason: str) -> None:
         """It needs nothing ahead any more."""
         wish = self._wishes.get(request)
-        if wish is None:
-            return
-        if wish.put_off:
-            self._let_go_of(wish, reason)
-        else:
+        if wish is not None:
             self._end(wish, reason)
-        self.pump()
+            self.pump()
 
     def ended(self, request: Request) -> None:
-        """Likewise, and it never will: now others' turn has come."""
+        """Likewise, and it never will."""
         if not self.on:
             return
         self._ended[request] = None
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
         self.over(request, "ended")
-        wish = self._wishes.get(request)
-        if wish is not None:
-            wish.number, wish.deadline, wish.late = next(self._numbers), self._space.clock() + self._seconds, True
-            tiers, wish.put_off = wish.put_off, frozenset()
-            self._line_up(wish, tiers)
-            self.pump()
 
     def end_session(self, session: int) -> None:
         for request in [request for request in self._ended if request[0] == session]:
             del self._ended[request]
         for request in [request for request in self._wishes if request[0] == session]:
             self._end(self._wishes[request], "session")
+        self.declined.end_session(session)
         self.pump()
 
     def end_namespaces(self, refusal: Refusal) -> None:
@@ -205,12 +195,14 @@ class Prefetch:
         for wish in list(self._wishes.values()):
             if reason := refusal(wish.namespace.id):
                 self._end(wish, reason)
+        self.declined.end_namespaces(refusal)
         self.pump()
 
     def tick(self) -> None:
         now = self._space.clock()
         for wish in [wish for wish in self._wishes.values() if wish.deadline <= now]:
             self._end(wish, "expired")
+        self.declined.tick()
         self._holds.let_go(_LET_GO_MAX)
         self.pump()
 
@@ -234,17 +226,6 @@ class Prefetch:
         former, wish.tokens, wish.deadline = wish.tokens, [], inf
         self._hold(wish, tokens)
         self.release(former, "renewed")
-
-    def _line_up(self, wish: _Wish, tiers: Collection[int]) -> None:
-        for number in tiers:
-            if number not in wish.lanes:
-                wish.lanes.add(number)
-                heappush(self._lanes[number], (wish.number, wish))
-
-    def _let_go_of(self, wish: _Wish, reason: str) -> None:
-        """What is held for it, while it goes on itself."""
-        tokens, wish.tokens, wish.deadline = wish.tokens, [], inf
-        self.release(tokens, reason)
 
     def _end(self, wish: _Wish, reason: str) -> None:
         self._forget(wish)
@@ -302,10 +283,15 @@ class Prefetch:
                 self._tidy(lane)
                 while lane and self._may_begin(tier) and self._step(lane, tier):
                     pass
-                while not lane and self.last and self._may_begin(tier) and self.last.begin_next(tier):
+                while not lane and self._may_begin(tier) and self._begin_last(tier):
                     pass
         finally:
             self._pumping = False
+
+    def _begin_last(self, tier: LowerTier) -> bool:
+        if self.last is not None and self.last.begin_next(tier):
+            return True
+        return self.on and self.declined.begin_next(tier)
 
     def _tidy(self, lane: list[tuple[int, _Wish]]) -> None:
         """What is over leaves although its turn does not come: a tier may be busy with loads for long."""
@@ -324,12 +310,12 @@ class Prefetch:
         """The next object of the first wish; False: it has to wait."""
         wish = lane[0][1]
         todo = wish.todo.get(tier.number)
-        if todo is None and not wish.over and not wish.put_off:
-            todo = wish.todo[tier.number] = self._missing(wish, tier)
+        if todo is None and not wish.over:
+            todo = wish.todo[tier.number] = self.missing(wish.namespace, wish.keys, tier)
         if not todo:
             heappop(lane)
             wish.lanes.discard(tier.number)
-            if not (wish.over or wish.lanes or wish.put_off or wish.tokens):  # there was nothing that it could hold
+            if not (wish.over or wish.lanes or wish.tokens):  # there was nothing that it could hold
                 self._end(wish, "renewed")
             return True
         if not self._read(wish, tier, *todo[-1]):
@@ -345,33 +331,24 @@ class Prefetch:
             return True
         row = space.index.row(node, kind)
         if row != NO_ROW:
-            if not wish.late:
-                self._hold(wish, self._holds.join(np.array([row])).tolist())
+            self._hold(wish, self._holds.join(np.array([row])).tolist())
             return True
         size_bytes = space.allocator.rounded(namespace.object_bytes[kind])
-        if size_bytes > self._limit_bytes:
+        if size_bytes > self.limit_bytes:
             return True
         if size_bytes > self.room_bytes and not (self._last_gives_way() and size_bytes <= self.room_bytes):
             return False
-        until_read: list[int] = []
-        ended = partial(self._release_read, until_read)
-        token = self.begin(namespace, node, kind, tier, ended)
+        token = self.begin(namespace, node, kind, tier)
         if token is None and self._last_gives_way():
-            token = self.begin(namespace, node, kind, tier, ended)
+            token = self.begin(namespace, node, kind, tier)
         if token is None:
             return space.account.over(namespace.slot, size_bytes) is not None  # the next one may be another tenant's
-        if wish.late:
-            until_read.append(token)
-        else:
-            self._hold(wish, [token])
+        self._hold(wish, [token])
         return True
-
-    def _release_read(self, tokens: list[int], _whole: bool) -> None:
-        self.release(tokens, "ended")
 
     def begin(
         self, namespace: Namespace, node: int, kind: int, tier: LowerTier,
-        ended: Callable[[bool], None],
+        ended: Callable[[bool], None] = lambda _: None,
     ) -> int | None:  # fmt: skip
         """Have an object read that RAM does not have, and hold it; the token. None: no room could be made for it.
 
@@ -399,15 +376,15 @@ class Prefetch:
     @property
     def room_bytes(self) -> int:
         """Of the share."""
-        return self._limit_bytes - self._holds.bytes
+        return self.limit_bytes - self._holds.bytes
 
     @property
-    def _limit_bytes(self) -> int:
+    def limit_bytes(self) -> int:
         return int(self._share * self._space.allocator.ready_bytes)
 
     def _hold(self, wish: _Wish, tokens: list[int]) -> None:
         if tokens and not wish.tokens:
-            wish.deadline = self._space.clock() + self._seconds
+            wish.deadline = self._space.clock() + self.seconds
         wish.tokens += tokens
 
     def _arrived(self, row: int, tier: int, promotion: Promotion) -> None:
@@ -418,14 +395,14 @@ class Prefetch:
 
     # What a wish is about
 
-    def _missing(self, wish: _Wish, tier: LowerTier) -> list[tuple[int, int]]:
-        """What RAM has nothing of and this tier is to give. Parents last."""
-        space, namespace = self._space, wish.namespace
+    def missing(self, namespace: Namespace, keys: bytes, tier: LowerTier) -> list[tuple[int, int]]:
+        """(chunk, kind) of what RAM has nothing of and this tier is to give. Parents last."""
+        space = self._space
         if space.namespaces.by_slot.get(namespace.slot) is not namespace:
             return []  # another one has its slot, and may have the same keys
-        nodes = space.index.find_many(namespace.slot, wish.keys)
+        nodes = space.index.find_many(namespace.slot, keys)
         missing: list[tuple[int, int]] = []
-        for kind, first in needed(namespace, wish.chunks):
+        for kind, first in needed(namespace, len(nodes)):
             chunks = np.flatnonzero(nodes[first:] != NONE) + first
             chunks = chunks[space.index.rows[kind - 1][nodes[chunks]] == NO_ROW]
             for source, given in self._promotions.shares(nodes[chunks], kind):
