@@ -178,6 +178,12 @@ def test_i1e_nothing_that_was_declined_is_read_where_an_operator_lets_nothing_be
     assert not rig.tier.jobs
 
 
+def test_what_the_engine_has_itself_is_not_read_later() -> None:
+    rig, client, keys = cold()
+    declined(rig, client, keys, local_tokens=len(keys) * CHUNK)
+    assert rig.engine.status().tier.prefetching_requests == 0
+
+
 def test_i4_of_what_was_declined_no_more_is_read_than_prefetch_may_hold() -> None:
     rig, client, keys = cold(prefetch_share=0.05)
     limit = rig.engine._prefetch.limit_bytes // OBJECT

@@ -76,9 +76,8 @@ class Declined:
         self, session: int, namespace: Namespace, keys: bytes, tiers: Collection[int], computed_seconds: float
     ) -> None:
         """These tiers have some of these chunks, which are computed in so many seconds."""
-        if len(self._prompts) >= PROMPTS_MAX or any(
-            prompt.keys == keys and prompt.namespace is namespace for prompt in self._prompts
-        ):
+        known = any(prompt.keys == keys and prompt.namespace is namespace for prompt in self._prompts)
+        if not tiers or known or len(self._prompts) >= PROMPTS_MAX:
             return
         due_at = self._space.clock() + min(_COMPUTED_TIMES * computed_seconds, _WAIT_SECONDS_MAX)
         self._prompts.append(_Prompt(session, namespace, keys, set(tiers), due_at, due_at + self._prefetch.seconds))
