@@ -29,7 +29,7 @@ def _uncollected() -> Iterator[None]:
 
 
 # The scheduler's process and the ranks' import this module too, one behind the other: of the 20 s of a start on two
-# cores three were collections, and more than that of its end.
+# cores more than three were collections.
 with _uncollected():
     from kvdepot.client.vllm.stats import KVDepotStats
     from vllm import SamplingParams

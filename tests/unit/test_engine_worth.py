@@ -8,10 +8,9 @@ from random import Random
 import numpy as np
 import pytest
 from kvdepot.core.calls import Kind, LocateCall
-from kvdepot.core.misses import MissReason
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.engine import declined as declined_module
-from kvdepot.server.engine.offers import WORTH_SHARE, Costs, Offer, Offers
+from kvdepot.server.engine.offers import WORTH_SHARE, Costs, Offers
 from kvdepot.server.engine.read_rate import (
     FIRST_BYTES_PER_SECOND,
     FIRST_LATENCY_SECONDS,
@@ -107,17 +106,25 @@ def test_what_is_declined_is_read_while_its_request_waits_for_longer_than_it_com
 
 
 def test_what_is_offered_is_read_ahead_at_once_and_what_is_declined_behind_it_later() -> None:
-    """A boundary that a fast tier completes, and one that needs a slow one."""
-    rig, client, keys = cold(measured=1000 * MB)
-    locates, tier = rig.engine._locates, rig.engine._space.tiers[0]
-    offer = Offer(40 * CHUNK, "memory", 0.1, MissReason.NOT_WORTH_IT)
-    costs = Costs(np.full(100, 0.1), np.full(100, 0.1), ((tier, np.full(100, 0.1)),))
-    locates._offer = lambda *_: (offer, costs)  # type: ignore[method-assign]
-    assert client.locate(keys, request="r", token_seconds=1e-6).boundary_tokens == 40 * CHUNK
-    assert rig.tier.run() == 40
+    """A fast disk has the beginning of what a slow directory has, as disks keep beginnings longest."""
+    rig = Rig(data_pages=1024, rows=512, lent_rows=512, tier=COMMIT, tier_bytes=1 << 24, shared=COMMIT)
+    client, keys = rig.attach(), path("p", 100)
+    store(client, keys)
+    rig.tier.run()
+    rig.shared.run()
+    space = rig.engine._space
+    disk, directory = space.tiers
+    while space.evictor.evict_one("room"):
+        pass
+    rig.tier.lose(*(disk.handle(space.index.find(0, key), Kind.ATTENTION) for key in keys[40:]))
+    for tier, speed in ((disk, 1000 * MB), (directory, SLOW)):
+        rig.now = feed(tier.reads, speed, rig.now)
+    reply = client.locate(keys, request="r", token_seconds=token_seconds(COMPUTES))
+    assert (reply.boundary_tokens, reply.tier, reply.miss) == (40 * CHUNK, disk.tier.name, "not_worth_it")
+    assert rig.tier.run() == 40 and not rig.shared.jobs
+    pass_by(rig, 3 * len(keys) * CHUNK * token_seconds(COMPUTES))
+    assert rig.shared.run() == 60 and not rig.tier.jobs
     audit(rig.engine)
-    pass_by(rig, 1.0)
-    assert rig.tier.run() == 60
 
 
 def test_what_requests_wait_for_and_loads_go_before_what_was_declined() -> None:

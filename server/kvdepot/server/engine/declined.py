@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.core.arena import NO_ROW
@@ -41,18 +39,8 @@ class _Prompt:
     keys: bytes
     tiers: set[int]
     due_at: float
-    until: float
     todo: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     read_bytes: int = 0  # begun
-
-
-@dataclass(eq=False, slots=True)
-class _Read:
-    """`token`: of its hold, once it is known; `over`: it was read, or could not be."""
-
-    namespace: Namespace
-    token: int | None = None
-    over: bool = False
 
 
 class Declined:
@@ -62,15 +50,14 @@ class Declined:
         self._prefetch = prefetch
         self._space = space
         self._prompts: list[_Prompt] = []  # in the order of their coming
-        self._reads: dict[int, _Read] = {}  # under way
-        self._numbers = count()
+        self._reads: list[tuple[Namespace, int]] = []  # under way, with the tokens of their holds
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     @property
     def tokens(self) -> list[int]:
-        return [read.token for read in self._reads.values() if read.token is not None]
+        return [token for _, token in self._reads]
 
     def add(
         self, session: int, namespace: Namespace, keys: bytes, tiers: Collection[int], computed_seconds: float
@@ -80,11 +67,12 @@ class Declined:
         if not tiers or known or len(self._prompts) >= PROMPTS_MAX:
             return
         due_at = self._space.clock() + min(_COMPUTED_TIMES * computed_seconds, _WAIT_SECONDS_MAX)
-        self._prompts.append(_Prompt(session, namespace, keys, set(tiers), due_at, due_at + self._prefetch.seconds))
+        self._prompts.append(_Prompt(session, namespace, keys, set(tiers), due_at))
 
     def tick(self) -> None:
-        now = self._space.clock()
-        self._prompts = [prompt for prompt in self._prompts if prompt.tiers and prompt.until > now]
+        self._release_read()
+        begun_by = self._space.clock() - self._prefetch.seconds
+        self._prompts = [prompt for prompt in self._prompts if prompt.tiers and prompt.due_at > begun_by]
 
     def end_session(self, session: int) -> None:
         self._prompts = [prompt for prompt in self._prompts if prompt.session != session]
@@ -92,10 +80,12 @@ class Declined:
     def end_namespaces(self, refusal: Refusal) -> None:
         """Nothing is to be read in namespaces (ids) for which there is a reason against it."""
         self._prompts = [prompt for prompt in self._prompts if not refusal(prompt.namespace.id)]
-        for number, read in list(self._reads.items()):
-            if (reason := refusal(read.namespace.id)) and read.token is not None:
-                del self._reads[number]
-                self._prefetch.release([read.token], reason)
+        reads, self._reads = self._reads, []
+        for namespace, token in reads:
+            if reason := refusal(namespace.id):
+                self._prefetch.release([token], reason)
+            else:
+                self._reads.append((namespace, token))
 
     def begin_next(self, tier: LowerTier) -> bool:
         """Have the next object of the tier read; False: none is due, or it has something to do."""
@@ -105,7 +95,7 @@ class Declined:
         return any(
             self._begin_of(prompt, tier)
             for prompt in self._prompts
-            if tier.number in prompt.tiers and prompt.due_at <= now < prompt.until
+            if tier.number in prompt.tiers and prompt.due_at <= now
         )
 
     def _begin_of(self, prompt: _Prompt, tier: LowerTier) -> bool:
@@ -128,21 +118,19 @@ class Declined:
         if node == NONE or not tier.has(node, kind) or space.index.row(node, kind) != NO_ROW:
             return False
         size_bytes = space.allocator.rounded(namespace.object_bytes[kind])
-        token, number, read = None, next(self._numbers), _Read(namespace)
+        token = None
         if size_bytes <= min(prefetch.room_bytes, prefetch.limit_bytes - prompt.read_bytes):
-            token = prefetch.begin(namespace, node, kind, tier, partial(self._ended, number, read))
+            token = prefetch.begin(namespace, node, kind, tier, self._release_read)
         if token is None:
             prompt.todo[tier.number].clear()
             return False
         prompt.read_bytes += size_bytes
-        if read.over:
-            prefetch.release([token], "declined")
-        else:
-            read.token = token
-            self._reads[number] = read
+        self._reads.append((namespace, token))
         return True
 
-    def _ended(self, number: int, read: _Read, _whole: bool) -> None:
-        read.over = True
-        if self._reads.pop(number, None) is not None and read.token is not None:
-            self._prefetch.release([read.token], "declined")
+    def _release_read(self, _whole: bool = True) -> None:
+        """What is over by now, read or not."""
+        over = [token for _, token in self._reads if not self._prefetch.reading(token)]
+        if over:
+            self._reads = [read for read in self._reads if read[1] not in over]
+            self._prefetch.release(over, "declined")

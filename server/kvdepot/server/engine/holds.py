@@ -44,6 +44,10 @@ class Holds:
         self.bytes = 0
         space.dropped = self._dropped
 
+    @staticmethod
+    def row_of(token: int) -> int:
+        return token >> int(_ROW_BITS)
+
     def begin(self, row: int) -> int:
         """The first hold of an object that is about to be read. Returns its token."""
         self._serials[row] += 1

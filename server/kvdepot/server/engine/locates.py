@@ -155,7 +155,8 @@ class Locates:
         """The longest boundary that there is. What of it is not worth the request's time is read later, for others;
         at once, where that measures a tier that is not."""
         prefetch, chunk_tokens = self._prefetch, _planner(namespace).chunk_tokens
-        chunks, givers = seen.boundary_tokens // chunk_tokens, _givers(costs, seen.boundary_tokens // chunk_tokens)
+        chunks = seen.boundary_tokens // chunk_tokens
+        givers = _givers(costs, chunks)
         if offer.miss is MissReason.NOT_WORTH_IT and prefetch.on and request[1] and self._measured(givers):
             computed_seconds = (seen.boundary_tokens - call.local_tokens) * call.token_seconds
             prefetch.declined.add(request[0], namespace, call.keys[: chunks * KEY_BYTES], givers, computed_seconds)

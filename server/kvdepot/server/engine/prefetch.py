@@ -247,6 +247,10 @@ class Prefetch:
                 self._begun[self._tier_of(promotion)] -= 1
                 self._promotions.cancel(promotion)
 
+    def reading(self, token: int) -> bool:
+        """Whether what `begin` has begun is under way yet."""
+        return Holds.row_of(token) in self._reading
+
     def let_go(self, tokens: list[int]) -> None:
         """Likewise, as somebody finds no room. What is being read goes on: an acquire may be about to wait for it."""
         self._holds.release(_packed(tokens), "gave_way")
