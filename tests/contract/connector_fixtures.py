@@ -73,6 +73,8 @@ class Gate:
         self._open = threading.Event()
         self._open.set()
         self._reached = threading.Event()
+        self._lock = threading.Lock()
+        self._standing = 0  # threads that are stopped
         self.copied = 0
         split, copy = CopyBatch.split, CpuCopier.copy
         self._bytes = 16 << 20
@@ -82,9 +84,11 @@ class Gate:
         def gated(copier: CpuCopier, arena: Any, batch: Any, direction: Any) -> None:
             concerned = direction is self._direction and self._copier in (None, copier)
             if concerned and not self._open.is_set():
+                self._stand(1)
                 self._reached.set()
                 while not self._open.is_set() and not self._tokens.acquire(timeout=0.01):
                     pass
+                self._stand(-1)
             self.copied += concerned
             copy(copier, arena, batch, direction)
 
@@ -108,12 +112,17 @@ class Gate:
     def reached(self, seconds: float = 5) -> bool:
         return self._reached.wait(seconds)
 
+    def _stand(self, change: int) -> None:
+        with self._lock:
+            self._standing += change
+
     def let_through(self, copies: int) -> None:
-        before = self.copied
+        """Until as many stand at the next one: between two copies a load that is given up may end, and rightly."""
+        before, standing = self.copied, self._standing
         for _ in range(copies):
             self._tokens.release()
         deadline = time.monotonic() + 5
-        while self.copied < before + copies and time.monotonic() < deadline:
+        while (self.copied < before + copies or self._standing < standing) and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def open(self) -> None:
