@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import torch
 from kvdepot.client.arena_map import ArenaMap, Population
 from kvdepot.client.copy import device as device_module
-from kvdepot.client.copy.base import CopyBatch, Direction
+from kvdepot.client.copy.base import CopyBatch, CopyError, Direction
 from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.vllm import rank
 from kvdepot.client.vllm.guard import Failures
@@ -325,3 +326,11 @@ def test_gpus_are_refused_until_asked_for() -> None:
     views: Any = [SimpleNamespace(device=torch.device("cuda", 0))]
     with pytest.raises(ValueError, match="experimental_cuda = true"):
         rank._copier(views, parse_settings({"endpoint": "unix:///run/kvdepot/kvdepot.sock"}), logging.getLogger())
+
+
+def test_i3_a_cpu_rank_on_which_numba_is_not_to_be_had_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CopyError is the reason for which a rank is served without kvdepot."""
+    monkeypatch.setitem(sys.modules, "kvdepot.client.copy.cpu", None)  # its import fails
+    settings = parse_settings({"endpoint": "unix:///run/kvdepot/kvdepot.sock"})
+    with pytest.raises(CopyError, match="numba"):
+        rank._copier([torch.empty(4, 4)], settings, logging.getLogger())

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from kvdepot.client.copy.base import CopyError
-from kvdepot.client.copy.cpu import CpuCopier
 from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.vllm import compat
 from kvdepot.client.vllm.audit import Audit
@@ -55,7 +54,7 @@ def _copier(views: Sequence[torch.Tensor], settings: Settings, log: logging.Logg
     """Raises CopyError where this rank's memory cannot be copied."""
     devices = {view.device for view in views}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        return CpuCopier(views)
+        return _cpu_copier(views)
     if not settings.experimental_cuda:
         raise CopyError(
             "copies on GPUs have been tested on stand-ins only, not yet on one; experimental_cuda = true uses them"
@@ -63,6 +62,15 @@ def _copier(views: Sequence[torch.Tensor], settings: Settings, log: logging.Logg
     from kvdepot.client.copy.cuda import CudaDevice
 
     return DeviceCopier(views, CudaDevice(devices.pop()), log)
+
+
+def _cpu_copier(views: Sequence[torch.Tensor]) -> BlockCopier:
+    """Imported here: it takes a second to compile, which ranks on GPUs need not wait for. Raises CopyError."""
+    try:
+        from kvdepot.client.copy.cpu import CpuCopier
+    except ImportError as error:  # also of a numba that does not go with this numpy
+        raise CopyError(f"copies on CPUs need numba, as vLLM does: {error}") from error
+    return CpuCopier(views)
 
 
 def software_facts(layers: RankLayers) -> tuple[tuple[str, str], ...]:
