@@ -3,8 +3,10 @@
 One thread copies. An object is a block of 1 MiB in each of 4 layers (a hybrid engine's), scattered
 over 1 GiB of KV tensors on either side; gets choose from 2.25 GiB of the arena. Keys are always
 fresh, the arena is full and evicts all the time, every byte that was got is compared. The baseline
-is memcpy of 4 MiB between the same tensors and a tmpfs mapping made like the arena's, in
-alternating rounds, on the same thread, when the checksum worker has read what was put.
+is memcpy of 4 MiB between the same tensors and a tmpfs mapping made like the arena's, 1 GiB of it
+before and after each round, on the same thread, when the checksum worker has read what was put.
+A round of puts is 4 GiB: of 1 GiB in batches of 64, four of them, an eighth to a twelfth would be
+its first reservation and its last commit, beside which nothing is copied.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ LAYERS, BLOCKS_IN_OBJECT, BLOCK_BYTES, CHUNK_TOKENS = 4, 1, 1 << 20, 256
 OBJECT_BYTES = LAYERS * BLOCKS_IN_OBJECT * BLOCK_BYTES
 SOURCE_BYTES, TARGET_BYTES = 1 << 30, 1 << 30
 WORKING_SET_BYTES = 9 << 28  # 2.25 GiB: what gets choose from
-ROUND_BYTES = 1 << 30
+PUT_BYTES, GET_BYTES = 4 << 30, 1 << 30  # of a round
 CALL_SECONDS = 10.0
 IN_FLIGHT_BYTES_MAX = 768 << 20  # of reservations, below the default credit
 
@@ -288,28 +290,28 @@ class Plain:
 
 
 def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report, status: Status, *, aims: bool) -> None:
-    objects = ROUND_BYTES // OBJECT_BYTES // (1 if batch > 1 else 4)
+    part = 1 if batch > 1 else 4
+    put, got = (size // OBJECT_BYTES // part for size in (PUT_BYTES, GET_BYTES))
     while sum(len(chain.keys) for chain in depot.chains) * OBJECT_BYTES < WORKING_SET_BYTES - batch * OBJECT_BYTES:
-        depot.put(batch, objects)
+        depot.put(batch, got)
     ratios: dict[str, list[float]] = {"put": [], "get": []}
     speeds: dict[str, list[float]] = {"put": [], "get": [], "memcpy_in": [], "memcpy_out": []}
     shares: dict[str, list[float]] = {"put": [], "get": []}
-    size = objects * OBJECT_BYTES / 1e9
     for _ in range(rounds):
-        for name, run, direction, plain_name in (
-            ("put", depot.put, Direction.STORE, "memcpy_in"),
-            ("get", depot.get, Direction.LOAD, "memcpy_out"),
+        for name, run, objects, direction, plain_name in (
+            ("put", depot.put, put, Direction.STORE, "memcpy_in"),
+            ("get", depot.get, got, Direction.LOAD, "memcpy_out"),
         ):
             status.wait_summed()
-            before = plain.copy(objects, direction)
+            before = plain.copy(got, direction)
             busy = depot.copies.busy_seconds
             seconds = run(batch, objects)
             shares[name].append((depot.copies.busy_seconds - busy) / seconds)
             status.wait_summed()
-            after = plain.copy(objects, direction)
-            ratios[name].append((before + after) / 2 / seconds)
-            speeds[name].append(size / seconds)
-            speeds[plain_name].append(size / ((before + after) / 2))
+            after = plain.copy(got, direction)
+            speeds[name].append(objects * OBJECT_BYTES / 1e9 / seconds)
+            speeds[plain_name].append(got * OBJECT_BYTES / 1e9 / ((before + after) / 2))
+            ratios[name].append(speeds[name][-1] / speeds[plain_name][-1])
     aim = {8: 0.90, 64: 0.95}.get(batch) if aims else None
     for name in ("put", "get"):
         if batch > 1:
