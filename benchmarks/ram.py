@@ -56,7 +56,7 @@ from benchmarks.report import Report, arguments, median
 LAYERS, BLOCKS_IN_OBJECT, BLOCK_BYTES, CHUNK_TOKENS = 4, 1, 1 << 20, 256
 OBJECT_BYTES = LAYERS * BLOCKS_IN_OBJECT * BLOCK_BYTES
 SOURCE_BYTES, TARGET_BYTES = 1 << 30, 1 << 30
-WORKING_SET_BYTES = 9 << 28  # 2.25 GiB: what gets choose from
+WORKING_SET_BYTES = 9 << 28  # 2.25 GiB: what gets choose from, half of the arena: eviction passes over what is read
 PUT_BYTES, GET_BYTES = 4 << 30, 1 << 30  # of a round
 CALL_SECONDS = 10.0
 IN_FLIGHT_BYTES_MAX = 768 << 20  # of reservations, below the default credit
@@ -324,7 +324,7 @@ def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report,
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--ram", default="3584MiB", help="capacity of the daemon that is started (default %(default)s)")
+    parser.add_argument("--ram", default="4608MiB", help="capacity of the daemon that is started (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 1])
     parser.add_argument("--seed", type=int, default=None)
