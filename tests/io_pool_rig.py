@@ -94,6 +94,7 @@ class PoolRig:
         settings = WorkerSettings(
             directory, options.pop("arena_fd", rig.arena_fd), ARENA_BYTES, options.pop("guard", "")
         )
+        options.setdefault("quick_seconds", 0.0)  # so that it does not depend on the machine what a worker is handed
         self.pool = IoPool(
             settings=settings, workers=options.pop("workers", 1), deadline_seconds=options.pop("deadline", 20.0),
             breaker=self.breaker, registry=self.registry, loop=loop, log=logging.getLogger("io"),

@@ -206,6 +206,46 @@ def test_i4_workers_stuck_in_the_kernel_are_not_replaced_without_end(fuse: FuseD
 
 
 @needs_fuse
+def test_t5_a_deadline_begins_when_a_worker_has_a_thread_for_its_job(fuse: FuseDirectory, rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, deadline=2.0, quick_seconds=60.0) as under:
+            write = rig.write(1, MIB // 256)
+            await under.ask(write)
+            fuse.fault(read=0, seconds=1.2)
+            asked = [under.ask(rig.read_of(write), under.lent()) for _ in range(4)]
+            assert under.pool.in_flight == 4
+            assert [(await answer).outcome for answer in asked] == [IoOutcome.OK] * 4, "the last ones after 2.4 s"
+            assert not under.pool.abandoned
+
+    asyncio.run(run())
+
+
+@needs_fuse
+def test_i6_t5_what_a_hanging_worker_has_not_begun_is_answered_soon_and_stays_lent(
+    fuse: FuseDirectory, rig: IoRig
+) -> None:
+    async def run() -> None:
+        async with pool_on(rig, deadline=0.5, quick_seconds=60.0) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write, deadline_seconds=20)
+            fuse.fault(read=0, seconds=3600)
+            loans = [under.lent() for _ in range(4)]
+            asked = [under.ask(rig.read_of(write), loan) for loan in loans]
+            assert under.pool.in_flight == 4
+            started = time.monotonic()
+            assert [(await answer).outcome for answer in asked] == [IoOutcome.TIMEOUT] * 4
+            assert time.monotonic() - started < 10
+            assert under.pool.usable, "what was not begun says nothing about the path"
+            assert [loan.held_by for loan in loans] == [1] * 4
+            fuse.fault()
+            fuse.let_go()
+            await until(lambda: [loan.held_by for loan in loans] == [None] * 4, "the worker is dead")
+            assert (await under.ask(rig.read_of(write), under.lent(), deadline_seconds=20)).outcome is IoOutcome.OK
+
+    asyncio.run(run())
+
+
+@needs_fuse
 def test_t4_close_ends_in_time_beside_a_hung_mount() -> None:
     with FuseDirectory() as fuse:
         _close_beside(fuse)

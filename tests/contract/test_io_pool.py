@@ -117,6 +117,43 @@ def test_loads_go_before_stores_and_both_before_tending(rig: IoRig) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("quick_seconds", "in_hand"), [(0.0, 2), (60.0, 4)])
+def test_a_worker_whose_objects_are_quick_is_handed_more_than_it_has_threads_for(
+    rig: IoRig, quick_seconds: float, in_hand: int
+) -> None:
+    async def run() -> None:
+        async with pool_on(rig, quick_seconds=quick_seconds) as under:
+            write = rig.write(1, MIB)
+            await under.ask(Probe(".probe", write=True))
+            for handed in (2, in_hand):  # a probe says nothing about objects
+                stop(under.pid)
+                order: list[str] = []
+                asked = [under.ask(write, under.lent(log=order, name=f"{number}")) for number in range(6)]
+                assert (under.pool.in_flight, under.pool.queued) == (handed, 6 - handed)
+                assert order == ["0", "1", "2", "3"][:handed]
+                os.kill(under.pid, signal.SIGCONT)
+                assert {(await answer).outcome for answer in asked} == {IoOutcome.OK}
+                assert order == ["0", "1", "2", "3", "4", "5"]
+
+    asyncio.run(run())
+
+
+def test_i6_what_a_stopped_worker_had_not_begun_is_done_by_the_next_one(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, quick_seconds=60.0) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            stop(under.pid)
+            loans = [under.lent() for _ in range(4)]
+            asked = [under.ask(rig.read_of(write), loan, deadline_seconds=0.3) for loan in loans]
+            assert under.pool.in_flight == 4
+            assert [(await answer).outcome for answer in asked] == [IoOutcome.TIMEOUT] * 2 + [IoOutcome.OK] * 2
+            assert [loan.begun for loan in loans] == [1, 1, 2, 2]
+            await until(lambda: [loan.held_by for loan in loans] == [None] * 4, "the stopped worker is dead")
+
+    asyncio.run(run())
+
+
 def test_i6_a_refused_loan_means_that_no_worker_hears_of_the_job(rig: IoRig) -> None:
     async def run() -> None:
         async with pool_on(rig) as under:

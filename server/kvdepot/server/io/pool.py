@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Final
 
 from kvdepot.core.errors import NoRoom
@@ -53,7 +54,12 @@ A tenth of a second of CPU, which on a host with too much to do comes late: one 
 _PATIENCE_SECONDS = 1.0
 """Jobs wait so long for a worker that has to be started again."""
 _DEATH_SECONDS = 1.0
-"""How long `close` waits for killed workers: they die at once, or hang in the kernel."""
+"""How long killed workers are waited for: they die at once, or hang in the kernel."""
+_HANDED_MAX: Final = JOBS_PER_WORKER + 2
+"""Of a path that answers quickly: until an answer has come here and another job has gone there, the medium would have
+one request less, for a millisecond or two where cores are few."""
+QUICK_SECONDS: Final = 0.02
+"""What an object may take for that. A load waits for what was handed out before it, twice this at most."""
 
 
 def processes_max(workers: int) -> int:
@@ -79,6 +85,7 @@ class _Worker:
     hand: dict[int, Task] = field(default_factory=dict)
     kept: dict[int, Loan] = field(default_factory=dict)  # of jobs that were answered TIMEOUT
     up: bool = False  # its process has started
+    quick: bool = False  # its last object took less than `quick_seconds`
     killed: bool = False
     start_timer: asyncio.TimerHandle | None = None
 
@@ -105,10 +112,11 @@ class IoPool:
         changed: Callable[[], None],
         failing: frozenset[IoOutcome] = FAILING,
         probe: Probe = _PROBE,
+        quick_seconds: float = QUICK_SECONDS,
     ) -> None:
         """`registry` None is for a pool that is never given a loan (a journal's).
 
-        `deadline_seconds` count from the moment a worker has a job.
+        `deadline_seconds` count from the moment a worker has a job and a thread for it.
         `changed` is called when `usable` or `direct` changed.
         `failing` outcomes, so many in a row as the breaker says, take the path out of use; `probe` brings it back.
         """
@@ -125,6 +133,7 @@ class IoPool:
         self._changed = changed
         self._failing = failing
         self._probe_job = probe
+        self._quick_seconds = quick_seconds
         self._queue = TaskQueue()
         self._numbers = 0
         self._workers: dict[WorkerProcess, _Worker] = {}
@@ -271,18 +280,24 @@ class IoPool:
 
     def _free_worker(self) -> _Worker | None:
         """None that is starting: until it has, another may be free."""
-        free = [worker for worker in self._serving if worker.up and len(worker.hand) < JOBS_PER_WORKER]
+        free = [
+            worker for worker in self._serving
+            if worker.up and len(worker.hand) < (_HANDED_MAX if worker.quick else JOBS_PER_WORKER)
+        ]  # fmt: skip
         return min(free, key=lambda worker: len(worker.hand), default=None)
 
     def _hand(self, worker: _Worker, task: Task) -> None:
         task.tried += 1
         worker.hand[task.number] = task
         if worker.up:
-            self._watch(worker, task)
+            self._watch(worker)
         worker.process.send(task.frame)
 
-    def _watch(self, worker: _Worker, task: Task) -> None:
-        task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
+    def _watch(self, worker: _Worker) -> None:
+        """What it has threads for: it takes its jobs in the order of their coming."""
+        for task in islice(worker.hand.values(), JOBS_PER_WORKER):
+            if task.timer is None:
+                task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
 
     def _cancel_queue(self) -> None:
         while (task := self._queue.take()) is not None:
@@ -319,8 +334,7 @@ class IoPool:
         its = self._workers[worker]
         its.up = True
         self._end_start(its)
-        for task in its.hand.values():  # a probe
-            self._watch(its, task)
+        self._watch(its)  # a probe
         self._dispatch()
 
     def answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None:
@@ -332,6 +346,9 @@ class IoPool:
                 self._end(loan)
             return
         self._take_back(task)
+        self._watch(its)
+        if isinstance(task.job, ReadObject | WriteObject | ReadFile | PublishFile):
+            its.quick = answer.seconds < self._quick_seconds
         self._note(task.job, answer)
         self._judge(answer.outcome, answer.detail)
         if its in self._leaving and not its.hand:
@@ -374,10 +391,15 @@ class IoPool:
         self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
 
     def _take_back(self, task: Task) -> None:
-        if task.timer is not None:
-            task.timer.cancel()
+        self._unwatch(task)
         if task.loan is not None:
             self._end(task.loan)
+
+    @staticmethod
+    def _unwatch(task: Task) -> None:
+        if task.timer is not None:
+            task.timer.cancel()
+            task.timer = None
 
     def _end(self, loan: Loan) -> None:
         with self._guarded("the end of a loan"):
@@ -392,12 +414,14 @@ class IoPool:
         self._kill(worker)
         self._judge(IoOutcome.TIMEOUT, why)
         self._expire(worker, task, why)
+        for other in worker.hand.values():
+            if other.timer is None:  # it was not begun, which only the death of the worker proves
+                other.timer = self._loop.call_later(_DEATH_SECONDS, self._expire, worker, other, why)
         self._fill()
 
     def _expire(self, worker: _Worker, task: Task, why: str) -> None:
         """Answer without the worker, who keeps the loan."""
-        if task.timer is not None:
-            task.timer.cancel()
+        self._unwatch(task)
         del worker.hand[task.number]
         if task.loan is not None:
             worker.kept[task.number] = task.loan
