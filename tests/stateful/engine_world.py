@@ -129,7 +129,7 @@ class World:
             data_pages, 40, 48, tier=tier, tier_bytes=14 * 12288, drop_nodes_max=1,
             shared=shared, shared_handles=20, shared_medium=medium,
             credit_bytes=14 * 4096, lease_deadline_seconds=10.0, grace_seconds=30.0,
-            provisional_seconds=20.0, high_watermark=0.9, low_watermark=0.7, loads_in_flight=3, evictions_per_tick=2,
+            provisional_seconds=20.0, high_watermark=0.9, low_watermark=0.7, loads_in_flight=3, evictions_at_once=2,
             quotas=quotas, audit_sample=0.5, audit_share=0.25,
         )  # fmt: skip
         # Leases whose bytes an object may have.

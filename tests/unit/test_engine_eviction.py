@@ -247,7 +247,7 @@ def test_what_is_offered_again_counts_as_used_where_it_ends_only() -> None:
 
 
 def test_i4_a_tick_counts_objects_and_not_units() -> None:
-    rig = Rig(data_pages=100, high_watermark=0.5, low_watermark=0.1, evictions_per_tick=3)
+    rig = Rig(data_pages=100, high_watermark=0.5, low_watermark=0.1, evictions_at_once=3)
     client = rig.attach(spec=HYBRID)
     for name in range(4):
         keys = path(name, 8)

@@ -241,7 +241,7 @@ def test_t8_near_a_quota_tick_makes_room_ahead_of_need_and_demotes() -> None:
 
 
 def test_t8_a_quota_that_became_smaller_is_made_true_in_slices_and_what_was_learned_late_too() -> None:
-    rig = Rig(evictions_per_tick=3)
+    rig = Rig(evictions_at_once=3)
     one, two = engines(rig, dense("x", "a"), dense("y", "a"))
     for name in range(6):
         one.store(path(name, 1))
@@ -262,7 +262,7 @@ def test_t8_a_quota_that_became_smaller_is_made_true_in_slices_and_what_was_lear
 
 
 def test_t8_tick_evicts_at_most_its_share_and_comes_to_an_end() -> None:
-    rig = Rig(evictions_per_tick=3)
+    rig = Rig(evictions_at_once=3)
     client = rig.attach()
     for name in range(12):
         client.store(path(name, 1))
@@ -281,7 +281,7 @@ def test_t8_tick_evicts_at_most_its_share_and_comes_to_an_end() -> None:
 
 
 def test_t8_a_tick_s_share_is_of_objects_however_long_the_units_are() -> None:
-    rig = Rig(data_pages=256, evictions_per_tick=8, high_watermark=0.5, low_watermark=0.1,
+    rig = Rig(data_pages=256, evictions_at_once=8, high_watermark=0.5, low_watermark=0.1,
               quotas=(Quota(tier="ram", capacity_bytes=200 * PAGE),))  # fmt: skip
     client = rig.attach(spec=HYBRID)
     for name in range(6):

@@ -263,15 +263,20 @@ def test_i5_i6_a_deadline_ends_service_but_not_the_loan() -> None:
 
 
 def test_watermarks_evict_in_bounded_slices() -> None:
-    rig = Rig(data_pages=40, high_watermark=0.75, low_watermark=0.5, evictions_per_tick=3)
+    rig = Rig(data_pages=40, high_watermark=0.75, low_watermark=0.5, evictions_at_once=3)
     client = rig.attach()
     for name in range(20):
         client.store(path(name, 1))
-    rig.engine.tick()
+    assert rig.engine.tick(), "there is more to do before the next tick"
     assert rig.counter("evicted_objects.watermark") == 3
-    for _ in range(10):
-        rig.engine.tick()
-    assert rig.engine.status().tier.used_bytes <= 0.75 * 40 * 4096
+    slices = 1
+    while rig.engine.trim():
+        slices += 1
+        assert rig.counter("evicted_objects.watermark") == 3 * slices
+    assert rig.engine.status().tier.used_bytes <= 0.5 * 40 * 4096, "below the high watermark it goes on to the low one"
+    evicted = rig.counter("evicted_objects.watermark")
+    assert not rig.engine.tick()
+    assert rig.counter("evicted_objects.watermark") == evicted
     audit(rig.engine)
 
 

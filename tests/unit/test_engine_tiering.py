@@ -228,6 +228,25 @@ def test_t2_the_tier_evicts_its_own_leaves_and_stays_closed_under_prefixes() -> 
     assert rig.counter("tier_found_objects.memory/no_parent") == 0
 
 
+def test_i2_a_tier_evicts_ahead_of_need_in_slices_down_to_its_low_watermark() -> None:
+    tier = TierConfig(WritePolicy.COMMIT, high_watermark=0.8, low_watermark=0.4)
+    rig = Rig(data_pages=200, rows=300, tier=tier, tier_bytes=20 * 12288, evictions_at_once=2)
+    client = rig.attach()
+    for number in range(18):
+        store(client, path(number, 1))
+        rig.tier.run()
+    assert in_tier(rig) == 18
+    assert rig.engine.tick(), "there is more to do before the next tick"
+    left = [in_tier(rig)]
+    while rig.engine.trim():
+        left.append(in_tier(rig))
+    assert left == [*range(16, 7, -2)], "below the high watermark it goes on"
+    assert rig.tier.used_bytes <= 0.4 * rig.tier.capacity_bytes
+    before = in_tier(rig)
+    assert not rig.engine.tick() and in_tier(rig) == before
+    audit(rig.engine)
+
+
 # Opening
 
 

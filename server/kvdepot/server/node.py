@@ -51,6 +51,7 @@ from kvdepot.server.tracing import Tracing
 ARENA_NAME = "arena"
 """Of the arena's descriptor, where the supervisor keeps it."""
 TICK_SECONDS = 0.1
+TRIM_SECONDS = 0.005
 DRAIN_SECONDS = 5.0
 """What an orderly stop waits for outstanding checksums: without them the next daemon drops the objects."""
 CLOSE_SECONDS = 7.0
@@ -107,6 +108,7 @@ class Node:
         self._serving = False
         self._stopping = False
         self._tick_handle: asyncio.TimerHandle | None = None
+        self._trim_handle: asyncio.TimerHandle | None = None
         self._compose()
 
     def _compose(self) -> None:
@@ -204,8 +206,9 @@ class Node:
         await asyncio.gather(self._grpc.stop(GRACE_SECONDS), self._attach.finish_calls(GRACE_SECONDS))
         await self._control.close(GRACE_SECONDS)
         drained, closed, _ = await asyncio.gather(self._drain(), self._close_tiers(), self._close_tracing())
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
+        for handle in (self._tick_handle, self._trim_handle):
+            if handle is not None:
+                handle.cancel()
         self._http.close()
         self._attach.close()
         self._checksums.close()
@@ -355,10 +358,16 @@ class Node:
         if self._tick_handle is not None:
             self._counters.observe("loop_lag_seconds", self._loop.time() - self._tick_handle.when())
         self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
-        self._engine.tick()
+        if self._engine.tick() and self._trim_handle is None:
+            self._trim_handle = self._loop.call_later(TRIM_SECONDS, self._trim)
         self._checksums.wake()
         drain(self._log)
         self._notify.alive()
+
+    def _trim(self) -> None:
+        """Between two ticks, so that no slice of it is long."""
+        more = self._engine.trim()
+        self._trim_handle = self._loop.call_later(TRIM_SECONDS, self._trim) if more else None
 
     async def _drain(self) -> bool:
         """Whether every committed object has its sum now."""

@@ -174,8 +174,8 @@ class Engine:
         self._locates.close()
         await self._tiering.close()
 
-    def tick(self) -> None:
-        """Deadlines, grace, provisional paths and watermark eviction, in bounded slices. Call about every 100 ms."""
+    def tick(self) -> bool:
+        """Deadlines, grace and provisional paths, in bounded slices, and `trim`. Call about every 100 ms."""
         for session in self._sessions.by_slot.values():
             for lease in session.due(self._clock()):
                 self._expire(lease)
@@ -190,16 +190,14 @@ class Engine:
         self._space.reclaim()
         self._space.settle_some()
         self._space.unpark()
-        allocator, config = self._space.allocator, self._config
-        self._space.account.trim(
-            config.high_watermark, config.low_watermark, config.evictions_per_tick, self._space.demoting
-        )  # fmt: skip
-        # While the arena is populated the ready part is nearly full of what was adopted, and room is on its way.
-        if not self._space.growing and allocator.used_bytes > self._config.high_watermark * allocator.ready_bytes:
-            low = int(self._config.low_watermark * allocator.ready_bytes)
-            self._space.evict_to(low, self._config.evictions_per_tick)
         self._tiering.tick()
         self._locates.tick()
+        return self.trim()
+
+    def trim(self) -> bool:
+        """A slice of watermark eviction, in every tier; whether to go on with it soon."""
+        config = self._config
+        return self._tiering.trim(config.high_watermark, config.low_watermark, config.evictions_at_once)
 
     def status(self) -> EngineStatus:
         space = self._space

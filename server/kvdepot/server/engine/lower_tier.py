@@ -58,6 +58,7 @@ class LowerTier:
         self.recency = None if self.shared is None else Recency(space, self, self.shared)
         self.account = Account(tier.name, quotas, self.evictor, exempt=self.shared is not None)
         self.reads = ReadRate()
+        self._trimming = False  # on the way from the high to the low watermark
         self.objects = 0
         self._contents = [[0] * (len(Kind) + 1) for _ in range(NAMESPACES_MAX)]  # objects by namespace slot and kind
         self._writing = [[0] * (len(Kind) + 1) for _ in range(NAMESPACES_MAX)]  # likewise, on their way
@@ -149,26 +150,28 @@ class LowerTier:
         """Tell the policy whether something of the node may go."""
         self.evictor.settle(node)
 
-    def evict_to(self, used_bytes: int, limit: int, reason: str) -> None:
-        """Towards `used_bytes`; no further unit once `limit` objects have gone."""
+    def evict_to(self, used_bytes: int, limit: int, reason: str) -> bool:
+        """Towards `used_bytes`; no further unit once `limit` objects have gone, which is answered."""
         while limit > 0 and self.tier.used_bytes > used_bytes:
             gone = self.evictor.evict_one(reason)
             if not gone:
-                return
+                return False
             limit -= gone
+        return limit <= 0
 
-    def trim(self, limit: int) -> None:
-        """Ahead of need, about so many objects."""
+    def trim(self, limit: int) -> bool:
+        """Ahead of need, about so many objects; whether to go on soon."""
         if self.shared is not None:
             high, low = _HANDLES_HIGH, _HANDLES_LOW
         elif self.tier.writable:
             high, low = self.config.high_watermark, self.config.low_watermark
         else:
-            return
+            return False
         capacity_bytes = self.tier.capacity_bytes
-        if self.tier.used_bytes > high * capacity_bytes:
-            self.evict_to(int(low * capacity_bytes), limit, "watermark")
+        if self._trimming or self.tier.used_bytes > high * capacity_bytes:
+            self._trimming = self.evict_to(int(low * capacity_bytes), limit, "watermark")
         self.account.trim(high, low, limit)
+        return self._trimming
 
     def within_quota(self, node: int, kind: int, size_bytes: int) -> bool:
         """Whether an object of this cost may lie here, evicting a bounded number of its owners' others for it."""

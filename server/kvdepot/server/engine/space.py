@@ -94,8 +94,7 @@ class Space:
         self.account = Account("ram", quotas, self.evictor)
         self.tiers = tuple(LowerTier(self, number, *one, quotas) for number, one in enumerate(tiers))
         self.accounts = (self.account, *(tier.account for tier in self.tiers))
-        self.namespaces.named = self._named
-        self.namespaces.left = self._left
+        self.namespaces.named, self.namespaces.left = self._named, self._left
         self._unsettled_from: dict[int, int] = {}  # by namespace slot: the node number to settle next
         self._unsettled: dict[int, None] | None = None  # nodes that `settling_once` settles at its end
         self.drop_nodes_max = DROP_NODES_MAX
@@ -513,8 +512,8 @@ class Space:
         """Drop the least useful unit: first what nobody can find, last what is kept; False when nothing may go."""
         return self._reclaim_for_room() or self.evictor.evict_one(reason) > 0 or self.give_way(None)
 
-    def evict_to(self, used_bytes: int, limit: int) -> None:
-        """Towards `used_bytes`; no further unit once `limit` objects have gone or wait to be demoted."""
+    def evict_to(self, used_bytes: int, limit: int) -> bool:
+        """Towards `used_bytes`; no further unit once `limit` objects have gone or wait to be demoted: True."""
         while limit > 0 and self.allocator.used_bytes > used_bytes:
             node = self.evictor.victim()
             if node is not None and self.demoting(node):
@@ -524,8 +523,9 @@ class Space:
             gone = self.evictor.evict_one("watermark")
             if not gone:
                 self.evictor.sever("watermark")
-                return
+                return False
             limit -= gone
+        return limit <= 0
 
     def unpark(self) -> None:
         """Offer again what was lent when the policy named it."""

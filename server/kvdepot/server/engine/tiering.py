@@ -28,7 +28,6 @@ from kvdepot.server.engine.write_queue import WriteQueue
 from kvdepot.server.tiers.base import NO_HANDLE, ObjectName, Tier
 from kvdepot.server.tiers.found import FoundObjects
 
-_EVICTIONS_PER_TICK: Final = 256
 _VACATED_MAX: Final = 4096
 """Nodes dropped at most for the new namespaces of one slice of what a tier found: some 50 ms."""
 _VACATED_MIN: Final = 256
@@ -45,6 +44,7 @@ class Tiering:
         self._queues = {tier.number: WriteQueue(space, workers, tier) for tier in space.tiers}
         self._preferred = list(space.tiers)
         self.promotions = Promotions(space, workers, self._preferred, self.lost_copy)
+        self._trimming = False  # RAM is on the way from the high to the low watermark
         self._vacating = 0  # nodes that may still be dropped for namespaces of the slice at hand
         self.configure({})
         space.demoting = self._demoting
@@ -77,9 +77,21 @@ class Tiering:
     def tick(self) -> None:
         for tier in self._space.tiers:
             tier.tier.tick()
-            tier.trim(_EVICTIONS_PER_TICK)
         for queue in self._queues.values():
             queue.tick()
+
+    def trim(self, high: float, low: float, at_once: int) -> bool:
+        """Evict ahead of need, about so many objects of RAM and of each tier; whether to go on soon.
+
+        The watermarks are RAM's.
+        """
+        space = self._space
+        space.account.trim(high, low, at_once, space.demoting)
+        ready_bytes, used_bytes = space.allocator.ready_bytes, space.allocator.used_bytes
+        # While the arena is populated the ready part is nearly full of what was adopted, and room is on its way.
+        due = not space.growing and (self._trimming or used_bytes > high * ready_bytes)
+        self._trimming = due and space.evict_to(int(low * ready_bytes), at_once)
+        return any([self._trimming, *(tier.trim(at_once) for tier in space.tiers)])
 
     def pump(self) -> None:
         for queue in self._queues.values():

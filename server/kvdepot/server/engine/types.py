@@ -62,7 +62,7 @@ class EngineConfig:
     prefetch_share: float = 0.25  # of RAM: for what requests that have not acquired yet will need; 0: none
     pin_share: float = 0.25  # of RAM: what operators may pin
     audit_sample: float = 0.0  # share of what engines compute although it is here that is compared with it
-    evictions_per_tick: int = 256
+    evictions_at_once: int = 16  # ahead of need: 1 to 2 ms in which nobody is answered
     eviction: str = "gdsf"  # a name of core.eviction.policy_names()
     quotas: tuple[Quota, ...] = ()
 
