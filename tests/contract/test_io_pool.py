@@ -144,11 +144,13 @@ def test_i6_what_a_stopped_worker_had_not_begun_is_done_by_the_next_one(rig: IoR
             write = rig.write(1, MIB)
             await under.ask(write)
             stop(under.pid)
-            loans = [under.lent() for _ in range(4)]
+            order: list[str] = []
+            loans = [under.lent(log=order, name=name) for name in "abcd"]
             asked = [under.ask(rig.read_of(write), loan, deadline_seconds=0.3) for loan in loans]
-            assert under.pool.in_flight == 4
+            (worker,) = under.pool._serving
+            assert [task.tried for task in worker.hand.values()] == [1, 1, 0, 0]
             assert [(await answer).outcome for answer in asked] == [IoOutcome.TIMEOUT] * 2 + [IoOutcome.OK] * 2
-            assert [loan.begun for loan in loans] == [1, 1, 2, 2]
+            assert order == [*"abcd", *"cd"]
             await until(lambda: [loan.held_by for loan in loans] == [None] * 4, "the stopped worker is dead")
 
     asyncio.run(run())

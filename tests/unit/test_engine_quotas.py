@@ -271,10 +271,11 @@ def test_t8_tick_evicts_at_most_its_share_and_comes_to_an_end() -> None:
     rig.crash()
     rig.sum_all()
     client = rig.attach()
-    objects = []
+    objects, more = [], []
     for _ in range(5):
-        rig.engine.tick()
+        more.append(rig.engine.tick())
         objects.append(rig.engine.status().tier.objects)
+    assert more == [True, True, True, False, False], "whether to go on before the next tick"
     assert objects[:2] == [9, 6]
     assert objects[3] == objects[4] <= 4
     check_within_quotas(rig.engine)

@@ -64,7 +64,7 @@ class CpuCopier:
         if not len(batch):
             return
         memory = np.frombuffer(arena.buffer, dtype=np.uint8)
-        pieces = np.array((batch.layers, batch.blocks, batch.skips, batch.offsets, batch.lengths))
+        pieces = np.array((batch.layers, batch.blocks, batch.skips, batch.offsets, batch.lengths), np.int64)
         base, size_bytes, store = memory.ctypes.data, len(memory), direction is Direction.STORE
         if native.copy(self._layers, self._runs, pieces, base, arena.data_offset, size_bytes, store) >= 0:
             raise CopyError(self._bounds.what_is_wrong(batch, arena.data_offset, size_bytes))
@@ -72,7 +72,7 @@ class CpuCopier:
     def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
         """On this thread. Raises CopyError before any byte moved for a block out of range."""
         self._bounds.check_move(layers, sources, targets)
-        native.move(self._layers, self._runs, np.array(layers, dtype=np.int64), sources, targets)
+        native.move(self._layers, self._runs, *(np.array(column, np.int64) for column in (layers, sources, targets)))
 
     def mark(self) -> None:
         """Nothing: what was given to a CPU is done."""

@@ -170,8 +170,7 @@ class LowerTier:
         capacity_bytes = self.tier.capacity_bytes
         if self._trimming or self.tier.used_bytes > high * capacity_bytes:
             self._trimming = self.evict_to(int(low * capacity_bytes), limit, "watermark")
-        self.account.trim(high, low, limit)
-        return self._trimming
+        return self.account.trim(high, low, limit) or self._trimming
 
     def within_quota(self, node: int, kind: int, size_bytes: int) -> bool:
         """Whether an object of this cost may lie here, evicting a bounded number of its owners' others for it."""

@@ -156,14 +156,15 @@ class Account:
 
     def trim(
         self, high: float, low: float, limit: int, demoting: Callable[[int], bool] = lambda _: False
-    ) -> None:  # fmt: skip
-        """Ahead of need: what is above `high` of its capacity to `low` of it.
+    ) -> bool:  # fmt: skip
+        """Ahead of need: what is above `high` of its capacity to `low` of it; whether to go on soon.
 
         An owner's share is `limit` divided by their number: no further unit of it once so many objects have gone.
 
         `demoting(node)`: whether the node is to stay for now, because a lower tier is taking it.
         """
         full = [owner for owner in self._owners.values() if owner.used_bytes > high * owner.capacity_bytes]
+        more = False
         for owner in full:
             left = max(limit // len(full), 1)
             while left > 0 and owner.used_bytes > low * owner.capacity_bytes:
@@ -177,6 +178,8 @@ class Account:
                     self._count(owner, self._evictor.sever("quota", owner.slots))
                     break
                 left -= gone
+            more |= left <= 0
+        return more
 
     def _evict(self, owner: Owner) -> int:
         return self._count(owner, self._evictor.evict_one("quota", owner.slots))

@@ -86,12 +86,12 @@ class Tiering:
         The watermarks are RAM's.
         """
         space = self._space
-        space.account.trim(high, low, at_once, space.demoting)
+        more = space.account.trim(high, low, at_once, space.demoting)
         ready_bytes, used_bytes = space.allocator.ready_bytes, space.allocator.used_bytes
         # While the arena is populated the ready part is nearly full of what was adopted, and room is on its way.
         due = not space.growing and (self._trimming or used_bytes > high * ready_bytes)
         self._trimming = due and space.evict_to(int(low * ready_bytes), at_once)
-        return any([self._trimming, *(tier.trim(at_once) for tier in space.tiers)])
+        return any([more, self._trimming, *(tier.trim(at_once) for tier in space.tiers)])
 
     def pump(self) -> None:
         for queue in self._queues.values():

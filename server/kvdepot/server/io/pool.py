@@ -30,7 +30,7 @@ from kvdepot.server.io.jobs import (
     ReadObject,
     WriteObject,
 )
-from kvdepot.server.io.tasks import Task, TaskQueue
+from kvdepot.server.io.tasks import TRIES_MAX, Task, TaskQueue
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
 from kvdepot.server.tiers.base import IoOutcome, Loan, WorkerRegistry
@@ -287,7 +287,6 @@ class IoPool:
         return min(free, key=lambda worker: len(worker.hand), default=None)
 
     def _hand(self, worker: _Worker, task: Task) -> None:
-        task.tried += 1
         worker.hand[task.number] = task
         if worker.up:
             self._watch(worker)
@@ -297,6 +296,7 @@ class IoPool:
         """What it has threads for: it takes its jobs in the order of their coming."""
         for task in islice(worker.hand.values(), JOBS_PER_WORKER):
             if task.timer is None:
+                task.tried += 1
                 task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
 
     def _cancel_queue(self) -> None:
@@ -377,7 +377,7 @@ class IoPool:
             self._count("io_workers.crashed", 1)
             self._start_later(its, why)
         self._fill()
-        for task in its.hand.values():
+        for task in reversed(its.hand.values()):  # each goes before all others
             self._orphaned(task, why)
         self._dispatch()
         self._moved.set()
@@ -561,7 +561,7 @@ class IoPool:
         self._numbers += 1
         task = Task(
             self._numbers, self._probe_job, pack_job(self._numbers, self._probe_job), Priority.TEND, self._probed, None,
-            self._deadline_seconds, tried=1,
+            self._deadline_seconds, tried=TRIES_MAX,
         )  # fmt: skip
         self._hand(worker, task)
 

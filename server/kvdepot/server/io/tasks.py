@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvdepot.server.io.jobs import Answer, Append, Job, Priority, job_bytes
 from kvdepot.server.tiers.base import Loan
 
-_TRIES_MAX = 2
+TRIES_MAX = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -24,13 +24,13 @@ class Task:
     done: Callable[[Answer], None]
     loan: Loan | None
     deadline_seconds: float
-    tried: int = 0
+    tried: int = 0  # how often a worker had it and a thread for it
     timer: asyncio.TimerHandle | None = None
 
     @property
     def repeatable(self) -> bool:
         """Once more, after a worker died of it. An Append may have been done already."""
-        return self.tried < _TRIES_MAX and not isinstance(self.job, Append)
+        return self.tried < TRIES_MAX and not isinstance(self.job, Append)
 
 
 class TaskQueue:
