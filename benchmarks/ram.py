@@ -2,7 +2,8 @@
 
 One thread copies. An object is a block of 1 MiB in each of 4 layers (a hybrid engine's), scattered
 over 1 GiB of KV tensors on either side; gets choose from 2.25 GiB of the arena. Keys are always
-fresh, the arena is full and evicts all the time, every byte that was got is compared. The baseline
+fresh, the arena is full, so that puts evict (between rounds the daemon frees 5 to 10 % of it),
+every byte that was got is compared. The baseline
 is memcpy of 4 MiB between the same tensors and a tmpfs mapping made like the arena's, 1 GiB of it
 before and after each round, on the same thread, when the checksum worker has read what was put.
 A round of puts is 4 GiB: of 1 GiB in batches of 64, four of them, an eighth to a twelfth would be

@@ -138,6 +138,28 @@ def test_a_worker_whose_objects_are_quick_is_handed_more_than_it_has_threads_for
     asyncio.run(run())
 
 
+def test_t5_a_quick_worker_that_begins_to_hang_is_handed_nothing_ahead(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, workers=2, quick_seconds=0.5) as under:
+            write = rig.write(1, MIB)
+            for _ in range(8):
+                await asyncio.gather(*(under.ask(write) for _ in range(4)))
+            hanging, serving = under.pool._serving
+            assert hanging.quick and serving.quick
+            stop(hanging.process.pid)
+            first = [under.ask(write) for _ in range(4)]
+            await until(lambda: not serving.hand, "the other one has done its part")
+            assert len(hanging.hand) == 2
+            await asyncio.sleep(0.6)
+            others = [under.ask(write) for _ in range(20)]
+            assert {answer.outcome for answer in await asyncio.gather(*others)} == {IoOutcome.OK}
+            assert len(hanging.hand) == 2 and sum(answer.done() for answer in first) == 2
+            os.kill(hanging.process.pid, signal.SIGCONT)
+            await asyncio.gather(*first)
+
+    asyncio.run(run())
+
+
 def test_i6_what_a_stopped_worker_had_not_begun_is_done_by_the_next_one(rig: IoRig) -> None:
     async def run() -> None:
         async with pool_on(rig, quick_seconds=60.0) as under:

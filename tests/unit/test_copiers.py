@@ -142,6 +142,11 @@ def test_a1_blocks_move_within_every_layer(make_copier: MakeCopier, name: str) -
             assert block_bytes_of(layer, block) == block_bytes_of(old, came_from.get(block, block))
 
 
+def test_a1_as_many_blocks_come_as_go(make_copier: MakeCopier) -> None:
+    with pytest.raises(CopyError, match="2 blocks to 1"):
+        make_copier([filled((8, 512), torch.uint8)]).move([0], np.array([1, 2]), np.array([3]))
+
+
 @pytest.mark.parametrize(("source", "target"), [(20, 1), (1, 20), (-1, 1), (1, -1)])
 def test_a1_a_block_out_of_range_moves_nothing(make_copier: MakeCopier, source: int, target: int) -> None:
     layers = [filled((40, 512), torch.uint8), filled((20, 512), torch.uint8, 1)]

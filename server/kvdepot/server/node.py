@@ -366,8 +366,9 @@ class Node:
 
     def _trim(self) -> None:
         """Between two ticks, so that no slice of it is long."""
-        more = self._engine.trim()
-        self._trim_handle = self._loop.call_later(TRIM_SECONDS, self._trim) if more else None
+        self._trim_handle = None
+        if self._engine.trim():
+            self._trim_handle = self._loop.call_later(TRIM_SECONDS, self._trim)
 
     async def _drain(self) -> bool:
         """Whether every committed object has its sum now."""

@@ -172,6 +172,8 @@ class Bounds:
 
     def check_move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
         """Raises CopyError."""
+        if len(sources) != len(targets):
+            raise CopyError(f"{len(sources)} blocks to {len(targets)} others")
         blocks = np.concatenate([sources, targets])
         for layer in layers:
             if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.blocks[layer]:

@@ -166,6 +166,7 @@ class LowerTier:
         elif self.tier.writable:
             high, low = self.config.high_watermark, self.config.low_watermark
         else:
+            self._trimming = False
             return False
         capacity_bytes = self.tier.capacity_bytes
         if self._trimming or self.tier.used_bytes > high * capacity_bytes:

@@ -157,7 +157,7 @@ class Account:
     def trim(
         self, high: float, low: float, limit: int, demoting: Callable[[int], bool] = lambda _: False
     ) -> bool:  # fmt: skip
-        """Ahead of need: what is above `high` of its capacity to `low` of it; whether to go on soon.
+        """Ahead of need: what is above `high` of its capacity, towards `low` of it; whether to go on soon.
 
         An owner's share is `limit` divided by their number: no further unit of it once so many objects have gone.
 

@@ -91,7 +91,9 @@ class Tiering:
         # While the arena is populated the ready part is nearly full of what was adopted, and room is on its way.
         due = not space.growing and (self._trimming or used_bytes > high * ready_bytes)
         self._trimming = due and space.evict_to(int(low * ready_bytes), at_once)
-        return any([more, self._trimming, *(tier.trim(at_once) for tier in space.tiers)])
+        more = any([more, self._trimming, *(tier.trim(at_once) for tier in space.tiers)])
+        self.pump()  # what is to be demoted
+        return more
 
     def pump(self) -> None:
         for queue in self._queues.values():

@@ -280,11 +280,18 @@ class IoPool:
 
     def _free_worker(self) -> _Worker | None:
         """None that is starting: until it has, another may be free."""
-        free = [
-            worker for worker in self._serving
-            if worker.up and len(worker.hand) < (_HANDED_MAX if worker.quick else JOBS_PER_WORKER)
-        ]  # fmt: skip
+        free = [worker for worker in self._serving if worker.up and self._takes_more(worker)]
         return min(free, key=lambda worker: len(worker.hand), default=None)
+
+    def _takes_more(self, worker: _Worker) -> bool:
+        """Ahead of its threads while it is quick, and what it has begun may be: else another worker may come first."""
+        if len(worker.hand) < JOBS_PER_WORKER:
+            return True
+        if not worker.quick or len(worker.hand) >= _HANDED_MAX:
+            return False
+        since = self._loop.time() - self._quick_seconds
+        begun = islice(worker.hand.values(), JOBS_PER_WORKER)
+        return all(task.timer and task.timer.when() - task.deadline_seconds > since for task in begun)
 
     def _hand(self, worker: _Worker, task: Task) -> None:
         worker.hand[task.number] = task
