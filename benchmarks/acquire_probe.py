@@ -32,18 +32,22 @@ from benchmarks.depot import engine
 
 CHUNK_TOKENS, OBJECT_BYTES, OBJECTS = 256, 64 << 10, 16
 CALL_SECONDS = 10.0
-_PAUSE_SECONDS = 0.002
+PAUSE_SECONDS = 0.002
 """Between acquires: an engine's steps; a closed loop would measure its own queue."""
 
 
 class Probe:
-    """The benchmark's end of it."""
+    """The benchmark's end of it, or of another module that is asked alike."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, module: str, *arguments: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.acquire_probe", endpoint.grpc_target.removeprefix("unix:")],
+            [sys.executable, "-m", module, *arguments],
             cwd=Path(__file__).resolve().parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+
+    @classmethod
+    def of(cls, endpoint: Endpoint) -> Self:
+        return cls("benchmarks.acquire_probe", endpoint.grpc_target.removeprefix("unix:"))
 
     def p99_seconds(self, window_seconds: float) -> float:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -99,7 +103,7 @@ class Prober:
             if not isinstance(reply, AcquireReply) or reply.outcome is not AcquireOutcome.GRANTED:
                 raise SystemExit(f"acquire: {reply}")
             self._session.release((lease,))
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(PAUSE_SECONDS)
         return sorted(took)[len(took) * 99 // 100]
 
     def _answer(self) -> object:

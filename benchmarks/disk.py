@@ -10,7 +10,8 @@ workers have. Rounds alternate: fio, tier, fio.
 
 `acquire_p99_ratio`: what another engine's acquires of objects in RAM take while the disk is busy,
 against idle, in alternating windows. `acquire_p99_fio_ms`: the same beside fio, which reads and writes as fast as it
-can and takes little CPU: what of it is the medium's and the machine's.
+can and takes little CPU: what of it is the medium's and the machine's. `echo_p99_busy_ms`: what a process takes beside
+the busy disk that only sends back what it receives: no daemon could answer sooner.
 
 `hung_acquire_p99_ratio`: the same while the tier's directory is a mount that does not answer (FUSE, its server
 stopped) and objects are committed as before it stopped; against a tier on the plain path, whose objects are
@@ -200,19 +201,22 @@ def measure_speed(depot: DiskDepot, fio: Fio, rounds: int, objects: int, report:
         report.figure(f"{name}_gb_s", median(values) / 1e9, "GB/s")
 
 
-def measure_acquires(depot: DiskDepot, fio: Fio, probe: Probe, rounds: int, report: Report) -> None:
-    idle, busy, beside, ratios = [], [], [], []
+def measure_acquires(depot: DiskDepot, fio: Fio, probe: Probe, echo: Probe, rounds: int, report: Report) -> None:
+    idle, busy, beside, echoed, ratios = [], [], [], [], []
     for _ in range(rounds):
         idle.append(probe.p99_seconds(WINDOW_SECONDS))
         with fio.running():
             beside.append(probe.p99_seconds(WINDOW_SECONDS))
         with _kept_busy(depot):
             busy.append(probe.p99_seconds(WINDOW_SECONDS))
+        with _kept_busy(depot):
+            echoed.append(echo.p99_seconds(WINDOW_SECONDS))
         ratios.append(busy[-1] / idle[-1])
     report.figure("acquire_p99_ratio", median(ratios), "", at_most=2)
     report.figure("acquire_p99_idle_ms", 1e3 * median(idle), "ms")
     report.figure("acquire_p99_fio_ms", 1e3 * median(beside), "ms")
     report.figure("acquire_p99_busy_ms", 1e3 * median(busy), "ms")
+    report.figure("echo_p99_busy_ms", 1e3 * median(echoed), "ms")
 
 
 @contextmanager
@@ -269,8 +273,8 @@ def throughput(directory: Path, options: argparse.Namespace, report: Report) -> 
                 depot.put(64)
                 filled += 64 * OBJECT_BYTES
             measure_speed(depot, fio, options.rounds, options.round_mib * MIB // OBJECT_BYTES, report)
-            with Probe(started.endpoint) as probe:
-                measure_acquires(depot, fio, probe, options.rounds, report)
+            with Probe.of(started.endpoint) as probe, Probe("benchmarks.echo_probe") as echo:
+                measure_acquires(depot, fio, probe, echo, options.rounds, report)
             final = status()
             report.note("tier", {"objects": final.tiers[1].objects, "ready_mib": final.tiers[1].ready_bytes // MIB})
             report.note("counters", {k: v for k, v in final.counters.items() if f".{TIER}/" in k})
@@ -337,7 +341,7 @@ def _storing(
         thread = threading.Thread(target=work)
         thread.start()
         try:
-            with Probe(started.endpoint) as probe:
+            with Probe.of(started.endpoint) as probe:
                 probe.p99_seconds(WINDOW_SECONDS)  # objects are on the medium, files open
                 yield probe, status
         finally:
