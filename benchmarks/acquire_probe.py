@@ -70,6 +70,10 @@ def spec() -> NamespaceSpec:
     )
 
 
+def p99(values: list[float]) -> float:
+    return sorted(values)[len(values) * 99 // 100]
+
+
 class Prober:
     """Stores one chain and acquires it again and again."""
 
@@ -104,7 +108,7 @@ class Prober:
                 raise SystemExit(f"acquire: {reply}")
             self._session.release((lease,))
             time.sleep(PAUSE_SECONDS)
-        return sorted(took)[len(took) * 99 // 100]
+        return p99(took)
 
     def _answer(self) -> object:
         while not self._answers:

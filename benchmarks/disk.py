@@ -63,7 +63,8 @@ HUNG_DEADLINE = "500ms"  # workers are given up, made anew and breakers opened w
 HUNG_OBJECTS_PER_SECOND = 8
 HUNG_RATE = f"{HUNG_OBJECTS_PER_SECOND * OBJECT_BYTES // MIB // 2}m"  # of fio, reads and writes each
 SMALL_OBJECTS = 100_000
-POLL_SECONDS = 0.002
+POLL_SECONDS = 0.01
+PUT_POLL_SECONDS_MIN = 0.002  # so that the end of a round is seen in time
 DISK_SPEED_MAX = 1e10  # bytes per second
 CONFIG = """
 [policy]
@@ -155,7 +156,7 @@ class DiskDepot:
                 committed += BATCH * OBJECT_BYTES
             # Asked seldom: to answer takes the daemon as long as half an object does.
             left = committed - written - (QUEUED_BYTES_MAX // 2 if self.depot.held else 0)
-            time.sleep(max(left / self._speed_max, POLL_SECONDS))
+            time.sleep(max(left / self._speed_max, PUT_POLL_SECONDS_MIN))
             written = self._written(status := self.status()) - before
             if time.perf_counter() - began > 120:
                 raise SystemExit(f"{written} bytes were written: {status.tiers[1]} {status.counters}")

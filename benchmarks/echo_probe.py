@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 
-from benchmarks.acquire_probe import PAUSE_SECONDS
+from benchmarks.acquire_probe import PAUSE_SECONDS, p99
 
 MESSAGE = b"x" * 400  # about what an acquire of 16 objects is
 MESSAGE_BYTES_MAX = 4096
@@ -30,7 +30,7 @@ def window(connection: socket.socket, seconds: float) -> float:
         connection.recv(MESSAGE_BYTES_MAX)
         took.append(time.perf_counter() - began)
         time.sleep(PAUSE_SECONDS)
-    return sorted(took)[len(took) * 99 // 100]
+    return p99(took)
 
 
 def main() -> None:

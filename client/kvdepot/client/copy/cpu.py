@@ -32,12 +32,12 @@ class CpuCopier:
     """Copies blocks of CPU tensors. Each layer is a view [num_blocks, ...] of any dtype and stride.
 
     A block's bytes are its elements in the view's order, whatever its strides; padding
-    between blocks is neither read nor written. The tensors must outlive the copier.
+    between blocks is neither read nor written.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         """Raises CopyError for a tensor that is not on the CPU."""
-        self._tensors = tuple(layers)
+        self._tensors = tuple(layers)  # their memory is reached by address
         self._layers: Column = np.zeros((len(layers), native.LAYER_WORDS), dtype=np.int64)
         begins: list[Column] = []
         for tensor, words in zip(layers, self._layers, strict=True):

@@ -23,7 +23,7 @@ ADDRESS, BLOCKS, STRIDE_BYTES, BLOCK_BYTES, RUN_BYTES, FIRST_RUN, LAYER_WORDS = 
 """A layer: where its first block lies; how many there are, and from one to the next; a block's bytes, which are runs
 of `RUN_BYTES`, and where in the table of runs its first one is, whose entries say where in the block they lie."""
 
-LAYER, BLOCK, SKIP, OFFSET, LENGTH, PIECE_WORDS = range(6)
+LAYER, BLOCK, SKIP, OFFSET, LENGTH = range(5)
 """A piece: the columns of CopyBatch."""
 
 _memmove = ctypes.CDLL(None).memmove

@@ -39,6 +39,8 @@ FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.UNR
 """Outcomes that speak against the path, not against an object."""
 _ANSWERING: Final = frozenset({IoOutcome.OK, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY})
 """Answers to a probe of a path that can be read at least; whether it can be written is the tier's to find out."""
+_READS: Final = ReadObject | ReadFile
+_WRITES: Final = WriteObject | PublishFile
 _PROBE: Final = Probe(".probe", write=True)
 _NO_NUMBER: Final = -1
 _WORKER_BYTES: Final = 24 << 20
@@ -354,7 +356,7 @@ class IoPool:
             return
         self._take_back(task)
         self._watch(its)
-        if isinstance(task.job, ReadObject | WriteObject | ReadFile | PublishFile):
+        if isinstance(task.job, _READS | _WRITES):
             its.quick = answer.seconds < self._quick_seconds
         self._note(task.job, answer)
         self._judge(answer.outcome, answer.detail)
@@ -435,7 +437,7 @@ class IoPool:
         self._answer_soon(task, Answer(IoOutcome.TIMEOUT, why))
 
     def _note(self, job: Job, answer: Answer) -> None:
-        reads, writes = isinstance(job, ReadObject | ReadFile), isinstance(job, WriteObject | PublishFile)
+        reads, writes = isinstance(job, _READS), isinstance(job, _WRITES)
         self._count(f"io_seconds.{'read' if reads else 'write' if writes else 'other'}", answer.seconds)
         if answer.outcome is IoOutcome.OK and (reads or writes or isinstance(job, Append)) and not answer.already_there:
             self._count("io_bytes.read" if reads else "io_bytes.written", answer.stored_bytes)
