@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kvdepot.server.io.jobs import Answer, Append, Priority, Probe, Quarantine, ReadObject, Remove, WriteObject
+from kvdepot.server.io.jobs import Answer, Append, Job, Priority, Probe, Quarantine, ReadObject, Remove, WriteObject
 from kvdepot.server.tiers.base import IoOutcome, Read, Tier
 from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.health import State
@@ -483,6 +483,29 @@ def test_the_scrubber_finds_damage_before_anybody_reads_it(tmp_path: Path) -> No
     damaged = {"tier_scrubbed_objects.corrupt": 1, "tier_damaged_objects.corrupt": 1}
     assert rig.counts == {"tier_scrubbed_objects.ok": 4} | damaged
     assert len(list((tmp_path / "tier" / "quarantine").iterdir())) == 1
+    rig.check()
+
+
+def test_p6_damage_that_the_scrubber_finds_while_a_load_reads_it_is_counted_and_quarantined_once(rig: DiskRig) -> None:
+    rig.stored(1)
+    rig.crash()  # what is newer than the last snapshot may be a torn write
+    (handle,) = rig.listener.held
+    flip(rig, handle, PAGE)
+    found: list[IoOutcome] = []
+    answers: list[Read] = []
+
+    def read_too(_: Job) -> None:
+        rig.data.fault = lambda _: None
+        name = rig.listener.held[handle]
+        rig.tier.read(handle, name, rig.extents(name), Loaned(), answers.append)
+
+    rig.data.fault = read_too
+    rig.tier.verify(handle, found.append)
+    rig.settle()
+    assert (found, [one.outcome for one in answers]) == ([IoOutcome.TORN], [IoOutcome.CORRUPT])
+    assert rig.counts == {"tier_damaged_objects.torn": 1}
+    assert rig.listener.lost_names == [object_name(1)]
+    assert len(list((rig.config.path / "quarantine").iterdir())) == 1
     rig.check()
 
 

@@ -234,6 +234,21 @@ def test_p6_damage_is_a_miss_with_its_own_reason_and_ends_the_path(outcome: IoOu
     assert (in_tier(rig), len(rig.tier.medium.quarantined)) == (1, 1)
 
 
+def test_p6_damage_that_another_reader_has_found_meanwhile_is_not_counted_again() -> None:
+    rig = Rig(tier=COMMIT)
+    keys = path("p", 3)
+    client = on_tier_only(rig, keys)
+    answers = client.acquire_later(keys, ATTENTION * 3, 1)
+    rig.tier.lose(1)  # as the scrubber ends it, who has counted it
+    rig.tier.finish(next(job for job in rig.tier.jobs if job.handle == 1), IoOutcome.CORRUPT)
+    assert [one.outcome for one in answers] == [AcquireOutcome.MISSING]
+    rig.tier.run()
+    audit(rig.engine)
+    assert rig.counter("tier_damaged_objects.memory/corrupt") == 0
+    assert rig.counter("tier_reads.memory/corrupt") == 1
+    assert client.locate(keys).boundary_tokens == CHUNK
+
+
 def test_p6_damage_costs_only_the_copy_where_ram_has_another() -> None:
     rig = Rig(tier=COMMIT)
     keys = path("p", 3)

@@ -184,6 +184,24 @@ def test_a_handle_that_is_another_object_s_by_the_time_of_an_answer_is_left_alon
     assert rig.read(handle, name_of(2))[0] is IoOutcome.OK
 
 
+def test_p6_what_a_load_and_a_verification_find_damaged_at_once_is_counted_once(rig: SharedRig) -> None:
+    handle = rig.stored(NAME)
+    rig.workers.fault = fails(ReadFile, IoOutcome.CORRUPT)
+    found: list[IoOutcome] = []
+    answers = rig.submit_read(handle, NAME)
+    rig.tier.verify(handle, found.append)
+    rig.settle()
+    assert [one.outcome for one in answers] == found == [IoOutcome.CORRUPT]
+    assert rig.counts["tier_damaged_objects.corrupt"] == 0, "whoever reads counts its own"
+    assert not rig.listener.lost_handles
+
+    handle = rig.stored(name_of(2))
+    rig.tier.verify(handle, found.append)
+    rig.settle()
+    assert rig.counts["tier_damaged_objects.corrupt"] == 1
+    assert rig.listener.lost_handles == [handle]
+
+
 def test_p6_a_client_that_says_another_parent_misses_and_nobody_else_does(rig: SharedRig) -> None:
     """The file stays, its node's handle is good, and the next who asks as its writer did finds it at once."""
     other, names = _another(rig), path_of(2)

@@ -199,10 +199,13 @@ class Promotions:
             self._space.drop_row(reading.node, reading.kind)
 
     def _dead(self, reading: _Reading, outcome: IoOutcome) -> None:
-        """It is quarantined, gone, or another one: its handle is dead, unless it left the tier meanwhile."""
+        """It is quarantined, gone, or another one: its handle is dead.
+
+        Unless it left the tier meanwhile: the scrubber may have found, and counted, the same damage.
+        """
         tier = reading.tier
-        if outcome in DAMAGED:
-            self._space.counters.add(f"tier_damaged_objects.{tier.tier.name}/{outcome}")
         if tier.epoch(reading.handle) == reading.epoch:
+            if outcome in DAMAGED:
+                self._space.counters.add(f"tier_damaged_objects.{tier.tier.name}/{outcome}")
             tier.forget(reading.node, reading.kind)
             self._lost(tier, reading.node, reading.kind)

@@ -55,9 +55,9 @@ class Reading:
 
         def answered(answer: Answer, served: bool) -> None:
             outcome = self._judge(name, answer)
-            if outcome in DAMAGED:
-                self._directory.count(f"tier_damaged_objects.{outcome}", 1)
             if served and outcome in _DEAD:
+                if outcome in DAMAGED:
+                    self._directory.count(f"tier_damaged_objects.{outcome}", 1)
                 self._lost([handle])
             done(outcome)
 
