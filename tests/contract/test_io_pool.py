@@ -464,6 +464,49 @@ def test_the_other_job_of_a_killed_worker_is_done_by_the_next_one(rig: IoRig) ->
     asyncio.run(run())
 
 
+def test_t5_what_killed_workers_had_besides_is_cancelled_where_the_path_went_out_of_use(rig: IoRig) -> None:
+    """It was not their job that hung: an I/O error would speak against the object."""
+
+    async def run() -> None:
+        async with pool_on(rig, deadline=20, failures=1) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            stop(under.pid)
+            late = under.ask(rig.read_of(write), under.lent(), deadline_seconds=0.2)
+            loan = under.lent()
+            other = under.ask(rig.read_of(write), loan)
+            assert (await late).outcome is IoOutcome.TIMEOUT
+            assert (await other).outcome is IoOutcome.CANCELLED
+            assert (loan.begun, loan.held_by) == (1, None)
+
+    asyncio.run(run())
+
+
+def test_t5_a_job_whose_workers_were_killed_for_others_goes_on_being_tried(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, deadline=20, failures=5) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+
+            def hang(pid: int) -> None:
+                if loan.begun <= 3:
+                    stop(pid)
+
+            async def hangs_again(tries: int) -> None:
+                await until(lambda: loan.begun == tries, "a worker has it, and hangs")
+
+            loan = under.lent(begins=hang)
+            asked = under.ask(rig.read_of(write), loan)
+            for tries in (1, 2, 3):
+                await hangs_again(tries)
+                late = under.ask(rig.read_of(write), under.lent(), deadline_seconds=0.2)
+                assert (await late).outcome is IoOutcome.TIMEOUT
+            assert (await asked).outcome is IoOutcome.OK
+            assert (loan.begun, loan.held_by) == (4, None)
+
+    asyncio.run(run())
+
+
 def test_t5_failures_in_a_row_take_the_path_out_of_use_until_a_probe_works(rig: IoRig, tmp_path: Path) -> None:
     async def run() -> None:
         failing = pooling.FAILING | {IoOutcome.GONE}

@@ -228,7 +228,7 @@ class IoPool:
         and begins anew where the worker died and another one tries again. Except:
         TIMEOUT: the worker may still touch the extents; the loan ends when it is proven dead.
         CANCELLED: the loan was refused, or the path is out of use; this time no worker was told of the job.
-        IO_ERROR: also when a worker died over it, after a second try (no second try for an Append).
+        IO_ERROR: also when a second worker crashed over it (for an Append the first one that ended).
         Raises WireError when the job is over a limit of `wire`.
         """
         self._numbers += 1
@@ -385,19 +385,14 @@ class IoPool:
         if not its.killed:
             self._count("io_workers.crashed", 1)
             self._start_later(its, why)
-        self._fill()
         for task in reversed(its.hand.values()):  # each goes before all others
-            self._orphaned(task, why)
-        self._dispatch()
+            if task.repeatable(crashed=not its.killed):
+                self._queue.put(task, first=True)
+            else:
+                self._judge(IoOutcome.IO_ERROR, why)
+                self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
+        self._fill()
         self._moved.set()
-
-    def _orphaned(self, task: Task, why: str) -> None:
-        """Its worker is gone, and so nobody else touches what it is about."""
-        if self.usable and task.repeatable:
-            self._queue.put(task, first=True)
-            return
-        self._judge(IoOutcome.IO_ERROR, why)
-        self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
 
     def _take_back(self, task: Task) -> None:
         self._unwatch(task)

@@ -27,10 +27,12 @@ class Task:
     tried: int = 0  # how often a worker had it and a thread for it
     timer: asyncio.TimerHandle | None = None
 
-    @property
-    def repeatable(self) -> bool:
-        """Once more, after a worker died of it. An Append may have been done already."""
-        return self.tried < TRIES_MAX and not isinstance(self.job, Append)
+    def repeatable(self, *, crashed: bool) -> bool:
+        """Once more, after its worker crashed over it, or else was killed for another job's sake.
+
+        An Append may have been done already.
+        """
+        return not isinstance(self.job, Append) and (not crashed or self.tried < TRIES_MAX)
 
 
 class TaskQueue:
