@@ -22,6 +22,7 @@ from kvdepot.proto.codec_report import decode_status
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc
 
+SHM = Path("/dev/shm")
 START_SECONDS_MAX = 120.0
 _POLL_SECONDS = 0.02
 
@@ -39,10 +40,13 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(ram: str, *options: str, config: Path | None = None) -> Iterator[Daemon]:
-    """`kvdepotd serve`, ended by SIGTERM, without a disk unless `config` has one. Its log is printed when it fails."""
+def daemon(ram: str, *options: str, config: Path | None = None, memory: Path = SHM) -> Iterator[Daemon]:
+    """`kvdepotd serve`, ended by SIGTERM, without a disk unless `config` has one. Its log is printed when it fails.
+
+    `memory`: where its arena is made.
+    """
     directory = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"))
-    arena = Path(tempfile.mkdtemp(prefix="kvd", dir="/dev/shm"))
+    arena = Path(tempfile.mkdtemp(prefix="kvd", dir=memory))
     socket, log = directory / "d.sock", directory / "log"
     command = [sys.executable, "-m", "kvdepot.server.app", "serve", *([str(config)] if config else ["--disk", ""])]
     command += ["--socket", str(socket), "--arena-dir", str(arena), "--ram", ram, "--metrics", "127.0.0.1:0", *options]

@@ -45,7 +45,7 @@ from kvdepot.client.extents import Extents
 from kvdepot.core.report import DaemonStatus
 
 from benchmarks.acquire_probe import Probe
-from benchmarks.depot import Daemon, Status, daemon, engine
+from benchmarks.depot import SHM, Daemon, Status, daemon, engine
 from benchmarks.ram import OBJECT_BYTES, WORKING_SET_BYTES, Chain, Copies, Depot, spec
 from benchmarks.report import Report, arguments, median
 from benchmarks.small_objects import store_small
@@ -240,14 +240,14 @@ def _kept_busy(depot: DiskDepot) -> Iterator[None]:
 
 @contextmanager
 def disk_daemon(
-    directory: Path, ram: str, capacity: str, path: Path | None = None, deadline: str = "10s"
+    directory: Path, ram: str, capacity: str, path: Path | None = None, deadline: str = "10s", memory: Path = SHM
 ) -> Iterator[Daemon]:
     config = directory / "kvdepot.toml"
     text = CONFIG.format(
         name=TIER, path=path or directory / "tier", capacity=capacity, workers=WORKERS, deadline=deadline
     )
     config.write_text(text)
-    with daemon(ram, config=config) as started:
+    with daemon(ram, config=config, memory=memory) as started:
         yield started
 
 
@@ -259,7 +259,7 @@ def wait_ready(status: Status) -> DaemonStatus:
 
 def throughput(directory: Path, options: argparse.Namespace, report: Report) -> None:
     fio = Fio(directory)
-    with disk_daemon(directory, options.ram, options.capacity) as started:
+    with disk_daemon(directory, options.ram, options.capacity, memory=options.memory) as started:
         status = Status(started.endpoint)
         status.wait_populated(started)
         capacity_bytes = wait_ready(status).tiers[1].capacity_bytes
@@ -373,6 +373,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="where (default %(default)s)")
     parser.add_argument("--ram", default="1536MiB", help="capacity of the daemon's RAM tier (default %(default)s)")
+    parser.add_argument("--memory", type=Path, default=SHM, help="where its arena lies (default %(default)s)")
     parser.add_argument("--capacity", default="4GiB", help="of the tier (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-mib", type=int, default=512, help="moved a round (default %(default)s)")

@@ -51,7 +51,7 @@ from kvdepot.core.calls import (
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
 
-from benchmarks.depot import Status, daemon, engine
+from benchmarks.depot import SHM, Status, daemon, engine
 from benchmarks.report import Report, arguments, median
 
 LAYERS, BLOCKS_IN_OBJECT, BLOCK_BYTES, CHUNK_TOKENS = 4, 1, 1 << 20, 256
@@ -326,6 +326,7 @@ def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report,
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--ram", default="4608MiB", help="capacity of the daemon that is started (default %(default)s)")
+    parser.add_argument("--memory", type=Path, default=SHM, help="where its arena lies (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 1])
     parser.add_argument("--seed", type=int, default=None)
@@ -344,7 +345,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, config: Path, seed: int, report: Report) -> None:
-    with daemon(options.ram, config=config) as started:
+    with daemon(options.ram, config=config, memory=options.memory) as started:
         status = Status(started.endpoint)
         status.wait_populated(started)
         with engine(started.endpoint, spec(), transport=options.transport) as (session, worker):

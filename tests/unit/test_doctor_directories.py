@@ -128,8 +128,18 @@ def test_huge_pages_are_counted(tmp_path: Path) -> None:
     assert f"echo {1024 + 20480 - 990} > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages" in found.fix
     assert directories.check_huge_pages(seen(looked, held_bytes=40 * GIB), host).outcome is Outcome.OK
     assert directories.check_huge_pages(looked, Host(tmp_path / "none")).outcome is Outcome.SKIPPED
-    assert directories.check_huge_pages(RAM, host).outcome is Outcome.OK
     assert directories.check_room(looked).outcome is Outcome.SKIPPED
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [("huge=within_size", "makes them: huge=within_size"), ("huge=always", "makes them"), ("huge=advise", "not used"),
+     ("rw", "not used")],
+)  # fmt: skip
+def test_huge_pages_of_tmpfs_are_an_option_of_its_mount(option: str, message: str) -> None:
+    looked = replace(RAM, mount=replace(TMPFS, options=TMPFS.options | {option}))
+    found = directories.check_huge_pages(looked, Host())
+    assert found.outcome is Outcome.OK and message in found.message
 
 
 # The probe, in its own process
