@@ -281,24 +281,6 @@ def test_t8_tick_evicts_at_most_its_share_and_comes_to_an_end() -> None:
     check_within_quotas(rig.engine)
 
 
-def test_t8_i2_an_owner_above_its_high_watermark_is_trimmed_to_its_low_one_in_slices() -> None:
-    rig = Rig(evictions_at_once=2, quotas=(Quota(tier="ram", capacity_bytes=10 * CHUNK_BYTES),), high_watermark=0.8,
-              low_watermark=0.4)  # fmt: skip
-    client = rig.attach()
-    for name in range(9):
-        client.store(path(name, 1))
-    objects, more = [], []
-    for _ in range(5):
-        more.append(rig.engine.tick())
-        objects.append(rig.engine.status().tier.objects)
-    assert objects == [7, 5, 4, 4, 4], "below the high watermark it goes on"
-    assert more == [True, True, False, False, False]
-    client.store(path("new", 1))
-    assert not rig.engine.tick()
-    assert rig.engine.status().tier.objects == 5
-    audit(rig.engine)
-
-
 def test_t8_a_tick_s_share_is_of_objects_however_long_the_units_are() -> None:
     rig = Rig(data_pages=256, evictions_at_once=8, high_watermark=0.5, low_watermark=0.1,
               quotas=(Quota(tier="ram", capacity_bytes=200 * PAGE),))  # fmt: skip

@@ -37,8 +37,6 @@ class Owner:
         self.used_bytes = 0
         self.refused_objects = 0
         self.evicted_objects = 0
-        self.trimming = False
-        """Its eviction ahead of need has begun, and goes on below the high watermark."""
 
     def __str__(self) -> str:
         whose = "an unknown tenant" if self.tenant is None else f"tenant {self.tenant!r}"
@@ -159,16 +157,14 @@ class Account:
     def trim(
         self, high: float, low: float, limit: int, demoting: Callable[[int], bool] = lambda _: False
     ) -> bool:  # fmt: skip
-        """Ahead of need: what was above `high` of its capacity, down to `low` of it; whether to go on soon.
+        """Ahead of need: what is above `high` of its capacity, towards `low` of it; whether to go on soon.
 
         An owner's share is `limit` divided by their number: no further unit of it once so many objects have gone.
 
         `demoting(node)`: whether the node is to stay for now, because a lower tier is taking it.
         """
-        full = [
-            owner for owner in self._owners.values()
-            if owner.trimming or owner.used_bytes > high * owner.capacity_bytes
-        ]  # fmt: skip
+        full = [owner for owner in self._owners.values() if owner.used_bytes > high * owner.capacity_bytes]
+        more = False
         for owner in full:
             left = max(limit // len(full), 1)
             while left > 0 and owner.used_bytes > low * owner.capacity_bytes:
@@ -182,8 +178,8 @@ class Account:
                     self._count(owner, self._evictor.sever("quota", owner.slots))
                     break
                 left -= gone
-            owner.trimming = left <= 0
-        return any(owner.trimming for owner in full)
+            more |= left <= 0
+        return more
 
     def _evict(self, owner: Owner) -> int:
         return self._count(owner, self._evictor.evict_one("quota", owner.slots))
