@@ -260,7 +260,7 @@ def test_t5_what_killed_workers_had_besides_is_cancelled_where_the_path_went_out
     """It was not their job that hung: an I/O error would speak against the object."""
 
     async def run() -> None:
-        async with pool_on(rig, deadline=20, failures=1) as under:
+        async with pool_on(rig, deadline=20, failures=1, probe_seconds=20) as under:
             write = rig.write(1, MIB)
             await under.ask(write)
             stop(under.pid)
@@ -283,6 +283,8 @@ def test_t5_a_job_whose_workers_were_killed_for_others_goes_on_being_tried(rig: 
             def hang(pid: int) -> None:
                 if loan.begun <= 3:
                     stop(pid)
+                if loan.begun == 4:  # the first one that crashes
+                    os.kill(pid, signal.SIGKILL)
 
             async def hangs_again(tries: int) -> None:
                 await until(lambda: loan.begun == tries, "a worker has it, and hangs")
@@ -294,6 +296,6 @@ def test_t5_a_job_whose_workers_were_killed_for_others_goes_on_being_tried(rig: 
                 late = under.ask(rig.read_of(write), under.lent(), deadline_seconds=0.2)
                 assert (await late).outcome is IoOutcome.TIMEOUT
             assert (await asked).outcome is IoOutcome.OK
-            assert (loan.begun, loan.held_by) == (4, None)
+            assert (loan.begun, loan.held_by) == (5, None)
 
     asyncio.run(run())

@@ -133,9 +133,13 @@ def test_huge_pages_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("huge=within_size", "makes them: huge=within_size"), ("huge=always", "makes them"), ("huge=advise", "not used"),
-     ("rw", "not used")],
-)  # fmt: skip
+    [
+        ("huge=within_size", "asked for them: huge=within_size"),
+        ("huge=always", "asked for them"),
+        ("huge=advise", "not used"),
+        ("rw", "not used"),
+    ],
+)
 def test_huge_pages_of_tmpfs_are_an_option_of_its_mount(option: str, message: str) -> None:
     looked = replace(RAM, mount=replace(TMPFS, options=TMPFS.options | {option}))
     found = directories.check_huge_pages(looked, Host())

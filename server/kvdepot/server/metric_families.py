@@ -338,7 +338,7 @@ _TIERS = (
         "outcome", ("kept", "no_namespace", "senseless", "length", "no_parent", "index_full", "repeated"),
     ),
     _tier_counter("tier_lost_objects", "Objects that turned out to be there no more."),
-    _tier_counter("tier_damaged_objects", "Objects proved damaged by a read or the scrubber.", "reason", _DAMAGES),
+    _tier_counter("tier_damaged_objects", "Its objects proved damaged by a read or the scrubber.", "reason", _DAMAGES),
     _tier_counter(
         "tier_scrubbed_objects", "Objects read by the scrubber, by what it found.", "outcome", _OUTCOMES, kinds=(_DISK,)
     ),

@@ -30,7 +30,7 @@ from kvdepot.server.io.jobs import (
     ReadObject,
     WriteObject,
 )
-from kvdepot.server.io.tasks import TRIES_MAX, Task, TaskQueue
+from kvdepot.server.io.tasks import CRASHES_MAX, Task, TaskQueue
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
 from kvdepot.server.tiers.base import IoOutcome, Loan, WorkerRegistry
@@ -305,7 +305,6 @@ class IoPool:
         """What it has threads for: it takes its jobs in the order of their coming."""
         for task in islice(worker.hand.values(), JOBS_PER_WORKER):
             if task.timer is None:
-                task.tried += 1
                 task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
 
     def _cancel_queue(self) -> None:
@@ -378,6 +377,8 @@ class IoPool:
         for loan in its.kept.values():
             self._end(loan)
         for task in its.hand.values():
+            if task.timer is not None and not its.killed:  # begun: it may have ended of this job
+                task.crashes += 1
             self._take_back(task)
         if self._registry is not None and its.number != _NO_NUMBER:
             self._registry.dead(its.number)
@@ -386,7 +387,7 @@ class IoPool:
             self._count("io_workers.crashed", 1)
             self._start_later(its, why)
         for task in reversed(its.hand.values()):  # each goes before all others
-            if task.repeatable(crashed=not its.killed):
+            if task.repeatable:
                 self._queue.put(task, first=True)
             else:
                 self._judge(IoOutcome.IO_ERROR, why)
@@ -565,7 +566,7 @@ class IoPool:
         self._numbers += 1
         task = Task(
             self._numbers, self._probe_job, pack_job(self._numbers, self._probe_job), Priority.TEND, self._probed, None,
-            self._deadline_seconds, tried=TRIES_MAX,
+            self._deadline_seconds, crashes=CRASHES_MAX,
         )  # fmt: skip
         self._hand(worker, task)
 

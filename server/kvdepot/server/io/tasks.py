@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvdepot.server.io.jobs import Answer, Append, Job, Priority, job_bytes
 from kvdepot.server.tiers.base import Loan
 
-TRIES_MAX = 2
+CRASHES_MAX = 2
 
 
 @dataclass(eq=False, slots=True)
@@ -24,15 +24,13 @@ class Task:
     done: Callable[[Answer], None]
     loan: Loan | None
     deadline_seconds: float
-    tried: int = 0  # how often a worker had it and a thread for it
+    crashes: int = 0  # of workers that had begun it
     timer: asyncio.TimerHandle | None = None
 
-    def repeatable(self, *, crashed: bool) -> bool:
-        """Once more, after its worker crashed over it, or else was killed for another job's sake.
-
-        An Append may have been done already.
-        """
-        return not isinstance(self.job, Append) and (not crashed or self.tried < TRIES_MAX)
+    @property
+    def repeatable(self) -> bool:
+        """By another worker. An Append may have been done already."""
+        return self.crashes < CRASHES_MAX and not isinstance(self.job, Append)
 
 
 class TaskQueue:

@@ -50,7 +50,7 @@ class IoOutcome(StrEnum):
     NO_SPACE = "no_space"  # ENOSPC, EDQUOT
     READ_ONLY = "read_only"  # EROFS
     TIMEOUT = "timeout"  # the deadline passed; a worker may still hold the extents
-    CANCELLED = "cancelled"  # the loan was refused, the tier closed or its breaker open: nothing was touched
+    CANCELLED = "cancelled"  # the loan was refused, the tier closed or its breaker open: nobody goes on with it
 
 
 DAMAGED: Final = frozenset({*map(IoOutcome, Damage), IoOutcome.TORN, IoOutcome.BAD_PLACE})

@@ -260,7 +260,7 @@ def check_huge_pages(looked: Looked, host: Host) -> Finding:
     if mount is None or mount.kind != HUGE:
         huge = mount.value("huge") if mount is not None else ""
         if huge in _MAKES_HUGE_PAGES:
-            return check.ok(f"the arena's file system makes them: huge={huge}")
+            return check.ok(f"the arena's file system is asked for them: huge={huge}")
         return check.ok("not used: with them disks are read and written faster (docs/operations.md, Huge pages)")
     page_bytes = _page_bytes(mount, host)
     folder = f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB"
