@@ -261,7 +261,7 @@ def check_huge_pages(looked: Looked, host: Host) -> Finding:
         huge = mount.value("huge") if mount is not None else ""
         if huge in _MAKES_HUGE_PAGES:
             return check.ok(f"the arena's file system is asked for them: huge={huge}")
-        return check.ok("not used: with them disks are read and written faster (docs/operations.md, Huge pages)")
+        return check.ok("not used: with them an object is fewer requests to a disk (docs/operations.md, Huge pages)")
     page_bytes = _page_bytes(mount, host)
     folder = f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB"
     free, reserved = host.number(f"{folder}/free_hugepages"), host.number(f"{folder}/resv_hugepages")
