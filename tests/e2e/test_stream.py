@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
 
+from demo.engine import Engine
 from tests.e2e.fleet import Fleet
+
+PROXY_SECONDS = 60.0
 
 
 @pytest.mark.long
 def test_p4_i6_a_streaming_engine_gets_equal_tokens_and_another_proxy_when_one_is_killed(fleet: Fleet) -> None:
     engine = fleet.engine("streaming")
+    _await_stores(fleet, engine)
     ids = fleet.prompt(2000)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
@@ -29,12 +34,25 @@ def test_p4_i6_a_streaming_engine_gets_equal_tokens_and_another_proxy_when_one_i
     computed = fleet.ask(engine, fresh)
     fleet.daemon.wait_attached(len(fleet.daemon.status().sessions))
     assert _proxies(fleet) != [proxy]
+    _await_stores(fleet, engine)
     fleet.forget(engine)
     engine.pause(NEGATIVE_SECONDS)  # a load that failed is offered to nobody for so long
     again = fleet.ask(engine, ids)
     assert (again.tokens, again.external_tokens) == (cold.tokens, 1792)
     assert fleet.ask(engine, fresh).tokens == computed.tokens
     fleet.daemon.settle()
+
+
+def _await_stores(fleet: Fleet, engine: Engine) -> None:
+    """A rank without its proxy stores nothing, and on a busy machine that process starts behind the first requests."""
+
+    def granted_bytes() -> float:
+        return fleet.daemon.status().counters.get("granted_write_bytes", 0)
+
+    before, until = granted_bytes(), time.monotonic() + PROXY_SECONDS
+    while granted_bytes() == before:
+        assert time.monotonic() < until, "the rank has no proxy"
+        fleet.ask(engine, fleet.prompt(engine.options.toy.chunk_tokens + 16), 1)
 
 
 def _proxies(fleet: Fleet) -> list[int]:
