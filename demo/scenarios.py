@@ -202,15 +202,19 @@ class Demo:
             engine.close()
 
 
-def await_lookups(engine: Engine, daemon: Daemon, timeout_seconds: float = 60.0) -> None:
+def await_lookups(
+    engine: Engine, daemon: Daemon, timeout_seconds: float = 60.0,
+    counters: tuple[str, ...] = ("locates", "granted_write_bytes"),
+) -> None:  # fmt: skip
     """Warm an engine up with fresh prompts until it asks the daemon about one (it has hashed its weights by then).
 
-    Of a prompt without a whole chunk it never asks, and one that loads nothing asks for room to store it.
+    Of a prompt without a whole chunk it never asks, and one that loads nothing asks for room to store it. `counters`:
+    the daemon's, of which one has to grow.
     """
 
     def asked() -> float:
-        counters = daemon.status().counters
-        return counters.get("locates", 0) + counters.get("granted_write_bytes", 0)
+        found = daemon.status().counters
+        return sum(found.get(name, 0) for name in counters)
 
     tokens = engine.options.toy.chunk_tokens + 16
     before = asked()

@@ -1,4 +1,4 @@
-"""An arena of huge pages, on a tmpfs that makes them: what it serves, adopts and reads from a disk (I1, I3, T2, T6)."""
+"""An arena of huge pages, on a tmpfs that makes them: what it serves, adopts and reads from a disk (I1, T2, T6)."""
 
 from __future__ import annotations
 

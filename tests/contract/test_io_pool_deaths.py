@@ -240,9 +240,17 @@ def test_a_worker_imports_only_what_it_needs() -> None:
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
 
 
-def test_the_other_job_of_a_killed_worker_is_done_by_the_next_one(rig: IoRig) -> None:
+@pytest.mark.parametrize(
+    ("failures", "outcome", "begun"),
+    [pytest.param(3, IoOutcome.OK, 2, id="in-use"), pytest.param(1, IoOutcome.CANCELLED, 1, id="out-of-use")],
+)
+def test_t5_what_a_killed_worker_had_besides_is_done_by_the_next_one_or_cancelled_with_the_path(
+    rig: IoRig, failures: int, outcome: IoOutcome, begun: int
+) -> None:
+    """It was not its job that hung: an I/O error would speak against the object."""
+
     async def run() -> None:
-        async with pool_on(rig, deadline=20) as under:
+        async with pool_on(rig, deadline=20, failures=failures, probe_seconds=20) as under:
             write = rig.write(1, MIB)
             await under.ask(write)
             stop(under.pid)
@@ -250,26 +258,8 @@ def test_the_other_job_of_a_killed_worker_is_done_by_the_next_one(rig: IoRig) ->
             loan = under.lent()
             other = under.ask(rig.read_of(write), loan)
             assert (await late).outcome is IoOutcome.TIMEOUT
-            assert (await other).outcome is IoOutcome.OK
-            assert loan.begun == 2
-
-    asyncio.run(run())
-
-
-def test_t5_what_killed_workers_had_besides_is_cancelled_where_the_path_went_out_of_use(rig: IoRig) -> None:
-    """It was not their job that hung: an I/O error would speak against the object."""
-
-    async def run() -> None:
-        async with pool_on(rig, deadline=20, failures=1, probe_seconds=20) as under:
-            write = rig.write(1, MIB)
-            await under.ask(write)
-            stop(under.pid)
-            late = under.ask(rig.read_of(write), under.lent(), deadline_seconds=0.2)
-            loan = under.lent()
-            other = under.ask(rig.read_of(write), loan)
-            assert (await late).outcome is IoOutcome.TIMEOUT
-            assert (await other).outcome is IoOutcome.CANCELLED
-            assert (loan.begun, loan.held_by) == (1, None)
+            assert (await other).outcome is outcome
+            assert (loan.begun, loan.held_by) == (begun, None)
 
     asyncio.run(run())
 

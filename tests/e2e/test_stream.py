@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
 
 from demo.engine import Engine
+from demo.scenarios import await_lookups
 from tests.e2e.fleet import Fleet
-
-PROXY_SECONDS = 60.0
 
 
 @pytest.mark.long
@@ -45,14 +43,7 @@ def test_p4_i6_a_streaming_engine_gets_equal_tokens_and_another_proxy_when_one_i
 
 def _await_stores(fleet: Fleet, engine: Engine) -> None:
     """A rank without its proxy stores nothing, and on a busy machine that process starts behind the first requests."""
-
-    def granted_bytes() -> float:
-        return fleet.daemon.status().counters.get("granted_write_bytes", 0)
-
-    before, until = granted_bytes(), time.monotonic() + PROXY_SECONDS
-    while granted_bytes() == before:
-        assert time.monotonic() < until, "the rank has no proxy"
-        fleet.ask(engine, fleet.prompt(engine.options.toy.chunk_tokens + 16), 1)
+    await_lookups(engine, fleet.daemon, counters=("granted_write_bytes",))
 
 
 def _proxies(fleet: Fleet) -> list[int]:
