@@ -115,18 +115,19 @@ class RawEngine:
         return self._lease_id
 
     def reserve(
-        self, keys: Sequence[bytes], lease_id: int | None = None, request: str = ""
+        self, keys: Sequence[bytes], lease_id: int | None = None, request: str = "", *, first: int = 0
     ) -> tuple[int, list[ReserveOutcome], bytes]:
-        """(lease id, outcome per chunk, packed extents) for the attention of a prompt's first chunks."""
+        """(lease id, outcome per chunk, packed extents) for the attention of a prompt's chunks from `first` on."""
         lease_id = lease_id or self.new_lease_id()
+        parents, keys = [ROOT_KEY, *keys[:-1]][first:], keys[first:]
         call = ReserveCall(
             session=self.session,
             lease_id=lease_id,
             namespace=self.namespace,
             keys=b"".join(keys),
-            parents=b"".join([ROOT_KEY, *keys[:-1]]),
+            parents=b"".join(parents),
             kinds=bytes([Kind.ATTENTION]) * len(keys),
-            boundaries=b"".join(struct.pack("<I", (index + 1) * CHUNK_TOKENS) for index in range(len(keys))),
+            boundaries=b"".join(struct.pack("<I", (first + index + 1) * CHUNK_TOKENS) for index in range(len(keys))),
             request_id=request,
         )
         reply = codec.decode_reserve_reply(self.stub.Reserve(codec.encode_reserve_call(call), timeout=CALL_SECONDS))

@@ -1,0 +1,180 @@
+"""How long a single callback holds the daemon's event loop under a mixed load: nobody is answered meanwhile.
+
+Engines send the largest messages that the protocol permits, small ones, and many leases in one call; one dies with
+leases open. A disk tier writes everything, RAM evicts, operators list and evict. Small objects: the work of a
+call grows with their number, not with their bytes. The daemon runs under `benchmarks.timed_loop`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvdepot.client.ctl.calls import connect
+from kvdepot.client.endpoint import Endpoint
+from kvdepot.core import limits
+from kvdepot.core.calls import AcquireOutcome, CommitCall, CommitItem, ReleaseCall, ReserveOutcome
+from kvdepot.proto import codec
+from tests.daemon_process import DaemonProcess
+from tests.raw_client import CALL_SECONDS, RawEngine, dense_spec
+
+from benchmarks.report import Report, arguments
+
+OBJECT_BYTES: Final = 4096
+HOLD_MS_MAX: Final = 20.0
+_ROWS: Final = 12
+_LEASES: Final = 512
+_CONFIG: Final = """
+[sessions]
+credit = "64MiB"
+[[tier]]
+name = "disk"
+kind = "disk"
+path = "{path}"
+capacity = "1GiB"
+write = "commit"
+"""
+
+
+def _keys(count: int) -> list[bytes]:
+    return [random.randbytes(16) for _ in range(count)]
+
+
+def _engine(socket: Path, name: str) -> RawEngine:
+    return RawEngine(socket, name, spec=dense_spec(name, OBJECT_BYTES))
+
+
+def _store(engine: RawEngine, keys: list[bytes]) -> int:
+    """Ask until everything is answered or nothing is granted; returns how many of the first keys are stored."""
+    stored = 0
+    while stored < len(keys):
+        lease, outcomes, _ = engine.reserve(keys, first=stored)
+        granted = sum(outcome is ReserveOutcome.GRANTED for outcome in outcomes)
+        if not granted:
+            return stored
+        engine.commit(lease, granted)
+        stored += granted
+    return stored
+
+
+def large(engine: RawEngine) -> None:
+    """The largest message of each call."""
+    keys = _keys(limits.OBJECTS_PER_LEASE_MAX)
+    engine.locate(keys)
+    stored = keys[: _store(engine, keys)]
+    engine.locate(keys)
+    if stored:
+        lease, outcome, _ = engine.acquire(stored)
+        if outcome is AcquireOutcome.GRANTED:
+            engine.release(lease)
+    lease, _, _ = engine.reserve(_keys(limits.OBJECTS_PER_LEASE_MAX))
+    engine.abandon(lease)
+
+
+def many(engine: RawEngine) -> None:
+    """Hundreds of leases, ended by one call."""
+    keys = _keys(16)
+    if _store(engine, keys) < len(keys):
+        return
+    reading = [engine.acquire(keys)[0] for _ in range(_LEASES // 4)]
+    call = codec.encode_release_call(ReleaseCall(engine.session, tuple(reading)))
+    engine.stub.Release(call, timeout=CALL_SECONDS)
+    items = []
+    for _ in range(_LEASES // 4):
+        lease, outcomes, _ = engine.reserve(_keys(32))
+        granted = [at for at, outcome in enumerate(outcomes) if outcome is ReserveOutcome.GRANTED]
+        items.append(CommitItem(lease, struct.pack(f"<{len(granted)}I", *granted)))
+    commit = codec.encode_commit_call(CommitCall(engine.session, tuple(items)))
+    engine.stub.Commit(commit, timeout=CALL_SECONDS)
+
+
+def small(engine: RawEngine) -> None:
+    """A prompt of 16 chunks, stored and loaded twice."""
+    keys = _keys(16)
+    _store(engine, keys)
+    for _ in range(2):
+        engine.locate(keys)
+        lease, outcome, _ = engine.acquire(keys)
+        if outcome is AcquireOutcome.GRANTED:
+            engine.release(lease)
+
+
+def _die(socket: Path) -> None:
+    """An engine that holds as much as its credit allows, and is killed."""
+    engine = _engine(socket, "dies")
+    for _ in range(_LEASES):
+        engine.reserve(_keys(64))
+    os._exit(1)
+
+
+def dying(engine: RawEngine) -> None:
+    del engine
+    child = multiprocessing.get_context("spawn").Process(target=_die, args=(_socket[0],))
+    child.start()
+    child.join()
+
+
+_socket: list[Path] = []
+
+
+def operator(engine: RawEngine) -> None:
+    """Status, lists, and an eviction of one namespace."""
+    endpoint = Endpoint.parse(f"unix://{_socket[0]}")
+    with connect(endpoint, CALL_SECONDS) as calls:
+        calls.status()
+        for namespace in calls.namespaces("", 1000).namespaces:
+            calls.chunks(namespace.namespace_id, "", 1000)
+            if namespace.label == "many":
+                calls.evict(namespace.namespace_id, b"")
+    time.sleep(0.5)
+
+
+def _repeat(work: Callable[[RawEngine], None], socket: Path, until: float, done: dict[str, int]) -> None:
+    with _engine(socket, work.__name__) as engine:
+        while time.monotonic() < until:
+            work(engine)
+            done[work.__name__] = done.get(work.__name__, 0) + 1
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of load (default: 30)")
+    options = parser.parse_args()
+    report = Report("loop_hold")
+    with tempfile.TemporaryDirectory(prefix="kvd") as directory:
+        held = Path(directory) / "held.json"
+        config = _CONFIG.format(path=Path(directory) / "disk")
+        with DaemonProcess(ram="512MiB", config=config, under=("benchmarks.timed_loop", str(held))) as daemon:
+            _socket.append(daemon.socket)
+            until, done = time.monotonic() + options.seconds, dict[str, int]()
+            threads = [
+                threading.Thread(target=_repeat, args=(work, daemon.socket, until, done))
+                for work in (large, many, small, dying, operator)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            daemon.stop()
+        longest = json.loads(held.read_text())
+    rows = sorted(longest.items(), key=lambda row: -row[1][1])[:_ROWS]
+    print(f"{'callback':<90}{'calls':>8}{'CPU ms':>9}{'wall ms':>9}")
+    for name, (calls, cpu, wall, _) in rows:
+        print(f"{name:<90.90}{calls:>8}{cpu * 1000:>9.1f}{wall * 1000:>9.1f}")
+    report.figure("longest_hold_cpu_ms", rows[0][1][1] * 1000, "ms", at_most=HOLD_MS_MAX)
+    report.figure("turns", sum(row[0] for row in longest.values()), "")
+    report.note("load", done)
+    report.finish(options.json)
+
+
+if __name__ == "__main__":
+    main()
