@@ -24,10 +24,10 @@ from kvdepot.client.endpoint import Endpoint
 from kvdepot.core import limits
 from kvdepot.core.calls import AcquireOutcome, CommitCall, CommitItem, ReleaseCall, ReserveOutcome
 from kvdepot.proto import codec
-from tests.daemon_process import DaemonProcess
-from tests.raw_client import CALL_SECONDS, RawEngine, dense_spec
 
 from benchmarks.report import Report, arguments
+from tests.daemon_process import DaemonProcess
+from tests.raw_client import CALL_SECONDS, RawEngine, dense_spec
 
 OBJECT_BYTES: Final = 4096
 HOLD_MS_MAX: Final = 20.0
@@ -66,83 +66,90 @@ def _store(engine: RawEngine, keys: list[bytes]) -> int:
     return stored
 
 
-def large(engine: RawEngine) -> None:
-    """The largest message of each call."""
-    keys = _keys(limits.OBJECTS_PER_LEASE_MAX)
-    engine.locate(keys)
-    stored = keys[: _store(engine, keys)]
-    engine.locate(keys)
-    if stored:
-        lease, outcome, _ = engine.acquire(stored)
-        if outcome is AcquireOutcome.GRANTED:
-            engine.release(lease)
-    lease, _, _ = engine.reserve(_keys(limits.OBJECTS_PER_LEASE_MAX))
-    engine.abandon(lease)
+class Load:
+    """What is sent, by the name of its engine; each method is one round."""
 
+    def __init__(self, socket: Path, seconds: float) -> None:
+        self._socket = socket
+        self._until = time.monotonic() + seconds
+        self.rounds: dict[str, int] = {}
 
-def many(engine: RawEngine) -> None:
-    """Hundreds of leases, ended by one call."""
-    keys = _keys(16)
-    if _store(engine, keys) < len(keys):
-        return
-    reading = [engine.acquire(keys)[0] for _ in range(_LEASES // 4)]
-    call = codec.encode_release_call(ReleaseCall(engine.session, tuple(reading)))
-    engine.stub.Release(call, timeout=CALL_SECONDS)
-    items = []
-    for _ in range(_LEASES // 4):
-        lease, outcomes, _ = engine.reserve(_keys(32))
-        granted = [at for at, outcome in enumerate(outcomes) if outcome is ReserveOutcome.GRANTED]
-        items.append(CommitItem(lease, struct.pack(f"<{len(granted)}I", *granted)))
-    commit = codec.encode_commit_call(CommitCall(engine.session, tuple(items)))
-    engine.stub.Commit(commit, timeout=CALL_SECONDS)
+    def run(self) -> None:
+        """Returns when the time is over."""
+        rounds = (self.large, self.many, self.small, self.dying, self.operator)
+        threads = [threading.Thread(target=self._repeat, args=(once,)) for once in rounds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
+    def _repeat(self, once: Callable[[RawEngine], None]) -> None:
+        name = once.__name__
+        with _engine(self._socket, name) as engine:
+            while time.monotonic() < self._until:
+                once(engine)
+                self.rounds[name] = self.rounds.get(name, 0) + 1
 
-def small(engine: RawEngine) -> None:
-    """A prompt of 16 chunks, stored and loaded twice."""
-    keys = _keys(16)
-    _store(engine, keys)
-    for _ in range(2):
+    def large(self, engine: RawEngine) -> None:
+        """The largest message of each call."""
+        keys = _keys(limits.OBJECTS_PER_LEASE_MAX)
         engine.locate(keys)
-        lease, outcome, _ = engine.acquire(keys)
-        if outcome is AcquireOutcome.GRANTED:
-            engine.release(lease)
+        stored = keys[: _store(engine, keys)]
+        engine.locate(keys)
+        if stored:
+            lease, outcome, _ = engine.acquire(stored)
+            if outcome is AcquireOutcome.GRANTED:
+                engine.release(lease)
+        lease, _, _ = engine.reserve(_keys(limits.OBJECTS_PER_LEASE_MAX))
+        engine.abandon(lease)
+
+    def many(self, engine: RawEngine) -> None:
+        """Hundreds of leases, ended by one call."""
+        keys = _keys(16)
+        if _store(engine, keys) == len(keys):
+            reading = [engine.acquire(keys)[0] for _ in range(_LEASES)]
+            call = codec.encode_release_call(ReleaseCall(engine.session, tuple(reading)))
+            engine.stub.Release(call, timeout=CALL_SECONDS)
+        items = []
+        for _ in range(_LEASES):
+            lease, outcomes, _ = engine.reserve(_keys(32))
+            granted = [at for at, outcome in enumerate(outcomes) if outcome is ReserveOutcome.GRANTED]
+            items.append(CommitItem(lease, struct.pack(f"<{len(granted)}I", *granted)))
+        commit = codec.encode_commit_call(CommitCall(engine.session, tuple(items)))
+        engine.stub.Commit(commit, timeout=CALL_SECONDS)
+
+    def small(self, engine: RawEngine) -> None:
+        """A prompt of 16 chunks, stored and loaded twice."""
+        keys = _keys(16)
+        _store(engine, keys)
+        for _ in range(2):
+            engine.locate(keys)
+            lease, outcome, _ = engine.acquire(keys)
+            if outcome is AcquireOutcome.GRANTED:
+                engine.release(lease)
+
+    def dying(self, _: RawEngine) -> None:
+        """An engine that has reserved as much as its credit allows, and is killed."""
+        child = multiprocessing.get_context("spawn").Process(target=_die, args=(self._socket,))
+        child.start()
+        child.join()
+
+    def operator(self, _: RawEngine) -> None:
+        """Status, lists, and an eviction of one namespace."""
+        with connect(Endpoint.parse(f"unix://{self._socket}"), CALL_SECONDS) as calls:
+            calls.status()
+            for namespace in calls.namespaces("", 1000).namespaces:
+                calls.chunks(namespace.namespace_id, "", 1000)
+                if namespace.label == "many":
+                    calls.evict(namespace.namespace_id, b"")
+        time.sleep(0.5)
 
 
 def _die(socket: Path) -> None:
-    """An engine that holds as much as its credit allows, and is killed."""
     engine = _engine(socket, "dies")
     for _ in range(_LEASES):
         engine.reserve(_keys(64))
     os._exit(1)
-
-
-def dying(engine: RawEngine) -> None:
-    del engine
-    child = multiprocessing.get_context("spawn").Process(target=_die, args=(_socket[0],))
-    child.start()
-    child.join()
-
-
-_socket: list[Path] = []
-
-
-def operator(engine: RawEngine) -> None:
-    """Status, lists, and an eviction of one namespace."""
-    endpoint = Endpoint.parse(f"unix://{_socket[0]}")
-    with connect(endpoint, CALL_SECONDS) as calls:
-        calls.status()
-        for namespace in calls.namespaces("", 1000).namespaces:
-            calls.chunks(namespace.namespace_id, "", 1000)
-            if namespace.label == "many":
-                calls.evict(namespace.namespace_id, b"")
-    time.sleep(0.5)
-
-
-def _repeat(work: Callable[[RawEngine], None], socket: Path, until: float, done: dict[str, int]) -> None:
-    with _engine(socket, work.__name__) as engine:
-        while time.monotonic() < until:
-            work(engine)
-            done[work.__name__] = done.get(work.__name__, 0) + 1
 
 
 def main() -> None:
@@ -154,16 +161,8 @@ def main() -> None:
         held = Path(directory) / "held.json"
         config = _CONFIG.format(path=Path(directory) / "disk")
         with DaemonProcess(ram="512MiB", config=config, under=("benchmarks.timed_loop", str(held))) as daemon:
-            _socket.append(daemon.socket)
-            until, done = time.monotonic() + options.seconds, dict[str, int]()
-            threads = [
-                threading.Thread(target=_repeat, args=(work, daemon.socket, until, done))
-                for work in (large, many, small, dying, operator)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            load = Load(daemon.socket, options.seconds)
+            load.run()
             daemon.stop()
         longest = json.loads(held.read_text())
     rows = sorted(longest.items(), key=lambda row: -row[1][1])[:_ROWS]
@@ -172,7 +171,7 @@ def main() -> None:
         print(f"{name:<90.90}{calls:>8}{cpu * 1000:>9.1f}{wall * 1000:>9.1f}")
     report.figure("longest_hold_cpu_ms", rows[0][1][1] * 1000, "ms", at_most=HOLD_MS_MAX)
     report.figure("turns", sum(row[0] for row in longest.values()), "")
-    report.note("load", done)
+    report.note("rounds", load.rounds)
     report.finish(options.json)
 
 

@@ -34,6 +34,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
 from kvdepot.proto import codec, codec_namespace, codec_report
 from kvdepot.proto.v1 import depot_pb2 as pb
@@ -146,10 +147,12 @@ class RawEngine:
 
     def store(self, keys: Sequence[bytes], request: str = "") -> None:
         """Reserve, write and commit; everything must be granted."""
-        lease_id, outcomes, extents = self.reserve(keys, request=request)
-        assert set(outcomes) == {ReserveOutcome.GRANTED}, outcomes
-        self.write(keys, extents)
-        assert set(self.commit(lease_id, len(keys))) == {CommitOutcome.COMMITTED}
+        for first in range(0, len(keys), RESERVED_PER_CALL_MAX):
+            part = keys[: first + RESERVED_PER_CALL_MAX]
+            lease_id, outcomes, extents = self.reserve(part, request=request, first=first)
+            assert set(outcomes) == {ReserveOutcome.GRANTED}, outcomes
+            self.write(part[first:], extents)
+            assert set(self.commit(lease_id, len(part) - first)) == {CommitOutcome.COMMITTED}
 
     def write(self, keys: Sequence[bytes], extents: bytes, payload: Callable[[bytes], bytes] = payload_of) -> None:
         at = dict.fromkeys(range(len(keys)), 0)

@@ -29,6 +29,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec, Planner
 from kvdepot.server.engine.audits import RAM_SHARE_MAX
 from kvdepot.server.engine.engine import Engine
@@ -248,11 +249,17 @@ class Client:
     def abandon(self, lease: int, *indices: int) -> None:
         self.rig.engine.abandon(AbandonCall(self.session, (CommitItem(lease, u32(*indices)),)))
 
-    def store(self, keys: Sequence[bytes], kinds: Sequence[Kind] = (Kind.ATTENTION,), **where: object) -> None:
-        lease, reply = self.reserve(keys, kinds, **where)  # type: ignore[arg-type]
-        granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
-        assert set(reply.outcomes) <= {ReserveOutcome.GRANTED, ReserveOutcome.PRESENT}, reply
-        assert set(self.commit(lease, *granted)) <= {1}
+    def store(
+        self, keys: Sequence[bytes], kinds: Sequence[Kind] = (Kind.ATTENTION,), *,
+        start: int = 0, parent: bytes = ROOT_KEY, request: str = "",
+    ) -> None:  # fmt: skip
+        chunks = RESERVED_PER_CALL_MAX // len(kinds)
+        for at in range(0, len(keys), chunks):
+            above, part = keys[at - 1] if at else parent, keys[at : at + chunks]
+            lease, reply = self.reserve(part, kinds, start=start + at, parent=above, request=request)
+            granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
+            assert set(reply.outcomes) <= {ReserveOutcome.GRANTED, ReserveOutcome.PRESENT}, reply
+            assert set(self.commit(lease, *granted)) <= {1}
 
     def acquire(
         self, keys: Sequence[bytes], kinds: Sequence[Kind] | None = None, lease: int | None = None, request: str = ""

@@ -21,6 +21,7 @@ from kvdepot.client.failures import CallFailure
 from kvdepot.client.vllm.metadata import ObjectCopy, SpanCopy, StepMeta, StoreOp
 from kvdepot.client.vllm.requests import RequestState
 from kvdepot.core.calls import EXTENT_WORDS, CommitOutcome, Kind, ReserveCall, ReserveOutcome, ReserveReply
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from kvdepot.core.planner import PlannedObject, Planner
 
 RESERVE_TIMEOUT_SECONDS: Final = 5.0
-OBJECTS_PER_CALL: Final = 512
 TRIES_MAX: Final = 8
 RETRY_SECONDS: Final = 0.05  # doubled at each try: 8 tries span about thirteen seconds
 PENDING_SECONDS_MAX: Final = 15.0
@@ -212,7 +212,7 @@ class Stores:
 
     def _ask_request(self, stores: RequestStores, namespace: bytes, now: float) -> None:
         batch: list[StoreObject] = []
-        while stores.waiting and len(batch) < OBJECTS_PER_CALL and stores.waiting[0].retry_at <= now:
+        while stores.waiting and len(batch) < RESERVED_PER_CALL_MAX and stores.waiting[0].retry_at <= now:
             found = stores.waiting.popleft()
             if self._holds.readable(found.hold):
                 batch.append(found)

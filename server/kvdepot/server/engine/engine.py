@@ -6,7 +6,7 @@ may call what, deals with repeats and deadlines, and delegates the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Final
@@ -340,7 +340,7 @@ class Engine:
         if isinstance(lease, ReadLease) and lease.pending is not None and lease.fingerprint == hash(call):
             lease.pending.answers.append(answer)
         elif lease is not None:
-            reply = lease.reply if _repeats(lease, ReadLease, call) else None
+            reply = lease.reply if lease.repeats(ReadLease, call) else None
             assert reply is None or isinstance(reply, AcquireReply)
             answer(reply or AcquireReply(AcquireOutcome.REFUSED))
         elif call.lease_id in session.ended_leases or not session.complete:
@@ -373,7 +373,7 @@ class Engine:
         check_limit("bytes of a request id", len(call.request_id.encode()), limits.REQUEST_ID_BYTES_MAX)
         lease = session.leases.get(call.lease_id)
         if lease is not None:
-            reply = lease.reply if _repeats(lease, WriteLease, call) else None
+            reply = lease.reply if lease.repeats(WriteLease, call) else None
             assert reply is None or isinstance(reply, ReserveReply)
             return reply or _all_refused(call, "the lease id is in use, expired, or from an earlier daemon run")
         if call.lease_id in session.ended_leases:
@@ -412,12 +412,19 @@ class Engine:
         self._prefetch.ended((session.slot, call.request_id))
         self.records.ended(session.engine_id, call.request_id, call.end)
 
-    def declare(self, call: DeclareCall) -> DeclareReply:
+    def drop_undeclared(self, call: DeclareCall) -> Iterator[None]:
+        """End the leases that the engine does not hold any more, one a step."""
         session = self._sessions.of(call.session)
         check_limit("leases of one declaration", len(call.lease_ids), limits.LEASES_PER_SESSION_MAX)
-        held = set(call.lease_ids)
-        for lease_id in session.leases.keys() - held:
-            self._drop(session.leases[lease_id])
+        for lease_id in session.leases.keys() - set(call.lease_ids):
+            if (lease := session.leases.get(lease_id)) is not None:  # else it has ended between two steps
+                self._drop(lease)
+                yield
+
+    def declare(self, call: DeclareCall) -> DeclareReply:
+        for _ in self.drop_undeclared(call):
+            pass
+        session = self._sessions.of(call.session)
         lost = tuple(lease_id for lease_id in call.lease_ids if lease_id not in session.leases)
         return DeclareReply(lost, session.ranks_attached)
 
@@ -580,10 +587,6 @@ def _namespace(session: Session, namespace_id: bytes) -> Namespace:
     if namespace is None:
         raise UnknownNamespace(f"this session has not registered namespace {namespace_id.hex()}")
     return namespace
-
-
-def _repeats(lease: Lease, kind: type[Lease], call: AcquireCall | ReserveCall) -> bool:
-    return isinstance(lease, kind) and lease.held and lease.fingerprint == hash(call)
 
 
 def _all_refused(call: ReserveCall, reason: str) -> ReserveReply:
