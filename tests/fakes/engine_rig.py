@@ -129,6 +129,7 @@ class Rig:
         self.audit_share = audit_share
         self.worker_pids = 5000  # each run's tier has a worker process of its own
         self.populated_at_start = True
+        self.places_at_once = True  # what acquires wait for; else `engine.place_some` has to be called
         self.start()
 
     def start(self) -> None:
@@ -274,6 +275,8 @@ class Client:
         answers: list[AcquireReply] = []
         call = AcquireCall(self.session, lease, self.namespace, b"".join(keys), kinds, request)
         self.rig.engine.acquire(call, answers.append)
+        while self.rig.places_at_once and self.rig.engine.place_some():
+            pass
         return answers
 
     def release(self, *leases: int, unused: tuple[int, ...] = ()) -> None:

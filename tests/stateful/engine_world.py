@@ -394,8 +394,15 @@ class World:
 
     def run(self) -> None:
         """Everything that lower tiers have to do is done."""
+        while self.rig.engine.place_some():
+            pass
         for tier in self.tiers:
             tier.run()
+        self.hear()
+
+    def place(self) -> None:
+        """A slice of the room that acquires wait for."""
+        self.rig.engine.place_some()
         self.hear()
 
     def search_step(self, pick: int, *, answered: bool) -> None:

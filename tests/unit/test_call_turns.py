@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.core.calls import (
     AbandonCall,
+    AcquireCall,
+    AcquireOutcome,
     Capabilities,
     CommitCall,
     CommitItem,
@@ -24,11 +26,13 @@ from kvdepot.core.calls import (
 from kvdepot.core.errors import InvalidArgument, UnknownSession
 from kvdepot.core.limits import OBJECTS_PER_LEASE_MAX, RESERVED_PER_CALL_MAX
 from kvdepot.proto import codec
+from kvdepot.server.engine import acquires
 from kvdepot.server.rpc import turns
 from kvdepot.server.rpc.depot_calls import DepotCalls
 from kvdepot.server.rpc.turns import STEP_OBJECTS, children_first, in_turns, pieces
 
 from tests.fakes.engine_rig import Client, Rig, audit, path, u32
+from tests.fakes.tier_rig import ATTENTION, COMMIT, on_tier_only
 
 LOG = logging.getLogger("turns")
 
@@ -47,7 +51,7 @@ class Rounds:
 def calls_of(rig: Rig) -> tuple[DepotCalls, list[None]]:
     committed: list[None] = []
     calls = DepotCalls(
-        rig.engine, capabilities=lambda: Capabilities("", 1, 1, {}), committed=lambda: committed.append(None),
+        rig.engine, capabilities=lambda: Capabilities(1, 1, "", 1, 0), committed=lambda: committed.append(None),
         counters=rig.engine.counters, log=LOG,
     )  # fmt: skip
     return calls, committed
@@ -157,17 +161,49 @@ def test_a_session_that_ends_between_two_turns_ends_the_call(method: str) -> Non
     client, (calls, _) = rig.attach(), calls_of(rig)
     leases = tuple(reserve(client, f"p{number}", 100)[0] for number in range(4))
     items = tuple(CommitItem(lease, u32(*range(100))) for lease in leases)
-    message = {
-        "Commit": lambda: codec.encode_commit_call(CommitCall(client.session, items)),
-        "Abandon": lambda: codec.encode_abandon_call(AbandonCall(client.session, items)),
-        "Release": lambda: codec.encode_release_call(ReleaseCall(client.session, leases)),
-        "Declare": lambda: codec.encode_declare_call(DeclareCall(client.session, ())),
-    }[method]()
-    answer, _ = answered(calls, method, message, lambda: rig.engine.process_dead(client.attachment))
+    messages: dict[str, object] = {
+        "Commit": codec.encode_commit_call(CommitCall(client.session, items)),
+        "Abandon": codec.encode_abandon_call(AbandonCall(client.session, items)),
+        "Release": codec.encode_release_call(ReleaseCall(client.session, leases)),
+        "Declare": codec.encode_declare_call(DeclareCall(client.session, ())),
+    }
+    answer, _ = answered(calls, method, messages[method], lambda: rig.engine.process_dead(client.attachment))
     assert isinstance(answer, UnknownSession)
     for _ in range(20):
         rig.engine.tick()
     assert rig.engine.status().tier.lent_bytes == 0
+    audit(rig.engine)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_room_for_a_large_load_is_made_in_turns_also_behind_one_that_went_wrong(
+    raises: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acquires, "PLACED_AT_ONCE", 1)
+    rig = Rig(data_pages=256, tier=COMMIT, prefetch_share=0.0)
+    client = on_tier_only(rig, path("p", 8))
+    calls, _ = calls_of(rig)
+    place_some, errors = rig.engine.place_some, [RuntimeError("of another load")] * raises
+
+    def placing() -> bool:
+        if errors:
+            raise errors.pop()
+        return place_some()
+
+    monkeypatch.setattr(rig.engine, "place_some", placing)
+    call = AcquireCall(client.session, 1, client.namespace, b"".join(path("p", 8)), ATTENTION * 8)
+
+    async def run() -> list[Any]:
+        answers: list[Any] = []
+        calls.start("Acquire", codec.encode_acquire_call(call), answers.append)
+        assert len(rig.tier.jobs) == 1
+        for _ in range(20):
+            await asyncio.sleep(0)
+        rig.tier.run()
+        return answers
+
+    (answer,) = asyncio.run(run())
+    assert codec.decode_acquire_reply(answer).outcome is AcquireOutcome.GRANTED
     audit(rig.engine)
 
 

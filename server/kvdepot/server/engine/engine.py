@@ -327,7 +327,7 @@ class Engine:
     def acquire(self, call: AcquireCall, answer: Answer) -> None:
         """`answer` is called once: before this returns, or when a lower tier has been read, or the lease has ended.
 
-        A repeat of a call that is not answered yet waits with it.
+        A repeat of a call that is not answered yet waits with it. `place_some` is to be called afterwards.
         """
         session = self._sessions.of(call.session)
         namespace = _namespace(session, call.namespace)
@@ -355,6 +355,10 @@ class Engine:
             lease = session.leases.get(call.lease_id)
             entries = lease.entries if isinstance(lease, ReadLease) else np.empty(0, np.uint32)
             self._prefetch.acquired((session.slot, call.request_id), self._space.lent.rows[entries])
+
+    def place_some(self) -> bool:
+        """A slice of making room for what acquires wait for; whether there is more to do, soon."""
+        return self._loads.place_some()
 
     def release(self, call: ReleaseCall) -> None:
         session = self._sessions.of(call.session)

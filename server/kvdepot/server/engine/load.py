@@ -73,6 +73,10 @@ class Loads:
         else:
             self._pending.begin(Asked(session, namespace, call, nodes, rows), visible, self._deadline(), answer)
 
+    def place_some(self) -> bool:
+        """Go on with making room for what large acquires wait for; whether there is more to do."""
+        return self._pending.place_some()
+
     def _grant(
         self, session: Session, namespace: Namespace, call: AcquireCall, nodes: _Rows, rows: _Rows
     ) -> AcquireReply:

@@ -256,7 +256,7 @@ class Prefetch:
         self._holds.release(_packed(tokens), "gave_way")
 
     def _tier_of(self, promotion: Promotion) -> int:
-        return promotion.readings[0].tier.number
+        return next(iter(promotion.readings.values())).tier.number
 
     def _give_way(self, slots: Collection[int] | None) -> bool:
         """Somebody finds no room."""

@@ -49,12 +49,20 @@ class _Reading:
 class Promotion:
     """What one acquire waits for."""
 
-    def __init__(self, ended: Ended) -> None:
+    def __init__(self, ended: Ended, *, open: bool = False) -> None:  # noqa: A002 - as of a list of names
+        """`open`: more will be started of it, so it ends in failure or when it is closed."""
         self._ended = ended
-        self.readings: list[_Reading] = []
+        self.open = open
+        self.readings: dict[int, _Reading] = {}  # by row
 
     def end(self, whole: bool) -> None:
         self._ended(whole)
+
+    def close(self) -> None:
+        """Everything of it was started; where all of it has been read, it ends."""
+        self.open = False
+        if not self.readings:
+            self.end(whole=True)
 
 
 class Promotions:
@@ -135,10 +143,11 @@ class Promotions:
             self._drop(self._readings.pop(row))
 
     def start(self, promotion: Promotion, rows: Sequence[int]) -> None:
-        """Wait for these rows, reading those that nobody reads yet. They are pinned by the caller."""
-        promotion.readings = [self._readings[row] for row in rows]
-        fresh = [reading for reading in promotion.readings if not reading.asked]
-        for reading in promotion.readings:
+        """Wait for these rows too, reading those that nobody reads yet. They are pinned by the caller."""
+        added = {row: self._readings[row] for row in rows if row not in promotion.readings}
+        promotion.readings |= added
+        fresh = [reading for reading in added.values() if not reading.asked]
+        for reading in added.values():
             reading.waiting.append(promotion)
         for reading in fresh:
             if reading.waiting:  # else an earlier one failed at once, and nobody wants this one any more
@@ -150,8 +159,8 @@ class Promotions:
 
     def cancel(self, promotion: Promotion) -> None:
         """Nobody waits for it any more. What no worker has begun is not read."""
-        readings, promotion.readings = promotion.readings, []
-        for reading in readings:
+        readings, promotion.readings = promotion.readings, {}
+        for reading in readings.values():
             reading.waiting.remove(promotion)
             if not reading.waiting and not reading.loan.begun and self._readings.get(reading.row) is reading:
                 del self._readings[reading.row]
@@ -183,10 +192,10 @@ class Promotions:
             self._dead(reading, read.outcome)
         waiting, reading.waiting = reading.waiting, []
         for promotion in waiting:
-            promotion.readings.remove(reading)
+            del promotion.readings[row]
             if not whole:
                 self.cancel(promotion)
-            if not promotion.readings:
+            if not promotion.readings and not (whole and promotion.open):
                 promotion.end(whole)
         self.read_ended()
 

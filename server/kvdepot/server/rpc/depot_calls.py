@@ -76,6 +76,7 @@ class DepotCalls:
         self._committed = committed
         self._counters = counters
         self._log = log
+        self._placing = False  # `_place_some` is about to be called
         self._at_once: dict[str, Callable[[Any], Any]] = {
             "GetCapabilities": self._get_capabilities,
             "RegisterNamespace": self._register_namespace,
@@ -145,6 +146,20 @@ class DepotCalls:
     def _acquire(self, request: pb.AcquireRequest, call: _Call) -> None:
         """What has to be read first is waited for, beside other calls. Who gave up waiting asks again, or releases."""
         self._engine.acquire(codec.decode_acquire_call(request), partial(call.end_with, codec.encode_acquire_reply))
+        if not self._placing:
+            self._placing = True
+            asyncio.get_running_loop().call_soon(self._place_some)
+
+    def _place_some(self) -> None:
+        """Turn by turn. One that goes wrong is not answered: its deadline ends it."""
+        self._placing = False
+        try:
+            self._placing = self._engine.place_some()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is one lease's
+            domain_error(error, self._log)
+            self._placing = True
+        if self._placing:
+            asyncio.get_running_loop().call_soon(self._place_some)
 
     def _release(self, request: pb.ReleaseRequest, call: _Call) -> None:
         decoded = codec.decode_release_call(request)
