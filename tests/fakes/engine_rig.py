@@ -142,7 +142,7 @@ class Rig:
             random_bytes=self.random.randbytes,
             config=self.config,
             tiers=self._tiers,
-            identify=process,
+            identify=self.identify,
         )
         self.engine._space.drop_nodes_max = self.drop_nodes_max
         self.engine._audits.ram_share_max = self.audit_share
@@ -172,6 +172,9 @@ class Rig:
             tiers.append((self.shared, self.shared_config))
             self.lower_tiers.append(self.shared)
         return tiers
+
+    def identify(self, pid: int) -> ProcessIdentity:
+        return process(pid)
 
     def liveness(self, identity: ProcessIdentity) -> Liveness:
         if identity.pid == 0:

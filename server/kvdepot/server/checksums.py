@@ -20,6 +20,9 @@ from kvdepot.server.io.child import spawn
 _JOBS_MAX = 64
 _JOB_BYTES_MAX = 256 << 20
 """What the worker has before it: deep enough that it never waits for the loop, bounded because it stays lent."""
+ANSWER_SECONDS_MAX = 60.0
+"""Between two answers of a worker that has something to do: some milliseconds, more where it gets little of the CPU.
+A worker that is stopped, or hangs, would keep for ever what it is lent; dead, it keeps nothing."""
 _BACKOFF_SECONDS_MIN = 0.1
 _BACKOFF_SECONDS_MAX = 30.0
 _STABLE_SECONDS = 10.0
@@ -55,6 +58,7 @@ class ChecksumService:
         self._backoff = _BACKOFF_SECONDS_MIN
         self._started_at = 0.0
         self._respawn: asyncio.TimerHandle | None = None
+        self._overdue: asyncio.TimerHandle | None = None  # while it has something to do
         self._drifts = 0  # since the last line
         self._drift_logged_at = -inf
 
@@ -99,6 +103,8 @@ class ChecksumService:
         while (pair := self._engine.next_to_compare()) is not None:  # few, by the audit's own limits
             self._jobs[pair.row] = 2 * sum(length for _, length in pair.stored)
             self._unsent += pack_comparison(pair.row, pair.generation, pair.stored, pair.recomputed, pair.runs)
+        if self._jobs and self._overdue is None:
+            self._overdue = self._loop.call_later(ANSWER_SECONDS_MAX, self._kill)
         self._send()
 
     def close(self) -> None:
@@ -149,6 +155,8 @@ class ChecksumService:
                 if drift is not None:
                     self._log_drift(drift, *MEASURED.unpack(answer))
                     self._quarantine(drift.namespace_id)
+        if whole:
+            self._end_deadline()
         del self._received[:whole]
         self.wake()
 
@@ -164,6 +172,21 @@ class ChecksumService:
             drift.chunks, files, self._drifts,
         )  # fmt: skip
         self._drifts, self._drift_logged_at = 0, self._loop.time()
+
+    def _kill(self) -> None:
+        """It does not answer. What it was lent comes back with its death, which is proven as ever (I6)."""
+        assert self._process is not None
+        self._overdue = None
+        self._log.warning(
+            "checksum worker %d is killed: %d jobs and no answer for %.0f s",
+            self._process.pid, len(self._jobs), ANSWER_SECONDS_MAX,
+        )  # fmt: skip
+        self._process.kill()
+
+    def _end_deadline(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
 
     def _died(self) -> None:
         assert self._process is not None
@@ -188,6 +211,7 @@ class ChecksumService:
             self._socket = None
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._end_deadline()
         self._jobs.clear()
         self._unsent.clear()
         self._received.clear()

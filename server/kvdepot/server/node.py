@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvdepot.core import limits
 from kvdepot.core.calls import Capabilities
-from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
 from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server import processes
@@ -316,8 +316,11 @@ class Node:
             await self._tracing.close()
 
     def _identify(self, pid: int) -> ProcessIdentity:
-        """A child of this process, which is not reaped yet: its pid is its own."""
-        return ProcessIdentity(pid, processes.start_ticks(pid) or 0, self._boot_id)
+        """A child of this process, which is not reaped yet: its pid is its own. Raises NoRoom."""
+        try:
+            return processes.identify(pid, None, self._boot_id)
+        except OSError as error:
+            raise NoRoom(f"cannot read when process {pid} started: {error.strerror}") from error
 
     def _alive(self, process: ProcessIdentity) -> Liveness:
         return processes.liveness(process, self._boot_id)

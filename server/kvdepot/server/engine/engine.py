@@ -36,13 +36,13 @@ from kvdepot.core.elements import Elements, check_elements
 from kvdepot.core.errors import InvalidArgument, NoRoom, NotFound, UnknownNamespace
 from kvdepot.core.eviction import policy_by_name
 from kvdepot.core.keys import NamespaceSpec
-from kvdepot.core.lifecycle import LeaseState
 from kvdepot.core.limits import check_limit
 from kvdepot.core.report import TierStatus
 from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.adoption import Adoption
 from kvdepot.server.engine.audits import Audits
 from kvdepot.server.engine.counters import Counters
+from kvdepot.server.engine.departures import Departures
 from kvdepot.server.engine.leases import Lease, ReadLease, WriteLease
 from kvdepot.server.engine.listing import Listing
 from kvdepot.server.engine.load import Loads
@@ -53,7 +53,7 @@ from kvdepot.server.engine.prefetch import Prefetch
 from kvdepot.server.engine.records import Records
 from kvdepot.server.engine.removal import Removal
 from kvdepot.server.engine.requests import Requests
-from kvdepot.server.engine.sessions import Session, Sessions
+from kvdepot.server.engine.sessions import LENT_ELSEWHERE, Session, Sessions
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.store import Stores
 from kvdepot.server.engine.sums import Sums
@@ -71,6 +71,7 @@ from kvdepot.server.engine.types import (
     TierConfig,
     ToCompare,
     ToSum,
+    Watch,
 )
 from kvdepot.server.engine.vacating import vacate
 from kvdepot.server.engine.verification import Verification
@@ -143,6 +144,9 @@ class Engine:
             self._space, self._tiering, self._prefetch, self.records, self.switches, self._sums.want
         )
         self._loads = Loads(self._space, config, arena_id, self._tiering, self.records.unused)
+        self._departures = Departures(
+            self._sessions, self._stores, self._loads, self._requests, self._prefetch, clock
+        )  # fmt: skip
         self.pins = Pins(self._space, config.pin_share)
         self.voiding = Voiding(
             self._space, self._sessions, self._stores, self._loads, self._prefetch, self.switches
@@ -176,13 +180,7 @@ class Engine:
 
     def tick(self) -> bool:
         """Deadlines, grace and provisional paths, in bounded slices, and `trim`. Call about every 100 ms."""
-        for session in self._sessions.by_slot.values():
-            for lease in session.due(self._clock()):
-                self._expire(lease)
-        for session in self._sessions.idle_beyond_grace():
-            self._end_service(session)
-        for session in self._sessions.unreachable():
-            self._remove_session(session)
+        self._departures.tick()
         self._requests.expire()
         self._prefetch.tick()
         self.pins.tick()
@@ -248,9 +246,7 @@ class Engine:
         Raises the errors of core.errors: another live process is this engine's scheduler
         or rank, world_size is out of range or differs, tables are full.
         """
-        orphan = self._sessions.expired_for(engine_id, process)
-        if orphan is not None:
-            self._end_service(orphan)
+        self._departures.make_room(engine_id, process)
         return self._sessions.attach(
             process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, client=client
         )
@@ -265,20 +261,19 @@ class Engine:
         Returns attachments of the same session whose connections are to be closed, because
         the session ended with its scheduler (clients attach anew).
         """
-        dead = self._sessions.attachments.get(attachment)
-        if dead is None:
-            return ()
-        session = dead.session
-        if len(session.attachments) == 1:
-            self._end_session(session)
-            self._remove_session(session)
-            return ()
-        self._sessions.remove_attachment(dead)
-        if not dead.scheduler:
-            return ()
-        session.scheduler_died = True
-        self._end_service(session)
-        return tuple(other.slot for other in session.attachments.values() if other.connections)
+        return self._departures.process_dead(attachment)
+
+    def watch(self, attachment: int, watch: Watch) -> None:
+        """Take over what tells of the death of its process: closed when the attachment goes, or if it has one."""
+        self._sessions.watch(attachment, watch)
+
+    def watch_of(self, attachment: int) -> Watch | None:
+        found = self._sessions.attachments.get(attachment)
+        return None if found is None else found.watch
+
+    def unwatch(self) -> None:
+        """The daemon stops: be told of no death any more. Nothing is freed."""
+        self._sessions.unwatch()
 
     def attachments(self) -> tuple[AttachmentInfo, ...]:
         """All attachments in the table, also those adopted from an earlier run: watch these processes."""
@@ -351,6 +346,9 @@ class Engine:
                 self.counters.add(f"refused_loads.{refusal}")
                 recorded(AcquireReply(AcquireOutcome.REFUSED, reason=REFUSALS[refusal]))
                 return
+            if not self._sessions.may_borrow(session):
+                recorded(AcquireReply(AcquireOutcome.REFUSED, reason=LENT_ELSEWHERE))
+                return
             self._loads.acquire(session, namespace, call, recorded)
             lease = session.leases.get(call.lease_id)
             entries = lease.entries if isinstance(lease, ReadLease) else np.empty(0, np.uint32)
@@ -384,6 +382,8 @@ class Engine:
             return _all_refused(call, "the lease was given back already")
         if not session.complete:
             return _all_refused(call, f"{session.ranks_attached} of {session.world_size} ranks are attached")
+        if not self._sessions.may_borrow(session):
+            return _all_refused(call, LENT_ELSEWHERE)
         self._prefetch.over((session.slot, call.request_id), "computed")
         refusal = self.switches.refusal(Switch.STORES, namespace.id)
         if refusal is not None:
@@ -422,7 +422,7 @@ class Engine:
         check_limit("leases of one declaration", len(call.lease_ids), limits.LEASES_PER_SESSION_MAX)
         for lease_id in session.leases.keys() - set(call.lease_ids):
             if (lease := session.leases.get(lease_id)) is not None:  # else it has ended between two steps
-                self._drop(lease)
+                self._departures.drop(lease)
                 yield
 
     def declare(self, call: DeclareCall) -> DeclareReply:
@@ -527,50 +527,7 @@ class Engine:
         self._sums.worker_died()
         self._audits.worker_died()
 
-    # Ends
-
-    def _expire(self, lease: Lease) -> None:
-        """The deadline ends service, never the loan (I5, I6)."""
-        if lease.state is LeaseState.EXPIRED:
-            return
-        if isinstance(lease, WriteLease):
-            self._stores.expire(lease)
-        else:
-            self._loads.expire(lease)
-
-    def _drop(self, lease: Lease) -> None:
-        """Nobody touches its extents any more."""
-        if isinstance(lease, WriteLease):
-            self._stores.drop(lease)
-        else:
-            self._loads.release(lease)
-
-    def _end_service(self, session: Session) -> None:
-        """Its scheduler died or is out of reach; processes that may live keep what they are lent."""
-        self._sessions.end(session)
-        for lease in list(session.leases.values()):
-            self._expire(lease)
-        self._leave_namespaces(session)
-
-    def _end_session(self, session: Session) -> None:
-        """All its processes are dead: everything returns (row T7)."""
-        self._sessions.end(session)
-        for lease in list(session.leases.values()):
-            self._drop(lease)
-        self._leave_namespaces(session)
-
-    def _remove_session(self, session: Session) -> None:
-        """It is lent nothing: its slots are free."""
-        for attachment in list(session.attachments.values()):
-            self._sessions.remove_attachment(attachment)
-        self._sessions.remove(session)
-
-    def _leave_namespaces(self, session: Session) -> None:
-        self._requests.end_session(session.slot)
-        self._prefetch.end_session(session.slot)
-        for namespace in session.namespaces.values():
-            namespace.sessions -= 1
-        session.namespaces.clear()
+    # Within
 
     def _new_namespace(self, namespace_id: bytes, spec: NamespaceSpec) -> Namespace:
         """Takes the slot of the least recently used idle namespace when the table is full."""

@@ -60,7 +60,7 @@ class Loads:
         if not count or len(call.keys) != count * KEY_BYTES:
             raise InvalidArgument(f"keys has {len(call.keys)} bytes for {count} objects")
         if (
-            session.loads >= self._config.loads_in_flight
+            session.left_loads + session.loads >= self._config.loads_in_flight
             or len(session.leases) >= limits.LEASES_PER_SESSION_MAX
             or count > self._space.lent.free_count
         ):

@@ -219,7 +219,7 @@ class Stores:
         if size_bytes > credit_bytes:
             self._reason = f"an object of {size_bytes} bytes is more than the credit for its kind, {credit_bytes} bytes"
             return ReserveOutcome.REFUSED
-        if session.credit_used_bytes + size_bytes > config.credit_bytes:
+        if session.left_bytes + session.credit_used_bytes + size_bytes > config.credit_bytes:
             return ReserveOutcome.LATER
         if attention and session.attention_used_bytes + size_bytes > credit_bytes:
             return ReserveOutcome.LATER
