@@ -183,7 +183,9 @@ class AttachWorld:
             connection.close()
             self._check_refusal(process, engine_id, reply.error)
             return None
-        ours = [one for one in self.listener._connections.values() if one.socket.getpeername() == connection.getsockname()]
+        ours = [
+            one for one in self.listener._connections.values() if one.socket.getpeername() == connection.getsockname()
+        ]
         slot = ours[0].attachment
         assert slot is not None
         holder = process

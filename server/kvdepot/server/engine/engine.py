@@ -193,9 +193,10 @@ class Engine:
         return self.trim()
 
     def trim(self) -> bool:
-        """A slice of watermark eviction, in every tier; whether to go on with it soon."""
+        """A slice of what ends with sessions, and of watermark eviction in every tier; whether to go on soon."""
         config = self._config
-        return self._tiering.trim(config.high_watermark, config.low_watermark, config.evictions_at_once)
+        leaving = self._departures.go_on()
+        return self._tiering.trim(config.high_watermark, config.low_watermark, config.evictions_at_once) or leaving
 
     def status(self) -> EngineStatus:
         space = self._space

@@ -47,6 +47,12 @@ class Attachment:
         self.connections = 0
         self.watch: Watch | None = None
 
+    def unwatch(self) -> None:
+        """Be told of its process's death no more."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+
 
 class Session:
     """An engine's liveness. `ended`: no service any more, but processes that may live still hold extents."""
@@ -83,6 +89,10 @@ class Session:
     def complete(self) -> bool:
         """Whether every rank is attached: before that nothing is reserved or acquired."""
         return self.world_size > 0 and self.ranks_attached == self.world_size
+
+    def has(self, process: ProcessIdentity) -> bool:
+        """Whether the process is proven to be one of its own."""
+        return any(attachment.process.is_same(process) for attachment in self.attachments.values())
 
     def due(self, now: float) -> list[Lease]:
         """Leases over their deadline. All last equally long, so the dict has them in order of deadline."""
@@ -198,7 +208,7 @@ class Sessions:
     def expired_for(self, engine_id: str, process: ProcessIdentity) -> Session | None:
         """The current session of this engine id if it is without connections beyond grace and not this process's."""
         session = self._current(engine_digest(engine_id), process)
-        if session is None or session.connected or _has(session, process):
+        if session is None or session.connected or session.has(process):
             return None
         return session if self._clock() - session.idle_since >= self._grace_seconds else None
 
@@ -271,9 +281,7 @@ class Sessions:
     def unwatch(self) -> None:
         """Be told of no death any more."""
         for attachment in self.attachments.values():
-            if attachment.watch is not None:
-                attachment.watch.close()
-                attachment.watch = None
+            attachment.unwatch()
 
     def may_borrow(self, session: Session) -> bool:
         """Whether its processes are not lent too much by other sessions; notes what those without a connection have."""
@@ -335,8 +343,7 @@ class Sessions:
 
     def remove_attachment(self, attachment: Attachment) -> None:
         """Its slot is free. From now on nobody tells of its process."""
-        if attachment.watch is not None:
-            attachment.watch.close()
+        attachment.unwatch()
         self._used[attachment.slot] = 0
         del self.attachments[attachment.slot]
         del attachment.session.attachments[attachment.slot]
@@ -352,12 +359,12 @@ class Sessions:
     def _current(self, engine: bytes, process: ProcessIdentity) -> Session | None:
         """The engine's session in service; of several, as an earlier run can leave them, the process's own."""
         current = [session for session in self.by_slot.values() if session.engine == engine and not session.ended]
-        return next((session for session in current if _has(session, process)), next(iter(current), None))
+        return next((session for session in current if session.has(process)), next(iter(current), None))
 
     def _revivable(self, engine: bytes, process: ProcessIdentity) -> Session | None:
         """A session that ended only because it was out of reach for longer than grace."""
         for session in self.by_slot.values():
-            if session.engine == engine and not session.scheduler_died and _has(session, process):
+            if session.engine == engine and not session.scheduler_died and session.has(process):
                 return session
         return None
 
@@ -427,10 +434,6 @@ def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
         raise InvalidArgument(f"rank {rank} is not one of the {world_size} ranks")
     if rank == _NO_RANK and not scheduler:
         raise InvalidArgument("the process is neither the scheduler nor a rank")
-
-
-def _has(session: Session, process: ProcessIdentity) -> bool:
-    return any(attachment.process.is_same(process) for attachment in session.attachments.values())
 
 
 def _joinable(session: Session, process: ProcessIdentity, rank: int) -> Attachment | None:
