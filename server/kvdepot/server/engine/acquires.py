@@ -24,6 +24,7 @@ from kvdepot.server.engine.promotions import Promotion, Promotions
 from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
+from kvdepot.server.guard import Guard, engine_guard
 
 Answer = Callable[[AcquireReply], None]
 Numbers = npt.NDArray[np.int64]
@@ -43,15 +44,16 @@ class Asked:
 class PendingAcquire:
     """One of them; `answers` are owed."""
 
-    def __init__(self, asked: Asked, answer: Answer) -> None:
+    def __init__(self, asked: Asked, answer: Answer, guard: Guard) -> None:
         self.asked = asked
+        self._guard = guard
         self.answers = [answer]
         self.promotion: Promotion | None = None
 
     def answer(self, reply: AcquireReply) -> None:
         answers, self.answers = self.answers, []
         for answer in answers:
-            answer(reply)
+            self._guard.call("answer", answer, reply)
 
 
 class PendingAcquires:
@@ -59,6 +61,7 @@ class PendingAcquires:
 
     def __init__(self, space: Space, promotions: Promotions, grant: Callable[[ReadLease, Asked], AcquireReply]) -> None:
         self._space = space
+        self._guard = engine_guard(space.counters.add)
         self._promotions = promotions
         self._grant = grant
 
@@ -79,7 +82,7 @@ class PendingAcquires:
         call = asked.call
         lease = ReadLease(asked.session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
         lease.state = LeaseState.PENDING
-        lease.pending = PendingAcquire(asked, answer)
+        lease.pending = PendingAcquire(asked, answer, self._guard)
         asked.session.leases[lease.id] = lease
         asked.session.loads += 1
         promotion = lease.pending.promotion = Promotion(partial(self._ended, lease))
@@ -148,10 +151,13 @@ class PendingAcquires:
         assert pending is not None, "a cancelled acquire ends once"
         # What was dropped while it waited, as corrupt perhaps, has its bytes yet, and a new generation.
         if whole and (self._space.rows.states[pending.asked.rows] == COMMITTED).all():
-            pending.answer(self._grant(lease, pending.asked))
-            return
-        lease.enter(LeaseEvent.END)
-        del lease.session.leases[lease.id]  # not remembered: there is nothing that a repeat could not ask anew
-        lease.session.loads -= 1
-        self._space.give_back_many(lease.entries)
+            reply = self._guard.value("promotion", None, self._grant, lease, pending.asked)
+            if reply is not None:
+                pending.answer(reply)
+                return
+        if lease.state is not LeaseState.ENDED:
+            lease.enter(LeaseEvent.END)
+            lease.session.leases.pop(lease.id)  # not remembered: there is nothing that a repeat could not ask anew
+            lease.session.loads -= 1
+            self._space.give_back_many(lease.entries)
         pending.answer(AcquireReply(AcquireOutcome.MISSING))

@@ -77,6 +77,7 @@ from kvdepot.server.engine.verification import Verification
 from kvdepot.server.engine.voiding import Voiding
 from kvdepot.server.engine.warming import Warming
 from kvdepot.server.engine.workers import Workers
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
 _NAMESPACE_EVICTIONS_MAX: Final = 4096
@@ -114,6 +115,7 @@ class Engine:
         self._config = config
         self._clock = clock
         self.counters = Counters() if counters is None else counters
+        self._guard = engine_guard(self.counters.add)
         self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
         workers = Workers(self._sessions, identify)
         self._space = Space(
@@ -178,26 +180,23 @@ class Engine:
         """Deadlines, grace and provisional paths, in bounded slices, and `trim`. Call about every 100 ms."""
         for session in self._sessions.by_slot.values():
             for lease in session.due(self._clock()):
-                self._expire(lease)
+                self._guard.call("tick", self._expire, lease)
         for session in self._sessions.idle_beyond_grace():
-            self._end_service(session)
+            self._guard.call("tick", self._end_service, session)
         for session in self._sessions.unreachable():
-            self._remove_session(session)
-        self._requests.expire()
-        self._prefetch.tick()
-        self.pins.tick()
-        self.voiding.tick()
-        self._space.reclaim()
-        self._space.settle_some()
-        self._space.unpark()
-        self._tiering.tick()
-        self._locates.tick()
+            self._guard.call("tick", self._remove_session, session)
+        self._guard.each(
+            "tick", self._requests.expire, self._prefetch.tick, self.pins.tick, self.voiding.tick, self._space.reclaim,
+            self._space.settle_some, self._space.unpark, self._tiering.tick, self._locates.tick,
+        )  # fmt: skip
         return self.trim()
 
     def trim(self) -> bool:
         """A slice of watermark eviction, in every tier; whether to go on with it soon."""
         config = self._config
-        return self._tiering.trim(config.high_watermark, config.low_watermark, config.evictions_at_once)
+        return self._guard.value(
+            "tick", False, self._tiering.trim, config.high_watermark, config.low_watermark, config.evictions_at_once
+        )
 
     def status(self) -> EngineStatus:
         space = self._space

@@ -45,10 +45,12 @@ class _Call:
         done, self._done = self._done, None
         if done is None:  # it went wrong behind its answer
             return
-        if isinstance(answer, KvDepotError):
-            _count_failed(self._counters, answer)
-        self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
-        done(answer)
+        try:
+            if isinstance(answer, KvDepotError):
+                _count_failed(self._counters, answer)
+            self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
+        finally:
+            done(answer)
 
 
 def _count_failed(counters: Counters, error: KvDepotError) -> None:
