@@ -28,6 +28,8 @@ from kvdepot.server.tiers.disk.opening import Opener
 from kvdepot.server.tiers.disk.tier import DiskTier
 from kvdepot.server.tiers.found import FoundObjects
 
+from tests.fakes.raising import Injected
+
 Fault = Callable[[Job], Answer | None]
 _Args = TypeVarTuple("_Args")
 NAMESPACE = b"namespace-16byte"
@@ -231,6 +233,7 @@ class DiskRig:
     """One directory and, at a time, one tier over it. `crash` starts the next one on the same files."""
 
     guard: Guard | None = None  # of the workers
+    wall_raises = False  # at the next look at it
 
     def __init__(self, root: Path, *, capacity_bytes: int = 32 << 20, seed: int = 0, **config: object) -> None:
         self.random = Random(seed)
@@ -267,6 +270,9 @@ class DiskRig:
         return self.now
 
     def wall_clock(self) -> float:
+        if self.wall_raises:
+            self.wall_raises = False
+            raise Injected("wall clock")
         return self.wall
 
     def writable(self) -> bool:
