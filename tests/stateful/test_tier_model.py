@@ -61,6 +61,10 @@ class TierModel(EngineModel):
     def breaker(self, readable: bool, writable: bool) -> None:
         self.world.rig.tier.readable, self.world.rig.tier.writable = readable, writable
 
+    @rule(pick=picks)
+    def raise_next(self, pick: int) -> None:
+        self.world.raise_next(pick)
+
     @rule()
     def scribble_late(self) -> None:
         self.world.scribble_late()
@@ -216,6 +220,8 @@ def _rare(world: World, random: Random, who: str, pick: int) -> None:
         case 7:
             tier = random.choice(world.tiers)
             tier.readable = not tier.readable
+        case 8:
+            world.raise_next(pick)
         case _:
             for tier in world.tiers:
                 tier.readable = tier.writable = True

@@ -135,3 +135,32 @@ def test_what_ends_a_load_between_two_slices_ends_it_whole(cold: Callable[..., t
     settle(rig)
     assert rig.engine.status().tier.lent_bytes == 0
     assert in_ram(rig) <= len(KEYS)
+
+
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_a_slice_that_raises_ends_its_load_and_no_other(
+    cold: Callable[..., tuple[Rig, Client]], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, client = cold()
+    promotions, calls = rig.engine._tiering.promotions, iter(range(100))
+    place = promotions.place
+
+    def placing(*arguments: object) -> int:
+        if next(calls) == at:
+            raise RuntimeError("a defect")
+        return place(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(promotions, "place", placing)
+    monkeypatch.setattr(acquires, "PLACED_AT_ONCE", 3)
+    answers = client.acquire_later(KEYS, ATTENTION * len(KEYS), LEASE)
+    place_all(rig)
+    rig.tier.run()
+    assert [reply.outcome for reply in answers] == [AcquireOutcome.MISSING]
+    settle(rig)
+    assert rig.engine.status().tier.lent_bytes == 0
+    assert rig.counter("internal_errors.promotion") == 1
+    again = client.acquire_later(KEYS, ATTENTION * len(KEYS), LEASE + 1)
+    place_all(rig)
+    rig.tier.run()
+    assert [reply.outcome for reply in again] == [AcquireOutcome.GRANTED]
+    audit(rig.engine)

@@ -25,6 +25,7 @@ from kvdepot.proto import codec
 from kvdepot.server.config_schema import ATTACH_SUFFIX
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Liveness, ProcessIdentity, Watch
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.logs import Seldom
 from kvdepot.server.rpc.call_socket import CallSocket
 from kvdepot.server.rpc.depot_calls import DepotCalls
@@ -74,6 +75,7 @@ class AttachListener:
         self._streams = streams
         self._loop = loop
         self._log = log
+        self._guard = engine_guard(engine.counters.add)
         self._boot_id = boot_id
         self._listeners: dict[Path, socket.socket] = {}
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
@@ -173,7 +175,10 @@ class AttachListener:
             if flags & socket.MSG_TRUNC:
                 raise InvalidArgument(f"datagram: longer than {limits.ATTACH_DATAGRAM_BYTES_MAX} bytes")
             self._attach(connection, codec.decode_attach_call(datagram))
-        except KvDepotError as error:
+        except Exception as error:  # noqa: BLE001 - a refusal, or whatever it is: who attaches hears of it
+            if not isinstance(error, KvDepotError):
+                self._guard.caught("answer", error)
+                error = KvDepotError("the daemon failed on this call")
             self._refuse(connection, error)
 
     def _attach(self, connection: _Connection, call: AttachCall) -> None:

@@ -26,6 +26,7 @@ from kvdepot.server.engine.promotions import Promotion, Promotions
 from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
+from kvdepot.server.guard import Guard, engine_guard
 
 Answer = Callable[[AcquireReply], None]
 Numbers = npt.NDArray[np.int64]
@@ -47,18 +48,23 @@ class Asked:
 class PendingAcquire:
     """One of them; `answers` are owed."""
 
-    def __init__(self, asked: Asked, answer: Answer, wanted: Sequence[int], promotion: Promotion) -> None:
+    def __init__(
+        self, asked: Asked, answer: Answer, wanted: Sequence[int], promotion: Promotion, guard: Guard
+    ) -> None:  # fmt: skip
         """`wanted`: which of its objects have no room in RAM yet."""
         self.asked = asked
+        self._guard = guard
         self.answers = [answer]
         self.wanted = wanted
         self.placed = 0  # of these
         self.promotion = promotion
+        self.made: list[int] = []  # rows of the slice at hand that are not being read yet
+        self.lent: list[int] = []  # its lent entries
 
     def answer(self, reply: AcquireReply) -> None:
         answers, self.answers = self.answers, []
         for answer in answers:
-            answer(reply)
+            self._guard.call("answer", answer, reply)
 
 
 class PendingAcquires:
@@ -66,6 +72,7 @@ class PendingAcquires:
 
     def __init__(self, space: Space, promotions: Promotions, grant: Callable[[ReadLease, Asked], AcquireReply]) -> None:
         self._space = space
+        self._guard = engine_guard(space.counters.add)
         self._promotions = promotions
         self._grant = grant
         self._placing: deque[tuple[ReadLease, PendingAcquire]] = deque()
@@ -88,20 +95,24 @@ class PendingAcquires:
         lease = ReadLease(session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
         lease.state = LeaseState.PENDING
         promotion = Promotion(partial(self._ended, lease), open=True)
-        pending = lease.pending = PendingAcquire(asked, answer, wanted.tolist(), promotion)
+        pending = lease.pending = PendingAcquire(asked, answer, wanted.tolist(), promotion, self._guard)
         session.leases[lease.id] = lease
         session.loads += 1
         self._promotions.start(promotion, rows[coming].tolist())
-        if self._place(lease, pending):
-            self._placing.append((lease, pending))
+        self._go_on(lease, pending)
 
     def place_some(self) -> bool:
         """Make room for a slice of what one of them wants. Returns whether any wants more."""
         if self._placing:
-            lease, pending = self._placing.popleft()
-            if self._place(lease, pending):
-                self._placing.append((lease, pending))
+            self._go_on(*self._placing.popleft())
         return bool(self._placing)
+
+    def _go_on(self, lease: ReadLease, pending: PendingAcquire) -> None:
+        more = self._guard.value("promotion", None, self._place, lease, pending)
+        if more:
+            self._placing.append((lease, pending))
+        elif more is None and lease.pending is pending:
+            self._give_up(lease, AcquireOutcome.MISSING)
 
     def cancel(self, lease: ReadLease, reason: str = "") -> None:
         """Its end has come first: nobody needs it any more, and no rank has seen it."""
@@ -131,22 +142,17 @@ class PendingAcquires:
         if len(part) > self._space.lent.free_count:
             self._give_up(lease, AcquireOutcome.LATER)
             return False
-        made: list[int] = []
-        entries: list[int] = []
-        refusal: AcquireOutcome | None = None
         for at in part:
-            row, refusal = self._row(asked, at, made)
+            row, refusal = self._row(asked, at, pending.made)
             if refusal is not None:
-                break
+                self._give_up(lease, refusal)
+                return False
             asked.rows[at] = row
             # At once: room for the next one is made of what is not pinned.
-            entries.append(self._space.lent.lend(lease.id, lease.session.slot, LentMode.READ, row, at))
-        lease.entries = np.concatenate([lease.entries, np.array(entries, np.uint32)])
-        if refusal is not None:
-            self._promotions.abandon(made)
-            self._give_up(lease, refusal)
-            return False
+            pending.lent.append(self._space.lent.lend(lease.id, lease.session.slot, LentMode.READ, row, at))
         pending.placed += len(part)
+        _take_over(lease, pending)
+        pending.made.clear()
         rows = asked.rows[part].tolist()
         self._promotions.start(pending.promotion, [row for row in rows if self._promotions.reading(row)])
         if lease.pending is not pending:
@@ -185,7 +191,9 @@ class PendingAcquires:
         """What is left of it finds no room, or is nowhere any more."""
         pending, lease.pending = lease.pending, None
         assert pending is not None
+        self._promotions.abandon(pending.made)
         self._promotions.cancel(pending.promotion)
+        _take_over(lease, pending)
         self._forget(lease)
         later = outcome is AcquireOutcome.LATER
         pending.answer(self._no_room(pending) if later else AcquireReply(outcome))
@@ -217,7 +225,16 @@ class PendingAcquires:
         assert pending is not None, "a cancelled acquire ends once"
         # What was dropped while it waited, as corrupt perhaps, has its bytes yet, and a new generation.
         if whole and (self._space.rows.states[pending.asked.rows] == COMMITTED).all():
-            pending.answer(self._grant(lease, pending.asked))
-            return
-        self._forget(lease)
+            reply = self._guard.value("promotion", None, self._grant, lease, pending.asked)
+            if reply is not None:
+                pending.answer(reply)
+                return
+        if lease.state is not LeaseState.ENDED:
+            self._forget(lease)
         pending.answer(AcquireReply(AcquireOutcome.MISSING))
+
+
+def _take_over(lease: ReadLease, pending: PendingAcquire) -> None:
+    """What the slice at hand was lent is the lease's."""
+    lease.entries = np.concatenate([lease.entries, np.array(pending.lent, np.uint32)])
+    pending.lent.clear()

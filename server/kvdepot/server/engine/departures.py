@@ -19,6 +19,7 @@ from kvdepot.server.engine.requests import Requests
 from kvdepot.server.engine.sessions import Session, Sessions
 from kvdepot.server.engine.store import Stores
 from kvdepot.server.engine.types import ProcessIdentity
+from kvdepot.server.guard import Guard
 
 OBJECTS_AT_ONCE: Final = 512
 """Of leases that end in one slice: 2 to 6 ms."""
@@ -35,6 +36,7 @@ class Departures:
         requests: Requests,
         prefetch: Prefetch,
         clock: Callable[[], float],
+        guard: Guard,
     ) -> None:
         self._sessions = sessions
         self._stores = stores
@@ -42,16 +44,17 @@ class Departures:
         self._requests = requests
         self._prefetch = prefetch
         self._clock = clock
+        self._guard = guard
         self._leaving: dict[Session, Iterator[int]] = {}  # sessions whose leases end, and the rest of that
 
     def tick(self) -> None:
         """Deadlines and grace."""
         self._expire_due()
         for session in self._sessions.idle_beyond_grace():
-            self._end_service(session)
+            self._guard.call("tick", self._end_service, session)
         for session in self._sessions.over():
             if session not in self._leaving:
-                self._remove(session)
+                self._guard.call("tick", self._remove, session)
 
     def go_on(self) -> bool:
         """A slice of what ends; whether there is more to do, soon."""
@@ -113,7 +116,7 @@ class Departures:
             for lease in session.due(self._clock()):
                 if objects <= 0:
                     return
-                self._expire(lease)
+                self._guard.call("tick", self._expire, lease)
                 objects -= _objects(lease)
 
     def _end_service(self, session: Session) -> None:
@@ -136,9 +139,9 @@ class Departures:
         def steps() -> Iterator[int]:
             for lease in list(session.leases.values()):
                 if session.leases.get(lease.id) is lease:  # else it has ended between two slices
-                    end(lease)
+                    self._guard.call("tick", end, lease)
                     yield _objects(lease)
-            last()
+            self._guard.call("tick", last)
 
         self._leaving[session] = steps()
         objects = OBJECTS_AT_ONCE

@@ -78,6 +78,7 @@ from kvdepot.server.engine.verification import Verification
 from kvdepot.server.engine.voiding import Voiding
 from kvdepot.server.engine.warming import Warming
 from kvdepot.server.engine.workers import Workers
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
 _NAMESPACE_EVICTIONS_MAX: Final = 4096
@@ -115,6 +116,7 @@ class Engine:
         self._config = config
         self._clock = clock
         self.counters = Counters() if counters is None else counters
+        self._guard = engine_guard(self.counters.add)
         self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
         workers = Workers(self._sessions, identify)
         self._space = Space(
@@ -145,7 +147,7 @@ class Engine:
         )
         self._loads = Loads(self._space, config, arena_id, self._tiering, self.records.unused)
         self._departures = Departures(
-            self._sessions, self._stores, self._loads, self._requests, self._prefetch, clock
+            self._sessions, self._stores, self._loads, self._requests, self._prefetch, clock, self._guard
         )  # fmt: skip
         self.pins = Pins(self._space, config.pin_share)
         self.voiding = Voiding(
@@ -180,23 +182,20 @@ class Engine:
 
     def tick(self) -> bool:
         """Deadlines, grace and provisional paths, in bounded slices, and `trim`. Call about every 100 ms."""
-        self._departures.tick()
-        self._requests.expire()
-        self._prefetch.tick()
-        self.pins.tick()
-        self.voiding.tick()
-        self._space.reclaim()
-        self._space.settle_some()
-        self._space.unpark()
-        self._tiering.tick()
-        self._locates.tick()
+        self._guard.each(
+            "tick", self._departures.tick, self._requests.expire, self._prefetch.tick, self.pins.tick,
+            self.voiding.tick, self._space.reclaim, self._space.settle_some, self._space.unpark, self._tiering.tick, self._locates.tick,
+        )  # fmt: skip
         return self.trim()
 
     def trim(self) -> bool:
         """A slice of what ends with sessions, and of watermark eviction in every tier; whether to go on soon."""
         config = self._config
-        leaving = self._departures.go_on()
-        return self._tiering.trim(config.high_watermark, config.low_watermark, config.evictions_at_once) or leaving
+        leaving = self._guard.value("tick", False, self._departures.go_on)
+        evicting = self._guard.value(
+            "tick", False, self._tiering.trim, config.high_watermark, config.low_watermark, config.evictions_at_once
+        )
+        return leaving or evicting
 
     def status(self) -> EngineStatus:
         space = self._space

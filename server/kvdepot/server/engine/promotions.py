@@ -20,6 +20,7 @@ from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.rows import RESERVED
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.workers import ObjectLoan, Workers
+from kvdepot.server.guard import Guard, Once
 from kvdepot.server.tiers.base import DAMAGED, NO_HANDLE, IoOutcome, ObjectName, Read
 
 Flags = npt.NDArray[np.bool_]
@@ -74,9 +75,11 @@ class Promotions:
         workers: Workers,
         tiers: Sequence[LowerTier],
         lost: Callable[[LowerTier, int, int], None],
+        guard: Guard,
     ) -> None:
         """`lost(tier, node, kind)` is told that the tier has an object no more."""
         self._space = space
+        self._guard = guard
         self._lost = lost
         self._workers = workers
         self._tiers = tiers
@@ -150,12 +153,9 @@ class Promotions:
         for reading in added.values():
             reading.waiting.append(promotion)
         for reading in fresh:
-            if reading.waiting:  # else an earlier one failed at once, and nobody wants this one any more
-                reading.asked = True
-                reading.asked_at = self._space.clock()
-                reading.expected_seconds = reading.tier.reads.asked(reading.name.raw_bytes, reading.asked_at)
-                extents = self._space.rows.extents(reading.row)
-                reading.tier.tier.read(reading.handle, reading.name, extents, reading.loan, self._answer(reading))
+            # Where nobody waits an earlier one failed at once, and nobody wants this one any more.
+            if reading.waiting and not self._guard.call("promotion", self._ask, reading):
+                self._ended(reading, Read(IoOutcome.CANCELLED))
 
     def cancel(self, promotion: Promotion) -> None:
         """Nobody waits for it any more. What no worker has begun is not read."""
@@ -166,38 +166,56 @@ class Promotions:
                 del self._readings[reading.row]
                 self._drop(reading)
 
-    def _answer(self, reading: _Reading) -> Callable[[Read], None]:
-        return lambda read: self._ended(reading, read)
+    def _ask(self, reading: _Reading) -> None:
+        tier, extents = reading.tier, self._space.rows.extents(reading.row)
+        asked_at = self._space.clock()
+        reading.expected_seconds = tier.reads.asked(reading.name.raw_bytes, asked_at)
+        reading.asked, reading.asked_at = True, asked_at
+        done = Once[Read](lambda read: self._ended(reading, read))
+        if not self._guard.call("tier", tier.tier.read, reading.handle, reading.name, extents, reading.loan, done):
+            done(Read(IoOutcome.CANCELLED))
 
     def _ended(self, reading: _Reading, read: Read) -> None:
-        space, row, tier = self._space, reading.row, reading.tier
-        tier.reads.answered(
-            reading.name.raw_bytes, read.outcome, asked_at=reading.asked_at,
-            expected_seconds=reading.expected_seconds, now=space.clock(),
-        )  # fmt: skip
-        space.counters.add(f"tier_reads.{tier.tier.name}/{read.outcome}")
-        if reading.asked_at:
-            space.counters.observe(f"tier_read_seconds.{tier.tier.name}/", space.clock() - reading.asked_at)
-        if self._readings.get(row) is reading:
-            del self._readings[row]
-        whole = read.outcome is IoOutcome.OK and self._alive(reading)
-        if whole:
-            space.commit_summed(row, reading.node, read.raw_sum)
-            space.settle_node(reading.node)
-            space.counters.add("promoted_objects")
-            space.counters.add("promoted_bytes", reading.name.raw_bytes)
-        else:
-            self._drop(reading)
-        if read.outcome in DAMAGED or (tier.shared and read.outcome in (IoOutcome.GONE, IoOutcome.FOREIGN)):
-            self._dead(reading, read.outcome)
+        """Whatever raises, who waits for it is answered, and its row is free or whole."""
+        if self._readings.get(reading.row) is reading:
+            del self._readings[reading.row]
+        whole = self._guard.value("promotion", False, self._take_in, reading, read)
+        if not whole:
+            self._guard.call("promotion", self._drop, reading)
+        if self._is_dead(reading, read.outcome):
+            self._guard.call("promotion", self._dead, reading, read.outcome)
         waiting, reading.waiting = reading.waiting, []
         for promotion in waiting:
-            del promotion.readings[row]
+            del promotion.readings[reading.row]
             if not whole:
                 self.cancel(promotion)
             if not promotion.readings and not (whole and promotion.open):
-                promotion.end(whole)
-        self.read_ended()
+                self._guard.call("answer", promotion.end, whole)
+        self._guard.call("prefetch", self.read_ended)
+
+    def _take_in(self, reading: _Reading, read: Read) -> bool:
+        """Whether it is in RAM now."""
+        space, row, tier = self._space, reading.row, reading.tier
+        if reading.asked:
+            tier.reads.answered(
+                reading.name.raw_bytes, read.outcome, asked_at=reading.asked_at,
+                expected_seconds=reading.expected_seconds, now=space.clock(),
+            )  # fmt: skip
+        space.counters.add(f"tier_reads.{tier.tier.name}/{read.outcome}")
+        if reading.asked_at:
+            space.counters.observe(f"tier_read_seconds.{tier.tier.name}/", space.clock() - reading.asked_at)
+        if read.outcome is not IoOutcome.OK or not self._alive(reading):
+            return False
+        space.commit_summed(row, reading.node, read.raw_sum)
+        space.settle_node(reading.node)
+        space.counters.add("promoted_objects")
+        space.counters.add("promoted_bytes", reading.name.raw_bytes)
+        return True
+
+    def _is_dead(self, reading: _Reading, outcome: IoOutcome) -> bool:
+        """Whether its handle is."""
+        gone = reading.tier.shared and outcome in (IoOutcome.GONE, IoOutcome.FOREIGN)
+        return outcome in DAMAGED or bool(gone)
 
     def _alive(self, reading: _Reading) -> bool:
         rows = self._space.rows

@@ -46,10 +46,12 @@ class _Call:
         done, self._done = self._done, None
         if done is None:  # it went wrong behind its answer
             return
-        if isinstance(answer, KvDepotError):
-            _count_failed(self._counters, answer)
-        self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
-        done(answer)
+        try:
+            if isinstance(answer, KvDepotError):
+                _count_failed(self._counters, answer)
+            self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
+        finally:
+            done(answer)
 
 
 def _count_failed(counters: Counters, error: KvDepotError) -> None:
@@ -151,13 +153,8 @@ class DepotCalls:
             asyncio.get_running_loop().call_soon(self._place_some)
 
     def _place_some(self) -> None:
-        """Turn by turn. One that goes wrong is not answered: its deadline ends it."""
-        self._placing = False
-        try:
-            self._placing = self._engine.place_some()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is one lease's
-            domain_error(error, self._log)
-            self._placing = True
+        """Turn by turn."""
+        self._placing = self._engine.place_some()
         if self._placing:
             asyncio.get_running_loop().call_soon(self._place_some)
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvdepot.server.io.child_stream import ChildStream
 from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
-from kvdepot.server.tiers.shared.keeper.words import WordError, pack_published, take_words
+from kvdepot.server.tiers.shared.keeper.words import pack_published, take_words
 from kvdepot.server.tiers.shared.links import Ended, Failed, Report, Word
 
 _MODULE: Final = "kvdepot.server.io.shared_keeper"
@@ -109,7 +109,7 @@ class KeeperProcess:
                     self._report, self._reported_at = word, self._heard_at
                     self._pause_heartbeats = 1
                 self._say(word)
-        except WordError:
+        except Exception:  # noqa: BLE001 - a WordError, or whatever else comes of such bytes
             self._stream.end()
             self._ended()
 

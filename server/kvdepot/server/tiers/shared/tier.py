@@ -15,6 +15,7 @@ from typing import Final
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.core.report import TierStatus
+from kvdepot.server.guard import tier_guard
 from kvdepot.server.io.jobs import Answer, Priority, Probe
 from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.tiers.budget import WriteBudget
@@ -58,16 +59,18 @@ class SharedTier:
         self._log = log
         self._clock = clock
         self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
+        self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
+        count = guard.safe("a count", count)
         self._directory = directory = Directory(
             config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), Allowance(),
-            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count,
+            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept)
         self._reading = Reading(directory, damaged=self._damaged, lost=self._lose)
         self._recency = Recency(directory, lost=self._lose)
         self._look_ups = LookUps(
             data, directory.absent, deadline_seconds=config.deadline_seconds, clock=clock,
-            tell=self._found, writing=self._writing.writes, count=count,
+            tell=self._found, writing=self._writing.writes, count=count, guard=guard,
         )  # fmt: skip
         self._listener: TierListener | None = None
         self._report: Report | None = None
@@ -121,15 +124,15 @@ class SharedTier:
     def tick(self) -> None:
         if self._health.state is State.CLOSED:
             return
-        self._look_ups.expire()
-        self._recency.pump()
+        self._guard.each("a tick", self._look_ups.expire, self._recency.pump, self._publish, self._retry)
+
+    def _publish(self) -> None:
+        """Tell the keeper what was written."""
         allowance = self._directory.allowance
         told = allowance.over_bytes, allowance.wanted_bytes, self._writing.settled
         if told != self._told and self._clock() >= self._tell_at:
-            self._told, self._tell_at = told, self._clock() + _PUBLISH_SECONDS
             self._keeper.publish(*told)
-        if self._health.retry_due:
-            self._retry()
+            self._told, self._tell_at = told, self._clock() + _PUBLISH_SECONDS
 
     def write(
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
@@ -218,6 +221,9 @@ class SharedTier:
     # What the keeper says
 
     def _heard(self, word: Word) -> None:
+        self._guard.call(f"the keeper's {type(word).__name__}", self._take, word)
+
+    def _take(self, word: Word) -> None:
         if self._closing:
             return
         match word:
@@ -267,6 +273,8 @@ class SharedTier:
 
     def _retry(self) -> None:
         """Get out of READ_ONLY by a small write; out of OFFLINE a report leads."""
+        if not self._health.retry_due:
+            return
         self._health.retried()
         if self._health.state is State.READ_ONLY and not self._probing:
             self._probing = True
@@ -288,8 +296,8 @@ class SharedTier:
         assert self._listener is not None
         room = max(self._directory.holdings.room - self._writing.in_flight, 0)
         rows = [(self._directory.holdings.add(name, size), name) for name, size in objects[:room]]
-        if rows:
-            self._listener.found(self, FoundObjects.of(rows))
+        if rows and not self._guard.call("found", self._listener.found, self, FoundObjects.of(rows)):
+            self._lose([handle for handle, _ in rows if handle in self._directory.holdings])
 
     def _kept(self, name: ObjectName) -> None:
         self._directory.absent.discard(name)
@@ -299,4 +307,4 @@ class SharedTier:
         assert self._listener is not None
         for handle in handles:
             self._directory.holdings.remove(handle)
-        self._listener.lost(self, handles)
+        self._guard.call("telling what is lost", self._listener.lost, self, handles)
