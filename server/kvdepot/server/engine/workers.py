@@ -65,7 +65,7 @@ class Workers:
         """Raises UnknownWorker where the table has no such process, or another one in its slot (I6)."""
         attachment = self._attached.get(worker)
         if attachment is None or self._sessions.attachments.get(worker) is not attachment:
-            raise UnknownWorker(f"worker {worker} is not in the attachment table")
+            raise UnknownWorker(f"I/O worker in slot {worker} is not in the attachment table, though it lives")
         self._loans += 1
         return self._space.lent.lend(self._loans, attachment.session.slot, mode, row, 0)
 

@@ -256,28 +256,35 @@ class IoPool:
 
     def _dispatch(self) -> None:
         while (worker := self._free_worker()) is not None and (task := self._queue.take()) is not None:
-            if why := self._lend(worker, task):
+            try:
+                why = self._lend(worker, task)
+            except UnknownWorker as error:
+                self._queue.put(task, first=True)
+                self._replace(worker, str(error))
+                continue
+            if why:
                 self._answer_soon(task, Answer(IoOutcome.CANCELLED, why))
             else:
                 self._hand(worker, task)
 
     def _lend(self, worker: Worker, task: Task) -> str:
-        """Empty, or why the worker is not told of the task."""
+        """Empty, or why nobody is told of the task. Raises UnknownWorker."""
         try:
             lent = task.loan is None or task.loan.begin(worker.number)
+        except UnknownWorker:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever it is
             self._guard.caught("the begin of a loan", error)
-            if isinstance(error, UnknownWorker):
-                self._replace(worker)
-            return "the loan could not begin"
+            return f"the loan could not begin: {error}"
         return "" if lent else "the loan was refused"
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: Worker, why: str) -> None:
         """Nothing can be lent to it, so that it would have each job fail, and be the next one that is free."""
+        self._count("io_failed_callbacks", 1)
         self._move(worker, self._leaving)
         if not worker.hand:
             self._kill(worker)
-        self._start_later(worker, f"I/O worker {worker.process.pid} is in no table")
+        self._start_later(worker, why)
         self._loop.call_soon(self._fill)
 
     def _free_worker(self) -> Worker | None:

@@ -73,7 +73,7 @@ class Loan(Protocol):
         """Lend them to this worker (a number from `WorkerRegistry.started`), before it is told of them.
 
         False: they are no longer there or the table is full; the job is answered CANCELLED. So it is where this
-        raises: then nothing is lent. UnknownWorker: another worker takes the place of this one.
+        raises: then nothing is lent. UnknownWorker: another worker gets the job, and takes the place of this one.
         """
 
     def end(self) -> None:

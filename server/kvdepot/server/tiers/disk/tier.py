@@ -396,7 +396,7 @@ class DiskTier:
             self._log.warning("tier %s: %s", self.name, note)
         self._data.renew(self._token)
         self._journal_workers.renew(self._token)
-        medium.quarantine.tend()
+        self._guard.call("quarantine", medium.quarantine.tend)
         if facts.refused:
             self._health.worsen(State.READ_ONLY, facts.refused)
             return
