@@ -23,7 +23,7 @@ SECONDS ?= 120
 NODES ?= 1
 SAMPLE ?= 60
 
-.PHONY: help venv demo test test-fast test-long chaos soak mutants lint image-check docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-fast test-long chaos soak long-life mutants lint image-check docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -86,6 +86,9 @@ soak: venv ## real engines under load and random faults: make soak SECONDS=120 S
 
 mutants: venv ## change the product a little, many times: which tests notice? make mutants SAMPLE=60 SEED= MODULES=
 	$(BIN)/python -m tests.mutants --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(MODULES)
+
+long-life: venv ## engines of one process come and go, nothing grows: make long-life SECONDS=3600
+	$(BIN)/python -m tests.long_life --seconds $(SECONDS)
 
 image-check: venv ## build the Dockerfile without a container engine, and run what comes of it (as root)
 	@for p in buildah debootstrap; do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \

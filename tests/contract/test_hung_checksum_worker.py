@@ -22,7 +22,7 @@ OBJECTS = 5
 
 async def _until(reached: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_SECONDS):
-        while not reached():
+        while not reached():  # noqa: ASYNC110 - of another process
             await asyncio.sleep(0.01)
 
 
@@ -31,7 +31,9 @@ def test_i5_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
 ) -> None:
     monkeypatch.setattr(checksums, "ANSWER_SECONDS_MAX", 0.2)
     rig = Rig()
-    lent = lambda: rig.engine.status().tier.lent_bytes  # noqa: E731
+
+    def lent() -> int:
+        return rig.engine.status().tier.lent_bytes
 
     async def run() -> None:
         arena: Any = SimpleNamespace(

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from unittest import mock
 
 from kvdepot.server import processes
@@ -95,9 +96,9 @@ class FakeKernel:
         """How many of each process somebody in this one has, beside the fake itself."""
         inodes = {one.inode: one for one in self.all}
         found: Counter[FakeProcess] = Counter()
-        for name in os.listdir("/proc/self/fd"):
+        for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # the listing's own
-                one = inodes.get(os.fstat(int(name)).st_ino)
+                one = inodes.get(path.stat().st_ino)
                 if one is not None:
                     found[one] += 1
         found.subtract(dict.fromkeys(self.all, 2))

@@ -22,11 +22,13 @@ from unittest import mock
 from kvdepot.core.arena import LentMode
 from kvdepot.core.calls import AttachCall, DeclareCall
 from kvdepot.proto import codec
-from kvdepot.server import attach, processes, streams
+from kvdepot.server import processes, streams
 from kvdepot.server.attach import ArenaOffer, AttachListener
+from kvdepot.server.config_schema import ATTACH_SUFFIX
 from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.sessions import engine_digest
 from kvdepot.server.engine.types import Attached, Liveness, ProcessIdentity, TierConfig
+from kvdepot.server.engine.workers import Workers
 from kvdepot.server.streams import StreamProxies
 from kvdepot.server.tiers.base import Loan, Tier, WorkerRegistry
 
@@ -44,7 +46,7 @@ _NO_CALLS: Any = None  # nobody makes one
 class ListenerRig(Rig):
     """Asks the daemon's own code who lives."""
 
-    registry: WorkerRegistry
+    registry: Workers
 
     def liveness(self, identity: ProcessIdentity) -> Liveness:
         return processes.liveness(identity, BOOT)
@@ -53,6 +55,7 @@ class ListenerRig(Rig):
         return processes.identify(pid, None, BOOT)
 
     def _tiers(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
+        assert isinstance(registry, Workers)
         self.registry = registry
         return []
 
@@ -121,9 +124,9 @@ class _Proxy:
 class AttachWorld:
     """All that processes do to one daemon, and what must hold whatever they do."""
 
-    def __init__(self, kernel: FakeKernel, *, sessions: int = 64) -> None:
+    def __init__(self, kernel: FakeKernel) -> None:
         self._stack = contextlib.ExitStack()
-        self._descriptors = len(os.listdir("/proc/self/fd"))
+        self._descriptors = _open_descriptors()
         self.kernel = kernel
         self._stack.enter_context(kernel.installed())
         self._stack.enter_context(mock.patch.object(streams, "spawn", self._spawn))
@@ -171,7 +174,7 @@ class AttachWorld:
     ) -> Link | None:
         """None: it was refused, which is right only where somebody else has the place."""
         before = {info.attachment for info in self.rig.engine.attachments()}
-        connection = self.kernel.connect(process, f"{self.directory / 'd'}{attach.ATTACH_SUFFIX}")
+        connection = self.kernel.connect(process, f"{self.directory / 'd'}{ATTACH_SUFFIX}")
         call = AttachCall(
             1, 1, engine_id, scheduler=scheduler, rank=rank, world_size=1, stream=stream, calls=calls and scheduler
         )
@@ -183,14 +186,13 @@ class AttachWorld:
             connection.close()
             self._check_refusal(process, engine_id, reply.error)
             return None
-        ours = [
-            one for one in self.listener._connections.values() if one.socket.getpeername() == connection.getsockname()
-        ]
-        slot = ours[0].attachment
+        name = connection.getsockname()
+        (ours,) = [one for one in self.listener._connections.values() if one.socket.getpeername() == name]
+        slot = ours.attachment
         assert slot is not None
         holder = process
         if stream:
-            proxy = ours[0].proxy
+            proxy = ours.proxy
             assert proxy is not None
             holder = self.proxies[proxy.pid].process
         kept = received[:1] if stream else []
@@ -407,4 +409,8 @@ class AttachWorld:
         shutil.rmtree(self.directory)
         self._stack.close()
         self.kernel.close()
-        assert len(os.listdir("/proc/self/fd")) == self._descriptors, "a descriptor is left"
+        assert _open_descriptors() == self._descriptors, "a descriptor is left"
+
+
+def _open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
