@@ -25,7 +25,7 @@ from kvdepot.core.listing import NamespaceContents, TierContents
 from kvdepot.core.report import DaemonStatus, QuotaOwnerStatus, QuotaStatus, SessionStatus, TierStatus
 from kvdepot.server import config
 from kvdepot.server.offline.fsck import check_store
-from kvdepot.server.tiers.shared.tier import NO_ALLOWANCE
+from kvdepot.server.tiers.shared.tier import COUNTING, NO_ALLOWANCE
 
 from tests.chaos.all_faults import GROUPS, name_of
 from tests.chaos.depot import (
@@ -256,6 +256,7 @@ def test_a_tier_that_is_of_no_use_is_found() -> None:
     assert found(replace(shared, state="offline"))
     assert found(replace(shared, janitor=""))
     assert found(replace(shared, reason=f"{NO_ALLOWANCE}; of the last count"))
+    assert found(replace(shared, reason=f"{COUNTING} 7 files since 2026-11-25T18:22:10Z"))
 
 
 def test_damage_is_ours_where_we_touched_the_object_or_the_index_before_it(tmp_path: Path) -> None:

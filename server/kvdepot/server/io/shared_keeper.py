@@ -21,12 +21,22 @@ from kvdepot.server.tiers.shared.keeper.words import pack_word, take_published
 
 _RECEIVE_BYTES = 1 << 14
 _HURRY = 0.25
-"""Of a heartbeat, while this node may not write: until it hears otherwise."""
+"""Of a heartbeat, while this node waits for another one's grant."""
 
 
 def boot_seconds() -> float:
     """Goes on while the machine sleeps, and is nobody's to set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def next_beat(started: float, ended: float, heartbeat_seconds: float) -> float:
+    """When one is due after one that took so long: half of the time, at least, is left for work between them."""
+    return max(started + heartbeat_seconds, ended + (ended - started))
+
+
+def rest(started: float, beaten: float, worked: float) -> float:
+    """How long to do nothing after a step of work, and the heartbeat before it: half of the time is others'."""
+    return max((worked - beaten) - (beaten - started), 0.0)
 
 
 def main(arguments: list[str]) -> int:
@@ -42,11 +52,14 @@ def main(arguments: list[str]) -> int:
         started = boot_seconds()
         if started >= beat_at:
             word = keeper.beat()
-            beat_at = started + settings.heartbeat_seconds * (1 if keeper.allowed else _HURRY)
+            beat_at = next_beat(started, boot_seconds(), settings.heartbeat_seconds * (_HURRY if keeper.hurried else 1))
             daemon.sendall(pack_word(word))
-        pause = max(beat_at - boot_seconds(), 0.0)
-        if keeper.work():
-            pause = min(pause, boot_seconds() - started)  # half of the time is others'
+        beaten = boot_seconds()
+        works = keeper.work()
+        worked = boot_seconds()
+        pause = beat_at - worked
+        if works:
+            pause = min(pause, rest(started, beaten, worked))
         if readable(daemon, pause):
             data = daemon.recv(_RECEIVE_BYTES)
             if not data:
