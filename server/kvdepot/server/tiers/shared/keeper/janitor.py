@@ -178,9 +178,12 @@ class Janitor:
         self._look_due, self._look_took = True, 0.0
 
     def _renew(self) -> None:
-        started = self._clock()
+        """One that got there when the lease before it was old is none: another may be janitor since."""
+        started, until = self._clock(), self._renewed_at + self._lasts_seconds
         self._write()
         self._renewed_at = started
+        if self.holding and self._clock() > until:
+            self._suspend()
 
     def _still(self) -> bool:
         """It is janitor, by its own clock and by the file."""
