@@ -186,7 +186,8 @@ def test_i4_the_first_count_takes_about_twice_what_it_needs_alone(
     """And as long as a node takes to become janitor: some beats of 14 requests."""
     needs = count_needs(files, latency)
     with world_of(tmp_path / "shared", monkeypatch, 1, latency=latency, files=files) as world:
-        world.server.run_until(lambda: world.counted, 2.2 * needs + 15 + 400 * latency, "a count ends")
+        took = world.server.run_until(lambda: world.counted, 2.2 * needs + 15 + 400 * latency, "a count ends")
+        print(f"{latency * 1000:.0f} ms, {files} files: {took:.0f} s, alone {needs:.0f} s")
         world.server.run_until(world.all_write, 30 + 100 * latency, "room is granted")
 
 

@@ -39,6 +39,7 @@ class Turns:
         self._heartbeat_seconds = heartbeat_seconds
         self._clock = clock
         self._beat_at = clock()
+        self._worked_seconds = self._others_seconds = 0.0  # since the last heartbeat began: heartbeat and rests
 
     def turn(self, tell: Callable[[Report | Failed], None]) -> float:
         """Seconds until the next one."""
@@ -48,14 +49,18 @@ class Turns:
             ended = self._clock()
             heartbeat_seconds = self._heartbeat_seconds * (_HURRY if self._keeper.hurried else 1)
             self._beat_at = max(started + heartbeat_seconds, ended + (ended - started))
+            self._worked_seconds, self._others_seconds = 0.0, ended - started
             tell(word)
-        beaten = self._clock()
+        began = self._clock()
         works = self._keeper.work()
-        worked = self._clock()
-        pause = self._beat_at - worked
+        ended = self._clock()
+        self._worked_seconds += ended - began
+        pause = self._beat_at - ended
         if works:
-            pause = min(pause, (worked - beaten) - (beaten - started))
-        return max(pause, 0.0)
+            pause = min(pause, self._worked_seconds - self._others_seconds)
+        pause = max(pause, 0.0)
+        self._others_seconds += pause
+        return pause
 
 
 def main(arguments: list[str]) -> int:
