@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 from kvdepot.core.allocator import Extent
@@ -38,6 +39,8 @@ _CLOSE_SECONDS: Final = 3.0
 _PUBLISH_SECONDS: Final = 1.0
 """The keeper is told so often what was written."""
 NO_ALLOWANCE: Final = "the janitor has granted this node no more room yet"
+COUNTING: Final = "no room granted yet: counting"
+"""Instead of it, where the janitor has to count the directory's files first."""
 
 
 class SharedTier:
@@ -74,6 +77,7 @@ class SharedTier:
         )  # fmt: skip
         self._listener: TierListener | None = None
         self._report: Report | None = None
+        self._counting_since = 0.0  # by the wall clock, as the report said
         self._trouble = ""  # of the keeper
         self._serves = False
         self._working = False  # the workers were made
@@ -211,7 +215,14 @@ class SharedTier:
             return self._health.reason or str(self._health.state)
         if not self._data.usable:
             return self._data.why_unusable
-        return "" if self._directory.allowance.suffices else NO_ALLOWANCE
+        return "" if self._directory.allowance.suffices else self._why_no_room()
+
+    def _why_no_room(self) -> str:
+        report = self._report
+        if report is None or report.counting_seconds is None:
+            return NO_ALLOWANCE
+        since = datetime.fromtimestamp(int(self._counting_since), UTC).isoformat().removesuffix("+00:00")
+        return f"{COUNTING} {report.counted_files} files since {since}Z"
 
     def _reason(self) -> str:
         noted = self._report.reason if self._report else ""
@@ -236,6 +247,7 @@ class SharedTier:
 
     def _reported(self, report: Report) -> None:
         self._report = report
+        self._counting_since = self._directory.wall_clock() - (report.counting_seconds or 0.0)
         self._trouble = ""
         self._directory.node = report.node
         self._directory.allowance.limit_bytes = report.limit_bytes
