@@ -325,6 +325,7 @@ class ScriptedEngine(SleepMode):
         self.loaded_reports: list[str] = []
         self.failed_reports: list[str] = []
         self._drafts: dict[str, list[int]] = {}  # of this step, unverified
+        self.deliver: Callable[[list[Any]], list[Any]] | None = None  # which of the ranks' messages arrive when
         if wait:
             self.wait_attached()
 
@@ -430,8 +431,13 @@ class ScriptedEngine(SleepMode):
         for request_id, tokens in sampled.items():
             self.tokens[request_id] += tokens
             self.outputs[request_id] += tokens
+        said = [output.kv_connector_output.kv_connector_worker_meta for output in outputs if output.kv_connector_output]
         output = self._aggregator.aggregate(outputs) if self.ranks > 1 else outputs[0]
-        assert output is not None
+        assert output is not None and output.kv_connector_output is not None
+        if self.deliver is not None:  # merged as vLLM does it
+            arrived = self.deliver([meta for meta in said if meta is not None])
+            merged = functools.reduce(lambda one, other: one.aggregate(other), arrived) if arrived else None
+            output.kv_connector_output.kv_connector_worker_meta = merged
         self._unread.append((scheduled, output))
         while len(self._unread) > (self._ahead if scheduled.num_scheduled_tokens else 0):
             self._read(*self._unread.popleft())
