@@ -11,6 +11,7 @@ import pytest
 import torch
 from kvdepot.client.vllm.metadata import LayerFacts, RankFacts
 from kvdepot.core.errors import PlannerError
+from vllm.v1.core.block_pool import BlockPool
 
 from tests.contract.connector_fixtures import Gate, Make, cold, depot, folder, gate, make, prompt
 from tests.contract.test_connector_sleep import belongings, let_go, threads, under_way
@@ -336,13 +337,49 @@ def test_caches_that_cannot_be_copied_are_a_problem_and_no_exception(make: Make)
     works(engine)
 
 
-def test_another_block_pool_ends_the_side(make: Make, depot: Depot) -> None:
+def test_another_block_pool_ends_the_side_and_the_same_one_does_not(make: Make, depot: Depot, gate: Gate) -> None:
     engine = make()
-    former = engine.side
-    engine.generate(prompt(3.5))
+    assert engine.connector.reset_cache()
+    request_id = under_way(engine, depot, gate, "reserving")
+    engine.abort(request_id)
+    former, stores = engine.side, engine.side.stores
     engine.connector.bind_gpu_block_pool(engine.pool)
-    assert engine.side is former
-    assert engine.side.stores.open_requests == 0
+    assert engine.side is former and former.stores is stores and former.holds.held_blocks
+    engine.connector.bind_gpu_block_pool(BlockPool(64, enable_caching=True, hash_block_size=BLOCK))
+    assert engine.side is not former and not former.holds.held_blocks
+    engine.connector.bind_gpu_block_pool(engine.pool)
+    let_go(engine, depot, gate)
+    engine.wait_attached()
+    assert len({spec.epoch for spec in engine.session.specs[1:]}) == 1
+    works(engine)
+
+
+@pytest.mark.parametrize("known", [1, 2])
+def test_facts_that_are_known_are_other_ones_where_the_number_of_ranks_is_another_one(
+    make: Make, depot: Depot, known: int
+) -> None:
+    """One rank that says what it said is all of an engine of one, and a part of an engine of two."""
+    engine = make(ranks=known)
+    former = engine.side
+    epoch = former.namespaces.spec.epoch
+    engine.connector._vllm_config.parallel_config.world_size = 3 - known
+    engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): engine.facts()[0, 0]})
+    assert engine.side is not former
+    assert former.over and former.session.closed
+    if known == 2:
+        assert engine.side.namespaces.spec.epoch == epoch
+    assert engine.generate(prompt(3.5)) == cold(prompt(3.5))
+    assert committed(depot) == 0
+
+
+def test_caches_that_are_registered_again_are_there(make: Make) -> None:
+    """A later vLLM may say so instead of `restore_kv_caches`."""
+    engine = make(ranks=2)
+    for worker in engine.workers:
+        worker.unregister_kv_caches()
+    for worker, memory in zip(engine.workers, engine.memories, strict=True):
+        worker.register_kv_caches(memory.caches)
+    works(engine)
 
 
 def test_what_ends_twice_has_ended(make: Make) -> None:

@@ -184,6 +184,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
                 self.worker_side, self._facts, kv_caches, self._kv_cache_config, self._group_ids, self.settings,
                 self.failures,
             )  # fmt: skip
+            self.worker_side.resume()  # what is registered is there
             return
         parallel = self._vllm_config.parallel_config
         rank = int(parallel.rank)
@@ -262,17 +263,19 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @guarded(nothing)
     def _hear_again(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """What contradicts nothing that is known changes nothing, be it of some ranks only."""
+        """The same changes nothing; nor does a part of it, as long as the engine has as many ranks as before."""
         facts = self._facts_of(metadata)
-        self._world_size = int(self._vllm_config.parallel_config.world_size)
+        before, self._world_size = self._world_size, int(self._vllm_config.parallel_config.world_size)
         complete = not identity.check_ranks(facts, self._world_size)
-        if set(facts) <= set(self._heard or ()) and (self.scheduler_side is not None or not complete):
+        known = facts == self._heard if complete else set(facts) <= set(self._heard or ())
+        if known and before == self._world_size and (self.scheduler_side is not None or not complete):
             return
         self._heard = facts
         try:
             self._begin_side(facts)
         except KvDepotError as error:
             LOGGER.error("kvdepot: stores and loads nothing: %s", error)
+        self._forget_former()
 
     def _begin_side(self, facts: tuple[RankFacts, ...]) -> None:
         """End the scheduler side that there is, and build one from all ranks' facts. Raises PlannerError."""
