@@ -15,6 +15,7 @@ from typing import Any
 from kvdepot.client.attachment import Attachment, EngineProcess
 from kvdepot.client.session import DepotSession
 from kvdepot.client.vllm import compat, identity
+from kvdepot.client.vllm.adapter_reads import AdapterReads
 from kvdepot.client.vllm.elements import elements_of
 from kvdepot.client.vllm.guard import Failures, guarded, nothing
 from kvdepot.client.vllm.metadata import RankFacts, RankMeta, StepMeta
@@ -76,8 +77,11 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._digests: Digests | None = None
         self._weights = WeightsSource()
         self._loads_on = transfer.kv_load_failure_policy == "recompute"
+        self._adapter_reads: AdapterReads | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
             self._start_scheduler()
+        elif vllm_config.lora_config is not None:
+            self._adapter_reads = AdapterReads(int(vllm_config.parallel_config.rank))
 
     def _start_scheduler(self) -> None:
         config = self._vllm_config
@@ -181,7 +185,8 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @guarded(nothing)
     def build_connector_worker_meta(self) -> RankMeta | None:
-        return self.worker_side.take_meta() if self.worker_side is not None else None
+        meta = self.worker_side.take_meta() if self.worker_side is not None else None
+        return self._adapter_reads.add_to(meta) if self._adapter_reads is not None else meta
 
     # --- scheduler side
 

@@ -98,6 +98,17 @@ class RankArena:
     question: int  # the last one
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """The engine has read a LoRA adapter's files on a rank."""
+
+    rank: int
+    reader: int  # tells apart the engines of one process
+    load: int  # the engine's id of the adapter
+    path: str
+    state: str  # of the files, as `file_state.fingerprint`; empty: they changed meanwhile, or nobody could look
+
+
 @dataclass(slots=True)
 class RankMeta(KVConnectorWorkerMetadata):
     """Ranks to the scheduler side: what they finished, and which arena each is attached to.
@@ -109,11 +120,14 @@ class RankMeta(KVConnectorWorkerMetadata):
     arenas: dict[int, RankArena] = field(default_factory=dict)  # by rank
     loads: dict[int, tuple[int, int]] = field(default_factory=dict)
     stores: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
+    adapters: tuple[AdapterRead, ...] = ()  # read since the last message
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankMeta:
         """Both, as vLLM merges the ranks of one step."""
         assert isinstance(other, RankMeta)
-        merged = RankMeta({**self.arenas, **other.arenas}, dict(self.loads), dict(self.stores))
+        merged = RankMeta(
+            {**self.arenas, **other.arenas}, dict(self.loads), dict(self.stores), self.adapters + other.adapters
+        )
         for op_id, (ranks, failed) in other.loads.items():
             had_ranks, had_failed = merged.loads.get(op_id, (0, 0))
             merged.loads[op_id] = (had_ranks + ranks, had_failed + failed)
