@@ -21,7 +21,9 @@ from kvdepot.client.vllm import connector as connector_module
 from kvdepot.client.vllm import scheduler as scheduler_module
 from kvdepot.client.vllm import weights
 from kvdepot.client.vllm.compat import KVConnectorRole
+from kvdepot.core.errors import ConfigError
 from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
 
 from tests.contract.connector_fixtures import Make, depot, folder, make, prompt
 from tests.fakes import adapter_store, scripted_engine
@@ -349,3 +351,29 @@ def test_an_engine_with_adapters_watches_when_they_are_read(folder: Path) -> Non
     layout = scripted_engine.cache_layout(hybrid=False, blocks=8, retention=None)
     worker = connector_module.KVDepotConnector(config, KVConnectorRole.WORKER, layout)
     assert worker._adapter_reads is not None
+
+
+def test_a_vllm_that_reads_adapters_elsewhere_is_refused_with_adapters_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", lambda self, lora_request, more: None)
+    layout = scripted_engine.cache_layout(hybrid=False, blocks=8, retention=None)
+    config = engine_config(folder)
+    assert connector_module.KVDepotConnector(config, KVConnectorRole.WORKER, layout)
+    config.lora_config = object()
+    with pytest.raises(ConfigError, match="_load_adapter"):
+        connector_module.KVDepotConnector(config, KVConnectorRole.WORKER, layout)
+
+
+def test_what_the_ranks_said_of_adapters_outlives_the_scheduler_side(make: Make, tmp_path: Path) -> None:
+    """They do not say it again when the handshake is repeated."""
+    in_place(tmp_path / "x", b"1")
+    engine, x = make(), loaded(tmp_path / "x")
+    engine.adapters[0].add(x)
+    in_place(tmp_path / "x", b"2")
+    ask(engine, x)
+    salts = engine.side._adapters
+    facts = {(0, 0): engine.workers[0].get_handshake_metadata()}
+    engine.connector.set_xfer_handshake_metadata_pp_aware(facts)
+    assert engine.side._adapters is salts
+    assert not known(engine, x, 0.1)

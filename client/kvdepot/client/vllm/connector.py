@@ -75,6 +75,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._world_size = int(vllm_config.parallel_config.world_size)
         self._engine_id = str(transfer.engine_id)
         self._digests: Digests | None = None
+        self._salts: LoraSalts | None = None  # it remembers what the ranks said, which they do not say again
         self._weights = WeightsSource()
         self._loads_on = transfer.kv_load_failure_policy == "recompute"
         self._adapter_reads: AdapterReads | None = None
@@ -87,6 +88,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         config = self._vllm_config
         self._weights = weights_source(config.model_config, config.load_config, self.settings.model_revision)
         self._digests = Digests(cache_path())
+        self._salts = LoraSalts(self._digests)
         if self._weights.folder is not None:
             self._digests.get(self._weights.folder)
         if not self._loads_on:
@@ -225,13 +227,13 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
                 self._kv_cache_config, str(config.cache_config.cache_dtype), planner, self._group_ids, facts
             ),
         )
-        assert self._digests is not None
+        assert self._salts is not None
         self.scheduler_side = SchedulerSide(
             session,
             namespaces,
             planner,
             self.settings,
-            LoraSalts(self._digests),
+            self._salts,
             hash_block_tokens=compat.hash_block_tokens(self._kv_cache_config, config),
             group_ids=self._group_ids,
             world_size=self._world_size,
