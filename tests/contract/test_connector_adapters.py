@@ -6,6 +6,7 @@ Whose tokens that makes wrong ends with that cache; what is stored of it would b
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,18 @@ HIT = 5 * BLOCK
 
 
 class Adapter:
+    _ids = itertools.count(1)
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.load = 0
         path.mkdir()
 
     def loaded(self, content: bytes, *, in_place: bool = False) -> LoRARequest:
-        """As vLLM's API does: another id, but in place."""
+        """As vLLM's API does: another id, of no other adapter, but in place."""
         (self.path / "adapter").write_bytes(content)
-        self.load += not in_place
+        if not in_place:
+            self.load = next(self._ids)
         return LoRARequest("adapter", self.load, str(self.path), load_inplace=in_place)
 
 
@@ -120,7 +124,7 @@ def test_p2_of_an_adapter_that_was_replaced_in_place_nothing_is_stored_until_it_
     ask(engine, plain)
     ask(engine, adapter.loaded(b"new", in_place=True), known=False)
     other = prompt(5.5, seed=3)
-    ask(engine, plain, other)  # the same id, whose former content was digested
+    ask(engine, plain, other, known=False)  # the same id, whose former content was digested
     assert engine.side.counters["excluded_adapter_unknown"] == 2
     again = adapter.loaded(b"former")
     assert ask(engine, again, other) > 0, "vLLM's own cache, of the new content"
@@ -154,7 +158,8 @@ def test_p2_a_load_in_place_from_another_path_ends_the_stores_of_requests_with_t
         engine.step()
     elsewhere = Adapter(tmp_path / "elsewhere")
     (elsewhere.path / "adapter").write_bytes(b"new")
-    engine.add(prompt(1.5, seed=8), lora_request=LoRARequest("adapter", 1, str(elsewhere.path), load_inplace=True))
+    replaced = LoRARequest("adapter", former.lora_int_id, str(elsewhere.path), load_inplace=True)
+    engine.add(prompt(1.5, seed=8), lora_request=replaced)
     engine.run()
     assert ask(make(), former, engine.tokens[request]) <= HIT
 

@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from kvdepot.client.vllm import connector as connector_module
+from kvdepot.client.vllm import file_state
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -57,6 +59,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.fakes.adapter_store import AdapterStore, OwnReads, replace_reading
 from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2, V2_LOAD_ARGUMENTS
 from tests.fakes.direct_session import Depot, DirectAttachment, DirectSession
 from tests.fakes.sleep_mode import SleepMode
@@ -185,9 +188,11 @@ def stage_layout(layout: KVCacheConfig, stage: int, stages: int) -> KVCacheConfi
     return replace(layout, kv_cache_groups=_project_kv_cache_groups_to_worker(layout.kv_cache_groups, specs))
 
 
-def pattern(kind: str, layer: str, rank: int, tokens: Sequence[int], size_bytes: int) -> np.ndarray[Any, Any]:
-    """The bytes that a layer holds of a prefix."""
-    seed = blake2b(repr((kind, layer, rank, list(tokens))).encode(), digest_size=8).digest()
+def pattern(
+    kind: str, layer: str, rank: int, tokens: Sequence[int], size_bytes: int, adapter: bytes = b""
+) -> np.ndarray[Any, Any]:
+    """The bytes that a layer holds of a prefix, computed with an adapter of this content."""
+    seed = blake2b(repr((kind, layer, rank, list(tokens))).encode() + adapter, digest_size=8).digest()
     return np.random.default_rng(int.from_bytes(seed, "little")).integers(0, 256, size_bytes, dtype=np.uint8)
 
 
@@ -224,17 +229,19 @@ class RankMemory:
     def block(self, layer: str, block_id: int) -> torch.Tensor:
         return self.caches[layer][block_id].view(-1)
 
-    def _pattern(self, kind: str, layer: str, tokens: Sequence[int], size_bytes: int) -> np.ndarray[Any, Any]:
+    def _pattern(
+        self, kind: str, layer: str, tokens: Sequence[int], size_bytes: int, adapter: bytes
+    ) -> np.ndarray[Any, Any]:
         weights = f"{self.weights}:" if self.weights else ""
-        return pattern(weights + kind, layer, 0 if layer in self._alike else self.rank, tokens, size_bytes)
+        return pattern(weights + kind, layer, 0 if layer in self._alike else self.rank, tokens, size_bytes, adapter)
 
-    def write(self, kind: str, layer: str, block_id: int, tokens: Sequence[int]) -> None:
+    def write(self, kind: str, layer: str, block_id: int, tokens: Sequence[int], adapter: bytes = b"") -> None:
         block = self.block(layer, block_id)
-        block.copy_(torch.from_numpy(self._pattern(kind, layer, tokens, block.numel()).view(np.int8)))
+        block.copy_(torch.from_numpy(self._pattern(kind, layer, tokens, block.numel(), adapter).view(np.int8)))
 
-    def holds(self, kind: str, layer: str, block_id: int, tokens: Sequence[int]) -> bool:
+    def holds(self, kind: str, layer: str, block_id: int, tokens: Sequence[int], adapter: bytes = b"") -> bool:
         block = self.block(layer, block_id)
-        return bool((block.numpy().view(np.uint8) == self._pattern(kind, layer, tokens, block.numel())).all())
+        return bool((block.numpy().view(np.uint8) == self._pattern(kind, layer, tokens, block.numel(), adapter)).all())
 
     def fill(self, value: int) -> torch.Tensor:
         """Every byte but the null block's; returns a copy of it all."""
@@ -280,6 +287,7 @@ class ScriptedEngine(SleepMode):
         heard: int | None = None,
         order: tuple[str, ...] = V1,
         runs_ahead: bool = False,
+        max_cpu_loras: int = 8,
         **config: Any,
     ) -> None:
         """`streams`: its ranks do not map the arena, each has a proxy process. `pipeline`: its ranks are stages.
@@ -295,6 +303,7 @@ class ScriptedEngine(SleepMode):
         self.depot = depot
         self.ranks = ranks
         self.name = f"engine-{next(self._names)}"
+        self._begin(monkeypatch, max_cpu_loras)
         self._connect(monkeypatch, streams)
         config |= {"engine_id": self.name, "pipeline": pipeline, "state_block": state_block, "runs_ahead": runs_ahead}
         self.layout = cache_layout(
@@ -335,15 +344,12 @@ class ScriptedEngine(SleepMode):
             assert not self.side.namespaces.problem, self.side.namespaces.problem
             self.step()
 
-    def facts(self) -> dict[tuple[int, int], Any]:
-        """What the ranks say of themselves, as vLLM collects it."""
-        said = enumerate(worker.get_handshake_metadata() for worker in self.workers)
-        return {(rank, 0) if self._pipeline else (0, rank): found for rank, found in said if found is not None}
-
-    def shake_hands(self, ranks: int | None = None) -> None:
-        """v1/engine/core.py, _set_kv_connector_handshake_metadata: at the start, and in 0.33 at each wake-up."""
-        if facts := pickle.loads(pickle.dumps(dict(list(self.facts().items())[:ranks]))):
-            self.connector.set_xfer_handshake_metadata_pp_aware(facts)
+    def _begin(self, monkeypatch: pytest.MonkeyPatch, max_cpu_loras: int) -> None:
+        """The connector that is made next takes this for its process's start."""
+        self._max_cpu_loras = max_cpu_loras
+        started_ns = time.time_ns()
+        monkeypatch.setattr(file_state, "process_started_ns", lambda: started_ns)
+        self._monkeypatch = monkeypatch
 
     def _connect(self, monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
         """The connector that is made next calls the depot directly."""
@@ -374,6 +380,16 @@ class ScriptedEngine(SleepMode):
         """The ranks' copying threads."""
         sides: list[Any] = [worker.worker_side for worker in self.workers]
         return [side._copies for side in sides]
+
+    @functools.cached_property
+    def adapters(self) -> list[AdapterStore]:
+        """Each rank's LoRA adapters. They begin with the first one, as an engine without any imports none of it."""
+        replace_reading(self._monkeypatch)
+        self.scheduler.lora_config = SimpleNamespace(max_loras=self._max_cpu_loras)  # in one batch
+        stores = [AdapterStore(self._max_cpu_loras) for _ in self.workers]
+        for rank, worker in enumerate(self.workers):
+            worker._adapter_reads = OwnReads(rank, stores[rank])
+        return stores
 
     @property
     def pool(self) -> Any:
@@ -468,6 +484,9 @@ class ScriptedEngine(SleepMode):
                 memory.block(name, block_id).zero_()
         for new in scheduled.scheduled_new_reqs:
             self.hits[new.req_id] = new.num_computed_tokens
+        loras = [self.requests[name].lora_request for name in scheduled.num_scheduled_tokens]
+        if any(loras):
+            self.adapters[rank].activate([lora for lora in loras if lora is not None])
         computed = self._computed(scheduled)
         for request_id, count in scheduled.num_scheduled_tokens.items():
             tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
@@ -486,21 +505,29 @@ class ScriptedEngine(SleepMode):
         self, memory: RankMemory, group: Any, table: list[int], request_id: str, before: int, after: int
     ) -> None:
         tokens = [*self.tokens[request_id], *self._drafts.get(request_id, ())]
+        lora = self.requests[request_id].lora_request
+        adapter = b"" if lora is None else self.adapters[memory.rank].content(lora)
+        # vLLM's own cache knows an adapter's name alone: what it keeps may be of any content that was loaded by it.
+        former = [b""] if lora is None else self.adapters[memory.rank].contents
+
+        def holds(kind: str, name: str, block_id: int, prefix: list[int]) -> bool:
+            return any(memory.holds(kind, name, block_id, prefix, content) for content in former)
+
         window = getattr(group.kv_cache_spec, "sliding_window", None) or before + 1
         first = max(before - window + 1, 0) // BLOCK
         for name in group.layer_names:
             if isinstance(group.kv_cache_spec, MambaSpec):
                 size = group.kv_cache_spec.block_size
                 if before:
-                    found = memory.holds("state", name, table[(before - 1) // size], tokens[:before])
+                    found = holds("state", name, table[(before - 1) // size], tokens[:before])
                     assert found, f"{request_id}: rank {memory.rank} resumes at {before} without the state of {name}"
-                memory.write("state", name, table[(after - 1) // size], tokens[:after])
+                memory.write("state", name, table[(after - 1) // size], tokens[:after], adapter)
                 continue
             for index in range(first, before // BLOCK):
-                found = memory.holds("kv", name, table[index], tokens[: (index + 1) * BLOCK])
+                found = holds("kv", name, table[index], tokens[: (index + 1) * BLOCK])
                 assert found, f"{request_id}: rank {memory.rank} reads wrong bytes in block {index} of {name}"
             for index in range(before // BLOCK, after // BLOCK):
-                memory.write("kv", name, table[index], tokens[: (index + 1) * BLOCK])
+                memory.write("kv", name, table[index], tokens[: (index + 1) * BLOCK], adapter)
 
     def _rank_output(self, rank: int, scheduled: Any, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
         worker = self.workers[rank]

@@ -6,6 +6,7 @@ v1/engine/core.py and v1/worker/gpu_worker.py. Not called here: what concerns no
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,15 +21,24 @@ class SleepMode:
     """For `ScriptedEngine`."""
 
     scheduler: Any
+    connector: Any
     workers: Sequence[Any]
+    _pipeline: bool
     memories: Sequence[Any]
     _asleep: Sequence[torch.Tensor] = ()  # each rank's KV memory, as it was when it was taken away
 
     def run(self, steps: int = 20_000) -> None:
         raise NotImplementedError
 
+    def facts(self) -> dict[tuple[int, int], Any]:
+        """What the ranks say of themselves, as vLLM collects it."""
+        said = enumerate(worker.get_handshake_metadata() for worker in self.workers)
+        return {(rank, 0) if self._pipeline else (0, rank): found for rank, found in said if found is not None}
+
     def shake_hands(self, ranks: int | None = None) -> None:
-        raise NotImplementedError
+        """v1/engine/core.py, _set_kv_connector_handshake_metadata: at the start, and in 0.33 at each wake-up."""
+        if facts := pickle.loads(pickle.dumps(dict(list(self.facts().items())[:ranks]))):
+            self.connector.set_xfer_handshake_metadata_pp_aware(facts)
 
     def _reset_caches(self) -> None:
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)  # the pause, which is waited for

@@ -18,7 +18,6 @@ from kvdepot.server.tiers.shared.links import Report
 
 from tests.fakes.shared_directory import MIB, Nodes, lease_of, put
 
-
 FILES = 1_200
 """More than two steps of a count meet."""
 

@@ -1,4 +1,4 @@
-"""What the engine's own cache may hold under the name of a LoRA adapter (P2).
+"""What the engine's own cache may hold under the name of a LoRA adapter (P2, docs/adr/0046).
 
 vLLM's block hashes have an adapter's name and path. One that is loaded again from the same path, with other files,
 finds there what was computed with the former ones; stored under the new one's digest, it would be everybody's, and for
@@ -19,9 +19,11 @@ Adapter = tuple[str, str]
 
 @dataclass(slots=True)
 class _Loaded:
+    lora_request: Any
     load: int  # the engine's id of it: another one whenever it is loaded, but for a load in place
-    salt: bytes | None = None  # None: not known yet
+    salt: bytes | None = None  # None: not known
     in_place: bool = False  # it may have been replaced since, by whatever
+    doubted: bool = False  # its salt was known, and then was not
 
 
 def adapter_of(lora_request: Any) -> Adapter:
@@ -46,17 +48,38 @@ class LoadedAdapters:
             return None, set()
         replaced = {adapter} if known is not None and known.load != load else set()
         if known is None or replaced:
-            known = self._loaded[adapter] = _Loaded(load)
+            known = self._loaded[adapter] = _Loaded(lora_request, load)
         if getattr(lora_request, "load_inplace", False) and not known.in_place:
             # It keeps the id, also from another path: then requests with the former one are computed with it, too.
             for other, loaded in self._loaded.items():
                 if loaded.load == load:
                     loaded.in_place = True
                     replaced.add(other)
-        if salt is not None and known.salt not in (None, salt):
-            known.in_place = True  # the files are others, and what the engine has is not known any more
-            replaced.add(adapter)
+        replaced |= self.checked(adapter, salt)
         if salt is None or known.in_place:
             return None, replaced
         known.salt = salt
         return salt, replaced
+
+    def checked(self, adapter: Adapter, salt: bytes | None) -> set[Adapter]:
+        """The salt that requests with the adapter would have now; returns it if it was another one, else nothing."""
+        known = self._loaded.get(adapter)
+        if known is None or known.salt in (None, salt):
+            return set()
+        known.in_place |= salt is not None  # the files are others, and what the engine has is not known any more
+        known.doubted, known.salt = True, None
+        return {adapter}
+
+    def current(self, adapter: Adapter) -> Any:
+        """The engine's request for the adapter as it was loaded last; None if it has no salt that could end."""
+        known = self._loaded.get(adapter)
+        return known.lora_request if known is not None and known.salt is not None else None
+
+    def read(self, load: int) -> set[Adapter]:
+        """The engine has read other files than before under this id; returns the adapters that have it."""
+        return {adapter for adapter, loaded in self._loaded.items() if loaded.load == load}
+
+    def doubted(self, adapter: Adapter) -> bool:
+        """Whether what requests with it compute now, without a salt, may be of another content than a later salt's."""
+        known = self._loaded.get(adapter)
+        return known is not None and known.doubted

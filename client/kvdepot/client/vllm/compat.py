@@ -57,6 +57,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 VLLM_VERSION: Final = str(vllm_version)
+_READS_ADAPTER: Final = "_load_adapter"
 _KINDS: Final[dict[type, Kind]] = {
     FullAttentionSpec: Kind.ATTENTION,
     MLAAttentionSpec: Kind.ATTENTION,
@@ -259,6 +260,22 @@ def counts_items(vllm_config: Any) -> bool:
     multimodal = vllm_config.model_config.multimodal_config
     cached = vllm_config.cache_config.enable_prefix_caching
     return multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not cached
+
+
+def adapter_loader() -> tuple[type, str]:
+    """The class and the method of it that reads a LoRA adapter's files, whenever a worker does. Raises ConfigError."""
+    try:
+        from vllm.lora import worker_manager
+
+        loader: type = worker_manager.WorkerLoRAManager
+        if _named(inspect.signature(getattr(loader, _READS_ADAPTER))) == ["self", "lora_request"]:
+            return loader, _READS_ADAPTER
+    except (ImportError, AttributeError):
+        pass
+    raise ConfigError(
+        "vllm", "enable_lora", f"{VLLM_VERSION} does not read adapters in WorkerLoRAManager.{_READS_ADAPTER}",
+        advice=f"use vLLM {versions.RANGE}, or serve no LoRA adapters with this kvdepot",
+    )  # fmt: skip
 
 
 def default_hash_seed() -> str:

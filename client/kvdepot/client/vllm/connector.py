@@ -19,6 +19,7 @@ from typing import Any
 from kvdepot.client.attachment import Attachment, EngineProcess
 from kvdepot.client.session import DepotSession
 from kvdepot.client.vllm import compat, identity
+from kvdepot.client.vllm.adapter_reads import AdapterReads
 from kvdepot.client.vllm.elements import elements_of
 from kvdepot.client.vllm.guard import Failures, guarded, nothing
 from kvdepot.client.vllm.metadata import NUMBERS, RankFacts, RankMeta, StepMeta
@@ -85,15 +86,20 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         identity.check_geometry(vllm_config, kv_cache_config, self._group_ids, self.settings)
         self._engine_id = str(transfer.engine_id)
         self._digests: Digests | None = None
+        self._salts: LoraSalts | None = None  # it remembers what the ranks said, which they do not say again
         self._weights = WeightsSource()
         self._loads_on = transfer.kv_load_failure_policy == "recompute"
+        self._adapter_reads: AdapterReads | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
             self._start_scheduler()
+        elif vllm_config.lora_config is not None:
+            self._adapter_reads = AdapterReads(int(vllm_config.parallel_config.rank))
 
     def _start_scheduler(self) -> None:
         config = self._vllm_config
         self._weights = weights_source(config.model_config, config.load_config, self.settings.model_revision)
         self._digests = Digests(cache_path())
+        self._salts = LoraSalts(self._digests)
         if self._weights.folder is not None:
             self._digests.get(self._weights.folder)
         if not self._loads_on:
@@ -225,7 +231,8 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @guarded(nothing)
     def build_connector_worker_meta(self) -> RankMeta | None:
-        return self.worker_side.take_meta() if self.worker_side is not None else None
+        meta = self.worker_side.take_meta() if self.worker_side is not None else None
+        return self._adapter_reads.add_to(meta) if self._adapter_reads is not None else meta
 
     # --- scheduler side
 
@@ -304,13 +311,13 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             ),
             former=former,
         )
-        assert self._digests is not None
+        assert self._salts is not None
         side = SchedulerSide(
             session,
             namespaces,
             planner,
             self.settings,
-            LoraSalts(self._digests),
+            self._salts,
             hash_block_tokens=compat.hash_block_tokens(self._kv_cache_config, config),
             group_ids=self._group_ids,
             world_size=self._world_size,

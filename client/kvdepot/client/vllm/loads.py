@@ -65,6 +65,7 @@ MISSES: Final = {
     "refused": MissReason.REFUSED,
     "deadline": MissReason.LOAD_TIMED_OUT,
     "unavailable": MissReason.UNREACHABLE,
+    "adapter": MissReason.EXCLUDED,
 }
 """What a failed load is to its request; MissReason.LOAD_FAILED where nothing else is said, an abort is none.
 
@@ -551,7 +552,16 @@ class Loads:
         """The epoch has ended, say: nothing that was looked up or granted before may arrive in a request."""
         self._aheads.reset()
         for load in self._active.values():
-            if load.phase in (LoadPhase.ACQUIRING, LoadPhase.GRANTED):
-                self._fail(load, reason)
-            elif load.phase is LoadPhase.DISPATCHED:
-                self._cancelled.append(load.op_id)
+            self._stop(load, reason)
+
+    def stop(self, state: RequestState) -> None:
+        """The request's adapter was replaced: nothing of its former content may arrive."""
+        self._aheads.forgo(state.request_id)
+        if load := self._active.get(state.request_id):
+            self._stop(load, "adapter")
+
+    def _stop(self, load: Load, reason: str) -> None:
+        if load.phase in (LoadPhase.ACQUIRING, LoadPhase.GRANTED):
+            self._fail(load, reason)
+        elif load.phase is LoadPhase.DISPATCHED:
+            self._cancelled.append(load.op_id)

@@ -108,6 +108,17 @@ class RankArena:
     said_at: float = field(default=0.0, compare=False)  # CLOCK_MONOTONIC, seconds; an older word is none
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterRead:
+    """The engine has read a LoRA adapter's files on a rank."""
+
+    rank: int
+    reader: int  # tells apart the engines of one process
+    load: int  # the engine's id of the adapter
+    path: str
+    state: str  # of the files, as `file_state.fingerprint`; empty: they changed meanwhile, or nobody could look
+
+
 @dataclass(slots=True)
 class RankMeta(KVConnectorWorkerMetadata):
     """Ranks to the scheduler side: what they finished, and which arena each is attached to.
@@ -121,11 +132,15 @@ class RankMeta(KVConnectorWorkerMetadata):
     loads: dict[int, tuple[int, int]] = field(default_factory=dict)
     stores: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
     suspended: frozenset[int] = frozenset()  # of `loads`, those that failed because KV memory was taken away
+    adapters: tuple[AdapterRead, ...] = ()  # read since the last message
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankMeta:
         """Both, as vLLM merges the ranks of one step."""
         assert isinstance(other, RankMeta)
-        merged = RankMeta(dict(self.arenas), dict(self.loads), dict(self.stores), self.suspended | other.suspended)
+        merged = RankMeta(
+            dict(self.arenas), dict(self.loads), dict(self.stores), self.suspended | other.suspended,
+            self.adapters + other.adapters,
+        )  # fmt: skip
         for rank, said in other.arenas.items():
             merged.arenas[rank] = max(said, self.arenas.get(rank, said), key=lambda one: one.said_at)
         for op_id, (ranks, failed) in other.loads.items():

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from kvdepot.client.vllm.adapters import LoadedAdapters, adapter_of
+from kvdepot.client.vllm.adapters import Adapter, LoadedAdapters, adapter_of
 from kvdepot.client.vllm.events import KvEvents
 from kvdepot.client.vllm.kept import KeptAttention
 from kvdepot.client.vllm.loads import Loads, ResolveBlocks
-from kvdepot.client.vllm.metadata import Geometry, RankMeta, StepMeta
+from kvdepot.client.vllm.metadata import AdapterRead, Geometry, RankMeta, StepMeta
 from kvdepot.client.vllm.pace import Pace
 from kvdepot.client.vllm.pins import BlockHolds, BlockPool
 from kvdepot.client.vllm.provenance import Provenance
@@ -34,11 +34,18 @@ _COMPUTED_SOUNDLY: Final = ("", "adapter_unknown")
 """Exclusions of requests whose blocks count for others: what they are hashed by is what they are computed of."""
 
 
+ADAPTERS_SECONDS: Final = 1.0
+"""How often the adapters of running requests are looked up."""
+
+
 class Adapters(Protocol):
     """Content digests of LoRA adapters."""
 
     def salt(self, lora_request: Any) -> bytes | None:
         """The salt of a request's keys; None while the digest is not known (or cannot be)."""
+
+    def read(self, read: AdapterRead) -> bool:
+        """The engine has read an adapter's files; returns whether they were others before."""
 
 
 class SchedulerSide:
@@ -79,6 +86,7 @@ class SchedulerSide:
         self._settings = settings
         self._adapters = adapters
         self._loaded_adapters = LoadedAdapters()
+        self._looked_at = clock()
         self._hash_block_tokens = hash_block_tokens
         self._group_ids = tuple(group_ids)
         self._world_size = world_size
@@ -148,16 +156,40 @@ class SchedulerSide:
     def _check_adapter(self, state: RequestState, lora_request: Any) -> None:
         state.adapter = adapter_of(lora_request)
         salt, replaced = self._loaded_adapters.asked(lora_request, self._adapters.salt(lora_request))
-        for adapter in replaced:
+        self._replace(replaced)
+        if salt is None:
+            state.excluded = state.excluded or "adapter_unknown"
+            state.void = self._loaded_adapters.doubted(state.adapter)
+        state.salt = salt or b""
+
+    def _replace(self, adapters: set[Adapter]) -> None:
+        """Of requests with these adapters nothing more is stored or loaded, nor of what the engine has of them."""
+        for adapter in adapters:
             self.counters["adapters_replaced"] += 1
             if self.provenance is not None:
                 self.provenance.replaced(adapter)
-        for other in self._requests.values():
-            if other.adapter in replaced:
-                self._void(other, "adapter")
-        if salt is None:
-            state.excluded = state.excluded or "adapter_unknown"
-        state.salt = salt or b""
+            if self.stores is not None:
+                self.stores.replaced(adapter)
+        for state in self._requests.values():
+            if state.adapter in adapters:
+                self._void(state, "adapter")
+                self.loads.stop(state)
+                state.excluded = state.excluded or "adapter_unknown"
+
+    def _look_at_adapters(self) -> None:
+        """Whether the files of adapters that requests run with are still those that they began with."""
+        self._looked_at = self._clock()
+        for adapter in {state.adapter for state in self._requests.values() if state.adapter is not None}:
+            lora_request = self._loaded_adapters.current(adapter)
+            if lora_request is not None:
+                self._replace(self._loaded_adapters.checked(adapter, self._adapters.salt(lora_request)))
+
+    def _adapters_read(self, reads: Sequence[AdapterRead]) -> None:
+        for read in reads:
+            if self._adapters.read(read):
+                self._replace(self._loaded_adapters.read(read.load))
+        if reads:
+            self._look_at_adapters()
 
     @staticmethod
     def _void(state: RequestState, why: str) -> None:
@@ -219,6 +251,8 @@ class SchedulerSide:
         # Not behind a step that computes: its tokens may be waited for yet (asynchronous scheduling).
         meta.idle, self._computed = self._alone and not (computes or self._computed), computes
         self.pace.step(scheduler_output.scheduled_new_reqs, self._requests)
+        if self._clock() - self._looked_at >= ADAPTERS_SECONDS:
+            self._look_at_adapters()
         self._poll()
         block_state = scheduler_output.kv_connector_block_state
         resolve: ResolveBlocks | None = block_state.resolve_block_ids if block_state is not None else None
@@ -281,6 +315,7 @@ class SchedulerSide:
         """What the ranks have finished."""
         if meta is None:
             return
+        self._adapters_read(meta.adapters)  # before anything that the same step has stored is committed
         for rank, arena in meta.arenas.items():
             self.namespaces.rank_arena(rank, arena)
         for op_id, (ranks, failed) in meta.loads.items():

@@ -25,6 +25,7 @@ from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
+    from kvdepot.client.vllm.adapters import Adapter
     from kvdepot.client.vllm.events import KvEvents
     from kvdepot.client.vllm.namespaces import Namespaces
     from kvdepot.client.vllm.pins import BlockHolds, WeakHold
@@ -71,6 +72,7 @@ class RequestStores:
     ops: int = 0  # dispatched and not acknowledged
     asked: bool = False  # the daemon has heard of the request, so it must hear of its end
     finished: bool = False
+    void: bool = False  # the content of its adapter is not known any more
     progress_at: float = 0.0
 
     @property
@@ -253,8 +255,9 @@ class Stores:
             self._give_back(batch, "malformed")
             self._settle(stores)
             return
-        if stores.epoch != self._namespaces.epoch_number:
-            self._give_back(batch, "epoch")
+        void = self._void(stores, stores.epoch)
+        if void:
+            self._give_back(batch, void)
         else:
             self._sort(stores, batch, outcomes, extents, reply.arena_id)
         self._settle(stores)
@@ -387,7 +390,7 @@ class Stores:
         self._holds.unpin(op.block_ids)
         op.stores.ops -= 1
         op.stores.progress_at = self._clock()
-        void = op.epoch != self._namespaces.epoch_number
+        void = self._void(op.stores, op.epoch)
         good = [] if void else [index for index in op.indices if index not in op.failed]
         if good:
             self._counters["stored_objects"] += len(good)
@@ -424,16 +427,30 @@ class Stores:
     def reset(self, reason: str = "epoch") -> None:
         """A new epoch, say: what no rank has seen is given back, what ranks copy is abandoned when they finish."""
         for stores in list(self._requests.values()):
-            stores.state.store_stopped = reason
-            for found in stores.granted:
-                self._session.abandon(found.lease_id, [found.index])
-            for found in (*stores.waiting, *stores.granted):
-                self._drop(found, reason)
-            for found in stores.asking:
-                self._holds.drop(found.hold)
-            stores.waiting.clear()
-            stores.granted.clear()
-            self._settle(stores)
+            self._stop(stores, reason)
+
+    def replaced(self, adapter: Adapter) -> None:
+        """The same of all requests with this adapter, also of those that are over."""
+        for stores in list(self._requests.values()):
+            if stores.state.adapter == adapter:
+                stores.void = True
+                self._stop(stores, "adapter")
+
+    def _void(self, stores: RequestStores, epoch: int) -> str:
+        """Why nothing of it may be committed; empty if it may."""
+        return "epoch" if epoch != self._namespaces.epoch_number else "adapter" if stores.void else ""
+
+    def _stop(self, stores: RequestStores, reason: str) -> None:
+        stores.state.store_stopped = reason
+        for found in stores.granted:
+            self._session.abandon(found.lease_id, [found.index])
+        for found in (*stores.waiting, *stores.granted):
+            self._drop(found, reason)
+        for found in stores.asking:
+            self._holds.drop(found.hold)
+        stores.waiting.clear()
+        stores.granted.clear()
+        self._settle(stores)
 
     def pending(self) -> bool:
         """Whether the engine has to keep stepping for a store, with an end to it."""

@@ -1,7 +1,10 @@
-"""What the weights are: a digest of their files, taken once and off the engine's threads (DESIGN 2).
+"""What the weights are: a digest of their files, taken off the engine's threads (DESIGN 2, docs/adr/0046).
 
 A file's digest is kept by (path, inode, mtime_ns, ctime_ns, size) in the user's cache
 directory, so that only files that changed are read again at the next start.
+
+A digest must never name other bytes than the engine computes with. It has read the weights before they are digested,
+and reads adapters again without a word. Where files may have changed in between, there is no digest.
 """
 
 from __future__ import annotations
@@ -13,12 +16,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import xxhash
+from kvdepot.client.vllm import file_state
 from kvdepot.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvdepot.client.vllm.metadata import AdapterRead
 
 READ_BYTES: Final = 8 << 20
 CACHE_ENTRIES_MAX: Final = 4096
@@ -26,10 +33,23 @@ CACHE_ENTRIES_MAX: Final = 4096
 ANSWERS_MAX: Final = 1024
 """Folders remembered; another one in use is digested again, from the files that are remembered."""
 LOOK_AGAIN_SECONDS: Final = 5.0
-"""How often at most the files of an adapter in use are looked at again: a stat each, read only where they changed."""
+"""How old the last look at an adapter's files may be: an older answer is none. A look is a stat of each file."""
+LOOK_SECONDS: Final = 2.0
+"""How often the files of adapters in use are looked at."""
+IN_USE_SECONDS: Final = 3600.0
+"""How long an adapter is in use after its last request. The first request after that is computed and not stored."""
+STATES_MAX: Final = 16
+"""States of an adapter's files that are remembered: its contents are equal, as after a `touch`."""
+TICK_SECONDS: Final = 0.02
+"""Two changes within a tick of a file system's clock have one time."""
+COARSE_TICK_SECONDS: Final = 2.0
+"""The same where times are whole seconds."""
+TRIES_MAX: Final = 3
 WANTED_MAX: Final = 256
 """Folders waiting to be digested; beyond it an adapter is unknown until it is asked for again."""
-_Key = TypeVar("_Key", str, tuple[Path, int])
+READS_MAX: Final = 65_536
+"""Loads of adapters whose readers are remembered."""
+_Key = TypeVar("_Key", str, int, tuple[Path, int])
 _Value = TypeVar("_Value")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _LOADS_THE_FOLDER: Final = frozenset(
@@ -39,12 +59,16 @@ _LOADS_THE_FOLDER: Final = frozenset(
     }
 )  # fmt: skip
 """vLLM's load formats whose weights are files of the model's folder."""
-_SKIPPED_FOLDERS: Final = frozenset({".cache", ".git"})
 
 
-def cache_path(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where file digests are kept between starts."""
-    base = environment.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+def cache_path(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where file digests are kept between starts; None: nowhere, as this user has no home directory."""
+    base = environment.get("XDG_CACHE_HOME")
+    if not base:
+        try:
+            base = str(Path.home() / ".cache")
+        except (RuntimeError, KeyError, OSError):  # no HOME, and no passwd entry
+            return None
     return Path(base) / "kvdepot" / "file-digests.json"
 
 
@@ -53,41 +77,64 @@ class FileDigests:
 
     def __init__(self, cache: Path | None) -> None:
         self._cache = cache
-        self._known: dict[str, str] = {}
+        self._known: dict[str, str] | None = None  # None: not read yet; a home may hang, and an engine's start must not
         self._saved = True
-        if cache is not None:
-            with suppress(OSError, ValueError, AttributeError):
-                loaded = json.loads(cache.read_text())
-                for key, value in loaded.items():
-                    _remember(self._known, str(key), str(value), CACHE_ENTRIES_MAX)
+
+    def _remembered(self) -> dict[str, str]:
+        if self._known is None:
+            self._known = {}
+            if self._cache is not None:
+                with suppress(OSError, ValueError, AttributeError, RecursionError):
+                    for key, value in json.loads(self._cache.read_text()).items():
+                        _remember(self._known, str(key), str(value), CACHE_ENTRIES_MAX)
+        return self._known
 
     def digest(self, path: Path) -> str:
-        """Hex digest of the file's bytes. Raises OSError."""
-        status = path.stat()
-        key = "|".join(
-            map(str, (path.resolve(), status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
-        )
-        known = self._known.pop(key, None)
-        if known is None:
+        """Hex digest of the file's bytes. Raises OSError, also for a file that changes meanwhile."""
+        status = _settled(path)
+        known = self._remembered()
+        digest = known.get(_key(path, status))
+        if digest is None:
             self._saved = False
             total = xxhash.xxh3_128()
             with path.open("rb") as file:
                 while part := file.read(READ_BYTES):
                     total.update(part)
-            known = total.hexdigest()
-        _remember(self._known, key, known, CACHE_ENTRIES_MAX)
-        return known
+            if _key(path, path.stat()) != _key(path, status):
+                raise OSError(f"{path} changes while it is read")
+            digest = total.hexdigest()
+        _remember(known, _key(path, status), digest, CACHE_ENTRIES_MAX)
+        return digest
 
     def save(self) -> None:
         """Keep what is known for the next start. A read-only home is no error."""
-        if self._cache is None or self._saved:
+        if self._cache is None or self._known is None or self._saved:
             return
         self._saved = True
         temporary = self._cache.with_suffix(f".{os.getpid()}.tmp")
         with suppress(OSError):
             self._cache.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(self._known))
-            temporary.replace(self._cache)
+            try:
+                temporary.write_text(json.dumps(self._known))
+                temporary.replace(self._cache)
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _settled(path: Path) -> os.stat_result:
+    """The file's status once a further change would have another time. Raises OSError."""
+    for _ in range(TRIES_MAX):
+        status = path.stat()
+        tick = TICK_SECONDS if status.st_ctime_ns % 10**9 else COARSE_TICK_SECONDS
+        wait = status.st_ctime_ns / 1e9 + tick - time.time()
+        if wait <= 0 or wait > tick:  # another host's clock may be ahead
+            break
+        threading.Event().wait(wait)
+    return status
+
+
+def _key(path: Path, status: os.stat_result) -> str:
+    return "|".join(map(str, (path.resolve(), status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)))
 
 
 def _remember(known: dict[_Key, _Value], key: _Key, value: _Value, count_max: int) -> None:
@@ -102,12 +149,10 @@ def folder_digest(folder: Path, digests: FileDigests) -> str:
     """One digest over every file below a folder: relative names, sizes and contents. Raises OSError."""
     total = xxhash.xxh3_128()
     files = 0
-    for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        if _SKIPPED_FOLDERS.intersection(relative.parts) or not path.is_file():
-            continue
+    for path in file_state.files_below(folder):
         files += 1
-        total.update(json.dumps([relative.as_posix(), path.stat().st_size, digests.digest(path)]).encode())
+        name = path.relative_to(folder).as_posix()
+        total.update(json.dumps([name, path.stat().st_size, digests.digest(path)]).encode())
     if not files:
         raise FileNotFoundError(f"{folder} holds no files")
     return total.hexdigest()
@@ -170,16 +215,31 @@ def _hub_snapshot(model: str, revision: str | None, download_dir: str | None) ->
     return folder if revision and _COMMIT.fullmatch(revision) and folder.is_dir() else None
 
 
+@dataclass(slots=True)
+class _Answer:
+    digest: str
+    looked_at: float
+    asked_at: float
+    states: dict[str, None] = field(default_factory=dict)  # fingerprints of the files that have this digest
+
+
 class Digests:
     """Digests folders on a thread of its own; asks are answered from what is known, never by waiting.
 
-    Used for the weights (once) and for LoRA adapters (whenever a new one comes).
+    Used for the weights (once) and for LoRA adapters (as long as they are in use).
     """
 
-    def __init__(self, cache: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        cache: Path | None,
+        clock: Callable[[], float] = time.monotonic,
+        started_ns: Callable[[], int] | None = None,
+    ) -> None:
+        """`started_ns`: a moment of the wall clock before which the engine had read no weights. Raises OSError."""
         self._files = FileDigests(cache)
         self._clock = clock
-        self._answers: dict[tuple[Path, int], tuple[str, float]] = {}  # and when the folder was looked at
+        self._started_ns = started_ns or file_state.process_started_ns
+        self._answers: dict[tuple[Path, int], _Answer] = {}
         self._problems: dict[tuple[Path, int], str] = {}
         self._wanted: list[tuple[Path, int]] = []
         self._wake = threading.Condition()
@@ -190,21 +250,28 @@ class Digests:
     def get(self, folder: Path, load: int = 0) -> str | None:
         """The digest, None while it is not known (it is being taken) or cannot be (`problem`).
 
-        `load` tells apart the times that the engine has loaded the folder: its files may have changed between. From 1
-        on the engine may also read it again unsaid, so once they have changed there is no digest of that load any more.
+        `load` tells apart the times that the engine has loaded the folder: its files may have changed between. 0 are
+        the weights, which were read while this process started. From 1 on the engine may also read the folder again
+        unsaid: an answer counts for LOOK_AGAIN_SECONDS, and once the files have changed that load has none any more.
         """
         key = (folder, load)
         with self._wake:
-            answer, looked_at = self._answers.get(key, (None, 0.0))
-            if answer is not None:
-                _remember(self._answers, key, (answer, looked_at), ANSWERS_MAX)
-                due = load > 0 and self._clock() - looked_at >= LOOK_AGAIN_SECONDS
-            else:
+            answer, now = self._answers.get(key), self._clock()
+            if answer is None:
                 due = key not in self._problems
-            if due and key not in self._wanted and len(self._wanted) < WANTED_MAX:
-                self._wanted.append(key)
-                self._wake.notify()
-            return answer
+            else:
+                answer.asked_at = now
+                _remember(self._answers, key, answer, ANSWERS_MAX)
+                due = load > 0 and now - answer.looked_at >= LOOK_AGAIN_SECONDS
+            if due:
+                self._want(key)
+            return answer.digest if answer is not None and not due else None
+
+    def has(self, folder: Path, load: int, state: str) -> bool:
+        """Whether files in this state (`file_state.fingerprint`) have the digest of that load."""
+        with self._wake:
+            answer = self._answers.get((folder, load))
+            return answer is not None and state in answer.states
 
     def problem(self, folder: Path, load: int = 0) -> str:
         """Why there will be no digest; empty otherwise."""
@@ -216,44 +283,103 @@ class Digests:
             self._stopping = True
             self._wake.notify()
 
+    def _want(self, key: tuple[Path, int]) -> None:
+        if key not in self._wanted and len(self._wanted) < WANTED_MAX:
+            self._wanted.append(key)
+            self._wake.notify()
+
     def _run(self) -> None:
         while True:
             with self._wake:
+                self._want_in_use()
                 while not (self._wanted or self._stopping):
-                    self._wake.wait()
+                    self._wake.wait(LOOK_SECONDS)
+                    self._want_in_use()
                 if self._stopping:
                     return
                 key = self._wanted[0]
-            answer, problem = self._digest(key[0])
+                before = self._answers.get(key)
+            began = self._clock()
+            digest, state, problem = self._look(*key, before)
             with self._wake:
-                before, _ = self._answers.pop(key, ("", 0.0))
-                if before and answer and answer != before:
-                    answer, problem = "", f"{key[0]} has changed since it was loaded"
-                else:
-                    answer = answer or before  # what is gone since it was loaded cannot be read again
-                if answer:
-                    _remember(self._answers, key, (answer, self._clock()), ANSWERS_MAX)
+                self._wanted.remove(key)
+                self._answers.pop(key, None)
+                if before is not None and digest and digest != before.digest:
+                    digest, problem = "", f"{key[0]} has changed since it was loaded"
+                if digest:
+                    answer = before or _Answer(digest, began, began)
+                    answer.looked_at = began
+                    if state:
+                        _remember(answer.states, state, None, STATES_MAX)
+                    _remember(self._answers, key, answer, ANSWERS_MAX)
+                elif before is not None and not problem:
+                    _remember(self._answers, key, before, ANSWERS_MAX)  # not seen: it becomes too old
                 else:
                     _remember(self._problems, key, problem, ANSWERS_MAX)
-                self._wanted.remove(key)
 
-    def _digest(self, folder: Path) -> tuple[str, str]:
-        """The digest, or the problem."""
+    def _want_in_use(self) -> None:
+        """The rest of the queue is for those that are asked for."""
+        now = self._clock()
+        for key, answer in self._answers.items():
+            if len(self._wanted) >= WANTED_MAX // 2:
+                return
+            if key[1] and now - answer.looked_at >= LOOK_SECONDS and now - answer.asked_at < IN_USE_SECONDS:
+                self._want(key)
+
+    def _look(self, folder: Path, load: int, before: _Answer | None) -> tuple[str, str, str]:
+        """The digest, the state of the files that have it, and else the problem: none if a later look may succeed."""
+        problem = ""
+        for _ in range(TRIES_MAX):
+            try:
+                return self._digest(folder, load, before)
+            except FileNotFoundError as error:
+                if before is not None:
+                    return before.digest, "", ""  # what is gone since it was loaded cannot be read again
+                problem = str(error)
+            except OSError as error:
+                problem = "" if before is not None else str(error)
+            except Exception as error:  # noqa: BLE001 - I3: without this thread all digests would stay unknown, unsaid
+                return "", "", f"{folder} cannot be digested: {error!r}"
+        return "", "", problem
+
+    def _digest(self, folder: Path, load: int, before: _Answer | None) -> tuple[str, str, str]:
+        """As `_look`. Raises OSError."""
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} holds no files")
+        state = file_state.fingerprint(folder)
+        if before is not None and state in before.states:
+            return before.digest, state, ""
+        problem = "" if load else self._changed_since_start(folder)
+        if problem:
+            return "", "", problem
+        digest = folder_digest(folder, self._files)
+        if file_state.fingerprint(folder) != state:
+            raise OSError(f"{folder} changes while it is digested")
+        self._files.save()
+        problem = "" if load else self._changed_since_start(folder)
+        return ("", "", problem) if problem else (digest, state, "")
+
+    def _changed_since_start(self, folder: Path) -> str:
+        """Why the weights that the engine has read may be others than those of the files now. Raises OSError."""
+        advice = "start the engine again, or set model_revision to something that changes whenever the weights do"
         try:
-            answer = folder_digest(folder, self._files)
-            self._files.save()
-        except OSError as error:
-            return "", str(error)
-        except Exception as error:  # noqa: BLE001 - I3: without this thread every digest would stay unknown, unsaid
-            return "", f"{folder} cannot be digested: {error!r}"
-        return answer, ""
+            changed = file_state.changed_since(folder, self._started_ns())
+        except (ValueError, IndexError, OSError) as error:
+            return f"it is not known whether {folder} has changed since this engine started ({error}): {advice}"
+        if changed is None:
+            return ""
+        return f"{changed} may have changed after this engine began to read its weights: {advice}"
 
 
 class LoraSalts:
-    """Key salts of LoRA requests: the engine's hashes cover only an adapter's name and path."""
+    """Key salts of LoRA requests: the engine's hashes cover only an adapter's name and path.
+
+    Used on the scheduler's thread only.
+    """
 
     def __init__(self, digests: Digests) -> None:
         self._digests = digests
+        self._reads: dict[int, dict[tuple[int, int], AdapterRead]] = {}  # by load, then by reader: the last one
 
     def salt(self, lora_request: Any) -> bytes | None:
         """The content digest, None while unknown."""
@@ -261,5 +387,19 @@ class LoraSalts:
         if not path:
             return None
         # The engine gives an adapter that is loaded anew another id, under the same name and path.
-        digest = self._digests.get(Path(path), int(getattr(lora_request, "lora_int_id", 0)))
-        return bytes.fromhex(digest) if digest else None
+        load = int(getattr(lora_request, "lora_int_id", 0))
+        digest = self._digests.get(Path(path), load)
+        reads = self._reads.get(load, {}).values()
+        if digest is None or not all(
+            read.path == path and self._digests.has(Path(path), load, read.state) for read in reads
+        ):
+            return None
+        return bytes.fromhex(digest)
+
+    def read(self, read: AdapterRead) -> bool:
+        """A rank has read it; returns whether it read something else before, under the same id."""
+        reads = self._reads.get(read.load, {})
+        before = reads.get((read.rank, read.reader))
+        reads[read.rank, read.reader] = read
+        _remember(self._reads, read.load, reads, READS_MAX)
+        return before is not None and before != read
