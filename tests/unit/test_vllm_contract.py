@@ -246,3 +246,12 @@ def test_the_table_of_versions_has_a_row_for_each_runner_of_each_version() -> No
     (major, first), (_, last) = versions.VERSION_MIN, versions.VERSION_MAX
     expected = [(str(major), str(minor), runner) for minor in range(first, last + 1) for runner in ("V1", "V2")]
     assert rows == expected
+
+
+def test_a_connector_starts_whatever_has_changed_in_one_that_it_does_not_extend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compat, "_USED", ((compat.MultiConnector, ("_children_by_name",)),))
+    assert compat.changes(KVDepotConnector) == []
+    (said,) = compat.changes(WeightedMultiConnector)
+    assert said.endswith("MultiConnector._children_by_name is gone")
