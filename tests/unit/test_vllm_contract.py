@@ -205,9 +205,9 @@ def test_a_field_that_is_gone_is_said_unless_the_version_has_it_not_yet() -> Non
 
 SAFETY = {
     "is_eagle_group", "is_draft", "non_causal", "extra_retained_tokens", "mamba_cache_mode", "prefix_replay_tokens",
-    "hisparse_host_num_blocks", "aux_output_config", "num_hash_lookahead_tokens", "speculative_config",
+    "hisparse_host_num_blocks", "aux_output_config", "diffusion_config", "num_hash_lookahead_tokens",
     "decode_context_parallel_size", "prefill_context_parallel_size", "nnodes", "prefix_caching_hash_algo",
-    "load_inplace", "skip_reading_prefix_cache", "resumable", "prompt_embeds",
+    "load_inplace", "speculative_config", "skip_reading_prefix_cache", "resumable", "prompt_embeds",
 }  # fmt: skip
 """Names that refusals and exclusions read: without one of them the refusal would be silent."""
 

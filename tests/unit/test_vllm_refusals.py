@@ -15,6 +15,7 @@ from kvdepot.client.vllm.connector import KVDepotConnector
 from kvdepot.client.vllm.refusals import check_engine
 from kvdepot.client.vllm.settings import Settings
 from kvdepot.core.errors import ConfigError
+from vllm.config import DiffusionConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -144,9 +145,14 @@ def test_auxiliary_outputs(folder: Path) -> None:
     assert "enable_return_routed_experts" in refused(config, dense())
 
 
+def test_models_that_denoise_blocks_of_tokens(folder: Path) -> None:
+    config = SimpleNamespace(**vars(engine_config(folder)) | {"diffusion_config": DiffusionConfig(canvas_length=32)})
+    assert "diffusion_config" in refused(config, dense())
+
+
 def test_what_a_vllm_does_not_have_is_not_refused(folder: Path) -> None:
     config = SimpleNamespace(**vars(engine_config(folder)))
-    del config.aux_output_config
+    del config.aux_output_config, config.diffusion_config
     check_engine(config, dense(), SETTINGS, {})
 
 

@@ -95,7 +95,7 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     (KVConnectorOutput, ("kv_connector_worker_meta",)),
     (
         VllmConfig,
-        ("aux_output_config", "kv_events_config", "kv_transfer_config", "num_hash_lookahead_tokens",
+        ("aux_output_config", "diffusion_config", "kv_events_config", "kv_transfer_config", "num_hash_lookahead_tokens",
          "speculative_config", "weight_transfer_config"),
     ),
     (
@@ -246,7 +246,8 @@ def state_parts(spec: Any) -> list[tuple[str, int]]:
 def has_drafts(group: Any) -> bool:
     """Whether the group holds draft layers, whose KV at a position may depend on the token after it.
 
-    From 0.33 on such layers may lie in a group with the model's own.
+    From 0.33 on such layers may lie in a group with the model's own. Where vLLM merges the specs of a group into one,
+    their mark is lost: such engines are refused by the method of speculative decoding.
     """
     layers = iter_layer_specs(group.kv_cache_spec)
     return bool(getattr(group, "is_eagle_group", False)) or any(getattr(one, "is_draft", False) for one in layers)
@@ -260,6 +261,11 @@ def hash_lookahead_tokens(vllm_config: Any) -> int:
 def has_auxiliary_outputs(vllm_config: Any) -> bool:
     """Whether it returns more of each token than the token (routed experts)."""
     return bool(getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False))
+
+
+def is_diffusion(vllm_config: Any) -> bool:
+    """Whether the model generates by denoising blocks of tokens in which each attends to all."""
+    return getattr(vllm_config, "diffusion_config", None) is not None
 
 
 def replayed_tokens(spec: Any) -> int:
@@ -366,6 +372,7 @@ __all__ = [
     "hash_lookahead_tokens",
     "hash_block_tokens",
     "is_chunked_local",
+    "is_diffusion",
     "layer_spec",
     "looks_ahead",
     "mamba_modes",

@@ -41,6 +41,13 @@ def check_engine(
             "auxiliary outputs of tokens that are loaded exist nowhere, and vLLM withdraws offers for them",
             advice="switch enable_return_routed_experts off, or serve this model without kvdepot",
         )
+    if compat.is_diffusion(vllm_config):
+        raise ConfigError(
+            WHERE,
+            "diffusion_config",
+            "a token's KV depends on the later ones of its canvas, which no hash of a prefix covers",
+            advice="serve this model without kvdepot",
+        )
     kinds = _check_groups(kv_cache_config)
     if vllm_config.speculative_config is not None:
         stages = vllm_config.parallel_config.pipeline_parallel_size
