@@ -7,6 +7,7 @@ changed, else as COMMAND does.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -19,10 +20,14 @@ def main(version: str, *command: str) -> int:
     except NoSourcesError as error:
         print(f"test-next: {error}", file=sys.stderr)
         return 2
+    os.chdir(ROOT)
     check = [sys.executable, "-m", "tests.next_vllm.check", str(folder)]
-    checked = subprocess.run(check, cwd=ROOT, env=environment(folder)).returncode
-    ran = subprocess.run(command, cwd=ROOT, env=environment(folder)).returncode if command else 0
-    return checked or ran
+    changed = subprocess.run(check, env=environment(folder)).returncode
+    if command and not changed:
+        os.execvpe(command[0], command, environment(folder))  # signals of `timeout` are for it
+    if command:
+        subprocess.run(command, env=environment(folder))
+    return changed
 
 
 if __name__ == "__main__":
