@@ -127,7 +127,7 @@ def changed_overrides(kind: type, not_hooks: Iterable[str] = (), absent: Iterabl
             continue
         if type(above) is not type(own):
             problems.append(f"{name} is a {type(above).__name__}, in this kvdepot a {type(own).__name__}")
-        elif _named(passed) != _named(taken):
+        elif arguments(passed) != arguments(taken):
             passes, takes = inspect.signature(passed), inspect.signature(taken)
             problems.append(f"{name}: called as {name}{passes}, this kvdepot takes {name}{takes}")
     return problems
@@ -142,7 +142,7 @@ def missing_names(kind: type, names: Names, absent: Iterable[str] = ()) -> list[
     for name, method in _methods(names).items() if isinstance(names, type) else ():
         theirs = _function(inspect.getattr_static(kind, name, None))
         if theirs is not None and not _takes(theirs, method):
-            problems.append(f"{place}.{name} takes {inspect.signature(theirs)}, kvdepot passes {_named(method)[1:]}")
+            problems.append(f"{place}.{name} takes {inspect.signature(theirs)}, kvdepot passes {arguments(method)[1:]}")
     return problems
 
 
@@ -166,7 +166,7 @@ def _function(member: object) -> Callable[..., Any] | None:
     return member if inspect.isfunction(member) else None
 
 
-def _named(function: Callable[..., Any]) -> list[str]:
+def arguments(function: Callable[..., Any]) -> list[str]:
     """The arguments, less those that a method may get beside its own."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [name for name, found in inspect.signature(function).parameters.items() if found.kind not in variable]
@@ -174,7 +174,7 @@ def _named(function: Callable[..., Any]) -> list[str]:
 
 def _takes(theirs: Callable[..., Any], ours: Callable[..., Any]) -> bool:
     """Whether a call with our arguments is one of theirs: further ones need a default."""
-    parameters, passed = list(inspect.signature(theirs).parameters.values()), _named(ours)
+    parameters, passed = list(inspect.signature(theirs).parameters.values()), arguments(ours)
     further = [p for p in parameters[len(passed) :] if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     return [p.name for p in parameters[: len(passed)]] == passed and not further
 
