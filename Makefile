@@ -21,9 +21,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SECONDS ?= 120
 NODES ?= 1
+SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-fast test-long test-next test-next-fast chaos soak lint image-check docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-fast test-long test-next test-next-fast chaos soak long-life mutants lint image-check docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -96,6 +97,12 @@ chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 
 
 soak: venv ## real engines under load and random faults: make soak SECONDS=120 SEED=
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+mutants: venv ## change the product a little, many times: which tests notice? make mutants SAMPLE=60 SEED= MODULES=
+	$(BIN)/python -m tests.mutants --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(MODULES)
+
+long-life: venv ## engines of one process come and go, nothing grows: make long-life SECONDS=3600
+	$(BIN)/python -m tests.long_life --seconds $(SECONDS)
 
 image-check: venv ## build the Dockerfile without a container engine, and run what comes of it (as root)
 	@for p in buildah debootstrap; do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \

@@ -55,6 +55,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2_LOAD_ARGUMENTS
 from tests.fakes.direct_session import Depot, DirectAttachment, DirectSession
+from tests.fakes.sleep_mode import SleepMode
 
 try:
     from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker
@@ -201,6 +202,7 @@ class RankMemory:
     def __init__(self, layout: KVCacheConfig, rank: int) -> None:
         self.rank = rank
         self.layout = layout
+        self.weights = 0  # which ones compute what is written here
         self._alike = {
             name
             for group in layout.kv_cache_groups
@@ -224,7 +226,8 @@ class RankMemory:
         return self.caches[layer][block_id].view(-1)
 
     def _pattern(self, kind: str, layer: str, tokens: Sequence[int], size_bytes: int) -> np.ndarray[Any, Any]:
-        return pattern(kind, layer, 0 if layer in self._alike else self.rank, tokens, size_bytes)
+        weights = f"{self.weights}:" if self.weights else ""
+        return pattern(weights + kind, layer, 0 if layer in self._alike else self.rank, tokens, size_bytes)
 
     def write(self, kind: str, layer: str, block_id: int, tokens: Sequence[int]) -> None:
         block = self.block(layer, block_id)
@@ -253,7 +256,7 @@ def _worker(config: VllmConfig, memory: RankMemory) -> Any:
     return worker
 
 
-class ScriptedEngine:
+class ScriptedEngine(SleepMode):
     """One engine, stepped by the test."""
 
     _names = itertools.count()
@@ -275,6 +278,7 @@ class ScriptedEngine:
         full: bool = True,
         pipeline: bool = False,
         wait: bool = True,
+        heard: int | None = None,
         order: tuple[str, ...] = V1,
         runs_ahead: bool = False,
         **config: Any,
@@ -282,6 +286,7 @@ class ScriptedEngine:
         """`streams`: its ranks do not map the arena, each has a proxy process. `pipeline`: its ranks are stages.
 
         The groups are `cache_layout`'s. `wait`: until it may load and store. `order`: of the calls in a step.
+        `heard`: so many ranks say their facts at the start.
         `runs_ahead`: asynchronous scheduling. A step is scheduled and computed before the scheduler knows the tokens
         of the one before (v1/engine/core.py, step_with_batch_queue).
         """
@@ -307,12 +312,8 @@ class ScriptedEngine:
             self.config, self.layout, StructuredOutputManager(self.config), state_block, BLOCK, log_stats=True
         )
         self.connector: Any = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {
-                (rank, 0) if pipeline else (0, rank): worker.get_handshake_metadata()
-                for rank, worker in enumerate(self.workers)
-            }
-        )
+        self._pipeline = pipeline
+        self.shake_hands(heard)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
@@ -325,6 +326,7 @@ class ScriptedEngine:
         self.loaded_reports: list[str] = []
         self.failed_reports: list[str] = []
         self._drafts: dict[str, list[int]] = {}  # of this step, unverified
+        self.deliver: Callable[[list[Any]], list[Any]] | None = None  # which of the ranks' messages arrive when
         if wait:
             self.wait_attached()
 
@@ -334,6 +336,16 @@ class ScriptedEngine:
             assert not self.side.namespaces.problem, self.side.namespaces.problem
             self.step()
 
+    def facts(self) -> dict[tuple[int, int], Any]:
+        """What the ranks say of themselves, as vLLM collects it."""
+        said = enumerate(worker.get_handshake_metadata() for worker in self.workers)
+        return {(rank, 0) if self._pipeline else (0, rank): found for rank, found in said if found is not None}
+
+    def shake_hands(self, ranks: int | None = None) -> None:
+        """v1/engine/core.py, _set_kv_connector_handshake_metadata: at the start, and in 0.33 at each wake-up."""
+        if facts := pickle.loads(pickle.dumps(dict(list(self.facts().items())[:ranks]))):
+            self.connector.set_xfer_handshake_metadata_pp_aware(facts)
+
     def _connect(self, monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
         """The connector that is made next calls the depot directly."""
         depot = self.depot
@@ -341,7 +353,17 @@ class ScriptedEngine:
         self.proxies = [depot.proxy(attached) for attached in self.session.ranks if streams]
         self.attachments = [DirectAttachment(depot, *self.proxies[rank : rank + 1]) for rank in range(self.ranks)]
         attach = iter(self.attachments)
-        monkeypatch.setattr(connector_module, "DepotSession", lambda *_, **__: self.session)
+
+        depot.engines[self.name] = self
+
+        def session(_endpoint: Any, engine_id: str, world_size: int, **_: Any) -> DirectSession:
+            engine = depot.engines[engine_id]
+            if engine.session.started:
+                engine.session = DirectSession(depot, engine_id, world_size)
+            found: DirectSession = engine.session
+            return found
+
+        monkeypatch.setattr(connector_module, "DepotSession", session)
         monkeypatch.setattr(connector_module, "Attachment", lambda *_, **__: next(attach))
 
     @property
@@ -410,8 +432,13 @@ class ScriptedEngine:
         for request_id, tokens in sampled.items():
             self.tokens[request_id] += tokens
             self.outputs[request_id] += tokens
+        said = [output.kv_connector_output.kv_connector_worker_meta for output in outputs if output.kv_connector_output]
         output = self._aggregator.aggregate(outputs) if self.ranks > 1 else outputs[0]
-        assert output is not None
+        assert output is not None and output.kv_connector_output is not None
+        if self.deliver is not None:  # merged as vLLM does it
+            arrived = self.deliver([meta for meta in said if meta is not None])
+            merged = functools.reduce(lambda one, other: one.aggregate(other), arrived) if arrived else None
+            output.kv_connector_output.kv_connector_worker_meta = merged
         self._unread.append((scheduled, output))
         while len(self._unread) > (self._ahead if scheduled.num_scheduled_tokens else 0):
             self._read(*self._unread.popleft())

@@ -148,7 +148,7 @@ async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
     reloads: set[asyncio.Task[None]] = set()
 
     def reload() -> None:
-        reloads.add(task := loop.create_task(node.reload()))
+        reloads.add(task := node.begin_reload())
         task.add_done_callback(reloads.discard)
 
     loop.add_signal_handler(signal.SIGHUP, reload)

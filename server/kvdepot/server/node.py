@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvdepot.core import limits
 from kvdepot.core.calls import Capabilities
-from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
 from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server import processes
@@ -29,6 +29,7 @@ from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import EngineConfig, Liveness, ProcessIdentity
 from kvdepot.server.file_lock import FileLock
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.health import HttpListener, Readiness, readiness
 from kvdepot.server.logs import drain, make_log
 from kvdepot.server.lower_tiers import LowerTiers
@@ -114,6 +115,7 @@ class Node:
     def _compose(self) -> None:
         arena, superblock = self._arena, self._arena.superblock
         self._counters = counters = Counters()
+        self._guard = engine_guard(counters.add)
         tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
         self._engine = Engine(
             arena.tables,
@@ -218,8 +220,11 @@ class Node:
             self._log.warning("a tier did not close in %.0f s; its medium may hang", CLOSE_SECONDS)
         self._log.info("stopped; the arena %s stays for the next daemon%s", self._arena.path, kept)
 
-    async def reload(self) -> None:
+    def begin_reload(self) -> asyncio.Task[None]:
         """What SIGHUP asks for. The log has the outcome; a refused one changes nothing."""
+        return self._guard.task("task", self._reload(), self._loop)
+
+    async def _reload(self) -> None:
         with contextlib.suppress(KvDepotError):
             await self._control.reload()
 
@@ -299,7 +304,7 @@ class Node:
         tracing = Tracing(trace.endpoint, trace.sample, file=self._config.file, version=self._version, log=self._log)
 
         def over(record: RequestRecord) -> None:
-            self._loop.call_soon(tracing.ended, record)  # behind the engine's answer
+            self._loop.call_soon(self._guard.call, "task", tracing.ended, record)  # behind the engine's answer
 
         self._engine.records.over = over
         return tracing
@@ -316,8 +321,11 @@ class Node:
             await self._tracing.close()
 
     def _identify(self, pid: int) -> ProcessIdentity:
-        """A child of this process, which is not reaped yet: its pid is its own."""
-        return ProcessIdentity(pid, processes.start_ticks(pid) or 0, self._boot_id)
+        """A child of this process, which is not reaped yet: its pid is its own. Raises NoRoom."""
+        try:
+            return processes.identify(pid, None, self._boot_id)
+        except OSError as error:
+            raise NoRoom(f"cannot read when process {pid} started: {error.strerror}") from error
 
     def _alive(self, process: ProcessIdentity) -> Liveness:
         return processes.liveness(process, self._boot_id)
@@ -346,7 +354,7 @@ class Node:
             self._log.info("arena populated, %s", "locked into memory" if growth.locked else "not locked into memory")
         self._notify(f"STATUS={self._progress()}")
         if self.readiness().ready != was_ready:
-            self._health_task = self._loop.create_task(self._grpc.set_serving(not was_ready))
+            self._health_task = self._guard.task("task", self._grpc.set_serving(not was_ready), self._loop)
 
     def _progress(self) -> str:
         """One line for the supervisor."""
@@ -358,11 +366,13 @@ class Node:
         if self._tick_handle is not None:
             self._counters.observe("loop_lag_seconds", self._loop.time() - self._tick_handle.when())
         self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
+        self._guard.each(
+            "tick", self._tick_engine, self._checksums.wake, lambda: drain(self._log), self._notify.alive
+        )  # fmt: skip
+
+    def _tick_engine(self) -> None:
         if self._engine.tick() and self._trim_handle is None:
             self._trim_handle = self._loop.call_later(TRIM_SECONDS, self._trim)
-        self._checksums.wake()
-        drain(self._log)
-        self._notify.alive()
 
     def _trim(self) -> None:
         """Between two ticks, so that no slice of it is long."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.vllm.ahead import Aheads, acquire_call
 from kvdepot.client.vllm.handoffs import ASK_SECONDS, Handoffs
-from kvdepot.client.vllm.metadata import BlockMove, LoadOp, ObjectCopy, SpanCopy, StepMeta
+from kvdepot.client.vllm.metadata import NUMBERS, BlockMove, LoadOp, ObjectCopy, SpanCopy, StepMeta
 from kvdepot.client.vllm.negative import NegativeCache
 from kvdepot.client.vllm.requests import Lookup, RequestState
 from kvdepot.client.vllm.stats import OBSERVATIONS_MAX, Observations, Sources
@@ -102,8 +102,9 @@ class Load:
     source: str = ""
     tokens: int = 0  # that the engine need not compute
     began_at: float = 0.0
-    ranks_done: int = 0
+    ranks_done: int = 0  # as bits
     ranks_failed: int = 0
+    suspended: bool = False  # a rank failed it because the engine has taken its KV memory away
 
 
 class Loads:
@@ -131,14 +132,13 @@ class Loads:
         self._events = events
         self._pace = pace
         self._group_ids = tuple(group_ids)  # planner group -> engine group
-        self._world_size = world_size
+        self._all_ranks = (1 << world_size) - 1
         self._active: dict[str, Load] = {}
         self._ops: dict[int, Load] = {}
         self._cancelled: list[int] = []
         self._negative = NegativeCache(clock)
         self._aheads = Aheads(session, planner, settings, counters)
         self.handoffs = Handoffs(namespaces, planner, counters, settings.lookup_timeout_seconds)
-        self._next_op = 1
         self._steps = 0  # whose messages are built
         self._renewals = 0  # lookups under way
         self._sources = Sources()
@@ -328,12 +328,12 @@ class Loads:
 
     def allocated(self, state: RequestState, external_tokens: int) -> None:
         """The engine has taken the offer and allocated blocks: from here on the load must be reported."""
-        if external_tokens <= 0:
+        if external_tokens <= 0 or self.loading(state.request_id):
             return
         now = self._clock()
         load = Load(
             request_id=state.request_id,
-            op_id=self._next_op,
+            op_id=next(NUMBERS),
             deadline=now + self._settings.load_timeout_seconds,
             epoch=self._namespaces.epoch_number,
             keys=state.keys,
@@ -343,7 +343,6 @@ class Loads:
             tokens=external_tokens,
             began_at=now,
         )
-        self._next_op += 1
         self._active[state.request_id] = load
         local, boundary = state.offered
         namespace = self._namespaces.usable
@@ -376,8 +375,7 @@ class Loads:
         """The safe answer when anything went wrong after the engine allocated blocks."""
         load = self._active.get(state.request_id)
         if load is None:
-            load = Load(state.request_id, self._next_op, 0.0, 0, state.keys, state=state)
-            self._next_op += 1
+            load = Load(state.request_id, next(NUMBERS), 0.0, 0, state.keys, state=state)
             self._active[state.request_id] = load
         if load.phase is not LoadPhase.DISPATCHED:
             self._fail(load, "error")
@@ -501,20 +499,26 @@ class Loads:
 
     # --- the end
 
-    def acknowledged(self, op_id: int, ranks: int, failed: int) -> None:
-        """`ranks` more ranks have finished the operation and will not touch its extents or blocks again."""
+    def acknowledged(self, op_id: int, ranks: int, failed: int, *, suspended: bool = False) -> None:
+        """These ranks (bits) have finished the operation and will not touch its extents or blocks again.
+
+        `suspended`: one of them because the engine has taken its KV memory away. What was heard already, or is about
+        another side's operation, changes nothing.
+        """
         load = self._ops.get(op_id)
         if load is None:
             return
-        load.ranks_done += ranks
-        load.ranks_failed += failed
-        if load.ranks_done < self._world_size:
+        load.ranks_done |= ranks
+        load.ranks_failed |= failed
+        load.suspended |= suspended
+        if load.ranks_done & self._all_ranks != self._all_ranks:
             return
         del self._ops[op_id]
         self._end(load)
         self._session.release([load.lease_id], used=not load.ranks_failed)
         if load.ranks_failed:
-            self._count_failure(load, "copy" if load.epoch == self._namespaces.epoch_number else "epoch")
+            reason = "suspended" if load.suspended else "copy"
+            self._count_failure(load, reason if load.epoch == self._namespaces.epoch_number else "epoch")
             return
         assert load.plan is not None
         self._counters["loads_done"] += 1
@@ -546,11 +550,11 @@ class Loads:
             self._fail(load, "aborted")
         load.state = None
 
-    def reset(self) -> None:
-        """The epoch has ended: nothing that was looked up or granted before may arrive in a request."""
+    def reset(self, reason: str = "epoch") -> None:
+        """The epoch has ended, say: nothing that was looked up or granted before may arrive in a request."""
         self._aheads.reset()
         for load in self._active.values():
             if load.phase in (LoadPhase.ACQUIRING, LoadPhase.GRANTED):
-                self._fail(load, "epoch")
+                self._fail(load, reason)
             elif load.phase is LoadPhase.DISPATCHED:
                 self._cancelled.append(load.op_id)

@@ -101,7 +101,8 @@ class Records:
     def reserved(self, engine_id: str, request_id: str, namespace: Namespace, outcomes: bytes) -> None:
         record = self._record(engine_id, request_id, namespace)
         if record is not None:
-            record.reserved.update(ReserveOutcome(outcome).name.lower() for outcome in outcomes)
+            counts = {outcome.name.lower(): outcomes.count(outcome) for outcome in ReserveOutcome}
+            record.reserved.update({name: count for name, count in counts.items() if count})
 
     def ended(self, engine_id: str, request_id: str, end: RequestEnd, namespace_id: bytes | None = None) -> None:
         """The request is over. A call that is repeated changes nothing.

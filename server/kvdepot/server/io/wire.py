@@ -40,7 +40,8 @@ EXTENTS_MAX: Final = 1 << 16
 PARTS_MAX: Final = 1 << 16
 FILES_MAX: Final = 4_096
 """Different files of one job."""
-FILE_NAME_BYTES_MAX: Final = 255
+FILE_NAME_BYTES_MAX: Final = 512
+"""With its folder; the name in the folder alone may have 255 (NAME_MAX)."""
 APPEND_BYTES_MAX: Final = 16 << 20
 DETAIL_BYTES_MAX: Final = 1_024
 JOB_BYTES_MAX: Final = 20 << 20
@@ -52,6 +53,7 @@ STARTED: Final = 0
 
 FRAME: Final = struct.Struct("<IQ")
 _U8 = struct.Struct("<B")
+_U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _PART = struct.Struct("<IQQ")
@@ -116,7 +118,7 @@ def pack_job(number: int, job: Job) -> bytes:
     tag, pack, _ = _JOBS[type(job)]
     try:
         body = _U8.pack(tag) + pack(job)
-    except struct.error as error:
+    except (struct.error, OverflowError, UnicodeError) as error:
         raise WireError(f"{type(job).__name__}: {error}") from error
     return _frame(number, body, JOB_BYTES_MAX)
 
@@ -155,14 +157,14 @@ def _pack_several(items: Sequence[bytes], limit: int, what: str) -> bytes:
 
 
 def _pack_file(file: str) -> bytes:
-    name = file.encode()
+    name = file.encode(errors="surrogateescape")  # a name is bytes, whatever these are
     _check_file(file, len(name))
-    return _U8.pack(len(name)) + name
+    return _U16.pack(len(name)) + name
 
 
 def _take_file(reader: _Reader) -> str:
-    (length,) = reader.take(_U8)
-    file = reader.text(length)
+    (length,) = reader.take(_U16)
+    file = str(reader.data(length), "utf-8", "surrogateescape")
     _check_file(file, length)
     return file
 

@@ -65,10 +65,10 @@ class Growth:
             return
         if not self.refused and self._space.free_bytes >= max(wanted_bytes, self._layout.segment_bytes):
             return
-        self._under_way = True
-        self._hold = Hold(None)
         number = self.segments
         job = Allocate(segment_name(number), self._layout.length_of(number))
+        self._under_way = True
+        self._hold = Hold(None)
         self._workers.submit(
             job, priority=Priority.STORE, done=lambda answer: self._allocated(number, answer), loan=self._hold
         )

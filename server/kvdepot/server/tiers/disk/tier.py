@@ -18,6 +18,7 @@ from kvdepot.core.errors import ConfigError
 from kvdepot.core.objectfile import ObjectName, object_bytes
 from kvdepot.core.report import TierStatus
 from kvdepot.core.units import format_size_rounded
+from kvdepot.server.guard import Once, tier_guard
 from kvdepot.server.io.jobs import Answer, Priority, Probe
 from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.tiers.budget import WriteBudget
@@ -85,7 +86,8 @@ class DiskTier:
         self._opener = opener
         self._log = log
         self._clock = clock
-        self._count = count
+        self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
+        self._count = guard.safe("a count", count)
         layout = DiskLayout.plan(config.capacity_bytes, config.quarantine_bytes)
         self.handles_max = layout.handles
         self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
@@ -94,15 +96,16 @@ class DiskTier:
             config, layout, Catalog(layout.handles), space,
             Journal(
                 journal, limit_bytes=layout.journal_bytes, sync=config.fsync, closed=self._compact,
-                broken=self._journal_broken,
+                broken=self._journal_broken, guard=guard,
             ),
             data,
             QuarantineRoom(
                 data, capacity_bytes=layout.quarantine_bytes, keep_seconds=config.quarantine_keep_seconds,
                 wall_clock=wall_clock,
             ),
-            WriteBudget(config.write_budget_bytes, wall_clock), wall_clock, self._freed,
-            self._unindexed,
+            WriteBudget(config.write_budget_bytes, wall_clock), wall_clock,
+            guard.safe("telling of free bytes", self._freed),
+            guard.safe("telling what is served no more", self._unindexed), guard,
         )  # fmt: skip
         self._growth = Growth(data, space, layout, clock=clock, grown=self._grown)
         self._writing = Writing(medium, self._growth, clock=clock, refused=self._refused)
@@ -174,9 +177,13 @@ class DiskTier:
     def tick(self) -> None:
         if self._health.state is State.CLOSED or self._listener is None:
             return
-        self._writing.expire()
+        self._guard.each("a tick", self._writing.expire, self._stream, self._tend, self._retry)
+
+    def _stream(self) -> None:
         if self._reopening is not None and self._reopening.complete:
             self._streamed(self._reopening)
+
+    def _tend(self) -> None:
         if self._health.state is State.READY:
             self._growth.run_once()
             self._scrubber.run_once()
@@ -184,8 +191,6 @@ class DiskTier:
             self._tend_at = self._clock() + _TEND_SECONDS
             if self._serves:
                 self._medium.quarantine.tend()
-        if self._health.retry_due:
-            self._retry()
 
     def write(
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
@@ -296,6 +301,8 @@ class DiskTier:
 
     def _retry(self) -> None:
         """Get out of a bad state: by an opening, once a small write works."""
+        if not self._health.retry_due:
+            return
         self._health.retried()
         if not self._opener.running:
             self._spawn_opener()
@@ -328,6 +335,11 @@ class DiskTier:
         self._opener.send(self._reopening.begin())
 
     def _heard(self, message: Message) -> None:
+        """An opening of which one message could not be dealt with is given up: the next one tells it again."""
+        if not self._guard.call(f"the message {type(message).__name__}", self._take, message):
+            self._guard.call("giving an opening up", self._lost_opener, "the daemon failed at what it was told")
+
+    def _take(self, message: Message) -> None:
         match message:
             case Locked(token, device):
                 self._admitted(token, device)
@@ -384,7 +396,7 @@ class DiskTier:
             self._log.warning("tier %s: %s", self.name, note)
         self._data.renew(self._token)
         self._journal_workers.renew(self._token)
-        medium.quarantine.tend()
+        self._guard.call("quarantine", medium.quarantine.tend)
         if facts.refused:
             self._health.worsen(State.READ_ONLY, facts.refused)
             return
@@ -405,11 +417,18 @@ class DiskTier:
 
     def _tell_found(self, objects: FoundObjects) -> None:
         assert self._listener is not None
-        self._listener.found(self, objects)
+        try:
+            self._listener.found(self, objects)
+        except Exception:  # the next opening finds them again
+            handles = [handle for handle, _ in objects if handle in self._medium.catalog]
+            self._tell_lost(handles)
+            for handle in handles:
+                self._medium.catalog.remove(handle)
+            raise
 
     def _tell_lost(self, handles: Sequence[int]) -> None:
         assert self._listener is not None
-        self._listener.lost(self, handles)
+        self._guard.call("telling what is lost", self._listener.lost, self, handles)
 
     # Tending
 
@@ -439,7 +458,9 @@ class DiskTier:
             self._count(f"tier_scrubbed_objects.{outcome}", 1)
             done()
 
-        self._verify(handle, scrubbed)
+        once = Once(scrubbed)
+        if not self._guard.call("the scrubber", self._verify, handle, once):
+            once(IoOutcome.CANCELLED)
 
     def _verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
         def verified(outcome: IoOutcome, lost: bool) -> None:

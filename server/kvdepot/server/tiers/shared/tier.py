@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.core.report import TierStatus
+from kvdepot.server.guard import tier_guard
 from kvdepot.server.io.jobs import Answer, Priority, Probe
 from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.tiers.budget import WriteBudget
@@ -37,6 +39,8 @@ _CLOSE_SECONDS: Final = 3.0
 _PUBLISH_SECONDS: Final = 1.0
 """The keeper is told so often what was written."""
 NO_ALLOWANCE: Final = "the janitor has granted this node no more room yet"
+COUNTING: Final = "no room granted yet: counting"
+"""Instead of it, where the janitor has to count the directory's files first."""
 
 
 class SharedTier:
@@ -58,19 +62,22 @@ class SharedTier:
         self._log = log
         self._clock = clock
         self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
+        self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
+        count = guard.safe("a count", count)
         self._directory = directory = Directory(
             config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), Allowance(),
-            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count,
+            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept)
         self._reading = Reading(directory, damaged=self._damaged, lost=self._lose)
         self._recency = Recency(directory, lost=self._lose)
         self._look_ups = LookUps(
             data, directory.absent, deadline_seconds=config.deadline_seconds, clock=clock,
-            tell=self._found, writing=self._writing.writes, count=count,
+            tell=self._found, writing=self._writing.writes, count=count, guard=guard,
         )  # fmt: skip
         self._listener: TierListener | None = None
         self._report: Report | None = None
+        self._counting_since = 0.0  # by the wall clock, as the report said
         self._trouble = ""  # of the keeper
         self._serves = False
         self._working = False  # the workers were made
@@ -121,15 +128,15 @@ class SharedTier:
     def tick(self) -> None:
         if self._health.state is State.CLOSED:
             return
-        self._look_ups.expire()
-        self._recency.pump()
+        self._guard.each("a tick", self._look_ups.expire, self._recency.pump, self._publish, self._retry)
+
+    def _publish(self) -> None:
+        """Tell the keeper what was written."""
         allowance = self._directory.allowance
         told = allowance.over_bytes, allowance.wanted_bytes, self._writing.settled
         if told != self._told and self._clock() >= self._tell_at:
-            self._told, self._tell_at = told, self._clock() + _PUBLISH_SECONDS
             self._keeper.publish(*told)
-        if self._health.retry_due:
-            self._retry()
+            self._told, self._tell_at = told, self._clock() + _PUBLISH_SECONDS
 
     def write(
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
@@ -208,7 +215,14 @@ class SharedTier:
             return self._health.reason or str(self._health.state)
         if not self._data.usable:
             return self._data.why_unusable
-        return "" if self._directory.allowance.suffices else NO_ALLOWANCE
+        return "" if self._directory.allowance.suffices else self._why_no_room()
+
+    def _why_no_room(self) -> str:
+        report = self._report
+        if report is None or report.counting_seconds is None:
+            return NO_ALLOWANCE
+        since = datetime.fromtimestamp(int(self._counting_since), UTC).isoformat().removesuffix("+00:00")
+        return f"{COUNTING} {report.counted_files} files since {since}Z"
 
     def _reason(self) -> str:
         noted = self._report.reason if self._report else ""
@@ -218,6 +232,9 @@ class SharedTier:
     # What the keeper says
 
     def _heard(self, word: Word) -> None:
+        self._guard.call(f"the keeper's {type(word).__name__}", self._take, word)
+
+    def _take(self, word: Word) -> None:
         if self._closing:
             return
         match word:
@@ -230,6 +247,7 @@ class SharedTier:
 
     def _reported(self, report: Report) -> None:
         self._report = report
+        self._counting_since = self._directory.wall_clock() - (report.counting_seconds or 0.0)
         self._trouble = ""
         self._directory.node = report.node
         self._directory.allowance.limit_bytes = report.limit_bytes
@@ -267,6 +285,8 @@ class SharedTier:
 
     def _retry(self) -> None:
         """Get out of READ_ONLY by a small write; out of OFFLINE a report leads."""
+        if not self._health.retry_due:
+            return
         self._health.retried()
         if self._health.state is State.READ_ONLY and not self._probing:
             self._probing = True
@@ -288,8 +308,8 @@ class SharedTier:
         assert self._listener is not None
         room = max(self._directory.holdings.room - self._writing.in_flight, 0)
         rows = [(self._directory.holdings.add(name, size), name) for name, size in objects[:room]]
-        if rows:
-            self._listener.found(self, FoundObjects.of(rows))
+        if rows and not self._guard.call("found", self._listener.found, self, FoundObjects.of(rows)):
+            self._lose([handle for handle, _ in rows if handle in self._directory.holdings])
 
     def _kept(self, name: ObjectName) -> None:
         self._directory.absent.discard(name)
@@ -299,4 +319,4 @@ class SharedTier:
         assert self._listener is not None
         for handle in handles:
             self._directory.holdings.remove(handle)
-        self._listener.lost(self, handles)
+        self._guard.call("telling what is lost", self._listener.lost, self, handles)

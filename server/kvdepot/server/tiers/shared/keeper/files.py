@@ -27,6 +27,7 @@ class Found:
 
     data: bytes
     mtime_ns: int
+    device: int
 
 
 def read_small(path: Path, bytes_max: int) -> Found | None:
@@ -34,10 +35,12 @@ def read_small(path: Path, bytes_max: int) -> Found | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
+            status = os.fstat(fd)
+            size_bytes = min(status.st_size, bytes_max + 1)  # no request for the end: a file is never written in place
             data = b""
-            while len(data) <= bytes_max and (more := os.read(fd, bytes_max + 1 - len(data))):
+            while len(data) < size_bytes and (more := os.read(fd, size_bytes - len(data))):
                 data += more
-            return Found(data, os.fstat(fd).st_mtime_ns)
+            return Found(data, status.st_mtime_ns, status.st_dev)
         finally:
             os.close(fd)
     except (FileNotFoundError, NotADirectoryError):
@@ -48,8 +51,8 @@ def read_small(path: Path, bytes_max: int) -> Found | None:
         raise
 
 
-def replace_small(root: Path, file: str, data: bytes, temporary: str) -> int:
-    """Write a file whole or not at all; its mtime_ns. No folder is made. Raises OSError."""
+def replace_small(root: Path, file: str, data: bytes, temporary: str) -> None:
+    """Write a file whole or not at all. No folder is made. Raises OSError."""
     path = root / TEMPORARIES / temporary
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -58,9 +61,7 @@ def replace_small(root: Path, file: str, data: bytes, temporary: str) -> int:
             view = view[os.write(fd, view) :]
     finally:
         os.close(fd)  # on NFS only this says whether it got there
-    mtime_ns = path.stat().st_mtime_ns
     path.replace(root / file)
-    return mtime_ns
 
 
 class ServerClock:

@@ -61,10 +61,11 @@ def check_directory(root: Path, known: Known) -> Known:
 
     Its marker proves that. Its device does not: a mount that comes back may have another one.
     """
-    device = _device(root)
-    marker = _marker(root)
-    if marker is None:
+    found = _marker(root)
+    if found is None:
+        _device(root)  # it may be the folder that is missing
         raise NotThereError(f"{root} has no {MARKER}: not mounted?")
+    marker, device = found
     if known.directory_id and marker.directory_id != known.directory_id:
         raise NotThereError(f"{root} is another directory than before, by its {MARKER}")
     return Known(marker.directory_id, device)
@@ -78,10 +79,11 @@ def _device(root: Path) -> int:
         raise NotThereError(f"{root} is not there: not mounted? It is not made by a daemon") from error
 
 
-def _marker(root: Path) -> Marker | None:
+def _marker(root: Path) -> tuple[Marker, int] | None:
+    """And the device that it is on."""
     found = read_small(root / MARKER, MARKER_BYTES_MAX)
     try:
-        return Marker.unpack(found.data) if found else None
+        return (Marker.unpack(found.data), found.device) if found else None
     except NotSharedError as error:
         raise NotThereError(f"{root}: {error}") from error
 
