@@ -40,11 +40,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    _project_kv_cache_groups_to_worker,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -60,9 +56,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.fakes.adapter_store import AdapterStore, OwnReads, replace_reading
-from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2, V2_LOAD_ARGUMENTS
+from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2_LOAD_ARGUMENTS
 from tests.fakes.direct_session import Depot, DirectAttachment, DirectSession
 from tests.fakes.sleep_mode import SleepMode
+
+try:
+    from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 
 BLOCK = 16
 VOCABULARY = 1000
@@ -532,7 +533,7 @@ class ScriptedEngine(SleepMode):
     def _rank_output(self, rank: int, scheduled: Any, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
         worker = self.workers[rank]
         meta = pickle.loads(pickle.dumps(scheduled.kv_connector_metadata))
-        load_arguments = dict.fromkeys(V2_LOAD_ARGUMENTS) if self._order is V2 else {}
+        load_arguments = dict.fromkeys(V2_LOAD_ARGUMENTS) if "finish_forward" in self._order else {}
         calls: dict[str, Callable[[], Any]] = {
             "handle_preemptions": lambda: worker.handle_preemptions(meta),
             "bind_connector_metadata": lambda: worker.bind_connector_metadata(meta),

@@ -25,7 +25,7 @@ from kvdepot.client.vllm.requests import Lookup, RequestState
 from kvdepot.client.vllm.stats import OBSERVATIONS_MAX, Observations, Sources
 from kvdepot.core.calls import AcquireOutcome, AcquireReply, Kind, LocateCall, LocateReply
 from kvdepot.core.limits import KEYS_PER_CALL_MAX
-from kvdepot.core.misses import MissReason, miss_reason
+from kvdepot.core.misses import UNASKED_REASONS, MissReason, miss_reason
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
@@ -232,8 +232,10 @@ class Loads:
         request = state.request
         state.miss = None
         state.local_tokens = local_tokens
-        if state.load_failed or self.loading(state.request_id) or request.skip_reading_prefix_cache:
+        if state.load_failed or self.loading(state.request_id):
             return 0, False
+        if request.skip_reading_prefix_cache:
+            return self._nothing(state, MissReason.READS_NO_CACHE)
         if request.num_preemptions != state.preemptions:
             # What it needs and what is stored have both changed since the last lookup.
             state.preemptions = request.num_preemptions
@@ -303,6 +305,7 @@ class Loads:
             return
         self._counters[f"misses.{state.miss}"] += 1
         state.missed = state.miss
+        state.located |= state.miss in UNASKED_REASONS and self._namespaces.usable is not None
         if state.miss is MissReason.TIMED_OUT:
             self._counters["timeouts.lookup"] += 1
         state.miss = None

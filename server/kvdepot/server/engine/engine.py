@@ -414,7 +414,7 @@ class Engine:
         session = self._sessions.of(call.session)
         self._requests.end(session.slot, call.request_id)
         self._prefetch.ended((session.slot, call.request_id))
-        self.records.ended(session.engine_id, call.request_id, call.end)
+        self.records.ended(session.engine_id, call.request_id, call.end, next(reversed(session.namespaces), None))
 
     def drop_undeclared(self, call: DeclareCall) -> Iterator[None]:
         """End the leases that the engine does not hold any more, one a step."""

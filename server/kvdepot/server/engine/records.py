@@ -10,6 +10,7 @@ from typing import Final
 
 from kvdepot.core.calls import AcquireCall, AcquireOutcome, AcquireReply, RequestEnd, ReserveOutcome
 from kvdepot.core.errors import NotFound
+from kvdepot.core.misses import UNASKED_REASONS
 from kvdepot.core.records import (
     DIFFERENCES_MAX,
     LOADS_PER_RECORD_MAX,
@@ -103,8 +104,15 @@ class Records:
             counts = {outcome.name.lower(): outcomes.count(outcome) for outcome in ReserveOutcome}
             record.reserved.update({name: count for name, count in counts.items() if count})
 
-    def ended(self, engine_id: str, request_id: str, end: RequestEnd) -> None:
+    def ended(self, engine_id: str, request_id: str, end: RequestEnd, namespace_id: bytes | None = None) -> None:
+        """The request is over. A call that is repeated changes nothing.
+
+        `namespace_id`: its engine's latest. One for which nothing was asked is remembered with it, for its reason.
+        """
         record = self._records.get((engine_id, request_id))
+        unasked = end.miss in UNASKED_REASONS and (record is None or record.end not in (None, end))
+        if unasked and request_id and namespace_id is not None:
+            record = self._begin(engine_id, request_id, namespace_id)
         if record is not None and record.end is None:
             record.ended_at, record.end = self._clock(), end
             if self.over is not None:
@@ -117,10 +125,15 @@ class Records:
         name = (engine_id, request_id)
         record = self._records.get(name)
         if record is None or record.end is not None:
-            record = self._records[name] = _Record(engine_id, request_id, namespace.id, self._clock())
-            self._records.move_to_end(name)
-            if len(self._records) > RECORDS_MAX:
-                self._records.popitem(last=False)
+            record = self._begin(engine_id, request_id, namespace.id)
+        return record
+
+    def _begin(self, engine_id: str, request_id: str, namespace_id: bytes) -> _Record:
+        name = (engine_id, request_id)
+        record = self._records[name] = _Record(engine_id, request_id, namespace_id, self._clock())
+        self._records.move_to_end(name)
+        if len(self._records) > RECORDS_MAX:
+            self._records.popitem(last=False)
         return record
 
     # What operators ask

@@ -49,6 +49,7 @@ MEANING: Final = {
     MissReason.FAILED_LATELY: "a load of this boundary had just failed",
     MissReason.TOO_MANY_LOADS: "as many loads as may be were in flight",
     MissReason.EXCLUDED: "its hashes do not cover its content",
+    MissReason.READS_NO_CACHE: "it reads no cache: prompt_logprobs, or skip_reading_prefix_cache was set",
     MissReason.GONE: "it went between the lookup and the load",
     MissReason.NO_ROOM: "there was no room in RAM for it, by size or by quota",
     MissReason.REFUSED: "the daemon refused the load",
