@@ -17,6 +17,7 @@ from pathlib import Path
 from kvdepot.core import limits
 from kvdepot.core.calls import Capabilities
 from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server import processes
@@ -32,7 +33,7 @@ from kvdepot.server.file_lock import FileLock
 from kvdepot.server.health import HttpListener, Readiness, readiness
 from kvdepot.server.logs import drain, make_log
 from kvdepot.server.lower_tiers import LowerTiers
-from kvdepot.server.memory_room import MIB, is_memory_file_system
+from kvdepot.server.memory_room import MIB, file_system
 from kvdepot.server.metrics import exposition
 from kvdepot.server.populate import Growth, Populator
 from kvdepot.server.rpc.control_service import ControlService
@@ -277,7 +278,8 @@ class Node:
     def _open_arena(self, kept: Sequence[int]) -> ArenaFile:
         config = self._config
         folder = config.arena_path.parent
-        if not is_memory_file_system(folder):
+        kind = file_system(folder)
+        if kind and kind not in MEMORY_KINDS:
             self._log.warning("%s is on a disk: the arena belongs on tmpfs or hugetlbfs", folder)
         request = ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file)
         return open_arena(
