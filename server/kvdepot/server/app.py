@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         config = read()
-    except KvDepotError as error:
+    except (KvDepotError, OSError) as error:  # OSError: what the configuration is made from cannot be asked
         print(f"kvdepotd: {error}", file=sys.stderr)  # noqa: T201 - no log is configured yet
         return 1
     if options.verb == "check-config":

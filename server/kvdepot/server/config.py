@@ -209,7 +209,13 @@ def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def runtime_directory() -> Path:
     """A directory of this user alone. Raises ConfigError when somebody else could put things there."""
-    folder = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir(), os.geteuid()))
+    try:
+        folder = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
+    except OSError as error:
+        raise ConfigError(
+            EMBEDDED, "daemon.listen", "there is neither XDG_RUNTIME_DIR nor a writable temporary directory",
+            advice="set XDG_RUNTIME_DIR to a directory of this user, or give --socket",
+        ) from error  # fmt: skip
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

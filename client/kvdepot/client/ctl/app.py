@@ -60,8 +60,8 @@ def default_endpoint() -> str:
 
     Where somebody else could have put it there it is nobody's: the daemon makes none in such a directory either.
     """
-    own = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir(), os.geteuid()))
-    with suppress(OSError):
+    with suppress(OSError):  # among them: no temporary directory
+        own = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
         found = own.lstat()
         if runtime.only_writer(os.geteuid(), found.st_mode, found.st_uid) and (own / "kvdepot.sock").exists():
             return f"unix://{own / 'kvdepot.sock'}"
