@@ -14,6 +14,10 @@ from typing import Final, NamedTuple
 
 MEMORY_KINDS: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs", "devtmpfs"})
 """File systems whose files are memory."""
+NETWORK_KINDS: Final = (
+    "nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "fuse.glusterfs", "9p", "beegfs",
+)  # fmt: skip
+"""File systems that other nodes have too."""
 UNLIMITED_BYTES: Final = 1 << 60
 """cgroup v1 says "no limit" with a number near 2**63."""
 _OCTAL: Final = re.compile(rb"\\([0-3][0-7]{2})")
@@ -23,8 +27,9 @@ _DELETED: Final = "//deleted"
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """`root`: what of the file system `device` lies at `point`. `options`: of the mount and of the file system, `name`
-    or `name=value`.
+    """`root`: what of the file system `device` lies at `point`.
+
+    `options`: of the mount and of the file system, `name` or `name=value`.
     """
 
     point: str
@@ -38,6 +43,11 @@ class Mount:
     def value(self, name: str) -> str:
         """Empty where the option is not there, or has none."""
         return next((one.partition("=")[2] for one in self.options if one.startswith(f"{name}=")), "")
+
+    @property
+    def may_hang(self) -> bool:
+        """Whether a look at it may wait for somebody without an end. On the one at / everything waits anyway."""
+        return self.point != "/" and (self.kind in (*NETWORK_KINDS, "autofs") or self.kind.startswith("fuse"))
 
 
 class CgroupFiles(NamedTuple):

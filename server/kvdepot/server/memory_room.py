@@ -70,9 +70,14 @@ def directory_bytes(directory: Path) -> int:
     return found.f_blocks * found.f_frsize
 
 
+def read_mounts() -> list[proc_text.Mount]:
+    """Those that this process sees; none where the kernel does not tell."""
+    return proc_text.mounts(_read(_MOUNTINFO) or b"")
+
+
 def file_system(directory: Path) -> str:
     """Return the type of the mount that holds `directory`; empty where the kernel does not tell."""
-    mount = proc_text.mount_of(os.path.realpath(directory), proc_text.mounts(_read(_MOUNTINFO) or b""))
+    mount = proc_text.mount_of(os.path.realpath(directory), read_mounts())
     return mount.kind if mount is not None else ""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvdepot.client.ctl.doctor.findings import Check
 from kvdepot.client.ctl.doctor.probe import NOT_TRIED, TEMPORARY
 from kvdepot.client.ctl.printer import size_text
-from kvdepot.core.proc_text import MEMORY_KINDS
+from kvdepot.core.proc_text import MEMORY_KINDS, NETWORK_KINDS
 
 if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.findings import Finding
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.settings import Place
     from kvdepot.core.proc_text import Mount
 
-NETWORK_KINDS: Final = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "fuse.glusterfs", "9p", "beegfs")
 HUGE: Final = "hugetlbfs"
 SKEW_SECONDS_MAX: Final = 5.0
 _FILES_MIN: Final = 10_000
