@@ -66,7 +66,8 @@ MEANING: Final = {
 def explain(connection: tuple[Endpoint, float], request_id: str, as_json: bool) -> int:
     """Show what the daemon remembers of a request.
 
-    REQUEST_ID is the one in the engine's log, or its beginning: engines add to the ids that users choose.
+    REQUEST_ID is the one in the engine's log, its beginning, or what a user or gateway knows: the id of an answer, or
+    an X-Request-Id. vLLM puts `cmpl-` or `chatcmpl-` before the latter, and numbers around it.
     """
     with connect(*connection) as operator:
         records = operator.explain(request_id)
