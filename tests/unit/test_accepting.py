@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from kvdepot.server import accepting, grpc_guards
-from kvdepot.server.accepting import Acceptor, SpareDescriptors
+from kvdepot.server.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.grpc_guards import connections_max
 from kvdepot.server.health import HttpListener, Readiness
 from kvdepot.server.logs import REPEAT_SECONDS, Seldom, UnhandledErrors
@@ -90,10 +90,14 @@ def test_a_connection_that_is_gone_already_delays_nobody(number: int, caplog: py
 
 
 def test_spare_descriptors_are_given_up_for_a_listener_that_has_to_answer(caplog: pytest.LogCaptureFixture) -> None:
-    spare = SpareDescriptors(4, LOG, Seldom(lambda: 0.0))
+    now = 0.0
+    spare = SpareDescriptors(4, LOG, lambda: now)
     assert accept_after([errno.EMFILE], 0.02, spare)[0] == 1
     assert not caplog.records
     assert not spare.give_up()
+    spare.refill()
+    assert not spare.give_up(), "whoever was accepted needs more of them"
+    now = 5.0
     spare.refill()
     assert spare.give_up()
 
@@ -123,7 +127,7 @@ def test_health_is_answered_while_no_descriptor_is_left(caplog: pytest.LogCaptur
 
     async def run() -> list[bytes]:
         loop = asyncio.get_running_loop()
-        spare = SpareDescriptors(8, LOG, Seldom(loop.time))
+        spare = SpareDescriptors(8, LOG, loop.time)
         listener = HttpListener(
             metrics=bytes, summary=str, health=lambda: Readiness(ready=True, reason=""), log=LOG, spare=spare
         )
@@ -145,7 +149,7 @@ def test_health_is_answered_while_no_descriptor_is_left(caplog: pytest.LogCaptur
 def test_scarce_descriptors_are_told_of_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     with no_descriptor_left():
-        spare = SpareDescriptors(2, LOG, Seldom(lambda: now))
+        spare = SpareDescriptors(2, LOG, lambda: now)
         for _ in range(1000):
             spare.refill()
         assert len(caplog.records) == 1 and "LimitNOFILE" in caplog.text
@@ -173,14 +177,16 @@ def test_what_a_callback_raises_is_one_line_once_in_a_while(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize(
-    ("descriptors", "listeners", "connections"),
-    [(256, 1, 64), (1024, 1, 256), (1024, 8, 32), (65536, 1, 4096), (resource.RLIM_INFINITY, 1, 4096), (20, 1, 16)],
-)
-def test_connections_of_engines_leave_most_descriptors_free(
-    descriptors: int, listeners: int, connections: int, monkeypatch: pytest.MonkeyPatch
+    ("descriptors", "listeners", "connections", "silent"),
+    [(128, 1, 32, 8), (256, 1, 64, 16), (1024, 1, 256, 64), (1024, 8, 32, 64), (65536, 1, 4096, 64),
+     (resource.RLIM_INFINITY, 1, 4096, 64), (20, 1, 16, 4)],
+)  # fmt: skip
+def test_connections_leave_most_descriptors_free(
+    descriptors: int, listeners: int, connections: int, silent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_guards.resource, "getrlimit", lambda _: (descriptors, descriptors))  # type: ignore[attr-defined]
     assert connections_max(listeners) == connections
+    assert silent_max(64) == silent
 
 
 def test_every_listener_of_the_daemon_is_guarded() -> None:

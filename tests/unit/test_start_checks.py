@@ -88,7 +88,7 @@ CASES = {
     "twice by slashes": ('listen = ["unix://B/run/k", "unix://B/run//k"]', "is also the socket"),
     "twice by a link": ('listen = ["unix://B/tier/k", "unix://B/link/k"]', "is also the socket"),
     "socket of attachments": ('listen = ["unix://B/run/k", "unix://B/run/k.attach"]', "is also the attachment socket"),
-    "nul in listen": (f'listen = ["unix://B/run/k{NUL}"]', "listen[0]: "),
+    "nul in listen": (f'listen = ["unix://B/run/k{NUL}"]', "daemon.listen: "),
     # addresses
     "port": ('metrics = "127.0.0.1:65536"', "daemon.metrics: "),
     "no port": ('metrics = "127.0.0.1"', "daemon.metrics: "),
@@ -126,6 +126,11 @@ CASES = {
     "around the socket": (tiers("B/run"), "lies in the directory of tier"),
     "around the state by a link": ('state = "B/link/state"' + tiers("B/tier"), "lies in the directory of tier"),
     "nul in a tier": (tiers(f"/x{NUL}y"), "tier[0].path: "),
+    # traces
+    "no scheme": ('---' * 2 + '[trace]\nendpoint = "localhost:4318"', "no http:// or https:// URL"),
+    "no host of traces": ('---' * 2 + '[trace]\nendpoint = "http://"', "no http:// or https:// URL"),
+    "half a bracket of traces": ('---' * 2 + '[trace]\nendpoint = "http://[::1"', "no http:// or https:// URL"),
+    "port of traces": ('---' * 2 + '[trace]\nendpoint = "http://a:99999/"', "no http:// or https:// URL"),
     # the file
     "nested": (f"------a = {'[' * 5000}{']' * 5000}", "is no TOML"),
     "digits": (f"------a = {'9' * 5000}", "is no TOML"),
@@ -170,6 +175,19 @@ def _has_ipv6() -> bool:
             return True
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("variable", ["KVDEPOT_RAM__PATH", "KVDEPOT_DAEMON__STATE", "KVDEPOT_DAEMON__LISTEN"])
+def test_bytes_that_are_no_text_are_refused_by_the_variable_s_name(
+    host: Host, variable: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    strange = host.base / os.fsdecode(b"x\xff")
+    strange.mkdir()
+    monkeypatch.setenv(variable, f"unix://{strange}/k" if variable.endswith("LISTEN") else str(strange))
+    file = host.config("")
+    for verb in ("check-config", "serve"):
+        code, errors = judged(verb, file, capfd)
+        assert code == 1 and f"environment: {variable}: " in errors and "is not UTF-8" in errors
 
 
 def test_hard_links_of_one_file_are_one_file(host: Host, capfd: pytest.CaptureFixture[str]) -> None:

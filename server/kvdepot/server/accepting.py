@@ -11,6 +11,7 @@ import asyncio
 import errno
 import logging
 import os
+import resource
 import socket
 from collections.abc import Callable
 from typing import Final
@@ -21,6 +22,10 @@ BACKLOG: Final = 256
 PAUSE_SECONDS: Final = 0.5
 SPARE_DESCRIPTORS: Final = 16
 """For an attachment five at once, three of them for as long as it lasts; for a look at /healthz one."""
+_SHARE_OF_DESCRIPTORS: Final = 16
+_SILENT_MIN: Final = 4
+_GIVEN_UP_SECONDS: Final = 2.0
+"""An attachment needs the others some moments after its connection was accepted."""
 _ACCEPTS_PER_EVENT: Final = 64
 _NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE)
 _OF_THE_PEER: Final = frozenset(
@@ -30,14 +35,24 @@ _OF_THE_PEER: Final = frozenset(
 """What accept(2) says of a connection that is gone already: the next one may be good."""
 
 
+def silent_max(most: int) -> int:
+    """Connections of a listener that may say nothing at the same time: few where descriptors are few."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return most
+    return max(min(most, descriptors // _SHARE_OF_DESCRIPTORS), _SILENT_MIN)
+
+
 class SpareDescriptors:
     """Descriptors that are open for nothing, and closed when a listener that has to answer finds none."""
 
-    def __init__(self, count: int, log: logging.Logger, seldom: Seldom) -> None:
+    def __init__(self, count: int, log: logging.Logger, clock: Callable[[], float]) -> None:
         self._count = count
         self._log = log
-        self._seldom = seldom
+        self._clock = clock
+        self._seldom = Seldom(clock)
         self._held: list[int] = []
+        self._refill_at = clock()
         self.refill()
 
     def give_up(self) -> bool:
@@ -45,10 +60,13 @@ class SpareDescriptors:
         held, self._held = self._held, []
         for fd in held:
             os.close(fd)
+        self._refill_at = self._clock() + _GIVEN_UP_SECONDS
         return bool(held)
 
     def refill(self) -> None:
         """Open those that are missing, as far as there is one. Cheap where none is missing."""
+        if self._clock() < self._refill_at:
+            return
         try:
             while len(self._held) < self._count:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

@@ -22,7 +22,7 @@ from kvdepot.core import limits
 from kvdepot.core.calls import AttachCall, AttachReply
 from kvdepot.core.errors import InvalidArgument, KvDepotError, LimitExceeded, NotReady, ProtocolMismatch
 from kvdepot.proto import codec
-from kvdepot.server.accepting import Acceptor, SpareDescriptors
+from kvdepot.server.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.config_schema import ATTACH_SUFFIX
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Liveness, ProcessIdentity
@@ -76,6 +76,7 @@ class AttachListener:
         self._log = log
         self._boot_id = boot_id
         self._spare = spare
+        self._strangers_max = silent_max(STRANGERS_MAX)
         self._listeners: dict[Path, Acceptor] = {}
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
         self._strangers: dict[int, asyncio.TimerHandle] = {}  # the same order
@@ -145,7 +146,7 @@ class AttachListener:
         if len(self._connections) >= CONNECTIONS_MAX:
             self._refuse(connection, LimitExceeded("attach connections", CONNECTIONS_MAX + 1, CONNECTIONS_MAX))
             return
-        if len(self._strangers) >= STRANGERS_MAX:
+        if len(self._strangers) >= self._strangers_max:
             self._drop(self._connections[next(iter(self._strangers))])
         self._connections[connection.fd] = connection
         self._strangers[connection.fd] = self._loop.call_later(STRANGER_SECONDS, self._drop, connection)
@@ -238,7 +239,10 @@ class AttachListener:
         One that /proc hides (hidepid) is known by its pidfd alone, as one of another PID namespace is.
         """
         pid, _ = processes.peer_credentials(peer)
-        pidfd = processes.peer_pidfd(peer, pid)
+        try:
+            pidfd = processes.peer_pidfd(peer, pid)
+        except OSError as error:
+            raise NotReady(f"process {pid} cannot be watched: {error.strerror}") from error
         try:
             ticks = processes.start_ticks(pid) if pid > 0 else None
         except OSError as error:

@@ -181,7 +181,7 @@ def _sources(
 
 
 def _validated(file: str, document: Mapping[str, Any]) -> Tables:
-    _refuse_nul(file, "", document)
+    _refuse_no_names(file, "", document)
     try:
         return Tables.model_validate(document)
     except ValidationError as error:
@@ -305,13 +305,22 @@ def check_quotas(file: str, tables: Tables) -> None:
             )
 
 
-def _refuse_nul(file: str, key: str, value: object) -> None:
-    """No path, name or address has one: the kernel's end where it stands."""
-    if isinstance(value, str) and "\0" in value:
-        raise ConfigError(file, key, f"{value!r} has a NUL character")
-    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, entry in entries:
-        _refuse_nul(file, f"{key}[{name}]" if isinstance(name, int) else f"{key}.{name}".lstrip("."), entry)
+def _refuse_no_names(file: str, key: str, value: object) -> None:
+    """No path, name or address has a NUL character: the kernel's end where it stands. Others are asked for as UTF-8."""
+    if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        reason = "has a NUL character" if "\0" in value else "is not UTF-8"
+        raise ConfigError(file, key, f"{value!r} {reason}")
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            _refuse_no_names(file, f"{key}.{name}".lstrip("."), entry)
+    if isinstance(value, list):
+        for number, entry in enumerate(value):
+            _refuse_no_names(file, f"{key}[{number}]" if isinstance(entry, Mapping) else key, entry)
+
+
+def _is_unicode(text: str) -> bool:
+    """Not so: bytes of the environment or the command line that are not UTF-8 (PEP 383)."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:

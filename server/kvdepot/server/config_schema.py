@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from string import hexdigits
 from typing import Annotated, Final, Literal, Self
+from urllib.parse import urlsplit
 
 from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
@@ -241,7 +242,12 @@ class TraceTable(_Table):
     @field_validator("endpoint")
     @classmethod
     def _check_endpoint(cls, url: str) -> str:
-        if url and not url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            usable = False
+        if url and not usable:
             raise ValueError(f"{url!r} is no http:// or https:// URL")
         return url
 

@@ -12,7 +12,7 @@ from email.utils import formatdate
 from http import HTTPMethod, HTTPStatus
 from urllib.parse import unquote_to_bytes
 
-from kvdepot.server.accepting import Acceptor, SpareDescriptors
+from kvdepot.server.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.config_schema import url_address
 from kvdepot.server.logs import Seldom
 from kvdepot.server.start_checks import bind_all
@@ -58,6 +58,7 @@ class HttpListener:
         }
         self._log = log
         self._spare = spare
+        self._connections_max = silent_max(_CONNECTIONS_MAX)
         self._listeners: list[Acceptor] = []
         self._connections: dict[asyncio.Task[None], None] = {}  # oldest first
 
@@ -81,7 +82,7 @@ class HttpListener:
             connection.cancel()
 
     def _accepted(self, peer: socket.socket) -> None:
-        while len(self._connections) >= _CONNECTIONS_MAX:
+        while len(self._connections) >= self._connections_max:
             oldest = next(iter(self._connections))
             del self._connections[oldest]
             oldest.cancel()

@@ -31,7 +31,7 @@ from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import EngineConfig, Liveness, ProcessIdentity
 from kvdepot.server.health import HttpListener, Readiness, readiness
-from kvdepot.server.logs import Seldom, drain, make_log
+from kvdepot.server.logs import drain, make_log
 from kvdepot.server.lower_tiers import LowerTiers
 from kvdepot.server.memory_room import MIB, file_system
 from kvdepot.server.metrics import exposition
@@ -87,7 +87,7 @@ class Node:
         self._log = log
         self._loop = loop
         self._started_at = time.monotonic()
-        self._spare = SpareDescriptors(SPARE_DESCRIPTORS, log, Seldom(loop.time))
+        self._spare = SpareDescriptors(SPARE_DESCRIPTORS, log, loop.time)
         self._boot_id = processes.read_boot_id()
         self._version = version("kvdepot")
         check_host(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
@@ -12,6 +13,7 @@ from kvdepot.server.engine.identity import Liveness, ProcessIdentity
 
 SO_PEERPIDFD = 77
 """Linux 6.5; Python's socket module has no name for it before 3.14."""
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _UCRED = struct.Struct("iII")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -48,13 +50,23 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
 
 
 def peer_pidfd(connection: socket.socket, pid: int) -> int | None:
-    """A pidfd of who connected, owned by the caller; None when the kernel cannot name it or it is gone."""
+    """A pidfd of who connected, owned by the caller; None when the kernel cannot name it or it is gone.
+
+    Raises OSError where no descriptor is left for it: a process that could be watched is not taken unwatched.
+    """
     try:
         fd = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
         os.set_inheritable(fd, False)
         return fd
-    except OSError:  # a kernel before 6.5, or a peer that is already reaped
-        return open_pidfd(pid)
+    except OSError as error:  # a kernel before 6.5, or a peer that is already reaped
+        if error.errno in _SCARCE:
+            raise
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except OSError as error:
+        if error.errno in _SCARCE:
+            raise
+        return None
 
 
 def open_pidfd(pid: int) -> int | None:
