@@ -198,7 +198,8 @@ class MemoryTier:
         self.stop()
 
     def status(self) -> TierStatus:
-        state = "ready" if self.readable and self.writable else "degraded"
+        works = "ready" if self.readable and self.writable else "degraded"
+        state = works if self._worker >= 0 else "opening"
         return TierStatus(self.name, "memory", self.capacity_bytes, self.capacity_bytes, self._used, state=state)
 
     # The test's part

@@ -14,9 +14,10 @@ from kvdepot.client.ctl.doctor import directories, probe
 from kvdepot.client.ctl.doctor.directories import Looked
 from kvdepot.client.ctl.doctor.examination import look_at
 from kvdepot.client.ctl.doctor.findings import Finding, Outcome
-from kvdepot.client.ctl.doctor.host import Host, Mount
+from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.probe import TEMPORARY, Probed
 from kvdepot.client.ctl.doctor.settings import Place
+from kvdepot.core.proc_text import Mount
 
 GIB = 1 << 30
 PATH = "/mnt/tier"

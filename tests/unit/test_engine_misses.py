@@ -19,6 +19,7 @@ from kvdepot.server.engine.lost_keys import LostKeys
 from kvdepot.server.engine.types import Quota, TierConfig, WritePolicy
 
 from tests.fakes.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, key, path, spec_of
+from tests.fakes.memory_tier import MemoryTier
 
 KEYS = path("p", 4)
 
@@ -140,6 +141,18 @@ def test_p10_each_reason_is_answered_counted_and_explained(reason: MissReason) -
     assert counted == {one: float(one is reason) for one in MissReason}
     found = lookup(rig)
     assert (found.miss, found.missing_chunk, found.missing_key) == (reason, 0, KEYS[0])
+
+
+def test_p10_what_a_tier_has_is_not_known_before_it_has_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryTier, "open", lambda _: None)
+    rig = Rig(tier=TierConfig(WritePolicy.COMMIT))
+    client = rig.attach()
+    assert client.locate(KEYS, request="r").miss == MissReason.TIER_UNAVAILABLE
+    monkeypatch.undo()
+    rig.tier.open()
+    assert client.locate(KEYS, request="r").miss == MissReason.UNKNOWN
+    rig.tier.readable = False  # its path is out of use, and its index is known
+    assert client.locate(KEYS, request="r").miss == MissReason.UNKNOWN
 
 
 def test_p10_another_namespace_is_named_with_the_field_that_differs() -> None:

@@ -29,7 +29,7 @@ class MissReason(StrEnum):
     OTHER_NAMESPACE = "other_namespace"  # another one has it: the engines differ in something that changes bytes
     UNVERIFIED = "unverified"  # adopted, its checksum was not compared yet
     BEING_WRITTEN = "being_written"
-    TIER_UNAVAILABLE = "tier_unavailable"  # only a tier that is out of use has it
+    TIER_UNAVAILABLE = "tier_unavailable"  # only a tier that is out of use has it, or one that has not opened may
     NO_CHECKPOINT = "no_checkpoint"  # attention without a state to resume from
     INCOMPLETE = "incomplete"  # a kind that the boundary needs is not there
     NOT_IN_TIME = "not_in_time"  # cannot be in RAM within the load's budget

@@ -22,6 +22,7 @@ from kvdepot.core import limits
 from kvdepot.core.calls import AttachCall, AttachReply
 from kvdepot.core.errors import InvalidArgument, KvDepotError, LimitExceeded, NotReady, ProtocolMismatch
 from kvdepot.proto import codec
+from kvdepot.server.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.config_schema import ATTACH_SUFFIX
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Liveness, ProcessIdentity, Watch
@@ -37,8 +38,6 @@ STRANGERS_MAX = 64
 STRANGER_SECONDS = 5.0
 ACCEPT_PAUSE_SECONDS = 0.5
 """Without descriptors left: the listener stays readable, and asking it in a loop would starve everything else."""
-_ACCEPTS_PER_EVENT = 64
-_BACKLOG = 256
 _FINISH_STEP_SECONDS = 0.01
 
 
@@ -68,6 +67,7 @@ class AttachListener:
         loop: asyncio.AbstractEventLoop,
         log: logging.Logger,
         boot_id: bytes,
+        spare: SpareDescriptors | None = None,
     ) -> None:
         self._engine = engine
         self._calls = calls
@@ -77,7 +77,9 @@ class AttachListener:
         self._log = log
         self._guard = engine_guard(engine.counters.add)
         self._boot_id = boot_id
-        self._listeners: dict[Path, socket.socket] = {}
+        self._spare = spare
+        self._strangers_max = silent_max(STRANGERS_MAX)
+        self._listeners: dict[Path, Acceptor] = {}
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
         self._strangers: dict[int, asyncio.TimerHandle] = {}  # the same order
         self._refusals = Seldom(loop.time)
@@ -92,12 +94,17 @@ class AttachListener:
         path.unlink(missing_ok=True)
         self._streams.tidy(daemon_socket)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listeners[path] = listener
-        listener.bind(os.fspath(path))
-        os.chown(path, -1, group_id)
-        path.chmod(mode)
-        listener.listen(_BACKLOG)
-        self._loop.add_reader(listener.fileno(), self._accept, listener, daemon_socket)
+        try:
+            listener.bind(os.fspath(path))
+            os.chown(path, -1, group_id)
+            path.chmod(mode)
+        except OSError:
+            listener.close()
+            raise
+        self._listeners[path] = Acceptor(
+            listener, partial(self._accepted, daemon_socket), name="attach", loop=self._loop, log=self._log,
+            seldom=self._refusals, spare=self._spare, pause_seconds=ACCEPT_PAUSE_SECONDS,
+        )  # fmt: skip
 
     def watch_adopted(self) -> None:
         """Notice the death of processes that attached to an earlier run and may never connect again."""
@@ -130,36 +137,20 @@ class AttachListener:
         self._engine.unwatch()
         self._streams.close()
         for path, listener in self._listeners.items():
-            self._loop.remove_reader(listener.fileno())
             listener.close()
             path.unlink(missing_ok=True)
         self._listeners.clear()
 
-    def _accept(self, listener: socket.socket, daemon_socket: Path) -> None:
-        for _ in range(_ACCEPTS_PER_EVENT):
-            try:
-                peer, _ = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:  # out of descriptors: the peer stays in the backlog and is met again
-                self._log.warning("attach: cannot accept: %s", error)
-                self._loop.remove_reader(listener.fileno())
-                self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume, listener, daemon_socket)
-                return
-            peer.setblocking(False)
-            connection = _Connection(peer, daemon_socket)
-            if len(self._connections) >= CONNECTIONS_MAX:
-                self._refuse(connection, LimitExceeded("attach connections", CONNECTIONS_MAX + 1, CONNECTIONS_MAX))
-                continue
-            if len(self._strangers) >= STRANGERS_MAX:
-                self._drop(self._connections[next(iter(self._strangers))])
-            self._connections[connection.fd] = connection
-            self._strangers[connection.fd] = self._loop.call_later(STRANGER_SECONDS, self._drop, connection)
-            self._loop.add_reader(connection.fd, self._readable, connection)
-
-    def _resume(self, listener: socket.socket, daemon_socket: Path) -> None:
-        if listener in self._listeners.values():
-            self._loop.add_reader(listener.fileno(), self._accept, listener, daemon_socket)
+    def _accepted(self, daemon_socket: Path, peer: socket.socket) -> None:
+        connection = _Connection(peer, daemon_socket)
+        if len(self._connections) >= CONNECTIONS_MAX:
+            self._refuse(connection, LimitExceeded("attach connections", CONNECTIONS_MAX + 1, CONNECTIONS_MAX))
+            return
+        if len(self._strangers) >= self._strangers_max:
+            self._drop(self._connections[next(iter(self._strangers))])
+        self._connections[connection.fd] = connection
+        self._strangers[connection.fd] = self._loop.call_later(STRANGER_SECONDS, self._drop, connection)
+        self._loop.add_reader(connection.fd, self._readable, connection)
 
     def _readable(self, connection: _Connection) -> None:
         try:
@@ -231,7 +222,7 @@ class AttachListener:
         try:
             theirs = calls.open()
         except OSError as error:
-            self._log.warning("attach: no call socket: %s", error)
+            self._complain("no call socket", error)
             return None
         connection.calls = calls
         return theirs
@@ -288,8 +279,12 @@ class AttachListener:
             finally:
                 os.close(descriptor)
         except OSError as error:  # gone already, it does not read, or no descriptor is left: as good as disconnected
-            self._log.warning("attach: cannot answer: %s", error)
+            self._complain("cannot answer", error)
             self._ended(connection)
+
+    def _complain(self, what: str, error: OSError) -> None:
+        if self._refusals.due(f"{what}: {error.errno}"):
+            self._log.warning("attach: %s: %s", what, error)
 
     def _descriptor(self, connection: _Connection, session: bytes) -> int:
         """What goes with the answer: the arena, or the lifeline of the proxy."""

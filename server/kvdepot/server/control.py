@@ -30,11 +30,12 @@ from kvdepot.core.control import (
     switch_states,
 )
 from kvdepot.core.errors import ConfigError, KvDepotError, LimitExceeded
+from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.report import PinStatus
 from kvdepot.server.config import Config
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.guard import engine_guard
-from kvdepot.server.memory_room import is_memory_file_system
+from kvdepot.server.memory_room import file_system
 from kvdepot.server.own_thread import in_own_thread
 from kvdepot.server.reloading import changes, refuse_what_needs_a_restart, values
 from kvdepot.server.set_quotas import SetQuotas, spelled
@@ -213,7 +214,7 @@ class Control:
     def _volatile(self) -> str:
         """What a reboot would do to what is kept."""
         path = self._state.path
-        if not self._config.tables.tier or not is_memory_file_system(path.parent):
+        if not self._config.tables.tier or file_system(path.parent) not in MEMORY_KINDS:
             return ""
         return f"kept until the node reboots, which tiers outlive: {path} is in memory; [daemon] state names a file"
 

@@ -184,7 +184,8 @@ class Engine:
         """Deadlines, grace and provisional paths, in bounded slices, and `trim`. Call about every 100 ms."""
         self._guard.each(
             "tick", self._departures.tick, self._requests.expire, self._prefetch.tick, self.pins.tick,
-            self.voiding.tick, self._space.reclaim, self._space.settle_some, self._space.unpark, self._tiering.tick, self._locates.tick,
+            self.voiding.tick, self._space.reclaim, self._space.settle_some, self._space.unpark, self._tiering.tick,
+            self._locates.tick,
         )  # fmt: skip
         return self.trim()
 

@@ -21,6 +21,7 @@ from kvdepot.core.records import (
     Lookup,
     RequestRecord,
 )
+from kvdepot.core.request_ids import ADVICE, meant
 from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.leases import ReadLease
 from kvdepot.server.engine.namespaces import Namespace, Namespaces
@@ -139,17 +140,15 @@ class Records:
     # What operators ask
 
     def explain(self, request_id: str) -> tuple[RequestRecord, ...]:
-        """Requests of that id, else those whose ids begin with it (engines add to what users chose), the latest first.
+        """Return those that an id means, which may be a user's (`core.request_ids`), the latest first.
 
         Raises NotFound.
         """
         latest = list(reversed(self._records.values()))
-        found = [record for record in latest if record.request_id == request_id]
-        found = found or [record for record in latest if record.request_id.startswith(request_id)]
+        found = [latest[place] for place in meant(request_id, [record.request_id for record in latest])]
         if not found:
             raise NotFound(
-                f"no request {request_id!r} is remembered",
-                advice=f"the latest {RECORDS_MAX} of this run are; give the id that the engine logs, or its beginning",
+                f"no request {request_id!r} is remembered", advice=f"the latest {RECORDS_MAX} of this run are; {ADVICE}"
             )
         return tuple(self._told(record) for record in islice(found, RECORDS_PER_ANSWER_MAX))
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final
 from kvdepot.client.ctl.doctor.findings import Check
 from kvdepot.client.ctl.doctor.probe import NOT_TRIED, TEMPORARY
 from kvdepot.client.ctl.printer import size_text
+from kvdepot.core.proc_text import MEMORY_KINDS, NETWORK_KINDS
 
 if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.findings import Finding
-    from kvdepot.client.ctl.doctor.host import Host, Mount
+    from kvdepot.client.ctl.doctor.host import Host
     from kvdepot.client.ctl.doctor.probe import Probed
     from kvdepot.client.ctl.doctor.settings import Place
+    from kvdepot.core.proc_text import Mount
 
-MEMORY_KINDS: Final = ("tmpfs", "hugetlbfs", "ramfs", "devtmpfs")
-NETWORK_KINDS: Final = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "fuse.glusterfs", "9p", "beegfs")
 HUGE: Final = "hugetlbfs"
 SKEW_SECONDS_MAX: Final = 5.0
 _FILES_MIN: Final = 10_000
@@ -279,7 +279,7 @@ def check_huge_pages(looked: Looked, host: Host) -> Finding:
 def _page_bytes(mount: Mount, host: Host) -> int:
     """Of a hugetlbfs, as the mount says it: `pagesize=2M`."""
     text = mount.value("pagesize")
-    if text[:-1].isdigit() and text[-1] in "KMG":
+    if text[:-1].isdecimal() and text[-1] in "KMG":
         return int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]]
     return host.memory_bytes("Hugepagesize") or 2 << 20
 
