@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from kvdepot.server.durable_files import naming
 from kvdepot.server.io.directory_guard import (
     WORKERS_LOCK,
     DirectoryHeldError,
@@ -109,7 +110,8 @@ class Guard:
     def _enter(self, begin: Begin) -> None:
         """A directory that went away is not made anew: it may be a mount, and what is below it another disk's."""
         if not begin.device:
-            self._root.mkdir(mode=0o700, exist_ok=True)
+            with naming("mkdir", self._root):
+                self._root.mkdir(mode=0o700, exist_ok=True)
         elif self._root.stat().st_dev != begin.device:
             raise OSError(0, "is on another file system than before: not mounted?", os.fspath(self._root))
 

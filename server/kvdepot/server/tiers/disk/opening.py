@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from kvdepot.core.allocator import Extent
 from kvdepot.core.errors import ConfigError
+from kvdepot.server.durable_files import naming
+from kvdepot.server.file_room import explained
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, PutColumns, Words
@@ -109,7 +111,8 @@ class Opener:
         if store is None:
             store = make_store(self._root, layout, self._random_bytes)
         for folder in names.FOLDERS:
-            (self._root / folder).mkdir(mode=0o700, exist_ok=True)
+            with naming("mkdir", self._root / folder):
+                (self._root / folder).mkdir(mode=0o700, exist_ok=True)
         self._store = store
         return store, layout
 
@@ -182,4 +185,5 @@ def _used_runs(puts: PutColumns, held: HeldPlaces) -> Words:
 
 def failed(error: OSError) -> Failed:
     outcome = _OUTCOMES.get(error.errno or 0, IoOutcome.IO_ERROR)
+    explained(error)
     return Failed(f"{error.filename or 'the directory'}: {error.strerror or error}", outcome)

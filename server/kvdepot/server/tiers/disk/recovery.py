@@ -15,7 +15,8 @@ from typing import Final
 
 import numpy as np
 import xxhash
-from kvdepot.server.durable_files import TEMPORARY, publish
+from kvdepot.server.durable_files import TEMPORARY, naming, publish, sync_file
+from kvdepot.server.file_room import allocate
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
@@ -60,7 +61,8 @@ class SnapshotFacts:
 def read_store(root: Path) -> Store | None:
     """None where there is no store yet. Raises BadFile for one that this version cannot open."""
     try:
-        return Store.unpack((root / names.STORE).read_bytes())
+        with naming("read", root / names.STORE):
+            return Store.unpack((root / names.STORE).read_bytes())
     except FileNotFoundError:
         return None
 
@@ -144,9 +146,10 @@ def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> 
 def sync_segments(root: Path) -> None:
     """Everything that was written to a segment is on the medium after it."""
     for path in sorted((root / names.SEGMENTS).glob("*.seg")):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with naming("open", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fdatasync(fd)
+            sync_file(fd, path, data_only=True)
         finally:
             os.close(fd)
 
@@ -167,7 +170,7 @@ def complete_segments(root: Path, layout: DiskLayout, used_end: int) -> int:
         if there.get(number) == length:
             continue
         try:
-            _allocate(root / names.segment_name(number), length)
+            _allocate(root / names.segment_name(number), length, layout.beside_bytes)
         except OSError as error:
             if error.errno not in _NO_ROOM or used_end > number * layout.segment_bytes:
                 raise
@@ -225,7 +228,9 @@ def _left_overs(root: Path) -> tuple[list[Path], str]:
 def _numbered(folder: Path) -> dict[int, Path]:
     """A generation's file rather than its temporary."""
     found: dict[int, Path] = {}
-    for path in sorted(folder.iterdir(), reverse=True):  # temporaries first
+    with naming("readdir", folder):
+        paths = sorted(folder.iterdir(), reverse=True)  # temporaries first
+    for path in paths:
         number = names.generation_of(path.name)
         if number is not None:
             found[number] = path
@@ -248,7 +253,7 @@ def _row_start(journals: dict[int, Path]) -> int:
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with naming("read", path), path.open("rb") as file:
         data = file.read(_FILE_BYTES_MAX + 1)
     if len(data) > _FILE_BYTES_MAX:
         raise BadFile(f"{path.name} has more than {_FILE_BYTES_MAX} bytes")
@@ -309,10 +314,10 @@ def _fitting(puts: PutColumns, layout: DiskLayout) -> int:
     return min(int(fitting), layout.handles)
 
 
-def _allocate(path: Path, length_bytes: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _allocate(path: Path, length_bytes: int, beside_bytes: int) -> None:
+    with naming("open", path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.ftruncate(fd, length_bytes)
-        os.posix_fallocate(fd, 0, length_bytes)
+        allocate(fd, os.fspath(path), length_bytes, beside_bytes)
     finally:
         os.close(fd)

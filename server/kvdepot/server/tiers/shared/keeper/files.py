@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
+from kvdepot.server.durable_files import naming
 from kvdepot.server.tiers.shared.layout import TEMPORARIES
 
 NANOSECONDS: Final = 1_000_000_000
@@ -51,15 +52,18 @@ def read_small(path: Path, bytes_max: int) -> Found | None:
 def replace_small(root: Path, file: str, data: bytes, temporary: str) -> int:
     """Write a file whole or not at all; its mtime_ns. No folder is made. Raises OSError."""
     path = root / TEMPORARIES / temporary
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)  # on NFS only this says whether it got there
-    mtime_ns = path.stat().st_mtime_ns
-    path.replace(root / file)
+    with naming("open", path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with naming("write", path):
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)  # on NFS only this says whether it got there
+    with naming("rename", root / file):
+        mtime_ns = path.stat().st_mtime_ns
+        path.replace(root / file)
     return mtime_ns
 
 
