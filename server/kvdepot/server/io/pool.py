@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Final
 
 from kvdepot.core.errors import NoRoom
-from kvdepot.server.io.breaker import Breaker, BreakerState
+from kvdepot.server.io.breaker import Breaker, BreakerState, Done
 from kvdepot.server.io.context import coded_limit
 from kvdepot.server.io.jobs import (
     JOBS_PER_WORKER,
@@ -33,12 +33,14 @@ from kvdepot.server.io.jobs import (
 from kvdepot.server.io.tasks import CRASHES_MAX, Task, TaskQueue
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
-from kvdepot.server.tiers.base import IoOutcome, Loan, WorkerRegistry
+from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, WorkerRegistry
 
 FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.UNREADABLE})
 """Outcomes that speak against the path, not against an object."""
 _ANSWERING: Final = frozenset({IoOutcome.OK, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY})
 """Answers to a probe of a path that can be read at least; whether it can be written is the tier's to find out."""
+_PROVING: Final = DAMAGED | {IoOutcome.OK}
+"""Outcomes of what was done to its end."""
 _READS: Final = ReadObject | ReadFile
 _WRITES: Final = WriteObject | PublishFile
 _PROBE: Final = Probe(".probe", write=True)
@@ -329,11 +331,12 @@ class IoPool:
             self._count("io_failed_callbacks", 1)
             self._log.exception("%s: %s could not be dealt with", self._settings.directory, what)
 
-    def _judge(self, outcome: IoOutcome, why: str) -> None:
+    def _judge(self, job: Job, outcome: IoOutcome, why: str) -> None:
         """What an answer says about the path."""
+        done = Done.READ if isinstance(job, _READS) else Done.WRITE if isinstance(job, _WRITES | Append) else Done.OTHER
         if outcome not in self._failing:
-            self.breaker.worked()
-        elif self.breaker.failed(f"{outcome}: {why}" if why else outcome):
+            self.breaker.worked(done if outcome in _PROVING else Done.OTHER)
+        elif self.breaker.failed(f"{outcome}: {why}" if why else outcome, done):
             self._take_out_of_use()
 
     # What becomes of jobs in workers' hands.
@@ -358,7 +361,7 @@ class IoPool:
         if isinstance(task.job, _READS | _WRITES):
             its.quick = answer.seconds < self._quick_seconds
         self._note(task.job, answer)
-        self._judge(answer.outcome, answer.detail)
+        self._judge(task.job, answer.outcome, answer.detail)
         if its in self._leaving and not its.hand:
             self._kill(its)
         self._answer(task, answer)
@@ -390,7 +393,7 @@ class IoPool:
             if task.repeatable:
                 self._queue.put(task, first=True)
             else:
-                self._judge(IoOutcome.IO_ERROR, why)
+                self._judge(task.job, IoOutcome.IO_ERROR, why)
                 self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
         self._fill()
         self._moved.set()
@@ -417,7 +420,7 @@ class IoPool:
             if self.breaker.closed:  # else it is a probe of a path of which all is said
                 self._log.warning("%s: %s; it is killed and left to the kernel", self._settings.directory, why)
         self._kill(worker)
-        self._judge(IoOutcome.TIMEOUT, why)
+        self._judge(task.job, IoOutcome.TIMEOUT, why)
         self._expire(worker, task, why)
         for other in worker.hand.values():
             if other.timer is None:  # it was not begun, which only the death of the worker proves

@@ -19,13 +19,18 @@ _DEAD: Final = DAMAGED | {IoOutcome.GONE, IoOutcome.FOREIGN}
 
 
 class Reading:
-    """`damaged` is told of each object that is, `lost` of handles that are dead although the answer does not say so."""
+    """`answered` is told of every read, `damaged` of each object that is.
+
+    `lost` is told of handles that are dead although the answer does not say so.
+    """
 
     def __init__(
-        self, directory: Directory, *, damaged: Callable[[ObjectName, IoOutcome, str], None],
+        self, directory: Directory, *, answered: Callable[[Answer], None],
+        damaged: Callable[[ObjectName, IoOutcome, str], None],
         lost: Callable[[Sequence[int]], None],
     ) -> None:  # fmt: skip
         self._directory = directory
+        self._answered = answered
         self._damaged = damaged
         self._lost = lost
         self._failing = FailingObjects[bytes](directory.data.breaker)  # by what makes the file's name
@@ -79,6 +84,7 @@ class Reading:
 
     def _judge(self, name: ObjectName, answer: Answer) -> IoOutcome:
         outcome = answer.outcome
+        self._answered(answer)
         if outcome is IoOutcome.OK:
             self._failing.read()
             self._failing.forget(name_key(name))
