@@ -15,14 +15,13 @@ from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Answer, Job, Probe, PublishFile, ReadFile, WriteObject
 from kvdepot.server.io.perform import perform
 from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.conformance import payload_of
+from kvdepot.server.tiers.conformance import name_of, payload_of
 from kvdepot.server.tiers.disk.layout import JOURNALS, PROBE, SEGMENTS
 from kvdepot.server.tiers.health import State, why_failed
 
 from tests.fakes.disk_rig import DiskRig, object_name
 from tests.fakes.shared_rig import SharedRig
 from tests.io_rig import MIB, IoRig
-from tests.unit.test_shared_tier import name_of
 
 DENIED = Answer(IoOutcome.UNREADABLE, "[Errno 1] open: Operation not permitted: '/tier/segments/00000.seg'")
 

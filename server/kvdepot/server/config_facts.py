@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.server.capacity_check import capacity_warnings
+
 if TYPE_CHECKING:
     from kvdepot.server.config import Config
 
@@ -16,6 +18,7 @@ def facts(config: Config) -> dict[str, Any]:
     return {
         "file": config.file,
         "note": config.note,
+        "warnings": list(capacity_warnings(config)),
         "daemon": {
             "listen": list(daemon.listen),
             "mode": daemon.mode_bits,
