@@ -214,6 +214,8 @@ def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(sm
         assert "degraded: segment" in world.daemon.log
         assert 20 < tier.objects < 70
         assert tier.used_bytes <= tier.ready_bytes < 14 * MIB
+        room = os.statvfs(small)
+        assert room.f_bavail * room.f_frsize >= 14 * MIB // 64, "what is left is for others"
         assert {one.get([known]) for known in objects} == {GRANTED}
 
 

@@ -3,7 +3,7 @@
 `python -m tests.fakes.fuse_directory BACKING MOUNT FAULTS LET_GO LATE` serves BACKING at MOUNT; FAULTS is a JSON file,
 read before every operation: {"read": 5, "write": 28, "seconds": 0.5} makes these two answer EIO and ENOSPC, late;
 {"bytes_per_second": 20e6} is what reads and writes share. Every operation can answer every errno, but for ENOSYS of
-`open`, `create` and `flush`, which means something else to the kernel. {"open segments/": 1} is about paths with
+opens, `create` and `flush`, which means something else to the kernel. {"open segments/": 1} is about paths with
 "segments/" in them; `open_direct` is an `open` with O_DIRECT, `open_write` one to write, `fdatasync` an
 `fsync` of data.
 Stopped (SIGSTOP) it is a hung mount.

@@ -96,6 +96,36 @@ def test_a_tier_whose_probe_works_and_whose_writes_do_not_is_not_ready(disk: Dis
     disk.check()
 
 
+def test_a_place_that_cannot_be_written_is_not_where_the_next_write_goes(disk: DiskRig) -> None:
+    """A bad sector of a segment, which the probe's file does not share."""
+    bad: set[tuple[str, int]] = set()
+
+    def sector(job: Job) -> Answer | None:
+        if not isinstance(job, WriteObject):
+            return None
+        place = job.parts[0].file, job.parts[0].offset
+        bad.add(next(iter(bad), place))
+        return Answer(IoOutcome.IO_ERROR, "bad sector") if place in bad else None
+
+    disk.stored(1)
+    disk.data.fault = sector
+    assert disk.write(object_name(2)).outcome is IoOutcome.IO_ERROR
+    for number in range(3, 10):
+        disk.stored(number)
+    assert disk.tier.status().state == State.READY
+    disk.check()
+    used = disk.tier.used_bytes
+    for number in range(1, 10):
+        for handle, name in list(disk.listener.held.items()):
+            if name == object_name(number):
+                disk.drop(handle)
+    disk.settle()
+    assert disk.tier.used_bytes == used // 9, "the bad place counts as used"
+    disk.crash()
+    assert disk.tier.used_bytes == 0, "a new run tries it again"
+    disk.check()
+
+
 def test_a_shared_tier_whose_publications_fail_between_look_ups_is_read_only(shared: SharedRig) -> None:
     shared.workers.fault = only(PublishFile, Answer(IoOutcome.IO_ERROR, "[Errno 22] rename: Invalid argument: '/x'"))
     for number in range(shared.config.failures):

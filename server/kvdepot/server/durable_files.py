@@ -31,6 +31,18 @@ def naming(call: str, path: str | Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def opened(path: str | Path, flags: int) -> Iterator[int]:
+    """A descriptor for the block, whose opening and closing are named. A file that is made is this user's alone."""
+    with naming("open", path):
+        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        with naming("close", path):
+            os.close(fd)
+
+
 def publish(path: Path, pieces: Iterable[bytes]) -> None:
     """Replace or make the file, for this user alone. Raises OSError."""
     temporary = path.with_name(path.name + TEMPORARY)
@@ -61,13 +73,8 @@ def sync_file(fd: int, path: str | Path, *, data_only: bool = False) -> None:
 
 def sync_folder(folder: str | Path) -> None:
     """Make the names in it durable, where directories can be synced."""
-    with naming("open", folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with naming("fsync", folder):
-            _if_there_is(lambda: os.fsync(fd), _NO_DIRECTORY_SYNC)
-    finally:
-        os.close(fd)
+    with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd, naming("fsync", folder):
+        _if_there_is(lambda: os.fsync(fd), _NO_DIRECTORY_SYNC)
 
 
 def _if_there_is(call: Callable[[], None], lacked: frozenset[int]) -> None:

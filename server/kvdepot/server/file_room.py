@@ -24,21 +24,23 @@ _PIECE_BYTES: Final = 16 << 20
 _BLOCK_BYTES: Final = 512  # of st_blocks, whatever the file system's are (stat(2))
 
 
-def check_room(folder: str, wanted_bytes: int, beside_bytes: int = 0) -> None:
+def check_room(folder: str, wanted_bytes: int, beside_bytes: int = 0) -> int:
     """Raise OSError (ENOSPC) unless so much is free, and a reserve stays free for others and `beside_bytes`.
 
     Where the file system does not tell, its next answer has to do. Blocks that only root may take are not free.
+    Return how much of `beside_bytes` the reserve has.
     """
     found = _statvfs(folder)
     if found is None or not found.f_blocks:
-        return
+        return beside_bytes
     total_bytes, free_bytes = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    reserve_bytes = min(beside_bytes, total_bytes // _SHARE_BESIDE)
-    reserve_bytes += min(total_bytes // _SHARE_FOR_OTHERS, _FOR_OTHERS_BYTES_MAX)
+    beside_bytes = min(beside_bytes, total_bytes // _SHARE_BESIDE)
+    reserve_bytes = beside_bytes + min(total_bytes // _SHARE_FOR_OTHERS, _FOR_OTHERS_BYTES_MAX)
     if free_bytes < wanted_bytes + reserve_bytes:
         free, wanted, reserve = map(format_size_rounded, (free_bytes, wanted_bytes, reserve_bytes))
         reason = f"statvfs: {free} are free, {wanted} are wanted and {reserve} {NOT_TRIED}"
         raise OSError(errno.ENOSPC, reason, folder)
+    return beside_bytes
 
 
 def allocate(fd: int, path: str, length_bytes: int, beside_bytes: int) -> None:
@@ -51,7 +53,7 @@ def allocate(fd: int, path: str, length_bytes: int, beside_bytes: int) -> None:
     missing_bytes = max(length_bytes - found.st_blocks * _BLOCK_BYTES, 0)
     at = min(found.st_size, length_bytes) if found.st_blocks * _BLOCK_BYTES >= found.st_size else 0
     if missing_bytes:
-        check_room(folder, missing_bytes, beside_bytes)
+        beside_bytes = check_room(folder, missing_bytes, beside_bytes)
     while at < length_bytes:
         end = min(at + _PIECE_BYTES, length_bytes)
         if missing_bytes:

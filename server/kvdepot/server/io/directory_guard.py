@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvdepot.server.durable_files import naming
+from kvdepot.server.durable_files import naming, opened
 from kvdepot.server.processes import read_boot_id, start_ticks
 
 WORKERS_LOCK: Final = "workers.lock"
@@ -72,16 +72,14 @@ def renew_token(path: Path, token: str) -> str | None:
             _write(fd, f"{token}\n")
         return token
     finally:
-        os.close(fd)
+        with naming("close", path):
+            os.close(fd)
 
 
 def read_token(path: Path) -> str:
     """Empty where there is none. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
         return _content(fd)
-    finally:
-        os.close(fd)
 
 
 def enter(path: Path, token: str) -> int | None:
@@ -89,7 +87,8 @@ def enter(path: Path, token: str) -> int | None:
 
     Raises OSError. The lock first, the token after: nobody changes it while somebody holds the lock.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with naming("open", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if _lock(fd, path, exclusive=False) and _content(fd) == token:
             return fd

@@ -98,7 +98,7 @@ class Guard:
             if self._fd >= 0:
                 yield from self._admit(begin)
         except OSError as error:
-            yield failed(error)
+            yield failed(error, self._root)
 
     def in_place(self) -> bool:
         """The lock file that is held is still the one that others would open. An unanswered question is no."""
@@ -112,7 +112,10 @@ class Guard:
         if not begin.device:
             with naming("mkdir", self._root):
                 self._root.mkdir(mode=0o700, exist_ok=True)
-        elif self._root.stat().st_dev != begin.device:
+            return
+        with naming("stat", self._root):
+            device = self._root.stat().st_dev
+        if device != begin.device:
             raise OSError(0, "is on another file system than before: not mounted?", os.fspath(self._root))
 
     def _hold(self) -> Iterator[Message]:

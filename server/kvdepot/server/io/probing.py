@@ -10,6 +10,7 @@ from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
 from kvdepot.server.durable_files import TEMPORARY, naming, sync_file
+from kvdepot.server.file_room import check_room
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import forget
 from kvdepot.server.io.jobs import Answer, Part, Probe
@@ -48,6 +49,8 @@ def _files(folder: str, context: Context) -> list[str]:
 def _write(job: Probe, context: Context) -> Answer:
     """A file of its own: made, renamed, removed before it can be left behind; written, synced and read."""
     path, page = context.files.path(job.file), context.tail
+    if not job.folder:
+        check_room(os.path.dirname(path), PAGE_BYTES)  # noqa: PTH120
     with _same_each_time(path):
         name = f"{job.file}.{os.getpid()}.{threading.get_native_id()}"
         part = Part(name, 0, PAGE_BYTES)

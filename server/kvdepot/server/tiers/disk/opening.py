@@ -95,7 +95,7 @@ class Opener:
             yield Failed(f"{self._root}: {error}", IoOutcome.IO_ERROR)
             return
         except OSError as error:
-            yield failed(error)
+            yield failed(error, self._root)
             return
         overwritten, overtaken = settle(index.puts, held)
         index, held = _without(index, overwritten), held.without(overtaken)
@@ -135,7 +135,7 @@ class Opener:
             size_bytes = write_generation(self._root, store, index.generation, index.puts.packed(), facts)
             remove_temporaries(self._root)
         except OSError as error:
-            why = failed(error)
+            why = failed(error, self._root)
             refused, outcome = why.reason, why.outcome
         return Opened(
             store.store_id.hex(), store.segment_bytes, segments, index.generation, len(index.puts),
@@ -183,7 +183,7 @@ def _used_runs(puts: PutColumns, held: HeldPlaces) -> Words:
     return np.stack((starts, ends - starts), axis=1).astype(np.uint64)
 
 
-def failed(error: OSError) -> Failed:
+def failed(error: OSError, root: Path) -> Failed:
     outcome = _OUTCOMES.get(error.errno or 0, IoOutcome.IO_ERROR)
     explained(error)
-    return Failed(f"{error.filename or 'the directory'}: {error.strerror or error}", outcome)
+    return Failed(f"{error.filename or root}: {error.strerror or error}", outcome)

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 import xxhash
-from kvdepot.server.durable_files import TEMPORARY, naming, publish, sync_file
+from kvdepot.server.durable_files import TEMPORARY, naming, opened, publish, sync_file
 from kvdepot.server.file_room import allocate
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
@@ -72,11 +72,13 @@ def make_store(root: Path, layout: DiskLayout, random_bytes: Callable[[int], byt
 
     Raises BadFile, and touches nothing, where anything else lies in the directory: it is somebody's.
     """
-    left, foreign = _left_overs(root)
+    with naming("readdir", root):
+        left, foreign = _left_overs(root)
     if foreign:
         raise BadFile(f"there is no {names.STORE}, and {foreign} is not a tier's: the path belongs to something else")
     for path in left:
-        path.unlink()
+        with naming("unlink", path):
+            path.unlink()
     store = Store(random_bytes(16), layout.segment_bytes)
     publish(root / names.STORE, [store.pack()])
     return store
@@ -146,12 +148,8 @@ def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> 
 def sync_segments(root: Path) -> None:
     """Everything that was written to a segment is on the medium after it."""
     for path in sorted((root / names.SEGMENTS).glob("*.seg")):
-        with naming("open", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_RDONLY) as fd:
             sync_file(fd, path, data_only=True)
-        finally:
-            os.close(fd)
 
 
 def complete_segments(root: Path, layout: DiskLayout, used_end: int) -> int:
@@ -186,7 +184,8 @@ def remove_others(root: Path, generation: int) -> None:
         for path in (root / folder).iterdir():
             number = names.generation_of(path.name)
             if number is not None and (number < generation or path.suffix == TEMPORARY):
-                path.unlink(missing_ok=True)
+                with naming("unlink", path):
+                    path.unlink(missing_ok=True)
 
 
 def remove_temporaries(root: Path) -> None:
@@ -261,11 +260,12 @@ def _read(path: Path) -> bytes:
 
 
 def _segment_sizes(root: Path) -> dict[int, int]:
-    return {
-        int(path.stem): path.stat().st_size
-        for path in (root / names.SEGMENTS).glob("*.seg")
-        if path.stem.isdecimal() and path.name == Path(names.segment_name(int(path.stem))).name
-    }
+    with naming("stat", root / names.SEGMENTS):
+        return {
+            int(path.stem): path.stat().st_size
+            for path in (root / names.SEGMENTS).glob("*.seg")
+            if path.stem.isdecimal() and path.name == Path(names.segment_name(int(path.stem))).name
+        }
 
 
 def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[PutColumns, list[str]]:
@@ -315,9 +315,5 @@ def _fitting(puts: PutColumns, layout: DiskLayout) -> int:
 
 
 def _allocate(path: Path, length_bytes: int, beside_bytes: int) -> None:
-    with naming("open", path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
+    with opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:
         allocate(fd, os.fspath(path), length_bytes, beside_bytes)
-    finally:
-        os.close(fd)

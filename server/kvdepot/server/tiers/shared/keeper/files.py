@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
-from kvdepot.server.durable_files import naming
+from kvdepot.server.durable_files import naming, opened
 from kvdepot.server.tiers.shared.layout import TEMPORARIES
 
 NANOSECONDS: Final = 1_000_000_000
@@ -33,14 +33,11 @@ class Found:
 def read_small(path: Path, bytes_max: int) -> Found | None:
     """At most one byte more than `bytes_max`. None: not there. Raises OSError otherwise."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd, naming("read", path):
             data = b""
             while len(data) <= bytes_max and (more := os.read(fd, bytes_max + 1 - len(data))):
                 data += more
             return Found(data, os.fstat(fd).st_mtime_ns)
-        finally:
-            os.close(fd)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvdepot.server.durable_files import LACKED, sync_file
+from kvdepot.server.durable_files import LACKED, naming, sync_file
 from kvdepot.server.tiers.shared.keeper.files import read_small
 from kvdepot.server.tiers.shared.layout import (
     FOLDERS,
@@ -74,7 +74,8 @@ def check_directory(root: Path, known: Known) -> Known:
 def _device(root: Path) -> int:
     """Raises NotThereError, OSError."""
     try:
-        return root.stat().st_dev
+        with naming("stat", root):
+            return root.stat().st_dev
     except FileNotFoundError as error:
         raise NotThereError(f"{root} is not there: not mounted? It is not made by a daemon") from error
 
