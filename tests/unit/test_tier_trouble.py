@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvdepot.core.objectfile import PAGE_BYTES
 from kvdepot.server.health import readiness
 from kvdepot.server.io.context import Context
+from kvdepot.server.io.direct_io import DirectFiles
 from kvdepot.server.io.jobs import Answer, Job, Probe, PublishFile, ReadFile, WriteObject
 from kvdepot.server.io.perform import perform
 from kvdepot.server.tiers.base import IoOutcome
@@ -254,6 +256,25 @@ def test_a_file_system_that_renames_nothing_is_found(rig: IoRig, monkeypatch: py
     answer = probed(rig, folder="")
     assert answer.outcome is IoOutcome.IO_ERROR and "rename: " in answer.detail
     assert sorted(rig.directory.rglob("*")) == before
+
+
+def test_of_very_many_files_others_are_looked_at_each_time(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a probe of a large tier is over in time, and a bad one is found in the end."""
+    for number in range(1, 300):
+        (rig.directory / f"segments/{number:05d}.seg").write_bytes(bytes(PAGE_BYTES))
+    written: set[str] = set()
+    real = DirectFiles.check_writable
+
+    def note(files: DirectFiles, file: str) -> None:
+        written.add(file)
+        real(files, file)
+
+    monkeypatch.setattr(DirectFiles, "check_writable", note)
+    assert probed(rig).outcome is IoOutcome.OK
+    assert len(written) == 256
+    for _ in range(20):
+        probed(rig)
+    assert len(written) == 300
 
 
 def test_a_folder_without_files_is_no_trouble(rig: IoRig) -> None:

@@ -47,7 +47,7 @@ def hold_for_daemon(path: Path, daemon_pid: int) -> int:
     fd = _open(path)
     try:
         if not _lock(fd, path, exclusive=True):
-            raise DirectoryHeldError(_holder(_content(fd)))
+            raise DirectoryHeldError(_holder(_content(fd, path)))
     except (OSError, DirectoryHeldError):
         os.close(fd)
         raise
@@ -67,7 +67,7 @@ def renew_token(path: Path, token: str) -> str | None:
         if not _lock(fd, path, exclusive=True):
             return None
         if not _writable(fd):
-            return _content(fd)
+            return _content(fd, path)
         with naming("write", path):
             _write(fd, f"{token}\n")
         return token
@@ -79,7 +79,7 @@ def renew_token(path: Path, token: str) -> str | None:
 def read_token(path: Path) -> str:
     """Empty where there is none. Raises OSError."""
     with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
-        return _content(fd)
+        return _content(fd, path)
 
 
 def enter(path: Path, token: str) -> int | None:
@@ -90,7 +90,7 @@ def enter(path: Path, token: str) -> int | None:
     with naming("open", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        if _lock(fd, path, exclusive=False) and _content(fd) == token:
+        if _lock(fd, path, exclusive=False) and _content(fd, path) == token:
             return fd
     except OSError:
         os.close(fd)
@@ -136,8 +136,9 @@ def _write(fd: int, text: str) -> None:
     os.ftruncate(fd, len(text))
 
 
-def _content(fd: int) -> str:
-    return os.pread(fd, _CONTENT_BYTES_MAX, 0).decode("ascii", "replace").strip()
+def _content(fd: int, path: Path) -> str:
+    with naming("read", path):
+        return os.pread(fd, _CONTENT_BYTES_MAX, 0).decode("ascii", "replace").strip()
 
 
 def _holder(content: str) -> Holder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import threading
 from collections.abc import Iterator
 from typing import Final
@@ -17,7 +18,8 @@ from kvdepot.server.io.jobs import Answer, Part, Probe
 from kvdepot.server.tiers.base import IoOutcome
 
 _READ_MAX: Final = 16
-"""Files of a folder that a page is read of; all of them are opened."""
+_OPENED_MAX: Final = 256
+"""Files of a folder that a page is read of, and that are opened to write: others each time, where there are more."""
 
 
 def probe(job: Probe, context: Context) -> Answer:
@@ -42,8 +44,8 @@ def probe(job: Probe, context: Context) -> Answer:
 def _files(folder: str, context: Context) -> list[str]:
     path = context.files.path(folder)
     with naming("readdir", path):
-        names = sorted(os.listdir(path))  # noqa: PTH208 - names
-    return [f"{folder}/{name}" for name in names if not name.endswith(TEMPORARY)]
+        names = [name for name in os.listdir(path) if not name.endswith(TEMPORARY)]  # noqa: PTH208
+    return [f"{folder}/{name}" for name in sorted(random.sample(names, min(len(names), _OPENED_MAX)))]
 
 
 def _write(job: Probe, context: Context) -> Answer:
