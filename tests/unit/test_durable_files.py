@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from kvdepot.server.durable_files import LACKED, naming, publish, sync_folder
 from kvdepot.server.io.context import Context
+from kvdepot.server.io.directory_guard import enter, hold_for_daemon, renew_token
 from kvdepot.server.io.jobs import Append, Probe
 from kvdepot.server.io.perform import perform
 from kvdepot.server.tiers.base import IoOutcome
@@ -173,3 +175,27 @@ def test_every_error_of_a_job_names_call_and_file(rig: IoRig, monkeypatch: pytes
         assert answer.outcome is IoOutcome.IO_ERROR
         assert said in answer.detail and os.fspath(rig.directory) in answer.detail, answer.detail
     context.close()
+
+
+# Locks
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ENOLCK])
+def test_a_file_system_without_locks_is_named_and_nobody_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It is not done without: nobody could tell then which daemon and which workers write there."""
+    lock = tmp_path / "daemon.lock"
+    hold_for_daemon(lock, os.getpid())
+    real, before = fcntl.fcntl, len(list(Path("/proc/self/fd").iterdir()))
+
+    def lacks(fd: int, command: int, argument: Any = 0) -> Any:
+        if command == fcntl.F_OFD_SETLK:
+            raise OSError(number, os.strerror(number))
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", lacks)
+    for take in (lambda: hold_for_daemon(lock, os.getpid()), lambda: enter(lock, ""), lambda: renew_token(lock, "x")):
+        with pytest.raises(OSError, match=rf"fcntl \(lock\): .*'{lock}'"):
+            take()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
