@@ -24,6 +24,7 @@ from typing import Any
 
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.server import config_environment as environment
+from kvdepot.server.capacity_check import capacity_warnings
 from kvdepot.server.config import DISK, Config, embedded, load
 from kvdepot.server.config_facts import facts
 from kvdepot.server.logs import UnhandledErrors, make_log
@@ -129,6 +130,7 @@ def _drop_output() -> None:
 def described(config: Config) -> str:
     """What `check-config` says: the sizes that follow from it, and every key that is given, with its source."""
     lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
+    lines += [f"warning: {text}" for text in capacity_warnings(config)]
     lines += [f"{key} = {json.dumps(value)} ({source})" for key, (value, source) in config.sources.items()]
     return "\n".join(lines)
 

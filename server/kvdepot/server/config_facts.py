@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.server.capacity_check import capacity_warnings
+
 if TYPE_CHECKING:
     from kvdepot.core.errors import KvDepotError
     from kvdepot.server.config import Config
@@ -20,6 +22,7 @@ def facts(config: Config, refused: KvDepotError | None = None) -> dict[str, Any]
         "note": config.note,
         "refused": "" if refused is None else str(refused),
         "refused_by_permissions": refused is not None and isinstance(refused.__cause__, PermissionError),
+        "warnings": list(capacity_warnings(config)),
         "daemon": {
             "listen": list(daemon.listen),
             "mode": daemon.mode_bits,

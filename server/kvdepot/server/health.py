@@ -28,7 +28,9 @@ class Readiness:
     reason: str  # why not; or what is degraded, empty when nothing is
 
 
-def readiness(*, serving: bool, stopping: bool, ready_bytes: int, growth_reason: str, draining: bool) -> Readiness:
+def readiness(
+    *, serving: bool, stopping: bool, ready_bytes: int, growth_reason: str, draining: bool, tiers_reason: str = ""
+) -> Readiness:
     """Ready means: a call now can be answered with something better than "no room"."""
     if stopping:
         return Readiness(False, "stopping")
@@ -38,7 +40,7 @@ def readiness(*, serving: bool, stopping: bool, ready_bytes: int, growth_reason:
         return Readiness(False, "an operator drains it: `kvdepotctl resume` ends that")
     if ready_bytes <= 0:
         return Readiness(False, growth_reason or "no byte of the arena is populated yet")
-    return Readiness(True, growth_reason)
+    return Readiness(True, "; ".join(filter(None, (growth_reason, tiers_reason))))
 
 
 class HttpListener:

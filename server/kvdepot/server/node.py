@@ -36,7 +36,7 @@ from kvdepot.server.logs import drain, make_log
 from kvdepot.server.lower_tiers import LowerTiers
 from kvdepot.server.memory_room import MIB, file_system
 from kvdepot.server.metrics import exposition
-from kvdepot.server.populate import Growth, Populator
+from kvdepot.server.populate import RETRY_SECONDS, Growth, Populator
 from kvdepot.server.rpc.control_service import ControlService
 from kvdepot.server.rpc.depot_calls import DepotCalls
 from kvdepot.server.rpc.depot_service import DepotService
@@ -108,7 +108,7 @@ class Node:
         arena, superblock = self._arena, self._arena.superblock
         self._counters = counters = Counters()
         self._guard = engine_guard(counters.add)
-        tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
+        self._tiers = tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
         self._engine = Engine(
             arena.tables,
             arena_id=superblock.arena_id,
@@ -240,6 +240,7 @@ class Node:
             stopping=self._stopping,
             ready_bytes=max(self._growth.ready_bytes - self._arena.layout.data_offset, 0),
             growth_reason=self._growth.reason,
+            tiers_reason=self._tiers.trouble,
             draining=self._engine.switches.draining,
         )
 
@@ -340,12 +341,14 @@ class Node:
         self._loop.call_soon_threadsafe(self._grew, growth)
 
     def _grew(self, growth: Growth) -> None:
-        was_ready = self.readiness().ready
+        was_ready, before = self.readiness().ready, self._growth
         self._growth = replace(growth, ready_bytes=max(growth.ready_bytes, self._growth.ready_bytes))
         self._engine.ready(self._growth.ready_bytes)
-        if growth.reason:
-            self._log.error("the arena stopped growing: %s", growth.reason)
-        elif growth.done:
+        if growth.reason and not before.reason:
+            self._log.error("the arena stopped growing: %s; tried again every %.0f s", growth.reason, RETRY_SECONDS)
+        elif before.reason and not growth.reason:
+            self._log.info("the arena grows again")
+        if growth.done:
             self._log.info("arena populated, %s", "locked into memory" if growth.locked else "not locked into memory")
         self._notify(f"STATUS={self._progress()}")
         if self.readiness().ready != was_ready:

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvdepot.core.errors import NoRoom
 from kvdepot.server.guard import tier_guard
-from kvdepot.server.io.breaker import Breaker, BreakerState
+from kvdepot.server.io.breaker import Breaker, BreakerState, Done
 from kvdepot.server.io.hands import NO_NUMBER, Worker
 from kvdepot.server.io.jobs import (
     Answer,
@@ -34,12 +34,14 @@ from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
 from kvdepot.server.io.workers_room import processes_max as processes_max  # part of this interface
 from kvdepot.server.io.workers_room import worker_reserve_bytes as worker_reserve_bytes
-from kvdepot.server.tiers.base import IoOutcome, Loan, UnknownWorker, WorkerRegistry
+from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, UnknownWorker, WorkerRegistry
 
 FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.UNREADABLE})
 """Outcomes that speak against the path, not against an object."""
 _ANSWERING: Final = frozenset({IoOutcome.OK, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY})
 """Answers to a probe of a path that can be read at least; whether it can be written is the tier's to find out."""
+_PROVING: Final = DAMAGED | {IoOutcome.OK}
+"""Outcomes of what was done to its end."""
 _READS: Final = ReadObject | ReadFile
 _WRITES: Final = WriteObject | PublishFile
 _PROBE: Final = Probe(".probe", write=True)
@@ -318,11 +320,12 @@ class IoPool:
         self._moved.set()
         self._guard.call(f"the answer to {type(task.job).__name__}", task.done, answer)
 
-    def _judge(self, outcome: IoOutcome, why: str) -> None:
+    def _judge(self, job: Job, outcome: IoOutcome, why: str) -> None:
         """What an answer says about the path."""
+        done = Done.READ if isinstance(job, _READS) else Done.WRITE if isinstance(job, _WRITES | Append) else Done.OTHER
         if outcome not in self._failing:
-            self.breaker.worked()
-        elif self.breaker.failed(f"{outcome}: {why}" if why else outcome):
+            self.breaker.worked(done if outcome in _PROVING else Done.OTHER)
+        elif self.breaker.failed(f"{outcome}: {why}" if why else outcome, done):
             self._take_out_of_use()
 
     # What becomes of jobs in workers' hands.
@@ -350,7 +353,7 @@ class IoPool:
         if isinstance(task.job, _READS | _WRITES):
             its.quick = answer.seconds < self._quick_seconds
         self._note(task.job, answer)
-        self._judge(answer.outcome, answer.detail)
+        self._judge(task.job, answer.outcome, answer.detail)
         if its in self._leaving and not its.hand:
             self._kill(its)
         self._answer(task, answer)
@@ -382,7 +385,7 @@ class IoPool:
             if task.repeatable:
                 self._queue.put(task, first=True)
             else:
-                self._judge(IoOutcome.IO_ERROR, why)
+                self._judge(task.job, IoOutcome.IO_ERROR, why)
                 self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
         self._fill()
         self._moved.set()
@@ -408,7 +411,7 @@ class IoPool:
             if self.breaker.closed:  # else it is a probe of a path of which all is said
                 self._log.warning("%s: %s; it is killed and left to the kernel", self._settings.directory, why)
         self._kill(worker)
-        self._judge(IoOutcome.TIMEOUT, why)
+        self._judge(task.job, IoOutcome.TIMEOUT, why)
         self._expire(worker, task, why)
         for other in worker.hand.values():
             if other.timer is None:  # it was not begun, which only the death of the worker proves

@@ -286,21 +286,27 @@ def _take_append(reader: _Reader) -> Append:
 
 def _pack_allocate(job: Allocate) -> bytes:
     _check_range(0, job.length)
-    return _pack_file(job.file) + _U64.pack(job.length)
+    return _pack_file(job.file) + _U64.pack(job.length) + _U64.pack(job.beside_bytes)
 
 
 def _take_allocate(reader: _Reader) -> Allocate:
-    file, (length,) = _take_file(reader), reader.take(_U64)
+    file, (length,), (beside_bytes,) = _take_file(reader), reader.take(_U64), reader.take(_U64)
     _check_range(0, length)
-    return Allocate(file, length)
+    return Allocate(file, length, beside_bytes)
 
 
 def _take_quarantine(reader: _Reader) -> Quarantine:
     return Quarantine(_take_parts(reader), _take_file(reader))
 
 
+def _pack_probe(job: Probe) -> bytes:
+    folder = _pack_file(job.folder) if job.folder else b""
+    return _pack_file(job.file) + _U8.pack(job.write) + _U8.pack(bool(folder)) + folder
+
+
 def _take_probe(reader: _Reader) -> Probe:
-    return Probe(_take_file(reader), reader.flag())
+    file, write, in_folder = _take_file(reader), reader.flag(), reader.flag()
+    return Probe(file, write, _take_file(reader) if in_folder else "")
 
 
 def _pack_few_files(files: Sequence[str]) -> bytes:
@@ -347,7 +353,7 @@ _JOBS: dict[type[Any], tuple[int, Callable[[Any], bytes], Callable[[_Reader], Jo
     Allocate: (4, _pack_allocate, _take_allocate),
     Remove: (5, lambda job: _pack_files(job.files), lambda reader: Remove(_take_files(reader))),
     Quarantine: (6, lambda job: _pack_parts(job.parts) + _pack_file(job.file), _take_quarantine),
-    Probe: (7, lambda job: _pack_file(job.file) + _U8.pack(job.write), _take_probe),
+    Probe: (7, _pack_probe, _take_probe),
     LookUpFiles: (8, lambda job: _pack_few_files(job.files), lambda reader: LookUpFiles(_take_few_files(reader))),
     ReadFile: (9, _pack_read_file, _take_read_file),
     PublishFile: (10, _pack_publish, _take_publish),

@@ -176,8 +176,13 @@ def check_room(looked: Looked) -> Finding:
         needed = size_text(probed.total_bytes + due_bytes - probed.free_bytes)
         point = looked.mount.point if looked.mount else place.path
         return check.fail(shown, f"lower [ram] capacity, or mount -o remount,size=SIZE {point}, of at least {needed}")
+    if not probed.total_bytes:
+        return check.skipped("the file system does not tell its size")
     if place.needed_bytes > probed.total_bytes:
-        return check.fail(shown, "lower the tier's capacity to nine tenths of the file system")
+        return check.fail(
+            f"{shown}: the capacity is above the file system",
+            "lower the tier's capacity to nine tenths of the file system",
+        )
     if place.held and due_bytes > probed.free_bytes:
         return check.warn(f"{shown}: the tier will be read-only when it is full", "make room, or lower its capacity")
     return check.ok(shown)

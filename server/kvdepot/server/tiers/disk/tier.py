@@ -26,7 +26,7 @@ from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.growth import Growth
 from kvdepot.server.tiers.disk.journal import Journal
-from kvdepot.server.tiers.disk.layout import PROBE, DiskLayout
+from kvdepot.server.tiers.disk.layout import PROBE, SEGMENTS, DiskLayout
 from kvdepot.server.tiers.disk.links import OpenerLink
 from kvdepot.server.tiers.disk.medium import Medium
 from kvdepot.server.tiers.disk.messages import (
@@ -54,7 +54,7 @@ from kvdepot.server.tiers.disk.scrub import Scrubber
 from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.disk.writing import Writing
 from kvdepot.server.tiers.found import FoundObjects
-from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, why_failed
+from kvdepot.server.tiers.health import Health, State, shown, why_failed
 from kvdepot.server.tiers.workers import Workers
 
 _VERDICT_SECONDS: Final = 5.0
@@ -90,7 +90,9 @@ class DiskTier:
         self._count = guard.safe("a count", count)
         layout = DiskLayout.plan(config.capacity_bytes, config.quarantine_bytes)
         self.handles_max = layout.handles
-        self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
+        self._health = Health(
+            config.name, probe_seconds=config.probe_seconds, failures_max=config.failures, clock=clock, log=log
+        )
         space = Space(layout.data_bytes)
         self._medium = medium = Medium(
             config, layout, Catalog(layout.handles), space,
@@ -199,7 +201,13 @@ class DiskTier:
         if not self.writable or self.budget_spent:
             done(Written(IoOutcome.CANCELLED))
             return
-        self._writing.write(name, extents, loan, raw_sum, done)
+
+        def written(answer: Written) -> None:
+            if answer.outcome is IoOutcome.OK:
+                self._health.write_worked()
+            done(answer)
+
+        self._writing.write(name, extents, loan, raw_sum, written)
 
     def read(
         self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
@@ -242,7 +250,7 @@ class DiskTier:
             ready_bytes=self._growth.ready_bytes,
             used_bytes=self.used_bytes,
             objects=self._medium.catalog.count,
-            state=self._health.shown,
+            state=shown(self._health, self._data.breaker),
             reason=self._reason(),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
@@ -263,7 +271,8 @@ class DiskTier:
         return ""
 
     def _reason(self) -> str:
-        reasons = (self._why_not_writable(), self._growth.refused, self._medium.budget.reason)
+        doubt = self._health.doubt or self._data.breaker.doubt
+        reasons = (self._why_not_writable() or doubt, self._growth.refused, self._medium.budget.reason)
         return "; ".join(reason for reason in reasons if reason)
 
     # What goes wrong
@@ -273,7 +282,9 @@ class DiskTier:
         if outcome is IoOutcome.GONE:
             self._gone(detail or "a file of it is gone")
         elif outcome in (IoOutcome.NO_SPACE, IoOutcome.READ_ONLY):
-            self._stop_writing(f"{STOPS_WRITING[outcome]}: {detail}")
+            self._stop_writing(why_failed(outcome, detail))
+        elif why := self._health.write_failed(outcome, detail, self._data.breaker):
+            self._stop_writing(why)
 
     def _damaged(self, name: ObjectName, outcome: IoOutcome, detail: str) -> None:
         self._log.warning("tier %s: object %s is %s: %s", self.name, name.key.hex(), outcome, detail)
@@ -282,7 +293,7 @@ class DiskTier:
         if answer.outcome is IoOutcome.GONE:
             self._gone(answer.detail)
         else:
-            self._stop_writing(f"the journal cannot be appended: {why_failed(answer)}")
+            self._stop_writing(f"the journal cannot be appended: {why_failed(answer.outcome, answer.detail)}")
 
     def _gone(self, reason: str) -> None:
         """Nothing is served until the index was read again."""
@@ -308,14 +319,16 @@ class DiskTier:
             self._spawn_opener()
         elif self._locked and self._reopening is None and not self._probing:
             self._probing = True
-            self._data.submit(Probe(PROBE, write=True), priority=Priority.TEND, done=self._probed)
+            self._data.submit(Probe(PROBE, write=True, folder=SEGMENTS), priority=Priority.TEND, done=self._probed)
 
     def _probed(self, answer: Answer) -> None:
         self._probing = False
         if self._health.state not in (State.READ_ONLY, State.OFFLINE) or not self._locked:
             return
+        if answer.outcome is IoOutcome.CANCELLED:  # all of it is out of use, and probed for that
+            return
         if answer.outcome is not IoOutcome.OK:
-            self._health.note(why_failed(answer))
+            self._health.note(why_failed(answer.outcome, answer.detail))
         elif self._medium.journal.idle and self._reopening is None:
             self._open()
 

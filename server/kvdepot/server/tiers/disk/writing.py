@@ -174,13 +174,13 @@ class Writing:
         if outcome is IoOutcome.TIMEOUT:
             write.overdue = True
         else:
-            self._give_up(write)
+            self._give_up(write, shunned=outcome is IoOutcome.IO_ERROR)
         self._refused(outcome, answer.detail)
         self._end(write, Written(outcome))
 
-    def _give_up(self, write: _Write) -> None:
+    def _give_up(self, write: _Write, *, shunned: bool = False) -> None:
         self._writing.discard(write)
-        self._medium.space.abandon(write.sequence)
+        self._medium.space.abandon(write.sequence, shunned=shunned)
         self._medium.freed()
 
     def _put(self, write: _Write, job: WriteObject, answer: Answer) -> None:

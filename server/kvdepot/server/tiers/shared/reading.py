@@ -20,14 +20,19 @@ _DEAD: Final = DAMAGED | {IoOutcome.GONE, IoOutcome.FOREIGN}
 
 
 class Reading:
-    """`damaged` is told of each object that is, `lost` of handles that are dead although the answer does not say so."""
+    """`answered` is told of every read, `damaged` of each object that is.
+
+    `lost` is told of handles that are dead although the answer does not say so.
+    """
 
     def __init__(
-        self, directory: Directory, *, damaged: Callable[[ObjectName, IoOutcome, str], None],
+        self, directory: Directory, *, answered: Callable[[Answer], None],
+        damaged: Callable[[ObjectName, IoOutcome, str], None],
         lost: Callable[[Sequence[int]], None],
     ) -> None:  # fmt: skip
         self._directory = directory
         self._guard = guard = directory.guard
+        self._answered = guard.safe("telling of an answer", answered)
         self._damaged = guard.safe("telling of damage", damaged)
         self._lost = guard.safe("telling what is lost", lost)
         self._failing = FailingObjects[bytes](directory.data.breaker)  # by what makes the file's name
@@ -82,6 +87,7 @@ class Reading:
 
     def _judge(self, name: ObjectName, answer: Answer) -> IoOutcome:
         outcome = answer.outcome
+        self._answered(answer)
         if outcome is IoOutcome.OK:
             self._failing.read()
             self._failing.forget(name_key(name))

@@ -21,7 +21,7 @@ from kvdepot.server.io.jobs import Answer, Priority, Probe
 from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.found import FoundObjects
-from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, why_failed
+from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, shown, why_failed
 from kvdepot.server.tiers.shared.absent import AbsentNames
 from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE, Allowance, file_cost_bytes
 from kvdepot.server.tiers.shared.config import SharedConfig
@@ -61,7 +61,9 @@ class SharedTier:
         self._keeper = keeper
         self._log = log
         self._clock = clock
-        self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
+        self._health = Health(
+            config.name, probe_seconds=config.probe_seconds, failures_max=config.failures, clock=clock, log=log
+        )
         self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
         count = guard.safe("a count", count)
         self._directory = directory = Directory(
@@ -69,7 +71,7 @@ class SharedTier:
             WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept)
-        self._reading = Reading(directory, damaged=self._damaged, lost=self._lose)
+        self._reading = Reading(directory, answered=self._read, damaged=self._damaged, lost=self._lose)
         self._recency = Recency(directory, lost=self._lose)
         self._look_ups = LookUps(
             data, directory.absent, deadline_seconds=config.deadline_seconds, clock=clock,
@@ -200,7 +202,7 @@ class SharedTier:
             self.name, "shared", self._config.capacity_bytes,
             ready_bytes=self._config.capacity_bytes,
             used_bytes=report.used_bytes if report else 0,
-            state=self._health.state,
+            state=shown(self._health, self._data.breaker),
             reason=self._reason(),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
@@ -226,7 +228,8 @@ class SharedTier:
 
     def _reason(self) -> str:
         noted = self._report.reason if self._report else ""
-        reasons = (self._why_not_writable(), self._directory.budget.reason, self._trouble, noted)
+        doubt = self._health.doubt or self._data.breaker.doubt
+        reasons = (self._why_not_writable() or doubt, self._directory.budget.reason, self._trouble, noted)
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
     # What the keeper says
@@ -276,9 +279,20 @@ class SharedTier:
 
     def _refused(self, outcome: IoOutcome, detail: str) -> None:
         """A write that failed, and the next one would likewise."""
-        why = "the folder of temporaries is gone" if outcome is IoOutcome.GONE else STOPS_WRITING.get(outcome)
-        if why and self._health.state in (State.READY, State.READ_ONLY):
-            self._health.worsen(State.READ_ONLY, f"{why}: {detail}")
+        if self._health.state not in (State.READY, State.READ_ONLY):
+            return
+        if outcome is IoOutcome.GONE:
+            self._health.worsen(State.READ_ONLY, f"the folder of temporaries is gone: {detail}")
+        elif outcome in STOPS_WRITING:
+            self._health.worsen(State.READ_ONLY, why_failed(outcome, detail))
+        elif why := self._health.write_failed(outcome, detail, self._data.breaker):
+            self._health.worsen(State.READ_ONLY, why)
+
+    def _read(self, answer: Answer) -> None:
+        if answer.outcome is IoOutcome.OK:
+            self._health.read_worked()
+        elif answer.outcome is IoOutcome.UNREADABLE:
+            self._health.read_refused(answer.outcome, answer.detail)
 
     def _damaged(self, name: ObjectName, outcome: IoOutcome, detail: str) -> None:
         self._log.warning("tier %s: object %s is %s: %s", self.name, name.key.hex(), outcome, detail)
@@ -294,12 +308,12 @@ class SharedTier:
 
     def _probed(self, answer: Answer) -> None:
         self._probing = False
-        if self._health.state is not State.READ_ONLY:
+        if self._health.state is not State.READ_ONLY or answer.outcome is IoOutcome.CANCELLED:
             return
         if answer.outcome is IoOutcome.OK:
             self._health.ready("writing works again")
         else:
-            self._health.note(why_failed(answer))
+            self._health.note(why_failed(answer.outcome, answer.detail))
 
     # What the engine is told
 
@@ -312,6 +326,7 @@ class SharedTier:
             self._lose([handle for handle, _ in rows if handle in self._directory.holdings])
 
     def _kept(self, name: ObjectName) -> None:
+        self._health.write_worked()
         self._directory.absent.discard(name)
         self._look_ups.settle(name)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.file_room import explained
 from kvdepot.server.tiers.shared.keeper.files import Found, ServerClock, read_small, replace_small
 from kvdepot.server.tiers.shared.keeper.janitor import Janitor
 from kvdepot.server.tiers.shared.keeper.nodes import read_node, registered
@@ -109,7 +110,7 @@ class Keeper:
         try:
             self._renew()
         except OSError as error:
-            reason = f"cannot take part: {error}"
+            reason = f"cannot take part: {explained(error)}"
         return self._told(reason or self._janitor.reason, marker_ok=True)
 
     def work(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.durable_files import LACKED, naming, sync_file
 from kvdepot.server.tiers.shared.keeper.files import read_small
 from kvdepot.server.tiers.shared.layout import (
     FOLDERS,
@@ -74,7 +75,8 @@ def check_directory(root: Path, known: Known) -> Known:
 def _device(root: Path) -> int:
     """Raises NotThereError, OSError."""
     try:
-        return root.stat().st_dev
+        with naming("stat", root):
+            return root.stat().st_dev
     except FileNotFoundError as error:
         raise NotThereError(f"{root} is not there: not mounted? It is not made by a daemon") from error
 
@@ -98,14 +100,14 @@ def _make_marker(root: Path, created_by: str) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.write(fd, Marker(secrets.token_hex(16), created_by).pack())
-        os.fsync(fd)
+        sync_file(fd, temporary)
     finally:
         os.close(fd)
     try:
         with suppress(FileExistsError):
             (root / MARKER).hardlink_to(temporary)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+        if error.errno not in LACKED | {errno.EPERM}:
             raise
         if not (root / MARKER).exists():  # without links, the last of several at once wins
             temporary.rename(root / MARKER)
