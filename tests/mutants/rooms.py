@@ -13,8 +13,8 @@ _ENGINE: Final = (
     "tests/stateful/test_shared_model.py",
 )  # fmt: skip
 _PROCESSES: Final = (
-    "tests/contract/test_attach_*.py", "tests/unit/test_attach*.py", "tests/unit/test_engine_sessions.py",
-    "tests/unit/test_process*.py", "tests/stateful/test_attach*.py", "tests/stateful/test_process*.py",
+    "tests/contract/test_attach_socket.py", "tests/unit/test_engine_watches.py", "tests/unit/test_engine_sessions.py",
+    "tests/unit/test_engine_departures.py", "tests/stateful/test_attach_model.py",
 )  # fmt: skip
 _CONNECTOR: Final = (
     "tests/unit/test_vllm_*.py", "tests/contract/test_connector_*.py", "tests/stateful/test_connector_orders.py",
@@ -28,7 +28,7 @@ ROOMS: Final[dict[str, Sequence[str]]] = {
     "server/kvdepot/server/attach.py": _PROCESSES,
     "server/kvdepot/server/processes.py": _PROCESSES,
     "server/kvdepot/server/rpc/*.py": ("tests/unit/test_call_*.py", "tests/contract/test_rpc.py"),
-    "server/kvdepot/server/populate.py": ("tests/unit/test_populate*.py", "tests/unit/test_arena_file.py"),
+    "server/kvdepot/server/populate.py": ("tests/unit/test_populate.py", "tests/unit/test_arena_file.py"),
     "server/kvdepot/server/io/*keeper*.py": ("tests/unit/test_shared_*.py", "tests/stateful/test_keeper*.py"),
     "server/kvdepot/server/io/*.py": (
         "tests/unit/test_io_*.py", "tests/unit/test_codecs.py", "tests/contract/test_io_*.py",
