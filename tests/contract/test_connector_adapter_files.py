@@ -100,10 +100,12 @@ def warm(engine: ScriptedEngine, adapter: LoRARequest) -> None:
     assert known(engine, adapter)
 
 
-def served_rightly(make: Make, change: Change, path: Path, content: bytes, *prompts: list[int]) -> list[int]:
+def served_rightly(
+    make: Make, change: Change, path: Path, content: bytes, *prompts: list[int], **options: Any
+) -> list[int]:
     """A fresh engine with this content, and what it finds: other bytes than its own fail its forward."""
     change(path, content)
-    engine, adapter = make(), loaded(path)
+    engine, adapter = make(**options), loaded(path)
     warm(engine, adapter)
     return [ask(engine, adapter, tokens) for tokens in prompts]
 
@@ -278,7 +280,8 @@ def test_whatever_changes_when_no_engine_is_served_another_content(
     paths = [tmp_path / name for name in "xyz"]
     for path in paths:
         in_place(path, random.choice(contents))
-    engine = make(max_cpu_loras=2, blocks=128)
+    options = {"hybrid": seed % 2 == 1, "ranks": 1 + seed // 2 % 2, "runs_ahead": seed % 3 == 1, "blocks": 128}
+    engine = make(max_cpu_loras=2, **options)
     adapters = {path: loaded(path) for path in paths}
     stored = 0
     for _ in range(150):
@@ -305,7 +308,9 @@ def test_whatever_changes_when_no_engine_is_served_another_content(
     engine.run()
     engine.settle()
     assert stored
-    found = [served_rightly(make, in_place, path, content, *prompts) for path in paths for content in contents]
+    found = [
+        served_rightly(make, in_place, path, content, *prompts, **options) for path in paths for content in contents
+    ]
     assert any(itertools.chain(*found)), "something was of use"
     engine.assert_clean()
 
