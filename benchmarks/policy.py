@@ -58,6 +58,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.eviction import NO_NODE, USELESS, CandidateHeap, EvictionPolicy, policy_by_name, policy_names
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.offline.virtual_engine import VirtualEngine
@@ -240,6 +241,11 @@ class Replay:
         with_state = range(max(start, self._geometry.first_state(len(keys))), end)
         kinds = [Kind.ATTENTION] * len(chunks) + [Kind.STATE] * len(with_state)
         chunks += with_state
+        for first in range(0, len(chunks), RESERVED_PER_CALL_MAX):
+            part = slice(first, first + RESERVED_PER_CALL_MAX)
+            self._reserve(keys, chunks[part], kinds[part])
+
+    def _reserve(self, keys: Sequence[bytes], chunks: Sequence[int], kinds: Sequence[Kind]) -> None:
         lease = self._virtual.new_lease_id()
         call = ReserveCall(
             self._session, lease, self._namespace, b"".join(keys[at] for at in chunks),

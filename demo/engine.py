@@ -256,6 +256,11 @@ class Engine:
         """Tell the connector that the weights have changed in place, whatever is running."""
         self._result(self._send("reset_prefix_cache", reset_connector=True))
 
+    def call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """What each worker answers; `method` is one of vLLM's `worker_extension_cls`."""
+        answers: list[Any] = self._result(self._send("call_workers", method=method, arguments=list(arguments)))
+        return answers
+
     @property
     def alive(self) -> bool:
         return self._process is not None and self._process.poll() is None

@@ -152,6 +152,10 @@ class EngineService:
     async def do_reset_prefix_cache(self, reset_connector: bool) -> bool:
         return bool(await self._engine.reset_prefix_cache(reset_connector=reset_connector))
 
+    async def do_call_workers(self, method: str, arguments: list[Any]) -> list[Any]:
+        """A method of vLLM's `worker_extension_cls`, on each worker."""
+        return list(await self._engine.collective_rpc(method, args=tuple(arguments)))
+
     async def do_totals(self, finished: int) -> dict[str, int]:
         """vLLM's sums, once at least `finished` requests have finished in them (they trail the outputs)."""
         until = time.monotonic() + _STATS_DEADLINE_SECONDS

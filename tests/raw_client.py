@@ -34,6 +34,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
 from kvdepot.proto import codec, codec_namespace, codec_report
 from kvdepot.proto.v1 import depot_pb2 as pb
@@ -115,18 +116,19 @@ class RawEngine:
         return self._lease_id
 
     def reserve(
-        self, keys: Sequence[bytes], lease_id: int | None = None, request: str = ""
+        self, keys: Sequence[bytes], lease_id: int | None = None, request: str = "", *, first: int = 0
     ) -> tuple[int, list[ReserveOutcome], bytes]:
-        """(lease id, outcome per chunk, packed extents) for the attention of a prompt's first chunks."""
+        """(lease id, outcome per chunk, packed extents) for the attention of a prompt's chunks from `first` on."""
         lease_id = lease_id or self.new_lease_id()
+        parents, keys = [ROOT_KEY, *keys[:-1]][first:], keys[first:]
         call = ReserveCall(
             session=self.session,
             lease_id=lease_id,
             namespace=self.namespace,
             keys=b"".join(keys),
-            parents=b"".join([ROOT_KEY, *keys[:-1]]),
+            parents=b"".join(parents),
             kinds=bytes([Kind.ATTENTION]) * len(keys),
-            boundaries=b"".join(struct.pack("<I", (index + 1) * CHUNK_TOKENS) for index in range(len(keys))),
+            boundaries=b"".join(struct.pack("<I", (first + index + 1) * CHUNK_TOKENS) for index in range(len(keys))),
             request_id=request,
         )
         reply = codec.decode_reserve_reply(self.stub.Reserve(codec.encode_reserve_call(call), timeout=CALL_SECONDS))
@@ -145,10 +147,12 @@ class RawEngine:
 
     def store(self, keys: Sequence[bytes], request: str = "") -> None:
         """Reserve, write and commit; everything must be granted."""
-        lease_id, outcomes, extents = self.reserve(keys, request=request)
-        assert set(outcomes) == {ReserveOutcome.GRANTED}, outcomes
-        self.write(keys, extents)
-        assert set(self.commit(lease_id, len(keys))) == {CommitOutcome.COMMITTED}
+        for first in range(0, len(keys), RESERVED_PER_CALL_MAX):
+            part = keys[: first + RESERVED_PER_CALL_MAX]
+            lease_id, outcomes, extents = self.reserve(part, request=request, first=first)
+            assert set(outcomes) == {ReserveOutcome.GRANTED}, outcomes
+            self.write(part[first:], extents)
+            assert set(self.commit(lease_id, len(part) - first)) == {CommitOutcome.COMMITTED}
 
     def write(self, keys: Sequence[bytes], extents: bytes, payload: Callable[[bytes], bytes] = payload_of) -> None:
         at = dict.fromkeys(range(len(keys)), 0)

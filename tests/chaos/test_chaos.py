@@ -25,7 +25,7 @@ from kvdepot.core.listing import NamespaceContents, TierContents
 from kvdepot.core.report import DaemonStatus, QuotaOwnerStatus, QuotaStatus, SessionStatus, TierStatus
 from kvdepot.server import config
 from kvdepot.server.offline.fsck import check_store
-from kvdepot.server.tiers.shared.tier import NO_ALLOWANCE
+from kvdepot.server.tiers.shared.tier import COUNTING, NO_ALLOWANCE
 
 from tests.chaos.all_faults import GROUPS, name_of
 from tests.chaos.depot import (
@@ -236,7 +236,7 @@ def test_a_thread_that_waits_for_a_processor_is_not_held_up() -> None:
 
 def test_the_wall_clock_of_a_daemon_is_stepped_while_it_runs(tmp_path: Path) -> None:
     clock = WallClock(tmp_path / "clock")
-    with DaemonProcess(under=("tests.chaos.stepped_clock", str(clock.path))) as daemon:
+    with DaemonProcess(under=("tests.chaos.stepped_clock", str(clock.path), "10")) as daemon:
         clock.step_to(100.0 - time.time())
         assert daemon.stop() == 0
         started, stopped = daemon.log.splitlines()[0], daemon.log.splitlines()[-1]
@@ -256,6 +256,7 @@ def test_a_tier_that_is_of_no_use_is_found() -> None:
     assert found(replace(shared, state="offline"))
     assert found(replace(shared, janitor=""))
     assert found(replace(shared, reason=f"{NO_ALLOWANCE}; of the last count"))
+    assert found(replace(shared, reason=f"{COUNTING} 7 files since 2026-11-25T18:22:10Z"))
 
 
 def test_damage_is_ours_where_we_touched_the_object_or_the_index_before_it(tmp_path: Path) -> None:

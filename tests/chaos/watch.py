@@ -18,7 +18,7 @@ from kvdepot.core.calls import Kind
 from kvdepot.core.listing import NamespaceContents
 from kvdepot.core.report import DaemonStatus
 from kvdepot.core.units import parse_size_bytes
-from kvdepot.server.tiers.shared.tier import NO_ALLOWANCE
+from kvdepot.server.tiers.shared.tier import COUNTING, NO_ALLOWANCE
 
 from tests.chaos.depot import Depot
 from tests.chaos.models import MODELS
@@ -204,7 +204,8 @@ def degraded(status: DaemonStatus) -> list[str]:
     found = []
     for tier in status.tiers[1:]:
         shared = tier.kind == "shared"
-        useless = not tier.janitor or NO_ALLOWANCE in tier.reason if shared else bool(tier.reason)
+        refused = NO_ALLOWANCE in tier.reason or COUNTING in tier.reason
+        useless = not tier.janitor or refused if shared else bool(tier.reason)
         if (tier.state, tier.breaker) != ("ready", "closed") or useless:
             found.append(f"{tier.name}: {tier.state}, breaker {tier.breaker}, janitor {tier.janitor}, {tier.reason}")
     return found
@@ -212,7 +213,7 @@ def degraded(status: DaemonStatus) -> list[str]:
 
 def contents(depot: Depot) -> tuple[NamespaceContents, ...]:
     """What `kvdepotctl ls` shows."""
-    with connect(Endpoint.parse(depot.daemon.endpoint), 10.0) as operator:
+    with connect(Endpoint.parse(depot.daemon.endpoint), 10.0 * patience()) as operator:
         return operator.namespaces("", 1000).namespaces
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from kvdepot.client.copy.device import DeviceCopier
+from kvdepot.client.copy.revocable import RevocableCopier
 from kvdepot.client.vllm import rank
+from kvdepot.client.vllm.metadata import LoadOp, StoreOp
 
 from tests.contract.connector_fixtures import Make, cold, depot, folder, make, prompt
 from tests.contract.test_connector_hybrid import CHUNKS, evict
@@ -84,3 +87,55 @@ def test_p8_a_device_without_memory_for_copies_costs_hits_and_nothing_else(
     assert worker.failures.counts == {"copy:RuntimeError": 1}
     worker.failures.counts.clear()
     other.assert_clean()
+
+
+@pytest.mark.parametrize("kind", [LoadOp, StoreOp])
+def test_what_a_device_was_given_is_done_before_kv_memory_goes(
+    make: Make, devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch, kind: type
+) -> None:
+    """A copy that has returned is only queued: here KV memory goes between that and the wait for it."""
+    make().generate(prompt(9.5))
+    engine = make()
+    (copies,), device = engine.copies, devices[-1]
+    queued, suspended = threading.Event(), threading.Event()
+    copy = DeviceCopier.copy
+
+    def late(own: DeviceCopier, *batch: Any) -> None:
+        copy(own, *batch)
+        queued.set()
+
+    wait = RevocableCopier.wait
+
+    def until_suspended(own: RevocableCopier) -> None:
+        assert suspended.wait(20)
+        wait(own)
+
+    monkeypatch.setattr(DeviceCopier, "copy", late)
+    monkeypatch.setattr(RevocableCopier, "wait", until_suspended)
+    tokens = prompt(9.5) if kind is LoadOp else prompt(5.5, seed=3)
+    request_id = engine.add(tokens)
+    while not queued.is_set():
+        engine.step()
+    assert device.in_flight
+    revoke = RevocableCopier.revoke
+
+    def revoking(own: RevocableCopier, seconds: float) -> bool:
+        ended = revoke(own, seconds)
+        assert not device.in_flight, "KV memory goes now"
+        suspended.set()
+        return ended
+
+    monkeypatch.setattr(RevocableCopier, "revoke", revoking)
+    if kind is StoreOp:
+        engine.abort(request_id)
+    engine.discard()
+    engine.restore()
+    assert suspended.is_set() and copies is engine.copies[0]
+    engine.run()
+    assert engine.failed_reports == ([request_id] if kind is LoadOp else [])
+    if kind is LoadOp:
+        assert engine.outputs[request_id] == cold(tokens)
+    engine.reset()
+    assert engine.generate(prompt(9.5)) == cold(prompt(9.5))
+    assert list(engine.hits.values())[-1] == 9 * BLOCK
+    engine.assert_clean()

@@ -324,3 +324,22 @@ def test_p2_a_tail_within_a_block_counts_as_the_rest_does(make: Make, depot: Dep
     assert engine.generate(turn) == cold(turn)
     assert list(engine.hits.values())[-1] == 3 * BLOCK
     assert committed(depot) > before
+
+
+@SHAPES
+def test_i1d_a_copy_that_ends_after_weights_have_changed_is_never_committed(
+    make: Make, depot: Depot, gate: Gate, options: dict[str, Any]
+) -> None:
+    """Its lease is of the former namespace, which other engines with the former weights may still be served from."""
+    engine = make(**options)
+    gate.close(direction=Direction.STORE)
+    engine.add(prompt(5.5))
+    while not gate.reached(0):
+        engine.step()
+    assert engine.connector.reset_cache()
+    gate.open()
+    engine.run()
+    assert depot.count(CommitCall) == 0
+    assert committed(depot) == 0
+    assert engine.side.counters["store_failed_copy"]
+    engine.assert_clean()

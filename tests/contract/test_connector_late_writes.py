@@ -93,6 +93,31 @@ def test_p5_i6_blocks_of_a_load_given_up_anywhere_are_free_only_after_its_last_b
     engine.assert_clean()
 
 
+@pytest.mark.parametrize("how", ["deadline", "cancelled"])
+@pytest.mark.parametrize("options", [{}, {"ranks": 2}], ids=["dense", "two ranks"])
+def test_p5_between_two_batches_a_load_that_is_given_up_stops_writing(
+    make: Make, gate: Gate, options: dict[str, Any], how: str
+) -> None:
+    tokens = prompt(BLOCKS + 0.5)
+    make(**options).generate(tokens)
+    engine = make(**options)
+    request_id = loading(engine, gate, tokens, 3)
+    for copies in engine.copies:
+        if how == "deadline":
+            copies._clock = lambda: time.monotonic() + 3600
+        else:
+            copies.submit((), (), [engine.side.loads._active[request_id].op_id])
+    gate.open()
+    step_until(engine, "reported", lambda: reported(engine))
+    assert engine.failed_reports == [request_id]
+    assert gate.copied <= 3 + len(engine.copies), "more than the batches that had begun"
+    for copies in engine.copies:
+        copies._clock = time.monotonic
+    engine.run()
+    assert engine.outputs[request_id] == cold(tokens)
+    engine.assert_clean()
+
+
 def test_p5_control_a_rank_that_reports_before_its_last_byte_is_found_out(make: Make, gate: Gate) -> None:
     tokens = prompt(BLOCKS + 0.5)
     make().generate(tokens)

@@ -130,7 +130,12 @@ def too_many_loads(scene: Scene) -> Iterator[Asked]:
 
 @contextmanager
 def excluded(scene: Scene) -> Iterator[Asked]:
-    yield Asked(scene.engine(), arguments={"prompt_is_token_ids": [True] * len(TOKENS)}, recorded=False)
+    yield Asked(scene.engine(), arguments={"prompt_is_token_ids": [True] * len(TOKENS)})
+
+
+@contextmanager
+def reads_no_cache(scene: Scene) -> Iterator[Asked]:
+    yield Asked(scene.engine(), arguments={"params": {"prompt_logprobs": 1}})
 
 
 @contextmanager
@@ -205,6 +210,7 @@ CAUSES: Final[dict[MissReason, Cause]] = {
     MissReason.FAILED_LATELY: failed_lately,
     MissReason.TOO_MANY_LOADS: too_many_loads,
     MissReason.EXCLUDED: excluded,
+    MissReason.READS_NO_CACHE: reads_no_cache,
     MissReason.GONE: gone,
     MissReason.REFUSED: refused,
     MissReason.LOAD_TIMED_OUT: load_timed_out,

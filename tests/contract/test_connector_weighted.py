@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from kvdepot.client.vllm.stats import KVDepotStats
-from kvdepot.client.vllm.weighted import OWN, WeightedMultiConnector
+from kvdepot.client.vllm.weighted import OWN, RankHandshakes, WeightedMultiConnector
 from kvdepot.core.errors import ConfigError
 from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig, VllmConfig
@@ -249,3 +249,28 @@ def test_p10_statistics_of_a_child_that_is_not_known_here_are_left_out(combine: 
     built = WeightedMultiConnector.build_kv_connector_stats({"0-Stranger": {}, OWN: {}})
     assert list(built.data) == [OWN]
     KVConnectorProm(combined.config, ["engine"], {0: ["0"]}).observe({"7-Stranger": {"counters": {}}})
+
+
+def test_each_child_hears_that_kv_memory_goes_and_is_there_again(combine: Combine) -> None:
+    combined = combine(child(), child(kind="SleepyChild"))
+    for _ in range(2):
+        combined.connector.unregister_kv_caches()
+        combined.connector.restore_kv_caches()
+    assert combined.children[1].heard == ["unregister", "restore"] * 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("kinds", "supported"), [((), False), (("SleepyChild",), True), (("SleeplessChild",), False)])
+def test_sleep_mode_is_supported_where_every_child_supports_it(
+    folder: Path, kinds: tuple[str, ...], supported: bool
+) -> None:
+    own = {"kv_connector_module_path": "kvdepot.client.vllm.connector", "kind": "KVDepotConnector"}
+    children = [child(**own, extra={"endpoint": "unix:///a"}), *(child(kind=kind) for kind in kinds)]
+    config = configured(folder, children if kinds else [child(kind="SleeplessChild")]).kv_transfer_config
+    assert WeightedMultiConnector.supports_sleep_mode(config) is supported
+
+
+@pytest.mark.parametrize("said", [None, object(), RankHandshakes(())])
+def test_an_answer_that_is_not_of_these_children_raises_nothing(combine: Combine, said: Any) -> None:
+    combined = combine(child(), child())
+    combined.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): said})
+    assert [one.handshakes for one in combined.children] == [[], []]

@@ -22,7 +22,7 @@ from kvdepot.proto import codec
 from kvdepot.server import attach
 from kvdepot.server.attach import ArenaOffer, AttachListener
 from kvdepot.server.checksums import ChecksumService
-from kvdepot.server.processes import read_boot_id
+from kvdepot.server.processes import peer_pidfd, read_boot_id
 
 from tests.fakes.engine_rig import Rig
 
@@ -122,6 +122,39 @@ def test_i4_an_attachment_without_a_descriptor_for_it_ends() -> None:
 
     assert asyncio.run(run()) == b""
     assert [info.connections for info in rig.engine.attachments()] == [0]
+
+
+@pytest.mark.parametrize("new_kernel", [True, False])
+def test_i6_a_process_that_could_be_watched_is_not_attached_unwatched(
+    monkeypatch: pytest.MonkeyPatch, new_kernel: bool
+) -> None:
+    if not new_kernel:
+        monkeypatch.setattr(attach.processes, "SO_PEERPIDFD", 9999)
+    path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
+    rig = Rig()
+
+    def none_left(connection: socket.socket, pid: int) -> int | None:
+        with _no_descriptor_left():
+            return peer_pidfd(connection, pid)
+
+    monkeypatch.setattr(attach.processes, "peer_pidfd", none_left)
+
+    async def run() -> bytes:
+        loop = asyncio.get_running_loop()
+        offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
+        listener = AttachListener(
+            engine=rig.engine, calls=_NO_CALLS, offer=offer, streams=_NO_STREAMS, loop=loop,
+            log=logging.getLogger("scarce"), boot_id=read_boot_id(),
+        )  # fmt: skip
+        listener.listen(path, 0o600, -1)
+        with contextlib.closing(_attach(path)) as client:
+            answer = await asyncio.wait_for(loop.sock_recv(client, 4096), 5)
+        listener.close()
+        return answer
+
+    reply = codec.decode_attach_reply(asyncio.run(run()))
+    assert reply.protocol == 0 and "cannot be watched: Too many open files" in reply.error
+    assert list(rig.engine.attachments()) == []
 
 
 @pytest.mark.parametrize("failing", ["Popen", "pidfd_open"])

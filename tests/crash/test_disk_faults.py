@@ -7,6 +7,7 @@ it recovers by itself. Hung mounts: `test_hung_tier.py`.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import time
@@ -37,6 +38,14 @@ def _metrics(world: DiskWorld) -> dict[str, float]:
     with urllib.request.urlopen(f"{world.daemon.metrics}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def _health(world: DiskWorld) -> str:
+    """What /healthz says besides that it serves."""
+    with urllib.request.urlopen(f"{world.daemon.metrics}/healthz", timeout=10) as answer:
+        found = json.load(answer)
+    assert found["ready"]
+    return str(found["reason"])
 
 
 def _says_that_it_is_degraded(world: DiskWorld) -> bool:
@@ -100,6 +109,7 @@ class Trouble:
             self._more(engine)
             assert self.world.status().ready
         assert _says_that_it_is_degraded(self.world)
+        assert f"tier {TIER}: " in _health(self.world)
         return _objects(engine, 100, self._stored)
 
     _stored = 0
@@ -117,7 +127,7 @@ class Trouble:
         self.end()
         wait_until(lambda: not world.tier().reason, "the tier comes back", RECOVERY_SECONDS)
         assert (world.tier().state, world.tier().breaker) == ("ready", "closed")
-        assert not _says_that_it_is_degraded(world)
+        assert not _says_that_it_is_degraded(world) and not _health(world)
         assert {engine.get([known]) for known in [*before, *during]} == {GRANTED}
         _put(engine, after := _objects(engine, 5000, 5))
         keys = {(known.key.hex(), "attention") for known in after}
@@ -214,6 +224,8 @@ def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(sm
         assert "degraded: segment" in world.daemon.log
         assert 20 < tier.objects < 70
         assert tier.used_bytes <= tier.ready_bytes < 14 * MIB
+        room = os.statvfs(small)
+        assert room.f_bavail * room.f_frsize >= 14 * MIB // 64, "what is left is for others"
         assert {one.get([known]) for known in objects} == {GRANTED}
 
 

@@ -46,5 +46,12 @@ V2: Final = (
     "build_connector_worker_meta",
     "clear_connector_metadata",
 )
-ORDERS: Final = {"v1": V1, "v1-deferred": V1_DEFERRED, "v2": V2}
+V2_DEFERRED: Final = (
+    # The same from 0.33 on, with a drafter: `post_forward(defer_finalize=True)`. Stages but the last do not defer.
+    *(call for call in V2 if call not in ("wait_for_save", "clear_connector_metadata")),
+    DRAFT_FORWARD,
+    "wait_for_save",  # finalize_step
+    "clear_connector_metadata",
+)
+ORDERS: Final = {"v1": V1, "v1-deferred": V1_DEFERRED, "v2": V2, "v2-deferred": V2_DEFERRED}
 V2_LOAD_ARGUMENTS: Final = ("scheduler_output", "request_state_indices", "request_ids", "num_tokens")

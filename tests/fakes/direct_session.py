@@ -26,6 +26,7 @@ from kvdepot.core.calls import (
     AcquireCall,
     CommitCall,
     CommitItem,
+    DeclareCall,
     EndRequestCall,
     LocateCall,
     ReleaseCall,
@@ -33,7 +34,7 @@ from kvdepot.core.calls import (
     ReserveCall,
 )
 from kvdepot.core.elements import Elements
-from kvdepot.core.errors import StaleEpoch, UnknownNamespace
+from kvdepot.core.errors import EngineIdInUse, StaleEpoch, UnknownNamespace
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Attached, EngineConfig, ProcessIdentity
@@ -41,6 +42,7 @@ from kvdepot.server.engine.types import Attached, EngineConfig, ProcessIdentity
 from tests.stream_rig import Proxy
 
 ARENA_ID = 77
+_first_leases = itertools.count(1, 1 << 32)  # of sessions: no two draw the same ids
 BOOT = b"boot-id-16-bytes"
 
 
@@ -73,6 +75,8 @@ class Depot:
         self.lost: set[type] = set()  # the engine acts, the reply never comes
         self.calls: list[Any] = []
         self._pids = itertools.count(100)
+        self.engines: dict[str, Any] = {}  # by id, those that are scripted
+        self._processes: dict[tuple[str, int], ProcessIdentity] = {}  # by engine and rank
 
     @property
     def present(self) -> bool:
@@ -87,10 +91,10 @@ class Depot:
         return ArenaMap(self.descriptor)
 
     def attach(self, engine_id: str, world_size: int) -> list[Attached]:
-        """Each rank's, the first one the scheduler's too."""
+        """Each rank's, the first one the scheduler's too. Those of an engine that is known are the same processes."""
         return [
             self.engine.attach(
-                ProcessIdentity(next(self._pids), 1, BOOT),
+                self._processes.setdefault((engine_id, rank), ProcessIdentity(next(self._pids), 1, BOOT)),
                 engine_id,
                 scheduler=rank == 0,
                 rank=rank,
@@ -121,24 +125,38 @@ class DirectSession:
 
     def __init__(self, depot: Depot, engine_id: str, world_size: int) -> None:
         self.depot = depot
-        self.ranks = depot.attach(engine_id, world_size)
-        self._token = self.ranks[0].session
+        self.refusal = ""
+        self.ranks: list[Attached] = []
+        try:
+            self.ranks = depot.attach(engine_id, world_size)
+        except EngineIdInUse as error:
+            self.refusal = str(error)
+        self._token = self.ranks[0].session if self.ranks else b""
         self._registered: set[bytes] = set()
         self._void: dict[bytes, int] = {}
         self._due: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._waiting: list[tuple[Callable[[Any], None], Any, Following | None]] = []
         self._forgone: set[int] = set()
-        self._leases = itertools.count(1)
-        self.refusal = ""
+        self._leases = itertools.count(next(_first_leases))
         self.specs: list[NamespaceSpec] = []
+        self.started = self.closed = False
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """The daemon takes back what a session's first call does not declare."""
+        assert not self.started
+        self.started = True
+        if self.ranks:
+            self.depot.engine.declare(DeclareCall(self._token, ()))
 
-    def close(self, timeout_seconds: float = 1.0) -> None: ...
+    def close(self, timeout_seconds: float = 1.0) -> None:
+        if not self.closed:
+            self.closed = True
+            for attached in self.ranks:
+                self.depot.engine.disconnected(attached.attachment)
 
     @property
     def attached(self) -> bool:
-        return self.depot.present
+        return self.depot.present and not self.closed and bool(self.ranks)
 
     @property
     def attachments(self) -> int:
@@ -152,6 +170,8 @@ class DirectSession:
     def _register(self, spec: NamespaceSpec) -> None:
         namespace = spec.namespace_id()
         self._registered.discard(namespace)
+        if not self.attached:
+            return
         try:
             self.depot.engine.register_namespace(self._token, spec, self._elements)
         except StaleEpoch as stale:
@@ -176,7 +196,7 @@ class DirectSession:
     ) -> None:
         del timeout_seconds
         self.depot.calls.append(call)
-        if not self.depot.present:
+        if not self.attached:
             self._due.append((done, CallFailure(FailureReason.UNAVAILABLE)))
             return
         try:

@@ -8,15 +8,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from random import Random
+from typing import TypeVarTuple
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, payload_sum
+from kvdepot.server.guard import Guard
 from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Answer, Job, Priority
 from kvdepot.server.io.perform import perform
+from kvdepot.server.io.wire import FRAME, pack_job, unpack_job
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, Read, Tier, Written
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.messages import Begin, Compact, Locked, Message, Open, Request, Sync, pack, take_messages
@@ -24,7 +28,10 @@ from kvdepot.server.tiers.disk.opening import Opener
 from kvdepot.server.tiers.disk.tier import DiskTier
 from kvdepot.server.tiers.found import FoundObjects
 
+from tests.fakes.raising import Injected
+
 Fault = Callable[[Job], Answer | None]
+_Args = TypeVarTuple("_Args")
 NAMESPACE = b"namespace-16byte"
 PAGE = 4096
 
@@ -40,13 +47,19 @@ class Task:
     priority: Priority
     done: Callable[[Answer], None]
     loan: Loan | None
-    refused: bool = False  # when it was submitted
+    refused: str = ""  # why, when it was submitted
 
 
 class InlineWorkers:
-    """Jobs wait until `step`, which does them as a worker would. `late` are those that were answered TIMEOUT."""
+    """Jobs wait until `step`, which does them as a worker would, as they come over the wire.
 
-    def __init__(self, root: Path, arena: memoryview, clock: Callable[[], float]) -> None:
+    `late` are those that were answered TIMEOUT. With a `guard` callbacks that raise cost nothing else, as in a pool;
+    without one they fail the test.
+    """
+
+    def __init__(self, root: Path, arena: memoryview, clock: Callable[[], float], guard: Guard | None = None) -> None:
+        self._guard = guard
+        self._numbers = count(1)
         self.root = root
         self.arena = arena
         self.breaker = Breaker(failures_max=5, probe_every_seconds=5, clock=clock)
@@ -63,7 +76,13 @@ class InlineWorkers:
         return not self.why_unusable
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
-        self.tasks.append(Task(job, priority, done, loan, refused=not self.usable))
+        """Answers what cannot be packed as a pool does: without the daemon's limits a fake knows of no jam."""
+        refused = self.why_unusable
+        try:
+            job = unpack_job(pack_job(next(self._numbers), job)[FRAME.size :])
+        except Exception as error:  # noqa: BLE001
+            refused = refused or str(error)
+        self.tasks.append(Task(job, priority, done, loan, refused))
 
     def renew(self, guard: str) -> None:
         self.why_unusable = ""
@@ -72,7 +91,7 @@ class InlineWorkers:
         self.closed = True
         self.why_unusable = "closed"
         while self.tasks:
-            self.tasks.popleft().done(Answer(IoOutcome.CANCELLED))
+            self._call(self.tasks.popleft().done, Answer(IoOutcome.CANCELLED))
         return 0
 
     def step(self) -> bool:
@@ -80,12 +99,12 @@ class InlineWorkers:
             return False
         task = min(self.tasks, key=lambda task: task.priority)
         self.tasks.remove(task)
-        if task.refused or not self.usable or (task.loan is not None and not task.loan.begin(7)):
-            task.done(Answer(IoOutcome.CANCELLED, self.why_unusable))
+        if task.refused or not self.usable or not self._lend(task):
+            self._call(task.done, Answer(IoOutcome.CANCELLED, task.refused or self.why_unusable))
             return True
         if self.deaths and task.loan is not None:
             self.deaths -= 1
-            task.loan.end()
+            self._call(task.loan.end)
             self.tasks.appendleft(task)
             return True
         answer = self.fault(task.job)
@@ -99,15 +118,27 @@ class InlineWorkers:
         if answer.outcome is IoOutcome.TIMEOUT:
             self.late.append(task)
         elif task.loan is not None:
-            task.loan.end()
-        task.done(answer)
+            self._call(task.loan.end)
+        self._call(task.done, answer)
         return True
+
+    def _lend(self, task: Task) -> bool:
+        loan = task.loan
+        if loan is None:
+            return True
+        return loan.begin(7) if self._guard is None else self._guard.value("a loan", False, loan.begin, 7)
+
+    def _call(self, callback: Callable[[*_Args], object], *arguments: *_Args) -> None:
+        if self._guard is None:
+            callback(*arguments)
+        else:
+            self._guard.call("a callback", callback, *arguments)
 
     def end_late(self) -> None:
         """The workers that hung are dead now."""
         for task in self.late:
             if task.loan is not None:
-                task.loan.end()
+                self._call(task.loan.end)
         self.late.clear()
 
 
@@ -201,6 +232,9 @@ class Listener:
 class DiskRig:
     """One directory and, at a time, one tier over it. `crash` starts the next one on the same files."""
 
+    guard: Guard | None = None  # of the workers
+    wall_raises = False  # at the next look at it
+
     def __init__(self, root: Path, *, capacity_bytes: int = 32 << 20, seed: int = 0, **config: object) -> None:
         self.random = Random(seed)
         self.now = 1000.0
@@ -215,13 +249,13 @@ class DiskRig:
         self.start()
 
     def start(self, *, settle: bool = True) -> None:
-        self.data = InlineWorkers(self.config.path, self.arena, self.clock)
-        self.journal = InlineWorkers(self.config.path, self.arena, self.clock)
+        self.data = InlineWorkers(self.config.path, self.arena, self.clock, self.guard)
+        self.journal = InlineWorkers(self.config.path, self.arena, self.clock, self.guard)
         self.opener = InlineOpener(self.config, self.random)
         self.listener = Listener()
         self.tier = DiskTier(
             self.config, data=self.data, journal=self.journal, opener=self.opener, log=self.log,
-            clock=self.clock, wall_clock=lambda: self.wall, count=self._count,
+            clock=self.clock, wall_clock=self.wall_clock, count=self._count,
         )  # fmt: skip
         self.tier.start(self.listener)
         if settle:
@@ -234,6 +268,12 @@ class DiskRig:
 
     def clock(self) -> float:
         return self.now
+
+    def wall_clock(self) -> float:
+        if self.wall_raises:
+            self.wall_raises = False
+            raise Injected("wall clock")
+        return self.wall
 
     def writable(self) -> bool:
         return self.tier.writable

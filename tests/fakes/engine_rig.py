@@ -29,6 +29,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec, Planner
 from kvdepot.server.engine.audits import RAM_SHARE_MAX
 from kvdepot.server.engine.engine import Engine
@@ -128,6 +129,7 @@ class Rig:
         self.audit_share = audit_share
         self.worker_pids = 5000  # each run's tier has a worker process of its own
         self.populated_at_start = True
+        self.places_at_once = True  # what acquires wait for; else `engine.place_some` has to be called
         self.start()
 
     def start(self) -> None:
@@ -140,7 +142,7 @@ class Rig:
             random_bytes=self.random.randbytes,
             config=self.config,
             tiers=self._tiers,
-            identify=process,
+            identify=self.identify,
         )
         self.engine._space.drop_nodes_max = self.drop_nodes_max
         self.engine._audits.ram_share_max = self.audit_share
@@ -170,6 +172,9 @@ class Rig:
             tiers.append((self.shared, self.shared_config))
             self.lower_tiers.append(self.shared)
         return tiers
+
+    def identify(self, pid: int) -> ProcessIdentity:
+        return process(pid)
 
     def liveness(self, identity: ProcessIdentity) -> Liveness:
         if identity.pid == 0:
@@ -248,11 +253,17 @@ class Client:
     def abandon(self, lease: int, *indices: int) -> None:
         self.rig.engine.abandon(AbandonCall(self.session, (CommitItem(lease, u32(*indices)),)))
 
-    def store(self, keys: Sequence[bytes], kinds: Sequence[Kind] = (Kind.ATTENTION,), **where: object) -> None:
-        lease, reply = self.reserve(keys, kinds, **where)  # type: ignore[arg-type]
-        granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
-        assert set(reply.outcomes) <= {ReserveOutcome.GRANTED, ReserveOutcome.PRESENT}, reply
-        assert set(self.commit(lease, *granted)) <= {1}
+    def store(
+        self, keys: Sequence[bytes], kinds: Sequence[Kind] = (Kind.ATTENTION,), *,
+        start: int = 0, parent: bytes = ROOT_KEY, request: str = "",
+    ) -> None:  # fmt: skip
+        chunks = RESERVED_PER_CALL_MAX // len(kinds)
+        for at in range(0, len(keys), chunks):
+            above, part = keys[at - 1] if at else parent, keys[at : at + chunks]
+            lease, reply = self.reserve(part, kinds, start=start + at, parent=above, request=request)
+            granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
+            assert set(reply.outcomes) <= {ReserveOutcome.GRANTED, ReserveOutcome.PRESENT}, reply
+            assert set(self.commit(lease, *granted)) <= {1}
 
     def acquire(
         self, keys: Sequence[bytes], kinds: Sequence[Kind] | None = None, lease: int | None = None, request: str = ""
@@ -267,6 +278,8 @@ class Client:
         answers: list[AcquireReply] = []
         call = AcquireCall(self.session, lease, self.namespace, b"".join(keys), kinds, request)
         self.rig.engine.acquire(call, answers.append)
+        while self.rig.places_at_once and self.rig.engine.place_some():
+            pass
         return answers
 
     def release(self, *leases: int, unused: tuple[int, ...] = ()) -> None:

@@ -2,7 +2,10 @@
 
 `python -m tests.fakes.fuse_directory BACKING MOUNT FAULTS LET_GO LATE` serves BACKING at MOUNT; FAULTS is a JSON file,
 read before every operation: {"read": 5, "write": 28, "seconds": 0.5} makes these two answer EIO and ENOSPC, late;
-{"bytes_per_second": 20e6} is what reads and writes share.
+{"bytes_per_second": 20e6} is what reads and writes share. Every operation can answer every errno, but for ENOSYS of
+opens, `create` and `flush`, which means something else to the kernel. {"open segments/": 1} is about paths with
+"segments/" in them; `open_direct` is an `open` with O_DIRECT, `open_write` one to write, `fdatasync` an
+`fsync` of data.
 Stopped (SIGSTOP) it is a hung mount.
 """
 
@@ -70,7 +73,7 @@ class FuseDirectory:
             time.sleep(0.02)
 
     def fault(self, **faults: float) -> None:
-        """`operation=errno`, and `seconds` that every faulty operation, or with none all of them, takes.
+        """`operation=errno`, or `{"operation part/of/path": errno}`; `seconds`: what each of these, or all, take.
 
         `bytes_per_second`: of reads and writes together, one after the other, however many there are at once.
         What has begun takes that long, also when there is another fault by then, unless `let_go` ends it.
@@ -126,11 +129,16 @@ class Backing:
     def _at(self, path: str) -> str:
         return self._backing + path
 
-    def _fault(self, operation: str, moved_bytes: int = 0) -> None:
+    def _fault(self, operation: str, moved_bytes: int = 0, path: str = "") -> None:
         wanted = json.loads(self._faults.read_text())
         if rate := wanted.get("bytes_per_second"):
             self._take(self._turn(moved_bytes / rate) - time.monotonic())
-        number = wanted.get(operation)
+        here = (
+            number
+            for key, number in wanted.items()
+            if key.partition(" ")[0] == operation and key.partition(" ")[2] in path
+        )
+        number = next(here, None)
         if number is not None or wanted.keys() == {"seconds"}:
             self._take(wanted.get("seconds", 0))
         if number:
@@ -153,45 +161,62 @@ class Backing:
         return self._let_go.exists() and self._let_go.stat().st_mtime > began
 
     def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
-        self._fault("getattr")
+        self._fault("getattr", path=path)
         status = os.lstat(self._at(path))
         found = {name: getattr(status, name) for name in _STATUS}
         return found | {name: getattr(status, f"{name}_ns") for name in _TIMES}
 
     def readdir(self, path: str, fh: int) -> list[str]:
+        self._fault("readdir", path=path)
         return [".", "..", *os.listdir(self._at(path))]
 
     def statfs(self, path: str) -> dict[str, int]:
+        self._fault("statfs", path=path)
         found = os.statvfs(self._at(path))
         return {name: getattr(found, name) for name in _ROOM}
 
     def open(self, path: str, flags: int) -> int:
-        self._fault("open")
+        self._fault("open", path=path)
+        if flags & os.O_DIRECT:
+            self._fault("open_direct", path=path)
+        if flags & os.O_ACCMODE != os.O_RDONLY:
+            self._fault("open_write", path=path)
         return os.open(self._at(path), flags & ~(os.O_DIRECT | os.O_CREAT | os.O_EXCL))
 
     def create(self, path: str, mode: int, fi: Any = None) -> int:
-        self._fault("create")
+        self._fault("create", path=path)
         return os.open(self._at(path), os.O_RDWR | os.O_CREAT, mode)
 
     def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
-        self._fault("read", size)
+        self._fault("read", size, path)
         return os.pread(fh, size, offset)
 
     def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
-        self._fault("write", len(data))
+        self._fault("write", len(data), path)
         return os.pwrite(fh, data, offset)
 
     def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        self._fault("truncate", path=path)
         os.truncate(self._at(path), length)
         return 0
 
     def fallocate(self, path: str, mode: int, offset: int, size: int, fh: int) -> int:
-        self._fault("fallocate")
+        self._fault("fallocate", path=path)
         os.posix_fallocate(fh, offset, size)
         return 0
 
     def fsync(self, path: str, datasync: int, fh: int) -> int:
-        self._fault("fsync")
+        self._fault("fsync", path=path)
+        if datasync:
+            self._fault("fdatasync", path=path)
+        return 0
+
+    def fsyncdir(self, path: str, datasync: int, fh: int) -> int:
+        self._fault("fsyncdir", path=path)
+        return 0
+
+    def flush(self, path: str, fh: int) -> int:
+        self._fault("flush", path=path)
         return 0
 
     def release(self, path: str, fh: int) -> int:
@@ -199,23 +224,27 @@ class Backing:
         return 0
 
     def mkdir(self, path: str, mode: int) -> int:
+        self._fault("mkdir", path=path)
         os.mkdir(self._at(path), mode)
         return 0
 
     def rmdir(self, path: str) -> int:
+        self._fault("rmdir", path=path)
         os.rmdir(self._at(path))
         return 0
 
     def unlink(self, path: str) -> int:
-        self._fault("unlink")
+        self._fault("unlink", path=path)
         os.unlink(self._at(path))
         return 0
 
     def link(self, new: str, existing: str) -> int:
+        self._fault("link", path=new)
         os.link(self._at(existing), self._at(new))
         return 0
 
     def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        self._fault("utimens", path=path)
         if times is None or times[1] == _NOW:
             os.utime(self._at(path))
         else:
@@ -223,7 +252,7 @@ class Backing:
         return 0
 
     def rename(self, old: str, new: str) -> int:
-        self._fault("rename")
+        self._fault("rename", path=new)
         os.rename(self._at(old), self._at(new))
         return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,11 +28,11 @@ class LoggedJanitor(janitor.Janitor):
         _made.append(self)
 
 
-def delete(root: Path, file: str, mtime_ns: int) -> int:
+def delete(root: Path, file: str, mtime_ns: int, may: Callable[[], bool]) -> int:
     with Path(os.environ[LOG]).open("a") as log:
         log.write(f"{_made[0].lease.term}\n")
     time.sleep(_SECONDS)
-    return delete_object(root, file, mtime_ns)
+    return delete_object(root, file, mtime_ns, may)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ or never. What it stores is in the on-medium format, so that damage is what it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -35,6 +36,8 @@ from kvdepot.server.tiers.base import (
     Written,
 )
 from kvdepot.server.tiers.found import FoundObjects
+
+from tests.fakes.raising import Injected
 
 
 @dataclass
@@ -112,6 +115,7 @@ class MemoryTier:
         self._sequences = count(1)
         self._listener: TierListener | None = None
         self._fails: list[IoOutcome] = []
+        self._raises: tuple[str, bool] | None = None
 
     # Tier
 
@@ -136,6 +140,8 @@ class MemoryTier:
 
     def tick(self) -> None:
         """Nothing happens by itself."""
+        with self._may_raise("tick"):
+            return
 
     def write(
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
@@ -143,21 +149,23 @@ class MemoryTier:
     ) -> None:  # fmt: skip
         cost_bytes = self.cost_bytes(name.raw_bytes)
         handles = len(self.handles) + sum(not job.reads for job in self.jobs)
-        if not self.writable:
-            done(Written(IoOutcome.CANCELLED))
-        elif self._used + cost_bytes > self.capacity_bytes or handles >= self.handles_max:
-            done(Written(IoOutcome.NO_SPACE))
-        else:
-            self._used += cost_bytes
-            self._add(Job(name, extents, loan, done, raw_sum=raw_sum, cost_bytes=cost_bytes))
+        with self._may_raise("write"):
+            if not self.writable:
+                done(Written(IoOutcome.CANCELLED))
+            elif self._used + cost_bytes > self.capacity_bytes or handles >= self.handles_max:
+                done(Written(IoOutcome.NO_SPACE))
+            else:
+                self._used += cost_bytes
+                self._add(Job(name, extents, loan, done, raw_sum=raw_sum, cost_bytes=cost_bytes))
 
     def read(
         self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
     ) -> None:
-        if not self.readable:
-            done(Read(IoOutcome.CANCELLED))
-            return
-        self._add(Job(name, extents, loan, done, handle=handle, snapshot=self.medium.stored[handle]))
+        with self._may_raise("read"):
+            if not self.readable:
+                done(Read(IoOutcome.CANCELLED))
+                return
+            self._add(Job(name, extents, loan, done, handle=handle, snapshot=self.medium.stored[handle]))
 
     def verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
         """A read into nothing, which nobody lends."""
@@ -190,7 +198,8 @@ class MemoryTier:
         self.stop()
 
     def status(self) -> TierStatus:
-        state = "ready" if self.readable and self.writable else "degraded"
+        works = "ready" if self.readable and self.writable else "degraded"
+        state = works if self._worker >= 0 else "opening"
         return TierStatus(self.name, "memory", self.capacity_bytes, self.capacity_bytes, self._used, state=state)
 
     # The test's part
@@ -215,6 +224,21 @@ class MemoryTier:
         for handle in handles:
             self._used -= self._cost(self.medium.stored.pop(handle))
         self._listener.lost(self, handles)
+
+    def raise_next(self, name: str, *, after: bool) -> None:
+        """The next call of this name raises: before it does anything, or when it has done all."""
+        self._raises = name, after
+
+    @contextmanager
+    def _may_raise(self, name: str) -> Iterator[None]:
+        due = self._raises if self._raises is not None and self._raises[0] == name else None
+        if due is not None:
+            self._raises = None
+            if not due[1]:
+                raise Injected(name)
+        yield
+        if due is not None:
+            raise Injected(name)
 
     def fail_next(self, *outcomes: IoOutcome) -> None:
         """The next jobs to be finished end so."""

@@ -72,5 +72,29 @@ class HybridChild(DenseChild, SupportsHMA):
         return False, None
 
 
-for _kind in (DenseChild, HybridChild):
+class SleepyChild(HybridChild):
+    """Knows of sleep, as all do from vLLM 0.33 on."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.heard: list[str] = []
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        self.heard.append("unregister")
+
+    def restore_kv_caches(self) -> None:
+        self.heard.append("restore")
+
+
+class SleeplessChild(SleepyChild):
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        return False
+
+
+for _kind in (DenseChild, HybridChild, SleepyChild, SleeplessChild):
     compat.register(_kind)

@@ -40,11 +40,7 @@ from vllm.config import (
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import (
-    _project_kv_cache_groups_to_worker,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
@@ -60,8 +56,14 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.fakes.adapter_store import AdapterStore, OwnReads, replace_reading
-from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2, V2_LOAD_ARGUMENTS
+from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2_LOAD_ARGUMENTS
 from tests.fakes.direct_session import Depot, DirectAttachment, DirectSession
+from tests.fakes.sleep_mode import SleepMode
+
+try:
+    from vllm.v1.core.kv_cache_planning import _project_kv_cache_groups_to_worker
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import _project_kv_cache_groups_to_worker
 
 BLOCK = 16
 VOCABULARY = 1000
@@ -205,6 +207,7 @@ class RankMemory:
     def __init__(self, layout: KVCacheConfig, rank: int) -> None:
         self.rank = rank
         self.layout = layout
+        self.weights = 0  # which ones compute what is written here
         self._alike = {
             name
             for group in layout.kv_cache_groups
@@ -230,7 +233,8 @@ class RankMemory:
     def _pattern(
         self, kind: str, layer: str, tokens: Sequence[int], size_bytes: int, adapter: bytes
     ) -> np.ndarray[Any, Any]:
-        return pattern(kind, layer, 0 if layer in self._alike else self.rank, tokens, size_bytes, adapter)
+        weights = f"{self.weights}:" if self.weights else ""
+        return pattern(weights + kind, layer, 0 if layer in self._alike else self.rank, tokens, size_bytes, adapter)
 
     def write(self, kind: str, layer: str, block_id: int, tokens: Sequence[int], adapter: bytes = b"") -> None:
         block = self.block(layer, block_id)
@@ -259,7 +263,7 @@ def _worker(config: VllmConfig, memory: RankMemory) -> Any:
     return worker
 
 
-class ScriptedEngine:
+class ScriptedEngine(SleepMode):
     """One engine, stepped by the test."""
 
     _names = itertools.count()
@@ -281,6 +285,7 @@ class ScriptedEngine:
         full: bool = True,
         pipeline: bool = False,
         wait: bool = True,
+        heard: int | None = None,
         order: tuple[str, ...] = V1,
         runs_ahead: bool = False,
         max_cpu_loras: int = 8,
@@ -289,6 +294,7 @@ class ScriptedEngine:
         """`streams`: its ranks do not map the arena, each has a proxy process. `pipeline`: its ranks are stages.
 
         The groups are `cache_layout`'s. `wait`: until it may load and store. `order`: of the calls in a step.
+        `heard`: so many ranks say their facts at the start.
         `runs_ahead`: asynchronous scheduling. A step is scheduled and computed before the scheduler knows the tokens
         of the one before (v1/engine/core.py, step_with_batch_queue).
         """
@@ -315,12 +321,8 @@ class ScriptedEngine:
             self.config, self.layout, StructuredOutputManager(self.config), state_block, BLOCK, log_stats=True
         )
         self.connector: Any = self.scheduler.connector
-        self.connector.set_xfer_handshake_metadata_pp_aware(
-            {
-                (rank, 0) if pipeline else (0, rank): worker.get_handshake_metadata()
-                for rank, worker in enumerate(self.workers)
-            }
-        )
+        self._pipeline = pipeline
+        self.shake_hands(heard)
         self._aggregator = KVOutputAggregator.from_connector(self.connector, ranks)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
@@ -333,6 +335,7 @@ class ScriptedEngine:
         self.loaded_reports: list[str] = []
         self.failed_reports: list[str] = []
         self._drafts: dict[str, list[int]] = {}  # of this step, unverified
+        self.deliver: Callable[[list[Any]], list[Any]] | None = None  # which of the ranks' messages arrive when
         if wait:
             self.wait_attached()
 
@@ -356,7 +359,17 @@ class ScriptedEngine:
         self.proxies = [depot.proxy(attached) for attached in self.session.ranks if streams]
         self.attachments = [DirectAttachment(depot, *self.proxies[rank : rank + 1]) for rank in range(self.ranks)]
         attach = iter(self.attachments)
-        monkeypatch.setattr(connector_module, "DepotSession", lambda *_, **__: self.session)
+
+        depot.engines[self.name] = self
+
+        def session(_endpoint: Any, engine_id: str, world_size: int, **_: Any) -> DirectSession:
+            engine = depot.engines[engine_id]
+            if engine.session.started:
+                engine.session = DirectSession(depot, engine_id, world_size)
+            found: DirectSession = engine.session
+            return found
+
+        monkeypatch.setattr(connector_module, "DepotSession", session)
         monkeypatch.setattr(connector_module, "Attachment", lambda *_, **__: next(attach))
 
     @property
@@ -435,8 +448,13 @@ class ScriptedEngine:
         for request_id, tokens in sampled.items():
             self.tokens[request_id] += tokens
             self.outputs[request_id] += tokens
+        said = [output.kv_connector_output.kv_connector_worker_meta for output in outputs if output.kv_connector_output]
         output = self._aggregator.aggregate(outputs) if self.ranks > 1 else outputs[0]
-        assert output is not None
+        assert output is not None and output.kv_connector_output is not None
+        if self.deliver is not None:  # merged as vLLM does it
+            arrived = self.deliver([meta for meta in said if meta is not None])
+            merged = functools.reduce(lambda one, other: one.aggregate(other), arrived) if arrived else None
+            output.kv_connector_output.kv_connector_worker_meta = merged
         self._unread.append((scheduled, output))
         while len(self._unread) > (self._ahead if scheduled.num_scheduled_tokens else 0):
             self._read(*self._unread.popleft())
@@ -515,7 +533,7 @@ class ScriptedEngine:
     def _rank_output(self, rank: int, scheduled: Any, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
         worker = self.workers[rank]
         meta = pickle.loads(pickle.dumps(scheduled.kv_connector_metadata))
-        load_arguments = dict.fromkeys(V2_LOAD_ARGUMENTS) if self._order is V2 else {}
+        load_arguments = dict.fromkeys(V2_LOAD_ARGUMENTS) if "finish_forward" in self._order else {}
         calls: dict[str, Callable[[], Any]] = {
             "handle_preemptions": lambda: worker.handle_preemptions(meta),
             "bind_connector_metadata": lambda: worker.bind_connector_metadata(meta),

@@ -63,30 +63,33 @@ class SharedMemoryTier(MemoryTier):
         return 1
 
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None]) -> None:
-        if not self.readable:
-            done()
-            return
-        assert not {file_of(name) for name in names} & self._by_file.keys(), "it has a handle"
-        self.searched.append(list(names))
-        search = Search(list(names), done)
-        self.searches.append(search)
-        if self.automatic:
-            self.search(search)
+        with self._may_raise("look_up"):
+            if not self.readable:
+                done()
+                return
+            assert not {file_of(name) for name in names} & self._by_file.keys(), "it has a handle"
+            self.searched.append(list(names))
+            search = Search(list(names), done)
+            self.searches.append(search)
+            if self.automatic:
+                self.search(search)
 
     def used(self, handles: Sequence[int]) -> None:
-        self.told.append([self._names[handle] for handle in handles])
+        with self._may_raise("used"):
+            self.told.append([self._names[handle] for handle in handles])
 
     def read(
         self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
     ) -> None:
-        if not self.readable:
-            done(Read(IoOutcome.CANCELLED))
-            return
-        if self._names[handle] != name:
-            self.drop(handle)
-            done(Read(IoOutcome.IDENTITY))
-            return
-        self._add(Job(name, extents, loan, done, handle=handle))
+        with self._may_raise("read"):
+            if not self.readable:
+                done(Read(IoOutcome.CANCELLED))
+                return
+            if self._names[handle] != name:
+                self.drop(handle)
+                done(Read(IoOutcome.IDENTITY))
+                return
+            self._add(Job(name, extents, loan, done, handle=handle))
 
     def _named(self, handle: int) -> ObjectName:
         return self._names[handle]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvdepot.core.objectfile import ObjectName
+from kvdepot.server.guard import Guard
 from kvdepot.server.io.jobs import Answer, Job
 from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Written
 from kvdepot.server.tiers.conformance import RecordingListener, RecordingLoan, extents_of, payload_of
@@ -77,6 +78,8 @@ def fails(kind: type[Job], outcome: IoOutcome, detail: str = "injected") -> Call
 class SharedRig:
     """A tier over a directory; several over one are several nodes. `start` begins anew on the same files."""
 
+    guard: Guard | None = None  # of the workers
+
     def __init__(
         self, root: Path, *, arena: memoryview | None = None, opens: bool = True, handles_max: int | None = None,
         **config: object,
@@ -90,13 +93,13 @@ class SharedRig:
         self.start(opens=opens)
 
     def start(self, *, opens: bool = True) -> None:
-        self.workers = InlineWorkers(self.root, self.arena, self.clock)
+        self.workers = InlineWorkers(self.root, self.arena, self.clock, self.guard)
         self.keeper = InlineKeeper(self.root)
         self.listener = RecordingListener()
         self.counts: Counter[str] = Counter()
         self.tier = SharedTier(
             self.config, data=self.workers, keeper=self.keeper, log=logging.getLogger("tests.shared"),
-            count=self._count, clock=self.clock, wall_clock=lambda: self.wall, handles_max=self._handles_max,
+            count=self._count, clock=self.clock, wall_clock=self.wall_clock, handles_max=self._handles_max,
         )  # fmt: skip
         self.tier.start(self.listener)
         if opens:
@@ -104,6 +107,9 @@ class SharedRig:
 
     def clock(self) -> float:
         return self.now
+
+    def wall_clock(self) -> float:
+        return self.wall
 
     def _count(self, name: str, amount: float) -> None:
         self.counts[name] += int(amount)

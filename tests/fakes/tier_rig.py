@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvdepot.core.calls import AcquireReply, Kind, ReserveOutcome
+from kvdepot.core.calls import ROOT_KEY, AcquireReply, Kind, ReserveOutcome
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.engine.types import TierConfig, WritePolicy
 
@@ -25,10 +26,13 @@ def read(rig: Rig, reply: AcquireReply) -> set[int]:
 
 
 def store(client: Client, keys: list[bytes], fill: int = 7, kinds: tuple[Kind, ...] = (Kind.ATTENTION,)) -> None:
-    lease, reply = client.reserve(keys, kinds)
-    write(client.rig, reply.extents, fill)
-    granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
-    assert set(client.commit(lease, *granted)) <= {1}
+    chunks = RESERVED_PER_CALL_MAX // len(kinds)
+    for at in range(0, len(keys), chunks):
+        parent = keys[at - 1] if at else ROOT_KEY
+        lease, reply = client.reserve(keys[at : at + chunks], kinds, start=at, parent=parent)
+        write(client.rig, reply.extents, fill)
+        granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
+        assert set(client.commit(lease, *granted)) <= {1}
 
 
 def on_tier_only(rig: Rig, keys: list[bytes], fill: int = 7) -> Client:

@@ -72,6 +72,10 @@ class DiskWorld:
                     self.payload_only(random.randrange(1, 4))
             if random.random() < 0.1:
                 self.tick(0.5)
+            if random.random() < 0.02:
+                self.rig.wall_raises = True
+            if random.random() < 0.02:
+                self.rig.wall = random.choice([-1e9, 0.0, 1.8e9])  # a dead battery, and a clock that is set
             self.check()
 
     def write(self, number: int, pages: int) -> None:

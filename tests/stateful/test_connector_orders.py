@@ -1,7 +1,8 @@
 """The real connector in every runner's call order, with vLLM's real schedulers, over the daemon's real engine.
 
-Random admissions, aborts, preemptions, resets, empty steps, held and lost replies and an absent daemon. In every step
-the forward checks each byte that it reads (tests/fakes/scripted_engine.py).
+Random admissions, aborts, preemptions, resets, sleeps, repeated handshakes, empty steps, held and lost replies, an
+absent daemon, and ranks' messages that come twice, late and out of order. In every step the forward checks each byte
+that it reads (tests/fakes/scripted_engine.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvdepot.core.keys import chunk_key
 
 from tests.fakes.call_orders import ORDERS
 from tests.fakes.direct_session import Depot
+from tests.fakes.late_words import LateWords
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, model_folder, next_token
 
 STEPS = 220
@@ -122,9 +124,32 @@ def _act(engine: ScriptedEngine, depot: Depot, random: Random, live: list[str]) 
             depot.lost = {random.choice((AcquireCall, ReserveCall))}
         case 10:
             depot.present = random.random() < 0.7
+        case 11:
+            _say_again(engine)
+        case 12 if random.random() < 0.3:
+            _sleep(engine)
         case _:
             depot.held, depot.lost, depot.present = set(), set(), True
             engine.session.let_go()
+
+
+def _say_again(engine: ScriptedEngine) -> None:
+    """What was said at the start."""
+    for worker, memory in zip(engine.workers, engine.memories, strict=True):
+        worker.register_kv_caches(dict(memory.caches))
+    engine.connector.bind_kv_cache_manager(engine.scheduler.kv_cache_manager)
+    engine.shake_hands()
+    for request in engine.scheduler.requests.values():
+        engine.connector.on_new_request(request)
+
+
+def _sleep(engine: ScriptedEngine) -> None:
+    """Where vLLM can: with pinned blocks, or a load on its way, it cannot."""
+    with contextlib.suppress(RuntimeError):
+        if engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+            engine.discard()
+            engine.change_weights()
+            engine.wake_up()
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
@@ -141,6 +166,7 @@ def test_i1_i3_i5_i6_random_requests_in_every_call_order(
         blocks=60 if hybrid else 28, retention=BLOCK if hybrid else None, ranks=random.randint(1, 2), step_tokens=64,
     )  # fmt: skip
     watch, live = Watch(engine), list[str]()
+    engine.deliver = words = LateWords(random)
     for step in range(STEPS_MAX):
         if step >= STEPS and watch.allocated.total():
             break
@@ -149,6 +175,7 @@ def test_i1_i3_i5_i6_random_requests_in_every_call_order(
         live = [name for name in live if name in engine.scheduler.requests]
     depot.held, depot.lost, depot.present = set(), set(), True
     engine.session.let_go()
+    words.calm()
     watch.finish()
     for request in engine.requests.values():
         known = list(request.prompt_token_ids)

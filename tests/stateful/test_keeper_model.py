@@ -65,20 +65,19 @@ class World:
         monkeypatch.setattr(f"{_KEEPER}.janitor.delete_object", self.delete)
         self.nodes = [self.node(f"owner{at}") for at in range(NODES)]
 
-    def stamp(self, path: Path) -> int:
+    def stamp(self, path: Path) -> None:
         """As the file server does."""
         mtime_ns = int(self.now * NANOSECONDS)
         os.utime(path, ns=(mtime_ns, mtime_ns))
-        return mtime_ns
 
-    def replace(self, root: Path, file: str, data: bytes, temporary: str) -> int:
+    def replace(self, root: Path, file: str, data: bytes, temporary: str) -> None:
         replace_small(root, file, data, temporary)
-        return self.stamp(root / file)
+        self.stamp(root / file)
 
-    def delete(self, root: Path, file: str, mtime_ns: int) -> int:
+    def delete(self, root: Path, file: str, mtime_ns: int, may: Callable[[], bool]) -> int:
         assert self.acting is not None
         self.terms.append(self.acting.keeper.janitor.lease.term)
-        return delete_object(root, file, mtime_ns)
+        return delete_object(root, file, mtime_ns, may)
 
     def node(self, owner: str) -> Node:
         offset = self.random.uniform(-5_000, 5_000)
@@ -95,8 +94,10 @@ class World:
         node = random.choice(self.nodes)
         action = random.choices([*ACTIONS], [*ACTIONS.values()])[0]
         match action:
-            case "beat":
+            case "beat":  # as the process does, a step of work comes after it
                 self.beat(node)
+                self.acting = node
+                node.keeper.work()
             case "work":
                 self.acting = node
                 for _ in range(random.randrange(6)):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from kvdepot.core.calls import Kind
-from kvdepot.server.engine import read_rate
+from kvdepot.server.engine import acquires, read_rate
 from kvdepot.server.engine.types import TierConfig, WritePolicy
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -26,6 +26,7 @@ QUEUE_ACTIONS = (
     *["queue"] * 5, "acquire", "acquire", "release", "step", "step", "step", "run", "reserve", "commit", "commit",
     "tick", "late", "scribble", "rare",
 )  # fmt: skip
+PLACE_ACTIONS = (*ACTIONS, "place", "place", "place", "acquire", "acquire")
 picks = st.integers(0, 1 << 16)
 
 
@@ -59,6 +60,10 @@ class TierModel(EngineModel):
     @rule(readable=st.booleans(), writable=st.booleans())
     def breaker(self, readable: bool, writable: bool) -> None:
         self.world.rig.tier.readable, self.world.rig.tier.writable = readable, writable
+
+    @rule(pick=picks)
+    def raise_next(self, pick: int) -> None:
+        self.world.raise_next(pick)
 
     @rule()
     def scribble_late(self) -> None:
@@ -98,6 +103,26 @@ def test_i1_i6_i1a_long_random_histories_over_a_lower_tier(seed: int, policy: Wr
         act(world, random)
         world.check()
     assert world.promoted + world.read_ahead >= 2, "the test lost its teeth"
+    world.finish()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_loads_whose_room_is_made_object_by_object_are_right_whatever_happens_between(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acquires, "PLACED_AT_ONCE", 1)
+    random = Random(seed)
+    world = World(tier=TierConfig(WritePolicy.COMMIT))
+    world.rig.places_at_once = False
+    between = 0
+    for number in range(700):
+        if number % 60 == 59:
+            world.run()
+            world.reboot()
+        act(world, random, PLACE_ACTIONS)
+        between += bool(world.rig.engine._loads._pending._placing)
+        world.check()
+    assert between >= 50 and world.promoted >= 10, "the test lost its teeth"
     world.finish()
 
 
@@ -154,16 +179,14 @@ def act(world: World, random: Random, actions: Sequence[str] = ACTIONS) -> None:
     elif action == "step":
         failure = random.choice(FAILURES) if random.random() < 0.15 else None
         world.tier_step(pick, failure, begin_only=random.random() < 0.3)
-    elif action == "run":
-        world.run()
+    elif action in ("run", "place", "scribble"):
+        {"run": world.run, "place": world.place, "scribble": world.scribble_late}[action]()
     elif action == "tick":
         world.tick(random.choice([0.1, 0.1, 4.0]))
     elif action == "sum":
         world.sum(8)
     elif action == "late" and random.random() < 0.5:
         world.late_end()
-    elif action == "scribble":
-        world.scribble_late()
     elif action == "rare":
         _rare(world, random, who, pick)
 
@@ -197,6 +220,8 @@ def _rare(world: World, random: Random, who: str, pick: int) -> None:
         case 7:
             tier = random.choice(world.tiers)
             tier.readable = not tier.readable
+        case 8:
+            world.raise_next(pick)
         case _:
             for tier in world.tiers:
                 tier.readable = tier.writable = True

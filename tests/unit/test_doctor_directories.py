@@ -14,9 +14,10 @@ from kvdepot.client.ctl.doctor import directories, probe
 from kvdepot.client.ctl.doctor.directories import Looked
 from kvdepot.client.ctl.doctor.examination import look_at
 from kvdepot.client.ctl.doctor.findings import Finding, Outcome
-from kvdepot.client.ctl.doctor.host import Host, Mount
+from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.probe import TEMPORARY, Probed
 from kvdepot.client.ctl.doctor.settings import Place
+from kvdepot.core.proc_text import Mount
 
 GIB = 1 << 30
 PATH = "/mnt/tier"
@@ -70,6 +71,7 @@ BAD: list[tuple[Check, Looked, str, str, str]] = [
     (directories.check_options, seen(SHARED, nfs("hard")), "warn", "up to a minute late", "lookupcache=positive"),
     (directories.check_room, seen(RAM, free_bytes=39 * GIB), "fail", "40.00 GiB are", "remount,size=SIZE /dev/shm"),
     (directories.check_room, seen(DISK, total_bytes=49 * GIB), "fail", "free of 49.00 GiB", "nine tenths"),
+    (directories.check_room, seen(DISK, total_bytes=49 * GIB), "fail", "above the file system", "nine tenths"),
     (directories.check_room, seen(DISK, free_bytes=10 * GIB, held_bytes=39 * GIB), "warn", "read-only", "make room"),
     (directories.check_files, seen(DISK, free_files=0), "fail", "0 are free", "inodes"),
     (directories.check_files, seen(SHARED, free_files=20_000), "warn", "51200 may be needed", "inodes"),
@@ -102,6 +104,10 @@ def test_what_is_wrong_is_said_with_its_fix(check: Check, looked: Looked, outcom
 def test_what_only_looks_wrong_is_ok(check: Check, looked: Looked, message: str) -> None:
     found = check(looked)
     assert found.outcome is Outcome.OK and message in found.message
+
+
+def test_a_file_system_that_does_not_tell_its_size_is_not_too_small() -> None:
+    assert directories.check_room(seen(DISK, total_bytes=0, free_bytes=0)).outcome is Outcome.SKIPPED
 
 
 @pytest.mark.parametrize("check", [directories.check_writable, directories.check_rename, directories.check_direct])

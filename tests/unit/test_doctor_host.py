@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from kvdepot.client.ctl.doctor import memory
 from kvdepot.client.ctl.doctor.findings import Outcome
-from kvdepot.client.ctl.doctor.host import Host, Mount
+from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.settings import Place, Settings
+from kvdepot.core.proc_text import Mount
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       67108864 kB\nMemAvailable:   60000000 kB\nSwapTotal:       8388608 kB\n"
@@ -149,8 +150,10 @@ def test_the_mount_that_holds_a_path_is_found(host: Host) -> None:
         "22 21 0:30 / /mnt/a\\040b rw,nosuid shared:1 - nfs4 server:/x rw,soft,lookupcache=pos\n"
         "23 22 0:31 / /mnt/a\\040b ro - tmpfs none rw,size=4k\n",
     )
-    assert host.mount_of("/mnt/a b/c", "7") == Mount("/mnt/a b", "tmpfs", frozenset({"ro", "rw", "size=4k"}))
-    assert host.mount_of("/mnt/a") == Mount("/", "ext4", frozenset({"rw", "relatime"}))
+    assert host.mount_of("/mnt/a b/c", "7") == Mount(
+        "/mnt/a b", "tmpfs", frozenset({"ro", "rw", "size=4k"}), "0:31", "/", 23, 22
+    )
+    assert host.mount_of("/mnt/a") == Mount("/", "ext4", frozenset({"rw", "relatime"}), "254:0", "/", 21, 1)
     put(host.root, "proc/7/mountinfo", "31 1 254:0 / / ro,relatime - ext4 /dev/vda rw\n")
     confined = host.mount_of("/mnt/a", "7")
     assert confined is not None and "ro" in confined.options

@@ -139,6 +139,18 @@ def test_d2_windows_that_reach_into_several_chunks_stay_as_long_as_a_boundary_ne
     assert depth(client, keys) >= 4
 
 
+def test_a_window_that_the_boundary_below_reaches_into_does_not_leave_before_it() -> None:
+    rig = Rig()
+    client = rig.attach(spec=WINDOWS)
+    keys = path("p", 3)
+    client.store(keys, (Kind.ATTENTION, Kind.WINDOW))
+    lease, _ = client.acquire([keys[2]] * 2, [Kind.ATTENTION, Kind.WINDOW])  # lent: the leaf stays
+    assert not rig.engine._space.evict_one("room"), "each window is needed by the boundary of its chunk and the next"
+    assert depth(client, keys) == 3
+    client.release(lease)
+    assert evict(rig) > 0
+
+
 def test_what_is_lent_is_passed_over_until_it_is_given_back() -> None:
     rig = Rig()
     client = rig.attach()

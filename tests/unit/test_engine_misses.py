@@ -10,7 +10,7 @@ from kvdepot.client.ctl.commands.explain import MEANING, record_json, record_lin
 from kvdepot.core.calls import EndRequestCall, Kind, RequestEnd, ReserveOutcome
 from kvdepot.core.elements import ElementRun
 from kvdepot.core.errors import NotFound
-from kvdepot.core.misses import MissReason, miss_reason
+from kvdepot.core.misses import UNASKED_REASONS, MissReason, miss_reason
 from kvdepot.core.planner import GroupSpec
 from kvdepot.core.records import LOADS_PER_RECORD_MAX, RECORDS_PER_ANSWER_MAX, Lookup, RequestRecord
 from kvdepot.proto.codec_records import decode_records, encode_records
@@ -19,6 +19,7 @@ from kvdepot.server.engine.lost_keys import LostKeys
 from kvdepot.server.engine.types import Quota, TierConfig, WritePolicy
 
 from tests.fakes.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, key, path, spec_of
+from tests.fakes.memory_tier import MemoryTier
 
 KEYS = path("p", 4)
 
@@ -142,6 +143,18 @@ def test_p10_each_reason_is_answered_counted_and_explained(reason: MissReason) -
     assert (found.miss, found.missing_chunk, found.missing_key) == (reason, 0, KEYS[0])
 
 
+def test_p10_what_a_tier_has_is_not_known_before_it_has_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryTier, "open", lambda _: None)
+    rig = Rig(tier=TierConfig(WritePolicy.COMMIT))
+    client = rig.attach()
+    assert client.locate(KEYS, request="r").miss == MissReason.TIER_UNAVAILABLE
+    monkeypatch.undo()
+    rig.tier.open()
+    assert client.locate(KEYS, request="r").miss == MissReason.UNKNOWN
+    rig.tier.readable = False  # its path is out of use, and its index is known
+    assert client.locate(KEYS, request="r").miss == MissReason.UNKNOWN
+
+
 def test_p10_another_namespace_is_named_with_the_field_that_differs() -> None:
     rig = Rig()
     client = other_namespace(rig)
@@ -221,6 +234,49 @@ def test_p10_a_record_tells_of_loads_stores_and_the_engines_own_word() -> None:
     assert record.end == RequestEnd(CHUNK, 2 * CHUNK, "not_worth_it")
     client.locate(KEYS, request="r")
     assert told(rig).end is None, "an id that comes again is another request"
+
+
+@pytest.mark.parametrize("reason", UNASKED_REASONS, ids=str)
+def test_a_request_for_which_nothing_was_asked_is_explained_by_its_end(reason: MissReason) -> None:
+    rig = Rig()
+    client = rig.attach()
+    ends = EndRequestCall(client.session, "r", RequestEnd(CHUNK, 0, reason))
+    rig.engine.end_request(ends)
+    first = told(rig)
+    assert (first.namespace_id, first.lookup, first.end) == (client.namespace, None, ends.end)
+    rig.now += 1.0
+    rig.engine.end_request(ends)  # its answer was lost
+    assert told(rig).ended_seconds_ago == 1.0
+    assert len(rig.engine.records) == 1
+
+
+def test_what_reads_no_cache_is_explained_with_the_word_of_its_user() -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.store(KEYS, request="r")
+    rig.engine.end_request(EndRequestCall(client.session, "r", RequestEnd(0, 0, MissReason.READS_NO_CACHE)))
+    text = "\n".join(record_lines(told(rig)))
+    assert "reads no cache: prompt_logprobs" in text
+    assert "granted 4" in text, "what it computed is stored"
+
+
+def test_only_requests_for_which_nothing_is_asked_are_remembered_by_their_end() -> None:
+    rig = Rig()
+    client = rig.attach()
+    for reason in (*MissReason, ""):
+        if reason not in UNASKED_REASONS:
+            rig.engine.end_request(EndRequestCall(client.session, "r", RequestEnd(0, 0, reason)))
+    rig.engine.end_request(EndRequestCall(client.session, "", RequestEnd(0, 0, MissReason.EXCLUDED)))
+    assert not len(rig.engine.records)
+
+
+def test_an_id_that_comes_again_and_is_not_asked_for_is_another_request() -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.locate(KEYS, request="r")
+    rig.engine.end_request(EndRequestCall(client.session, "r", RequestEnd(0, 0, MissReason.UNKNOWN)))
+    rig.engine.end_request(EndRequestCall(client.session, "r", RequestEnd(0, 0, MissReason.READS_NO_CACHE)))
+    assert (told(rig).lookup, told(rig).end) == (None, RequestEnd(0, 0, MissReason.READS_NO_CACHE))
 
 
 def test_p10_a_request_is_found_by_the_beginning_of_its_id_in_every_engine() -> None:

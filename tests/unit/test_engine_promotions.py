@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kvdepot.core.calls import AcquireOutcome, DeclareCall, Kind, ReserveOutcome
+from kvdepot.core.calls import AcquireOutcome, CommitOutcome, DeclareCall, Kind, ReserveOutcome
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome
 
 from tests.fakes.engine_rig import CHUNK, Rig, audit, key, path, unpack
@@ -169,6 +169,28 @@ def test_t7_a_session_that_dies_while_reading_leaves_nothing() -> None:
     audit(rig.engine)
     status = rig.engine.status().tier
     assert (status.lent_bytes, status.used_bytes) == (0, 0)
+
+
+def test_a_lease_granted_late_holds_up_no_earlier_deadline() -> None:
+    """Its time begins with the grant, so it is behind the leases that were granted while it waited."""
+    rig = Rig(tier=COMMIT, lease_deadline_seconds=10.0)
+    keys = path("p", 1)
+    client = on_tier_only(rig, keys)
+    waits = client.acquire_later(keys, ATTENTION, 1)
+    rig.now += 1
+    written, reply = client.reserve(path("other", 2))
+    assert set(reply.outcomes) == {ReserveOutcome.GRANTED}
+    rig.now += 4
+    rig.tier.run()
+    assert [answer.outcome for answer in waits] == [AcquireOutcome.GRANTED]
+    rig.now += 6  # 10 s after the reservation, 6 s after the grant
+    rig.engine.tick()
+    assert (rig.counter("expired_leases.write"), rig.counter("expired_leases.read")) == (1, 0)
+    assert set(client.commit(written, 0, 1)) == {CommitOutcome.EXPIRED}
+    rig.now += 4
+    rig.engine.tick()
+    assert rig.counter("expired_leases.read") == 1
+    audit(rig.engine)
 
 
 def test_i5_a_waiting_acquire_ends_at_its_deadline() -> None:

@@ -162,6 +162,19 @@ def test_the_checkpoint_is_never_refused_for_attentions_sake() -> None:
     audit(rig.engine)
 
 
+def test_all_kinds_together_never_exceed_the_credit() -> None:
+    rig = Rig(credit_bytes=8 * 8192, kept_back_share=0.25)
+    client = rig.attach(spec=HYBRID)
+    keys = path("p", 8)
+    _, reply = client.reserve(keys[:6])
+    assert reply.outcomes == bytes([GRANTED] * 6)
+    outcomes = [client.reserve([keys[at]], (Kind.STATE,), start=at, parent=([bytes(16), *keys])[at])[1].outcomes[0]
+                for at in range(3)]  # fmt: skip
+    assert outcomes == [GRANTED, GRANTED, ReserveOutcome.LATER]
+    assert rig.engine.status().sessions[0].credit_used_bytes == 8 * 8192
+    audit(rig.engine)
+
+
 def test_i4_an_object_beyond_the_credit_is_refused_with_numbers() -> None:
     client = Rig(credit_bytes=4096).attach()
     _, reply = client.reserve(path("p", 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvdepot.server.io.breaker import Breaker, BreakerState
+from kvdepot.server.io.breaker import Breaker, BreakerState, Done
 
 
 class Clock:
@@ -87,3 +87,61 @@ def test_it_is_closed_exactly_when_no_run_of_failures_went_unprobed(events: list
             closed = event == "probe_ok"
             run = 0 if closed else run
         assert one.closed is closed
+
+
+def reopened(one: Breaker, clock: Clock, times: int, done: Done = Done.WRITE) -> list[float]:
+    """Open it so many times, after probes that worked; how long each probe was waited for."""
+    waited = []
+    for _ in range(times):
+        while one.closed:
+            one.failed("permission denied", done)
+        waited.append(one.probe_in_seconds)
+        clock.now += one.probe_in_seconds
+        one.start_probe()
+        one.probe_worked()
+    return waited
+
+
+def test_a_probe_that_proves_nothing_is_made_less_and_less_often() -> None:
+    clock = Clock()
+    one = breaker(clock)
+    assert reopened(one, clock, 6) == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+    assert one.openings == 6
+
+
+def test_a_probe_interval_above_the_longest_stays_as_it_is() -> None:
+    clock = Clock()
+    one = Breaker(failures_max=1, probe_every_seconds=300.0, clock=clock)
+    assert reopened(one, clock, 3) == [300.0, 300.0, 300.0]
+
+
+@pytest.mark.parametrize("done", [Done.READ, Done.WRITE])
+def test_it_is_doubted_from_the_second_opening_in_a_row_until_an_operation_of_that_sort_works(done: Done) -> None:
+    clock = Clock()
+    one = breaker(clock)
+    doubts = []
+    for _ in range(2):
+        reopened(one, clock, 1, done)
+        doubts.append((one.closed, one.doubt))
+    assert doubts == [(True, ""), (True, "permission denied")]
+    one.worked(Done.READ if done is Done.WRITE else Done.WRITE)
+    one.worked(Done.OTHER)
+    assert (one.doubt, one.openings) == ("permission denied", 2)
+    one.worked(done)
+    assert (one.doubt, one.openings) == ("", 0)
+    assert reopened(one, clock, 1, done) == [5.0]
+
+
+def test_reads_that_fail_in_a_row_open_it_although_writes_work_in_between() -> None:
+    one = breaker(Clock())
+    for number in range(3):
+        assert one.failed("io_error", Done.READ) is (number == 2)
+        one.worked(Done.WRITE)
+    assert not one.closed
+
+
+def test_writes_that_fail_while_reads_work_leave_it_to_reads() -> None:
+    one = breaker(Clock())
+    for _ in range(10):
+        assert not one.failed("io_error", Done.WRITE)
+        one.worked(Done.READ)

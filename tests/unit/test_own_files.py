@@ -14,7 +14,7 @@ from kvdepot.server.config import Config
 from kvdepot.server.config_schema import Tables
 from kvdepot.server.engine.types import Liveness
 from kvdepot.server.file_lock import FileLock
-from kvdepot.server.node import _lock as node_lock
+from kvdepot.server.start_checks import lock_file
 from kvdepot.server.state_file import OperatorState, StateFile
 
 NOBODY = 65534
@@ -109,7 +109,7 @@ def test_the_default_socket_s_directory_is_not_there_yet(tmp_path: Path) -> None
 
     config = Config("kvdepot.toml", Tables(), 1 << 30, tmp_path / "gone" / "a.arena")
     with pytest.raises(ConfigError, match=r"cannot use .*gone: No such file.*; make the directory and give it to"):
-        node_lock(config, "daemon.listen", tmp_path / "gone" / "d.sock", "the socket")
+        lock_file(config, "daemon.listen", tmp_path / "gone" / "d.sock", "the socket")
     (tmp_path / "d.sock.lock").symlink_to("elsewhere")
     with pytest.raises(ConfigError, match=r"cannot use .*d\.sock\.lock: .*can be removed while no daemon runs"):
-        node_lock(config, "daemon.listen", tmp_path / "d.sock", "the socket")
+        lock_file(config, "daemon.listen", tmp_path / "d.sock", "the socket")

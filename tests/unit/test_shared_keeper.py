@@ -229,11 +229,10 @@ def test_i4_a_limit_read_beside_a_new_janitor_is_not_acted_under(
     (nodes.root / JANITOR).write_bytes(found.pack())
     write = replace_small
 
-    def and_another_comes(root: Path, file: str, data: bytes, temporary: str) -> int:
-        mtime_ns = write(root, file, data, temporary)
+    def and_another_comes(root: Path, file: str, data: bytes, temporary: str) -> None:
+        write(root, file, data, temporary)
         later = JanitorRecord(Lease("late-1", found.lease.term + 1), None, 0, 0, 0, {})
         (root / JANITOR).write_bytes(later.pack())
-        return mtime_ns
 
     monkeypatch.setattr("kvdepot.server.tiers.shared.keeper.keeper.replace_small", and_another_comes)
     word = nodes.keepers[other].beat()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from vllm.v1.worker.gpu import kv_connector as gpu
 
-from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V1_DEFERRED, V2, V2_LOAD_ARGUMENTS
+from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V1_DEFERRED, V2, V2_DEFERRED, V2_LOAD_ARGUMENTS
 
 STEP: Any = SimpleNamespace(kv_connector_metadata=object(), has_sync_kv_loads=False, finished_req_ids=set())
 
@@ -67,15 +68,39 @@ def test_the_v1_runner_calls_in_the_order_of_its_table(recorder: Recorder, defer
     assert ("handle_preemptions", *recorder.calls) == (V1_DEFERRED if deferred else V1)
 
 
-def test_the_v2_runner_calls_in_the_order_of_its_table(recorder: Recorder) -> None:
+def parameters(method: Any) -> set[str]:
+    return {*inspect.signature(method).parameters} - {"self"}
+
+
+V2_DEFERS = "defer_finalize" in parameters(gpu.ActiveKVConnector.post_forward)
+"""From vLLM 0.33 on."""
+
+
+@pytest.mark.parametrize("deferred", [False, True] if V2_DEFERS else [False])
+def test_the_v2_runner_calls_in_the_order_of_its_table(recorder: Recorder, deferred: bool) -> None:
     connector = gpu.ActiveKVConnector(None, {})
     batch: Any = SimpleNamespace(idx_mapping=None, req_ids=[], num_tokens=0)
     connector.pre_forward(STEP, batch)
     recorder.calls.append(FORWARD)
     connector.finish_forward()
-    connector.post_forward(set())
-    assert tuple(recorder.calls) == V2
+    connector.post_forward(set(), **({"defer_finalize": True} if deferred else {}))
+    if deferred:
+        recorder.calls.append(DRAFT_FORWARD)
+        connector.finalize_step()
+    assert tuple(recorder.calls) == (V2_DEFERRED if deferred else V2)
     assert recorder.load_arguments == V2_LOAD_ARGUMENTS
+
+
+def test_the_runners_have_no_way_through_a_step_that_no_table_has() -> None:
+    """A parameter or a method more may be another order."""
+    runner, connector = mixin.KVConnectorModelRunnerMixin, gpu.ActiveKVConnector
+    assert parameters(runner.maybe_get_kv_connector_output) == {"scheduler_output", "defer_finalize"}
+    assert parameters(runner.kv_connector_no_forward) == {"scheduler_output", "vllm_config"}
+    assert parameters(connector.pre_forward) == {"scheduler_output", "input_batch", "attn_metadata"}
+    assert parameters(connector.post_forward) - {"defer_finalize"} == {"finished_req_ids"}
+    of_steps = {name for name in vars(connector) if not name.startswith("_")} - {"set_disabled", "reset_capture_state"}
+    deferring = {"finalize_step"} if V2_DEFERS else set()
+    assert of_steps == {"pre_forward", "finish_forward", "post_forward", "no_forward"} | deferring
 
 
 def test_steps_without_tokens_make_the_same_calls(recorder: Recorder) -> None:

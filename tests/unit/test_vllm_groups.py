@@ -14,7 +14,6 @@ from kvdepot.core.calls import Kind
 from kvdepot.core.planner import GroupSpec, Planner
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -31,6 +30,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+
+try:
+    from vllm.v1.core.kv_cache_planning import unify_hybrid_kv_cache_specs
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
 
 HEADS: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
 FULL = FullAttentionSpec(**HEADS)

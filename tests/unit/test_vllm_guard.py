@@ -80,11 +80,27 @@ def test_i3_building_a_steps_message_never_raises_and_is_never_none() -> None:
     assert connector.failures.counts.total() == 2
 
 
+RANK_0, RANK_1 = 1 << 0, 1 << 1
+
+
 def test_acknowledgements_of_ranks_add_up() -> None:
     arena = RankArena(7, 1)
-    one = RankMeta({0: arena}, {1: (1, 0), 2: (1, 1)}, {5: (1, frozenset({3}))})
-    two = RankMeta({1: arena}, {1: (1, 1)}, {5: (1, frozenset({4})), 6: (1, frozenset())})
+    one = RankMeta({0: arena}, {1: (RANK_0, 0), 2: (RANK_0, RANK_0)}, {5: (RANK_0, frozenset({3}))})
+    two = RankMeta({1: arena}, {1: (RANK_1, RANK_1)}, {5: (RANK_1, frozenset({4})), 6: (RANK_1, frozenset())})
     merged = pickle.loads(pickle.dumps(one)).aggregate(two)
-    stores = {5: (2, frozenset({3, 4})), 6: (1, frozenset[int]())}
-    assert merged == RankMeta({0: arena, 1: arena}, {1: (2, 1), 2: (1, 1)}, stores)
-    assert one.loads == {1: (1, 0), 2: (1, 1)}, "an aggregate changes neither part"
+    stores = {5: (RANK_0 | RANK_1, frozenset({3, 4})), 6: (RANK_1, frozenset[int]())}
+    loads = {1: (RANK_0 | RANK_1, RANK_1), 2: (RANK_0, RANK_0)}
+    assert merged == RankMeta({0: arena, 1: arena}, loads, stores)
+    assert one.loads == {1: (RANK_0, 0), 2: (RANK_0, RANK_0)}, "an aggregate changes neither part"
+
+
+def test_a_rank_that_is_heard_twice_is_no_second_rank() -> None:
+    """vLLM 0.33 replays what workers said in a step in which one of them failed."""
+    one = RankMeta({}, {1: (RANK_0, 0)}, {5: (RANK_0, frozenset({3}))})
+    merged = one.aggregate(pickle.loads(pickle.dumps(one)))
+    assert merged == one
+
+
+def test_of_two_words_of_one_rank_the_later_one_counts_in_whatever_order_they_come() -> None:
+    before, now = RankMeta({0: RankArena(7, 1, 10.0)}), RankMeta({0: RankArena(8, 1, 20.0)})
+    assert before.aggregate(now).arenas[0].arena_id == now.aggregate(before).arenas[0].arena_id == 8

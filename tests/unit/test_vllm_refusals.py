@@ -15,6 +15,7 @@ from kvdepot.client.vllm.connector import KVDepotConnector
 from kvdepot.client.vllm.refusals import check_engine
 from kvdepot.client.vllm.settings import Settings
 from kvdepot.core.errors import ConfigError
+from vllm.config import DiffusionConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     RSWASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from tests.fakes.scripted_engine import cache_layout, engine_config, model_folder
@@ -102,6 +104,63 @@ def test_draft_layers_whose_kv_depends_on_the_next_token(folder: Path) -> None:
     layout = dense()
     layout.kv_cache_groups[0].is_eagle_group = True
     assert "draft" in refused(engine_config(folder), layout)
+
+
+def drafting(spec: Any) -> Any:
+    """As vLLM 0.33 marks the layers of a drafter."""
+    spec = replace(spec)
+    object.__setattr__(spec, "is_draft", True)
+    return spec
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside the model's own"])
+def test_draft_layers_in_a_group_that_is_not_marked_for_drafts(folder: Path, beside: bool) -> None:
+    layout = dense()
+    own = layout.kv_cache_groups[0].kv_cache_spec
+    layers = {"a0": own, "d0": drafting(own)}
+    spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers) if beside else drafting(own)
+    layout.kv_cache_groups.append(KVCacheGroupSpec(["a0", "d0"] if beside else ["d0"], spec))
+    message = refused(engine_config(folder), layout)
+    assert "draft" in message and "group 1" in message
+
+
+@pytest.mark.parametrize("by_a_property", [False, True], ids=["field", "property"])
+def test_block_hashes_that_cover_later_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, by_a_property: bool
+) -> None:
+    """From vLLM 0.33 on they may, with a drafter; with a connector they do not today."""
+    config = engine_config(folder)
+    assert compat.hash_lookahead_tokens(config) == 0
+    if by_a_property:
+        monkeypatch.setattr(type(config), "num_hash_lookahead_tokens", property(lambda _: 2), raising=False)
+    else:
+        config = SimpleNamespace(**vars(config), num_hash_lookahead_tokens=1)
+    assert "num_hash_lookahead_tokens" in refused(config, dense())
+
+
+def test_auxiliary_outputs(folder: Path) -> None:
+    """vLLM withdraws what was offered where it has none for the tokens."""
+    config = engine_config(folder)
+    config.aux_output_config.enable_return_routed_experts = True
+    assert "enable_return_routed_experts" in refused(config, dense())
+
+
+def test_models_that_denoise_blocks_of_tokens(folder: Path) -> None:
+    config = SimpleNamespace(**vars(engine_config(folder)) | {"diffusion_config": DiffusionConfig(canvas_length=32)})
+    assert "diffusion_config" in refused(config, dense())
+
+
+def test_what_a_vllm_does_not_have_is_not_refused(folder: Path) -> None:
+    config = SimpleNamespace(**vars(engine_config(folder)))
+    del config.aux_output_config, config.diffusion_config
+    check_engine(config, dense(), SETTINGS, {})
+
+
+def test_caches_whose_last_window_is_computed_again_after_a_hit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM shortens what was offered for it."""
+    monkeypatch.setattr(FullAttentionSpec, "prefix_replay_tokens", property(lambda _: 32))
+    message = refused(engine_config(folder), dense())
+    assert "shortens" in message and "group 0" in message
 
 
 def test_hisparse(folder: Path) -> None:

@@ -164,6 +164,9 @@ class Attachment:
                     continue
                 with connection:
                     self._hold(connection)
+                    # A forked child has the connection too: closed here alone, the daemon would never hear of it.
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
                 self._end_stream()
                 self._publish(_State(None, self._state.arena))
         finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from urllib.parse import quote
 
 _SCHEME = "unix://"
 PATH_BYTES_MAX = 107  # sun_path of Linux, without its closing zero
@@ -27,7 +29,9 @@ class Endpoint:
                 f"endpoint {text!r}: write unix:// and an absolute path, as unix:///run/kvdepot/kvdepot.sock"
             )
         path = text[len(_SCHEME) :]
-        length = len((path + _ATTACH_SUFFIX).encode())
+        if "\0" in path or "," in path:
+            raise EndpointError(f"endpoint {text!r}: a socket's path here has neither a comma nor a NUL character")
+        length = len(os.fsencode(path + _ATTACH_SUFFIX))
         if length > PATH_BYTES_MAX:
             raise EndpointError(
                 f"endpoint {text!r}: {length} bytes with {_ATTACH_SUFFIX}, unix sockets allow {PATH_BYTES_MAX}; "
@@ -41,11 +45,16 @@ class Endpoint:
 
     @property
     def grpc_target(self) -> str:
-        return "unix:" + self.path
+        return _grpc_address(self.path)
 
     def stream_target(self, name: str) -> str:
         """Of a proxy's socket, by its name in the attachment's reply."""
-        return f"unix:{self.path}.{name}"
+        return _grpc_address(f"{self.path}.{name}")
 
     def __str__(self) -> str:
         return _SCHEME + self.path
+
+
+def _grpc_address(path: str) -> str:
+    """gRPC reads a URI."""
+    return f"unix:{quote(os.fsencode(path))}"

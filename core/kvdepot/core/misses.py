@@ -29,7 +29,7 @@ class MissReason(StrEnum):
     OTHER_NAMESPACE = "other_namespace"  # another one has it: the engines differ in something that changes bytes
     UNVERIFIED = "unverified"  # adopted, its checksum was not compared yet
     BEING_WRITTEN = "being_written"
-    TIER_UNAVAILABLE = "tier_unavailable"  # only a tier that is out of use has it
+    TIER_UNAVAILABLE = "tier_unavailable"  # only a tier that is out of use has it, or one that has not opened may
     NO_CHECKPOINT = "no_checkpoint"  # attention without a state to resume from
     INCOMPLETE = "incomplete"  # a kind that the boundary needs is not there
     NOT_IN_TIME = "not_in_time"  # cannot be in RAM within the load's budget
@@ -47,6 +47,7 @@ class MissReason(StrEnum):
     FAILED_LATELY = "failed_lately"  # a load of this boundary has just failed
     TOO_MANY_LOADS = "too_many_loads"  # in flight
     EXCLUDED = "excluded"  # its hashes do not cover its content, or its adapter is not known
+    READS_NO_CACHE = "reads_no_cache"  # it asks for prompt_logprobs, or says so: vLLM computes all of it
     GONE = "gone"  # lost between the lookup and the load
     REFUSED = "refused"
     LOAD_TIMED_OUT = "load_timed_out"
@@ -57,6 +58,8 @@ class MissReason(StrEnum):
 
 LOOKUP_REASONS: Final = tuple(takewhile(lambda reason: reason is not MissReason.UNREACHABLE, MissReason))
 """Those of the daemon."""
+UNASKED_REASONS: Final = frozenset({MissReason.EXCLUDED, MissReason.READS_NO_CACHE})
+"""Those of requests for which the daemon is asked nothing; it is told of them when they are over, to explain them."""
 _KNOWN: Final = {reason.value: reason for reason in MissReason}
 
 

@@ -8,25 +8,34 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import errno
 import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.server import config_environment as environment
+from kvdepot.server.capacity_check import capacity_warnings
 from kvdepot.server.config import DISK, Config, embedded, load
 from kvdepot.server.config_facts import facts
-from kvdepot.server.logs import make_log
-from kvdepot.server.node import ARENA_NAME, Node
+from kvdepot.server.logs import UnhandledErrors, make_log
 from kvdepot.server.offline import verbs as offline
+from kvdepot.server.processes import read_boot_id
 from kvdepot.server.service_notify import ServiceNotifier, take_kept
+from kvdepot.server.start_checks import check_arena_of, check_host
 
+EXIT_PIPE = 141
+"""As a shell says of what SIGPIPE ended."""
+_STDERR = 2
 _UMASK = 0o077
 """What the daemon makes is its user's alone; sockets until their mode is set."""
 _SERVE_EPILOG = """\
@@ -45,28 +54,83 @@ back, remove that file while no daemon runs; its name is in the log's last line.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    _open_standard_descriptors()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may have any byte
+    try:
+        try:
+            options = _parser().parse_args(arguments)
+            answer = _run(options)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:  # what a verb says could not be written
+        _drop_output()
+        if error.errno != errno.EPIPE:
+            print(f"kvdepotd: cannot write: {error.strerror}", file=sys.stderr)  # noqa: T201
+            return 1
+        return EXIT_PIPE
+    if isinstance(answer, int):
+        return answer
+    os.umask(_UMASK)
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by the first import: what it says each second, the log says
+    reread = None if options.config is None else partial(_config, options)
+    return asyncio.run(_serve(answer, reread))
+
+
+def _run(options: argparse.Namespace) -> int | Config:
+    """The exit code, or what is to be served."""
     if options.verb in offline.VERBS:
         return offline.run(options)
-
-    def read() -> Config:
-        return _config(options)
-
     try:
-        config = read()
-    except KvDepotError as error:
+        config = _config(options)
+        if options.verb == "check-config":
+            return _check_config(config, as_json=options.json)
+    except (KvDepotError, OSError) as error:  # OSError: what the configuration is made from cannot be asked
+        if isinstance(error, BrokenPipeError):
+            raise
         print(f"kvdepotd: {error}", file=sys.stderr)  # noqa: T201 - no log is configured yet
         return 1
-    if options.verb == "check-config":
-        print(json.dumps(facts(config), indent=2) if options.json else described(config))  # noqa: T201
-        return 0
-    os.umask(_UMASK)
-    return asyncio.run(_serve(config, read if options.config is not None else None))
+    return config
+
+
+def _check_config(config: Config, *, as_json: bool) -> int:
+    """Raises ConfigError, unless a program asks, which gets the reason with the rest."""
+    refused: KvDepotError | None = None
+    try:
+        check_host(config)
+        check_arena_of(config, read_boot_id())
+    except KvDepotError as error:
+        refused = error
+    if as_json:
+        print(json.dumps(facts(config, refused), indent=2))  # noqa: T201
+    if refused is not None:
+        raise refused
+    if not as_json:
+        print(described(config))  # noqa: T201
+    return 0
+
+
+def _open_standard_descriptors() -> None:
+    """So that no file gets the number of one that was closed: what is written for people would go into it."""
+    with contextlib.suppress(OSError):
+        while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+            os.set_inheritable(number, True)
+        os.close(number)
+
+
+def _drop_output() -> None:
+    """What is left in the buffer goes nowhere: the interpreter would try again at its end, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def described(config: Config) -> str:
     """What `check-config` says: the sizes that follow from it, and every key that is given, with its source."""
     lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
+    lines += [f"warning: {text}" for text in capacity_warnings(config)]
     lines += [f"{key} = {json.dumps(value)} ({source})" for key, (value, source) in config.sources.items()]
     return "\n".join(lines)
 
@@ -123,8 +187,11 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
+    from kvdepot.server.node import ARENA_NAME, Node  # with gRPC, which the other verbs do not need
+
     log = make_log(config.tables.log.level, config.tables.log.format)
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(UnhandledErrors(log, loop.time))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -148,7 +215,7 @@ async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
     reloads: set[asyncio.Task[None]] = set()
 
     def reload() -> None:
-        reloads.add(task := loop.create_task(node.reload()))
+        reloads.add(task := node.begin_reload())
         task.add_done_callback(reloads.discard)
 
     loop.add_signal_handler(signal.SIGHUP, reload)

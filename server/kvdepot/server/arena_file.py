@@ -126,6 +126,21 @@ def open_arena(
     return _create(request, boot_id, random_bytes, Origin.RECREATED, reason)
 
 
+def check_arena(request: ArenaRequest, boot_id: bytes) -> None:
+    """Raises ConfigError where `open_arena` would, whatever is lent. Nothing is changed."""
+    old = _open_existing(request)
+    if old is None:
+        _check_room(request, held_bytes=0)
+        return
+    try:
+        if _why_not(_read_superblock(old), request, boot_id):
+            _check_room(request, held_bytes=os.fstat(old).st_blocks * 512)
+    except ArenaFormatError:
+        _check_room(request, held_bytes=os.fstat(old).st_blocks * 512)
+    finally:
+        os.close(old)
+
+
 def _open_existing(request: ArenaRequest) -> int | None:
     try:
         return open_own(request.path, os.O_RDWR)

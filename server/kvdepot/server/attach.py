@@ -14,6 +14,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import kvdepot.server.processes as processes
@@ -21,9 +22,11 @@ from kvdepot.core import limits
 from kvdepot.core.calls import AttachCall, AttachReply
 from kvdepot.core.errors import InvalidArgument, KvDepotError, LimitExceeded, NotReady, ProtocolMismatch
 from kvdepot.proto import codec
+from kvdepot.server.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.config_schema import ATTACH_SUFFIX
 from kvdepot.server.engine.engine import Engine
-from kvdepot.server.engine.types import Liveness, ProcessIdentity
+from kvdepot.server.engine.types import Liveness, ProcessIdentity, Watch
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.logs import Seldom
 from kvdepot.server.rpc.call_socket import CallSocket
 from kvdepot.server.rpc.depot_calls import DepotCalls
@@ -35,8 +38,6 @@ STRANGERS_MAX = 64
 STRANGER_SECONDS = 5.0
 ACCEPT_PAUSE_SECONDS = 0.5
 """Without descriptors left: the listener stays readable, and asking it in a loop would starve everything else."""
-_ACCEPTS_PER_EVENT = 64
-_BACKLOG = 256
 _FINISH_STEP_SECONDS = 0.01
 
 
@@ -51,7 +52,7 @@ class ArenaOffer:
 
 
 class AttachListener:
-    """Owns the listening socket, the connections and the pidfds of attached processes.
+    """Owns the listening socket and the connections. The pidfd of an attached process is its attachment's.
 
     `admit` says whether attachments are taken at the moment (a stopping daemon takes none).
     """
@@ -66,6 +67,7 @@ class AttachListener:
         loop: asyncio.AbstractEventLoop,
         log: logging.Logger,
         boot_id: bytes,
+        spare: SpareDescriptors | None = None,
     ) -> None:
         self._engine = engine
         self._calls = calls
@@ -73,11 +75,13 @@ class AttachListener:
         self._streams = streams
         self._loop = loop
         self._log = log
+        self._guard = engine_guard(engine.counters.add)
         self._boot_id = boot_id
-        self._listeners: dict[Path, socket.socket] = {}
+        self._spare = spare
+        self._strangers_max = silent_max(STRANGERS_MAX)
+        self._listeners: dict[Path, Acceptor] = {}
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
         self._strangers: dict[int, asyncio.TimerHandle] = {}  # the same order
-        self._watched: dict[int, tuple[ProcessIdentity, int]] = {}  # attachment -> process, its pidfd
         self._refusals = Seldom(loop.time)
         self._admits = True
 
@@ -90,19 +94,24 @@ class AttachListener:
         path.unlink(missing_ok=True)
         self._streams.tidy(daemon_socket)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        self._listeners[path] = listener
-        listener.bind(os.fspath(path))
-        os.chown(path, -1, group_id)
-        path.chmod(mode)
-        listener.listen(_BACKLOG)
-        self._loop.add_reader(listener.fileno(), self._accept, listener, daemon_socket)
+        try:
+            listener.bind(os.fspath(path))
+            os.chown(path, -1, group_id)
+            path.chmod(mode)
+        except OSError:
+            listener.close()
+            raise
+        self._listeners[path] = Acceptor(
+            listener, partial(self._accepted, daemon_socket), name="attach", loop=self._loop, log=self._log,
+            seldom=self._refusals, spare=self._spare, pause_seconds=ACCEPT_PAUSE_SECONDS,
+        )  # fmt: skip
 
     def watch_adopted(self) -> None:
         """Notice the death of processes that attached to an earlier run and may never connect again."""
         for info in self._engine.attachments():
             state, pidfd = processes.watch_process(info.process, self._boot_id)
             if pidfd is not None:
-                self._watch(info.attachment, info.process, pidfd)
+                self._watch(info.attachment, pidfd)
             elif state is Liveness.DEAD:
                 self._died(info.attachment)
 
@@ -125,40 +134,23 @@ class AttachListener:
         """Close everything. Engines see end of file and come back to the next daemon; nothing is freed."""
         for connection in list(self._connections.values()):
             self._drop(connection)
-        for attachment in list(self._watched):
-            self._unwatch(attachment)
+        self._engine.unwatch()
         self._streams.close()
         for path, listener in self._listeners.items():
-            self._loop.remove_reader(listener.fileno())
             listener.close()
             path.unlink(missing_ok=True)
         self._listeners.clear()
 
-    def _accept(self, listener: socket.socket, daemon_socket: Path) -> None:
-        for _ in range(_ACCEPTS_PER_EVENT):
-            try:
-                peer, _ = listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:  # out of descriptors: the peer stays in the backlog and is met again
-                self._log.warning("attach: cannot accept: %s", error)
-                self._loop.remove_reader(listener.fileno())
-                self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume, listener, daemon_socket)
-                return
-            peer.setblocking(False)
-            connection = _Connection(peer, daemon_socket)
-            if len(self._connections) >= CONNECTIONS_MAX:
-                self._refuse(connection, LimitExceeded("attach connections", CONNECTIONS_MAX + 1, CONNECTIONS_MAX))
-                continue
-            if len(self._strangers) >= STRANGERS_MAX:
-                self._drop(self._connections[next(iter(self._strangers))])
-            self._connections[connection.fd] = connection
-            self._strangers[connection.fd] = self._loop.call_later(STRANGER_SECONDS, self._drop, connection)
-            self._loop.add_reader(connection.fd, self._readable, connection)
-
-    def _resume(self, listener: socket.socket, daemon_socket: Path) -> None:
-        if listener in self._listeners.values():
-            self._loop.add_reader(listener.fileno(), self._accept, listener, daemon_socket)
+    def _accepted(self, daemon_socket: Path, peer: socket.socket) -> None:
+        connection = _Connection(peer, daemon_socket)
+        if len(self._connections) >= CONNECTIONS_MAX:
+            self._refuse(connection, LimitExceeded("attach connections", CONNECTIONS_MAX + 1, CONNECTIONS_MAX))
+            return
+        if len(self._strangers) >= self._strangers_max:
+            self._drop(self._connections[next(iter(self._strangers))])
+        self._connections[connection.fd] = connection
+        self._strangers[connection.fd] = self._loop.call_later(STRANGER_SECONDS, self._drop, connection)
+        self._loop.add_reader(connection.fd, self._readable, connection)
 
     def _readable(self, connection: _Connection) -> None:
         try:
@@ -174,7 +166,10 @@ class AttachListener:
             if flags & socket.MSG_TRUNC:
                 raise InvalidArgument(f"datagram: longer than {limits.ATTACH_DATAGRAM_BYTES_MAX} bytes")
             self._attach(connection, codec.decode_attach_call(datagram))
-        except KvDepotError as error:
+        except Exception as error:  # noqa: BLE001 - a refusal, or whatever it is: who attaches hears of it
+            if not isinstance(error, KvDepotError):
+                self._guard.caught("answer", error)
+                error = KvDepotError("the daemon failed on this call")
             self._refuse(connection, error)
 
     def _attach(self, connection: _Connection, call: AttachCall) -> None:
@@ -203,7 +198,7 @@ class AttachListener:
         connection.attachment = attached.attachment
         self._strangers.pop(connection.fd).cancel()
         if pidfd is not None:
-            self._watch(attached.attachment, process, pidfd)
+            self._watch(attached.attachment, pidfd)
         theirs = self._open_calls(connection) if call.calls else None
         try:
             self._answer(connection, attached.session, protocol, theirs)
@@ -227,7 +222,7 @@ class AttachListener:
         try:
             theirs = calls.open()
         except OSError as error:
-            self._log.warning("attach: no call socket: %s", error)
+            self._complain("no call socket", error)
             return None
         connection.calls = calls
         return theirs
@@ -236,28 +231,34 @@ class AttachListener:
         """The process that will touch extents for the one that connected, and a pidfd of it."""
         proxy = connection.proxy = self._streams.start(connection.daemon_socket)
         try:
-            ticks = processes.start_ticks(proxy.pid)  # a child that is not reaped yet: its pid is its own
-            return ProcessIdentity(proxy.pid, ticks or 0, self._boot_id), os.dup(proxy.pidfd)
+            pidfd = os.dup(proxy.pidfd)
         except OSError as error:
             raise NotReady(f"no proxy can be watched: {error}") from error
+        return self._named(proxy.pid, pidfd), pidfd
 
     def _identify(self, peer: socket.socket) -> tuple[ProcessIdentity, int | None]:
-        """Who connected, and a pidfd of it. The start time is read while the pidfd proves that the pid is its.
+        """Who connected, and a pidfd of it, which proves meanwhile that the pid is its.
 
-        One that /proc hides (hidepid) is known by its pidfd alone, as one of another PID namespace is.
+        Where the kernel names no pidfd, its pid is all that is known, and its death is proven to the next daemon only.
         """
         pid, _ = processes.peer_credentials(peer)
-        pidfd = processes.peer_pidfd(peer, pid)
         try:
-            ticks = processes.start_ticks(pid) if pid > 0 else None
+            pidfd = processes.peer_pidfd(peer, pid)
+        except OSError as error:
+            raise NotReady(f"process {pid} cannot be watched: {error.strerror}") from error
+        process = self._named(pid, pidfd)
+        if processes.has_ended(pidfd) if pidfd is not None else pid > 0 and not process.pid:
+            _close(pidfd)
+            raise InvalidArgument(f"the process {pid} that connected has ended", advice="connect from a living process")
+        return process, pidfd
+
+    def _named(self, pid: int, pidfd: int | None) -> ProcessIdentity:
+        """Closes `pidfd` where it raises NotReady."""
+        try:
+            return processes.identify(pid, pidfd, self._boot_id)
         except OSError as error:
             _close(pidfd)
             raise NotReady(f"cannot read when process {pid} started: {error.strerror}") from error
-        ended = ticks is None if pidfd is None else processes.has_ended(pidfd)
-        if pid > 0 and ended:
-            _close(pidfd)
-            raise InvalidArgument(f"the process {pid} that connected has ended", advice="connect from a living process")
-        return ProcessIdentity(0 if ticks is None else pid, ticks or 0, self._boot_id), pidfd
 
     def _answer(self, connection: _Connection, session: bytes, protocol: int, calls: socket.socket | None) -> None:
         reply = AttachReply(
@@ -278,8 +279,12 @@ class AttachListener:
             finally:
                 os.close(descriptor)
         except OSError as error:  # gone already, it does not read, or no descriptor is left: as good as disconnected
-            self._log.warning("attach: cannot answer: %s", error)
+            self._complain("cannot answer", error)
             self._ended(connection)
+
+    def _complain(self, what: str, error: OSError) -> None:
+        if self._refusals.due(f"{what}: {error.errno}"):
+            self._log.warning("attach: %s: %s", what, error)
 
     def _descriptor(self, connection: _Connection, session: bytes) -> int:
         """What goes with the answer: the arena, or the lifeline of the proxy."""
@@ -305,30 +310,22 @@ class AttachListener:
         attachment = connection.attachment
         if attachment is None:
             return
-        _, pidfd = self._watched.get(attachment, (None, -1))
-        if pidfd >= 0 and processes.has_ended(pidfd):
+        watch = self._engine.watch_of(attachment)
+        if watch is not None and watch.ended:
             self._died(attachment)
         else:
             self._engine.disconnected(attachment)
 
-    def _watch(self, attachment: int, process: ProcessIdentity, pidfd: int) -> None:
-        """Takes the pidfd over. A slot's watch is replaced when another process has got the slot."""
-        known = self._watched.get(attachment)
-        if known is not None and known[0] == process:
-            os.close(pidfd)
-            return
-        self._unwatch(attachment)
-        self._watched[attachment] = (process, pidfd)
-        self._loop.add_reader(pidfd, self._died, attachment)
+    def _watch(self, attachment: int, pidfd: int) -> None:
+        """Takes the pidfd over."""
+        self._engine.watch(attachment, _Watch(self._loop, pidfd, partial(self._reported, attachment)))
 
-    def _unwatch(self, attachment: int) -> None:
-        _, pidfd = self._watched.pop(attachment, (None, -1))
-        if pidfd >= 0:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
+    def _reported(self, attachment: int, watch: Watch) -> None:
+        """A death, which says nothing of another process that has the slot now."""
+        if self._engine.watch_of(attachment) is watch:
+            self._died(attachment)
 
     def _died(self, attachment: int) -> None:
-        self._unwatch(attachment)
         for connection in [one for one in self._connections.values() if one.attachment == attachment]:
             self._drop(connection)
         orphans = set(self._engine.process_dead(attachment))
@@ -359,6 +356,23 @@ class _Connection:
         self.attachment: int | None = None
         self.proxy: StreamProxy | None = None  # ends with the connection ...
         self.calls: CallSocket | None = None  # ... and so does this
+
+
+class _Watch:
+    """A pidfd on the loop, until it is closed: `report` is called when its process has ended."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pidfd: int, report: Callable[[Watch], None]) -> None:
+        self._loop = loop
+        self._pidfd = pidfd
+        loop.add_reader(pidfd, report, self)
+
+    @property
+    def ended(self) -> bool:
+        return processes.has_ended(self._pidfd)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
 
 
 def _close(fd: int | None) -> None:

@@ -14,12 +14,16 @@ from kvdepot.core.calls import Kind
 from kvdepot.server.arena_file import ArenaFile
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Drift
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.io.checksum_wire import ANSWER, DRIFTED, HALVES, MEASURED, SUM, pack_comparison, pack_job
 from kvdepot.server.io.child import spawn
 
 _JOBS_MAX = 64
 _JOB_BYTES_MAX = 256 << 20
 """What the worker has before it: deep enough that it never waits for the loop, bounded because it stays lent."""
+ANSWER_SECONDS_MAX = 60.0
+"""Between two answers of a worker that has something to do: some milliseconds, more where it gets little of the CPU.
+A worker that is stopped, or hangs, would keep for ever what it is lent; dead, it keeps nothing."""
 _BACKOFF_SECONDS_MIN = 0.1
 _BACKOFF_SECONDS_MAX = 30.0
 _STABLE_SECONDS = 10.0
@@ -45,6 +49,7 @@ class ChecksumService:
         self._engine = engine
         self._loop = loop
         self._log = log
+        self._guard = engine_guard(engine.counters.add)
         self._quarantine = quarantine
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -55,6 +60,7 @@ class ChecksumService:
         self._backoff = _BACKOFF_SECONDS_MIN
         self._started_at = 0.0
         self._respawn: asyncio.TimerHandle | None = None
+        self._overdue: asyncio.TimerHandle | None = None  # while it has something to do
         self._drifts = 0  # since the last line
         self._drift_logged_at = -inf
 
@@ -78,7 +84,9 @@ class ChecksumService:
                 (self._arena.fd,),
                 niceness=_NICENESS,
             )
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - an OSError, or whatever it is: tried again
+            if not isinstance(error, OSError):
+                self._guard.caught("checksums", error)
             self._start_later(f"cannot start: {error}")
             return
         self._started_at = self._loop.time()
@@ -90,16 +98,24 @@ class ChecksumService:
         """Hand out objects while the worker has room before it."""
         if self._socket is None:
             return
+        self._guard.each("checksums", self._take_sums, self._take_comparisons)
+        if self._jobs and self._overdue is None:
+            self._overdue = self._loop.call_later(ANSWER_SECONDS_MAX, self._kill)
+        self._send()
+
+    def _take_sums(self) -> None:
+        """An object that cannot be packed stays lent until the worker ends: it must not come first again and again."""
         while len(self._jobs) < _JOBS_MAX and sum(self._jobs.values()) < _JOB_BYTES_MAX:
             job = self._engine.next_to_sum()
             if job is None:
                 break
-            self._jobs[job.row] = sum(length for _, length in job.extents)
             self._unsent += pack_job(job.row, job.generation, job.extents)
+            self._jobs[job.row] = sum(length for _, length in job.extents)
+
+    def _take_comparisons(self) -> None:
         while (pair := self._engine.next_to_compare()) is not None:  # few, by the audit's own limits
-            self._jobs[pair.row] = 2 * sum(length for _, length in pair.stored)
             self._unsent += pack_comparison(pair.row, pair.generation, pair.stored, pair.recomputed, pair.runs)
-        self._send()
+            self._jobs[pair.row] = 2 * sum(length for _, length in pair.stored)
 
     def close(self) -> None:
         """End the worker. What it was lent stays written down as lent, as after a crash."""
@@ -140,17 +156,23 @@ class ChecksumService:
             return
         self._received += data
         whole = len(self._received) // ANSWER.size * ANSWER.size
-        for row, tag, generation, answer in ANSWER.iter_unpack(bytes(self._received[:whole])):
-            self._jobs.pop(row, None)
-            if tag == SUM:
-                self._engine.summed(row, generation, *HALVES.unpack(answer))
-            else:
-                drift = self._engine.compared(row, drifted=tag == DRIFTED)
-                if drift is not None:
-                    self._log_drift(drift, *MEASURED.unpack(answer))
-                    self._quarantine(drift.namespace_id)
+        answers = bytes(self._received[:whole])
         del self._received[:whole]
+        for row, tag, generation, answer in ANSWER.iter_unpack(answers):
+            self._jobs.pop(row, None)
+            self._guard.call("checksums", self._answered, row, tag, generation, answer)
+        if whole:
+            self._end_deadline()
         self.wake()
+
+    def _answered(self, row: int, tag: int, generation: int, answer: bytes) -> None:
+        if tag == SUM:
+            self._engine.summed(row, generation, *HALVES.unpack(answer))
+            return
+        drift = self._engine.compared(row, drifted=tag == DRIFTED)
+        if drift is not None:
+            self._guard.call("checksums", self._quarantine, drift.namespace_id)
+            self._log_drift(drift, *MEASURED.unpack(answer))
 
     def _log_drift(self, drift: Drift, slices: int, beyond: int, worst: float) -> None:
         self._drifts += 1
@@ -165,12 +187,27 @@ class ChecksumService:
         )  # fmt: skip
         self._drifts, self._drift_logged_at = 0, self._loop.time()
 
+    def _kill(self) -> None:
+        """It does not answer. What it was lent comes back with its death, which is proven as ever (I6)."""
+        assert self._process is not None
+        self._overdue = None
+        self._log.warning(
+            "checksum worker %d is killed: %d jobs and no answer for %.0f s",
+            self._process.pid, len(self._jobs), ANSWER_SECONDS_MAX,
+        )  # fmt: skip
+        self._process.kill()
+
+    def _end_deadline(self) -> None:
+        if self._overdue is not None:
+            self._overdue.cancel()
+            self._overdue = None
+
     def _died(self) -> None:
         assert self._process is not None
         self._detach()
         status = self._process.wait()
         self._process = None
-        self._engine.sum_worker_died()
+        self._guard.call("checksums", self._engine.sum_worker_died)
         if self._loop.time() - self._started_at > _STABLE_SECONDS:
             self._backoff = _BACKOFF_SECONDS_MIN
         self._start_later(f"ended with {status}")
@@ -188,6 +225,7 @@ class ChecksumService:
             self._socket = None
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._end_deadline()
         self._jobs.clear()
         self._unsent.clear()
         self._received.clear()

@@ -20,6 +20,7 @@ from kvdepot.core import runtime
 from kvdepot.core.errors import ConfigError
 from kvdepot.server import config_environment as environment
 from kvdepot.server.config_environment import Variable
+from kvdepot.server.config_places import check_places
 from kvdepot.server.config_schema import AUTO, DISK_KIND, SHARED_KIND, Tables
 from kvdepot.server.embedded_disk import NoDiskError, default_directory, tier_table
 from kvdepot.server.engine.types import EVERY
@@ -86,7 +87,7 @@ def load(
         raise ConfigError(str(path), "", f"is not UTF-8: {error.reason} at byte {error.start}") from error
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers and nesting beyond Python's limits
         raise ConfigError(str(path), "", f"is no TOML: {error}") from error
     return check(str(path), document, overrides, variables)
 
@@ -180,6 +181,7 @@ def _sources(
 
 
 def _validated(file: str, document: Mapping[str, Any]) -> Tables:
+    _refuse_no_names(file, "", document)
     try:
         return Tables.model_validate(document)
     except ValidationError as error:
@@ -194,7 +196,9 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
         capacity_bytes = _auto_capacity_bytes(arena_path.parent)
     assert isinstance(capacity_bytes, int)
     _check_combinations(file, tables, capacity_bytes)
-    return Config(file, tables, capacity_bytes, arena_path)
+    config = Config(file, tables, capacity_bytes, arena_path)
+    check_places(file, tables, arena_path, config.state_path)
+    return config
 
 
 def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -209,7 +213,13 @@ def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def runtime_directory() -> Path:
     """A directory of this user alone. Raises ConfigError when somebody else could put things there."""
-    folder = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir(), os.geteuid()))
+    try:
+        folder = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
+    except OSError as error:
+        raise ConfigError(
+            EMBEDDED, "daemon.listen", "there is neither XDG_RUNTIME_DIR nor a writable temporary directory",
+            advice="set XDG_RUNTIME_DIR to a directory of this user, or give --socket",
+        ) from error  # fmt: skip
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -234,7 +244,7 @@ def _auto_capacity_bytes(directory: Path) -> int:
 
 def _arena_path(file: str, tables: Tables) -> Path:
     directory = Path(tables.ram.path) if tables.ram.path else DEFAULT_ARENA_DIRECTORY
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # noqa: PTH112 - Path's raises where it may not look
         raise ConfigError(file, "ram.path", f"{directory} is no directory")
     digest = hashlib.blake2b(os.fsencode(tables.daemon.sockets[0]), digest_size=6).hexdigest()
     return directory / f"kvdepot-{os.geteuid()}-{digest}.arena"
@@ -261,28 +271,15 @@ def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:
 
 
 def _check_tiers(file: str, tables: Tables) -> None:
-    seen: dict[Path, str] = {}
     names: set[str] = set()
     for tier in tables.tier:
-        path = Path(os.path.normpath(tier.path))
         if tier.name in names:
             raise ConfigError(file, "tier.name", f"two tiers are called {tier.name!r}")
-        for other, name in seen.items():
-            if path.is_relative_to(other) or other.is_relative_to(path):
-                raise ConfigError(file, f"tier.{tier.name}.path", f"{path} and {other} of tier {name!r} overlap")
-        if tables.ram.path and path == Path(os.path.normpath(tables.ram.path)):
-            raise ConfigError(file, f"tier.{tier.name}.path", f"{path} is the directory of the arena, [ram].path")
+        names.add(tier.name)
         try:
             check_capacity(tables, tier)
         except ConfigError as error:
             raise ConfigError(file, f"tier.{tier.name}.capacity", error.reason) from error
-        if tables.daemon.state and Path(os.path.normpath(tables.daemon.state)).is_relative_to(path):
-            raise ConfigError(
-                file, "daemon.state", f"{tables.daemon.state} lies in the directory of tier {tier.name!r}",
-                advice="name a file in another directory: a tier has its own to itself",
-            )  # fmt: skip
-        names.add(tier.name)
-        seen[path] = tier.name
 
 
 def check_quotas(file: str, tables: Tables) -> None:
@@ -306,6 +303,24 @@ def check_quotas(file: str, tables: Tables) -> None:
             raise ConfigError(
                 file, f"quota[{number}]", f"is about the same tenant, namespace and tier as quota[{first}]"
             )
+
+
+def _refuse_no_names(file: str, key: str, value: object) -> None:
+    """No path, name or address has a NUL character: the kernel's end where it stands. Others are asked for as UTF-8."""
+    if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        reason = "has a NUL character" if "\0" in value else "is not UTF-8"
+        raise ConfigError(file, key, f"{value!r} {reason}")
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            _refuse_no_names(file, f"{key}.{name}".lstrip("."), entry)
+    if isinstance(value, list):
+        for number, entry in enumerate(value):
+            _refuse_no_names(file, f"{key}[{number}]" if isinstance(entry, Mapping) else key, entry)
+
+
+def _is_unicode(text: str) -> bool:
+    """Not so: bytes of the environment or the command line that are not UTF-8 (PEP 383)."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.server.capacity_check import capacity_warnings
+
 if TYPE_CHECKING:
+    from kvdepot.core.errors import KvDepotError
     from kvdepot.server.config import Config
 
 
-def facts(config: Config) -> dict[str, Any]:
+def facts(config: Config, refused: KvDepotError | None = None) -> dict[str, Any]:
+    """`refused`: why a start would be refused on this host; by permissions, it may be allowed to another user."""
     daemon = config.tables.daemon
     return {
         "file": config.file,
         "note": config.note,
+        "refused": "" if refused is None else str(refused),
+        "refused_by_permissions": refused is not None and isinstance(refused.__cause__, PermissionError),
+        "warnings": list(capacity_warnings(config)),
         "daemon": {
             "listen": list(daemon.listen),
             "mode": daemon.mode_bits,

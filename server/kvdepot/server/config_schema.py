@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from string import hexdigits
 from typing import Annotated, Final, Literal, Self
+from urllib.parse import urlsplit
 
 from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
@@ -16,12 +17,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"
 ATTACH_SUFFIX = ".attach"
+STREAM_SUFFIX = ".stream-"
+"""Behind a socket's name, with a number: the socket of a stream's proxy."""
 SOCKET_PATH_BYTES_MAX = 107
 """sockaddr_un (unix(7)), without its final zero."""
 AUTO: Literal["auto"] = "auto"
 NONE = "none"
 DISK_KIND: Final = "disk"
 SHARED_KIND: Final = "shared"
+_PORT_MAX: Final = 65535
 _CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
 
 
@@ -82,9 +86,8 @@ class DaemonTable(_Table):
     @field_validator("metrics")
     @classmethod
     def _check_metrics(cls, address: str) -> str:
-        host, colon, port = address.rpartition(":")
-        if address and (not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535):
-            raise ValueError(f'{address!r} is no "host:port"')
+        if address:
+            host_and_port(address)
         return address
 
     @field_validator("group")
@@ -239,7 +242,12 @@ class TraceTable(_Table):
     @field_validator("endpoint")
     @classmethod
     def _check_endpoint(cls, url: str) -> str:
-        if url and not url.startswith(("http://", "https://")):
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            usable = False
+        if url and not usable:
             raise ValueError(f"{url!r} is no http:// or https:// URL")
         return url
 
@@ -259,6 +267,21 @@ class Tables(_Table):
     trace: TraceTable = TraceTable()
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of `127.0.0.1:9421`, `node-7:9421` or `[::1]:9421`. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    digits = port.isascii() and port.isdigit() and len(port) <= len(str(_PORT_MAX))
+    if not colon or not bare or set(bare) & set("[]/ ") or not digits or int(port) > _PORT_MAX:
+        raise ValueError(f'{address!r} is no "host:port" with a port up to {_PORT_MAX}; IPv6 is "[::1]:9421"')
+    return bare, int(port)
+
+
+def url_address(host: str, port: int) -> str:
+    """As it stands in a URL: IPv6 in brackets, its zone escaped (RFC 6874)."""
+    return f"[{host.replace('%', '%25')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _short(text: str, bytes_max: int) -> str:
     length = len(text.encode())
     if length > bytes_max:
@@ -269,9 +292,12 @@ def _short(text: str, bytes_max: int) -> str:
 def _check_url(url: str) -> None:
     if url.startswith("tcp://"):
         raise ValueError(f"{url!r} needs [tls], which is not available in this version; listen on unix:// sockets")
-    if not url.startswith("unix:///"):
-        raise ValueError(f"{url!r} is no unix:///absolute/path")
-    length = len(url.removeprefix("unix://").encode()) + len(ATTACH_SUFFIX)
+    path = url.removeprefix("unix://")
+    if path == url or not path.startswith("/") or path.rpartition("/")[2] in ("", ".", ".."):
+        raise ValueError(f"{url!r} is no unix:///absolute/path of a file")
+    if "," in path:
+        raise ValueError(f"{url!r} has a comma, at which gRPC ends an address")
+    length = len(path.encode()) + len(ATTACH_SUFFIX)
     if length > SOCKET_PATH_BYTES_MAX:
         raise ValueError(
             f"with {ATTACH_SUFFIX!r} the path has {length} bytes, a socket's path at most {SOCKET_PATH_BYTES_MAX}"

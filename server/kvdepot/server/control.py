@@ -30,10 +30,12 @@ from kvdepot.core.control import (
     switch_states,
 )
 from kvdepot.core.errors import ConfigError, KvDepotError, LimitExceeded
+from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.report import PinStatus
 from kvdepot.server.config import Config
 from kvdepot.server.engine.engine import Engine
-from kvdepot.server.memory_room import is_memory_file_system
+from kvdepot.server.guard import engine_guard
+from kvdepot.server.memory_room import file_system
 from kvdepot.server.own_thread import in_own_thread
 from kvdepot.server.reloading import changes, refuse_what_needs_a_restart, values
 from kvdepot.server.set_quotas import SetQuotas, spelled
@@ -78,6 +80,7 @@ class Control:
         readiness_changed: Callable[[], Awaitable[None]], quotas: SetQuotas, log: logging.Logger,
     ) -> None:  # fmt: skip
         self._engine = engine
+        self._guard = engine_guard(engine.counters.add)
         self._state = state
         self._config = config
         self._reread = reread
@@ -147,7 +150,7 @@ class Control:
 
     def _begin(self, change: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         """A change that goes on to its end whoever asked for it: a caller may be gone by its deadline, or by ^C."""
-        task = asyncio.get_running_loop().create_task(change)
+        task = self._guard.task("task", change, asyncio.get_running_loop())
         self._changing.add(task)
         task.add_done_callback(self._changing.discard)
         return task
@@ -211,7 +214,7 @@ class Control:
     def _volatile(self) -> str:
         """What a reboot would do to what is kept."""
         path = self._state.path
-        if not self._config.tables.tier or not is_memory_file_system(path.parent):
+        if not self._config.tables.tier or file_system(path.parent) not in MEMORY_KINDS:
             return ""
         return f"kept until the node reboots, which tiers outlive: {path} is in memory; [daemon] state names a file"
 

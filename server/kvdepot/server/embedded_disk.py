@@ -19,9 +19,12 @@ class NoDiskError(Exception):
 
 
 def default_directory(socket: Path) -> Path:
-    """One for each daemon, told apart by its socket, as arenas are."""
+    """One for each daemon, told apart by its socket, as arenas are. Raises NoDiskError."""
     base = os.environ.get("XDG_CACHE_HOME")
-    cache = Path(base) if base else Path.home() / ".cache"
+    try:
+        cache = Path(base) if base else Path.home() / ".cache"
+    except RuntimeError as error:  # neither HOME nor an entry in passwd
+        raise NoDiskError("no home directory") from error
     digest = hashlib.blake2b(os.fsencode(socket), digest_size=6).hexdigest()
     return cache / "kvdepot" / digest
 

@@ -11,6 +11,7 @@ from typing import Self
 from kvdepot.core.errors import ArenaInUse
 from kvdepot.server.own_files import open_own
 
+LOCK_SUFFIX = ".lock"
 _FLOCK = struct.Struct("hhqqi4x")
 
 

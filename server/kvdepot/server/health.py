@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
+from email.utils import formatdate
+from http import HTTPMethod, HTTPStatus
+from urllib.parse import unquote_to_bytes
+
+from kvdepot.server.accepting import Acceptor, SpareDescriptors, silent_max
+from kvdepot.server.config_schema import url_address
+from kvdepot.server.logs import Seldom
+from kvdepot.server.start_checks import bind_all
 
 _REQUEST_BYTES_MAX = 8192
 _REQUEST_SECONDS = 5.0
@@ -19,7 +28,9 @@ class Readiness:
     reason: str  # why not; or what is degraded, empty when nothing is
 
 
-def readiness(*, serving: bool, stopping: bool, ready_bytes: int, growth_reason: str, draining: bool) -> Readiness:
+def readiness(
+    *, serving: bool, stopping: bool, ready_bytes: int, growth_reason: str, draining: bool, tiers_reason: str = ""
+) -> Readiness:
     """Ready means: a call now can be answered with something better than "no room"."""
     if stopping:
         return Readiness(False, "stopping")
@@ -29,66 +40,120 @@ def readiness(*, serving: bool, stopping: bool, ready_bytes: int, growth_reason:
         return Readiness(False, "an operator drains it: `kvdepotctl resume` ends that")
     if ready_bytes <= 0:
         return Readiness(False, growth_reason or "no byte of the arena is populated yet")
-    return Readiness(True, growth_reason)
+    return Readiness(True, "; ".join(filter(None, (growth_reason, tiers_reason))))
 
 
 class HttpListener:
-    """HTTP/1.0, GET only, one request a connection; bounded in size, time and number."""
+    """HTTP/1.0, GET and HEAD, one request a connection; bounded in size, time and number.
+
+    With one connection too many the oldest ends: whoever connects and says nothing keeps nobody out.
+    """
 
     def __init__(
-        self, *, metrics: Callable[[], bytes], summary: Callable[[], str], health: Callable[[], Readiness]
-    ) -> None:
-        self._metrics = metrics
-        self._summary = summary
-        self._health = health
-        self._server: asyncio.Server | None = None
-        self._connections = 0
+        self, *, metrics: Callable[[], bytes], summary: Callable[[], str], health: Callable[[], Readiness],
+        log: logging.Logger, spare: SpareDescriptors | None = None,
+    ) -> None:  # fmt: skip
+        self._answers: dict[bytes, Callable[[], _Answer]] = {
+            b"/metrics": lambda: (HTTPStatus.OK, "text/plain; version=0.0.4; charset=utf-8", metrics()),
+            b"/metrics/summary": lambda: (HTTPStatus.OK, "text/plain; charset=utf-8", summary().encode() + b"\n"),
+            b"/healthz": lambda: _health(health()),
+        }
+        self._log = log
+        self._spare = spare
+        self._connections_max = silent_max(_CONNECTIONS_MAX)
+        self._listeners: list[Acceptor] = []
+        self._connections: dict[asyncio.Task[None], None] = {}  # oldest first
 
-    async def listen(self, host: str, port: int) -> tuple[str, int]:
-        """The address that was bound: port 0 takes a free one. Raises OSError."""
-        self._server = await asyncio.start_server(self._serve, host, port, limit=_REQUEST_BYTES_MAX)
-        bound = self._server.sockets[0].getsockname()
-        return bound[0], bound[1]
+    async def listen(self, host: str, port: int) -> str:
+        """The address that was bound, for a URL: port 0 takes a free one. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        sockets = await loop.run_in_executor(None, bind_all, host, port)  # names may have to be looked up
+        for listener in sockets:
+            self._listeners.append(
+                Acceptor(
+                    listener, self._accepted, name="metrics", loop=loop, log=self._log, seldom=Seldom(loop.time),
+                    spare=self._spare,
+                )
+            )  # fmt: skip
+        return url_address(*sockets[0].getsockname()[:2])
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        for listener in self._listeners:
+            listener.close()
+        for connection in list(self._connections):
+            connection.cancel()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+    def _accepted(self, peer: socket.socket) -> None:
+        while len(self._connections) >= self._connections_max:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
+        connection = asyncio.ensure_future(self._serve(peer))
+        self._connections[connection] = None
+        connection.add_done_callback(lambda ended: self._connections.pop(ended, None))
+
+    async def _serve(self, peer: socket.socket) -> None:
+        """Whatever goes wrong with the peer is the peer's problem: it is closed."""
+        transport: asyncio.BaseTransport | None = None
         try:
-            if self._connections <= _CONNECTIONS_MAX:
-                async with asyncio.timeout(_REQUEST_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
-                    await writer.drain()
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the peer's problem: it is closed
+            async with asyncio.timeout(_REQUEST_SECONDS):
+                reader, writer = await asyncio.open_connection(sock=peer, limit=_REQUEST_BYTES_MAX)
+                transport = writer.transport
+                writer.transport.set_write_buffer_limits(0)  # `drain` waits for all of it
+                writer.write(await self._answer(reader))
+                await writer.drain()
+                writer.close()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError):
+            pass
         finally:
-            self._connections -= 1
-            writer.close()
+            if isinstance(transport, asyncio.Transport):
+                transport.abort()
+            else:
+                peer.close()
 
-    def _answer(self, head: bytes) -> bytes:
-        method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
-        path = rest.partition(b" ")[0].partition(b"?")[0]
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        method, target, version, *more = [*head.partition(b"\r\n")[0].split(b" "), b"", b""]
+        if not version.startswith(b"HTTP/") or any(more):
+            return _response(HTTPStatus.BAD_REQUEST)
+        make = self._answers.get(_path(target))
+        if make is None:
+            return _response(HTTPStatus.NOT_FOUND, text=f"{', '.join(map(bytes.decode, self._answers))} are here")
         if method not in (b"GET", b"HEAD"):
-            return _response(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"GET only\n")
-        if path == b"/metrics":
-            return _response(HTTPStatus.OK, "text/plain; version=0.0.4; charset=utf-8", self._metrics())
-        if path == b"/metrics/summary":
-            return _response(HTTPStatus.OK, "text/plain; charset=utf-8", self._summary().encode() + b"\n")
-        if path == b"/healthz":
-            health = self._health()
-            body = json.dumps({"ready": health.ready, "reason": health.reason}).encode() + b"\n"
-            return _response(
-                HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE, "application/json", body
-            )
-        return _response(HTTPStatus.NOT_FOUND, "text/plain", b"/metrics, /metrics/summary and /healthz are here\n")
+            known = method.decode("latin-1") in HTTPMethod.__members__
+            status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_IMPLEMENTED
+            return _response(status, text="GET and HEAD only", more="Allow: GET, HEAD\r\n")
+        status, kind, body = make()
+        return _response(status, kind, body, head_only=method == b"HEAD")
 
 
-def _response(status: HTTPStatus, kind: str, body: bytes) -> bytes:
+_Answer = tuple[HTTPStatus, str, bytes]
+
+
+def _health(health: Readiness) -> _Answer:
+    body = json.dumps({"ready": health.ready, "reason": health.reason}).encode() + b"\n"
+    return HTTPStatus.OK if health.ready else HTTPStatus.SERVICE_UNAVAILABLE, "application/json", body
+
+
+def _path(target: bytes) -> bytes:
+    """Of a request target in origin form, or in absolute form, which a proxy sends (RFC 9112, section 3.2)."""
+    scheme, slashes, rest = target.partition(b"://")
+    if slashes and scheme.lower() in (b"http", b"https"):
+        target = b"/" + rest.partition(b"?")[0].partition(b"/")[2]
+    return unquote_to_bytes(target.partition(b"?")[0])
+
+
+def _response(
+    status: HTTPStatus, kind: str = "text/plain; charset=utf-8", body: bytes = b"", *, text: str = "", more: str = "",
+    head_only: bool = False,
+) -> bytes:  # fmt: skip
+    """A refusal has a text for people, which is the status's own where none is given."""
+    body = body or f"{text or status.phrase}\n".encode()
     head = (
-        f"HTTP/1.0 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"HTTP/1.0 {status.value} {status.phrase}\r\nDate: {formatdate(usegmt=True)}\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {len(body)}\r\n{more}Connection: close\r\n\r\n"
     )
-    return head.encode() + body
+    return head.encode() + (b"" if head_only else body)

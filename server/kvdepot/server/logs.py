@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 EVENTS: Final = "kvdepot.events"
 """Name of the logger that is told what became durable and what is gone, at level debug."""
@@ -143,6 +143,19 @@ def make_log(level: str, style: Literal["text", "json"], environment: Mapping[st
         one.propagate = False
         one.setLevel(level.upper())
     return log
+
+
+class UnhandledErrors:
+    """The loop's exception handler: what a callback raised is one line, and the same at most once in a while."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float]) -> None:
+        self._log = log
+        self._seldom = Seldom(clock)
+
+    def __call__(self, _: object, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if self._seldom.due(f"{context.get('message')} {error!r}"):
+            self._log.error("%s: %r", context.get("message", "unhandled"), error, exc_info=error)
 
 
 def drain(log: logging.Logger) -> None:

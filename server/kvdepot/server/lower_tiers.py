@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final
 
+from kvdepot.core.report import TierStatus
 from kvdepot.server.arena_file import ArenaFile
 from kvdepot.server.config import Config
 from kvdepot.server.config_schema import SHARED_KIND, TierTable
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.types import TierConfig
+from kvdepot.server.io.breaker import BreakerState
 from kvdepot.server.tier_settings import disk_config, engine_tier_config, shared_config
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 from kvdepot.server.tiers.disk.making import make_disk_tier
+from kvdepot.server.tiers.health import State
 from kvdepot.server.tiers.pools import TierMeans
 from kvdepot.server.tiers.shared.making import make_shared_tier
+
+_TROUBLED: Final = (State.DEGRADED, State.READ_ONLY, State.OFFLINE)
 
 
 class LowerTiers:
@@ -35,9 +41,18 @@ class LowerTiers:
         self._counters = counters
         self._loop = loop
         self._log = log
+        self._made: list[Tier] = []
 
     def make(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
-        return [(self._tier(table, registry), engine_tier_config(table)) for table in self._config.tables.tier]
+        tables = self._config.tables.tier
+        self._made = [self._tier(table, registry) for table in tables]
+        return list(zip(self._made, map(engine_tier_config, tables), strict=True))
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with them, for people; empty while nothing is."""
+        statuses = [tier.status() for tier in self._made]
+        return "; ".join(f"tier {one.name}: {one.state}: {one.reason}" for one in statuses if _in_trouble(one))
 
     def _tier(self, table: TierTable, registry: WorkerRegistry) -> Tier:
         tables = self._config.tables
@@ -60,3 +75,7 @@ class LowerTiers:
             self._counters.add(f"{family}.{tier}/{label}", amount)
 
         return count
+
+
+def _in_trouble(status: TierStatus) -> bool:
+    return status.state in _TROUBLED or status.breaker != BreakerState.CLOSED

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+
+from kvdepot.core import proc_text
 
 MIB = 1 << 20
 PROCESS_RESERVE_BYTES = 160 * MIB
@@ -16,10 +17,9 @@ Measured 2026-11-21: 50 MiB with an empty index, 7 more with 60,000 objects; the
 RESERVE_DIVISOR = 64
 """Per byte of capacity: two page tables of 8 bytes a page (measured 14 MiB for 3.8 GiB), and the index's nodes."""
 CAPACITY_BYTES_MIN = 320 * MIB
-_UNLIMITED_BYTES = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
-_MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs", "devtmpfs"})
-
-
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/proc/self/cgroup")
 OPENER_RESERVE_BYTES = 32 * MIB
 """Private memory of a tier's opening process while it is idle, as it is between openings."""
 KEEPER_RESERVE_BYTES = 32 * MIB
@@ -48,9 +48,10 @@ class Room:
 
 
 def memory_room() -> Room:
-    """The tightest of the host's available memory and the cgroups' limits."""
-    rooms = [Room(_meminfo("MemAvailable"), "available memory of the host")]
-    rooms += [Room(limit - used, f"memory limit of cgroup {path}") for path, limit, used in cgroup_limits()]
+    """The tightest of the host's available memory and the cgroups' limits, as far as the kernel tells them."""
+    rooms = [Room(limit - used, f"memory limit of cgroup {path}") for path, limit, used in cgroup_limits()]
+    available_bytes = _host_bytes("MemAvailable")
+    rooms.append(Room(host_bytes() if available_bytes is None else available_bytes, "available memory of the host"))
     return min(rooms, key=lambda room: room.available_bytes)
 
 
@@ -60,7 +61,7 @@ def directory_room(directory: Path) -> Room:
 
 
 def host_bytes() -> int:
-    return _meminfo("MemTotal")
+    return _host_bytes("MemTotal") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def directory_bytes(directory: Path) -> int:
@@ -69,81 +70,41 @@ def directory_bytes(directory: Path) -> int:
     return found.f_blocks * found.f_frsize
 
 
-def is_memory_file_system(directory: Path) -> bool:
-    """Whether files in `directory` live in memory rather than on a disk."""
-    return _file_system(directory.resolve()) in _MEMORY_FILE_SYSTEMS
+def read_mounts() -> list[proc_text.Mount]:
+    """Those that this process sees; none where the kernel does not tell."""
+    return proc_text.mounts(_read(_MOUNTINFO) or b"")
 
 
-def cgroup_limits(
-    proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> list[tuple[str, int, int]]:
+def file_system(directory: Path) -> str:
+    """Return the type of the mount that holds `directory`; empty where the kernel does not tell."""
+    mount = proc_text.mount_of(os.path.realpath(directory), read_mounts())
+    return mount.kind if mount is not None else ""
+
+
+def cgroup_limits(proc: Path = _CGROUP, mount: Path = Path("/sys/fs/cgroup")) -> list[tuple[str, int, int]]:
     """(cgroup, limit, used) in bytes of every limited memory cgroup this process is in, v2 and v1.
 
     Inactive page cache does not count as used: the kernel gives it up (the working set of kubelet's definition).
     """
     found = []
-    for line in proc.read_text().splitlines() if proc.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        names = _VERSION_2 if not controllers else _VERSION_1
-        for folder in _with_parents(mount / controllers, path):
-            limit, used = _number(folder / names.limit), _number(folder / names.used)
-            if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
-                cache_bytes = _field(folder / "memory.stat", names.cache)
-                found.append((str(folder), limit, max(used - cache_bytes, 0)))
+    for files in proc_text.memory_cgroups(_read(proc) or b""):
+        folder = mount / files.folder
+        limit, used = (proc_text.number(_read(folder / name)) for name in (files.limit, files.used))
+        if limit is not None and used is not None and limit < proc_text.UNLIMITED_BYTES:
+            cache_bytes = proc_text.amount(_read(folder / "memory.stat"), files.cache) or 0
+            found.append((str(folder), limit, max(used - cache_bytes, 0)))
     return found
 
 
-class _Names(NamedTuple):
-    limit: str
-    used: str
-    cache: str
+def _host_bytes(field: str) -> int | None:
+    """A line of /proc/meminfo, which counts in KiB."""
+    count = proc_text.amount(_read(_MEMINFO), field)
+    return None if count is None else count * 1024
 
 
-_VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
-
-
-def _with_parents(root: Path, path: str) -> list[Path]:
-    folders = [root]
-    for part in Path(path.lstrip("/")).parts:
-        folders.append(folders[-1] / part)
-    return folders
-
-
-def _number(path: Path) -> int | None:
-    """None where there is no such file, or it says "max"."""
+def _read(path: Path) -> bytes | None:
+    """None where it cannot be read: what the kernel does not tell stops nobody."""
     try:
-        text = path.read_text().strip()
+        return path.read_bytes()
     except OSError:
         return None
-    return int(text) if text.isdigit() else None
-
-
-def _field(path: Path, name: str) -> int:
-    """The number behind `name` in a file of lines "name number"; 0 where it is not."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(number) for key, _, number in (line.partition(" ") for line in lines) if key == name), 0)
-
-
-def _meminfo(field: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == field:
-            return int(rest.split()[0]) * 1024
-    raise OSError(f"/proc/meminfo has no {field}")
-
-
-def _file_system(path: Path) -> str:
-    """Type of the mount that holds `path` (proc(5), mountinfo)."""
-    best, kind = -1, ""
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
-        mount = Path(fields.split()[4].replace("\\040", " "))
-        if len(mount.parts) >= best and path.is_relative_to(mount):
-            best, kind = len(mount.parts), rest.split()[0]
-    return kind

@@ -21,6 +21,7 @@ from kvdepot.server.engine.adoption import REASONS as ADOPTION_REASONS
 from kvdepot.server.engine.audits import OUTCOMES as AUDIT_OUTCOMES
 from kvdepot.server.engine.counters import Histogram
 from kvdepot.server.engine.lookups import LookedUp
+from kvdepot.server.guard import PLACES
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome
 
 PREFIX: Final = "kvdepot_"
@@ -145,6 +146,7 @@ _WASTED = (
     "ended",
     "epoch_bumped",
     "expired",
+    "failed",
     "gave_way",
     "loads_off",
     "lost",
@@ -180,6 +182,12 @@ _DAEMON = (
         METHODS,
     ),
     _counter("failed_calls", "Engines' calls that were refused or failed, by the gRPC status.", "code", CODES),
+    _counter(
+        "internal_errors",
+        "Exceptions in a callback or task of the daemon: each a defect of kvdepot, see the log.",
+        "place",
+        PLACES,
+    ),
     _gauge(
         "loads_off", "1 while an operator has switched loads off for all.", lambda status: status.switches.loads_off
     ),
@@ -329,13 +337,13 @@ _TIERS = (
     _tier_counter("tier_written_bytes", "Bytes on the medium of what was written."),
     _tier_counter(
         "tier_writes_dropped", "Objects that were due and not written, by the reason.", "reason",
-        ("queue_full", "no_parent", "too_large", "budget", "quota"),
+        ("queue_full", "no_parent", "too_large", "budget", "quota", "failed"),
     ),
     _tier_counter("tier_evicted_objects", "Objects evicted, or of a shared tier forgotten.", "reason",
                   ("watermark", "room", "quota", "nodes")),
     _tier_counter(
         "tier_found_objects", "Objects found at an opening or by lookups: `kept`, or why there is no use for them.",
-        "outcome", ("kept", "no_namespace", "senseless", "length", "no_parent", "index_full", "repeated"),
+        "outcome", ("kept", "no_namespace", "senseless", "length", "no_parent", "index_full", "repeated", "failed"),
     ),
     _tier_counter("tier_lost_objects", "Objects that turned out to be there no more."),
     _tier_counter("tier_damaged_objects", "Its objects proved damaged by a read or the scrubber.", "reason", _DAMAGES),
@@ -349,7 +357,9 @@ _TIERS = (
     _tier_counter("io_workers", "Worker processes that were started, crashed, or abandoned as they hung.", "event",
                   ("started", "crashed", "abandoned")),
     _tier_counter("io_breaker_openings", "How often the path went out of use."),
-    _tier_counter("io_failed_callbacks", "Answers that the daemon failed at: a defect of it, see the log."),
+    _tier_counter(
+        "io_failed_callbacks", "Exceptions in the tier or its I/O workers' pool: each a defect of kvdepot, see the log."
+    ),
     _tier_counter("shared_publications", "Files published in a shared tier, or found there already.", "outcome",
                   ("written", "already_there"), kinds=(_SHARED,)),
     _tier_counter("shared_look_ups", "Names of files: asked for and the answers, or remembered as absent.", "outcome",

@@ -12,29 +12,31 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
 
 from kvdepot.core import limits
 from kvdepot.core.calls import Capabilities
-from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
+from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server import processes
-from kvdepot.server.arena_file import ArenaFile, ArenaRequest, describe, open_arena
+from kvdepot.server.accepting import SPARE_DESCRIPTORS, SpareDescriptors
+from kvdepot.server.arena_file import ArenaFile, describe, open_arena
 from kvdepot.server.attach import ArenaOffer, AttachListener
 from kvdepot.server.checksums import ChecksumService
 from kvdepot.server.config import Config
+from kvdepot.server.config_schema import host_and_port
 from kvdepot.server.control import Control, Reread
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import EngineConfig, Liveness, ProcessIdentity
-from kvdepot.server.file_lock import FileLock
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.health import HttpListener, Readiness, readiness
 from kvdepot.server.logs import drain, make_log
 from kvdepot.server.lower_tiers import LowerTiers
-from kvdepot.server.memory_room import MIB, is_memory_file_system
+from kvdepot.server.memory_room import MIB, file_system
 from kvdepot.server.metrics import exposition
-from kvdepot.server.populate import Growth, Populator
+from kvdepot.server.populate import RETRY_SECONDS, Growth, Populator
 from kvdepot.server.rpc.control_service import ControlService
 from kvdepot.server.rpc.depot_calls import DepotCalls
 from kvdepot.server.rpc.depot_service import DepotService
@@ -42,6 +44,7 @@ from kvdepot.server.rpc.listener import GrpcListener
 from kvdepot.server.rpc.operator_service import OperatorService
 from kvdepot.server.service_notify import ServiceNotifier
 from kvdepot.server.set_quotas import SetQuotas
+from kvdepot.server.start_checks import arena_request, cannot_listen, check_host, lock_file, locked_files
 from kvdepot.server.state_file import StateFile
 from kvdepot.server.streams import StreamProxies
 from kvdepot.server.summary import summary_line
@@ -60,13 +63,6 @@ GRACE_SECONDS = 1.0
 """What calls in flight get at a stop."""
 _THREADS_MAX = 4
 _DRAIN_STEP_SECONDS = 0.01
-_NO_DIRECTORY = (
-    "make the directory and give it to the daemon's user (docs/install.md), or leave the configuration file out"
-)
-_NO_LOCK = (
-    "run the daemon as the user to whom this file and its directory belong (docs/install.md); a file that another user "
-    "has left there can be removed while no daemon runs"
-)
 
 
 class Node:
@@ -92,15 +88,12 @@ class Node:
         self._log = log
         self._loop = loop
         self._started_at = time.monotonic()
+        self._spare = SpareDescriptors(SPARE_DESCRIPTORS, log, loop.time)
         self._boot_id = processes.read_boot_id()
         self._version = version("kvdepot")
-        self._locks = [_lock(config, "ram.path", config.arena_path, "the arena")]
-        for path in config.tables.daemon.sockets:
-            self._locks.append(_lock(config, "daemon.listen", path, "the socket"))
+        check_host(config)
+        self._locks = [lock_file(config, *file) for file in locked_files(config)]
         self._state = StateFile(config.state_path)
-        # One beside the arena is behind the arena's lock. Where nothing can be written `Control.restore` says so.
-        if config.tables.daemon.state and self._state.writable:
-            self._locks.append(_lock(config, "daemon.state", config.state_path, "the state file"))
         self._arena = self._open_arena(kept_arenas)
         notify.keep(ARENA_NAME, self._arena.fd)
         self._quotas = SetQuotas()
@@ -114,7 +107,8 @@ class Node:
     def _compose(self) -> None:
         arena, superblock = self._arena, self._arena.superblock
         self._counters = counters = Counters()
-        tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
+        self._guard = engine_guard(counters.add)
+        self._tiers = tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
         self._engine = Engine(
             arena.tables,
             arena_id=superblock.arena_id,
@@ -156,17 +150,20 @@ class Node:
         )  # fmt: skip
         self._attach = AttachListener(
             engine=self._engine, calls=calls, offer=offer, streams=streams,
-            loop=self._loop, log=self._log, boot_id=self._boot_id,
+            loop=self._loop, log=self._log, boot_id=self._boot_id, spare=self._spare,
         )  # fmt: skip
         self._grpc = GrpcListener(
             DepotService(calls),
             OperatorService(self.status, self._engine.listing, self._engine.records, self._log),
             ControlService(self._control, self._log),
+            sockets=len(tables.daemon.listen),
         )
         self._http = HttpListener(
             metrics=exposition(self.status, counters.histograms),
             summary=lambda: summary_line(self.status()),
             health=self.readiness,
+            log=self._log,
+            spare=self._spare,
         )
 
     async def start(self) -> None:
@@ -218,8 +215,11 @@ class Node:
             self._log.warning("a tier did not close in %.0f s; its medium may hang", CLOSE_SECONDS)
         self._log.info("stopped; the arena %s stays for the next daemon%s", self._arena.path, kept)
 
-    async def reload(self) -> None:
+    def begin_reload(self) -> asyncio.Task[None]:
         """What SIGHUP asks for. The log has the outcome; a refused one changes nothing."""
+        return self._guard.task("task", self._reload(), self._loop)
+
+    async def _reload(self) -> None:
         with contextlib.suppress(KvDepotError):
             await self._control.reload()
 
@@ -240,6 +240,7 @@ class Node:
             stopping=self._stopping,
             ready_bytes=max(self._growth.ready_bytes - self._arena.layout.data_offset, 0),
             growth_reason=self._growth.reason,
+            tiers_reason=self._tiers.trouble,
             draining=self._engine.switches.draining,
         )
 
@@ -277,11 +278,11 @@ class Node:
     def _open_arena(self, kept: Sequence[int]) -> ArenaFile:
         config = self._config
         folder = config.arena_path.parent
-        if not is_memory_file_system(folder):
+        kind = file_system(folder)
+        if kind and kind not in MEMORY_KINDS:
             self._log.warning("%s is on a disk: the arena belongs on tmpfs or hugetlbfs", folder)
-        request = ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file)
         return open_arena(
-            request, kept=kept, boot_id=self._boot_id, random_bytes=secrets.token_bytes, alive=self._alive
+            arena_request(config), kept=kept, boot_id=self._boot_id, random_bytes=secrets.token_bytes, alive=self._alive
         )
 
     def _start_tiers(self) -> None:
@@ -299,7 +300,7 @@ class Node:
         tracing = Tracing(trace.endpoint, trace.sample, file=self._config.file, version=self._version, log=self._log)
 
         def over(record: RequestRecord) -> None:
-            self._loop.call_soon(tracing.ended, record)  # behind the engine's answer
+            self._loop.call_soon(self._guard.call, "task", tracing.ended, record)  # behind the engine's answer
 
         self._engine.records.over = over
         return tracing
@@ -316,8 +317,11 @@ class Node:
             await self._tracing.close()
 
     def _identify(self, pid: int) -> ProcessIdentity:
-        """A child of this process, which is not reaped yet: its pid is its own."""
-        return ProcessIdentity(pid, processes.start_ticks(pid) or 0, self._boot_id)
+        """A child of this process, which is not reaped yet: its pid is its own. Raises NoRoom."""
+        try:
+            return processes.identify(pid, None, self._boot_id)
+        except OSError as error:
+            raise NoRoom(f"cannot read when process {pid} started: {error.strerror}") from error
 
     def _alive(self, process: ProcessIdentity) -> Liveness:
         return processes.liveness(process, self._boot_id)
@@ -337,16 +341,18 @@ class Node:
         self._loop.call_soon_threadsafe(self._grew, growth)
 
     def _grew(self, growth: Growth) -> None:
-        was_ready = self.readiness().ready
+        was_ready, before = self.readiness().ready, self._growth
         self._growth = replace(growth, ready_bytes=max(growth.ready_bytes, self._growth.ready_bytes))
         self._engine.ready(self._growth.ready_bytes)
-        if growth.reason:
-            self._log.error("the arena stopped growing: %s", growth.reason)
-        elif growth.done:
+        if growth.reason and not before.reason:
+            self._log.error("the arena stopped growing: %s; tried again every %.0f s", growth.reason, RETRY_SECONDS)
+        elif before.reason and not growth.reason:
+            self._log.info("the arena grows again")
+        if growth.done:
             self._log.info("arena populated, %s", "locked into memory" if growth.locked else "not locked into memory")
         self._notify(f"STATUS={self._progress()}")
         if self.readiness().ready != was_ready:
-            self._health_task = self._loop.create_task(self._grpc.set_serving(not was_ready))
+            self._health_task = self._guard.task("task", self._grpc.set_serving(not was_ready), self._loop)
 
     def _progress(self) -> str:
         """One line for the supervisor."""
@@ -358,11 +364,14 @@ class Node:
         if self._tick_handle is not None:
             self._counters.observe("loop_lag_seconds", self._loop.time() - self._tick_handle.when())
         self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
+        self._guard.each(
+            "tick", self._tick_engine, self._checksums.wake, self._spare.refill, lambda: drain(self._log),
+            self._notify.alive,
+        )  # fmt: skip
+
+    def _tick_engine(self) -> None:
         if self._engine.tick() and self._trim_handle is None:
             self._trim_handle = self._loop.call_later(TRIM_SECONDS, self._trim)
-        self._checksums.wake()
-        drain(self._log)
-        self._notify.alive()
 
     def _trim(self) -> None:
         """Between two ticks, so that no slice of it is long."""
@@ -383,12 +392,11 @@ class Node:
     async def _listen_http(self, address: str) -> None:
         if not address:
             return
-        host, _, port = address.rpartition(":")
         try:
-            bound = await self._http.listen(host.strip("[]"), int(port))
+            bound = await self._http.listen(*host_and_port(address))
         except OSError as error:
-            raise ConfigError(self._config.file, "daemon.metrics", f"cannot listen on {address}: {error}") from error
-        self._log.info("metrics on http://%s:%d/metrics, health on /healthz", *bound)
+            raise cannot_listen(self._config, error) from error
+        self._log.info("metrics on http://%s/metrics, health on /healthz", bound)
 
 
 def engine_config(config: Config, quotas: SetQuotas) -> EngineConfig:
@@ -406,15 +414,3 @@ def engine_config(config: Config, quotas: SetQuotas) -> EngineConfig:
         eviction=tables.policy.eviction,
         quotas=quotas.for_engine(tables),
     )
-
-
-def _lock(config: Config, key: str, path: Path, what: str) -> FileLock:
-    """Only its holder may use the arena, or unlink the socket file. Raises ConfigError where there can be none."""
-    lock = path.with_name(f"{path.name}.lock")
-    try:
-        return FileLock(lock, f"{what} {path}")
-    except FileNotFoundError as error:
-        reason = f"cannot use {path.parent}: {error.strerror}"
-        raise ConfigError(config.file, key, reason, advice=_NO_DIRECTORY) from error
-    except OSError as error:
-        raise ConfigError(config.file, key, f"cannot use {lock}: {error.strerror}", advice=_NO_LOCK) from error

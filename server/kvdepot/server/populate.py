@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import heapq
 import os
 import threading
 from collections.abc import Callable
@@ -16,13 +17,15 @@ from dataclasses import dataclass
 MADV_POPULATE_WRITE = 23
 """Linux 5.14: fault the pages in, writable, without changing them; an error instead of SIGBUS (madvise(2))."""
 PIECE_BYTES = 32 << 20
+RETRY_SECONDS = 60.0
+"""How soon to try again where there was no room: somebody else may have had it for a moment."""
 _MLOCK_ONFAULT = 1
 _NO_ROOM = {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT, errno.EFAULT}
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How far the arena is populated. `reason` is why it stopped short, empty while it grows or when it is whole."""
+    """How far the arena is populated. `reason`: why it does not grow now; it is tried again. `done`: it is whole."""
 
     ready_bytes: int
     done: bool
@@ -34,7 +37,7 @@ class Populator:
     """Populates a mapped arena from its start; `report` is called from its threads, in growing order.
 
     What an adopted arena has already costs a fraction of a first touch: it is only mapped and locked here.
-    ENOSPC ends the growth with a reason: what is ready stays in service. Where the limits
+    Where there is no room the growth pauses with a reason: what is ready stays in service. Where the limits
     allow it the whole mapping is marked beforehand, so that a page is locked into memory by
     the fault that makes it: locking piece by piece afterwards walks every page once more and
     took a third of the time (docs/benchmarks.md).
@@ -48,48 +51,73 @@ class Populator:
         size_bytes: int,
         threads: int,
         report: Callable[[Growth], None],
+        retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self._fd = fd
         self._address = address
         self._size = size_bytes
+        self._threads_max = threads
         self._report = report
-        self._pieces = iter(range(0, size_bytes, PIECE_BYTES))
+        self._retry_seconds = retry_seconds
+        self._pieces = list(range(0, size_bytes, PIECE_BYTES))  # a heap: those that have no pages, and nobody tries
         self._finished: set[int] = set()
         self._ready = 0
         self._reason = ""
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._locked = False
-        self._running = threads
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self._libc.mlock2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        self._threads = [threading.Thread(target=self._work, name=f"populate-{i}", daemon=True) for i in range(threads)]
+        self._thread = threading.Thread(target=self._run, name="populate", daemon=True)
 
     def start(self) -> None:
-        self._locked = not self._libc.mlock2(self._address, self._size, _MLOCK_ONFAULT)
-        for thread in self._threads:
-            thread.start()
+        self._mark_locked()
+        self._thread.start()
 
     def stop(self) -> None:
         """Ends after the pieces in work, each a fraction of a second."""
         self._stop.set()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _mark_locked(self) -> None:
+        self._locked = self._locked or not self._libc.mlock2(self._address, self._size, _MLOCK_ONFAULT)
+
+    def _run(self) -> None:
+        """Rounds of all threads, until it is whole. After one that found no room a single piece has to work first."""
+        while not self._stop.is_set():
+            self._round()
+            if not self._pieces:
+                self._tell(done=True)
+                return
+            while self._reason and not self._stop.wait(self._retry_seconds):
+                self._mark_locked()  # memory may have been short for that as well
+                self._reason = ""
+                self._step()
+
+    def _round(self) -> None:
+        threads = [
+            threading.Thread(target=self._work, name=f"populate-{number}", daemon=True)
+            for number in range(self._threads_max)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def _work(self) -> None:
-        while not self._stop.is_set():
-            with self._lock:
-                piece = None if self._reason else next(self._pieces, None)
-            if piece is None:
-                break
-            length = min(PIECE_BYTES, self._size - piece)
-            self._finish(piece, self._populate(piece, length))
+        while not self._stop.is_set() and not self._reason and self._step():
+            pass
+
+    def _step(self) -> bool:
+        """One piece, the first that is left. False: there is none."""
         with self._lock:
-            self._running -= 1
-            if not self._running and not self._stop.is_set():  # a stop is no end of the growth
-                self._tell(done=True)
+            if not self._pieces:
+                return False
+            piece = heapq.heappop(self._pieces)
+        self._finish(piece, self._populate(piece, min(PIECE_BYTES, self._size - piece)))
+        return True
 
     def _populate(self, offset: int, length: int) -> str:
         """Why this piece has no pages; empty when it has."""
@@ -107,15 +135,18 @@ class Populator:
 
     def _finish(self, piece: int, reason: str) -> None:
         with self._lock:
+            changed = False
             if reason:
+                heapq.heappush(self._pieces, piece)
+                changed = not self._reason
                 self._reason = self._reason or reason
-                return
-            self._finished.add(piece)
-            before = self._ready
-            while self._ready in self._finished:
-                self._finished.remove(self._ready)
-                self._ready += PIECE_BYTES
-            if self._ready != before:
+            else:
+                self._finished.add(piece)
+                while self._ready in self._finished:
+                    self._finished.remove(self._ready)
+                    self._ready += PIECE_BYTES
+                    changed = True
+            if changed:
                 self._tell(done=False)
 
     def _tell(self, *, done: bool) -> None:

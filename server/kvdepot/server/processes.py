@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import socket
 import struct
+from functools import cache
 from pathlib import Path
 
 from kvdepot.server.engine.identity import Liveness, ProcessIdentity
 
 SO_PEERPIDFD = 77
 """Linux 6.5; Python's socket module has no name for it before 3.14."""
+_NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _UCRED = struct.Struct("iII")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -48,22 +51,60 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
 
 
 def peer_pidfd(connection: socket.socket, pid: int) -> int | None:
-    """A pidfd of who connected, owned by the caller; None when the kernel cannot name it or it is gone."""
+    """A pidfd of who connected, owned by the caller; None when the kernel cannot name it or it is gone.
+
+    Raises OSError when there is no descriptor for it: its death would go unnoticed.
+    """
     try:
         fd = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
         os.set_inheritable(fd, False)
         return fd
-    except OSError:  # a kernel before 6.5, or a peer that is already reaped
-        return open_pidfd(pid)
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTOR:
+            raise
+        return open_pidfd(pid)  # a kernel before 6.5, or a peer that is already reaped
 
 
 def open_pidfd(pid: int) -> int | None:
+    """A pidfd, the caller's; None when there is no such process. Raises OSError when there is no descriptor for it."""
     if pid <= 0:
         return None
     try:
         return os.pidfd_open(pid)
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_DESCRIPTOR:
+            raise
         return None
+
+
+def process_number(pidfd: int) -> int:
+    """What the kernel numbers this process by, whoever can see its pid: no other of this boot has the number.
+
+    The inode of its pidfd, Linux 6.9. Before that all pidfds have one inode, that of every anonymous file: 0.
+    """
+    found = os.fstat(pidfd)
+    return 0 if found.st_dev == _anonymous_device() else found.st_ino
+
+
+@cache
+def _anonymous_device() -> int:
+    fd = os.eventfd(0)
+    try:
+        return os.fstat(fd).st_dev
+    finally:
+        os.close(fd)
+
+
+def identify(pid: int, pidfd: int | None, boot_id: bytes) -> ProcessIdentity:
+    """Who a process is that `pidfd` holds, or that is a child not reaped yet: its pid is its own meanwhile.
+
+    One that /proc hides (hidepid), or of another PID namespace (pid 0), has no pid here and its number, if any.
+    Raises OSError.
+    """
+    ticks = start_ticks(pid) if pid > 0 else None
+    if ticks is not None:
+        return ProcessIdentity(pid, ticks, boot_id)
+    return ProcessIdentity(0, 0 if pidfd is None else process_number(pidfd), boot_id)
 
 
 def watch_process(identity: ProcessIdentity, boot_id: bytes) -> tuple[Liveness, int | None]:
@@ -75,7 +116,10 @@ def watch_process(identity: ProcessIdentity, boot_id: bytes) -> tuple[Liveness, 
         return Liveness.DEAD, None
     if identity.pid <= 0:
         return Liveness.UNKNOWN, None
-    pidfd = open_pidfd(identity.pid)
+    try:
+        pidfd = open_pidfd(identity.pid)
+    except OSError:
+        return Liveness.UNKNOWN, None
     ticks = start_ticks(identity.pid)
     if ticks is None and pidfd is not None and not has_ended(pidfd):  # /proc hides it (hidepid)
         _close(pidfd)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.core.errors import NoRoom, NotReady
-from kvdepot.server.config_schema import SOCKET_PATH_BYTES_MAX
+from kvdepot.server.config_schema import SOCKET_PATH_BYTES_MAX, STREAM_SUFFIX
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.stream_wire import OPENING
 
@@ -45,7 +45,7 @@ class StreamProxies:
     def tidy(self, daemon_socket: Path) -> None:
         """Remove what the proxies of an earlier run have left beside this socket."""
         for path in daemon_socket.parent.iterdir():
-            if path.name.startswith(f"{daemon_socket.name}.stream-"):
+            if path.name.startswith(f"{daemon_socket.name}{STREAM_SUFFIX}"):
                 path.unlink(missing_ok=True)
 
     def start(self, daemon_socket: Path) -> StreamProxy:
@@ -56,8 +56,8 @@ class StreamProxies:
                 f"{self.count_max} processes use streams already",
                 advice="raise [sessions] streams, or let engines map the arena (transport = shm)",
             )
-        name = f"stream-{number}"
-        path = daemon_socket.with_name(f"{daemon_socket.name}.{name}")
+        path = daemon_socket.with_name(f"{daemon_socket.name}{STREAM_SUFFIX}{number}")
+        name = f"{STREAM_SUFFIX}{number}".lstrip(".")
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
             raise NotReady(f"{path} is longer than a socket's path can be", advice="use a shorter daemon.listen")
         try:

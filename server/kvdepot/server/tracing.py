@@ -27,20 +27,28 @@ _NANOSECONDS: Final = 1_000_000_000
 Attributes = dict[str, str | int | float]
 
 
+def require(file: str) -> None:
+    """Raises ConfigError without the extra."""
+    try:
+        import opentelemetry.exporter.otlp.proto.http.trace_exporter
+        import opentelemetry.sdk.trace.export  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(file, KEY, f"needs OpenTelemetry: {error}", advice=_EXTRA) from error
+
+
 class Tracing:
     """Sends to one collector. `ended` belongs to the loop's thread, and only puts into a bounded queue."""
 
     def __init__(self, endpoint: str, sample: float, *, file: str, version: str, log: logging.Logger) -> None:
         """`endpoint`: of OTLP over HTTP. `sample`: the share of requests. Raises ConfigError without the extra."""
-        try:
-            from opentelemetry import trace
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
-        except ImportError as error:
-            raise ConfigError(file, KEY, f"needs OpenTelemetry: {error}", advice=_EXTRA) from error
+        require(file)
+        from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+
         _have_complaints_go_to(log)
         self._in_context = trace.set_span_in_context
         self._provider = TracerProvider(

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 import click
@@ -60,8 +61,8 @@ def default_endpoint() -> str:
 
     Where somebody else could have put it there it is nobody's: the daemon makes none in such a directory either.
     """
-    own = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir(), os.geteuid()))
-    with suppress(OSError):
+    with suppress(OSError):  # among them: no temporary directory
+        own = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
         found = own.lstat()
         if runtime.only_writer(os.geteuid(), found.st_mode, found.st_uid) and (own / "kvdepot.sock").exists():
             return f"unix://{own / 'kvdepot.sock'}"
@@ -104,6 +105,7 @@ for command in (
 
 def main() -> None:
     """The `kvdepotctl` command."""
+    _prepare_output()
     if not sys.stdout.isatty():
         os.environ.setdefault("COLUMNS", str(_WIDE))
     try:
@@ -114,6 +116,7 @@ def main() -> None:
     except click.Abort:
         sys.exit(130)
     except SystemExit:  # click's and rich's, with 1: nobody reads what is printed, which says nothing of the daemon
+        _drop_output()
         sys.exit(EXIT_PIPE)
     except grpc.RpcError as error:
         if "Permission denied" in (error.details() or ""):
@@ -127,7 +130,28 @@ def main() -> None:
     except KvDepotError as error:
         click.echo(f"kvdepotctl: {error}", err=True)
         sys.exit(_exit_code(error))
+    except OSError as error:  # what is printed cannot be written; files that verbs write are told of by them
+        _drop_output()
+        click.echo(f"kvdepotctl: {error.strerror or error}", err=True)
+        sys.exit(EXIT_REFUSED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _prepare_output() -> None:
+    """Names may have any byte, and whoever starts this may have closed what is printed to."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What is left in the buffer: the interpreter would try to write it at its end, and complain."""
+    with suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _exit_code(error: KvDepotError) -> int:

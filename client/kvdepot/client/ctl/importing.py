@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from google.protobuf.message import DecodeError
-from kvdepot.client.ctl.exporting import GROUP_BYTES, GROUP_OBJECTS, LATER_SECONDS, TOLD_SECONDS
+from kvdepot.client.ctl.exporting import GROUP_BYTES, LATER_SECONDS, TOLD_SECONDS
 from kvdepot.core.calls import CommitOutcome, ReserveOutcome
 from kvdepot.core.errors import InvalidArgument, KvDepotError, StoresOff
 from kvdepot.core.keys import check_sizes
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.proto import codec_namespace
 from kvdepot.proto.v1 import depot_pb2
 
@@ -151,7 +152,7 @@ def _groups(objects: Iterator[ExportedObject]) -> Iterator[list[ExportedObject]]
     size_bytes, began = 0, time.monotonic()
     for one in objects:
         old = time.monotonic() - began > GROUP_SECONDS
-        if group and (old or size_bytes + len(one.payload) > GROUP_BYTES or len(group) >= GROUP_OBJECTS):
+        if group and (old or size_bytes + len(one.payload) > GROUP_BYTES or len(group) >= RESERVED_PER_CALL_MAX):
             yield group
             group, size_bytes = [], 0
         if not group:

@@ -12,6 +12,7 @@ from kvdepot.client.ctl.printer import (
     new_table,
     pin_record,
     pins_table,
+    show,
     size_text,
 )
 from kvdepot.core.calls import ROOT_KEY
@@ -162,7 +163,7 @@ def print_namespaces(page: NamespacePage, console: Console) -> None:
     table = new_table("namespaces", "namespace", "label", "tenant", "chunks", "tier", "objects", "size", "last used")
     for namespace in page.namespaces:
         _add_namespace(table, namespace)
-    console.print(table)
+    show(console, table)
     _print_cursor(page.next_token, console)
 
 
@@ -193,7 +194,7 @@ def print_chunks(namespace_id: bytes, page: ChunkPage, console: Console) -> None
                 *_held(chunk),
                 size_text(sum(chunk.size_bytes)),
             )
-        console.print(table)
+        show(console, table)
     elif not page.next_token:
         console.print("no chunk is there")
     _print_cursor(page.next_token, console)
@@ -215,9 +216,9 @@ def print_namespace_description(found: NamespaceDescription, pins: Sequence[PinS
     for tier in contents.tiers:
         objects = " ".join(f"{kind_text(kind)}:{count}" for kind, count in sorted(tier.objects.items()))
         table.add_row(escape(tier.tier), objects or "0", size_text(tier.size_bytes))
-    console.print(table)
+    show(console, table)
     if pins:
-        console.print(pins_table(pins))
+        show(console, pins_table(pins))
     engines = ", ".join(map(escape, found.engines))
     console.print(f"engines: {engines}" if engines else "no engine is attached", soft_wrap=True)
     if spec is None:
@@ -227,12 +228,12 @@ def print_namespace_description(found: NamespaceDescription, pins: Sequence[PinS
     console.print(f"tenant {escape(spec.tenant) or '(none)'}, epoch {epoch}", soft_wrap=True)
     sizes = ", ".join(f"{kind} {size_text(size_bytes)}" for kind, size_bytes in _sizes(spec).items())
     console.print(f"chunks of {spec.chunk_tokens} tokens; object sizes: {sizes}", soft_wrap=True)
-    console.print(_groups(spec))
+    show(console, _groups(spec))
     table = new_table("identity", "field", "value")
     for path, text in sorted(spec.fields_by_path().items()):
         if path.startswith(_IDENTITY):
             table.add_row(escape(path.removeprefix(_IDENTITY)), escape(text))
-    console.print(table)
+    show(console, table)
 
 
 def _groups(spec: NamespaceSpec) -> Table:
@@ -266,7 +267,7 @@ def print_chunk_description(namespace_id: bytes, found: ChunkDescription, consol
             "" if in_arena else size_text(one.stored_bytes), one.checksum.hex()[:_ID_DIGITS] or "not known",
             str(one.sequence or ""), str(one.generation) if in_arena else "", str(one.extents or ""),
         )  # fmt: skip
-    console.print(table)
+    show(console, table)
     _print_loans(found, console)
 
 
@@ -277,7 +278,7 @@ def _print_loans(found: ChunkDescription, console: Console) -> None:
             lease = f"{loan.lease_id:016x}" if loan.lease_id else ""
             pids = " ".join(map(str, loan.pids))
             table.add_row(kind_text(one.kind), escape(loan.engine_id), escape(loan.mode), pids, lease)
-    console.print(table if table.row_count else "lent to nobody")
+    show(console, table if table.row_count else "lent to nobody")
 
 
 def _print_cursor(cursor: str, console: Console) -> None:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _STEP = 1024
+_IDS = frozenset({"engine", "namespace", "tenant", "tier", "path to", "key", "parent", "lease", "to"})
+"""Columns of what people copy."""
+_WIDTH_MAX = 1000
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -39,6 +42,21 @@ def new_table(title: str, *columns: str) -> Table:
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     return table
+
+
+def show(console: Console, *tables: Table | str) -> None:
+    """Print them with each id and each word in one line, also on a terminal that is narrower than that."""
+    width, wide = console.width, console.options.update(max_width=_WIDTH_MAX)
+    for table in tables:
+        if isinstance(table, str):
+            console.print(table, soft_wrap=True)
+            continue
+        for column in table.columns:
+            sizes = [console.measure(cell, options=wide) for cell in (column.header, *column.cells)]
+            column.min_width = max(size.maximum if column.header in _IDS else size.minimum for size in sizes)
+        console.width = _WIDTH_MAX
+        console.print(table, width=width)
+        console.width = width
 
 
 def status_record(status: DaemonStatus) -> dict[str, Any]:
@@ -77,22 +95,25 @@ def pin_text(pin: PinStatus) -> str:
 def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> None:
     """One table a subject; empty ones are a line."""
     state = "[green]ready[/]" if status.ready else f"[red]not ready[/]: {escape(status.reason) or 'no reason given'}"
-    console.print(f"kvdepotd {escape(status.version)}, pid {status.pid}, up {status.uptime_seconds:.0f} s, {state}")
+    console.print(
+        f"kvdepotd {escape(status.version)}, pid {status.pid}, up {status.uptime_seconds:.0f} s, {state}",
+        soft_wrap=True,
+    )
     console.print(f"arena {status.arena_id:016x}, run {status.run}")
     _print_switches(status.switches, console)
     _print_epochs(status.epochs, console)
-    console.print(_tiers(status))
+    show(console, _tiers(status))
     if any(tier.kind != "ram" for tier in status.tiers):
-        console.print(_media(status))
-        console.print(_prefetch(status))
-    console.print(_sessions(status) if status.sessions else "no engine is attached")
+        show(console, _media(status))
+        show(console, _prefetch(status))
+    show(console, _sessions(status) if status.sessions else "no engine is attached")
     if status.quotas:
-        console.print(quotas_table(status.quotas))
+        show(console, quotas_table(status.quotas))
     if status.pins:
-        console.print(pins_table(status.pins))
-    console.print(_namespaces(status) if status.namespaces else "no namespace is known")
+        show(console, pins_table(status.pins))
+    show(console, _namespaces(status) if status.namespaces else "no namespace is known")
     if counters:
-        console.print(_counters(status))
+        show(console, _counters(status))
 
 
 def _print_switches(switches: SwitchesStatus, console: Console) -> None:
@@ -100,7 +121,7 @@ def _print_switches(switches: SwitchesStatus, console: Console) -> None:
     for switch, state in switch_states(switches).items():
         if state.anywhere_off:
             whom = "all namespaces" if state.off else ", ".join(one.hex()[:12] for one in state.off_namespaces)
-            console.print(f"[red]{switch} are off[/] for {whom}")
+            console.print(f"[red]{switch} are off[/] for {whom}", soft_wrap=True)
 
 
 def _print_epochs(epochs: Epochs, console: Console) -> None:

@@ -1,14 +1,12 @@
 """Everything that differs between versions of vLLM, and every import from it that may move.
 
-Written against 0.32.0 (0.33.0 only adds methods to the connector interface). The range
-is checked when the connector is made, with a message, rather than failing later in a
-method nobody expected to be called.
+`versions` has the supported range. It is checked when the connector is made, and so is every name that kvdepot relies
+on: with a message then, rather than later in a method that nobody calls any more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
 from collections.abc import Mapping
@@ -16,45 +14,60 @@ from importlib.metadata import entry_points, version
 from math import prod
 from typing import Any, Final
 
-from kvdepot.client.vllm import versions
+from kvdepot.client.vllm import contract, pins, requests, versions
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import ConfigError
 from vllm import __version__ as vllm_version
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    PromMetric,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-    get_kv_cache_spec_kind,
-    get_kv_cache_spec_sliding_window,
-    group_kernel_blocks,
-    iter_layer_specs,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+with contract.by_name(str(vllm_version), __file__):
+    from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+    from vllm.envs import compile_factors
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import (
+        DEFAULT_NONE_HASH_SEED,
+        KVCacheBlock,
+        generate_block_hash_extra_keys,
+        maybe_convert_block_hash,
+        resolve_kv_cache_block_sizes,
+        to_event_extra_keys,
+    )
+    from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+        get_kv_cache_spec_kind,
+        get_kv_cache_spec_sliding_window,
+        group_kernel_blocks,
+        iter_layer_specs,
+    )
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 VLLM_VERSION: Final = str(vllm_version)
 _READS_ADAPTER: Final = "_load_adapter"
@@ -65,7 +78,50 @@ _KINDS: Final[dict[type, Kind]] = {
     MambaSpec: Kind.STATE,
 }
 """By the class itself: vLLM calls subclasses the same kind, but some drop blocks, or fill them, in their own way."""
-
+_SINCE: Final[Mapping[str, tuple[int, int]]] = dict.fromkeys(
+    ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches", "num_hash_lookahead_tokens", "is_draft"),
+    (0, 33),
+)
+"""The version that brought a name of `_USED`, or a method of the interface, if not every supported one has it."""
+_NOT_HOOKS: Final = frozenset({"fail_allocated"})
+"""Public methods of the connectors that vLLM never calls."""
+_USED: Final[tuple[tuple[type, contract.Names], ...]] = (
+    (Request, requests.EngineRequest),
+    (BlockPool, pins.BlockPool),
+    (KVCacheBlock, pins.Block),
+    (LoRARequest, ("lora_name", "lora_path", "lora_int_id", "load_inplace")),
+    (MultiModalFeatureSpec, ("identifier",)),
+    (SchedulerOutput, ("num_scheduled_tokens", "scheduled_new_reqs", "kv_connector_block_state")),
+    (NewRequestData, ("req_id", "num_computed_tokens")),
+    (KVConnectorBlockState, ("boundary_state_offloads", "resolve_block_ids")),
+    (KVConnectorOutput, ("kv_connector_worker_meta",)),
+    (
+        VllmConfig,
+        ("aux_output_config", "diffusion_config", "kv_events_config", "kv_transfer_config", "num_hash_lookahead_tokens",
+         "speculative_config", "weight_transfer_config"),
+    ),
+    (
+        ParallelConfig,
+        ("data_parallel_size", "decode_context_parallel_size", "nnodes", "pipeline_parallel_size",
+         "prefill_context_parallel_size", "rank", "tensor_parallel_size", "world_size"),
+    ),
+    (CacheConfig, ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo")),
+    (
+        KVCacheConfig,
+        ("hash_block_size", "hisparse_host_num_blocks", "kv_cache_groups", "num_blocks",
+         "prefix_cache_retention_interval", "prefix_cacheable_group_ids"),
+    ),
+    (KVCacheGroupSpec, ("is_eagle_group", "kv_cache_spec", "layer_names")),
+    (FullAttentionSpec, ("is_draft", "max_tp_shards", "non_causal", "prefix_replay_tokens")),
+    (SlidingWindowSpec, ("extra_retained_tokens", "is_draft", "prefix_replay_tokens")),
+    (MambaSpec, ("dtypes", "mamba_cache_mode", "shapes")),
+    (UniformTypeKVCacheSpecs, ("kv_cache_specs",)),
+    (KVConnectorBase_V1, ("_connector_metadata", "_kv_cache_config", "_vllm_config")),
+    (MultiConnector, ("_connectors", "_get_connector_classes_and_configs", "_requests_to_connector")),
+)  # fmt: skip
+"""What kvdepot reads and calls, beside what is imported and overridden: a refusal that reads a name which is gone
+would refuse nothing.
+"""
 
 # Set in an engine's environment, and without influence on a byte of KV: where it runs, talks, logs and is built.
 _ENVIRONMENT_EXCLUDED: Final = re.compile(
@@ -89,8 +145,6 @@ _ENVIRONMENT_BELOW: Final = (
 
 def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables that are set and may choose other kernels or arithmetic: vLLM's, minus those that cannot."""
-    from vllm.envs import compile_factors
-
     known = [name for name in compile_factors() if not _ENVIRONMENT_EXCLUDED.match(name)]
     return {name: environment[name] for name in (*known, *_ENVIRONMENT_BELOW) if name in environment}
 
@@ -119,27 +173,23 @@ def register(connector: type) -> None:
         KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
 
 
-def check_interface(connector: type, interface: type = KVConnectorBase_V1) -> None:
-    """Raises ConfigError for a method of the interface that passes other arguments than the connector's own takes.
+def check_interface(connector: type) -> None:
+    """Raises ConfigError with the name of each thing that the connector relies on, and this vLLM has changed.
 
     Development builds, which have no version to check, and backports are found out here.
     """
-    for name, own in vars(connector).items():
-        known = getattr(interface, name, None)
-        if name.startswith("_") or not inspect.isfunction(own) or not inspect.isfunction(known):
-            continue
-        passed, taken = inspect.signature(known), inspect.signature(own)
-        if _named(passed) != _named(taken):
-            raise ConfigError(
-                "vllm", name, f"{VLLM_VERSION} calls it as {name}{passed}, this kvdepot takes {name}{taken}",
-                advice=f"use vLLM {versions.RANGE}, or another kvdepot",
-            )  # fmt: skip
+    if problems := changes(connector):
+        raise contract.refusal(VLLM_VERSION, problems)
 
 
-def _named(signature: inspect.Signature) -> list[str]:
-    """The arguments, less those that a method may get beside its own."""
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [name for name, found in signature.parameters.items() if found.kind not in variable]
+def changes(connector: type) -> list[str]:
+    """A sentence for each."""
+    absent = {name for name, since in _SINCE.items() if versions.before(VLLM_VERSION, since)}
+    problems = contract.changed_overrides(connector, _NOT_HOOKS, absent)
+    for kind, names in _USED:
+        if not issubclass(kind, KVConnectorBase_V1) or issubclass(connector, kind):
+            problems += contract.missing_names(kind, names, absent)
+    return problems
 
 
 def group_kind(spec: Any) -> Kind | None:
@@ -195,9 +245,34 @@ def state_parts(spec: Any) -> list[tuple[str, int]]:
     return [(str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize) for shape, dtype in sizes]
 
 
-def is_eagle(group: Any) -> bool:
-    """Whether the group holds draft layers, whose KV at a position depends on the token after it."""
-    return bool(getattr(group, "is_eagle_group", False))
+def has_drafts(group: Any) -> bool:
+    """Whether the group holds draft layers, whose KV at a position may depend on the token after it.
+
+    From 0.33 on such layers may lie in a group with the model's own. Where vLLM merges the specs of a group into one,
+    their mark is lost: such engines are refused by the method of speculative decoding.
+    """
+    layers = iter_layer_specs(group.kv_cache_spec)
+    return bool(getattr(group, "is_eagle_group", False)) or any(getattr(one, "is_draft", False) for one in layers)
+
+
+def hash_lookahead_tokens(vllm_config: Any) -> int:
+    """Tokens after a block that its hash covers too. Before 0.33 there are none."""
+    return int(getattr(vllm_config, "num_hash_lookahead_tokens", 0))
+
+
+def has_auxiliary_outputs(vllm_config: Any) -> bool:
+    """Whether it returns more of each token than the token (routed experts)."""
+    return bool(getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False))
+
+
+def is_diffusion(vllm_config: Any) -> bool:
+    """Whether the model generates by denoising blocks of tokens in which each attends to all."""
+    return getattr(vllm_config, "diffusion_config", None) is not None
+
+
+def replayed_tokens(spec: Any) -> int:
+    """Tokens before a hit that vLLM computes again, for which it shortens what was offered."""
+    return int(getattr(spec, "prefix_replay_tokens", 0))
 
 
 def mamba_modes(spec: Any) -> set[str]:
@@ -210,8 +285,6 @@ def hash_block_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
     resolved = getattr(kv_cache_config, "hash_block_size", None)
     if resolved:
         return int(resolved)
-    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
@@ -268,7 +341,7 @@ def adapter_loader() -> tuple[type, str]:
         from vllm.lora import worker_manager
 
         loader: type = worker_manager.WorkerLoRAManager
-        if _named(inspect.signature(getattr(loader, _READS_ADAPTER))) == ["self", "lora_request"]:
+        if contract.arguments(getattr(loader, _READS_ADAPTER)) == ["self", "lora_request"]:
             return loader, _READS_ADAPTER
     except (ImportError, AttributeError):
         pass
@@ -280,8 +353,6 @@ def adapter_loader() -> tuple[type, str]:
 
 def default_hash_seed() -> str:
     """The fixed seed of the sha256 hash chains where PYTHONHASHSEED is not set."""
-    from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED
-
     return str(DEFAULT_NONE_HASH_SEED)
 
 
@@ -302,9 +373,10 @@ __all__ = [
     "MultiKVConnectorStats",
     "PromMetric",
     "SupportsHMA",
-    "check_interface",
     "block_removed",
     "block_stored",
+    "changes",
+    "check_interface",
     "check_version",
     "default_hash_seed",
     "environment_facts",
@@ -313,13 +385,17 @@ __all__ = [
     "group_kernel_blocks",
     "group_kind",
     "group_window_tokens",
+    "has_auxiliary_outputs",
+    "has_drafts",
+    "hash_lookahead_tokens",
     "hash_block_tokens",
     "is_chunked_local",
-    "is_eagle",
+    "is_diffusion",
     "layer_spec",
     "looks_ahead",
     "mamba_modes",
     "register",
+    "replayed_tokens",
     "retained_below_window",
     "spec_names",
     "state_parts",

@@ -2,6 +2,10 @@
 
 Refusals at start are raised, with what to set. After start nothing is: every method is
 guarded, and answers a miss when anything goes wrong (I3).
+
+What vLLM calls once at its start it may call again (0.33: at each wake-up). The same facts
+change nothing. Others end the scheduler side that there is, and begin another one with the
+same epoch (docs/adr/0047).
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ from kvdepot.client.vllm import compat, identity
 from kvdepot.client.vllm.adapter_reads import AdapterReads
 from kvdepot.client.vllm.elements import elements_of
 from kvdepot.client.vllm.guard import Failures, guarded, nothing
-from kvdepot.client.vllm.metadata import RankFacts, RankMeta, StepMeta
+from kvdepot.client.vllm.metadata import NUMBERS, RankFacts, RankMeta, StepMeta
 from kvdepot.client.vllm.namespaces import Namespaces
-from kvdepot.client.vllm.rank import start_rank
+from kvdepot.client.vllm.rank import replace_caches, start_rank
 from kvdepot.client.vllm.refusals import cacheable_groups, check_engine
 from kvdepot.client.vllm.scheduler import SchedulerSide
 from kvdepot.client.vllm.settings import Settings, parse_settings
 from kvdepot.client.vllm.stats import KVDepotPromMetrics, KVDepotStats
 from kvdepot.client.vllm.weights import Digests, LoraSalts, WeightsSource, cache_path, weights_source
 from kvdepot.client.vllm.worker import WorkerSide
-from kvdepot.core.errors import ConfigError
+from kvdepot.core.errors import ConfigError, KvDepotError
 
 LOGGER = logging.getLogger("vllm.kvdepot")  # below vLLM's logger, so that its handlers apply
 
@@ -56,6 +60,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     """One in the scheduler process, one in each worker."""
 
     _cache_hit_source = compat.CacheHitSource.HOST
+    _heard: tuple[RankFacts, ...] | None = None  # all ranks' facts, as the scheduler side knows them; None: not yet
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Raises ConfigError or PlannerError for an engine or settings that cannot work."""
@@ -68,11 +73,17 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self.failures = Failures(LOGGER)
         self.scheduler_side: SchedulerSide | None = None
         self.worker_side: WorkerSide | None = None
-        self._facts: RankFacts | None = None
+        self._facts: RankFacts | None = None  # this rank's
+        self._world_size = int(vllm_config.parallel_config.world_size)
+        self._session: DepotSession | None = None
+        self._session_ranks = 0
+        self._former: list[SchedulerSide] = []  # whose last copies the ranks have in hand
+        self._epoch: Namespaces | None = None  # of the last scheduler side: the next one goes on with it
+        self._reset_early = False  # before there was any
+        self._last_stats, self._last_events = KVDepotStats(), list[Any]()  # of former sides
         self._pool: Any = None
         self._group_ids = cacheable_groups(kv_cache_config)
         identity.check_geometry(vllm_config, kv_cache_config, self._group_ids, self.settings)
-        self._world_size = int(vllm_config.parallel_config.world_size)
         self._engine_id = str(transfer.engine_id)
         self._digests: Digests | None = None
         self._salts: LoraSalts | None = None  # it remembers what the ranks said, which they do not say again
@@ -108,7 +119,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     @guarded(nothing)
     def get_kv_connector_stats(self) -> KVDepotStats | None:
         """What happened on this side since the last call, which every step makes; None: nothing."""
-        stats = KVDepotStats()
+        stats, self._last_stats = self._last_stats, KVDepotStats()
         if self.scheduler_side is not None:
             self.scheduler_side.stats.add_to(stats)
         if self.worker_side is not None:
@@ -135,24 +146,57 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         """End threads and connections, bounded."""
         worker, self.worker_side = self.worker_side, None
         scheduler, self.scheduler_side = self.scheduler_side, None
+        session, self._session = self._session, None
         if worker is not None:
             worker.close()
         if scheduler is not None:
             LOGGER.info("kvdepot: %s", dict(sorted((scheduler.counters + self.failures.counts).items())))
-            scheduler.close()
+        for side in self._former:
+            side.close()
+        self._former.clear()
+        if session is not None:
+            session.close()
         if self._digests is not None:
             self._digests.close()
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's signature
+        """Copies end before KV memory goes, and what is stored is of the weights that computed it."""
+        return True
+
+    @guarded(nothing)
+    def unregister_kv_caches(self) -> None:
+        """KV memory goes: end the copies, and wait for them for a bounded time. Load and store nothing meanwhile."""
+        if self.worker_side is not None and not self.worker_side.suspend():
+            LOGGER.error("kvdepot: a copy has not ended before the engine takes its KV memory away")
+        if self.scheduler_side is not None:
+            self.scheduler_side.suspend()
+
+    @guarded(nothing)
+    def restore_kv_caches(self) -> None:
+        """KV memory is there again, at the same addresses: copy again."""
+        if self.worker_side is not None:
+            self.worker_side.resume()
+        if self.scheduler_side is not None:
+            self.scheduler_side.resume()
 
     # --- worker side
 
     @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Learn the layers and begin to attach, in the background."""
+        """Learn the layers and begin to attach, in the background. The same ones again: nothing happens."""
+        if self.worker_side is not None and self._facts is not None:
+            self._facts = replace_caches(
+                self.worker_side, self._facts, kv_caches, self._kv_cache_config, self._group_ids, self.settings,
+                self.failures,
+            )  # fmt: skip
+            self.worker_side.resume()  # what is registered is there
+            return
         parallel = self._vllm_config.parallel_config
         rank = int(parallel.rank)
         attachment = Attachment(
             self.settings.endpoint,
-            EngineProcess(self._engine_id, scheduler=False, rank=rank, world_size=self._world_size),
+            EngineProcess(self._engine_id, scheduler=False, rank=rank, world_size=int(parallel.world_size)),
             transport=self.settings.transport,
             log=LOGGER,
         )
@@ -192,19 +236,57 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     # --- scheduler side
 
+    @guarded(nothing)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._pool = gpu_block_pool
-        if self.scheduler_side is not None:
+        """The same pool again: nothing happens. Another one: its block ids mean other blocks."""
+        if gpu_block_pool is self._pool:
+            return
+        known, self._pool = self._pool, gpu_block_pool
+        if self.scheduler_side is None:
+            return
+        if known is None:
             self.scheduler_side.bind_pool(gpu_block_pool)
+        elif self._heard is not None:
+            self._begin_side(self._heard)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """Every rank's facts, once, at start: with them the scheduler side can be built.
+        """Every rank's facts: with them the scheduler side can be built.
 
-        Raises PlannerError for a geometry that cannot work; the engine has not started yet.
+        At start it raises PlannerError for a geometry that cannot work: the engine has not started yet. vLLM repeats
+        the call at each wake-up, and then nothing is raised.
         """
+        if self._heard is None:
+            self._heard = ()
+            self._heard = self._facts_of(metadata)
+            self._begin_side(self._heard)
+        else:
+            self._hear_again(metadata)
+
+    @staticmethod
+    def _facts_of(metadata: dict[tuple[int, int], Any]) -> tuple[RankFacts, ...]:
         # Beside another connector the ranks' answers may be that one's: none of ours is a reason to stay idle.
         own = (found for found in metadata.values() if isinstance(found, RankFacts))
-        facts = tuple(sorted(own, key=lambda found: found.rank))
+        return tuple(sorted(own, key=lambda found: found.rank))
+
+    @guarded(nothing)
+    def _hear_again(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """The same changes nothing; nor does a part of it, as long as the engine has as many ranks as before."""
+        facts = self._facts_of(metadata)
+        before, self._world_size = self._world_size, int(self._vllm_config.parallel_config.world_size)
+        complete = not identity.check_ranks(facts, self._world_size)
+        known = facts == self._heard if complete else set(facts) <= set(self._heard or ())
+        if known and before == self._world_size and (self.scheduler_side is not None or not complete):
+            return
+        self._heard = facts
+        try:
+            self._begin_side(facts)
+        except KvDepotError as error:
+            LOGGER.error("kvdepot: stores and loads nothing: %s", error)
+        self._forget_former()
+
+    def _begin_side(self, facts: tuple[RankFacts, ...]) -> None:
+        """End the scheduler side that there is, and build one from all ranks' facts. Raises PlannerError."""
+        requests = self._end_side()
         problem = identity.check_ranks(facts, self._world_size)
         if problem:
             LOGGER.error("kvdepot: stores and loads nothing: %s", problem)
@@ -212,7 +294,8 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         config = self._vllm_config
         groups = identity.group_specs(self._kv_cache_config, self._group_ids, facts, config.parallel_config)
         planner = identity.engine_planner(config, self._kv_cache_config, groups, self.settings)
-        session = DepotSession(self.settings.endpoint, self._engine_id, self._world_size, log=LOGGER)
+        session = self._session_for(self._world_size)
+        former = self._epoch
         namespaces = Namespaces(
             session,
             self._spec_builder(planner, facts),
@@ -226,9 +309,10 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             elements=elements_of(
                 self._kv_cache_config, str(config.cache_config.cache_dtype), planner, self._group_ids, facts
             ),
+            former=former,
         )
         assert self._salts is not None
-        self.scheduler_side = SchedulerSide(
+        side = SchedulerSide(
             session,
             namespaces,
             planner,
@@ -242,11 +326,48 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             loads_on=self._loads_on,
             alone=config.parallel_config.data_parallel_size == config.parallel_config.pipeline_parallel_size == 1,
             counts_items=compat.counts_items(config),
+            ranks=[found.digest for found in facts],
+            after_another=former is not None,
         )
+        if self._reset_early:
+            namespaces.reset()
+        self._epoch, self._reset_early = namespaces, False
         if self._pool is not None:
-            self.scheduler_side.bind_pool(self._pool)
-        session.start()
+            side.bind_pool(self._pool)
+        self.scheduler_side = side
         namespaces.update()
+        side.adopt(requests)
+
+    def _session_for(self, world_size: int) -> DepotSession:
+        """One for all sides, as long as it fits: another one would declare what ranks have in hand of a former side
+        as given back (docs/adr/0047).
+        """
+        if self._session is None or self._session_ranks != world_size:
+            self._session = DepotSession(self.settings.endpoint, self._engine_id, world_size, log=LOGGER)
+            self._session_ranks = world_size
+            self._session.start()
+        return self._session
+
+    def _end_side(self) -> list[Any]:
+        """Close the scheduler side, if there is one, but for what the ranks have in hand. Returns its requests."""
+        side, self.scheduler_side = self.scheduler_side, None
+        if side is None:
+            return []
+        self._former.append(side)
+        requests = side.retire()
+        self._last_events += side.events.take()
+        return requests
+
+    def _forget_former(self) -> None:
+        """Sides of which no rank has anything in hand any more; and those of a session that no rank is in any more."""
+        for side in list(self._former):
+            if not side.over and (side.session is self._session or side.pending()):
+                continue
+            self._former.remove(side)
+            side.stats.add_to(self._last_stats)
+            if side.session is not self._session or self.scheduler_side is None:
+                side.close()
+                self._session = self._session if side.session is not self._session else None
 
     def _spec_builder(self, planner: Any, facts: tuple[RankFacts, ...]) -> Callable[[], Any]:
         """Builds the namespace as soon as the digest of the weights is known."""
@@ -291,7 +412,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         """Two guarded halves that fill one message: an error in the second must not lose what the first sent."""
-        meta = StepMeta()
+        meta = StepMeta(number=next(NUMBERS))
         self._add_loads(meta, scheduler_output)
         self._add_stores(meta, scheduler_output)
         return meta
@@ -304,6 +425,9 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @guarded(nothing)
     def _add_loads(self, meta: StepMeta, scheduler_output: Any) -> None:
+        for side in self._former:
+            side.add_ends(meta)
+        self._forget_former()
         if self.scheduler_side is not None:
             self.scheduler_side.add_loads(meta, scheduler_output)
 
@@ -314,8 +438,13 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
+        said = connector_output.kv_connector_worker_meta
+        if not isinstance(said, RankMeta):
+            return
+        for side in self._former:
+            side.output(said)
         if self.scheduler_side is not None:
-            self.scheduler_side.output(connector_output.kv_connector_worker_meta)
+            self.scheduler_side.output(said)
 
     @guarded(_free_now)
     def request_finished_all_groups(
@@ -328,17 +457,23 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:
-        return self.scheduler_side is not None and self.scheduler_side.pending()
+        sides = [*self._former, self.scheduler_side]
+        return any(side is not None and side.pending() for side in sides)
 
     @guarded(nothing)
     def reset_cache(self) -> bool | None:
         if self.scheduler_side is not None:
             self.scheduler_side.reset()
+        elif self._epoch is not None:
+            self._epoch.reset()
+        else:
+            self._reset_early = True
         return True
 
     @guarded(_no_events)
     def take_events(self) -> Iterable[Any]:
-        return self.scheduler_side.events.take() if self.scheduler_side is not None else ()
+        events, self._last_events = self._last_events, []
+        return events + (self.scheduler_side.events.take() if self.scheduler_side is not None else [])
 
 
 compat.register(KVDepotConnector)

@@ -26,6 +26,10 @@ class RankLayers:
         """Indices of the group's layers on this rank, in the engine's order."""
         return [index for index, facts in enumerate(self.facts) if facts.group == group]
 
+    def same_memory(self, other: RankLayers) -> bool:
+        """Whether the same layers lie in the same places."""
+        return self.facts == other.facts and list(map(_place, self.views)) == list(map(_place, other.views))
+
 
 def rank_layers(kv_caches: Mapping[str, Any], kv_cache_config: Any, group_ids: Sequence[int]) -> RankLayers:
     """Views of every layer of the groups that are stored. Raises LayoutError.
@@ -37,12 +41,12 @@ def rank_layers(kv_caches: Mapping[str, Any], kv_cache_config: Any, group_ids: S
     facts: list[LayerFacts] = []
     for group, engine_group in enumerate(group_ids):
         spec = kv_cache_config.kv_cache_groups[engine_group].kv_cache_spec
-        seen: set[tuple[int, tuple[int, ...]]] = set()
+        seen: set[Any] = set()
         for name in kv_cache_config.kv_cache_groups[engine_group].layer_names:
             if name not in kv_caches:
                 continue  # a layer of another pipeline rank
             view = _block_view(name, kv_caches[name], kv_cache_config.num_blocks)
-            place = (view.data_ptr(), tuple(view.stride()))
+            place = _place(view)
             if place in seen:
                 continue  # a layer that shares the cache of another one in its group
             seen.add(place)
@@ -68,6 +72,10 @@ def _block_view(name: str, cache: Any, num_blocks: int) -> torch.Tensor:
         raise LayoutError(f"layer {name}: a cache of shape {tuple(cache.shape)} is not made of {num_blocks} blocks")
     view: torch.Tensor = compat.group_kernel_blocks(cache, num_blocks)
     return view
+
+
+def _place(view: torch.Tensor) -> tuple[torch.device, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return view.device, view.data_ptr(), tuple(view.shape), tuple(view.stride()), view.dtype
 
 
 def _order(block: torch.Tensor) -> tuple[int, ...]:

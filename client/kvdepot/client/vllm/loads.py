@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.vllm.ahead import Aheads, acquire_call
 from kvdepot.client.vllm.handoffs import ASK_SECONDS, Handoffs
-from kvdepot.client.vllm.metadata import BlockMove, LoadOp, ObjectCopy, SpanCopy, StepMeta
+from kvdepot.client.vllm.metadata import NUMBERS, BlockMove, LoadOp, ObjectCopy, SpanCopy, StepMeta
 from kvdepot.client.vllm.negative import NegativeCache
 from kvdepot.client.vllm.requests import Lookup, RequestState
 from kvdepot.client.vllm.stats import OBSERVATIONS_MAX, Observations, Sources
 from kvdepot.core.calls import AcquireOutcome, AcquireReply, Kind, LocateCall, LocateReply
 from kvdepot.core.limits import KEYS_PER_CALL_MAX
-from kvdepot.core.misses import MissReason, miss_reason
+from kvdepot.core.misses import UNASKED_REASONS, MissReason, miss_reason
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
@@ -103,8 +103,9 @@ class Load:
     source: str = ""
     tokens: int = 0  # that the engine need not compute
     began_at: float = 0.0
-    ranks_done: int = 0
+    ranks_done: int = 0  # as bits
     ranks_failed: int = 0
+    suspended: bool = False  # a rank failed it because the engine has taken its KV memory away
 
 
 class Loads:
@@ -132,14 +133,13 @@ class Loads:
         self._events = events
         self._pace = pace
         self._group_ids = tuple(group_ids)  # planner group -> engine group
-        self._world_size = world_size
+        self._all_ranks = (1 << world_size) - 1
         self._active: dict[str, Load] = {}
         self._ops: dict[int, Load] = {}
         self._cancelled: list[int] = []
         self._negative = NegativeCache(clock)
         self._aheads = Aheads(session, planner, settings, counters)
         self.handoffs = Handoffs(namespaces, planner, counters, settings.lookup_timeout_seconds)
-        self._next_op = 1
         self._steps = 0  # whose messages are built
         self._renewals = 0  # lookups under way
         self._sources = Sources()
@@ -232,8 +232,10 @@ class Loads:
         request = state.request
         state.miss = None
         state.local_tokens = local_tokens
-        if state.load_failed or self.loading(state.request_id) or request.skip_reading_prefix_cache:
+        if state.load_failed or self.loading(state.request_id):
             return 0, False
+        if request.skip_reading_prefix_cache:
+            return self._nothing(state, MissReason.READS_NO_CACHE)
         if request.num_preemptions != state.preemptions:
             # What it needs and what is stored have both changed since the last lookup.
             state.preemptions = request.num_preemptions
@@ -303,6 +305,7 @@ class Loads:
             return
         self._counters[f"misses.{state.miss}"] += 1
         state.missed = state.miss
+        state.located |= state.miss in UNASKED_REASONS and self._namespaces.usable is not None
         if state.miss is MissReason.TIMED_OUT:
             self._counters["timeouts.lookup"] += 1
         state.miss = None
@@ -326,12 +329,12 @@ class Loads:
 
     def allocated(self, state: RequestState, external_tokens: int) -> None:
         """The engine has taken the offer and allocated blocks: from here on the load must be reported."""
-        if external_tokens <= 0:
+        if external_tokens <= 0 or self.loading(state.request_id):
             return
         now = self._clock()
         load = Load(
             request_id=state.request_id,
-            op_id=self._next_op,
+            op_id=next(NUMBERS),
             deadline=now + self._settings.load_timeout_seconds,
             epoch=self._namespaces.epoch_number,
             keys=state.keys,
@@ -341,7 +344,6 @@ class Loads:
             tokens=external_tokens,
             began_at=now,
         )
-        self._next_op += 1
         self._active[state.request_id] = load
         local, boundary = state.offered
         namespace = self._namespaces.usable
@@ -374,8 +376,7 @@ class Loads:
         """The safe answer when anything went wrong after the engine allocated blocks."""
         load = self._active.get(state.request_id)
         if load is None:
-            load = Load(state.request_id, self._next_op, 0.0, 0, state.keys, state=state)
-            self._next_op += 1
+            load = Load(state.request_id, next(NUMBERS), 0.0, 0, state.keys, state=state)
             self._active[state.request_id] = load
         if load.phase is not LoadPhase.DISPATCHED:
             self._fail(load, "error")
@@ -499,20 +500,26 @@ class Loads:
 
     # --- the end
 
-    def acknowledged(self, op_id: int, ranks: int, failed: int) -> None:
-        """`ranks` more ranks have finished the operation and will not touch its extents or blocks again."""
+    def acknowledged(self, op_id: int, ranks: int, failed: int, *, suspended: bool = False) -> None:
+        """These ranks (bits) have finished the operation and will not touch its extents or blocks again.
+
+        `suspended`: one of them because the engine has taken its KV memory away. What was heard already, or is about
+        another side's operation, changes nothing.
+        """
         load = self._ops.get(op_id)
         if load is None:
             return
-        load.ranks_done += ranks
-        load.ranks_failed += failed
-        if load.ranks_done < self._world_size:
+        load.ranks_done |= ranks
+        load.ranks_failed |= failed
+        load.suspended |= suspended
+        if load.ranks_done & self._all_ranks != self._all_ranks:
             return
         del self._ops[op_id]
         self._end(load)
         self._session.release([load.lease_id], used=not load.ranks_failed)
         if load.ranks_failed:
-            self._count_failure(load, "copy" if load.epoch == self._namespaces.epoch_number else "epoch")
+            reason = "suspended" if load.suspended else "copy"
+            self._count_failure(load, reason if load.epoch == self._namespaces.epoch_number else "epoch")
             return
         assert load.plan is not None
         self._counters["loads_done"] += 1
@@ -544,11 +551,11 @@ class Loads:
             self._fail(load, "aborted")
         load.state = None
 
-    def reset(self) -> None:
-        """The epoch has ended: nothing that was looked up or granted before may arrive in a request."""
+    def reset(self, reason: str = "epoch") -> None:
+        """The epoch has ended, say: nothing that was looked up or granted before may arrive in a request."""
         self._aheads.reset()
         for load in self._active.values():
-            self._stop(load, "epoch")
+            self._stop(load, reason)
 
     def stop(self, state: RequestState) -> None:
         """The request's adapter was replaced: nothing of its former content may arrive."""

@@ -1,12 +1,16 @@
 """What travels between the scheduler side and the ranks, inside vLLM's own messages.
 
 Plain numbers and bytes in dataclasses: they are pickled with every step, and most steps
-carry an empty one.
+carry an empty one. A message that arrives twice, late or out of order changes nothing:
+operations and steps are numbered, and acknowledgements name their ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Final
 
 from kvdepot.client.vllm.compat import (
     KVConnectorHandshakeMetadata,
@@ -14,6 +18,9 @@ from kvdepot.client.vllm.compat import (
     KVConnectorWorkerMetadata,
 )
 from kvdepot.core.planner import GroupSpec
+
+NUMBERS: Final = itertools.count(1)
+"""Of operations and steps. One count for the whole process: an older scheduler side's numbers never come again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +81,15 @@ class Geometry:
 
     chunk_tokens: int
     groups: tuple[GroupSpec, ...]
+    ranks: tuple[str, ...] = ()  # digest of each rank's facts: another rank's geometry would be wrong bytes
 
 
 @dataclass(slots=True)
 class StepMeta(KVConnectorMetadata):
     """Scheduler side to every rank, each step."""
 
-    geometry: Geometry | None = None  # in the first step only
+    number: int = 0  # grows from step to step; 0: not numbered
+    geometry: Geometry | None = None  # in the first step of a scheduler side only
     question: int = 0  # with another number each rank is asked what it is attached to
     idle: bool = False  # nothing is computed in this step, and nobody waits for it
 
@@ -96,6 +105,7 @@ class RankArena:
 
     arena_id: int  # 0 while it is not
     question: int  # the last one
+    said_at: float = field(default=0.0, compare=False)  # CLOCK_MONOTONIC, seconds; an older word is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,26 +124,31 @@ class RankMeta(KVConnectorWorkerMetadata):
     """Ranks to the scheduler side: what they finished, and which arena each is attached to.
 
     `loads`: op id -> (ranks that finished, ranks that failed). `stores`: op id -> (ranks that
-    finished, indices of objects that some rank failed).
+    finished, indices of objects that some rank failed). Ranks are sets of bits, 1 << rank:
+    counts would take a repeated message for another rank's.
     """
 
     arenas: dict[int, RankArena] = field(default_factory=dict)  # by rank
     loads: dict[int, tuple[int, int]] = field(default_factory=dict)
     stores: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
+    suspended: frozenset[int] = frozenset()  # of `loads`, those that failed because KV memory was taken away
     adapters: tuple[AdapterRead, ...] = ()  # read since the last message
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankMeta:
         """Both, as vLLM merges the ranks of one step."""
         assert isinstance(other, RankMeta)
         merged = RankMeta(
-            {**self.arenas, **other.arenas}, dict(self.loads), dict(self.stores), self.adapters + other.adapters
-        )
+            dict(self.arenas), dict(self.loads), dict(self.stores), self.suspended | other.suspended,
+            self.adapters + other.adapters,
+        )  # fmt: skip
+        for rank, said in other.arenas.items():
+            merged.arenas[rank] = max(said, self.arenas.get(rank, said), key=lambda one: one.said_at)
         for op_id, (ranks, failed) in other.loads.items():
             had_ranks, had_failed = merged.loads.get(op_id, (0, 0))
-            merged.loads[op_id] = (had_ranks + ranks, had_failed + failed)
+            merged.loads[op_id] = (had_ranks | ranks, had_failed | failed)
         for op_id, (ranks, indices) in other.stores.items():
             had_ranks, had_indices = merged.stores.get(op_id, (0, frozenset()))
-            merged.stores[op_id] = (had_ranks + ranks, had_indices | indices)
+            merged.stores[op_id] = (had_ranks | ranks, had_indices | indices)
         return merged
 
 
@@ -152,10 +167,15 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts(KVConnectorHandshakeMetadata):
-    """What a worker knows and the scheduler side does not. Sent once, after the KV tensors exist."""
+    """What a worker knows and the scheduler side does not. Sent once the KV tensors exist; vLLM 0.33 repeats it."""
 
     rank: int
     boot_id: str  # of the host: ranks on several nodes are refused
     layers: tuple[LayerFacts, ...]
     software: tuple[tuple[str, str], ...]  # torch, device, instruction set, ...: what may change a byte
     problem: str = ""  # why this rank can copy nothing; empty if it can
+
+    @property
+    def digest(self) -> str:
+        """Of all of it: two ranks' facts are equal exactly where their digests are."""
+        return blake2b(repr(self).encode(), digest_size=16).hexdigest()

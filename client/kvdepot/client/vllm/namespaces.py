@@ -47,8 +47,12 @@ class Namespaces:
         keep_across_sleep: bool = False,
         weights_arrive: bool = False,
         elements: Elements = MappingProxyType({}),
+        former: Namespaces | None = None,
     ) -> None:
-        """`weights_arrive`: others than those of the files come while the engine runs, of which nobody need tell."""
+        """`weights_arrive`: others than those of the files come while the engine runs, of which nobody need tell.
+
+        `former`: of the scheduler side before, whose epoch goes on.
+        """
         self._session = session
         self._build = build
         self._world_size = world_size
@@ -72,6 +76,22 @@ class Namespaces:
         self.epoch_number = 0  # counts epochs of this process; what began in another is void
         self.epoch_ended = MissReason.WEIGHTS_CHANGED  # why the last one did
         self.problem = ""  # why this engine stores and loads nothing, for good; empty if it may
+        if former is not None:
+            self._continue(former)
+
+    def _continue(self, former: Namespaces) -> None:
+        """What the engine has computed or loaded counts as it did. The ranks are asked again where they are."""
+        self._epoch, self._bumps = former._epoch, former._bumps
+        self._was_usable, self._question = former._was_usable, former._question
+        self.epoch_number, self.epoch_ended = former.epoch_number, former.epoch_ended
+
+    def close(self) -> None:
+        """Nothing of this side may be stored or loaded any more."""
+        self.epoch_number += 1
+        self.problem = "the engine has other KV caches"
+        if self._id is not None:
+            self._session.forget(self._id)
+            self._id = None
 
     @property
     def spec(self) -> NamespaceSpec | None:
@@ -110,7 +130,10 @@ class Namespaces:
         return self.arena_id != 0
 
     def rank_arena(self, rank: int, said: RankArena) -> None:
-        """A rank says which arena it has mapped, if any."""
+        """A rank says which arena it has mapped, if any. A word from before its last one is none."""
+        known = self._arenas.get(rank)
+        if known is not None and said.said_at < known.said_at:
+            return
         self._arenas[rank] = said
         self._heard_at = self._clock()
 

@@ -1,4 +1,4 @@
-"""Starting a rank's worker side: its layers, its facts, its copying thread."""
+"""Starting a rank's worker side, and giving it other KV caches: its layers, its facts, its copying thread."""
 
 from __future__ import annotations
 
@@ -35,19 +35,58 @@ def start_rank(
     failures: Failures,
 ) -> tuple[WorkerSide, RankFacts]:
     """A rank whose memory cannot be copied is started too: it says why, and the engine goes on without kvdepot."""
-    problem = ""
+    layers, copies, audit, problem = _memory(
+        rank, kv_caches, kv_cache_config, group_ids, attachment, settings, failures
+    )
+    facts = _facts(rank, layers, problem)
+    return WorkerSide(rank, attachment, copies, layers, audit, facts.digest), facts
+
+
+def replace_caches(
+    side: WorkerSide,
+    facts: RankFacts,
+    kv_caches: dict[str, Any],
+    kv_cache_config: Any,
+    group_ids: Sequence[int],
+    settings: Settings,
+    failures: Failures,
+) -> RankFacts:
+    """The engine names its KV caches again: nothing happens where they are the same. Returns what is true now."""
+    try:
+        if side.has(rank_layers(kv_caches, kv_cache_config, group_ids)):
+            return facts
+    except LayoutError:
+        pass  # said below
+    layers, copies, audit, problem = _memory(
+        facts.rank, kv_caches, kv_cache_config, group_ids, side.attachment, settings, failures
+    )
+    facts = _facts(facts.rank, layers, problem)
+    side.replace(copies, layers, audit, facts.digest)
+    return facts
+
+
+def _memory(
+    rank: int,
+    kv_caches: dict[str, Any],
+    kv_cache_config: Any,
+    group_ids: Sequence[int],
+    attachment: Attached,
+    settings: Settings,
+    failures: Failures,
+) -> tuple[RankLayers, CopyThread | None, Audit | None, str]:
+    """What copies these caches, and the problem where nothing can."""
     layers = RankLayers((), ())
-    copies: CopyThread | None = None
-    audit: Audit | None = None
     try:
         layers = rank_layers(kv_caches, kv_cache_config, group_ids)
         copier = _copier(layers.views, settings, failures.logger)
         audit = Audit(settings.audit_path, rank, layers) if settings.audit_path else None
-        copies = CopyThread(attachment, copier, failures, audit=audit)
     except (LayoutError, CopyError, OSError) as error:
-        problem = str(error)
-    facts = RankFacts(rank, _BOOT_ID.read_text().strip(), layers.facts, software_facts(layers), problem)
-    return WorkerSide(rank, attachment, copies, layers, audit), facts
+        return layers, None, None, str(error)
+    return layers, CopyThread(attachment, copier, failures, audit=audit), audit, ""
+
+
+def _facts(rank: int, layers: RankLayers, problem: str) -> RankFacts:
+    return RankFacts(rank, _BOOT_ID.read_text().strip(), layers.facts, software_facts(layers), problem)
 
 
 def _copier(views: Sequence[torch.Tensor], settings: Settings, log: logging.Logger) -> BlockCopier:

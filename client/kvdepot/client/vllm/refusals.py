@@ -31,9 +31,23 @@ def check_engine(
             WHERE, "kv_role", "kv_producer engines do not load", advice="use kv_both, or set load_weight to 0"
         )
     _check_parallel(vllm_config.parallel_config)
-    _check_hashes(vllm_config.cache_config, environment)
+    _check_hashes(vllm_config, environment)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise ConfigError(WHERE, "hisparse", "HiSparse uses the same block watchers", advice="switch HiSparse off")
+    if compat.has_auxiliary_outputs(vllm_config):
+        raise ConfigError(
+            WHERE,
+            "aux_output_config",
+            "auxiliary outputs of tokens that are loaded exist nowhere, and vLLM withdraws offers for them",
+            advice="switch enable_return_routed_experts off, or serve this model without kvdepot",
+        )
+    if compat.is_diffusion(vllm_config):
+        raise ConfigError(
+            WHERE,
+            "diffusion_config",
+            "a token's KV depends on the later ones of its canvas, which no hash of a prefix covers",
+            advice="serve this model without kvdepot",
+        )
     kinds = _check_groups(kv_cache_config)
     if vllm_config.speculative_config is not None:
         stages = vllm_config.parallel_config.pipeline_parallel_size
@@ -68,9 +82,17 @@ def _check_parallel(parallel: Any) -> None:
             raise ConfigError(WHERE, key, f"{size} is not tested", advice=f"set {key} to 1")
 
 
-def _check_hashes(cache: Any, environment: Mapping[str, str]) -> None:
+def _check_hashes(vllm_config: Any, environment: Mapping[str, str]) -> None:
     """P3: a chain of hashes with a random seed names other bytes in every process."""
-    algorithm = str(cache.prefix_caching_hash_algo)
+    lookahead = compat.hash_lookahead_tokens(vllm_config)
+    if lookahead:
+        raise ConfigError(
+            WHERE,
+            "num_hash_lookahead_tokens",
+            f"hashes cover {lookahead} tokens after their block: a chunk would have other keys by what follows it",
+            advice="set disable_lookahead_block_hashes in speculative_config, or switch speculative decoding off",
+        )
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm.startswith("xxhash") and environment.get("PYTHONHASHSEED", "random") in ("", "random"):
         raise ConfigError(
             WHERE,
@@ -87,7 +109,7 @@ def _check_groups(kv_cache_config: Any) -> set[Kind]:
         _check_spec(f"group {group_id}", group.kv_cache_spec)
         kind = compat.group_kind(group.kv_cache_spec)
         assert kind is not None  # refused by _check_spec
-        if compat.is_eagle(group):
+        if compat.has_drafts(group):
             raise ConfigError(
                 WHERE,
                 f"group {group_id}",
@@ -134,6 +156,13 @@ def _check_spec(where: str, spec: Any) -> None:
             WHERE,
             where,
             "its attention is not causal: the KV of a prefix depends on what follows",
+            advice="serve this model without kvdepot",
+        )
+    if compat.replayed_tokens(spec):
+        raise ConfigError(
+            WHERE,
+            where,
+            "vLLM computes its last window again after a hit, and shortens what is offered for it",
             advice="serve this model without kvdepot",
         )
     if compat.retained_below_window(spec):

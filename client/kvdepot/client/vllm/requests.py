@@ -69,7 +69,7 @@ class RequestState:
     keys: list[bytes] = field(default_factory=list)  # of chunks 0, 1, ...
     depot_id: str = field(init=False)  # what the daemon knows it by
     # loads
-    located: bool = False  # the daemon may be reading ahead for it, so it must hear of its end
+    located: bool = False  # the daemon may be reading ahead for it, or is to explain it: it must hear of its end
     lookup: Lookup | None = None
     preemptions: int = 0  # seen at the last lookup
     offered: tuple[int, int] = (0, 0)  # local tokens and boundary of the last offer

@@ -7,7 +7,7 @@ through `session.poll()` on that same thread, so nothing is shared and nothing i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvdepot.client.vllm.adapters import Adapter, LoadedAdapters, adapter_of
@@ -71,10 +71,13 @@ class SchedulerSide:
         stores_on: bool = True,
         alone: bool = True,
         counts_items: bool = False,
+        ranks: Sequence[str] = (),
+        after_another: bool = False,
     ) -> None:
         """`alone`: no other engine core and no other stage of a pipeline waits for this one's steps.
 
-        `counts_items`: as `exclusion` takes it.
+        `counts_items`: as `exclusion` takes it. `ranks`: digests of the facts that this side was built with.
+        `after_another`: what the engine has cached until now was not computed or loaded under this side's eyes.
         """
         self.session = session
         self.namespaces = namespaces
@@ -94,7 +97,9 @@ class SchedulerSide:
         self._counts_items = counts_items
         self._computed = False  # in the step before
         self._requests: dict[str, RequestState] = {}
-        self._geometry: Geometry | None = Geometry(planner.chunk_tokens, planner.groups)
+        self._geometry: Geometry | None = Geometry(planner.chunk_tokens, planner.groups, tuple(ranks))
+        self._after_another = after_another
+        self._suspended = False  # the engine has taken its KV memory away
         self.events = KvEvents(planner, self._group_ids, hash_block_tokens, event_kinds)
         self.pace = Pace(clock)
         self.loads = Loads(
@@ -107,10 +112,12 @@ class SchedulerSide:
         self.provenance: Provenance | None = None
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """The engine's block pool exists: from now on blocks can be held, and so stored."""
+        """The engine's block pool exists: from now on blocks can be held, and so stored. Once."""
         self.holds = BlockHolds.of(pool)
         pinned_max = self.holds.pinned_max(self._settings.max_pinned_blocks)
         self.provenance = Provenance(self.holds, self.planner, self._group_ids, self._hash_block_tokens)
+        if self._after_another:
+            self.provenance.begin()
         self.loads.kept = KeptAttention(
             self.holds, self.planner, self._group_ids, self._hash_block_tokens, pinned_max, self.provenance
         )  # fmt: skip
@@ -126,6 +133,11 @@ class SchedulerSide:
 
     def new_request(self, request: EngineRequest) -> None:
         """Remember the request and ask the daemon what it has of it."""
+        known = self._requests.get(request.request_id)
+        if known is not None:
+            if known.request is request:
+                return
+            self._finished(known)
         state = RequestState(request, self._clock(), store_epoch=self.namespaces.epoch_number)
         state.load_tokens_max = load_tokens_max(request)
         state.excluded = exclusion(request, counts_items=self._counts_items)
@@ -197,7 +209,7 @@ class SchedulerSide:
             return 0, False
         self._poll()
         self._update_keys(state)
-        offer = self.loads.offer(state, local_tokens) if self._loads_on else (0, False)
+        offer = self.loads.offer(state, local_tokens) if self._loads_on and not self._suspended else (0, False)
         if offer[0] is not None:
             self._check_local_hit(state, local_tokens)
         return offer
@@ -248,7 +260,7 @@ class SchedulerSide:
 
     def add_stores(self, meta: StepMeta, scheduler_output: Any) -> None:
         """New chunks are held and asked for, granted ones are sent. An error costs stores, never a load."""
-        if self.stores is None or not self._stores_on:
+        if self.stores is None or not self._stores_on or self._suspended:
             return
         block_state = scheduler_output.kv_connector_block_state
         self.stores.dispatch(meta)
@@ -307,7 +319,7 @@ class SchedulerSide:
         for rank, arena in meta.arenas.items():
             self.namespaces.rank_arena(rank, arena)
         for op_id, (ranks, failed) in meta.loads.items():
-            self.loads.acknowledged(op_id, ranks, failed)
+            self.loads.acknowledged(op_id, ranks, failed, suspended=op_id in meta.suspended)
         if self.stores is not None:
             for op_id, (ranks, indices) in meta.stores.items():
                 self.stores.acknowledged(op_id, ranks, indices)
@@ -318,9 +330,10 @@ class SchedulerSide:
         Returns the `kv_transfer_params` of its output.
         """
         state = self._requests.pop(request.request_id, None)
-        if state is None:
-            return None
-        self.pace.finished(request)
+        return None if state is None else self._finished(state)
+
+    def _finished(self, state: RequestState) -> dict[str, Any] | None:
+        self.pace.finished(state.request)
         self.loads.finished(state)
         ends_later = self.stores is not None and self.stores.finished(state)
         if state.located and not ends_later:
@@ -336,14 +349,60 @@ class SchedulerSide:
         """Nothing that was looked up, loaded or computed before may be used, or stored, any more."""
         self.counters["epochs"] += 1
         self.events.reset()
-        self.loads.reset()
-        for state in self._requests.values():
-            state.lookup = None
-            self._void(state, "epoch")
-        if self.stores is not None:
-            self.stores.reset()
+        self._give_up("epoch")
         if self.provenance is not None:
             self.provenance.begin()
+
+    def _give_up(self, why: str) -> None:
+        """Load and store nothing more of what is under way, nor of the requests that there are."""
+        self.loads.reset(why)
+        for state in self._requests.values():
+            state.lookup = None
+            self._void(state, why)
+        if self.stores is not None:
+            self.stores.reset(why)
+
+    def suspend(self) -> None:
+        """The engine takes its KV memory away: nothing is offered or stored until `resume`."""
+        self._suspended = True
+        self._give_up("suspended")
+
+    def resume(self) -> None:
+        """KV memory is there again, with nothing in it."""
+        self._suspended = False
+
+    # --- the end of this side, where the engine goes on with another one
+
+    def retire(self) -> list[EngineRequest]:
+        """Give up everything, but wait for what ranks are copying: `add_ends`, `output` and `pending` until `over`.
+
+        Returns the engine's requests.
+        """
+        requests = [state.request for state in self._requests.values()]
+        self.namespaces.close()
+        self.events.reset()
+        self._give_up("replaced")
+        for state in self._requests.values():
+            if self.stores is not None:
+                self.stores.finished(state)
+        self._requests.clear()
+        return requests
+
+    def adopt(self, requests: Iterable[EngineRequest]) -> None:
+        """Requests of the side before. They may load; what they have computed was not under this side's eyes."""
+        for request in requests:
+            self.new_request(request)
+            self._void(self._requests[request.request_id], "replaced")
+
+    def add_ends(self, meta: StepMeta) -> None:
+        """Of a side that has retired: loads that no rank will see, and those that must not succeed any more."""
+        self.session.poll()
+        self.loads.build(meta, None)
+
+    @property
+    def over(self) -> bool:
+        """No rank has anything in hand of a side that has retired, and the daemon owes it no answer that lends."""
+        return not self.loads.active and (self.stores is None or not self.stores.open_requests)
 
     def pending(self) -> bool:
         """Whether the engine has to keep stepping although it has no request.

@@ -32,7 +32,7 @@ COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "queries": ("", "Lookups that the daemon was asked for, renewals of old answers with them."),
     "hits": ("source", "Loads that arrived whole, by the slowest tier that had to give something."),
     "hit_tokens": ("source", "Tokens that were loaded instead of computed."),
-    "loaded_bytes": ("source", "Bytes of the objects of loads that arrived whole."),
+    "loaded_bytes": ("source", "Bytes of whole objects of loads that arrived, also where ranks copied only a part."),
     "kept_tokens": ("", "Tokens of attention copied within the engine for a load of the rest."),
     "misses": ("reason", "Requests that loaded nothing, or not what was offered."),
     "timeouts": ("call", "Lookups and loads that were not over in time."),
@@ -41,7 +41,7 @@ COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "failed_loads": ("reason", "Loads that ended in computing the request."),
     "stored_objects": ("", "Objects that every rank has written."),
     "dropped_stores": ("reason", "Objects that were not stored: later misses."),
-    "copied_bytes": ("direction", "Bytes that ranks moved, all of them together."),
+    "copied_bytes": ("direction", "Bytes that ranks moved, all of them together: of an object only what was needed."),
     "copy_seconds": ("direction", "Seconds that ranks spent on it, all of them together."),
     "errors": ("", "Errors that the connector caught: each is a bug of kvdepot, see the log."),
 }

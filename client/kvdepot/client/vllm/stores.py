@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from kvdepot.client.failures import CallFailure
-from kvdepot.client.vllm.metadata import ObjectCopy, SpanCopy, StepMeta, StoreOp
+from kvdepot.client.vllm.metadata import NUMBERS, ObjectCopy, SpanCopy, StepMeta, StoreOp
 from kvdepot.client.vllm.requests import RequestState
 from kvdepot.core.calls import EXTENT_WORDS, CommitOutcome, Kind, ReserveCall, ReserveOutcome, ReserveReply
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 
 if TYPE_CHECKING:
     from kvdepot.client.session import DepotSession
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from kvdepot.core.planner import PlannedObject, Planner
 
 RESERVE_TIMEOUT_SECONDS: Final = 5.0
-OBJECTS_PER_CALL: Final = 512
 TRIES_MAX: Final = 8
 RETRY_SECONDS: Final = 0.05  # doubled at each try: 8 tries span about thirteen seconds
 PENDING_SECONDS_MAX: Final = 15.0
@@ -68,7 +68,7 @@ class RequestStores:
     epoch: int
     waiting: deque[StoreObject] = field(default_factory=deque)  # in chain order
     granted: deque[StoreObject] = field(default_factory=deque)
-    asking: bool = False
+    asking: list[StoreObject] = field(default_factory=list)  # of these the daemon's answer is awaited
     ops: int = 0  # dispatched and not acknowledged
     asked: bool = False  # the daemon has heard of the request, so it must hear of its end
     finished: bool = False
@@ -90,7 +90,7 @@ class Dispatched:
     indices: tuple[int, ...]
     chunks: tuple[int | None, ...]  # of each, where it is attention
     block_ids: tuple[int, ...]
-    ranks_done: int = 0
+    ranks_done: int = 0  # as bits
     failed: set[int] = field(default_factory=set)
 
 
@@ -120,10 +120,9 @@ class Stores:
         self._events = events
         self._group_ids = tuple(group_ids)
         self._group_of = {engine: group for group, engine in enumerate(group_ids)}
-        self._world_size = world_size
+        self._all_ranks = (1 << world_size) - 1
         self._requests: dict[RequestState, RequestStores] = {}
         self._ops: dict[int, Dispatched] = {}
-        self._next_op = 1
         self._commits = 0  # not answered
         self._committed_at = 0.0  # the last one was asked for
 
@@ -214,7 +213,7 @@ class Stores:
 
     def _ask_request(self, stores: RequestStores, namespace: bytes, now: float) -> None:
         batch: list[StoreObject] = []
-        while stores.waiting and len(batch) < OBJECTS_PER_CALL and stores.waiting[0].retry_at <= now:
+        while stores.waiting and len(batch) < RESERVED_PER_CALL_MAX and stores.waiting[0].retry_at <= now:
             found = stores.waiting.popleft()
             if self._holds.readable(found.hold):
                 batch.append(found)
@@ -237,12 +236,12 @@ class Stores:
             boundaries=np.asarray(boundaries, dtype="<u4").tobytes(),
             request_id=stores.state.depot_id,
         )
-        stores.asking = stores.asked = True
+        stores.asking, stores.asked = batch, True
         self._counters["reserved_objects"] += len(batch)
         self._session.submit(call, RESERVE_TIMEOUT_SECONDS, partial(self._reserved, stores, batch))
 
     def _reserved(self, stores: RequestStores, batch: list[StoreObject], reply: Any) -> None:
-        stores.asking = False
+        stores.asking = []
         stores.progress_at = self._clock()
         if isinstance(reply, CallFailure):
             for found in batch:
@@ -353,8 +352,7 @@ class Stores:
         self._settle(stores)
 
     def _send(self, stores: RequestStores, lease_id: int, objects: list[StoreObject], meta: StepMeta) -> None:
-        op_id = self._next_op
-        self._next_op += 1
+        op_id = next(NUMBERS)
         block_ids = tuple(block_id for found in objects for block_id in self._holds.pin(found.hold))
         indices = tuple(found.index for found in objects)
         chunks = tuple(found.planned.chunk if found.planned.kind is Kind.ATTENTION else None for found in objects)
@@ -377,13 +375,16 @@ class Stores:
     # --- the end
 
     def acknowledged(self, op_id: int, ranks: int, failed: frozenset[int]) -> None:
-        """`ranks` more ranks have finished the copy and touch neither blocks nor extents again."""
+        """These ranks (bits) have finished the copy and touch neither blocks nor extents again.
+
+        What was heard already, or is about another side's operation, changes nothing.
+        """
         op = self._ops.get(op_id)
         if op is None:
             return
-        op.ranks_done += ranks
+        op.ranks_done |= ranks
         op.failed |= failed
-        if op.ranks_done < self._world_size:
+        if op.ranks_done & self._all_ranks != self._all_ranks:
             return
         del self._ops[op_id]
         self._holds.unpin(op.block_ids)
@@ -423,10 +424,10 @@ class Stores:
         self._settle(stores)
         return True
 
-    def reset(self) -> None:
-        """A new epoch: what no rank has seen is given back, what ranks copy is abandoned when they finish."""
+    def reset(self, reason: str = "epoch") -> None:
+        """A new epoch, say: what no rank has seen is given back, what ranks copy is abandoned when they finish."""
         for stores in list(self._requests.values()):
-            self._stop(stores, "epoch")
+            self._stop(stores, reason)
 
     def replaced(self, adapter: Adapter) -> None:
         """The same of all requests with this adapter, also of those that are over."""
@@ -445,6 +446,8 @@ class Stores:
             self._session.abandon(found.lease_id, [found.index])
         for found in (*stores.waiting, *stores.granted):
             self._drop(found, reason)
+        for found in stores.asking:
+            self._holds.drop(found.hold)
         stores.waiting.clear()
         stores.granted.clear()
         self._settle(stores)

@@ -13,14 +13,26 @@ RANGE: Final = " to ".join(".".join(map(str, bound)) for bound in (VERSION_MIN, 
 
 
 def check_version(version: str) -> None:
-    """Raises ConfigError naming the supported range. Development builds without a number pass."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None:
-        return
-    found = (int(match[1]), int(match[2]))
-    if found[0] == 0 and found[1] == 0:
-        return
-    if not VERSION_MIN <= found <= VERSION_MAX:
+    """Raises ConfigError naming the supported range.
+
+    A newer version is refused too: what its block hashes cover, or where it cuts an offer, may have changed. Builds
+    without a number pass; `contract` finds what has moved in them.
+    """
+    found = number(version)
+    if found is not None and not VERSION_MIN <= found <= VERSION_MAX:
         raise ConfigError(
             "vllm", "version", f"{version} is not supported", advice=f"use vLLM {RANGE}, or another kvdepot"
         )
+
+
+def before(version: str, since: tuple[int, int]) -> bool:
+    """Whether it is known to be older. A build without a number counts as the latest."""
+    found = number(version)
+    return found is not None and found < since
+
+
+def number(version: str) -> tuple[int, int] | None:
+    """Major and minor; None for development builds, which have none."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(match[1]), int(match[2])) if match is not None else (0, 0)
+    return None if found == (0, 0) else found

@@ -76,11 +76,31 @@ class WeightedMultiConnector(compat.MultiConnector):
         return RankHandshakes(said) if any(one is not None for one in said) else None
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        said = {place: one.of_children for place, one in metadata.items() if isinstance(one, RankHandshakes)}
         for number, child in enumerate(self._connectors):
-            own = {place: said.of_children[number] for place, said in metadata.items()}
-            own = {place: said for place, said in own.items() if said is not None}
+            own = {place: one[number] for place, one in said.items() if one[number : number + 1] not in ((), (None,))}
             if own:
                 child.set_xfer_handshake_metadata_pp_aware(own)
+
+    # --- sleep (vLLM 0.33): 0.32's children may not know of it, and are not asked
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """All children do."""
+        for child in children_of(kv_transfer_config):
+            config = compat.KVTransferConfig(**{"engine_id": kv_transfer_config.engine_id} | child)
+            supports = getattr(compat.KVConnectorFactory.get_connector_class(config), "supports_sleep_mode", None)
+            if supports is not None and not supports(config):
+                return False
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        for child in self._connectors:
+            getattr(child, "unregister_kv_caches", lambda: None)()
+
+    def restore_kv_caches(self) -> None:
+        for child in self._connectors:
+            getattr(child, "restore_kv_caches", lambda: None)()
 
     # --- the choice
 

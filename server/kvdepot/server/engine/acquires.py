@@ -1,32 +1,37 @@
 """Acquires that are answered later, because a lower tier has some of their objects.
 
-Such a lease exists from the call on: it pins all its objects, a repeat of the call waits
-for the same answer, and whatever ends a lease ends it too. No rank has seen it yet, so its
-end gives everything back at once.
+Such a lease exists from the call on: a repeat of the call waits for the same answer, and
+whatever ends a lease ends it too. It pins at once what RAM has or is being given. Room for
+the rest is made in slices, between which others are answered, and each slice is read as
+soon as it has its room. No rank has seen the lease yet, so its end gives everything back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.arena import NO_ROW, LentMode
-from kvdepot.core.calls import AcquireCall, AcquireOutcome, AcquireReply
+from kvdepot.core.calls import KEY_BYTES, AcquireCall, AcquireOutcome, AcquireReply
 from kvdepot.core.lifecycle import LeaseEvent, LeaseState
 from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.leases import ReadLease
-from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.promotions import Promotion, Promotions
 from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
+from kvdepot.server.guard import Guard, engine_guard
 
 Answer = Callable[[AcquireReply], None]
 Numbers = npt.NDArray[np.int64]
+PLACED_AT_ONCE: Final = 64
+"""Objects for which room is made before others are answered: 1 to 5 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +48,23 @@ class Asked:
 class PendingAcquire:
     """One of them; `answers` are owed."""
 
-    def __init__(self, asked: Asked, answer: Answer) -> None:
+    def __init__(
+        self, asked: Asked, answer: Answer, wanted: Sequence[int], promotion: Promotion, guard: Guard
+    ) -> None:  # fmt: skip
+        """`wanted`: which of its objects have no room in RAM yet."""
         self.asked = asked
+        self._guard = guard
         self.answers = [answer]
-        self.promotion: Promotion | None = None
+        self.wanted = wanted
+        self.placed = 0  # of these
+        self.promotion = promotion
+        self.made: list[int] = []  # rows of the slice at hand that are not being read yet
+        self.lent: list[int] = []  # its lent entries
 
     def answer(self, reply: AcquireReply) -> None:
         answers, self.answers = self.answers, []
         for answer in answers:
-            answer(reply)
+            self._guard.call("answer", answer, reply)
 
 
 class PendingAcquires:
@@ -59,79 +72,143 @@ class PendingAcquires:
 
     def __init__(self, space: Space, promotions: Promotions, grant: Callable[[ReadLease, Asked], AcquireReply]) -> None:
         self._space = space
+        self._guard = engine_guard(space.counters.add)
         self._promotions = promotions
         self._grant = grant
+        self._placing: deque[tuple[ReadLease, PendingAcquire]] = deque()
 
     def begin(self, asked: Asked, visible: npt.NDArray[np.bool_], deadline: float, answer: Answer) -> None:
         """`visible`: which of its objects are in RAM. The caller has checked that the lent table has room."""
-        missing = np.flatnonzero(~visible)
-        sources = self._sources(asked, missing.tolist())
-        if sources is None:
+        rows, table = asked.rows, self._space.rows
+        coming = [at for at in np.flatnonzero(~visible & (rows != NO_ROW)).tolist() if not table.unverified(rows[at])]
+        if not all(self._promotions.reading(int(rows[at])) for at in coming):
+            answer(AcquireReply(AcquireOutcome.MISSING))  # being stored
+            return
+        there = visible.copy()
+        there[coming] = True
+        wanted = np.flatnonzero(~there)
+        if not self._have(asked, wanted):
             answer(AcquireReply(AcquireOutcome.MISSING))
             return
-        entries = np.empty(len(visible), np.uint32)
-        entries[visible] = self._pin(asked, np.flatnonzero(visible))
-        if not self._place(asked, sources):
-            self._space.give_back_many(entries[visible])
-            answer(self._no_room(asked, sources))
-            return
-        entries[missing] = self._pin(asked, missing)
-        call = asked.call
-        lease = ReadLease(asked.session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
+        call, session = asked.call, asked.session
+        entries = self._pin(asked, np.flatnonzero(there))
+        lease = ReadLease(session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
         lease.state = LeaseState.PENDING
-        lease.pending = PendingAcquire(asked, answer)
-        asked.session.leases[lease.id] = lease
-        asked.session.loads += 1
-        promotion = lease.pending.promotion = Promotion(partial(self._ended, lease))
-        self._promotions.start(promotion, list(dict.fromkeys(asked.rows[missing].tolist())))
+        promotion = Promotion(partial(self._ended, lease), open=True)
+        pending = lease.pending = PendingAcquire(asked, answer, wanted.tolist(), promotion, self._guard)
+        session.leases[lease.id] = lease
+        session.loads += 1
+        self._promotions.start(promotion, rows[coming].tolist())
+        self._go_on(lease, pending)
+
+    def place_some(self) -> bool:
+        """Make room for a slice of what one of them wants. Returns whether any wants more."""
+        if self._placing:
+            self._go_on(*self._placing.popleft())
+        return bool(self._placing)
+
+    def _go_on(self, lease: ReadLease, pending: PendingAcquire) -> None:
+        more = self._guard.value("promotion", None, self._place, lease, pending)
+        if more:
+            self._placing.append((lease, pending))
+        elif more is None and lease.pending is pending:
+            self._give_up(lease, AcquireOutcome.MISSING)
 
     def cancel(self, lease: ReadLease, reason: str = "") -> None:
         """Its end has come first: nobody needs it any more, and no rank has seen it."""
         pending, lease.pending = lease.pending, None
-        assert pending is not None and pending.promotion is not None
+        assert pending is not None
         self._promotions.cancel(pending.promotion)
         pending.answer(AcquireReply(AcquireOutcome.REFUSED, reason=reason))
 
-    def _sources(self, asked: Asked, missing: list[int]) -> dict[int, LowerTier | None] | None:
-        """Where to read each missing object from; None for what is being read already. None: one is nowhere."""
-        sources: dict[int, LowerTier | None] = {}
-        for at in missing:
-            node, kind, row = int(asked.nodes[at]), asked.call.kinds[at], int(asked.rows[at])
-            if node == NONE or kind not in asked.namespace.object_bytes:
-                return None
-            if row != NO_ROW and self._promotions.reading(row):
-                sources[at] = None
-                continue
-            if row != NO_ROW and not self._space.rows.unverified(row):
-                return None  # being stored
-            source = self._promotions.source(node, kind)
-            if source is None:
-                return None
-            sources[at] = source
-        return sources
-
-    def _place(self, asked: Asked, sources: dict[int, LowerTier | None]) -> bool:
-        """Rows for everything that is to be read, or for nothing."""
-        placed: list[int] = []
-        for at, source in sources.items():
-            node, kind = int(asked.nodes[at]), asked.call.kinds[at]
-            row = self._space.index.row(node, kind)  # made a moment ago if the call names the object twice
-            if row != NO_ROW and self._space.rows.unverified(row):
-                self._space.drop_row(node, kind)  # a tier's copy is verified as it is read
-                row = NO_ROW
-            if row == NO_ROW:
-                assert source is not None
-                row = self._promotions.place(asked.namespace, node, kind, source)
-                if row == NO_ROW:
-                    self._promotions.abandon(placed)
-                    return False
-                placed.append(row)
-            asked.rows[at] = row
+    def _have(self, asked: Asked, wanted: npt.NDArray[np.intp]) -> bool:
+        """Whether some tier can be read for each of these."""
+        nodes, kinds = asked.nodes[wanted], np.frombuffer(asked.call.kinds, np.uint8)[wanted]
+        if (nodes == NONE).any() or not set(kinds.tolist()) <= asked.namespace.object_bytes.keys():
+            return False
+        for kind in set(kinds.tolist()):
+            having = np.zeros(int((kinds == kind).sum()), np.bool_)
+            for _, given in self._promotions.shares(nodes[kinds == kind], kind):
+                having |= given
+            if not having.all():
+                return False
         return True
 
-    def _no_room(self, asked: Asked, sources: dict[int, LowerTier | None]) -> AcquireReply:
-        space, sizes = self._space, asked.namespace.object_bytes
-        missing = {(int(asked.nodes[at]), asked.call.kinds[at]) for at, source in sources.items() if source is not None}
+    def _place(self, lease: ReadLease, pending: PendingAcquire) -> bool:
+        """A slice of what it wants. Returns whether it wants more."""
+        if lease.pending is not pending:
+            return False  # it has ended between two slices, or what it waits for failed
+        asked, part = pending.asked, pending.wanted[pending.placed : pending.placed + PLACED_AT_ONCE]
+        if len(part) > self._space.lent.free_count:
+            self._give_up(lease, AcquireOutcome.LATER)
+            return False
+        for at in part:
+            row, refusal = self._row(asked, at, pending.made)
+            if refusal is not None:
+                self._give_up(lease, refusal)
+                return False
+            asked.rows[at] = row
+            # At once: room for the next one is made of what is not pinned.
+            pending.lent.append(self._space.lent.lend(lease.id, lease.session.slot, LentMode.READ, row, at))
+        pending.placed += len(part)
+        _take_over(lease, pending)
+        pending.made.clear()
+        rows = asked.rows[part].tolist()
+        self._promotions.start(pending.promotion, [row for row in rows if self._promotions.reading(row)])
+        if lease.pending is not pending:
+            return False  # a tier has answered at once
+        if pending.placed < len(pending.wanted):
+            return True
+        pending.promotion.close()
+        return False
+
+    def _row(self, asked: Asked, at: int, made: list[int]) -> tuple[int, AcquireOutcome | None]:
+        """The object's row, one made for it (then it is in `made`), or why there is none.
+
+        Looked up again: since the call its node's number may have come to be another one's, and others may have stored
+        it or asked for it.
+        """
+        space, namespace, kind = self._space, asked.namespace, asked.call.kinds[at]
+        node = space.index.find(namespace.slot, asked.call.keys[KEY_BYTES * at : KEY_BYTES * (at + 1)])
+        if node != asked.nodes[at] or space.namespaces.by_slot.get(namespace.slot) is not namespace:
+            return NO_ROW, AcquireOutcome.MISSING
+        row = space.index.row(node, kind)
+        if row != NO_ROW and space.rows.unverified(row):
+            space.drop_row(node, kind)  # a tier's copy is verified as it is read
+        elif row != NO_ROW:
+            there = space.rows.visible(row) or self._promotions.reading(row)
+            return row, None if there else AcquireOutcome.MISSING  # it is being stored
+        source = self._promotions.source(node, kind)
+        if source is None:
+            return NO_ROW, AcquireOutcome.MISSING
+        row = self._promotions.place(namespace, node, kind, source)
+        if row == NO_ROW:
+            return NO_ROW, AcquireOutcome.LATER
+        made.append(row)
+        return row, None
+
+    def _give_up(self, lease: ReadLease, outcome: AcquireOutcome) -> None:
+        """What is left of it finds no room, or is nowhere any more."""
+        pending, lease.pending = lease.pending, None
+        assert pending is not None
+        self._promotions.abandon(pending.made)
+        self._promotions.cancel(pending.promotion)
+        _take_over(lease, pending)
+        self._forget(lease)
+        later = outcome is AcquireOutcome.LATER
+        pending.answer(self._no_room(pending) if later else AcquireReply(outcome))
+
+    def _forget(self, lease: ReadLease) -> None:
+        """It is not remembered: there is nothing that a repeat could not ask anew."""
+        lease.enter(LeaseEvent.END)
+        del lease.session.leases[lease.id]
+        lease.session.loads -= 1
+        self._space.give_back_many(lease.entries)
+
+    def _no_room(self, pending: PendingAcquire) -> AcquireReply:
+        asked, space = pending.asked, self._space
+        sizes = asked.namespace.object_bytes
+        missing = {(int(asked.nodes[at]), asked.call.kinds[at]) for at in pending.wanted}
         size_bytes = sum(space.allocator.rounded(sizes[kind]) for _, kind in missing)
         refused = space.refused_by_quota(asked.namespace.slot, size_bytes, len(missing))
         if refused is None:
@@ -148,10 +225,16 @@ class PendingAcquires:
         assert pending is not None, "a cancelled acquire ends once"
         # What was dropped while it waited, as corrupt perhaps, has its bytes yet, and a new generation.
         if whole and (self._space.rows.states[pending.asked.rows] == COMMITTED).all():
-            pending.answer(self._grant(lease, pending.asked))
-            return
-        lease.enter(LeaseEvent.END)
-        del lease.session.leases[lease.id]  # not remembered: there is nothing that a repeat could not ask anew
-        lease.session.loads -= 1
-        self._space.give_back_many(lease.entries)
+            reply = self._guard.value("promotion", None, self._grant, lease, pending.asked)
+            if reply is not None:
+                pending.answer(reply)
+                return
+        if lease.state is not LeaseState.ENDED:
+            self._forget(lease)
         pending.answer(AcquireReply(AcquireOutcome.MISSING))
+
+
+def _take_over(lease: ReadLease, pending: PendingAcquire) -> None:
+    """What the slice at hand was lent is the lease's."""
+    lease.entries = np.concatenate([lease.entries, np.array(pending.lent, np.uint32)])
+    pending.lent.clear()

@@ -156,9 +156,10 @@ class Audits:
         space, stored = self._space, pair.stored
         here = space.rows.state[stored] == COMMITTED  # lent as it is, its row can be no other object's
         self._counted("gone" if not here else "drifted" if drifted else "same")
-        drift = self._drop(stored) if here and drifted else None
-        self._give_back(pair)
-        return drift
+        try:
+            return self._drop(stored) if here and drifted else None
+        finally:  # the worker is done with them
+            self._give_back(pair)
 
     def _drop(self, stored: int) -> Drift:
         space, rows = self._space, self._space.rows

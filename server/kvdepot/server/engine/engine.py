@@ -6,7 +6,7 @@ may call what, deals with repeats and deadlines, and delegates the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Final
@@ -36,13 +36,13 @@ from kvdepot.core.elements import Elements, check_elements
 from kvdepot.core.errors import InvalidArgument, NoRoom, NotFound, UnknownNamespace
 from kvdepot.core.eviction import policy_by_name
 from kvdepot.core.keys import NamespaceSpec
-from kvdepot.core.lifecycle import LeaseState
 from kvdepot.core.limits import check_limit
 from kvdepot.core.report import TierStatus
 from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.adoption import Adoption
 from kvdepot.server.engine.audits import Audits
 from kvdepot.server.engine.counters import Counters
+from kvdepot.server.engine.departures import Departures
 from kvdepot.server.engine.leases import Lease, ReadLease, WriteLease
 from kvdepot.server.engine.listing import Listing
 from kvdepot.server.engine.load import Loads
@@ -53,7 +53,7 @@ from kvdepot.server.engine.prefetch import Prefetch
 from kvdepot.server.engine.records import Records
 from kvdepot.server.engine.removal import Removal
 from kvdepot.server.engine.requests import Requests
-from kvdepot.server.engine.sessions import Session, Sessions
+from kvdepot.server.engine.sessions import LENT_ELSEWHERE, Session, Sessions
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.store import Stores
 from kvdepot.server.engine.sums import Sums
@@ -71,12 +71,14 @@ from kvdepot.server.engine.types import (
     TierConfig,
     ToCompare,
     ToSum,
+    Watch,
 )
 from kvdepot.server.engine.vacating import vacate
 from kvdepot.server.engine.verification import Verification
 from kvdepot.server.engine.voiding import Voiding
 from kvdepot.server.engine.warming import Warming
 from kvdepot.server.engine.workers import Workers
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.tiers.base import Tier, WorkerRegistry
 
 _NAMESPACE_EVICTIONS_MAX: Final = 4096
@@ -114,6 +116,7 @@ class Engine:
         self._config = config
         self._clock = clock
         self.counters = Counters() if counters is None else counters
+        self._guard = engine_guard(self.counters.add)
         self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
         workers = Workers(self._sessions, identify)
         self._space = Space(
@@ -143,6 +146,9 @@ class Engine:
             self._space, self._tiering, self._prefetch, self.records, self.switches, self._sums.want
         )
         self._loads = Loads(self._space, config, arena_id, self._tiering, self.records.unused)
+        self._departures = Departures(
+            self._sessions, self._stores, self._loads, self._requests, self._prefetch, clock, self._guard
+        )  # fmt: skip
         self.pins = Pins(self._space, config.pin_share)
         self.voiding = Voiding(
             self._space, self._sessions, self._stores, self._loads, self._prefetch, self.switches
@@ -176,28 +182,21 @@ class Engine:
 
     def tick(self) -> bool:
         """Deadlines, grace and provisional paths, in bounded slices, and `trim`. Call about every 100 ms."""
-        for session in self._sessions.by_slot.values():
-            for lease in session.due(self._clock()):
-                self._expire(lease)
-        for session in self._sessions.idle_beyond_grace():
-            self._end_service(session)
-        for session in self._sessions.unreachable():
-            self._remove_session(session)
-        self._requests.expire()
-        self._prefetch.tick()
-        self.pins.tick()
-        self.voiding.tick()
-        self._space.reclaim()
-        self._space.settle_some()
-        self._space.unpark()
-        self._tiering.tick()
-        self._locates.tick()
+        self._guard.each(
+            "tick", self._departures.tick, self._requests.expire, self._prefetch.tick, self.pins.tick,
+            self.voiding.tick, self._space.reclaim, self._space.settle_some, self._space.unpark, self._tiering.tick,
+            self._locates.tick,
+        )  # fmt: skip
         return self.trim()
 
     def trim(self) -> bool:
-        """A slice of watermark eviction, in every tier; whether to go on with it soon."""
+        """A slice of what ends with sessions, and of watermark eviction in every tier; whether to go on soon."""
         config = self._config
-        return self._tiering.trim(config.high_watermark, config.low_watermark, config.evictions_at_once)
+        leaving = self._guard.value("tick", False, self._departures.go_on)
+        evicting = self._guard.value(
+            "tick", False, self._tiering.trim, config.high_watermark, config.low_watermark, config.evictions_at_once
+        )
+        return leaving or evicting
 
     def status(self) -> EngineStatus:
         space = self._space
@@ -248,9 +247,7 @@ class Engine:
         Raises the errors of core.errors: another live process is this engine's scheduler
         or rank, world_size is out of range or differs, tables are full.
         """
-        orphan = self._sessions.expired_for(engine_id, process)
-        if orphan is not None:
-            self._end_service(orphan)
+        self._departures.make_room(engine_id, process)
         return self._sessions.attach(
             process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, client=client
         )
@@ -265,20 +262,19 @@ class Engine:
         Returns attachments of the same session whose connections are to be closed, because
         the session ended with its scheduler (clients attach anew).
         """
-        dead = self._sessions.attachments.get(attachment)
-        if dead is None:
-            return ()
-        session = dead.session
-        if len(session.attachments) == 1:
-            self._end_session(session)
-            self._remove_session(session)
-            return ()
-        self._sessions.remove_attachment(dead)
-        if not dead.scheduler:
-            return ()
-        session.scheduler_died = True
-        self._end_service(session)
-        return tuple(other.slot for other in session.attachments.values() if other.connections)
+        return self._departures.process_dead(attachment)
+
+    def watch(self, attachment: int, watch: Watch) -> None:
+        """Take over what tells of the death of its process: closed when the attachment goes, or if it has one."""
+        self._sessions.watch(attachment, watch)
+
+    def watch_of(self, attachment: int) -> Watch | None:
+        found = self._sessions.attachments.get(attachment)
+        return None if found is None else found.watch
+
+    def unwatch(self) -> None:
+        """The daemon stops: be told of no death any more. Nothing is freed."""
+        self._sessions.unwatch()
 
     def attachments(self) -> tuple[AttachmentInfo, ...]:
         """All attachments in the table, also those adopted from an earlier run: watch these processes."""
@@ -327,7 +323,7 @@ class Engine:
     def acquire(self, call: AcquireCall, answer: Answer) -> None:
         """`answer` is called once: before this returns, or when a lower tier has been read, or the lease has ended.
 
-        A repeat of a call that is not answered yet waits with it.
+        A repeat of a call that is not answered yet waits with it. `place_some` is to be called afterwards.
         """
         session = self._sessions.of(call.session)
         namespace = _namespace(session, call.namespace)
@@ -340,7 +336,7 @@ class Engine:
         if isinstance(lease, ReadLease) and lease.pending is not None and lease.fingerprint == hash(call):
             lease.pending.answers.append(answer)
         elif lease is not None:
-            reply = lease.reply if _repeats(lease, ReadLease, call) else None
+            reply = lease.reply if lease.repeats(ReadLease, call) else None
             assert reply is None or isinstance(reply, AcquireReply)
             answer(reply or AcquireReply(AcquireOutcome.REFUSED))
         elif call.lease_id in session.ended_leases or not session.complete:
@@ -351,10 +347,17 @@ class Engine:
                 self.counters.add(f"refused_loads.{refusal}")
                 recorded(AcquireReply(AcquireOutcome.REFUSED, reason=REFUSALS[refusal]))
                 return
+            if not self._sessions.may_borrow(session):
+                recorded(AcquireReply(AcquireOutcome.REFUSED, reason=LENT_ELSEWHERE))
+                return
             self._loads.acquire(session, namespace, call, recorded)
             lease = session.leases.get(call.lease_id)
             entries = lease.entries if isinstance(lease, ReadLease) else np.empty(0, np.uint32)
             self._prefetch.acquired((session.slot, call.request_id), self._space.lent.rows[entries])
+
+    def place_some(self) -> bool:
+        """A slice of making room for what acquires wait for; whether there is more to do, soon."""
+        return self._loads.place_some()
 
     def release(self, call: ReleaseCall) -> None:
         session = self._sessions.of(call.session)
@@ -373,13 +376,15 @@ class Engine:
         check_limit("bytes of a request id", len(call.request_id.encode()), limits.REQUEST_ID_BYTES_MAX)
         lease = session.leases.get(call.lease_id)
         if lease is not None:
-            reply = lease.reply if _repeats(lease, WriteLease, call) else None
+            reply = lease.reply if lease.repeats(WriteLease, call) else None
             assert reply is None or isinstance(reply, ReserveReply)
             return reply or _all_refused(call, "the lease id is in use, expired, or from an earlier daemon run")
         if call.lease_id in session.ended_leases:
             return _all_refused(call, "the lease was given back already")
         if not session.complete:
             return _all_refused(call, f"{session.ranks_attached} of {session.world_size} ranks are attached")
+        if not self._sessions.may_borrow(session):
+            return _all_refused(call, LENT_ELSEWHERE)
         self._prefetch.over((session.slot, call.request_id), "computed")
         refusal = self.switches.refusal(Switch.STORES, namespace.id)
         if refusal is not None:
@@ -410,14 +415,21 @@ class Engine:
         session = self._sessions.of(call.session)
         self._requests.end(session.slot, call.request_id)
         self._prefetch.ended((session.slot, call.request_id))
-        self.records.ended(session.engine_id, call.request_id, call.end)
+        self.records.ended(session.engine_id, call.request_id, call.end, next(reversed(session.namespaces), None))
 
-    def declare(self, call: DeclareCall) -> DeclareReply:
+    def drop_undeclared(self, call: DeclareCall) -> Iterator[None]:
+        """End the leases that the engine does not hold any more, one a step."""
         session = self._sessions.of(call.session)
         check_limit("leases of one declaration", len(call.lease_ids), limits.LEASES_PER_SESSION_MAX)
-        held = set(call.lease_ids)
-        for lease_id in session.leases.keys() - held:
-            self._drop(session.leases[lease_id])
+        for lease_id in session.leases.keys() - set(call.lease_ids):
+            if (lease := session.leases.get(lease_id)) is not None:  # else it has ended between two steps
+                self._departures.drop(lease)
+                yield
+
+    def declare(self, call: DeclareCall) -> DeclareReply:
+        for _ in self.drop_undeclared(call):
+            pass
+        session = self._sessions.of(call.session)
         lost = tuple(lease_id for lease_id in call.lease_ids if lease_id not in session.leases)
         return DeclareReply(lost, session.ranks_attached)
 
@@ -516,50 +528,7 @@ class Engine:
         self._sums.worker_died()
         self._audits.worker_died()
 
-    # Ends
-
-    def _expire(self, lease: Lease) -> None:
-        """The deadline ends service, never the loan (I5, I6)."""
-        if lease.state is LeaseState.EXPIRED:
-            return
-        if isinstance(lease, WriteLease):
-            self._stores.expire(lease)
-        else:
-            self._loads.expire(lease)
-
-    def _drop(self, lease: Lease) -> None:
-        """Nobody touches its extents any more."""
-        if isinstance(lease, WriteLease):
-            self._stores.drop(lease)
-        else:
-            self._loads.release(lease)
-
-    def _end_service(self, session: Session) -> None:
-        """Its scheduler died or is out of reach; processes that may live keep what they are lent."""
-        self._sessions.end(session)
-        for lease in list(session.leases.values()):
-            self._expire(lease)
-        self._leave_namespaces(session)
-
-    def _end_session(self, session: Session) -> None:
-        """All its processes are dead: everything returns (row T7)."""
-        self._sessions.end(session)
-        for lease in list(session.leases.values()):
-            self._drop(lease)
-        self._leave_namespaces(session)
-
-    def _remove_session(self, session: Session) -> None:
-        """It is lent nothing: its slots are free."""
-        for attachment in list(session.attachments.values()):
-            self._sessions.remove_attachment(attachment)
-        self._sessions.remove(session)
-
-    def _leave_namespaces(self, session: Session) -> None:
-        self._requests.end_session(session.slot)
-        self._prefetch.end_session(session.slot)
-        for namespace in session.namespaces.values():
-            namespace.sessions -= 1
-        session.namespaces.clear()
+    # Within
 
     def _new_namespace(self, namespace_id: bytes, spec: NamespaceSpec) -> Namespace:
         """Takes the slot of the least recently used idle namespace when the table is full."""
@@ -580,10 +549,6 @@ def _namespace(session: Session, namespace_id: bytes) -> Namespace:
     if namespace is None:
         raise UnknownNamespace(f"this session has not registered namespace {namespace_id.hex()}")
     return namespace
-
-
-def _repeats(lease: Lease, kind: type[Lease], call: AcquireCall | ReserveCall) -> bool:
-    return isinstance(lease, kind) and lease.held and lease.fingerprint == hash(call)
 
 
 def _all_refused(call: ReserveCall, reason: str) -> ReserveReply:

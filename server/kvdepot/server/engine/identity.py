@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 
 class Liveness(IntEnum):
@@ -17,5 +18,28 @@ class Liveness(IntEnum):
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
     pid: int  # in the daemon's PID namespace, 0 when unknown
-    start_ticks: int  # start time, clock ticks since boot
+    start_ticks: int  # start time, clock ticks since boot; without a pid the kernel's number of the process, 0: unknown
     boot_id: bytes  # 16 bytes
+
+    @property
+    def known(self) -> bool:
+        """Whether it can be told from others: by pid and start time, or by number."""
+        return self.pid != 0 or self.start_ticks != 0
+
+    def is_same(self, other: ProcessIdentity) -> bool:
+        """Whether both are proven to be one process: what is not known is never the same as anything."""
+        return self.known and self == other
+
+    def __str__(self) -> str:
+        return f"process {self.pid}" if self.pid else "a process without a visible pid"
+
+
+class Watch(Protocol):
+    """What tells of the death of an attachment's process. Its attachment owns it: freed, it is closed."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has."""
+
+    def close(self) -> None:
+        """Tell nothing any more, and let go of what it needs for that."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-from kvdepot.core.calls import AcquireReply, CommitOutcome, ReserveReply
+from kvdepot.core.calls import AcquireCall, AcquireReply, CommitOutcome, ReserveCall, ReserveReply
 from kvdepot.core.lifecycle import LeaseEvent, LeaseState, next_lease_state
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ class _Lease:
     def held(self) -> bool:
         """Whether it is still served; its extents stay lent either way."""
         return self.state is LeaseState.HELD
+
+    def repeats(self, kind: type[_Lease], call: AcquireCall | ReserveCall) -> bool:
+        """Whether the call is the one that made it, and it is still served."""
+        return isinstance(self, kind) and self.held and self.fingerprint == hash(call)
 
     def enter(self, event: LeaseEvent) -> None:
         """Raises BrokenLifecycle for what cannot happen to it."""

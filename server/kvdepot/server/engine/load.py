@@ -60,7 +60,7 @@ class Loads:
         if not count or len(call.keys) != count * KEY_BYTES:
             raise InvalidArgument(f"keys has {len(call.keys)} bytes for {count} objects")
         if (
-            session.loads >= self._config.loads_in_flight
+            session.left_loads + session.loads >= self._config.loads_in_flight
             or len(session.leases) >= limits.LEASES_PER_SESSION_MAX
             or count > self._space.lent.free_count
         ):
@@ -72,6 +72,10 @@ class Loads:
             answer(self._grant(session, namespace, call, nodes, rows))
         else:
             self._pending.begin(Asked(session, namespace, call, nodes, rows), visible, self._deadline(), answer)
+
+    def place_some(self) -> bool:
+        """Go on with making room for what large acquires wait for; whether there is more to do."""
+        return self._pending.place_some()
 
     def _grant(
         self, session: Session, namespace: Namespace, call: AcquireCall, nodes: _Rows, rows: _Rows

@@ -28,6 +28,7 @@ from kvdepot.server.engine.sessions import Session
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.switches import Switches
 from kvdepot.server.engine.tiering import Tiering
+from kvdepot.server.guard import Once, engine_guard
 
 Answer = Callable[[LocateReply], None]
 _WANTED_PER_LOCATE_MAX: Final = 256
@@ -46,6 +47,7 @@ class Locates:
         want: Callable[[int], None],
     ) -> None:
         self._space = space
+        self._guard = engine_guard(space.counters.add)
         self._switches = switches
         self._prefetch = prefetch
         self._offers = Offers(space, tiering.promotions)
@@ -82,11 +84,17 @@ class Locates:
             self._answer(session, namespace, call, seen, answer)
             return 0.0
 
+        once = Once(answer)
+
         def ended(looked_up: LookedUp) -> None:
+            if not self._guard.call("lookup", answer_now, looked_up):
+                once(LocateReply(0))
+
+        def answer_now(looked_up: LookedUp) -> None:
             if namespace.void or not self._space.namespaces.defined(namespace):
-                answer(LocateReply(0))  # nobody uses it any more
-            elif not self._switched_off(session, namespace, call, answer):
-                self._answer(session, namespace, call, self._see(namespace, call), answer, looked_up)
+                once(LocateReply(0))  # nobody uses it any more
+            elif not self._switched_off(session, namespace, call, once):
+                self._answer(session, namespace, call, self._see(namespace, call), once, looked_up)
 
         wait = wait_seconds(call.wait_seconds, something=begin > 0)
         return self._look_ups.begin(namespace, call.keys, begin, end, ended, wait)
@@ -147,7 +155,8 @@ class Locates:
         )
         # Behind the answer: workers that are woken to read run before this process does again where cores are few.
         if self._space.tiers and not session.ended:
-            self._read_ahead((session.slot, call.request_id), namespace, call, seen, offer, costs)
+            request = session.slot, call.request_id
+            self._guard.call("prefetch", self._read_ahead, request, namespace, call, seen, offer, costs)
 
     def _read_ahead(
         self, request: Request, namespace: Namespace, call: LocateCall, seen: Seen, offer: Offer, costs: Costs | None

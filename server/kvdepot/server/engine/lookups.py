@@ -25,6 +25,7 @@ from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.presence import Flags, Presence, held_by
 from kvdepot.server.engine.space import Space
+from kvdepot.server.guard import Once, engine_guard
 from kvdepot.server.tiers.base import ObjectName
 
 FIRST_SLICE_CHUNKS: Final = 16
@@ -94,6 +95,7 @@ class LookUps:
 
     def __init__(self, space: Space, presence: Presence) -> None:
         self._space = space
+        self._guard = engine_guard(space.counters.add)
         self._presence = presence
         self._tiers = [(tier, shared) for tier in space.tiers if (shared := tier.shared) is not None]
         self._walks: dict[_Walk, None] = {}  # the oldest first
@@ -144,10 +146,17 @@ class LookUps:
     # A walk
 
     def _go_on(self, walk: _Walk) -> None:
-        """Ask for what comes next; the walk ends where there is nothing more to ask for."""
+        """Ask for what comes next; the walk ends where there is nothing more to ask for, or where something raises."""
         if walk.going:
             return
         walk.going = True
+        whole = self._guard.call("lookup", self._ask_slices, walk)
+        walk.going = False
+        if not whole and walk in self._walks and all(look_up.owner is not walk for look_up in walk.waits_for):
+            self._leave(walk)
+            self._answer(walk, LookedUp.DONE)
+
+    def _ask_slices(self, walk: _Walk) -> None:
         slices = 0
         while not walk.waits_for and walk in self._walks and slices < _SLICES_AT_ONCE:
             slices += 1
@@ -156,7 +165,6 @@ class LookUps:
             else:
                 self._leave(walk)
                 self._answer(walk, LookedUp.DONE)
-        walk.going = False
 
     def _has_more(self, walk: _Walk) -> bool:
         """Whether the path went on to the end of the slice that was asked for, if one was, and may go on behind it."""
@@ -238,7 +246,7 @@ class LookUps:
         ended, walk.ended = walk.ended, None
         if ended is not None:
             self._space.counters.add(f"locate_waits.{looked_up}")
-            ended(looked_up)
+            self._guard.call("answer", ended, looked_up)
 
     def _leave(self, walk: _Walk) -> None:
         del self._walks[walk]
@@ -249,22 +257,27 @@ class LookUps:
     # A look-up
 
     def _ask(self, look_up: _LookUp) -> None:
+        look_up.owner.names_left -= len(look_up.names)
+        self._asked.update(dict.fromkeys(look_up.names, look_up))
+        done = Once[None](lambda _: self._done(look_up))
+        if not self._guard.call("lookup", self._ask_tier, look_up, done):
+            done(None)
+
+    def _ask_tier(self, look_up: _LookUp, done: Once[None]) -> None:
         tier, walk = look_up.tier, look_up.owner
         names = list(look_up.names.values())
-        walk.names_left -= len(names)
-        self._asked.update(dict.fromkeys(look_up.names, look_up))
         tier.make_handles_room(len(names), self._last(walk))
         for name in names:
             self._space.free_name(walk.namespace.slot, name.key)
         self._count(tier, "asked", len(names))
         shared = tier.shared
         assert shared is not None
-        shared.look_up(names, lambda: self._done(look_up))
+        shared.look_up(names, lambda: done(None))
 
     def _done(self, look_up: _LookUp) -> None:
         for label in look_up.names:
             del self._asked[label]
-        self._count_done(look_up)
+        self._guard.call("lookup", self._count_done, look_up)
         for walk in list(look_up.walks):
             del walk.waits_for[look_up]
             if look_up.owner is not walk:

@@ -22,6 +22,7 @@ from kvdepot.server.engine.quotas import Account
 from kvdepot.server.engine.read_rate import ReadRate
 from kvdepot.server.engine.recency import Recency
 from kvdepot.server.engine.types import Quota, TierConfig
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.tiers.base import NO_HANDLE, SharedTier, Tier
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class LowerTier:
         quotas: Sequence[Quota] = (),
     ) -> None:
         self._space = space
+        self._guard = engine_guard(space.counters.add)
         self.number = number
         self.tier = tier
         self.config = config
@@ -117,12 +119,12 @@ class LowerTier:
 
     def drop(self, node: int, kind: int) -> None:
         """Forget it and have the tier forget it."""
-        self.tier.drop(self.forget(node, kind))
+        self._guard.call("tier", self.tier.drop, self.forget(node, kind))
 
     def used(self, node: int) -> None:
         """A request used the path to this node."""
         if self.recency is not None:
-            self.recency.used(node)
+            self._guard.call("tier", self.recency.used, node)
 
     def writing(self, slot: int, kind: int, change: int) -> None:
         """Objects of a namespace are on their way, or have arrived or failed."""

@@ -22,6 +22,7 @@ from kvdepot.server.engine.tiering import Tiering
 
 _NAMESPACES_ASKED_MAX: Final = 64
 """For the missing chunk: 0.1 ms."""
+_WITHOUT_INDEX: Final = ("opening", "offline")
 _LOOKED_UP: Final = {
     LookedUp.LATE: MissReason.LOOK_UP_LATE,
     LookedUp.REFUSED: MissReason.LOOK_UP_REFUSED,
@@ -92,7 +93,14 @@ class Misses:
         if other is not None:
             foreign = other.spec is None or namespace.spec is None or other.spec.tenant != namespace.spec.tenant
             return Miss(MissReason.OTHER_NAMESPACE, at, other, foreign)
-        return Miss(MissReason.UNKNOWN if looked_up is None else MissReason.LOOKED_UP_ABSENT, at)
+        if looked_up is not None:
+            return Miss(MissReason.LOOKED_UP_ABSENT, at)
+        return Miss(MissReason.TIER_UNAVAILABLE if self._some_index_is_missing() else MissReason.UNKNOWN, at)
+
+    def _some_index_is_missing(self) -> bool:
+        """Whether a tier's objects are not known, because it has not opened yet or its directory is gone."""
+        tiers = (one.tier for one in self._space.tiers if one.shared is None and not one.tier.readable)
+        return any(tier.status().state in _WITHOUT_INDEX for tier in tiers)
 
     def _elsewhere(self, namespace: Namespace, key: bytes) -> Namespace | None:
         """A namespace that has the chunk: chunk hashes do not depend on it."""

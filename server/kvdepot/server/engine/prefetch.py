@@ -33,6 +33,7 @@ from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.promotions import Promotion, Promotions
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.switches import Refusal
+from kvdepot.server.guard import engine_guard
 
 WISHES_MAX: Final = 4096
 KEYS_MAX: Final = 1 << 20
@@ -86,6 +87,7 @@ class Prefetch:
 
     def __init__(self, space: Space, promotions: Promotions, *, share: float, seconds: float) -> None:
         self._space = space
+        self._guard = engine_guard(space.counters.add)
         self._promotions = promotions
         self._share = share
         self.seconds = seconds
@@ -93,7 +95,7 @@ class Prefetch:
         self._wishes: OrderedDict[Request, _Wish] = OrderedDict()
         self._ended: OrderedDict[Request, None] = OrderedDict()
         self._lanes: dict[int, list[tuple[int, _Wish]]] = {tier.number: [] for tier in space.tiers}
-        self._reading: dict[int, Promotion] = {}  # by row: what was begun ahead
+        self._reading: dict[int, tuple[Promotion, int]] = {}  # by row: what was begun ahead, and its tier
         self._begun = dict.fromkeys(self._lanes, 0)  # of them, by tier
         self._numbers = count()
         self._keys = 0  # of all wishes
@@ -242,9 +244,9 @@ class Prefetch:
     def release(self, tokens: list[int], reason: str) -> None:
         """End these holds. What was not begun to be read is not read, unless an acquire waits for it."""
         for row in self._holds.release(_packed(tokens), reason).tolist():
-            promotion = self._reading.pop(row, None)
+            promotion, tier = self._reading.pop(row, (None, 0))
             if promotion is not None:
-                self._begun[self._tier_of(promotion)] -= 1
+                self._begun[tier] -= 1
                 self._promotions.cancel(promotion)
 
     def reading(self, token: int) -> bool:
@@ -254,9 +256,6 @@ class Prefetch:
     def let_go(self, tokens: list[int]) -> None:
         """Likewise, as somebody finds no room. What is being read goes on: an acquire may be about to wait for it."""
         self._holds.release(_packed(tokens), "gave_way")
-
-    def _tier_of(self, promotion: Promotion) -> int:
-        return promotion.readings[0].tier.number
 
     def _give_way(self, slots: Collection[int] | None) -> bool:
         """Somebody finds no room."""
@@ -285,9 +284,11 @@ class Prefetch:
             for tier in self._space.tiers:
                 lane = self._lanes[tier.number]
                 self._tidy(lane)
-                while lane and self._may_begin(tier) and self._step(lane, tier):
+                while lane and self._may_begin(tier) and self._step_or_end(lane, tier):
                     pass
-                while not lane and self._may_begin(tier) and self._begin_last(tier):
+                while not lane and self._may_begin(tier) and self._guard.value(
+                    "prefetch", False, self._begin_last, tier
+                ):  # fmt: skip
                     pass
         finally:
             self._pumping = False
@@ -309,6 +310,16 @@ class Prefetch:
         if reads.reads > begun or begun >= _READS_MAX or (begun and reads.bytes >= _BYTES_MAX):
             return False
         return tier.tier.readable and reads.answers(self._space.clock())
+
+    def _step_or_end(self, lane: list[tuple[int, _Wish]], tier: LowerTier) -> bool:
+        """Likewise. A wish for which something raises is over: it must not stand before all others."""
+        stepped = self._guard.value("prefetch", None, self._step, lane, tier)
+        if stepped is None:
+            _, wish = heappop(lane)
+            wish.lanes.discard(tier.number)
+            if not wish.over:
+                self._end(wish, "failed")
+        return stepped is None or stepped
 
     def _step(self, lane: list[tuple[int, _Wish]], tier: LowerTier) -> bool:
         """The next object of the first wish; False: it has to wait."""
@@ -368,7 +379,7 @@ class Prefetch:
             ended(whole)
 
         promotion = Promotion(arrived)
-        self._reading[row] = promotion
+        self._reading[row] = promotion, tier.number
         self._begun[tier.number] += 1
         self._promotions.start(promotion, [row])
         return token
@@ -394,7 +405,7 @@ class Prefetch:
     def _arrived(self, row: int, tier: int, promotion: Promotion) -> None:
         """Or failed, and has left the index."""
         self._begun[tier] -= 1
-        if self._reading.get(row) is promotion:  # else it was dropped, and the row is another object's
+        if self._reading.get(row, (None, 0))[0] is promotion:  # else it was dropped, and the row is another object's
             del self._reading[row]
 
     # What a wish is about
@@ -402,8 +413,8 @@ class Prefetch:
     def missing(self, namespace: Namespace, keys: bytes, tier: LowerTier) -> list[tuple[int, int]]:
         """(chunk, kind) of what RAM has nothing of and this tier is to give. Parents last."""
         space = self._space
-        if space.namespaces.by_slot.get(namespace.slot) is not namespace:
-            return []  # another one has its slot, and may have the same keys
+        if not space.namespaces.defined(namespace):
+            return []  # another one has its slot, and may have the same keys; or nobody says what it needs any more
         nodes = space.index.find_many(namespace.slot, keys)
         missing: list[tuple[int, int]] = []
         for kind, first in needed(namespace, len(nodes)):

@@ -20,6 +20,7 @@ from kvdepot.server.engine.namespaces import Namespace
 from kvdepot.server.engine.rows import RESERVED
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.workers import ObjectLoan, Workers
+from kvdepot.server.guard import Guard, Once
 from kvdepot.server.tiers.base import DAMAGED, NO_HANDLE, IoOutcome, ObjectName, Read
 
 Flags = npt.NDArray[np.bool_]
@@ -49,12 +50,20 @@ class _Reading:
 class Promotion:
     """What one acquire waits for."""
 
-    def __init__(self, ended: Ended) -> None:
+    def __init__(self, ended: Ended, *, open: bool = False) -> None:  # noqa: A002 - as of a list of names
+        """`open`: more will be started of it, so it ends in failure or when it is closed."""
         self._ended = ended
-        self.readings: list[_Reading] = []
+        self.open = open
+        self.readings: dict[int, _Reading] = {}  # by row
 
     def end(self, whole: bool) -> None:
         self._ended(whole)
+
+    def close(self) -> None:
+        """Everything of it was started; where all of it has been read, it ends."""
+        self.open = False
+        if not self.readings:
+            self.end(whole=True)
 
 
 class Promotions:
@@ -66,9 +75,11 @@ class Promotions:
         workers: Workers,
         tiers: Sequence[LowerTier],
         lost: Callable[[LowerTier, int, int], None],
+        guard: Guard,
     ) -> None:
         """`lost(tier, node, kind)` is told that the tier has an object no more."""
         self._space = space
+        self._guard = guard
         self._lost = lost
         self._workers = workers
         self._tiers = tiers
@@ -135,60 +146,76 @@ class Promotions:
             self._drop(self._readings.pop(row))
 
     def start(self, promotion: Promotion, rows: Sequence[int]) -> None:
-        """Wait for these rows, reading those that nobody reads yet. They are pinned by the caller."""
-        promotion.readings = [self._readings[row] for row in rows]
-        fresh = [reading for reading in promotion.readings if not reading.asked]
-        for reading in promotion.readings:
+        """Wait for these rows too, reading those that nobody reads yet. They are pinned by the caller."""
+        added = {row: self._readings[row] for row in rows if row not in promotion.readings}
+        promotion.readings |= added
+        fresh = [reading for reading in added.values() if not reading.asked]
+        for reading in added.values():
             reading.waiting.append(promotion)
         for reading in fresh:
-            if reading.waiting:  # else an earlier one failed at once, and nobody wants this one any more
-                reading.asked = True
-                reading.asked_at = self._space.clock()
-                reading.expected_seconds = reading.tier.reads.asked(reading.name.raw_bytes, reading.asked_at)
-                extents = self._space.rows.extents(reading.row)
-                reading.tier.tier.read(reading.handle, reading.name, extents, reading.loan, self._answer(reading))
+            # Where nobody waits an earlier one failed at once, and nobody wants this one any more.
+            if reading.waiting and not self._guard.call("promotion", self._ask, reading):
+                self._ended(reading, Read(IoOutcome.CANCELLED))
 
     def cancel(self, promotion: Promotion) -> None:
         """Nobody waits for it any more. What no worker has begun is not read."""
-        readings, promotion.readings = promotion.readings, []
-        for reading in readings:
+        readings, promotion.readings = promotion.readings, {}
+        for reading in readings.values():
             reading.waiting.remove(promotion)
             if not reading.waiting and not reading.loan.begun and self._readings.get(reading.row) is reading:
                 del self._readings[reading.row]
                 self._drop(reading)
 
-    def _answer(self, reading: _Reading) -> Callable[[Read], None]:
-        return lambda read: self._ended(reading, read)
+    def _ask(self, reading: _Reading) -> None:
+        tier, extents = reading.tier, self._space.rows.extents(reading.row)
+        asked_at = self._space.clock()
+        reading.expected_seconds = tier.reads.asked(reading.name.raw_bytes, asked_at)
+        reading.asked, reading.asked_at = True, asked_at
+        done = Once[Read](lambda read: self._ended(reading, read))
+        if not self._guard.call("tier", tier.tier.read, reading.handle, reading.name, extents, reading.loan, done):
+            done(Read(IoOutcome.CANCELLED))
 
     def _ended(self, reading: _Reading, read: Read) -> None:
+        """Whatever raises, who waits for it is answered, and its row is free or whole."""
+        if self._readings.get(reading.row) is reading:
+            del self._readings[reading.row]
+        whole = self._guard.value("promotion", False, self._take_in, reading, read)
+        if not whole:
+            self._guard.call("promotion", self._drop, reading)
+        if self._is_dead(reading, read.outcome):
+            self._guard.call("promotion", self._dead, reading, read.outcome)
+        waiting, reading.waiting = reading.waiting, []
+        for promotion in waiting:
+            del promotion.readings[reading.row]
+            if not whole:
+                self.cancel(promotion)
+            if not promotion.readings and not (whole and promotion.open):
+                self._guard.call("answer", promotion.end, whole)
+        self._guard.call("prefetch", self.read_ended)
+
+    def _take_in(self, reading: _Reading, read: Read) -> bool:
+        """Whether it is in RAM now."""
         space, row, tier = self._space, reading.row, reading.tier
-        tier.reads.answered(
-            reading.name.raw_bytes, read.outcome, asked_at=reading.asked_at,
-            expected_seconds=reading.expected_seconds, now=space.clock(),
-        )  # fmt: skip
+        if reading.asked:
+            tier.reads.answered(
+                reading.name.raw_bytes, read.outcome, asked_at=reading.asked_at,
+                expected_seconds=reading.expected_seconds, now=space.clock(),
+            )  # fmt: skip
         space.counters.add(f"tier_reads.{tier.tier.name}/{read.outcome}")
         if reading.asked_at:
             space.counters.observe(f"tier_read_seconds.{tier.tier.name}/", space.clock() - reading.asked_at)
-        if self._readings.get(row) is reading:
-            del self._readings[row]
-        whole = read.outcome is IoOutcome.OK and self._alive(reading)
-        if whole:
-            space.commit_summed(row, reading.node, read.raw_sum)
-            space.settle_node(reading.node)
-            space.counters.add("promoted_objects")
-            space.counters.add("promoted_bytes", reading.name.raw_bytes)
-        else:
-            self._drop(reading)
-        if read.outcome in DAMAGED or (tier.shared and read.outcome in (IoOutcome.GONE, IoOutcome.FOREIGN)):
-            self._dead(reading, read.outcome)
-        waiting, reading.waiting = reading.waiting, []
-        for promotion in waiting:
-            promotion.readings.remove(reading)
-            if not whole:
-                self.cancel(promotion)
-            if not promotion.readings:
-                promotion.end(whole)
-        self.read_ended()
+        if read.outcome is not IoOutcome.OK or not self._alive(reading):
+            return False
+        space.commit_summed(row, reading.node, read.raw_sum)
+        space.settle_node(reading.node)
+        space.counters.add("promoted_objects")
+        space.counters.add("promoted_bytes", reading.name.raw_bytes)
+        return True
+
+    def _is_dead(self, reading: _Reading, outcome: IoOutcome) -> bool:
+        """Whether its handle is."""
+        gone = reading.tier.shared and outcome in (IoOutcome.GONE, IoOutcome.FOREIGN)
+        return outcome in DAMAGED or bool(gone)
 
     def _alive(self, reading: _Reading) -> bool:
         rows = self._space.rows

@@ -10,6 +10,7 @@ from typing import Final
 
 from kvdepot.core.calls import AcquireCall, AcquireOutcome, AcquireReply, RequestEnd, ReserveOutcome
 from kvdepot.core.errors import NotFound
+from kvdepot.core.misses import UNASKED_REASONS
 from kvdepot.core.records import (
     DIFFERENCES_MAX,
     LOADS_PER_RECORD_MAX,
@@ -20,6 +21,7 @@ from kvdepot.core.records import (
     Lookup,
     RequestRecord,
 )
+from kvdepot.core.request_ids import ADVICE, meant
 from kvdepot.server.engine.acquires import Answer
 from kvdepot.server.engine.leases import ReadLease
 from kvdepot.server.engine.namespaces import Namespace, Namespaces
@@ -100,10 +102,18 @@ class Records:
     def reserved(self, engine_id: str, request_id: str, namespace: Namespace, outcomes: bytes) -> None:
         record = self._record(engine_id, request_id, namespace)
         if record is not None:
-            record.reserved.update(ReserveOutcome(outcome).name.lower() for outcome in outcomes)
+            counts = {outcome.name.lower(): outcomes.count(outcome) for outcome in ReserveOutcome}
+            record.reserved.update({name: count for name, count in counts.items() if count})
 
-    def ended(self, engine_id: str, request_id: str, end: RequestEnd) -> None:
+    def ended(self, engine_id: str, request_id: str, end: RequestEnd, namespace_id: bytes | None = None) -> None:
+        """The request is over. A call that is repeated changes nothing.
+
+        `namespace_id`: its engine's latest. One for which nothing was asked is remembered with it, for its reason.
+        """
         record = self._records.get((engine_id, request_id))
+        unasked = end.miss in UNASKED_REASONS and (record is None or record.end not in (None, end))
+        if unasked and request_id and namespace_id is not None:
+            record = self._begin(engine_id, request_id, namespace_id)
         if record is not None and record.end is None:
             record.ended_at, record.end = self._clock(), end
             if self.over is not None:
@@ -116,26 +126,29 @@ class Records:
         name = (engine_id, request_id)
         record = self._records.get(name)
         if record is None or record.end is not None:
-            record = self._records[name] = _Record(engine_id, request_id, namespace.id, self._clock())
-            self._records.move_to_end(name)
-            if len(self._records) > RECORDS_MAX:
-                self._records.popitem(last=False)
+            record = self._begin(engine_id, request_id, namespace.id)
+        return record
+
+    def _begin(self, engine_id: str, request_id: str, namespace_id: bytes) -> _Record:
+        name = (engine_id, request_id)
+        record = self._records[name] = _Record(engine_id, request_id, namespace_id, self._clock())
+        self._records.move_to_end(name)
+        if len(self._records) > RECORDS_MAX:
+            self._records.popitem(last=False)
         return record
 
     # What operators ask
 
     def explain(self, request_id: str) -> tuple[RequestRecord, ...]:
-        """Requests of that id, else those whose ids begin with it (engines add to what users chose), the latest first.
+        """Return those that an id means, which may be a user's (`core.request_ids`), the latest first.
 
         Raises NotFound.
         """
         latest = list(reversed(self._records.values()))
-        found = [record for record in latest if record.request_id == request_id]
-        found = found or [record for record in latest if record.request_id.startswith(request_id)]
+        found = [latest[place] for place in meant(request_id, [record.request_id for record in latest])]
         if not found:
             raise NotFound(
-                f"no request {request_id!r} is remembered",
-                advice=f"the latest {RECORDS_MAX} of this run are; give the id that the engine logs, or its beginning",
+                f"no request {request_id!r} is remembered", advice=f"the latest {RECORDS_MAX} of this run are; {ADVICE}"
             )
         return tuple(self._told(record) for record in islice(found, RECORDS_PER_ANSWER_MAX))
 

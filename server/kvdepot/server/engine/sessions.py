@@ -6,7 +6,7 @@ anything is lent; at the end lent entries go first, then the attachment, then th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from hashlib import blake2b
 from itertools import takewhile
 from typing import Final
@@ -14,19 +14,25 @@ from typing import Final
 import numpy as np
 from kvdepot.core import limits
 from kvdepot.core.arena import ATTACHMENTS_MAX, SESSIONS_MAX, ArenaTables
-from kvdepot.core.errors import EngineIdInUse, InvalidArgument, NoRoom, UnknownSession
+from kvdepot.core.errors import EngineIdInUse, InvalidArgument, LimitExceeded, NoRoom, UnknownSession
 from kvdepot.core.lifecycle import LeaseState
 from kvdepot.core.limits import check_limit
 from kvdepot.core.report import SessionStatus
 from kvdepot.server.engine.leases import Ended, Lease, WriteLease
 from kvdepot.server.engine.namespaces import Namespace
-from kvdepot.server.engine.types import Attached, AttachmentInfo, ProcessIdentity
+from kvdepot.server.engine.types import Attached, AttachmentInfo, ProcessIdentity, Watch
 
 _NO_RANK: Final = -1
 WORKER_PREFIX: Final = "kvdepotd/io/"
 """Engine ids of the daemon's own I/O workers; no engine may have one."""
 WORKERS_MAX: Final = 256
 """Worker processes that live at once, those of earlier runs included."""
+LENT_SESSIONS_MAX: Final = 32
+"""Sessions of one process that are lent something. Those it has left stay until it dies; a process has one engine."""
+LENT_ELSEWHERE: Final = f"{LENT_SESSIONS_MAX} other sessions of this process are lent extents: end it, or release them"
+_FREE_SLOTS: Final = 16
+"""With fewer left, sessions that nobody is connected to and that are lent nothing go before grace."""
+_FULL: Final = "`kvdepotctl status` lists sessions and their processes: end engines that are not needed, then retry"
 
 
 class Attachment:
@@ -39,6 +45,13 @@ class Attachment:
         self.rank = rank
         self.scheduler = scheduler
         self.connections = 0
+        self.watch: Watch | None = None
+
+    def unwatch(self) -> None:
+        """Be told of its process's death no more."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
 
 
 class Session:
@@ -57,6 +70,8 @@ class Session:
         self.credit_used_bytes = 0
         self.attention_used_bytes = 0
         self.loads = 0
+        self.left_bytes = 0  # of credit, and ...
+        self.left_loads = 0  # ... of loads, that its processes' former sessions still have
         self.idle_since = now
         self.ended = False
         self.scheduler_died = False
@@ -74,6 +89,10 @@ class Session:
     def complete(self) -> bool:
         """Whether every rank is attached: before that nothing is reserved or acquired."""
         return self.world_size > 0 and self.ranks_attached == self.world_size
+
+    def has(self, process: ProcessIdentity) -> bool:
+        """Whether the process is proven to be one of its own."""
+        return any(attachment.process.is_same(process) for attachment in self.attachments.values())
 
     def due(self, now: float) -> list[Lease]:
         """Leases over their deadline. All last equally long, so the dict has them in order of deadline."""
@@ -189,7 +208,7 @@ class Sessions:
     def expired_for(self, engine_id: str, process: ProcessIdentity) -> Session | None:
         """The current session of this engine id if it is without connections beyond grace and not this process's."""
         session = self._current(engine_digest(engine_id), process)
-        if session is None or session.connected or _has(session, process):
+        if session is None or session.connected or session.has(process):
             return None
         return session if self._clock() - session.idle_since >= self._grace_seconds else None
 
@@ -208,6 +227,8 @@ class Sessions:
         session = self._current(engine, process) or self._revivable(engine, process)
         if session is not None:
             self._check_conflicts(session, (process, client or process), scheduler, rank, world_size)
+        else:
+            self._check_lent(process)
         attachment = None if session is None else _joinable(session, process, rank)
         slot = self._free_attachment() if attachment is None else attachment.slot  # a session without one never ends
         if session is None:
@@ -232,7 +253,7 @@ class Sessions:
         taken = {session.engine for session in self.by_slot.values() if session.worker}
         engine = next((engine for engine in _WORKER_NUMBERS if engine not in taken), None)
         if engine is None:
-            raise NoRoom(f"{WORKERS_MAX} I/O workers live already")
+            raise NoRoom(f"{WORKERS_MAX} I/O workers live already", advice="end those that hang")
         slot = self._free_attachment()
         attachment = self._add(slot, self._open(engine), process, _NO_RANK)
         attachment.connections = 1  # the daemon holds its pipe: no grace runs out
@@ -248,6 +269,36 @@ class Sessions:
 
     def infos(self) -> tuple[AttachmentInfo, ...]:
         return tuple(AttachmentInfo(a.slot, a.process, a.rank, a.connections) for a in self.attachments.values())
+
+    def watch(self, slot: int, watch: Watch) -> None:
+        """Take over what tells of the death of an attachment's process. One is enough."""
+        attachment = self.attachments[slot]
+        if attachment.watch is None:
+            attachment.watch = watch
+        else:
+            watch.close()
+
+    def unwatch(self) -> None:
+        """Be told of no death any more."""
+        for attachment in self.attachments.values():
+            attachment.unwatch()
+
+    def may_borrow(self, session: Session) -> bool:
+        """Whether its processes are not lent too much by other sessions; notes what those without a connection have."""
+        known = {a.process for a in session.attachments.values() if a.process.known}
+        others = [one for one in self._lent_to(known) if one is not session]
+        left = [one for one in others if not one.connected]
+        session.left_bytes = sum(one.credit_used_bytes for one in left)
+        session.left_loads = sum(one.loads for one in left)
+        return bool(session.leases) or len(others) < LENT_SESSIONS_MAX
+
+    def _lent_to(self, processes: Collection[ProcessIdentity]) -> list[Session]:
+        """Sessions with one of these processes that are lent something."""
+        return [
+            session
+            for session in self.by_slot.values()
+            if session.leases and any(a.process in processes for a in session.attachments.values())
+        ]
 
     def hold_extents(self) -> bool:
         """Whether an engine in service holds a lease: it may be copying."""
@@ -266,13 +317,23 @@ class Sessions:
             and now - session.idle_since >= self._grace_seconds
         ]
 
-    def unreachable(self) -> Iterable[Session]:
-        """Ended sessions that are lent nothing and whose processes, none of them visible, cannot come back to them."""
+    def over(self) -> Iterable[Session]:
+        """Ended sessions that are lent nothing: whether their processes live matters to nobody."""
         return [
             session
             for session in self.by_slot.values()
-            if session.ended and not session.leases and not any(_returns(a) for a in session.attachments.values())
+            if session.ended and not session.leases and not session.connected
         ]
+
+    def crowding(self) -> Iterable[Session]:
+        """Sessions to end before grace, so that there are slots for others: those without use for the longest time."""
+        wanted = max(
+            _FREE_SLOTS - SESSIONS_MAX + len(self.by_slot), _FREE_SLOTS - ATTACHMENTS_MAX + len(self.attachments)
+        )
+        if wanted <= 0:
+            return []
+        idle = [one for one in self.by_slot.values() if not (one.connected or one.leases or one.worker)]
+        return sorted(idle, key=lambda session: session.idle_since)[:wanted]
 
     def end(self, session: Session) -> None:
         """No service any more under its token."""
@@ -281,6 +342,8 @@ class Sessions:
         session.token = b""
 
     def remove_attachment(self, attachment: Attachment) -> None:
+        """Its slot is free. From now on nobody tells of its process."""
+        attachment.unwatch()
         self._used[attachment.slot] = 0
         del self.attachments[attachment.slot]
         del attachment.session.attachments[attachment.slot]
@@ -296,12 +359,12 @@ class Sessions:
     def _current(self, engine: bytes, process: ProcessIdentity) -> Session | None:
         """The engine's session in service; of several, as an earlier run can leave them, the process's own."""
         current = [session for session in self.by_slot.values() if session.engine == engine and not session.ended]
-        return next((session for session in current if _has(session, process)), next(iter(current), None))
+        return next((session for session in current if session.has(process)), next(iter(current), None))
 
     def _revivable(self, engine: bytes, process: ProcessIdentity) -> Session | None:
         """A session that ended only because it was out of reach for longer than grace."""
         for session in self.by_slot.values():
-            if session.engine == engine and not session.scheduler_died and _has(session, process):
+            if session.engine == engine and not session.scheduler_died and session.has(process):
                 return session
         return None
 
@@ -313,17 +376,26 @@ class Sessions:
                 f"engine {session.engine_id} has {session.world_size} workers, this process says {world_size}"
             )
         for other in session.attachments.values():
-            if any(_same(other.process, process) for process in own):
+            if any(other.process.is_same(process) for process in own):
                 continue
             if scheduler and other.scheduler:
-                raise EngineIdInUse(f"process {other.process.pid} is already the scheduler of an engine with this id")
+                raise EngineIdInUse(f"{other.process} is already the scheduler of an engine with this id")
             if rank != _NO_RANK and other.rank == rank:
-                raise EngineIdInUse(f"process {other.process.pid} is already rank {rank} of an engine with this id")
+                raise EngineIdInUse(f"{other.process} is already rank {rank} of an engine with this id")
+
+    def _check_lent(self, process: ProcessIdentity) -> None:
+        """Before it gets one more session. Raises LimitExceeded."""
+        lent = len(self._lent_to({process})) if process.known else 0
+        if lent >= LENT_SESSIONS_MAX:
+            raise LimitExceeded(
+                "sessions of one process that are lent extents", lent + 1, LENT_SESSIONS_MAX,
+                advice="end the process, or have its engines release what they hold before they go",
+            )  # fmt: skip
 
     def _open(self, engine: bytes) -> Session:
         slot = next((slot for slot in range(SESSIONS_MAX) if slot not in self.by_slot), None)
         if slot is None:
-            raise NoRoom(f"all {SESSIONS_MAX} sessions are in use")
+            raise NoRoom(f"all {SESSIONS_MAX} sessions are in use", advice=_FULL)
         session = Session(slot, engine, self._clock())
         self._engines[slot] = list(engine)
         self._session_used[slot] = 1
@@ -333,7 +405,7 @@ class Sessions:
     def _free_attachment(self) -> int:
         slot = next((slot for slot in range(ATTACHMENTS_MAX) if slot not in self.attachments), None)
         if slot is None:
-            raise NoRoom(f"all {ATTACHMENTS_MAX} attachments are in use")
+            raise NoRoom(f"all {ATTACHMENTS_MAX} attachments are in use", advice=_FULL)
         return slot
 
     def _add(self, slot: int, session: Session, process: ProcessIdentity, rank: int) -> Attachment:
@@ -364,23 +436,9 @@ def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
         raise InvalidArgument("the process is neither the scheduler nor a rank")
 
 
-def _same(one: ProcessIdentity, other: ProcessIdentity) -> bool:
-    """A process without a visible pid has no identity that could be compared."""
-    return one.pid != 0 and one == other
-
-
-def _has(session: Session, process: ProcessIdentity) -> bool:
-    return any(_same(attachment.process, process) for attachment in session.attachments.values())
-
-
-def _returns(attachment: Attachment) -> bool:
-    """Whether it is connected, can be recognised when it connects again, or will be seen to die."""
-    return attachment.connections > 0 or attachment.process.pid != 0
-
-
 def _joinable(session: Session, process: ProcessIdentity, rank: int) -> Attachment | None:
     """The process's attachment with this rank, else one where either side names no rank."""
-    own = [a for a in session.attachments.values() if _same(a.process, process)]
+    own = [a for a in session.attachments.values() if a.process.is_same(process)]
     for attachment in own:
         if attachment.rank == rank:
             return attachment

@@ -54,7 +54,10 @@ class _Asked:
 
 
 def parsed(call: ReserveCall, namespace: Namespace) -> list[_Asked]:
-    """The objects of a call. Raises InvalidArgument or LimitExceeded when it cannot be right in any state."""
+    """The first objects of a call, RESERVED_PER_CALL_MAX at most.
+
+    Raises InvalidArgument or LimitExceeded when the call, whole, cannot be right in any state.
+    """
     count = len(call.kinds)
     check_limit("objects of one reservation", count, limits.OBJECTS_PER_LEASE_MAX)
     for name, packed, width in (
@@ -66,14 +69,14 @@ def parsed(call: ReserveCall, namespace: Namespace) -> list[_Asked]:
     if foreign:
         raise InvalidArgument(f"the namespace has no objects of kind {min(foreign)}")
     chunk = namespace.spec.chunk_tokens if namespace.spec else 1
-    boundaries = np.frombuffer(call.boundaries, "<u4").tolist()
-    for boundary in boundaries:
-        if not boundary or boundary % chunk:
-            raise InvalidArgument(f"{boundary} is no boundary: chunks have {chunk} tokens")
+    boundaries = np.frombuffer(call.boundaries, "<u4")
+    bad = boundaries[(boundaries == 0) | (boundaries % chunk != 0)]
+    if len(bad):
+        raise InvalidArgument(f"{bad[0]} is no boundary: chunks have {chunk} tokens")
     keys, parents = call.keys, call.parents
     return [
-        _Asked(i, keys[16 * i : 16 * i + 16], parents[16 * i : 16 * i + 16], call.kinds[i], boundaries[i])
-        for i in range(count)
+        _Asked(i, keys[16 * i : 16 * i + 16], parents[16 * i : 16 * i + 16], call.kinds[i], int(boundaries[i]))
+        for i in range(min(count, limits.RESERVED_PER_CALL_MAX))
     ]
 
 
@@ -108,8 +111,9 @@ class Stores:
     def reserve(self, session: Session, namespace: Namespace, call: ReserveCall) -> ReserveReply:
         """A new lease; the facade has dealt with repeats, tombstones and missing ranks."""
         asked = parsed(call, namespace)
+        count = len(call.kinds)
         lease = WriteLease(session, call.lease_id, len(asked), hash(call), self._deadline())
-        outcomes = bytearray(len(asked))
+        outcomes = bytearray([ReserveOutcome.LATER]) * count
         refused: dict[bytes, int] = {}  # keys of this call that got no node: what descends from them shares the answer
         fragments: list[int] = []
         self._reason = ""
@@ -126,6 +130,8 @@ class Stores:
                 refused.setdefault(one.key, outcome)
                 self._space.lost_keys.note(namespace.id, one.key, MissReason.NO_GRANT)
             self._space.counters.add(f"reserved_objects.{ReserveOutcome(outcome).name.lower()}")
+        if count > len(asked):
+            self._space.counters.add("reserved_objects.later", count - len(asked))
         if deepest is not None:
             self._count_use(namespace, deepest)
         reply = ReserveReply(bytes(outcomes), np.array(fragments, "<u8").tobytes(), self._arena_id, self._reason)
@@ -135,11 +141,11 @@ class Stores:
         return reply
 
     def refuse(self, namespace: Namespace, call: ReserveCall, reason: MissReason) -> None:
-        """By an operator's word; whoever asks for these chunks is told."""
+        """By an operator's word; whoever asks for these chunks is told: for the first of them."""
         for one in parsed(call, namespace):
             self._space.lost_keys.note(namespace.id, one.key, MissReason.STORES_OFF)
-            self._space.counters.add(f"reserved_objects.{ReserveOutcome.REFUSED.name.lower()}")
-            self._space.counters.add(f"refused_stores.{reason}")
+        self._space.counters.add(f"reserved_objects.{ReserveOutcome.REFUSED.name.lower()}", len(call.kinds))
+        self._space.counters.add(f"refused_stores.{reason}", len(call.kinds))
 
     def _count_use(self, namespace: Namespace, one: _Asked) -> None:
         """A path that is offered again was used, where it ends (DESIGN 5); the chunks before were only passed."""
@@ -213,7 +219,7 @@ class Stores:
         if size_bytes > credit_bytes:
             self._reason = f"an object of {size_bytes} bytes is more than the credit for its kind, {credit_bytes} bytes"
             return ReserveOutcome.REFUSED
-        if session.credit_used_bytes + size_bytes > config.credit_bytes:
+        if session.left_bytes + session.credit_used_bytes + size_bytes > config.credit_bytes:
             return ReserveOutcome.LATER
         if attention and session.attention_used_bytes + size_bytes > credit_bytes:
             return ReserveOutcome.LATER

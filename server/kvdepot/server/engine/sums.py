@@ -105,10 +105,12 @@ class Sums:
             return
         self._summing_again.discard(row)
         compared = Compared.LEFT
-        if space.rows.state[row] == COMMITTED and space.rows.generation[row] == generation:
-            compared = self._settle(row, sum_lo, sum_hi)
-        space.give_back(entry)
-        self._tell(row, compared)
+        try:
+            if space.rows.state[row] == COMMITTED and space.rows.generation[row] == generation:
+                compared = self._settle(row, sum_lo, sum_hi)
+        finally:  # the worker is done with it
+            space.give_back(entry)
+            self._tell(row, compared)
 
     def worker_died(self) -> None:
         entries = list(self._working.values())

@@ -25,6 +25,7 @@ from kvdepot.server.engine.types import TierConfig, WritePolicy
 from kvdepot.server.engine.vacating import vacate
 from kvdepot.server.engine.workers import Workers
 from kvdepot.server.engine.write_queue import WriteQueue
+from kvdepot.server.guard import engine_guard
 from kvdepot.server.tiers.base import NO_HANDLE, ObjectName, Tier
 from kvdepot.server.tiers.found import FoundObjects
 
@@ -40,15 +41,16 @@ class Tiering:
 
     def __init__(self, space: Space, workers: Workers) -> None:
         self._space = space
+        self._guard = guard = engine_guard(space.counters.add)
         self._by_name = {tier.tier.name: tier for tier in space.tiers}
-        self._queues = {tier.number: WriteQueue(space, workers, tier) for tier in space.tiers}
+        self._queues = {tier.number: WriteQueue(space, workers, tier, guard) for tier in space.tiers}
         self._preferred = list(space.tiers)
-        self.promotions = Promotions(space, workers, self._preferred, self.lost_copy)
+        self.promotions = Promotions(space, workers, self._preferred, self.lost_copy, guard)
         self._trimming = False  # RAM is on the way from the high to the low watermark
         self._vacating = 0  # nodes that may still be dropped for namespaces of the slice at hand
         self.configure({})
-        space.demoting = self._demoting
-        space.save = self._save
+        space.demoting = lambda node: guard.value("write_queue", False, self._demoting, node)
+        space.save = guard.safe("write_queue", self._save)
 
     def configure(self, tiers: Mapping[str, TierConfig]) -> None:
         """These settings from now on, by name. What waits to be written is written."""
@@ -72,13 +74,16 @@ class Tiering:
             tier.tier.start(self)
 
     async def close(self) -> None:
-        await asyncio.gather(*(tier.tier.close() for tier in self._space.tiers))
+        closed = await asyncio.gather(*(tier.tier.close() for tier in self._space.tiers), return_exceptions=True)
+        for error in closed:
+            if isinstance(error, Exception):
+                self._guard.caught("tier", error)
 
     def tick(self) -> None:
         for tier in self._space.tiers:
-            tier.tier.tick()
+            self._guard.call("tier", tier.tier.tick)
         for queue in self._queues.values():
-            queue.tick()
+            self._guard.call("write_queue", queue.tick)
 
     def trim(self, high: float, low: float, at_once: int) -> bool:
         """Evict ahead of need, about so many objects of RAM and of each tier; whether to go on soon.
@@ -97,7 +102,7 @@ class Tiering:
 
     def pump(self) -> None:
         for queue in self._queues.values():
-            queue.pump()
+            self._guard.call("write_queue", queue.pump)
 
     def statuses(self) -> tuple[TierStatus, ...]:
         return tuple(map(self._status, self._space.tiers))
@@ -116,8 +121,10 @@ class Tiering:
 
     def committed(self, row: int) -> None:
         """RAM has a new object, or may serve an adopted one."""
-        if not self._at_commit:
-            return
+        if self._at_commit:
+            self._guard.call("write_queue", self._offer_committed, row)
+
+    def _offer_committed(self, row: int) -> None:
         space = self._space
         node, kind = space.node_of(row), space.rows.kind[row]
         for _, queue in self._at_commit:
@@ -127,6 +134,9 @@ class Tiering:
 
     def used_again(self, nodes: npt.NDArray[np.int64], kinds: bytes) -> None:
         """These objects serve a further request."""
+        self._guard.call("write_queue", self._offer_again, nodes, kinds)
+
+    def _offer_again(self, nodes: npt.NDArray[np.int64], kinds: bytes) -> None:
         for tier, queue in self._at_second_use:
             for kind in set(kinds):
                 chosen = nodes[np.frombuffer(kinds, np.uint8) == kind]
@@ -163,10 +173,10 @@ class Tiering:
         self._vacating = _VACATED_MAX
         with self._space.settling_once():
             for handle, name in objects:
-                reason = self._take_in(lower, handle, name)
+                reason = self._guard.value("tier", "failed", self._take_in, lower, handle, name)
                 outcomes[reason or "kept"] += 1
-                if reason:
-                    tier.drop(handle)
+                if reason and lower.owner(handle) is None:
+                    self._guard.call("tier", tier.drop, handle)
         for outcome, count in outcomes.items():
             self._space.counters.add(f"tier_found_objects.{tier.name}/{outcome}", count)
 
@@ -230,7 +240,7 @@ class Tiering:
         owners = [owner for handle in handles if (owner := lower.owner(handle)) is not None]
         for node, kind in sorted(owners, key=lambda owner: (boundary(owner[0]), owner[1]), reverse=True):
             lower.forget(node, kind)
-            self.lost_copy(lower, node, kind)
+            self._guard.call("tier", self.lost_copy, lower, node, kind)
         self._space.counters.add(f"tier_lost_objects.{tier.name}/", len(handles))
 
     def lost_copy(self, lower: LowerTier, node: int, kind: int) -> None:

@@ -11,6 +11,7 @@ from kvdepot.core.elements import ElementRun
 from kvdepot.core.report import NamespaceStatus, QuotaStatus, SessionStatus, TierStatus
 from kvdepot.server.engine.identity import Liveness as Liveness
 from kvdepot.server.engine.identity import ProcessIdentity as ProcessIdentity
+from kvdepot.server.engine.identity import Watch as Watch
 
 EVERY: Final = "*"
 """In a quota: each tenant, each namespace or each tier, by itself."""

@@ -13,9 +13,10 @@ from typing import Final
 
 from kvdepot.core.arena import LentMode, RowState
 from kvdepot.server.engine.rows import COMMITTED, RESERVED
-from kvdepot.server.engine.sessions import Sessions
+from kvdepot.server.engine.sessions import Attachment, Sessions
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.types import ProcessIdentity
+from kvdepot.server.tiers.base import UnknownWorker
 
 _STATE: Final = {LentMode.WRITE: RESERVED, LentMode.READ: COMMITTED}
 """What a worker writes is not published; what it reads is."""
@@ -33,13 +34,16 @@ class Workers:
         self._sessions = sessions
         self._identify = identify
         self._loans = 0
+        self._attached: dict[int, Attachment] = {}  # of this run, by number
 
     def lend_from(self, space: Space) -> None:
         self._space = space
 
     def started(self, pid: int) -> int:
         """Write the process down, before it is lent anything. Raises NoRoom when a table is full."""
-        return self._sessions.open_worker(self._identify(pid)).slot
+        attachment = self._sessions.open_worker(self._identify(pid))
+        self._attached[attachment.slot] = attachment
+        return attachment.slot
 
     @property
     def earlier(self) -> int:
@@ -47,19 +51,23 @@ class Workers:
         return sum(one.worker and not one.connected for one in self._sessions.by_slot.values())
 
     def dead(self, worker: int) -> None:
-        """Its death is proven and its loans have ended."""
-        attachment = self._sessions.attachments[worker]
-        self._sessions.remove_attachment(attachment)
-        self._sessions.remove(attachment.session)
+        """Its death is proven and its loans have ended. Another process that has its slot by now keeps it."""
+        attachment = self._attached.pop(worker)
+        if self._sessions.attachments.get(worker) is attachment:
+            self._sessions.remove_attachment(attachment)
+            self._sessions.remove(attachment.session)
 
     def loan(self, row: int, mode: LentMode) -> ObjectLoan:
         """For the object as it is now: once it is dropped, nobody begins to touch it."""
         return ObjectLoan(self, row, self._space.rows.generation[row], mode)
 
     def lend(self, worker: int, row: int, mode: LentMode) -> int:
+        """Raises UnknownWorker where the table has no such process, or another one in its slot (I6)."""
+        attachment = self._attached.get(worker)
+        if attachment is None or self._sessions.attachments.get(worker) is not attachment:
+            raise UnknownWorker(f"I/O worker in slot {worker} is not in the attachment table, though it lives")
         self._loans += 1
-        slot = self._sessions.attachments[worker].session.slot
-        return self._space.lent.lend(self._loans, slot, mode, row, 0)
+        return self._space.lent.lend(self._loans, attachment.session.slot, mode, row, 0)
 
     def alive(self, row: int, generation: int, mode: LentMode) -> bool:
         rows = self._space.rows
@@ -90,8 +98,8 @@ class ObjectLoan:
         workers = self._workers
         if not workers.alive(self._row, self._generation, self._mode) or not workers.can_lend():
             return False
-        self.begun = True
         self._entries.append(workers.lend(worker, self._row, self._mode))
+        self.begun = True
         return True
 
     def end(self) -> None:

@@ -2,12 +2,14 @@
 
 An object that waits is not held: RAM may drop it, and then it is not written. From its
 dispatch to the answer it is lent to a worker. What the queue has no room for, what its tier
-refuses and what would exceed the daily budget is dropped and counted, never waited for (I4).
+refuses and what would exceed the daily budget is dropped and counted, never waited for (I4). So is what something
+raised for: it must not stand before all the others.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Final
 
 from kvdepot.core.arena import NO_ROW, LentMode
 from kvdepot.core.calls import Kind
@@ -16,14 +18,21 @@ from kvdepot.server.engine.lower_tier import LowerTier
 from kvdepot.server.engine.rows import COMMITTED
 from kvdepot.server.engine.space import Space
 from kvdepot.server.engine.workers import Workers
+from kvdepot.server.guard import Guard, Once
 from kvdepot.server.tiers.base import IoOutcome, ObjectName, Written
+
+_WRITE: Final = "write"
+_LEAVE: Final = "leave"  # there is nothing to write any more
+_WAIT: Final = "wait"
+_FAILED: Final = "failed"  # something raised: a reason to drop it, as others are
 
 
 class WriteQueue:
     """By row: one object waits or is written at most once."""
 
-    def __init__(self, space: Space, workers: Workers, tier: LowerTier) -> None:
+    def __init__(self, space: Space, workers: Workers, tier: LowerTier, guard: Guard) -> None:
         self._space = space
+        self._guard = guard
         self._workers = workers
         self._tier = tier
         self._waiting: OrderedDict[int, tuple[int, int]] = OrderedDict()  # row -> its generation, bytes
@@ -94,33 +103,39 @@ class WriteQueue:
         if self._pumping:
             return
         self._pumping = True
-        tier, space = self._tier.tier, self._space
+        tier = self._tier.tier
         try:
             while self._waiting and tier.writable and tier.write_slots > 0 and not self._full:
                 row, (generation, size_bytes) = next(iter(self._waiting.items()))
-                node, kind = space.node_of(row), space.rows.kind[row]
-                cost_bytes = tier.cost_bytes(size_bytes)
-                if not self._missing(row, generation):
-                    self._forget(row)
-                elif tier.too_large(size_bytes):
-                    self._forget(row)
-                    self._refuse("too_large")
-                elif tier.budget_spent:
-                    self._forget(row)
-                    self._refuse("budget")
-                elif not self._has_path(node, kind):
-                    self._forget(row)
-                    self._refuse("no_parent")
-                elif not self._tier.within_quota(node, kind, cost_bytes):
-                    self._forget(row)
-                    self._refuse("quota")
-                elif not self._tier.make_room(node, kind, cost_bytes):
-                    return  # what was dropped for it is not free yet, or nothing may go: later
-                else:
-                    self._forget(row)
-                    self._write(row, generation)
+                following = self._guard.value("write_queue", _FAILED, self._following, row, generation, size_bytes)
+                if following == _WAIT:
+                    return
+                self._forget(row)
+                if following == _WRITE and not self._guard.call("write_queue", self._write, row, generation):
+                    following = _FAILED
+                if following not in (_WRITE, _LEAVE):
+                    self._refuse(following)
         finally:
             self._pumping = False
+
+    def _following(self, row: int, generation: int, size_bytes: int) -> str:
+        """What to do with an object whose turn it is, or why it is dropped."""
+        space, tier = self._space, self._tier.tier
+        if not self._missing(row, generation):
+            return _LEAVE
+        node, kind = space.node_of(row), space.rows.kind[row]
+        cost_bytes = tier.cost_bytes(size_bytes)
+        if tier.too_large(size_bytes):
+            return "too_large"
+        if tier.budget_spent:
+            return "budget"
+        if not self._has_path(node, kind):
+            return "no_parent"
+        if not self._tier.within_quota(node, kind, cost_bytes):
+            return "quota"
+        if not self._tier.make_room(node, kind, cost_bytes):
+            return _WAIT  # what was dropped for it is not free yet, or nothing may go: later
+        return _WRITE
 
     def _missing(self, row: int, generation: int) -> bool:
         """Whether it is still in RAM where it is found, and still not in the tier."""
@@ -150,13 +165,18 @@ class WriteQueue:
         )
         raw_sum = rows.sum_hi[row] << 64 | rows.sum_lo[row] if rows.summed(row) else None
         namespace.learn(name.kind, name.raw_bytes)
+        extents, loan = rows.extents(row), self._workers.loan(row, LentMode.READ)
+        what = namespace.slot, name.kind
+        self._tier.writing(*what, 1)
         self._writing[row] = generation
-        self._tier.writing(namespace.slot, name.kind, 1)
-        loan = self._workers.loan(row, LentMode.READ)
-        self._tier.tier.write(
-            name, rows.extents(row), loan, raw_sum,
-            lambda written: self._written(row, generation, (namespace.slot, name.kind), written),
-        )  # fmt: skip
+        done = Once[Written](lambda written: self._written(row, generation, what, written), self._late)
+        if not self._guard.call("tier", self._tier.tier.write, name, extents, loan, raw_sum, done):
+            done(Written(IoOutcome.CANCELLED))
+
+    def _late(self, written: Written) -> None:
+        """A tier that raised and wrote it all the same: nobody knows of it."""
+        if written.outcome is IoOutcome.OK and self._tier.owner(written.handle) is None:
+            self._tier.tier.drop(written.handle)
 
     def _written(self, row: int, generation: int, what: tuple[int, int], written: Written) -> None:
         """`what`: namespace slot and kind; the row may be another object's by now."""
@@ -165,6 +185,12 @@ class WriteQueue:
         space.counters.add(f"tier_writes.{tier.tier.name}/{written.outcome}")
         if self._writing.get(row) == generation:
             del self._writing[row]
+        if not self._guard.call("write_queue", self._settle, row, generation, written):
+            self._guard.call("write_queue", self._late, written)
+        self.pump()
+
+    def _settle(self, row: int, generation: int, written: Written) -> None:
+        space, tier = self._space, self._tier
         live = self._live(row, generation)
         if written.outcome is IoOutcome.OK:
             space.counters.add(f"tier_written_bytes.{tier.tier.name}/", written.stored_bytes)
@@ -181,7 +207,6 @@ class WriteQueue:
                 self._waiting.move_to_end(row, last=False)
         elif live:
             space.settle_node(space.node_of(row))
-        self.pump()
 
     def _place(self, row: int) -> tuple[int, int]:
         """(node, kind) of an object that is there."""

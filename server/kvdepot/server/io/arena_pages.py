@@ -7,6 +7,7 @@ Direct I/O into a page that this process has not touched yet faults it in by its
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -60,6 +61,9 @@ class ArenaPages:
             if length < min(_PIECE_BYTES, size_bytes - self._present_bytes):
                 self._wait.wait(_AGAIN_SECONDS)
                 continue
-            if _madvise(self._start + self._present_bytes, length, _MADV_POPULATE_READ):
+            if not _madvise(self._start + self._present_bytes, length, _MADV_POPULATE_READ):
+                self._present_bytes += length
+            elif ctypes.get_errno() == errno.EINVAL:  # before 5.14
                 return
-            self._present_bytes += length
+            else:  # memory is short, and not for ever
+                self._wait.wait(_AGAIN_SECONDS)

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import StrEnum
+from typing import Final
+
+_INTERVAL_SECONDS_MAX: Final = 60.0
+
+
+class Done(StrEnum):
+    """What an operation was, as far as its end says something of others."""
+
+    READ = "read"
+    WRITE = "write"
+    OTHER = "other"  # a probe, a look-up: it proves nothing of the two
 
 
 class BreakerState(StrEnum):
@@ -16,6 +27,8 @@ class Breaker:
     """One path's. The clock is injected; who owns the path asks `probe_in_seconds` and runs the probes.
 
     Only a probe closes an open breaker: what had been sent before it opened may still be answered, and proves nothing.
+    Where operations fail again after it, the probe proved nothing either: each further opening before an operation of
+    that sort worked takes twice as long, and `doubt` says that it is not well.
     """
 
     def __init__(self, *, failures_max: int, probe_every_seconds: float, clock: Callable[[], float]) -> None:
@@ -25,7 +38,12 @@ class Breaker:
         self._probe_every_seconds = probe_every_seconds
         self._clock = clock
         self._failures = 0
+        self._failed_reads = 0  # in a row of reads: others may work all the while
+        self._opened_by = Done.OTHER
+        self._opening_reason = ""
         self._probe_at = 0.0
+        self.openings = 0
+        """In a row, without an operation that worked in between."""
         self.probed = 0
         """Probes that worked."""
         self.state = BreakerState.CLOSED
@@ -41,18 +59,31 @@ class Breaker:
         """How long until the next probe of an open breaker; 0 when it is due."""
         return max(self._probe_at - self._clock(), 0.0)
 
-    def failed(self, reason: str) -> bool:
+    @property
+    def doubt(self) -> str:
+        """Why it is not well although a probe worked: what failed after an earlier probe. Empty while all is well."""
+        return self._opening_reason if self.openings > 1 else ""
+
+    def failed(self, reason: str, done: Done = Done.OTHER) -> bool:
         """An operation failed. True when this opened the breaker."""
         self._failures += 1
-        if not self.closed or self._failures < self._failures_max:
+        self._failed_reads += done is Done.READ
+        if not self.closed or max(self._failures, self._failed_reads) < self._failures_max:
             return False
+        self.openings += 1
+        self._opened_by, self._opening_reason = done, reason
         self._open(reason)
         return True
 
-    def worked(self) -> None:
+    def worked(self, done: Done = Done.OTHER) -> None:
         """An operation worked: the failures before it were not in a row."""
-        if self.closed:
-            self._failures = 0
+        if not self.closed:
+            return
+        self._failures = 0
+        if done is Done.READ:
+            self._failed_reads = 0
+        if done is self._opened_by or (self._opened_by is Done.OTHER and self.openings):
+            self.openings = 0
 
     def start_probe(self) -> None:
         assert self.state is BreakerState.OPEN
@@ -63,7 +94,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self.probed += 1
         self.reason = ""
-        self._failures = 0
+        self._failures = self._failed_reads = 0
 
     def probe_failed(self, reason: str) -> None:
         assert self.state is BreakerState.PROBING
@@ -72,4 +103,5 @@ class Breaker:
     def _open(self, reason: str) -> None:
         self.state = BreakerState.OPEN
         self.reason = reason
-        self._probe_at = self._clock() + self._probe_every_seconds
+        doubled = self._probe_every_seconds * 2.0 ** min(max(self.openings - 1, 0), 16)
+        self._probe_at = self._clock() + min(doubled, max(self._probe_every_seconds, _INTERVAL_SECONDS_MAX))

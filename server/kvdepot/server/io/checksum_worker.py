@@ -7,7 +7,6 @@ It reads nothing but what it is asked, writes nothing, and ends with its parent.
 from __future__ import annotations
 
 import mmap
-import signal
 import socket
 import sys
 
@@ -33,7 +32,6 @@ _SLICE_BYTES = 4 << 20
 def main(arguments: list[str]) -> int:
     arena_fd, socket_fd, size_bytes, parent = (int(argument) for argument in arguments)
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ^C is for the daemon, which drains first
     arena = memoryview(mmap.mmap(arena_fd, size_bytes, access=mmap.ACCESS_READ))
     jobs = socket.socket(fileno=socket_fd)
     while True:

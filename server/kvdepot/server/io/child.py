@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+_OF_THE_DAEMON: Final = (signal.SIGINT, signal.SIGTERM)
+"""To a whole group (a terminal's ^C, a supervisor): the daemon drains first, and ends its children itself."""
 
 
 def spawn(
@@ -23,7 +28,7 @@ def spawn(
     with contextlib.ExitStack() as undo:
         undo.enter_context(ours)
         ours.setblocking(False)
-        with theirs:
+        with theirs, _blocked(_OF_THE_DAEMON):
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, arguments(theirs.fileno()))],
                 pass_fds=(*fds, theirs.fileno()),
@@ -35,3 +40,13 @@ def spawn(
         pidfd = os.pidfd_open(process.pid)
         undo.pop_all()
     return process, ours, pidfd
+
+
+@contextlib.contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """A child has the mask of the thread that made it, from its first instruction: before it could ignore anything."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

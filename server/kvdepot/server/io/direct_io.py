@@ -16,7 +16,7 @@ from functools import cache
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
-from kvdepot.server.durable_files import sync_folder
+from kvdepot.server.durable_files import LACKED, naming, sync_file, sync_folder
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -35,7 +35,8 @@ _OUTCOMES: Final = {
     errno.ESTALE: IoOutcome.GONE,
 }
 _SYNC_FILE_RANGE_WRITE_AND_WAIT = 1 | 2 | 4  # WAIT_BEFORE | WRITE | WAIT_AFTER
-_REFUSES_DIRECT: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_REFUSES_DIRECT: Final = LACKED | {errno.EPERM, errno.EACCES}
+"""What may be said of O_DIRECT alone: whoever says so is asked once without. Refused again, it is about the file."""
 _SEES_DIRECT_TO_ITS_END: Final = frozenset(
     {
         0xEF53,  # ext2, ext3, ext4
@@ -98,9 +99,13 @@ class DirectFiles:
         """Write all of the buffers to where the parts are; the files exist."""
         self._move(parts, buffers, writing=True)
 
+    def check_writable(self, file: str) -> None:
+        """Open it as a write would."""
+        self._file(file, writable=True)
+
     def sync(self, parts: Sequence[Part]) -> None:
         for file in dict.fromkeys(part.file for part in parts):
-            os.fdatasync(self._file(file, writable=True).fd)
+            sync_file(self._file(file, writable=True).fd, self.path(file), data_only=True)
 
     def sync_folder(self, file: str) -> None:
         """Make the name of a new file durable."""
@@ -120,7 +125,8 @@ class DirectFiles:
             yield fd
         finally:
             del self._held[file]
-            os.close(fd)
+            with naming("close", self.path(file)):
+                os.close(fd)
 
     def close(self) -> None:
         while self._open:
@@ -128,21 +134,22 @@ class DirectFiles:
 
     def open_buffered(self, file: str, *, create: bool, flags: int = 0, folders: bool = True) -> int:
         """A descriptor, the caller's, without O_DIRECT. `create`: with its `folders`, but not the directory itself."""
-        wanted = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0) | flags
-        try:
-            return os.open(self.path(file), wanted, 0o600)
-        except FileNotFoundError:
-            if not create or not folders:
-                raise
-            self.make_folders(file)
-            return os.open(self.path(file), wanted, 0o600)
+        wanted, path = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0) | flags, self.path(file)
+        with naming("open", path):
+            try:
+                return os.open(path, wanted, 0o600)
+            except FileNotFoundError:
+                if not create or not folders:
+                    raise
+                self.make_folders(file)
+                return os.open(path, wanted, 0o600)
 
     def make_folders(self, file: str) -> list[str]:
         """Those that the file lies in, below the directory; which of them were new."""
         folder, made = "", []
         for name in file.split("/")[:-1]:
             folder = f"{folder}/{name}" if folder else name
-            with contextlib.suppress(FileExistsError):
+            with contextlib.suppress(FileExistsError), naming("mkdir", self.path(folder)):
                 os.mkdir(self.path(folder), 0o700)  # noqa: PTH102
                 made.append(folder)
         return made
@@ -169,15 +176,22 @@ class DirectFiles:
 
     def _move_request(self, file: str, offset: int, request: list[memoryview], *, writing: bool) -> int:
         try:
+            return self._move_once(file, offset, request, writing=writing)
+        except OSError as error:
+            if not self.direct or error.errno not in _REFUSES_DIRECT:
+                raise
+        self._give_up_direct()
+        try:
+            return self._move_once(file, offset, request, writing=writing)
+        except OSError:
+            self.direct = True  # it was not that
+            raise
+
+    def _move_once(self, file: str, offset: int, request: list[memoryview], *, writing: bool) -> int:
+        with naming("write" if writing else "read", self.path(file)):
             moved = self._move_all(file, offset, request, writing=writing)
             if not self.direct:
                 past_the_cache(self._file(file, writable=writing).fd, offset, moved, written=writing)
-        except OSError as error:
-            if self.direct and error.errno in _REFUSES_DIRECT:
-                self._give_up_direct()
-                return self._move_request(file, offset, request, writing=writing)
-            error.filename = error.filename or self.path(file)
-            raise
         return moved
 
     def _move_all(self, file: str, offset: int, request: list[memoryview], *, writing: bool) -> int:
@@ -223,13 +237,14 @@ class DirectFiles:
 
     def _open_directly(self, path: str, flags: int) -> int:
         """Without O_DIRECT where it is refused, which may leave a new file behind, or not safe."""
-        try:
-            fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o600)
-        except OSError as error:
-            if not self.direct or error.errno not in _REFUSES_DIRECT:
-                raise
-            self._give_up_direct()
-            fd = os.open(path, flags & ~os.O_EXCL, 0o600)
+        with naming("open", path):
+            try:
+                fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o600)
+            except OSError as error:
+                if not self.direct or error.errno not in _REFUSES_DIRECT:
+                    raise
+                fd = os.open(path, flags & ~os.O_EXCL, 0o600)
+                self._give_up_direct()
         try:
             if not self._is_safe(fd):
                 self._own = self._own or memoryview(bytearray(_OWN_BYTES))
@@ -322,6 +337,12 @@ def past_the_cache(fd: int, offset: int, length: int, *, written: bool) -> None:
         if number in (errno.EIO, errno.ENOSPC, errno.EDQUOT):  # others say that it cannot be done here
             raise OSError(number, os.strerror(number))
     if length:
+        forget(fd, offset, length)
+
+
+def forget(fd: int, offset: int, length: int) -> None:
+    """Drop it from the page cache: advice, which a file system need not take."""
+    with contextlib.suppress(OSError):
         os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.durable_files import naming, opened
 from kvdepot.server.processes import read_boot_id, start_ticks
 
 WORKERS_LOCK: Final = "workers.lock"
@@ -44,10 +45,12 @@ class DirectoryHeldError(Exception):
 def hold_for_daemon(path: Path, daemon_pid: int) -> int:
     """Lock `path` for a daemon; the descriptor holds it. Raises DirectoryHeldError, and OSError as open(2) does."""
     fd = _open(path)
-    if not _lock(fd, exclusive=True):
-        holder = _holder(_content(fd))
+    try:
+        if not _lock(fd, path, exclusive=True):
+            raise DirectoryHeldError(_holder(_content(fd, path)))
+    except (OSError, DirectoryHeldError):
         os.close(fd)
-        raise DirectoryHeldError(holder)
+        raise
     if _writable(fd):
         with contextlib.suppress(OSError):  # no room even for this: the lock alone must do
             _write(fd, f"{daemon_pid} {start_ticks(daemon_pid)} {read_boot_id().hex()}\n")
@@ -61,23 +64,22 @@ def renew_token(path: Path, token: str) -> str | None:
     """
     fd = _open(path)
     try:
-        if not _lock(fd, exclusive=True):
+        if not _lock(fd, path, exclusive=True):
             return None
         if not _writable(fd):
-            return _content(fd)
-        _write(fd, f"{token}\n")
+            return _content(fd, path)
+        with naming("write", path):
+            _write(fd, f"{token}\n")
         return token
     finally:
-        os.close(fd)
+        with naming("close", path):
+            os.close(fd)
 
 
 def read_token(path: Path) -> str:
     """Empty where there is none. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        return _content(fd)
-    finally:
-        os.close(fd)
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+        return _content(fd, path)
 
 
 def enter(path: Path, token: str) -> int | None:
@@ -85,14 +87,25 @@ def enter(path: Path, token: str) -> int | None:
 
     Raises OSError. The lock first, the token after: nobody changes it while somebody holds the lock.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if _lock(fd, exclusive=False) and _content(fd) == token:
-        return fd
+    with naming("open", path):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        if _lock(fd, path, exclusive=False) and _content(fd, path) == token:
+            return fd
+    except OSError:
+        os.close(fd)
+        raise
     os.close(fd)
     return None
 
 
 def _open(path: Path) -> int:
+    with naming("open", path):
+        return _open_writable(path)
+
+
+def _open_writable(path: Path) -> int:
+    """Read-only where nothing can be written."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -101,12 +114,16 @@ def _open(path: Path) -> int:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _lock(fd: int, *, exclusive: bool) -> bool:
+def _lock(fd: int, path: Path, *, exclusive: bool) -> bool:
+    """Raises OSError where the file system has no locks: it could not be told then who else writes."""
     kind = fcntl.F_WRLCK if exclusive and _writable(fd) else fcntl.F_RDLCK
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody holds it
-        return False
+        with naming("fcntl (lock)", path):
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):  # somebody holds it
+            return False
+        raise
     return True
 
 
@@ -119,8 +136,9 @@ def _write(fd: int, text: str) -> None:
     os.ftruncate(fd, len(text))
 
 
-def _content(fd: int) -> str:
-    return os.pread(fd, _CONTENT_BYTES_MAX, 0).decode("ascii", "replace").strip()
+def _content(fd: int, path: Path) -> str:
+    with naming("read", path):
+        return os.pread(fd, _CONTENT_BYTES_MAX, 0).decode("ascii", "replace").strip()
 
 
 def _holder(content: str) -> Holder:

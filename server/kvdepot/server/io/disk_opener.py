@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from kvdepot.server.durable_files import naming
 from kvdepot.server.io.directory_guard import (
     WORKERS_LOCK,
     DirectoryHeldError,
@@ -97,7 +98,7 @@ class Guard:
             if self._fd >= 0:
                 yield from self._admit(begin)
         except OSError as error:
-            yield failed(error)
+            yield failed(error, self._root)
 
     def in_place(self) -> bool:
         """The lock file that is held is still the one that others would open. An unanswered question is no."""
@@ -109,8 +110,12 @@ class Guard:
     def _enter(self, begin: Begin) -> None:
         """A directory that went away is not made anew: it may be a mount, and what is below it another disk's."""
         if not begin.device:
-            self._root.mkdir(mode=0o700, exist_ok=True)
-        elif self._root.stat().st_dev != begin.device:
+            with naming("mkdir", self._root):
+                self._root.mkdir(mode=0o700, exist_ok=True)
+            return
+        with naming("stat", self._root):
+            device = self._root.stat().st_dev
+        if device != begin.device:
             raise OSError(0, "is on another file system than before: not mounted?", os.fspath(self._root))
 
     def _hold(self) -> Iterator[Message]:

@@ -14,6 +14,8 @@ from stat import S_ISREG
 from typing import Final
 
 from kvdepot.core.objectfile import HEADER_BYTES, Damage, ObjectDamageError, ObjectHeader, object_bytes, payload_sum
+from kvdepot.server.durable_files import LACKED, naming
+from kvdepot.server.file_room import check_room
 from kvdepot.server.io.context import Context, padded
 from kvdepot.server.io.direct_io import first_bytes
 from kvdepot.server.io.jobs import (
@@ -48,23 +50,29 @@ def look_up(job: LookUpFiles, context: Context) -> Answer:
     """Raises OSError where none could be found out."""
 
     def length(path: str) -> int:
-        found = os.stat(path, follow_symlinks=False)  # noqa: PTH116
+        with naming("stat", path):
+            found = os.stat(path, follow_symlinks=False)  # noqa: PTH116
         return found.st_size if S_ISREG(found.st_mode) else ABSENT
 
     return _each(job.files, context, length)
 
 
 def touch(job: TouchFiles, context: Context) -> Answer:
-    """Raises OSError where none could be touched. Of others the length is answered as 0."""
+    """Raises OSError where none could be touched, unless times cannot be set there at all."""
 
     def now(path: str) -> int:
-        os.utime(path, follow_symlinks=False)  # without a time: the server's
+        with naming("utimensat", path):
+            os.utime(path, follow_symlinks=False)  # without a time: the server's
         return 0
 
-    return _each(job.files, context, now)
+    return _each(job.files, context, now, lacked=LACKED)
 
 
-def _each(files: Iterable[str], context: Context, ask: Callable[[str], int]) -> Answer:
+def _each(
+    files: Iterable[str], context: Context, ask: Callable[[str], int], lacked: frozenset[int] = frozenset()
+) -> Answer:
+    """`lacked`: errors of a call that the file system does not have, which say nothing against it."""
+
     def asked(path: str) -> int | OSError:
         try:
             return ask(path)
@@ -73,8 +81,9 @@ def _each(files: Iterable[str], context: Context, ask: Callable[[str], int]) -> 
 
     answers = list(_threads().map(asked, map(context.files.path, files)))
     errors = [answer for answer in answers if isinstance(answer, OSError)]
-    if errors and len(errors) == len(answers):
-        raise errors[0]
+    serious = [error for error in errors if error.errno not in lacked]
+    if serious and len(errors) == len(answers):
+        raise serious[0]
     lengths = tuple(UNKNOWN if isinstance(answer, OSError) else answer for answer in answers)
     return Answer(IoOutcome.OK, str(errors[0]) if errors else "", lengths=lengths)
 
@@ -106,7 +115,7 @@ def publish(job: PublishFile, context: Context) -> Answer:
     if already is not None:
         return already
     path = context.files.path(job.temporary)
-    with contextlib.suppress(FileNotFoundError):  # of a worker that died over this job
+    with contextlib.suppress(FileNotFoundError), naming("unlink", path):  # of a worker that died over this job
         os.unlink(path)  # noqa: PTH108
     try:
         answer = _write_temporary(job, context)
@@ -157,6 +166,7 @@ def _already_there(job: PublishFile, context: Context) -> Answer | None:
 
 
 def _write_temporary(job: PublishFile, context: Context) -> Answer:
+    check_room(os.path.dirname(context.files.path(job.temporary)), object_bytes(job.name.raw_bytes))  # noqa: PTH120
     with context.files.held(job.temporary, create=True) as fd:
         if job.device and os.fstat(fd).st_dev != job.device:
             raise FileNotFoundError(errno.ENOENT, "on another file system than before: not mounted?", job.temporary)
@@ -176,9 +186,11 @@ def _write_temporary(job: PublishFile, context: Context) -> Answer:
 def _rename(job: PublishFile, context: Context) -> list[str]:
     """Once more where its folder was missing, or went away as an empty one. Answers the folders that it made."""
     made: list[str] = []
+    path = context.files.path(job.file)
     for attempt in range(1, _RENAMES_MAX + 1):
         try:
-            os.rename(context.files.path(job.temporary), context.files.path(job.file))  # noqa: PTH104
+            with naming("rename", path):
+                os.rename(context.files.path(job.temporary), path)  # noqa: PTH104
         except FileNotFoundError as error:
             if attempt == _RENAMES_MAX:  # the temporary is what is missing: somebody removed it
                 raise OSError(errno.EIO, "cannot be renamed", job.temporary) from error

@@ -83,10 +83,14 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Make a file of exactly `length` with all its blocks (posix_fallocate)."""
+    """Make a file of exactly `length` with all its blocks (posix_fallocate). NO_SPACE before the last byte is taken.
+
+    `beside_bytes`: what is still to be written beside it, and has to have room then, too.
+    """
 
     file: str
     length: int
+    beside_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +110,14 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Write, sync, read back and remove a small file; for a path that was taken out of use."""
+    """Do what jobs do, on a small file that is removed; for a path that was taken out of use.
+
+    `folder`: its files are what jobs read and write. All of them are opened so, and some are read.
+    """
 
     file: str
     write: bool
+    folder: str = ""  # empty: each job has a file of its own
 
 
 # Objects that are files of their own, in a directory that others have too (docs/formats/shared.md).

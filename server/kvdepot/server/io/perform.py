@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from kvdepot.core.objectfile import HEADER_BYTES, PAGE_BYTES, ObjectDamageError
+from kvdepot.core.objectfile import HEADER_BYTES, ObjectDamageError
+from kvdepot.server.durable_files import naming, sync_file
+from kvdepot.server.file_room import allocate, explained
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import outcome_of, past_the_cache
 from kvdepot.server.io.file_objects import look_up, publish, read_file, touch
@@ -32,6 +33,7 @@ from kvdepot.server.io.jobs import (
     WriteObject,
 )
 from kvdepot.server.io.objects import PIECE_BYTES, read_object, room_of, within, write_object
+from kvdepot.server.io.probing import probe
 from kvdepot.server.tiers.base import IoOutcome
 
 
@@ -46,7 +48,7 @@ def perform(job: Job, context: Context) -> Answer:
     except ObjectDamageError as damage:
         answer = Answer(IoOutcome(damage.damage.value), str(damage))
     except OSError as error:
-        answer = Answer(outcome_of(error), str(error))
+        answer = Answer(outcome_of(error), str(explained(error)))
     except ValueError as error:
         answer = Answer(IoOutcome.IO_ERROR, f"refused: {error}")
     context.trim()
@@ -55,16 +57,19 @@ def perform(job: Job, context: Context) -> Answer:
 
 def _append(job: Append, context: Context) -> Answer:
     """All of it is in the file, or nothing, as far as a failing medium lets itself be undone."""
+    path = context.files.path(job.file)
     with _opened(context.files.open_buffered(job.file, create=not job.expected_bytes)) as fd:
         found = os.fstat(fd).st_size
         if found != job.expected_bytes:
             return Answer(IoOutcome.IO_ERROR, f"{job.file} has {found} bytes, not {job.expected_bytes}")
         try:
-            _write_all(fd, job.data, job.expected_bytes)
+            with naming("write", path):
+                _write_all(fd, job.data, job.expected_bytes)
             if job.sync:
-                os.fdatasync(fd)
+                sync_file(fd, path, data_only=True)
         except OSError:
-            os.ftruncate(fd, job.expected_bytes)
+            with naming("truncate", path):
+                os.ftruncate(fd, job.expected_bytes)
             raise
     if job.sync and not job.expected_bytes:
         context.files.sync_folder(job.file)
@@ -72,17 +77,17 @@ def _append(job: Append, context: Context) -> Answer:
 
 
 def _allocate(job: Allocate, context: Context) -> Answer:
+    path = context.files.path(job.file)
     with _opened(context.files.open_buffered(job.file, create=True)) as fd:
         before = os.fstat(fd).st_size
         try:
-            if job.length:
-                os.posix_fallocate(fd, 0, job.length)
-            os.ftruncate(fd, job.length)
-            os.fsync(fd)
+            allocate(fd, path, job.length, job.beside_bytes)
+            sync_file(fd, path)
         except OSError:
-            os.ftruncate(fd, before)
+            with naming("truncate", path):
+                os.ftruncate(fd, before)
             if not before:
-                os.unlink(context.files.path(job.file))  # noqa: PTH108
+                os.unlink(path)  # noqa: PTH108
             raise
     context.files.sync_folder(job.file)
     return Answer(IoOutcome.OK)
@@ -91,8 +96,9 @@ def _allocate(job: Allocate, context: Context) -> Answer:
 def _remove(job: Remove, context: Context) -> Answer:
     context.files.close()  # a file that is open here keeps its blocks
     for file in job.files:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(context.files.path(file))  # noqa: PTH108
+        path = context.files.path(file)
+        with contextlib.suppress(FileNotFoundError), naming("unlink", path):
+            os.unlink(path)  # noqa: PTH108
     return Answer(IoOutcome.OK)
 
 
@@ -105,7 +111,8 @@ def _quarantine(job: Quarantine, context: Context) -> Answer:
             for start in range(0, total, PIECE_BYTES):
                 piece = context.scratch(0, min(PIECE_BYTES, total - start))
                 read, why = _read_what_can_be(within(job.parts, start, len(piece)), piece, context)
-                _write_all(fd, piece[:read], start)
+                with naming("write", context.files.path(job.file)):
+                    _write_all(fd, piece[:read], start)
                 copied += read
                 if read < len(piece):
                     break
@@ -121,27 +128,6 @@ def _read_what_can_be(parts: Sequence[Part], piece: memoryview, context: Context
         return context.files.read(parts, [piece]), ""
     except OSError as error:
         return 0, f": {error}"
-
-
-def _probe(job: Probe, context: Context) -> Answer:
-    page = context.tail
-    if not job.write:
-        read = context.files.read([Part(job.file, 0, PAGE_BYTES)], [page])
-        return Answer(IoOutcome.OK, stored_bytes=read)
-    name, path = f"{job.file}.{os.getpid()}.{threading.get_native_id()}", context.files.path(job.file)
-    try:
-        with _opened(context.files.open_buffered(name, create=True, flags=os.O_TRUNC, folders=False)) as fd:
-            os.unlink(context.files.path(name))  # noqa: PTH108 - first, so that nobody who dies here leaves it behind
-            page[:] = os.urandom(PAGE_BYTES)
-            _write_all(fd, page, 0)
-            os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, PAGE_BYTES, os.POSIX_FADV_DONTNEED)
-            if os.pread(fd, PAGE_BYTES, 0) != page:
-                return Answer(IoOutcome.IO_ERROR, f"{path} does not hold what was written to it")
-    except OSError as error:
-        error.filename = path  # each probe of a path in trouble says the same, and so it is told once
-        raise
-    return Answer(IoOutcome.OK)
 
 
 @contextlib.contextmanager
@@ -168,7 +154,7 @@ _PERFORM: Final[dict[type[Any], Callable[[Any, Context], Answer]]] = {
     Allocate: _allocate,
     Remove: _remove,
     Quarantine: _quarantine,
-    Probe: _probe,
+    Probe: probe,
     LookUpFiles: look_up,
     ReadFile: read_file,
     PublishFile: publish,

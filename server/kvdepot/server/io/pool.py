@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from kvdepot.core.errors import NoRoom
-from kvdepot.server.io.breaker import Breaker, BreakerState
-from kvdepot.server.io.context import coded_limit
+from kvdepot.server.guard import tier_guard
+from kvdepot.server.io.breaker import Breaker, BreakerState, Done
+from kvdepot.server.io.hands import NO_NUMBER, Worker
 from kvdepot.server.io.jobs import (
-    JOBS_PER_WORKER,
     Answer,
     Append,
     Job,
@@ -33,18 +32,19 @@ from kvdepot.server.io.jobs import (
 from kvdepot.server.io.tasks import CRASHES_MAX, Task, TaskQueue
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
-from kvdepot.server.tiers.base import IoOutcome, Loan, WorkerRegistry
+from kvdepot.server.io.workers_room import processes_max as processes_max  # part of this interface
+from kvdepot.server.io.workers_room import worker_reserve_bytes as worker_reserve_bytes
+from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, UnknownWorker, WorkerRegistry
 
 FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.UNREADABLE})
 """Outcomes that speak against the path, not against an object."""
 _ANSWERING: Final = frozenset({IoOutcome.OK, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY})
 """Answers to a probe of a path that can be read at least; whether it can be written is the tier's to find out."""
+_PROVING: Final = DAMAGED | {IoOutcome.OK}
+"""Outcomes of what was done to its end."""
 _READS: Final = ReadObject | ReadFile
 _WRITES: Final = WriteObject | PublishFile
 _PROBE: Final = Probe(".probe", write=True)
-_NO_NUMBER: Final = -1
-_WORKER_BYTES: Final = 24 << 20
-_ARENA_BYTES_PER_PAGE_TABLE_BYTE: Final = 512  # 8 bytes per page of 4096
 _BACKOFF_SECONDS_MIN = 0.1
 _BACKOFF_SECONDS_MAX = 30.0
 _STABLE_SECONDS = 10.0
@@ -57,39 +57,8 @@ _PATIENCE_SECONDS = 1.0
 """Jobs wait so long for a worker that has to be started again."""
 _DEATH_SECONDS = 1.0
 """How long killed workers are waited for: they die at once, or hang in the kernel."""
-_HANDED_MAX: Final = JOBS_PER_WORKER + 2
-"""Of a path that answers quickly: until an answer has come here and another job has gone there, the medium would have
-one request less, for a millisecond or two where cores are few."""
 QUICK_SECONDS: Final = 0.02
 """What an object may take for that. A load waits for what was handed out before it, twice this at most."""
-
-
-def processes_max(workers: int) -> int:
-    """How many processes a pool of so many workers may have: hanging ones, their successors, one that probes."""
-    return 2 * workers + 1
-
-
-def worker_reserve_bytes(arena_bytes: int, *, codec: bool) -> int:
-    """Memory of one worker beside the arena, to be kept free of it: its own, and page tables for all of the arena.
-
-    Measured 2026-11-21: 9 MiB private and 7 MiB of code with its files, 4 MiB while it verifies without an arena.
-    `codec`: for tiers that have one; both threads may code, and verify, the longest object that is coded at all.
-    """
-    scratch_bytes = 4 * coded_limit(arena_bytes) if codec else 0
-    return _WORKER_BYTES + arena_bytes // _ARENA_BYTES_PER_PAGE_TABLE_BYTE + scratch_bytes
-
-
-@dataclass(eq=False, slots=True)
-class _Worker:
-    process: WorkerProcess
-    number: int  # of the registry
-    started_at: float
-    hand: dict[int, Task] = field(default_factory=dict)
-    kept: dict[int, Loan] = field(default_factory=dict)  # of jobs that were answered TIMEOUT
-    up: bool = False  # its process has started
-    quick: bool = False  # its last object took less than `quick_seconds`
-    killed: bool = False
-    start_timer: asyncio.TimerHandle | None = None
 
 
 class IoPool:
@@ -131,17 +100,18 @@ class IoPool:
         self._registry = registry
         self._loop = loop
         self._log = log
-        self._count = count
-        self._changed = changed
+        self._guard = guard = tier_guard(str(settings.directory), count, log, loop.time)
+        self._count = guard.safe("a count", count)
+        self._changed = guard.safe("a change of state", changed)
         self._failing = failing
         self._probe_job = probe
         self._quick_seconds = quick_seconds
         self._queue = TaskQueue()
         self._numbers = 0
-        self._workers: dict[WorkerProcess, _Worker] = {}
-        self._serving: list[_Worker] = []
-        self._leaving: list[_Worker] = []  # get nothing more; killed, or finishing what they have
-        self._prober: _Worker | None = None
+        self._workers: dict[WorkerProcess, Worker] = {}
+        self._serving: list[Worker] = []
+        self._leaving: list[Worker] = []  # get nothing more; killed, or finishing what they have
+        self._prober: Worker | None = None
         self._backoff_seconds = _BACKOFF_SECONDS_MIN
         self._respawn: asyncio.TimerHandle | None = None
         self._respawn_seconds = 0.0  # how long after the last attempt
@@ -227,17 +197,15 @@ class IoPool:
         `loan` (of the job's extents) begins when a worker gets the job, and has ended when `done` is called; it ends
         and begins anew where the worker died and another one tries again. Except:
         TIMEOUT: the worker may still touch the extents; the loan ends when it is proven dead.
-        CANCELLED: the loan was refused, or the path is out of use; this time no worker was told of the job.
+        CANCELLED: the loan was refused or could not begin, the job is over a limit of `wire`, or the path is out of
+        use; this time no worker was told of the job.
         IO_ERROR: also when a second worker crashed over it (for an Append the first one that ended).
-        Raises WireError when the job is over a limit of `wire`.
         """
-        self._numbers += 1
-        task = Task(
-            self._numbers, job, pack_job(self._numbers, job), priority, done, loan,
-            self._deadline_seconds if deadline_seconds is None else deadline_seconds,
-        )  # fmt: skip
-        if not self.usable:
-            self._answer_soon(task, Answer(IoOutcome.CANCELLED, self.why_unusable))
+        seconds = self._deadline_seconds if deadline_seconds is None else deadline_seconds
+        task = self._task(job, priority, done, loan, seconds)
+        why = self.why_unusable or self._pack(task)
+        if why:
+            self._answer_soon(task, Answer(IoOutcome.CANCELLED, why))
             return
         self._queue.put(task)
         self._dispatch()
@@ -273,37 +241,70 @@ class IoPool:
 
     # Jobs: queue, hand out, answer.
 
+    def _task(
+        self, job: Job, priority: Priority, done: Callable[[Answer], None], loan: Loan | None, deadline_seconds: float
+    ) -> Task:
+        self._numbers += 1
+        return Task(self._numbers, job, b"", priority, done, loan, deadline_seconds)
+
+    def _pack(self, task: Task) -> str:
+        """Empty, or why no worker can be told of it."""
+        try:
+            task.frame = pack_job(task.number, task.job)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._guard.caught(f"packing {type(task.job).__name__}", error)
+            return f"the job cannot be packed: {error}"
+        return ""
+
     def _dispatch(self) -> None:
         while (worker := self._free_worker()) is not None and (task := self._queue.take()) is not None:
-            if task.loan is not None and not task.loan.begin(worker.number):
-                self._answer_soon(task, Answer(IoOutcome.CANCELLED, "the loan was refused"))
+            try:
+                why = self._lend(worker, task)
+            except UnknownWorker as error:
+                self._queue.put(task, first=True)
+                self._replace(worker, str(error))
+                continue
+            if why:
+                self._answer_soon(task, Answer(IoOutcome.CANCELLED, why))
             else:
                 self._hand(worker, task)
 
-    def _free_worker(self) -> _Worker | None:
+    def _lend(self, worker: Worker, task: Task) -> str:
+        """Empty, or why nobody is told of the task. Raises UnknownWorker."""
+        try:
+            lent = task.loan is None or task.loan.begin(worker.number)
+        except UnknownWorker:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            self._guard.caught("the begin of a loan", error)
+            return f"the loan could not begin: {error}"
+        return "" if lent else "the loan was refused"
+
+    def _replace(self, worker: Worker, why: str) -> None:
+        """Nothing can be lent to it, so that it would have each job fail, and be the next one that is free."""
+        self._count("io_failed_callbacks", 1)
+        self._move(worker, self._leaving)
+        if not worker.hand:
+            self._kill(worker)
+        self._start_later(worker, why)
+        self._loop.call_soon(self._fill)
+
+    def _free_worker(self) -> Worker | None:
         """None that is starting: until it has, another may be free."""
-        free = [worker for worker in self._serving if worker.up and self._takes_more(worker)]
+        quick_since = self._loop.time() - self._quick_seconds
+        free = [worker for worker in self._serving if worker.up and worker.takes_more(quick_since)]
         return min(free, key=lambda worker: len(worker.hand), default=None)
 
-    def _takes_more(self, worker: _Worker) -> bool:
-        """Ahead of its threads while it is quick, and what it has begun may be: else another worker may come first."""
-        if len(worker.hand) < JOBS_PER_WORKER:
-            return True
-        if not worker.quick or len(worker.hand) >= _HANDED_MAX:
-            return False
-        since = self._loop.time() - self._quick_seconds
-        begun = islice(worker.hand.values(), JOBS_PER_WORKER)
-        return all(task.timer and task.timer.when() - task.deadline_seconds > since for task in begun)
-
-    def _hand(self, worker: _Worker, task: Task) -> None:
+    def _hand(self, worker: Worker, task: Task) -> None:
         worker.hand[task.number] = task
         if worker.up:
             self._watch(worker)
-        worker.process.send(task.frame)
+        if not self._guard.call("sending a job", worker.process.send, task.frame):
+            task.crashes += 1
+            self._kill(worker)
 
-    def _watch(self, worker: _Worker) -> None:
-        """What it has threads for: it takes its jobs in the order of their coming."""
-        for task in islice(worker.hand.values(), JOBS_PER_WORKER):
+    def _watch(self, worker: Worker) -> None:
+        for task in worker.begun():
             if task.timer is None:
                 task.timer = self._loop.call_later(task.deadline_seconds, self._overdue, worker, task)
 
@@ -317,23 +318,14 @@ class IoPool:
     def _answer(self, task: Task, answer: Answer) -> None:
         self._count(f"io_answers.{answer.outcome}", 1)
         self._moved.set()
-        with self._guarded(f"the answer to {type(task.job).__name__}"):
-            task.done(answer)
+        self._guard.call(f"the answer to {type(task.job).__name__}", task.done, answer)
 
-    @contextlib.contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        """Around a callback: a fault of ours must not cost others their answers, or the pool a worker."""
-        try:
-            yield
-        except Exception:  # noqa: BLE001 - whatever it is
-            self._count("io_failed_callbacks", 1)
-            self._log.exception("%s: %s could not be dealt with", self._settings.directory, what)
-
-    def _judge(self, outcome: IoOutcome, why: str) -> None:
+    def _judge(self, job: Job, outcome: IoOutcome, why: str) -> None:
         """What an answer says about the path."""
+        done = Done.READ if isinstance(job, _READS) else Done.WRITE if isinstance(job, _WRITES | Append) else Done.OTHER
         if outcome not in self._failing:
-            self.breaker.worked()
-        elif self.breaker.failed(f"{outcome}: {why}" if why else outcome):
+            self.breaker.worked(done if outcome in _PROVING else Done.OTHER)
+        elif self.breaker.failed(f"{outcome}: {why}" if why else outcome, done):
             self._take_out_of_use()
 
     # What becomes of jobs in workers' hands.
@@ -346,6 +338,9 @@ class IoPool:
         self._dispatch()
 
     def answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None:
+        self._guard.call("taking an answer", self._answered, worker, number, answer)
+
+    def _answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None:
         its = self._workers[worker]
         task = its.hand.pop(number, None)
         if task is None:  # too late for its deadline, but not for the loan
@@ -358,7 +353,7 @@ class IoPool:
         if isinstance(task.job, _READS | _WRITES):
             its.quick = answer.seconds < self._quick_seconds
         self._note(task.job, answer)
-        self._judge(answer.outcome, answer.detail)
+        self._judge(task.job, answer.outcome, answer.detail)
         if its in self._leaving and not its.hand:
             self._kill(its)
         self._answer(task, answer)
@@ -380,8 +375,8 @@ class IoPool:
             if task.timer is not None and not its.killed:  # begun: it may have ended of this job
                 task.crashes += 1
             self._take_back(task)
-        if self._registry is not None and its.number != _NO_NUMBER:
-            self._registry.dead(its.number)
+        if self._registry is not None and its.number != NO_NUMBER:
+            self._guard.call("a worker's death", self._registry.dead, its.number)
         why = f"I/O worker {worker.pid} ended with {status}"
         if not its.killed:
             self._count("io_workers.crashed", 1)
@@ -390,7 +385,7 @@ class IoPool:
             if task.repeatable:
                 self._queue.put(task, first=True)
             else:
-                self._judge(IoOutcome.IO_ERROR, why)
+                self._judge(task.job, IoOutcome.IO_ERROR, why)
                 self._answer_soon(task, Answer(IoOutcome.IO_ERROR, why))
         self._fill()
         self._moved.set()
@@ -407,24 +402,23 @@ class IoPool:
             task.timer = None
 
     def _end(self, loan: Loan) -> None:
-        with self._guarded("the end of a loan"):
-            loan.end()
+        self._guard.call("the end of a loan", loan.end)
 
-    def _overdue(self, worker: _Worker, task: Task) -> None:
+    def _overdue(self, worker: Worker, task: Task) -> None:
         why = f"no answer from I/O worker {worker.process.pid} within {task.deadline_seconds:g} s"
         if not worker.killed:
             self._count("io_workers.abandoned", 1)
             if self.breaker.closed:  # else it is a probe of a path of which all is said
                 self._log.warning("%s: %s; it is killed and left to the kernel", self._settings.directory, why)
         self._kill(worker)
-        self._judge(IoOutcome.TIMEOUT, why)
+        self._judge(task.job, IoOutcome.TIMEOUT, why)
         self._expire(worker, task, why)
         for other in worker.hand.values():
             if other.timer is None:  # it was not begun, which only the death of the worker proves
                 other.timer = self._loop.call_later(_DEATH_SECONDS, self._expire, worker, other, why)
         self._fill()
 
-    def _expire(self, worker: _Worker, task: Task, why: str) -> None:
+    def _expire(self, worker: Worker, task: Task, why: str) -> None:
         """Answer without the worker, who keeps the loan."""
         self._unwatch(task)
         del worker.hand[task.number]
@@ -468,28 +462,34 @@ class IoPool:
             self._told_usable = self.usable
             self._loop.call_soon(self._changed)
 
-    def _spawn(self) -> _Worker | None:
+    def _spawn(self) -> Worker | None:
         """None where there is no room for another process now; tried again later."""
         now = self._loop.time()
         try:
             process = WorkerProcess(self._settings, self._loop, self)
-        except OSError as error:
-            self._start_later(None, f"no I/O worker can be started: {error}")
+        except Exception as error:  # noqa: BLE001 - there is no room, or whatever it is
+            self._cannot("started", error)
             return None
-        worker = _Worker(process, _NO_NUMBER, now)
+        worker = Worker(process, NO_NUMBER, now)
         self._workers[process] = worker
         try:
             if self._registry is not None:
                 worker.number = self._registry.started(process.pid)
-        except NoRoom as error:
+        except Exception as error:  # noqa: BLE001 - the table is full, or whatever it is
             self._kill(worker)
-            self._start_later(None, f"no I/O worker can be registered: {error.message}")
+            self._cannot("registered", error)
             return None
         self._count("io_workers.started", 1)
         worker.start_timer = self._loop.call_later(_START_SECONDS, self._start_overdue, worker)
         return worker
 
-    def _start_overdue(self, worker: _Worker) -> None:
+    def _cannot(self, what: str, error: Exception) -> None:
+        if not isinstance(error, OSError | NoRoom):
+            self._guard.caught(f"a worker that is to be {what}", error)
+        why = error.message if isinstance(error, NoRoom) else str(error)
+        self._start_later(None, f"no I/O worker can be {what}: {why}")
+
+    def _start_overdue(self, worker: Worker) -> None:
         why = f"I/O worker {worker.process.pid} has not started within {_START_SECONDS:g} s"
         self._count("io_workers.abandoned", 1)
         self._kill(worker)
@@ -498,11 +498,11 @@ class IoPool:
             self._expire(worker, task, why)
         self._fill()
 
-    def _end_start(self, worker: _Worker) -> None:
+    def _end_start(self, worker: Worker) -> None:
         if worker.start_timer is not None:
             worker.start_timer.cancel()
 
-    def _start_later(self, crashed: _Worker | None, why: str) -> None:
+    def _start_later(self, crashed: Worker | None, why: str) -> None:
         if self._closed or self._respawn is not None:
             return
         if crashed is not None and self._loop.time() - crashed.started_at > _STABLE_SECONDS:
@@ -513,7 +513,7 @@ class IoPool:
         self._respawn_seconds = seconds
         self._backoff_seconds = min(seconds * 2, _BACKOFF_SECONDS_MAX)
 
-    def _kill(self, worker: _Worker) -> None:
+    def _kill(self, worker: Worker) -> None:
         """Its death is not waited for."""
         self._move(worker, self._leaving)
         self._end_start(worker)
@@ -521,7 +521,7 @@ class IoPool:
             worker.killed = True
             worker.process.kill()
 
-    def _move(self, worker: _Worker, to: list[_Worker] | None) -> None:
+    def _move(self, worker: Worker, to: list[Worker] | None) -> None:
         for workers in (self._serving, self._leaving):
             if worker in workers:
                 workers.remove(worker)
@@ -555,6 +555,7 @@ class IoPool:
 
     def _probe(self) -> None:
         """By a worker of its own: others may hang, or hold files of a mount that is gone."""
+        self._probe_timer = None
         self.breaker.start_probe()
         if len(self._workers) >= processes_max(self._workers_max):
             self._probed(Answer(IoOutcome.TIMEOUT, f"all {len(self._workers)} workers hang in the kernel"))
@@ -563,12 +564,12 @@ class IoPool:
         if worker is None:
             self._probed(Answer(IoOutcome.IO_ERROR, "no worker can be started"))
             return
-        self._numbers += 1
-        task = Task(
-            self._numbers, self._probe_job, pack_job(self._numbers, self._probe_job), Priority.TEND, self._probed, None,
-            self._deadline_seconds, crashes=CRASHES_MAX,
-        )  # fmt: skip
-        self._hand(worker, task)
+        task = self._task(self._probe_job, Priority.TEND, self._probed, None, self._deadline_seconds)
+        task.crashes = CRASHES_MAX
+        if why := self._pack(task):
+            self._probed(Answer(IoOutcome.IO_ERROR, why))
+        else:
+            self._hand(worker, task)
 
     def _probed(self, answer: Answer) -> None:
         prober, self._prober = self._prober, None

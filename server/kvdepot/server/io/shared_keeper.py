@@ -12,21 +12,55 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.waiting import readable
 from kvdepot.server.tiers.shared.keeper.keeper import Keeper
 from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
 from kvdepot.server.tiers.shared.keeper.words import pack_word, take_published
+from kvdepot.server.tiers.shared.links import Failed, Report
 
 _RECEIVE_BYTES = 1 << 14
 _HURRY = 0.25
-"""Of a heartbeat, while this node may not write: until it hears otherwise."""
+"""Of a heartbeat, while this node waits for another one's grant."""
 
 
 def boot_seconds() -> float:
     """Goes on while the machine sleeps, and is nobody's to set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Turns:
+    """Heartbeats and steps of work in turn. Work has half of the time, whatever a heartbeat takes; others the rest."""
+
+    def __init__(self, keeper: Keeper, heartbeat_seconds: float, clock: Callable[[], float]) -> None:
+        self._keeper = keeper
+        self._heartbeat_seconds = heartbeat_seconds
+        self._clock = clock
+        self._beat_at = clock()
+        self._worked_seconds = self._others_seconds = 0.0  # since the last heartbeat began: heartbeat and rests
+
+    def turn(self, tell: Callable[[Report | Failed], None]) -> float:
+        """Seconds until the next one."""
+        started = self._clock()
+        if started >= self._beat_at:
+            word = self._keeper.beat()
+            ended = self._clock()
+            heartbeat_seconds = self._heartbeat_seconds * (_HURRY if self._keeper.hurried else 1)
+            self._beat_at = max(started + heartbeat_seconds, ended + (ended - started))
+            self._worked_seconds, self._others_seconds = 0.0, ended - started
+            tell(word)
+        began = self._clock()
+        works = self._keeper.work()
+        ended = self._clock()
+        self._worked_seconds += ended - began
+        pause = self._beat_at - ended
+        if works:
+            pause = min(pause, self._worked_seconds - self._others_seconds)
+        pause = max(pause, 0.0)
+        self._others_seconds += pause
+        return pause
 
 
 def main(arguments: list[str]) -> int:
@@ -37,16 +71,9 @@ def main(arguments: list[str]) -> int:
     keeper = Keeper(settings, Before(**json.loads(arguments[3])), boot_seconds)
     daemon = socket.socket(fileno=socket_fd)
     received = bytearray()
-    beat_at = boot_seconds()
+    turns = Turns(keeper, settings.heartbeat_seconds, boot_seconds)
     while True:
-        started = boot_seconds()
-        if started >= beat_at:
-            word = keeper.beat()
-            beat_at = started + settings.heartbeat_seconds * (1 if keeper.allowed else _HURRY)
-            daemon.sendall(pack_word(word))
-        pause = max(beat_at - boot_seconds(), 0.0)
-        if keeper.work():
-            pause = min(pause, boot_seconds() - started)  # half of the time is others'
+        pause = turns.turn(lambda word: daemon.sendall(pack_word(word)))
         if readable(daemon, pause):
             data = daemon.recv(_RECEIVE_BYTES)
             if not data:

@@ -30,18 +30,22 @@ from kvdepot.proto import codec_data
 from kvdepot.proto.status import to_status
 from kvdepot.proto.v1 import data_pb2 as pb
 from kvdepot.proto.v1 import data_pb2_grpc as pb_grpc
+from kvdepot.server.grpc_guards import address, guards
 from kvdepot.server.io.lent_extents import LentExtents
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.stream_wire import OPENING
 
 _CALLS_MAX: Final = 4
 """A rank has a store and a load under way; the rest is for those of a connection that broke."""
+_CONNECTIONS_MAX: Final = 16
+"""One client has one, or a new one while an old one breaks."""
 CALL_SECONDS_MAX: Final = 3600.0
 """Without a deadline a call could hold one of the few threads for ever."""
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.so_reuseport", 0),
+    *guards(_CONNECTIONS_MAX),
 )
 Context = Any
 """grpc.ServicerContext; its stubs know no `time_remaining` of None."""
@@ -64,7 +68,7 @@ def main(arguments: list[str]) -> int:
     extents = LentExtents(arena, tables, int(tables.attachments["session"][attachment]))
     server = grpc.server(ThreadPoolExecutor(_CALLS_MAX), options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX)
     pb_grpc.add_DataServicer_to_server(DataService(extents, session), server)  # type: ignore[no-untyped-call]
-    server.add_insecure_port(f"unix:{path}")
+    server.add_insecure_port(address(Path(path)))
     server.start()
     os.chown(path, -1, group)
     Path(path).chmod(mode)

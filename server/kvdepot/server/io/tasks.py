@@ -15,7 +15,7 @@ CRASHES_MAX = 2
 
 @dataclass(eq=False, slots=True)
 class Task:
-    """A job with everything that becomes of it. `frame`: as it goes over the wire, under `number`."""
+    """A job with everything that becomes of it. `frame`: as it goes over the wire, under `number`; empty at first."""
 
     number: int
     job: Job

@@ -40,7 +40,8 @@ EXTENTS_MAX: Final = 1 << 16
 PARTS_MAX: Final = 1 << 16
 FILES_MAX: Final = 4_096
 """Different files of one job."""
-FILE_NAME_BYTES_MAX: Final = 255
+FILE_NAME_BYTES_MAX: Final = 512
+"""With its folder; the name in the folder alone may have 255 (NAME_MAX)."""
 APPEND_BYTES_MAX: Final = 16 << 20
 DETAIL_BYTES_MAX: Final = 1_024
 JOB_BYTES_MAX: Final = 20 << 20
@@ -52,6 +53,7 @@ STARTED: Final = 0
 
 FRAME: Final = struct.Struct("<IQ")
 _U8 = struct.Struct("<B")
+_U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _PART = struct.Struct("<IQQ")
@@ -116,7 +118,7 @@ def pack_job(number: int, job: Job) -> bytes:
     tag, pack, _ = _JOBS[type(job)]
     try:
         body = _U8.pack(tag) + pack(job)
-    except struct.error as error:
+    except (struct.error, OverflowError, UnicodeError) as error:
         raise WireError(f"{type(job).__name__}: {error}") from error
     return _frame(number, body, JOB_BYTES_MAX)
 
@@ -155,14 +157,14 @@ def _pack_several(items: Sequence[bytes], limit: int, what: str) -> bytes:
 
 
 def _pack_file(file: str) -> bytes:
-    name = file.encode()
+    name = file.encode(errors="surrogateescape")  # a name is bytes, whatever these are
     _check_file(file, len(name))
-    return _U8.pack(len(name)) + name
+    return _U16.pack(len(name)) + name
 
 
 def _take_file(reader: _Reader) -> str:
-    (length,) = reader.take(_U8)
-    file = reader.text(length)
+    (length,) = reader.take(_U16)
+    file = str(reader.data(length), "utf-8", "surrogateescape")
     _check_file(file, length)
     return file
 
@@ -284,21 +286,27 @@ def _take_append(reader: _Reader) -> Append:
 
 def _pack_allocate(job: Allocate) -> bytes:
     _check_range(0, job.length)
-    return _pack_file(job.file) + _U64.pack(job.length)
+    return _pack_file(job.file) + _U64.pack(job.length) + _U64.pack(job.beside_bytes)
 
 
 def _take_allocate(reader: _Reader) -> Allocate:
-    file, (length,) = _take_file(reader), reader.take(_U64)
+    file, (length,), (beside_bytes,) = _take_file(reader), reader.take(_U64), reader.take(_U64)
     _check_range(0, length)
-    return Allocate(file, length)
+    return Allocate(file, length, beside_bytes)
 
 
 def _take_quarantine(reader: _Reader) -> Quarantine:
     return Quarantine(_take_parts(reader), _take_file(reader))
 
 
+def _pack_probe(job: Probe) -> bytes:
+    folder = _pack_file(job.folder) if job.folder else b""
+    return _pack_file(job.file) + _U8.pack(job.write) + _U8.pack(bool(folder)) + folder
+
+
 def _take_probe(reader: _Reader) -> Probe:
-    return Probe(_take_file(reader), reader.flag())
+    file, write, in_folder = _take_file(reader), reader.flag(), reader.flag()
+    return Probe(file, write, _take_file(reader) if in_folder else "")
 
 
 def _pack_few_files(files: Sequence[str]) -> bytes:
@@ -345,7 +353,7 @@ _JOBS: dict[type[Any], tuple[int, Callable[[Any], bytes], Callable[[_Reader], Jo
     Allocate: (4, _pack_allocate, _take_allocate),
     Remove: (5, lambda job: _pack_files(job.files), lambda reader: Remove(_take_files(reader))),
     Quarantine: (6, lambda job: _pack_parts(job.parts) + _pack_file(job.file), _take_quarantine),
-    Probe: (7, lambda job: _pack_file(job.file) + _U8.pack(job.write), _take_probe),
+    Probe: (7, _pack_probe, _take_probe),
     LookUpFiles: (8, lambda job: _pack_few_files(job.files), lambda reader: LookUpFiles(_take_few_files(reader))),
     ReadFile: (9, _pack_read_file, _take_read_file),
     PublishFile: (10, _pack_publish, _take_publish),

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.jobs import Answer
-from kvdepot.server.io.wire import STARTED, WireError, take_answers
+from kvdepot.server.io.wire import STARTED, take_answers
 
 _MODULE = "kvdepot.server.io.worker"
 _NICENESS = 5
@@ -117,7 +117,7 @@ class WorkerProcess:
         self._received += data
         try:
             answers = take_answers(self._received)
-        except WireError as error:
+        except Exception as error:  # noqa: BLE001 - a WireError, or whatever else comes of such bytes
             self._loop.remove_reader(self._socket.fileno())
             self._listener.broken(self, str(error))
             return False

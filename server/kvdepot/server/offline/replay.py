@@ -26,11 +26,11 @@ from kvdepot.core.calls import (
     ReserveOutcome,
 )
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import Planner
 from kvdepot.core.trace_file import Request, Trace
 from kvdepot.server.offline.virtual_engine import VirtualEngine
 
-_CHUNKS_PER_CALL: Final = 64
 _REQUEST: Final = "replayed"
 _FRACTIONS: Final = (0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -104,7 +104,8 @@ class Replay:
 
     def _store(self, namespace: _Namespace, keys: Sequence[bytes], first: int) -> None:
         engine, session, chunk_tokens = self._virtual.engine, self._virtual.session, namespace.planner.chunk_tokens
-        bounds = [*range(first, len(keys), _CHUNKS_PER_CALL), len(keys)]
+        chunks = RESERVED_PER_CALL_MAX // len(namespace.planner.kinds)
+        bounds = [*range(first, len(keys), chunks), len(keys)]
         for start, end in pairwise(bounds):
             objects = list(self._objects(namespace, start, end, len(keys)))
             lease = self._virtual.new_lease_id()

@@ -53,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
         if options.verb == "fsck":
             return _fsck(options.directory, as_json=options.json)
         record = inspect(options.path)
+    except BrokenPipeError:  # nobody reads what is printed
+        raise
     except (OfflineRefusalError, OSError) as error:
         print(f"kvdepotd {options.verb}: {error}", file=sys.stderr)  # noqa: T201
         return _REFUSED

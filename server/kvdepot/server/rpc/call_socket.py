@@ -12,8 +12,9 @@ import socket
 from functools import partial
 from typing import Any, Final
 
-from kvdepot.core.errors import InvalidArgument, KvDepotError, LimitExceeded, NoRoom, NotReady
+from kvdepot.core.errors import InvalidArgument, NoRoom, NotReady
 from kvdepot.proto.call_frames import Frames, decode_request, encode_response
+from kvdepot.server.rpc.answer import domain_error
 from kvdepot.server.rpc.depot_calls import DepotCalls
 
 _TURN_SECONDS: Final = 0.001
@@ -51,7 +52,11 @@ class CallSocket(asyncio.Protocol):
     async def _connect(self) -> None:
         ours, self._ours = self._ours, None
         assert ours is not None
-        await self._loop.connect_accepted_socket(lambda: self, ours)
+        try:
+            await self._loop.connect_accepted_socket(lambda: self, ours)
+        except Exception as error:  # noqa: BLE001 - whatever it is; the client sees the end, and its calls go over gRPC
+            self._log.error("an engine's call socket cannot be connected", exc_info=error)
+            ours.close()
 
     @property
     def idle(self) -> bool:
@@ -115,7 +120,7 @@ class CallSocket(asyncio.Protocol):
                 self._begin(body)
                 if more := self._full or self._loop.time() >= until:
                     break
-        except KvDepotError as error:  # what is no frame leaves no place to go on at
+        except Exception as error:  # noqa: BLE001 - what is no frame leaves no place to go on at
             self._log.warning("an engine's call socket is closed: %s", error)
             self.close()
         self._read_on(on=not more and not self._full)
@@ -141,8 +146,8 @@ class CallSocket(asyncio.Protocol):
         self._waiting -= 1
         try:
             frame = encode_response(number, method, answer)
-        except LimitExceeded as error:
-            frame = encode_response(number, method, error)
+        except Exception as error:  # noqa: BLE001 - LimitExceeded, or whatever it is: the caller is answered
+            frame = encode_response(number, method, domain_error(error, self._log))
         if self._transport is not None:
             self._transport.write(frame)
 

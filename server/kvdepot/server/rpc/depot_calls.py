@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from kvdepot.core import limits
-from kvdepot.core.calls import Capabilities
+from kvdepot.core.calls import AbandonCall, Capabilities, CommitCall, CommitReply, ReleaseCall
 from kvdepot.core.errors import KvDepotError, ProtocolMismatch, StaleEpoch
 from kvdepot.proto import codec, codec_namespace
 from kvdepot.proto.status import to_status
@@ -18,6 +18,7 @@ from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.rpc.answer import domain_error
+from kvdepot.server.rpc.turns import children_first, in_turns, pieces
 
 Done = Callable[[Any], None]
 """Gets a call's response, or the KvDepotError that refuses it."""
@@ -45,10 +46,12 @@ class _Call:
         done, self._done = self._done, None
         if done is None:  # it went wrong behind its answer
             return
-        if isinstance(answer, KvDepotError):
-            _count_failed(self._counters, answer)
-        self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
-        done(answer)
+        try:
+            if isinstance(answer, KvDepotError):
+                _count_failed(self._counters, answer)
+            self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
+        finally:
+            done(answer)
 
 
 def _count_failed(counters: Counters, error: KvDepotError) -> None:
@@ -75,17 +78,21 @@ class DepotCalls:
         self._committed = committed
         self._counters = counters
         self._log = log
+        self._placing = False  # `_place_some` is about to be called
         self._at_once: dict[str, Callable[[Any], Any]] = {
             "GetCapabilities": self._get_capabilities,
             "RegisterNamespace": self._register_namespace,
-            "Declare": self._declare,
-            "Release": self._release,
             "Reserve": self._reserve,
-            "Commit": self._commit,
-            "Abandon": self._abandon,
             "EndRequest": self._end_request,
         }
-        self._later: dict[str, Callable[[Any, _Call], None]] = {"Locate": self._locate, "Acquire": self._acquire}
+        self._later: dict[str, Callable[[Any, _Call], None]] = {
+            "Locate": self._locate,
+            "Acquire": self._acquire,
+            "Declare": self._declare,
+            "Release": self._release,
+            "Commit": self._commit,
+            "Abandon": self._abandon,
+        }
 
     def start(self, method: str, request: Any, done: Done) -> None:
         """Make a call. `done` is called once: before this returns, or when what the call waits for is there.
@@ -126,8 +133,10 @@ class DepotCalls:
                 return codec_namespace.encode_stale_epoch(stale.bumps)
             raise
 
-    def _declare(self, request: pb.DeclareRequest) -> pb.DeclareResponse:
-        return codec.encode_declare_reply(self._engine.declare(codec.decode_declare_call(request)))
+    def _declare(self, request: pb.DeclareRequest, call: _Call) -> None:
+        decoded = codec.decode_declare_call(request)
+        steps = self._engine.drop_undeclared(decoded)
+        self._in_turns(call, steps, lambda: codec.encode_declare_reply(self._engine.declare(decoded)))
 
     def _locate(self, request: pb.LocateRequest, call: _Call) -> None:
         """What shared tiers are asked for is waited for, beside other calls. Who gave up waiting asks again."""
@@ -139,22 +148,61 @@ class DepotCalls:
     def _acquire(self, request: pb.AcquireRequest, call: _Call) -> None:
         """What has to be read first is waited for, beside other calls. Who gave up waiting asks again, or releases."""
         self._engine.acquire(codec.decode_acquire_call(request), partial(call.end_with, codec.encode_acquire_reply))
+        if not self._placing:
+            self._placing = True
+            asyncio.get_running_loop().call_soon(self._place_some)
 
-    def _release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
-        self._engine.release(codec.decode_release_call(request))
-        return pb.ReleaseResponse()
+    def _place_some(self) -> None:
+        """Turn by turn."""
+        self._placing = self._engine.place_some()
+        if self._placing:
+            asyncio.get_running_loop().call_soon(self._place_some)
+
+    def _release(self, request: pb.ReleaseRequest, call: _Call) -> None:
+        decoded = codec.decode_release_call(request)
+        unused = frozenset(decoded.unused)
+
+        def steps() -> Iterator[None]:
+            for lease in decoded.lease_ids:
+                self._engine.release(ReleaseCall(decoded.session, (lease,), (lease,) if lease in unused else ()))
+                yield
+
+        self._in_turns(call, steps(), pb.ReleaseResponse)
 
     def _reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
         return codec.encode_reserve_reply(self._engine.reserve(codec.decode_reserve_call(request)))
 
-    def _commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
-        reply = self._engine.commit(codec.decode_commit_call(request))
-        self._committed()
-        return codec.encode_commit_reply(reply)
+    def _commit(self, request: pb.CommitRequest, call: _Call) -> None:
+        decoded = codec.decode_commit_call(request)
+        outcomes = [b"" for _ in decoded.items]
 
-    def _abandon(self, request: pb.AbandonRequest) -> pb.AbandonResponse:
-        self._engine.abandon(codec.decode_abandon_call(request))
-        return pb.AbandonResponse()
+        def steps() -> Iterator[None]:
+            for group in pieces(decoded.items):
+                reply = self._engine.commit(CommitCall(decoded.session, tuple(piece for _, piece in group)))
+                for (number, _), said in zip(group, reply.outcomes, strict=True):
+                    outcomes[number] += said
+                self._committed()
+                yield
+
+        self._in_turns(call, steps(), lambda: codec.encode_commit_reply(CommitReply(tuple(outcomes))))
+
+    def _abandon(self, request: pb.AbandonRequest, call: _Call) -> None:
+        decoded = codec.decode_abandon_call(request)
+
+        def steps() -> Iterator[None]:
+            for group in pieces(map(children_first, decoded.items)):
+                self._engine.abandon(AbandonCall(decoded.session, tuple(piece for _, piece in group)))
+                yield
+
+        self._in_turns(call, steps(), pb.AbandonResponse)
+
+    def _in_turns(self, call: _Call, steps: Iterator[None], answer: Callable[[], Any]) -> None:
+        """Take the steps of the call, then answer it. Who gave up waiting asks again."""
+
+        def end(error: Exception | None) -> None:
+            call.end_with(lambda _: answer(), None) if error is None else call.end(domain_error(error, self._log))
+
+        in_turns(steps, end)
 
     def _end_request(self, request: pb.EndRequestRequest) -> pb.EndRequestResponse:
         self._engine.end_request(codec.decode_end_request_call(request))

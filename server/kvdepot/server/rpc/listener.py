@@ -16,6 +16,7 @@ from kvdepot.core import limits
 from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
+from kvdepot.server.grpc_guards import address, connections_max, guards
 from kvdepot.server.rpc.control_service import ControlService
 from kvdepot.server.rpc.depot_service import DepotService
 from kvdepot.server.rpc.operator_service import OperatorService
@@ -55,8 +56,10 @@ class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # it has no typ
 class GrpcListener:
     """Owns the grpc.aio server. The caller holds the lock of every socket path."""
 
-    def __init__(self, depot: DepotService, operator: OperatorService, control: ControlService) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS)
+    def __init__(
+        self, depot: DepotService, operator: OperatorService, control: ControlService, *, sockets: int
+    ) -> None:
+        self._server = grpc.aio.server(options=(*_OPTIONS, *guards(connections_max(sockets))))
         self._health = _Health()
         pb_grpc.add_DepotServicer_to_server(depot, self._server)  # type: ignore[no-untyped-call]
         pb_grpc.add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
@@ -72,7 +75,7 @@ class GrpcListener:
         for path in paths:
             path.unlink(missing_ok=True)
             try:
-                self._server.add_insecure_port(f"unix:{path}")
+                self._server.add_insecure_port(address(path))
             except RuntimeError as error:
                 raise OSError(f"cannot listen on {path}: {error}") from error
         await self._server.start()

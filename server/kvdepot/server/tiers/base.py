@@ -50,11 +50,17 @@ class IoOutcome(StrEnum):
     NO_SPACE = "no_space"  # ENOSPC, EDQUOT
     READ_ONLY = "read_only"  # EROFS
     TIMEOUT = "timeout"  # the deadline passed; a worker may still hold the extents
-    CANCELLED = "cancelled"  # the loan was refused, the tier closed or its breaker open: nobody goes on with it
+    # The loan was refused or could not begin, the job cannot be packed, the tier closed or its breaker open. Nobody
+    # goes on with it, and it says nothing about the medium.
+    CANCELLED = "cancelled"
 
 
 DAMAGED: Final = frozenset({*map(IoOutcome, Damage), IoOutcome.TORN, IoOutcome.BAD_PLACE})
 """The object is proved bad: its handle is dead."""
+
+
+class UnknownWorker(LookupError):  # noqa: N818 - says what it found
+    """A worker process that the engine has not written down, so that nothing can be lent to it."""
 
 
 class Loan(Protocol):
@@ -66,7 +72,8 @@ class Loan(Protocol):
     def begin(self, worker: int) -> bool:
         """Lend them to this worker (a number from `WorkerRegistry.started`), before it is told of them.
 
-        False: they are no longer there or the table is full; the job is answered CANCELLED.
+        False: they are no longer there or the table is full; the job is answered CANCELLED. So it is where this
+        raises: then nothing is lent. UnknownWorker: another worker gets the job, and takes the place of this one.
         """
 
     def end(self) -> None:

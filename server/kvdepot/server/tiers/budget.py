@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvdepot.server.tiers.wall_time import unix_seconds
+
 _DAY_SECONDS = 86_400
 
 
@@ -42,6 +44,6 @@ class WriteBudget:
             self._bytes = max(self._bytes, size_bytes)
 
     def _turn(self) -> None:
-        day = int(self._wall_clock()) // _DAY_SECONDS
+        day = unix_seconds(self._wall_clock) // _DAY_SECONDS
         if day != self._day:
             self._day, self._bytes = day, 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import re
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
-from kvdepot.server.io.jobs import Answer
+from kvdepot.server.file_room import NO_INODES
+from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.logs import REPEAT_SECONDS, Seldom
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -20,11 +23,19 @@ STOPS_WRITING: Final = {
     IoOutcome.UNREADABLE: "permission denied",
 }
 """Outcomes of a write after which the next one would end the same."""
+FAILING_WRITES: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.UNREADABLE})
+"""Outcomes of a write that say something of the next one where several end so in a row."""
+_PERMISSION: Final = tuple(f"[Errno {number}]" for number in (errno.EPERM, errno.EACCES))
+_STOPS_MIN: Final = 2
 
 
-def why_failed(answer: Answer) -> str:
+def why_failed(outcome: IoOutcome, detail: str) -> str:
     """Of a write, or a probe, that failed: for people."""
-    return f"{STOPS_WRITING.get(answer.outcome, answer.outcome)}: {answer.detail}"
+    if outcome is IoOutcome.NO_SPACE and NO_INODES in detail:
+        return detail
+    if outcome is IoOutcome.READ_ONLY and detail.startswith(_PERMISSION):  # a probe could read
+        outcome = IoOutcome.UNREADABLE
+    return f"{STOPS_WRITING.get(outcome, outcome)}: {detail}"
 
 
 class State(StrEnum):
@@ -39,12 +50,17 @@ class State(StrEnum):
 class Health:
     """`retry_due` says when to try to get out of a bad state: after `probe_seconds`, then less and less often.
 
-    A tier that was well for a minute starts with `probe_seconds` again.
+    A tier that was well for a minute starts with `probe_seconds` again. One whose probe worked, and the next write did
+    not, is not well: `doubt` says so until a write works.
     """
 
-    def __init__(self, name: str, *, probe_seconds: float, clock: Callable[[], float], log: logging.Logger) -> None:
+    def __init__(
+        self, name: str, *, probe_seconds: float, failures_max: int, clock: Callable[[], float], log: logging.Logger
+    ) -> None:
+        """`failures_max`: as many in a row take a path out of use."""
         self._name = name
         self._probe_seconds = probe_seconds
+        self._failures_max = failures_max
         self._clock = clock
         self._log = log
         self._retry_seconds = probe_seconds
@@ -52,6 +68,10 @@ class Health:
         self._ready_at = clock()
         self._seldom = Seldom(clock)
         self._short = ""
+        self._failed_writes = self._failed_reads = 0  # in a row
+        self._failed_read = ""  # why the last one did
+        self._stops = 0  # in a row, without a write that worked
+        self._stopped = ""  # why the last time
         self.state = State.OPENING
         self.reason = ""
 
@@ -62,11 +82,43 @@ class Health:
     def worsen(self, state: State, reason: str) -> None:
         if self.state is State.CLOSED:
             return
-        if self.state is State.READY and self._clock() - self._ready_at > REPEAT_SECONDS:
+        if self.state is State.READY and self._clock() - self._ready_at > REPEAT_SECONDS and not self.doubt:
             self._retry_seconds = self._probe_seconds
+        if self.state is State.READY and state is State.READ_ONLY:
+            self._stops, self._stopped = self._stops + 1, reason
         self.state, self.reason = state, reason
         self._retry_at = self._clock() + self._retry_seconds
-        self._say(f"{state}: {reason}", logging.WARNING)
+        self._say(f"{state}: {reason}")
+
+    def read_refused(self, outcome: IoOutcome, detail: str) -> None:
+        """Of one object, maybe: who may not read one file of several owners may well read the others."""
+        self._failed_reads += 1
+        self._failed_read = why_failed(outcome, detail)
+
+    def read_worked(self) -> None:
+        self._failed_reads = 0
+
+    def write_failed(self, outcome: IoOutcome, detail: str, breaker: Breaker) -> str:
+        """Why nothing more is to be written, as so many failed in a row, whatever reads do. Empty: it may be.
+
+        Errors that have taken all of it out of use stop the writing, too.
+        """
+        if outcome not in FAILING_WRITES:
+            return ""
+        self._failed_writes += 1
+        if self._failed_writes < self._failures_max or (outcome is IoOutcome.IO_ERROR and not breaker.closed):
+            return ""
+        return f"writes fail: {why_failed(outcome, detail)}"
+
+    def write_worked(self) -> None:
+        self._failed_writes = self._stops = 0
+
+    @property
+    def doubt(self) -> str:
+        """Why it is not well, although it is ready."""
+        writes = f"no write has worked since: {self._stopped}" if self._stops >= _STOPS_MIN else ""
+        reads = f"reads fail: {self._failed_read}" if self._failed_reads >= self._failures_max else ""
+        return writes or reads
 
     def retried(self) -> None:
         """Not again for a while, whatever comes of it."""
@@ -77,28 +129,39 @@ class Health:
         """A reason in the same state."""
         if reason != self.reason:
             self.reason = reason
-            self._say(reason, logging.WARNING)
+            self._say(reason)
 
     def short_of(self, reason: str) -> None:
         """It works, and is not all that it is to be; empty: it is again."""
         if reason and not self._short:
-            self._say(f"degraded: {reason}", logging.WARNING)
+            self._say(f"degraded: {reason}")
         elif self._short and not reason:
             self._log.info("tier %s: no longer degraded: %s", self._name, self._short)
         self._short = reason
 
     @property
     def shown(self) -> State:
-        return State.DEGRADED if self.state is State.READY and self._short else self.state
+        return State.DEGRADED if self.state is State.READY and (self._short or self.doubt) else self.state
 
     def ready(self, how: str) -> None:
         self.state, self.reason = State.READY, ""
+        self._failed_writes = 0
         self._ready_at = self._clock()
         self._log.info("tier %s: ready, %s", self._name, how)
 
     def close(self) -> None:
         self.state, self.reason = State.CLOSED, "the daemon is stopping"
 
-    def _say(self, what: str, level: int) -> None:
-        if self._seldom.due(what):
-            self._log.log(level, "tier %s: %s", self._name, what)
+    def _say(self, what: str) -> None:
+        """The same trouble of another file, or with another number in it, is the same."""
+        if self._seldom.due(_without_details(what)):
+            self._log.warning("tier %s: %s", self._name, what)
+
+
+def _without_details(what: str) -> str:
+    return re.sub(r"'[^']*'|[0-9][0-9.]*[A-Za-z]*", "", what)
+
+
+def shown(health: Health, breaker: Breaker) -> State:
+    """For people: a tier that is ready, and went out of use again after a probe that worked, is not all well."""
+    return State.DEGRADED if health.shown is State.READY and breaker.doubt else health.shown

@@ -33,7 +33,7 @@ MEANING: Final = {
     MissReason.OTHER_NAMESPACE: "another namespace has it: the engines differ in something that changes bytes",
     MissReason.UNVERIFIED: "adopted from an earlier run, its checksum was not compared yet",
     MissReason.BEING_WRITTEN: "it was just being written",
-    MissReason.TIER_UNAVAILABLE: "only a tier that is out of use has it",
+    MissReason.TIER_UNAVAILABLE: "only a tier that is out of use has it, or one that has not opened yet may have it",
     MissReason.NO_CHECKPOINT: "attention is there, but no recurrent state to resume from",
     MissReason.INCOMPLETE: "a kind that the boundary needs is not there",
     MissReason.NOT_IN_TIME: "it cannot be in RAM within the load's time",
@@ -49,6 +49,7 @@ MEANING: Final = {
     MissReason.FAILED_LATELY: "a load of this boundary had just failed",
     MissReason.TOO_MANY_LOADS: "as many loads as may be were in flight",
     MissReason.EXCLUDED: "its hashes do not cover its content",
+    MissReason.READS_NO_CACHE: "it reads no cache: prompt_logprobs, or skip_reading_prefix_cache was set",
     MissReason.GONE: "it went between the lookup and the load",
     MissReason.NO_ROOM: "there was no room in RAM for it, by size or by quota",
     MissReason.REFUSED: "the daemon refused the load",
@@ -66,7 +67,8 @@ MEANING: Final = {
 def explain(connection: tuple[Endpoint, float], request_id: str, as_json: bool) -> int:
     """Show what the daemon remembers of a request.
 
-    REQUEST_ID is the one in the engine's log, or its beginning: engines add to the ids that users choose.
+    REQUEST_ID is the one in the engine's log, its beginning, or what a user or gateway knows: the id of an answer, or
+    an X-Request-Id. vLLM puts `cmpl-` or `chatcmpl-` before the latter, and numbers around it.
     """
     with connect(*connection) as operator:
         records = operator.explain(request_id)

@@ -8,7 +8,7 @@ import click
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import chunk_option, json_option, namespace_option, place
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
-from kvdepot.client.ctl.printer import new_table, size_text
+from kvdepot.client.ctl.printer import new_table, show, size_text
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def prefetch(connection: tuple[Endpoint, float], namespace: str, chunk: str, as_
     if reply is None:
         return EXIT_STOPPED
     if not as_json:
-        console.print(_table(reply))
+        show(console, _table(reply))
         if not reply.over or reply.reason:
             console.print(f"the rest was not read: {reply.reason or 'stopped'}", markup=False)
     if followed.stopped:

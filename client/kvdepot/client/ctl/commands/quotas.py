@@ -10,7 +10,7 @@ import click
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
-from kvdepot.client.ctl.printer import new_table, quotas_table, size_text
+from kvdepot.client.ctl.printer import new_table, quotas_table, show, size_text
 from kvdepot.core.control import QuotaEntry, QuotaSubject
 from kvdepot.core.errors import NotFound
 from kvdepot.core.units import parse_size_bytes
@@ -110,7 +110,7 @@ def list_(connection: tuple[Endpoint, float], as_json: bool) -> int:
     for one in entries:
         names = (one.subject.tenant, one.subject.namespace or "(total)", one.subject.tier)
         table.add_row(*map(escape, names), _capacity(one), _source(one))
-    Console().print(table if entries else "there is no quota")
+    show(Console(), table if entries else "there is no quota")
     return 0
 
 
@@ -135,7 +135,7 @@ def _show(entry: QuotaEntry, held: list[QuotaStatus], more: dict[str, str], *, a
         return
     click.echo(f"{_capacity(entry)}: {entry.subject}, {_source(entry)}")
     if held:
-        Console().print(quotas_table(held))
+        show(Console(), quotas_table(held))
     _warn(more.get("not_kept", ""))
 
 

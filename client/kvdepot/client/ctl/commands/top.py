@@ -10,7 +10,7 @@ import click
 import grpc
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
-from kvdepot.client.ctl.printer import new_table, size_text
+from kvdepot.client.ctl.printer import new_table, show, size_text
 from kvdepot.client.ctl.rates import Rates
 from kvdepot.core.calls import CommitOutcome
 from rich.console import Console, Group
@@ -38,7 +38,7 @@ _COMMITTED = f"committed_objects.{CommitOutcome.COMMITTED.name.lower()}"
 def top(connection: tuple[Endpoint, float], interval: float, count: int | None, as_json: bool) -> int:
     """Show what the daemon does, a second: lookups, tokens that engines need not compute, loads, stores, misses, tiers.
 
-    With --json a line for each look. A daemon that is gone for a while is waited for.
+    With --json a line for each look. After the first look a daemon that has ended or hangs is waited for, until ^C.
     """
     with connect(*connection) as operator:
         looks = _looks(operator, interval, count)
@@ -76,17 +76,17 @@ def _show(looks: Iterator[tuple[DaemonStatus, Rates]]) -> None:
     console = Console()
     if not console.is_terminal:
         for now, rates in looks:
-            console.print(_screen(now, rates))
+            show(console, *_screen(now, rates))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for now, rates in looks:
-            live.update(_screen(now, rates), refresh=True)
+            live.update(Group(*_screen(now, rates)), refresh=True)
 
 
-def _screen(now: DaemonStatus, rates: Rates) -> Group:
+def _screen(now: DaemonStatus, rates: Rates) -> tuple[str | Table, ...]:
     ready = "[green]ready[/]" if now.ready else f"[red]not ready[/]: {escape(now.reason)}"
     title = f"kvdepotd {escape(now.version)}, up {now.uptime_seconds:.0f} s, {ready}; the last {rates.seconds:.1f} s:"
-    return Group(title, _flow(rates), _tiers(now, rates), _engines(now))
+    return title, _flow(rates), _tiers(now, rates), _engines(now)
 
 
 def _flow(rates: Rates) -> Table:

@@ -9,7 +9,7 @@ from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import RateType, chunk_option, json_option, namespace_option, place
 from kvdepot.client.ctl.completing import TierName
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
-from kvdepot.client.ctl.printer import new_table, size_text
+from kvdepot.client.ctl.printer import new_table, show, size_text
 from kvdepot.core.control import VerifyCall
 from rich.console import Console
 from rich.markup import escape
@@ -53,7 +53,7 @@ def verify(
         followed = follow(operator.verify(call), console, _bars, as_json=as_json)
     tiers = followed.reply.tiers if followed.reply else ()
     if tiers and not as_json:
-        console.print(_table(tiers))
+        show(console, _table(tiers))
     if followed.stopped:
         return EXIT_STOPPED
     return EXIT_FOUND if any(one.damaged or one.reason for one in tiers) else 0

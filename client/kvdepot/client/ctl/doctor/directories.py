@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final
 from kvdepot.client.ctl.doctor.findings import Check
 from kvdepot.client.ctl.doctor.probe import NOT_TRIED, TEMPORARY
 from kvdepot.client.ctl.printer import size_text
+from kvdepot.core.proc_text import MEMORY_KINDS, NETWORK_KINDS
 
 if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.findings import Finding
-    from kvdepot.client.ctl.doctor.host import Host, Mount
+    from kvdepot.client.ctl.doctor.host import Host
     from kvdepot.client.ctl.doctor.probe import Probed
     from kvdepot.client.ctl.doctor.settings import Place
+    from kvdepot.core.proc_text import Mount
 
-MEMORY_KINDS: Final = ("tmpfs", "hugetlbfs", "ramfs", "devtmpfs")
-NETWORK_KINDS: Final = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "fuse.glusterfs", "9p", "beegfs")
 HUGE: Final = "hugetlbfs"
 SKEW_SECONDS_MAX: Final = 5.0
 _FILES_MIN: Final = 10_000
@@ -176,8 +176,13 @@ def check_room(looked: Looked) -> Finding:
         needed = size_text(probed.total_bytes + due_bytes - probed.free_bytes)
         point = looked.mount.point if looked.mount else place.path
         return check.fail(shown, f"lower [ram] capacity, or mount -o remount,size=SIZE {point}, of at least {needed}")
+    if not probed.total_bytes:
+        return check.skipped("the file system does not tell its size")
     if place.needed_bytes > probed.total_bytes:
-        return check.fail(shown, "lower the tier's capacity to nine tenths of the file system")
+        return check.fail(
+            f"{shown}: the capacity is above the file system",
+            "lower the tier's capacity to nine tenths of the file system",
+        )
     if place.held and due_bytes > probed.free_bytes:
         return check.warn(f"{shown}: the tier will be read-only when it is full", "make room, or lower its capacity")
     return check.ok(shown)
@@ -279,7 +284,7 @@ def check_huge_pages(looked: Looked, host: Host) -> Finding:
 def _page_bytes(mount: Mount, host: Host) -> int:
     """Of a hugetlbfs, as the mount says it: `pagesize=2M`."""
     text = mount.value("pagesize")
-    if text[:-1].isdigit() and text[-1] in "KMG":
+    if text[:-1].isdecimal() and text[-1] in "KMG":
         return int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]]
     return host.memory_bytes("Hugepagesize") or 2 << 20
 

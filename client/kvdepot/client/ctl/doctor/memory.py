@@ -90,7 +90,7 @@ def check_open_files(host: Host, process: str) -> Finding:
 def check_kernel(host: Host) -> Finding:
     check, release = Check("kernel", HOST), (host.text("/proc/sys/kernel/osrelease") or "").strip()
     parts = release.split("-")[0].split(".")
-    if len(parts) < 2 or not (parts[0].isdigit() and parts[1].isdigit()):
+    if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()):
         return check.skipped(f"{release!r} is no version")
     version = (int(parts[0]), int(parts[1]))
     if version < KERNEL_MIN:

@@ -7,6 +7,7 @@ is known here a second time.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -79,17 +80,27 @@ def read_settings(
             f"`kvdepotd check-config` was not over within {seconds:g} s",
             "a path in the configuration lies on a mount that hangs: see to the mount, or name another path",
         )
-    if ended.code:
+    if ended.code and not ended.output:
         reason = (ended.errors.strip().splitlines() or ["no reason given"])[-1]
         if reason.startswith(_REFUSED):
             return None, _CHECK.fail(
                 reason.removeprefix(_REFUSED), "correct it; `kvdepotd check-config FILE` says whether it will do"
             )
         return None, _CHECK.skipped(f"kvdepotd does not run here ({reason}): install kvdepot[server]")
-    settings = decode(json.loads(ended.output))
+    facts = json.loads(ended.output)
+    settings = decode(facts)
+    if reason := facts.get("refused"):
+        return settings, _refused(reason, by_permissions=facts["refused_by_permissions"])
     if settings.note:
         return settings, _CHECK.warn(f"{settings.file}: {settings.note}", "make room, or name a tier in a file")
     return settings, _CHECK.ok(f"{settings.file}: good")
+
+
+def _refused(reason: str, *, by_permissions: bool) -> Finding:
+    """A good file with which this user could not start a daemon here."""
+    if by_permissions:
+        return _CHECK.ok(f"good; uid {os.geteuid()} could not serve it: {reason}")
+    return _CHECK.fail(reason, "correct it; `kvdepotd check-config FILE` says whether it will do")
 
 
 def decode(facts: Any) -> Settings:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from kvdepot.server.file_room import NOT_TRIED
 from kvdepot.server.io.jobs import Allocate, Answer, Priority
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import DiskLayout, segment_name
@@ -15,6 +16,8 @@ from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.workers import Hold, Workers
 
 _RETRY_SECONDS: Final = 15.0
+_RETRY_SECONDS_MAX: Final = 240.0
+"""How seldom what had to be tried is tried again: a quota that the room does not show had its last byte taken."""
 _RETRY_SECONDS_MIN: Final = 0.5
 _FAILURES_MAX: Final = 4
 
@@ -65,10 +68,10 @@ class Growth:
             return
         if not self.refused and self._space.free_bytes >= max(wanted_bytes, self._layout.segment_bytes):
             return
+        number = self.segments
+        job = Allocate(segment_name(number), self._layout.length_of(number), self._layout.beside_bytes)
         self._under_way = True
         self._hold = Hold(None)
-        number = self.segments
-        job = Allocate(segment_name(number), self._layout.length_of(number))
         self._workers.submit(
             job, priority=Priority.STORE, done=lambda answer: self._allocated(number, answer), loan=self._hold
         )
@@ -94,7 +97,12 @@ class Growth:
     def _failed(self, answer: Answer) -> None:
         """Refused at once where there is no room, after some failures where nobody knows."""
         full = answer.outcome is IoOutcome.NO_SPACE
-        seconds = _RETRY_SECONDS if full else min(_RETRY_SECONDS_MIN * 2**self._failures, _RETRY_SECONDS)
+        if full and NOT_TRIED in answer.detail:
+            seconds = _RETRY_SECONDS
+        elif full:
+            seconds = min(_RETRY_SECONDS * 2**self._failures, _RETRY_SECONDS_MAX)
+        else:
+            seconds = min(_RETRY_SECONDS_MIN * 2**self._failures, _RETRY_SECONDS)
         self._retry_at = self._clock() + seconds
         self._failures += 1
         if full or self._failures >= _FAILURES_MAX:

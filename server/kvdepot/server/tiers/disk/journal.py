@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Final
 
+from kvdepot.server.guard import Guard
 from kvdepot.server.io.jobs import Answer, Append, Priority
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import journal_name
@@ -37,23 +37,27 @@ class _Batch:
     data: bytes
     answers: list[Done]
     closes: bool = False  # ends the file
+    refused: tuple[Done, ...] = ()  # their records cannot be packed
 
 
 class Journal:
     """One file after the other. `closed(generation)`: this one is complete, the next one has begun; compact it.
 
     `broken(answer)`: called once, after everything that waited was answered.
+
+    An answer that raises costs nobody else his, and a record that cannot be packed fails alone.
     """
 
     def __init__(
         self, workers: Workers, *, limit_bytes: int, sync: bool,
-        closed: Callable[[int], None], broken: Callable[[Answer], None],
+        closed: Callable[[int], None], broken: Callable[[Answer], None], guard: Guard,
     ) -> None:  # fmt: skip
+        self._guard = guard
         self._workers = workers
         self._limit_bytes = limit_bytes
         self._sync = sync
-        self._closed = closed
-        self._broken = broken
+        self._closed = guard.safe("telling that a journal is complete", closed)
+        self._broken = guard.safe("telling that the journal is broken", broken)
         self._waiting: deque[tuple[Put | Mark, Done]] = deque()
         self._under_way: _Batch | None = None
         self._held = False  # a worker may still append
@@ -117,24 +121,29 @@ class Journal:
         batch = self._batch()
         if batch.data:
             self._send(batch, sync=self._sync)
-        elif self.compacted:
+        elif self.compacted and self._waiting:
             self._send(_Batch(self._mark(RecordType.CLOSE, 0), [], closes=True), sync=True)
+        self._tell(batch.refused, IoOutcome.CANCELLED)
 
     def _batch(self) -> _Batch:
         """What fits now; the CLOSE always does."""
-        pieces, answers = [], []
+        pieces: list[bytes] = []
+        answers: list[Done] = []
+        refused: list[Done] = []
         left = min(self._limit_bytes - MARK_BYTES - self._length, _BATCH_BYTES)
         if not self._length:
             pieces.append(pack_journal_header(self._store_id, self.generation))
             left -= JOURNAL_HEADER_BYTES
         while self._waiting:
-            record = self._pack(self._waiting[0][0])
-            if len(record) > left:
+            record, done = self._waiting[0]
+            packed = self._guard.value("packing a record", b"", self._pack, record)
+            if len(packed) > left:
                 break
-            left -= len(record)
-            pieces.append(record)
-            answers.append(self._waiting.popleft()[1])
-        return _Batch(b"".join(pieces) if answers else b"", answers)
+            self._waiting.popleft()
+            left -= len(packed)
+            pieces.append(packed)
+            (answers if packed else refused).append(done)
+        return _Batch(b"".join(pieces) if answers else b"", answers, refused=tuple(refused))
 
     def _pack(self, record: Put | Mark) -> bytes:
         if isinstance(record, Mark):
@@ -164,31 +173,24 @@ class Journal:
             self._break(batch, answer)
             return
         self._length += len(batch.data)
-        try:
-            _tell(batch.answers, IoOutcome.OK)
-        finally:
-            if batch.closes:
-                closed, self.generation, self._length = self.generation, self.generation + 1, 0
-                self.compacted = False
-                self._closed(closed)
-            self._next()
+        self._tell(batch.answers, IoOutcome.OK)
+        if batch.closes:
+            closed, self.generation, self._length = self.generation, self.generation + 1, 0
+            self.compacted = False
+            self._closed(closed)
+        self._next()
 
     def _break(self, batch: _Batch, answer: Answer) -> None:
         was_open, self._open = self._open, False
         waiting, self._waiting = self._waiting, deque()
-        try:
-            _tell([*batch.answers, *(done for _, done in waiting)], answer.outcome)
-        finally:
-            if was_open:
-                self._broken(answer)
+        self._tell([*batch.answers, *(done for _, done in waiting)], answer.outcome)
+        if was_open:
+            self._broken(answer)
 
     def _fail(self, outcome: IoOutcome) -> None:
         waiting, self._waiting = self._waiting, deque()
-        _tell([done for _, done in waiting], outcome)
+        self._tell([done for _, done in waiting], outcome)
 
-
-def _tell(answers: Sequence[Done], outcome: IoOutcome) -> None:
-    """All of them, also where one raises; that is raised at the end."""
-    with ExitStack() as stack:
-        for done in reversed(answers):
-            stack.callback(done, outcome)
+    def _tell(self, answers: Sequence[Done], outcome: IoOutcome) -> None:
+        for done in answers:
+            self._guard.call("the answer to a record", done, outcome)

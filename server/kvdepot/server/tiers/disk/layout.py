@@ -143,6 +143,11 @@ class DiskLayout:
     def segments(self) -> int:
         return -(-self.data_bytes // self.segment_bytes)
 
+    @property
+    def beside_bytes(self) -> int:
+        """What is written beside segments and quarantine at most."""
+        return _JOURNALS * self.journal_bytes + _SNAPSHOTS * self.snapshot_bytes
+
     def length_of(self, segment: int) -> int:
         return min(self.segment_bytes, self.data_bytes - segment * self.segment_bytes)
 

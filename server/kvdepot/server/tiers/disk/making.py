@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.tiers.disk.config import DiskConfig
-from kvdepot.server.tiers.disk.layout import PROBE
+from kvdepot.server.tiers.disk.layout import JOURNALS, PROBE, SEGMENTS
 from kvdepot.server.tiers.disk.opener_process import OpenerProcess
 from kvdepot.server.tiers.disk.tier import DiskTier
 from kvdepot.server.tiers.pools import TierMeans
@@ -12,11 +12,10 @@ from kvdepot.server.tiers.pools import TierMeans
 
 def make_disk_tier(config: DiskConfig, means: TierMeans) -> DiskTier:
     """No process is made before `start`. Raises ConfigError for an impossible capacity."""
-    probe = Probe(PROBE, write=True)
     return DiskTier(
         config,
-        data=means.data_pool(config, probe=probe),
-        journal=means.journal_pool(config, probe=probe),
+        data=means.data_pool(config, probe=Probe(PROBE, write=True, folder=SEGMENTS)),
+        journal=means.journal_pool(config, probe=Probe(PROBE, write=True, folder=JOURNALS)),
         opener=OpenerProcess(config, means.loop),
         log=means.log,
         count=means.count,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvdepot.core.calls import Kind
 from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.server.guard import Guard
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.logs import EVENTS
 from kvdepot.server.tiers.base import IoOutcome
@@ -35,6 +36,7 @@ class Medium:
     wall_clock: Callable[[], float]
     freed: Callable[[], None]  # there may be room for a write that waits
     unindexed: Callable[[int, int], None]  # told (handle, sequence) of what is served no more
+    guard: Guard
     events: logging.Logger = field(default_factory=lambda: logging.getLogger(EVENTS))
     sequence: int = 0  # of the next write
 
@@ -72,6 +74,9 @@ class Medium:
             self.kill(sequence)
 
     def tell(self, event: str, sequence: int, name: ObjectName, reason: str = "") -> None:
+        self.guard.call("telling an event", self._tell, event, sequence, name, reason)
+
+    def _tell(self, event: str, sequence: int, name: ObjectName, reason: str) -> None:
         self.events.debug(
             "%s tier=%s sequence=%d key=%s kind=%s%s",
             event, self.config.name, sequence, name.key.hex(), Kind(name.kind).name.lower(),

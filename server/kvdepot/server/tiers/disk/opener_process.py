@@ -9,8 +9,7 @@ from collections.abc import Callable
 from kvdepot.server.io.child_stream import ChildStream
 from kvdepot.server.io.waiting import readable
 from kvdepot.server.tiers.disk.config import DiskConfig
-from kvdepot.server.tiers.disk.messages import Ended, Message, MessageError, Request, pack, take_messages
-from kvdepot.server.tiers.disk.records import BadRecord
+from kvdepot.server.tiers.disk.messages import Ended, Message, Request, pack, take_messages
 
 _MODULE = "kvdepot.server.io.disk_opener"
 
@@ -77,7 +76,7 @@ class OpenerProcess:
             return
         try:
             message = next(take_messages(self._received), None)
-        except (MessageError, BadRecord, ValueError, TypeError):
+        except Exception:  # noqa: BLE001 - a MessageError, or whatever else comes of such bytes
             self._ended()
             return
         if message is None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 from kvdepot.core.allocator import Extent
 from kvdepot.core.errors import ConfigError
+from kvdepot.server.durable_files import naming
+from kvdepot.server.file_room import explained
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, PutColumns, Words
@@ -93,7 +95,7 @@ class Opener:
             yield Failed(f"{self._root}: {error}", IoOutcome.IO_ERROR)
             return
         except OSError as error:
-            yield failed(error)
+            yield failed(error, self._root)
             return
         overwritten, overtaken = settle(index.puts, held)
         index, held = _without(index, overwritten), held.without(overtaken)
@@ -109,7 +111,8 @@ class Opener:
         if store is None:
             store = make_store(self._root, layout, self._random_bytes)
         for folder in names.FOLDERS:
-            (self._root / folder).mkdir(mode=0o700, exist_ok=True)
+            with naming("mkdir", self._root / folder):
+                (self._root / folder).mkdir(mode=0o700, exist_ok=True)
         self._store = store
         return store, layout
 
@@ -132,7 +135,7 @@ class Opener:
             size_bytes = write_generation(self._root, store, index.generation, index.puts.packed(), facts)
             remove_temporaries(self._root)
         except OSError as error:
-            why = failed(error)
+            why = failed(error, self._root)
             refused, outcome = why.reason, why.outcome
         return Opened(
             store.store_id.hex(), store.segment_bytes, segments, index.generation, len(index.puts),
@@ -180,6 +183,7 @@ def _used_runs(puts: PutColumns, held: HeldPlaces) -> Words:
     return np.stack((starts, ends - starts), axis=1).astype(np.uint64)
 
 
-def failed(error: OSError) -> Failed:
+def failed(error: OSError, root: Path) -> Failed:
     outcome = _OUTCOMES.get(error.errno or 0, IoOutcome.IO_ERROR)
-    return Failed(f"{error.filename or 'the directory'}: {error.strerror or error}", outcome)
+    explained(error)
+    return Failed(f"{error.filename or root}: {error.strerror or error}", outcome)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import PurePath
 from typing import Final
 
 from kvdepot.core.allocator import GRANULE_BYTES
 from kvdepot.server.io.jobs import Answer, Part, Priority, Quarantine, Remove
+from kvdepot.server.io.wire import FILES_MAX as FILES_PER_JOB_MAX
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import quarantine_name
+from kvdepot.server.tiers.wall_time import unix_seconds
 from kvdepot.server.tiers.workers import Hold, Workers
 
 FILES_MAX: Final = 4_096
@@ -50,12 +53,15 @@ class QuarantineRoom:
         self._hold(found)
 
     def take(self, parts: tuple[Part, ...], sequence: int, reason: IoOutcome, left: Callable[[], None]) -> None:
-        """Copy an object; `left` is called when nobody reads its place any more, whether or not there is a copy."""
+        """Copy an object; `left` is called when nobody reads its place any more, whether or not there is a copy.
+
+        Nothing has happened where this raises.
+        """
         size_bytes = _rounded(sum(part.length for part in parts))
         if size_bytes > self._capacity_bytes:
             left()
             return
-        file = quarantine_name(int(self._wall_clock()), sequence, reason)
+        file = quarantine_name(unix_seconds(self._wall_clock), sequence, reason)
         self._files.append((file, size_bytes))
         self._copying.add(file)
         if self._looking:
@@ -95,7 +101,7 @@ class QuarantineRoom:
     def tend(self) -> None:
         """Remove what is too old or too much. What cannot be removed counts as before, until the next time."""
         files = self._oldest(self._capacity_bytes, keep=0)
-        oldest = quarantine_name(max(int(self._wall_clock() - self._keep_seconds), 0), 0, "")
+        oldest = quarantine_name(unix_seconds(lambda: self._wall_clock() - self._keep_seconds), 0, "")
         while self._files and PurePath(self._files[0][0]).name < PurePath(oldest).name:
             files |= self._pop()
         if files:
@@ -123,16 +129,25 @@ class QuarantineRoom:
         self.used_bytes = sum(files.values())
 
     def _remove(self, files: Mapping[str, int], done: Callable[[Answer], None]) -> None:
+        """`done` gets the last answer that was not OK, if there is one. Any number of files may have been put there."""
         self._removing.update(files)
+        names = tuple(files)
+        batches = [names[at : at + FILES_PER_JOB_MAX] for at in range(0, len(names), FILES_PER_JOB_MAX)]
+        left, result = len(batches), Answer(IoOutcome.OK)
 
-        def answered(answer: Answer) -> None:
-            self._removing.difference_update(files)
+        def answered(batch: tuple[str, ...], answer: Answer) -> None:
+            nonlocal left, result
+            left -= 1
+            self._removing.difference_update(batch)
             if answer.outcome is not IoOutcome.OK:
-                self._removed.difference_update(files)
-                self._hold({**dict(self._files), **files})
-            done(answer)
+                result = answer
+                self._removed.difference_update(batch)
+                self._hold({**dict(self._files), **{file: files[file] for file in batch}})
+            if not left:
+                done(result)
 
-        self._workers.submit(Remove(tuple(files)), priority=Priority.TEND, done=answered)
+        for batch in batches:
+            self._workers.submit(Remove(batch), priority=Priority.TEND, done=partial(answered, batch))
 
 
 def _rounded(size_bytes: int) -> int:

@@ -21,8 +21,9 @@ class Reading:
         damaged: Callable[[ObjectName, IoOutcome, str], None],
     ) -> None:  # fmt: skip
         self._medium = medium
-        self._refused = refused
-        self._damaged = damaged
+        self._guard = guard = medium.guard
+        self._refused = guard.safe("telling of a refusal", refused)
+        self._damaged = guard.safe("telling of damage", damaged)
         self._failing = FailingObjects[int](medium.data.breaker)  # by sequence
         self.in_flight = 0
 
@@ -47,6 +48,7 @@ class Reading:
         """`done` is also told whether the handle was still this object's when the answer came."""
         medium = self._medium
         sequence = medium.catalog.sequence(handle)
+        job = ReadObject(medium.parts(handle), name, sequence, extents)
         medium.space.read(sequence)
         self.in_flight += 1
         overdue = False
@@ -64,13 +66,14 @@ class Reading:
         def answered(answer: Answer) -> None:
             nonlocal overdue
             served = handle in medium.catalog and medium.catalog.sequence(handle) == sequence
-            read = self._judge(handle, name, answer, served=served)
+            read = self._guard.value(
+                "the end of a read", Read(IoOutcome.CANCELLED), lambda: self._judge(handle, name, answer, served=served)
+            )
             overdue = answer.outcome is IoOutcome.TIMEOUT
             if not overdue:
                 finished()
-            done(read, served)
+            self._guard.call("the answer to a read", done, read, served)
 
-        job = ReadObject(medium.parts(handle), name, sequence, extents)
         medium.data.submit(job, priority=priority, done=answered, loan=Hold(loan, ended))
 
     def _judge(self, handle: int, name: ObjectName, answer: Answer, *, served: bool) -> Read:
@@ -111,5 +114,6 @@ class Reading:
             medium.space.read_done(sequence)
             medium.kill(sequence)
 
-        medium.quarantine.take(parts, sequence, outcome, left)
+        if not self._guard.call("quarantine", medium.quarantine.take, parts, sequence, outcome, left):
+            left()
         return outcome

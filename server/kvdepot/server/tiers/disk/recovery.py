@@ -15,7 +15,8 @@ from typing import Final
 
 import numpy as np
 import xxhash
-from kvdepot.server.durable_files import TEMPORARY, publish
+from kvdepot.server.durable_files import TEMPORARY, naming, opened, publish, sync_file
+from kvdepot.server.file_room import allocate
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
@@ -60,7 +61,8 @@ class SnapshotFacts:
 def read_store(root: Path) -> Store | None:
     """None where there is no store yet. Raises BadFile for one that this version cannot open."""
     try:
-        return Store.unpack((root / names.STORE).read_bytes())
+        with naming("read", root / names.STORE):
+            return Store.unpack((root / names.STORE).read_bytes())
     except FileNotFoundError:
         return None
 
@@ -70,11 +72,13 @@ def make_store(root: Path, layout: DiskLayout, random_bytes: Callable[[int], byt
 
     Raises BadFile, and touches nothing, where anything else lies in the directory: it is somebody's.
     """
-    left, foreign = _left_overs(root)
+    with naming("readdir", root):
+        left, foreign = _left_overs(root)
     if foreign:
         raise BadFile(f"there is no {names.STORE}, and {foreign} is not a tier's: the path belongs to something else")
     for path in left:
-        path.unlink()
+        with naming("unlink", path):
+            path.unlink()
     store = Store(random_bytes(16), layout.segment_bytes)
     publish(root / names.STORE, [store.pack()])
     return store
@@ -144,11 +148,8 @@ def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> 
 def sync_segments(root: Path) -> None:
     """Everything that was written to a segment is on the medium after it."""
     for path in sorted((root / names.SEGMENTS).glob("*.seg")):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fdatasync(fd)
-        finally:
-            os.close(fd)
+        with opened(path, os.O_RDONLY) as fd:
+            sync_file(fd, path, data_only=True)
 
 
 def complete_segments(root: Path, layout: DiskLayout, used_end: int) -> int:
@@ -167,7 +168,7 @@ def complete_segments(root: Path, layout: DiskLayout, used_end: int) -> int:
         if there.get(number) == length:
             continue
         try:
-            _allocate(root / names.segment_name(number), length)
+            _allocate(root / names.segment_name(number), length, layout.beside_bytes)
         except OSError as error:
             if error.errno not in _NO_ROOM or used_end > number * layout.segment_bytes:
                 raise
@@ -183,7 +184,8 @@ def remove_others(root: Path, generation: int) -> None:
         for path in (root / folder).iterdir():
             number = names.generation_of(path.name)
             if number is not None and (number < generation or path.suffix == TEMPORARY):
-                path.unlink(missing_ok=True)
+                with naming("unlink", path):
+                    path.unlink(missing_ok=True)
 
 
 def remove_temporaries(root: Path) -> None:
@@ -225,7 +227,9 @@ def _left_overs(root: Path) -> tuple[list[Path], str]:
 def _numbered(folder: Path) -> dict[int, Path]:
     """A generation's file rather than its temporary."""
     found: dict[int, Path] = {}
-    for path in sorted(folder.iterdir(), reverse=True):  # temporaries first
+    with naming("readdir", folder):
+        paths = sorted(folder.iterdir(), reverse=True)  # temporaries first
+    for path in paths:
         number = names.generation_of(path.name)
         if number is not None:
             found[number] = path
@@ -248,7 +252,7 @@ def _row_start(journals: dict[int, Path]) -> int:
 
 
 def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with naming("read", path), path.open("rb") as file:
         data = file.read(_FILE_BYTES_MAX + 1)
     if len(data) > _FILE_BYTES_MAX:
         raise BadFile(f"{path.name} has more than {_FILE_BYTES_MAX} bytes")
@@ -256,11 +260,12 @@ def _read(path: Path) -> bytes:
 
 
 def _segment_sizes(root: Path) -> dict[int, int]:
-    return {
-        int(path.stem): path.stat().st_size
-        for path in (root / names.SEGMENTS).glob("*.seg")
-        if path.stem.isdecimal() and path.name == Path(names.segment_name(int(path.stem))).name
-    }
+    with naming("stat", root / names.SEGMENTS):
+        return {
+            int(path.stem): path.stat().st_size
+            for path in (root / names.SEGMENTS).glob("*.seg")
+            if path.stem.isdecimal() and path.name == Path(names.segment_name(int(path.stem))).name
+        }
 
 
 def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[PutColumns, list[str]]:
@@ -309,10 +314,6 @@ def _fitting(puts: PutColumns, layout: DiskLayout) -> int:
     return min(int(fitting), layout.handles)
 
 
-def _allocate(path: Path, length_bytes: int) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        os.ftruncate(fd, length_bytes)
-        os.posix_fallocate(fd, 0, length_bytes)
-    finally:
-        os.close(fd)
+def _allocate(path: Path, length_bytes: int, beside_bytes: int) -> None:
+    with opened(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW) as fd:
+        allocate(fd, os.fspath(path), length_bytes, beside_bytes)

@@ -117,7 +117,7 @@ class Reopening:
         medium = self._medium
         assert self.facts is not None
         medium.sequence = max(medium.sequence, self.facts.generation << SEQUENCE_BITS)
-        medium.budget.recover(self.facts.day, self.facts.day_bytes)
+        medium.guard.call("the write budget", medium.budget.recover, self.facts.day, self.facts.day_bytes)
         medium.quarantine.recover(self.facts.quarantined)
         return medium.space.finish(self._died)
 

@@ -114,9 +114,18 @@ class Space:
         """The lowest sequence that is being written."""
         return min((sequence for sequence, held in self._held.items() if not held.dying), default=otherwise)
 
-    def abandon(self, sequence: int) -> None:
-        """Nothing was written that anybody will ever read, and nobody writes it any more."""
-        self._release(sequence)
+    def abandon(self, sequence: int, *, shunned: bool = False) -> None:
+        """Nothing was written that anybody will ever read, and nobody writes it any more.
+
+        `shunned`: it could not be written. The next write would get the very same place, and fail as well.
+        """
+        if not shunned:
+            self._release(sequence)
+            return
+        held = self._held[sequence]
+        held.dying = True
+        self.coming_bytes += _bytes(held)
+        self.shun(sequence)
 
     # The end of an object.
 
@@ -134,7 +143,7 @@ class Space:
             self._settle(sequence)
 
     def shun(self, sequence: int) -> None:
-        """Its place, `retire`d, cannot be read: it counts as used until the tier closes or too much is shunned."""
+        """Its place, `retire`d or abandoned, is bad: it counts as used until the tier closes or too much is shunned."""
         self._set_shunned(self._held[sequence], shunned=True)
         self._shunned.append(sequence)
         while self._shunned_bytes > self._data_bytes * _SHUNNED_SHARE_MAX:

@@ -18,6 +18,7 @@ from kvdepot.core.errors import ConfigError
 from kvdepot.core.objectfile import ObjectName, object_bytes
 from kvdepot.core.report import TierStatus
 from kvdepot.core.units import format_size_rounded
+from kvdepot.server.guard import Once, tier_guard
 from kvdepot.server.io.jobs import Answer, Priority, Probe
 from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.tiers.budget import WriteBudget
@@ -25,7 +26,7 @@ from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.growth import Growth
 from kvdepot.server.tiers.disk.journal import Journal
-from kvdepot.server.tiers.disk.layout import PROBE, DiskLayout
+from kvdepot.server.tiers.disk.layout import PROBE, SEGMENTS, DiskLayout
 from kvdepot.server.tiers.disk.links import OpenerLink
 from kvdepot.server.tiers.disk.medium import Medium
 from kvdepot.server.tiers.disk.messages import (
@@ -53,7 +54,7 @@ from kvdepot.server.tiers.disk.scrub import Scrubber
 from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.disk.writing import Writing
 from kvdepot.server.tiers.found import FoundObjects
-from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, why_failed
+from kvdepot.server.tiers.health import Health, State, shown, why_failed
 from kvdepot.server.tiers.workers import Workers
 
 _VERDICT_SECONDS: Final = 5.0
@@ -85,24 +86,28 @@ class DiskTier:
         self._opener = opener
         self._log = log
         self._clock = clock
-        self._count = count
+        self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
+        self._count = guard.safe("a count", count)
         layout = DiskLayout.plan(config.capacity_bytes, config.quarantine_bytes)
         self.handles_max = layout.handles
-        self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
+        self._health = Health(
+            config.name, probe_seconds=config.probe_seconds, failures_max=config.failures, clock=clock, log=log
+        )
         space = Space(layout.data_bytes)
         self._medium = medium = Medium(
             config, layout, Catalog(layout.handles), space,
             Journal(
                 journal, limit_bytes=layout.journal_bytes, sync=config.fsync, closed=self._compact,
-                broken=self._journal_broken,
+                broken=self._journal_broken, guard=guard,
             ),
             data,
             QuarantineRoom(
                 data, capacity_bytes=layout.quarantine_bytes, keep_seconds=config.quarantine_keep_seconds,
                 wall_clock=wall_clock,
             ),
-            WriteBudget(config.write_budget_bytes, wall_clock), wall_clock, self._freed,
-            self._unindexed,
+            WriteBudget(config.write_budget_bytes, wall_clock), wall_clock,
+            guard.safe("telling of free bytes", self._freed),
+            guard.safe("telling what is served no more", self._unindexed), guard,
         )  # fmt: skip
         self._growth = Growth(data, space, layout, clock=clock, grown=self._grown)
         self._writing = Writing(medium, self._growth, clock=clock, refused=self._refused)
@@ -174,9 +179,13 @@ class DiskTier:
     def tick(self) -> None:
         if self._health.state is State.CLOSED or self._listener is None:
             return
-        self._writing.expire()
+        self._guard.each("a tick", self._writing.expire, self._stream, self._tend, self._retry)
+
+    def _stream(self) -> None:
         if self._reopening is not None and self._reopening.complete:
             self._streamed(self._reopening)
+
+    def _tend(self) -> None:
         if self._health.state is State.READY:
             self._growth.run_once()
             self._scrubber.run_once()
@@ -184,8 +193,6 @@ class DiskTier:
             self._tend_at = self._clock() + _TEND_SECONDS
             if self._serves:
                 self._medium.quarantine.tend()
-        if self._health.retry_due:
-            self._retry()
 
     def write(
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
@@ -194,7 +201,13 @@ class DiskTier:
         if not self.writable or self.budget_spent:
             done(Written(IoOutcome.CANCELLED))
             return
-        self._writing.write(name, extents, loan, raw_sum, done)
+
+        def written(answer: Written) -> None:
+            if answer.outcome is IoOutcome.OK:
+                self._health.write_worked()
+            done(answer)
+
+        self._writing.write(name, extents, loan, raw_sum, written)
 
     def read(
         self, handle: int, name: ObjectName, extents: Sequence[Extent], loan: Loan, done: Callable[[Read], None]
@@ -237,7 +250,7 @@ class DiskTier:
             ready_bytes=self._growth.ready_bytes,
             used_bytes=self.used_bytes,
             objects=self._medium.catalog.count,
-            state=self._health.shown,
+            state=shown(self._health, self._data.breaker),
             reason=self._reason(),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
@@ -258,7 +271,8 @@ class DiskTier:
         return ""
 
     def _reason(self) -> str:
-        reasons = (self._why_not_writable(), self._growth.refused, self._medium.budget.reason)
+        doubt = self._health.doubt or self._data.breaker.doubt
+        reasons = (self._why_not_writable() or doubt, self._growth.refused, self._medium.budget.reason)
         return "; ".join(reason for reason in reasons if reason)
 
     # What goes wrong
@@ -268,7 +282,9 @@ class DiskTier:
         if outcome is IoOutcome.GONE:
             self._gone(detail or "a file of it is gone")
         elif outcome in (IoOutcome.NO_SPACE, IoOutcome.READ_ONLY):
-            self._stop_writing(f"{STOPS_WRITING[outcome]}: {detail}")
+            self._stop_writing(why_failed(outcome, detail))
+        elif why := self._health.write_failed(outcome, detail, self._data.breaker):
+            self._stop_writing(why)
 
     def _damaged(self, name: ObjectName, outcome: IoOutcome, detail: str) -> None:
         self._log.warning("tier %s: object %s is %s: %s", self.name, name.key.hex(), outcome, detail)
@@ -277,7 +293,7 @@ class DiskTier:
         if answer.outcome is IoOutcome.GONE:
             self._gone(answer.detail)
         else:
-            self._stop_writing(f"the journal cannot be appended: {why_failed(answer)}")
+            self._stop_writing(f"the journal cannot be appended: {why_failed(answer.outcome, answer.detail)}")
 
     def _gone(self, reason: str) -> None:
         """Nothing is served until the index was read again."""
@@ -296,19 +312,23 @@ class DiskTier:
 
     def _retry(self) -> None:
         """Get out of a bad state: by an opening, once a small write works."""
+        if not self._health.retry_due:
+            return
         self._health.retried()
         if not self._opener.running:
             self._spawn_opener()
         elif self._locked and self._reopening is None and not self._probing:
             self._probing = True
-            self._data.submit(Probe(PROBE, write=True), priority=Priority.TEND, done=self._probed)
+            self._data.submit(Probe(PROBE, write=True, folder=SEGMENTS), priority=Priority.TEND, done=self._probed)
 
     def _probed(self, answer: Answer) -> None:
         self._probing = False
         if self._health.state not in (State.READ_ONLY, State.OFFLINE) or not self._locked:
             return
+        if answer.outcome is IoOutcome.CANCELLED:  # all of it is out of use, and probed for that
+            return
         if answer.outcome is not IoOutcome.OK:
-            self._health.note(why_failed(answer))
+            self._health.note(why_failed(answer.outcome, answer.detail))
         elif self._medium.journal.idle and self._reopening is None:
             self._open()
 
@@ -328,6 +348,11 @@ class DiskTier:
         self._opener.send(self._reopening.begin())
 
     def _heard(self, message: Message) -> None:
+        """An opening of which one message could not be dealt with is given up: the next one tells it again."""
+        if not self._guard.call(f"the message {type(message).__name__}", self._take, message):
+            self._guard.call("giving an opening up", self._lost_opener, "the daemon failed at what it was told")
+
+    def _take(self, message: Message) -> None:
         match message:
             case Locked(token, device):
                 self._admitted(token, device)
@@ -384,7 +409,7 @@ class DiskTier:
             self._log.warning("tier %s: %s", self.name, note)
         self._data.renew(self._token)
         self._journal_workers.renew(self._token)
-        medium.quarantine.tend()
+        self._guard.call("quarantine", medium.quarantine.tend)
         if facts.refused:
             self._health.worsen(State.READ_ONLY, facts.refused)
             return
@@ -405,11 +430,18 @@ class DiskTier:
 
     def _tell_found(self, objects: FoundObjects) -> None:
         assert self._listener is not None
-        self._listener.found(self, objects)
+        try:
+            self._listener.found(self, objects)
+        except Exception:  # the next opening finds them again
+            handles = [handle for handle, _ in objects if handle in self._medium.catalog]
+            self._tell_lost(handles)
+            for handle in handles:
+                self._medium.catalog.remove(handle)
+            raise
 
     def _tell_lost(self, handles: Sequence[int]) -> None:
         assert self._listener is not None
-        self._listener.lost(self, handles)
+        self._guard.call("telling what is lost", self._listener.lost, self, handles)
 
     # Tending
 
@@ -439,7 +471,9 @@ class DiskTier:
             self._count(f"tier_scrubbed_objects.{outcome}", 1)
             done()
 
-        self._verify(handle, scrubbed)
+        once = Once(scrubbed)
+        if not self._guard.call("the scrubber", self._verify, handle, once):
+            once(IoOutcome.CANCELLED)
 
     def _verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
         def verified(outcome: IoOutcome, lost: bool) -> None:

@@ -9,11 +9,13 @@ from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.server.guard import Once
 from kvdepot.server.io.jobs import Answer, Priority, WriteObject
 from kvdepot.server.tiers.base import IoOutcome, Loan, Written
 from kvdepot.server.tiers.disk.growth import Growth
 from kvdepot.server.tiers.disk.medium import Medium
 from kvdepot.server.tiers.disk.records import SNAPSHOT_HEADER_BYTES, Put, record_bytes
+from kvdepot.server.tiers.wall_time import unix_seconds
 from kvdepot.server.tiers.workers import Hold
 
 _RECORD_BYTES: Final = record_bytes(4)
@@ -26,10 +28,11 @@ class _Write:
     extents: tuple[Extent, ...]
     loan: Loan
     raw_sum: int | None
-    done: Callable[[Written], None]
+    done: Once[Written]
     until: float  # when it has waited for room long enough
     sequence: int = 0
     overdue: bool = False  # answered TIMEOUT: its place is free when its worker is gone
+    appending: bool = False  # the journal has its PUT, or may have: an opening says whose its place is
 
     @property
     def cost_bytes(self) -> int:
@@ -37,7 +40,10 @@ class _Write:
 
 
 class Writing:
-    """`refused(outcome, detail)` is told of outcomes that concern more than one object."""
+    """`refused(outcome, detail)` is told of outcomes that concern more than one object.
+
+    A write that something raised for is answered CANCELLED, and its place is settled: `_fail`.
+    """
 
     def __init__(
         self, medium: Medium, growth: Growth, *, clock: Callable[[], float], refused: Callable[[IoOutcome, str], None]
@@ -45,7 +51,8 @@ class Writing:
         self._medium = medium
         self._growth = growth
         self._clock = clock
-        self._refused = refused
+        self._guard = medium.guard
+        self._refused = self._guard.safe("telling of a refusal", refused)
         self._waiting: deque[_Write] = deque()
         self._waiting_bytes = 0
         self._writing: set[_Write] = set()
@@ -65,7 +72,7 @@ class Writing:
         done: Callable[[Written], None],
     ) -> None:  # fmt: skip
         until = self._clock() + self._medium.config.deadline_seconds
-        write = _Write(name, tuple(extents), loan, raw_sum, done, until)
+        write = _Write(name, tuple(extents), loan, raw_sum, Once(done), until)
         if not self._has_room(write.cost_bytes):
             done(Written(IoOutcome.NO_SPACE))
             return
@@ -78,12 +85,12 @@ class Writing:
         space = self._medium.space
         while self.open and self._waiting and self._waiting[0].cost_bytes <= space.free_bytes:
             self._begin(self._unqueue())
-        self._growth.run_once(self._waiting_bytes)
+        self._guard.call("growth", self._growth.run_once, self._waiting_bytes)
 
     def expire(self) -> None:
         """End the waiting of those for which room was expected, and did not come; for the others, see to it."""
         while self._waiting and (self._waiting[0].until <= self._clock() or not self._could_come()):
-            self._unqueue().done(Written(IoOutcome.NO_SPACE))
+            self._end(self._unqueue(), Written(IoOutcome.NO_SPACE))
         if self.open and self._waiting:
             self._growth.run_once(self._waiting_bytes)
 
@@ -94,7 +101,7 @@ class Writing:
 
     def cancel_waiting(self) -> None:
         while self._waiting:
-            self._unqueue().done(Written(IoOutcome.CANCELLED))
+            self._end(self._unqueue(), Written(IoOutcome.CANCELLED))
 
     def _has_room(self, cost_bytes: int) -> bool:
         medium = self._medium
@@ -119,16 +126,34 @@ class Writing:
         return write
 
     def _begin(self, write: _Write) -> None:
+        if not self._guard.call("the begin of a write", self._submit, write):
+            self._fail(write)
+
+    def _end(self, write: _Write, written: Written) -> None:
+        self._guard.call("the answer to a write", write.done, written)
+
+    def _fail(self, write: _Write) -> None:
+        """Something raised on its way."""
+        if write in self._writing and not write.overdue:
+            if write.appending:
+                self._writing.discard(write)
+                self._medium.space.unsure(write.sequence)
+            else:
+                self._give_up(write)
+        self._end(write, Written(IoOutcome.CANCELLED))
+
+    def _submit(self, write: _Write) -> None:
         medium = self._medium
+        created_at = unix_seconds(medium.wall_clock)
         write.sequence = medium.take_sequence()
         fragments = medium.space.allocate(write.sequence, write.cost_bytes)
         if fragments is None:  # free, but in too many pieces
-            write.done(Written(IoOutcome.NO_SPACE))
+            self._end(write, Written(IoOutcome.NO_SPACE))
             return
         self._writing.add(write)
         job = WriteObject(
             medium.layout.parts(fragments, write.cost_bytes), write.name, write.sequence, medium.config.codec,
-            int(medium.wall_clock()), write.extents, write.raw_sum, medium.config.fsync,
+            created_at, write.extents, write.raw_sum, medium.config.fsync,
         )  # fmt: skip
 
         def ended() -> None:
@@ -136,7 +161,8 @@ class Writing:
                 self._give_up(write)
 
         def answered(answer: Answer) -> None:
-            self._answered(write, job, answer)
+            if not self._guard.call("the end of a write", self._answered, write, job, answer):
+                self._fail(write)
 
         medium.data.submit(job, priority=Priority.STORE, done=answered, loan=Hold(write.loan, ended))
 
@@ -148,13 +174,13 @@ class Writing:
         if outcome is IoOutcome.TIMEOUT:
             write.overdue = True
         else:
-            self._give_up(write)
+            self._give_up(write, shunned=outcome is IoOutcome.IO_ERROR)
         self._refused(outcome, answer.detail)
-        write.done(Written(outcome))
+        self._end(write, Written(outcome))
 
-    def _give_up(self, write: _Write) -> None:
+    def _give_up(self, write: _Write, *, shunned: bool = False) -> None:
         self._writing.discard(write)
-        self._medium.space.abandon(write.sequence)
+        self._medium.space.abandon(write.sequence, shunned=shunned)
         self._medium.freed()
 
     def _put(self, write: _Write, job: WriteObject, answer: Answer) -> None:
@@ -166,16 +192,23 @@ class Writing:
             write.name, write.sequence, 0, stored_as, answer.stored_bytes, answer.stored_sum, answer.raw_sum,
             job.created_at, medium.space.trim(write.sequence, medium_bytes),
         )  # fmt: skip
-        medium.journal.append(put, lambda outcome: self._appended(write, put, outcome))
+
+        def appended(outcome: IoOutcome) -> None:
+            if not self._guard.call("the end of a PUT", self._appended, write, put, outcome):
+                self._fail(write)
+
+        write.appending = True
+        medium.journal.append(put, appended)
 
     def _appended(self, write: _Write, put: Put, outcome: IoOutcome) -> None:
         medium = self._medium
-        self._writing.discard(write)
         if outcome is not IoOutcome.OK:
+            self._writing.discard(write)
             medium.space.unsure(put.sequence)
-            write.done(Written(outcome))
+            self._end(write, Written(outcome))
             return
-        medium.space.keep(put.sequence)
         handle = medium.catalog.add(put)
+        medium.space.keep(put.sequence)
+        self._writing.discard(write)
         medium.tell("durable", put.sequence, put.name)
-        write.done(Written(IoOutcome.OK, handle, put.raw_sum, put.stored_bytes))
+        self._end(write, Written(IoOutcome.OK, handle, put.raw_sum, put.stored_bytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvdepot.server.guard import Guard
 from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.shared.absent import AbsentNames
 from kvdepot.server.tiers.shared.allowance import Allowance
@@ -24,5 +25,6 @@ class Directory:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     count: Callable[[str, float], None]
+    guard: Guard
     node: str = ""  # as the keeper registered it
     device: int = 0

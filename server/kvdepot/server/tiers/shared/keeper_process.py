@@ -11,11 +11,12 @@ from typing import Final
 
 from kvdepot.server.io.child_stream import ChildStream
 from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
-from kvdepot.server.tiers.shared.keeper.words import WordError, pack_published, take_words
+from kvdepot.server.tiers.shared.keeper.words import pack_published, take_words
 from kvdepot.server.tiers.shared.links import Ended, Failed, Report, Word
 
 _MODULE: Final = "kvdepot.server.io.shared_keeper"
 _SILENT_HEARTBEATS: Final = 3
+"""Or so many times what passed between its words lately: on a slow server they come seldom."""
 _PAUSE_HEARTBEATS_MAX: Final = 32
 
 
@@ -37,6 +38,7 @@ class KeeperProcess:
         self._sent = (0, 0, "")
         self._report: Report | None = None  # the last one
         self._heard_at = self._reported_at = 0.0
+        self._interval_seconds = settings.heartbeat_seconds  # between its words
         self._told = False  # that it says nothing
         self._pause_heartbeats = 1
         self._start_at = 0.0
@@ -73,7 +75,7 @@ class KeeperProcess:
                 self._sent = told
                 self._stream.send(pack_published(*told))
             silent = now - self._heard_at
-            if silent > _SILENT_HEARTBEATS * self._settings.heartbeat_seconds and not self._told:
+            if silent > _SILENT_HEARTBEATS * self._interval_seconds and not self._told:
                 self._told = True
                 self._say(Failed(f"no word from the keeper of {self._settings.root} for {silent:.0f} s"))
         elif now >= self._start_at:
@@ -103,15 +105,21 @@ class KeeperProcess:
         self._received += data
         try:
             for word in take_words(self._received):
+                self._note_interval()
                 self._heard_at = self._loop.time()
                 self._told = False
                 if isinstance(word, Report):
                     self._report, self._reported_at = word, self._heard_at
                     self._pause_heartbeats = 1
                 self._say(word)
-        except WordError:
+        except Exception:  # noqa: BLE001 - a WordError, or whatever else comes of such bytes
             self._stream.end()
             self._ended()
+
+    def _note_interval(self) -> None:
+        heartbeat_seconds, unheard_seconds = self._settings.heartbeat_seconds, self._settings.unheard_seconds
+        latest = min(self._loop.time() - self._heard_at, unheard_seconds / _SILENT_HEARTBEATS)
+        self._interval_seconds = max(heartbeat_seconds, latest, self._interval_seconds / 2)
 
     def _ended(self) -> None:
         self._pause()

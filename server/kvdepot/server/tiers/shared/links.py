@@ -27,6 +27,8 @@ class Report:
     device: int  # st_dev of the directory
     reason: str = ""  # empty, or what an operator should know
     directory_id: str = ""  # by its marker
+    counting_seconds: float | None = None  # for how long the janitor has counted files; None: no count runs
+    counted_files: int = 0  # so far
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectName
+from kvdepot.server.guard import Guard
 from kvdepot.server.io.jobs import ABSENT, FILES_PER_LOOK_UP, UNKNOWN, Answer, LookUpFiles, Priority
 from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.shared.absent import AbsentNames, name_key
@@ -46,14 +47,15 @@ class LookUps:
     def __init__(
         self, data: Workers, absent: AbsentNames, *, deadline_seconds: float, clock: Callable[[], float],
         tell: Callable[[list[tuple[ObjectName, int]]], None], writing: Callable[[ObjectName], bool],
-        count: Callable[[str, float], None],
+        count: Callable[[str, float], None], guard: Guard,
     ) -> None:  # fmt: skip
         """`writing`: whether this node is about to have a handle for this name anyway."""
         self._data = data
         self._absent = absent
         self._deadline_seconds = deadline_seconds
         self._clock = clock
-        self._tell = tell
+        self._guard = guard
+        self._tell = guard.safe("telling what is found", tell)
         self._writing = writing
         self._count = count
         self._asked: dict[bytes, _Asked] = {}
@@ -79,7 +81,9 @@ class LookUps:
                 look_up.missing += 1
                 asked.waiting.append(look_up)
         for start in range(0, len(new), FILES_PER_LOOK_UP):
-            self._submit(new[start : start + FILES_PER_LOOK_UP])
+            batch = new[start : start + FILES_PER_LOOK_UP]
+            if not self._guard.call("asking for names", self._submit, batch):
+                self._answered(batch, Answer(IoOutcome.CANCELLED))
         self._settle(look_up)
 
     def settle(self, name: ObjectName) -> None:
@@ -110,7 +114,7 @@ class LookUps:
             asked.length = length
             asked.answered = True
             if length == ABSENT and not asked.told:
-                self._absent.add(asked.name)
+                self._guard.call("remembering a name", self._absent.add, asked.name)
         absent, failed = lengths.count(ABSENT), lengths.count(UNKNOWN)
         self._count("shared_look_ups.found", len(batch) - absent - failed)
         self._count("shared_look_ups.absent", absent)
@@ -139,7 +143,7 @@ class LookUps:
             self._release(asked, 1)
         if found:
             self._tell(found)
-        done()
+        self._guard.call("the answer to a lookup", done)
 
     def _release(self, asked: _Asked, users: int) -> None:
         asked.users -= users

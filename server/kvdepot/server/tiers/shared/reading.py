@@ -13,21 +13,28 @@ from kvdepot.server.tiers.failing import FailingObjects
 from kvdepot.server.tiers.shared.absent import name_key
 from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.shared.layout import object_file, quarantine_file
+from kvdepot.server.tiers.wall_time import unix_seconds
 
 _DEAD: Final = DAMAGED | {IoOutcome.GONE, IoOutcome.FOREIGN}
 """The handle is of no use after it. A foreign file is there for those who ask as its writer did."""
 
 
 class Reading:
-    """`damaged` is told of each object that is, `lost` of handles that are dead although the answer does not say so."""
+    """`answered` is told of every read, `damaged` of each object that is.
+
+    `lost` is told of handles that are dead although the answer does not say so.
+    """
 
     def __init__(
-        self, directory: Directory, *, damaged: Callable[[ObjectName, IoOutcome, str], None],
+        self, directory: Directory, *, answered: Callable[[Answer], None],
+        damaged: Callable[[ObjectName, IoOutcome, str], None],
         lost: Callable[[Sequence[int]], None],
     ) -> None:  # fmt: skip
         self._directory = directory
-        self._damaged = damaged
-        self._lost = lost
+        self._guard = guard = directory.guard
+        self._answered = guard.safe("telling of an answer", answered)
+        self._damaged = guard.safe("telling of damage", damaged)
+        self._lost = guard.safe("telling what is lost", lost)
         self._failing = FailingObjects[bytes](directory.data.breaker)  # by what makes the file's name
 
     def read(
@@ -40,10 +47,11 @@ class Reading:
             return
 
         def answered(answer: Answer, served: bool) -> None:
-            outcome = self._judge(name, answer)
+            outcome = self._guard.value("the end of a read", IoOutcome.CANCELLED, self._judge, name, answer)
             if served and outcome in _DEAD:
                 directory.holdings.remove(handle)
-            done(Read(outcome, answer.raw_sum if outcome is IoOutcome.OK else 0))
+            read = Read(outcome, answer.raw_sum if outcome is IoOutcome.OK else 0)
+            self._guard.call("the answer to a read", done, read)
             if outcome is IoOutcome.UNREADABLE and served and handle in directory.holdings:
                 self._lost([handle])  # of this object alone: whether all of them are is the keeper's to find out
 
@@ -54,7 +62,7 @@ class Reading:
         name = self._directory.holdings.name(handle)
 
         def answered(answer: Answer, served: bool) -> None:
-            outcome = self._judge(name, answer)
+            outcome = self._guard.value("the end of a read", IoOutcome.CANCELLED, self._judge, name, answer)
             if served and outcome in _DEAD:
                 if outcome in DAMAGED:
                     self._directory.count(f"tier_damaged_objects.{outcome}", 1)
@@ -70,7 +78,7 @@ class Reading:
         """`done` is also told whether the handle was still this object's when the answer came."""
         directory = self._directory
         use = directory.holdings.use(handle)
-        job = ReadFile(object_file(name), name, extents, quarantine_file(int(directory.wall_clock()), name))
+        job = ReadFile(object_file(name), name, extents, quarantine_file(unix_seconds(directory.wall_clock), name))
 
         def answered(answer: Answer) -> None:
             done(answer, handle in directory.holdings and directory.holdings.use(handle) == use)
@@ -79,6 +87,7 @@ class Reading:
 
     def _judge(self, name: ObjectName, answer: Answer) -> IoOutcome:
         outcome = answer.outcome
+        self._answered(answer)
         if outcome is IoOutcome.OK:
             self._failing.read()
             self._failing.forget(name_key(name))

@@ -25,7 +25,7 @@ class Recency:
 
     def __init__(self, directory: Directory, *, lost: Callable[[Sequence[int]], None]) -> None:
         self._directory = directory
-        self._lost = lost
+        self._lost = directory.guard.safe("telling what is lost", lost)
         self._due: deque[tuple[int, int]] = deque()  # (handle, which use of it)
         self._touching = False
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.core.report import TierStatus
+from kvdepot.server.guard import tier_guard
 from kvdepot.server.io.jobs import Answer, Priority, Probe
 from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.found import FoundObjects
-from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, why_failed
+from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, shown, why_failed
 from kvdepot.server.tiers.shared.absent import AbsentNames
 from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE, Allowance, file_cost_bytes
 from kvdepot.server.tiers.shared.config import SharedConfig
@@ -37,6 +39,8 @@ _CLOSE_SECONDS: Final = 3.0
 _PUBLISH_SECONDS: Final = 1.0
 """The keeper is told so often what was written."""
 NO_ALLOWANCE: Final = "the janitor has granted this node no more room yet"
+COUNTING: Final = "no room granted yet: counting"
+"""Instead of it, where the janitor has to count the directory's files first."""
 
 
 class SharedTier:
@@ -57,20 +61,25 @@ class SharedTier:
         self._keeper = keeper
         self._log = log
         self._clock = clock
-        self._health = Health(config.name, probe_seconds=config.probe_seconds, clock=clock, log=log)
+        self._health = Health(
+            config.name, probe_seconds=config.probe_seconds, failures_max=config.failures, clock=clock, log=log
+        )
+        self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
+        count = guard.safe("a count", count)
         self._directory = directory = Directory(
             config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), Allowance(),
-            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count,
+            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept)
-        self._reading = Reading(directory, damaged=self._damaged, lost=self._lose)
+        self._reading = Reading(directory, answered=self._read, damaged=self._damaged, lost=self._lose)
         self._recency = Recency(directory, lost=self._lose)
         self._look_ups = LookUps(
             data, directory.absent, deadline_seconds=config.deadline_seconds, clock=clock,
-            tell=self._found, writing=self._writing.writes, count=count,
+            tell=self._found, writing=self._writing.writes, count=count, guard=guard,
         )  # fmt: skip
         self._listener: TierListener | None = None
         self._report: Report | None = None
+        self._counting_since = 0.0  # by the wall clock, as the report said
         self._trouble = ""  # of the keeper
         self._serves = False
         self._working = False  # the workers were made
@@ -121,15 +130,15 @@ class SharedTier:
     def tick(self) -> None:
         if self._health.state is State.CLOSED:
             return
-        self._look_ups.expire()
-        self._recency.pump()
+        self._guard.each("a tick", self._look_ups.expire, self._recency.pump, self._publish, self._retry)
+
+    def _publish(self) -> None:
+        """Tell the keeper what was written."""
         allowance = self._directory.allowance
         told = allowance.over_bytes, allowance.wanted_bytes, self._writing.settled
         if told != self._told and self._clock() >= self._tell_at:
-            self._told, self._tell_at = told, self._clock() + _PUBLISH_SECONDS
             self._keeper.publish(*told)
-        if self._health.retry_due:
-            self._retry()
+            self._told, self._tell_at = told, self._clock() + _PUBLISH_SECONDS
 
     def write(
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
@@ -193,7 +202,7 @@ class SharedTier:
             self.name, "shared", self._config.capacity_bytes,
             ready_bytes=self._config.capacity_bytes,
             used_bytes=report.used_bytes if report else 0,
-            state=self._health.state,
+            state=shown(self._health, self._data.breaker),
             reason=self._reason(),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
@@ -208,16 +217,27 @@ class SharedTier:
             return self._health.reason or str(self._health.state)
         if not self._data.usable:
             return self._data.why_unusable
-        return "" if self._directory.allowance.suffices else NO_ALLOWANCE
+        return "" if self._directory.allowance.suffices else self._why_no_room()
+
+    def _why_no_room(self) -> str:
+        report = self._report
+        if report is None or report.counting_seconds is None:
+            return NO_ALLOWANCE
+        since = datetime.fromtimestamp(int(self._counting_since), UTC).isoformat().removesuffix("+00:00")
+        return f"{COUNTING} {report.counted_files} files since {since}Z"
 
     def _reason(self) -> str:
         noted = self._report.reason if self._report else ""
-        reasons = (self._why_not_writable(), self._directory.budget.reason, self._trouble, noted)
+        doubt = self._health.doubt or self._data.breaker.doubt
+        reasons = (self._why_not_writable() or doubt, self._directory.budget.reason, self._trouble, noted)
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
     # What the keeper says
 
     def _heard(self, word: Word) -> None:
+        self._guard.call(f"the keeper's {type(word).__name__}", self._take, word)
+
+    def _take(self, word: Word) -> None:
         if self._closing:
             return
         match word:
@@ -230,6 +250,7 @@ class SharedTier:
 
     def _reported(self, report: Report) -> None:
         self._report = report
+        self._counting_since = self._directory.wall_clock() - (report.counting_seconds or 0.0)
         self._trouble = ""
         self._directory.node = report.node
         self._directory.allowance.limit_bytes = report.limit_bytes
@@ -258,15 +279,28 @@ class SharedTier:
 
     def _refused(self, outcome: IoOutcome, detail: str) -> None:
         """A write that failed, and the next one would likewise."""
-        why = "the folder of temporaries is gone" if outcome is IoOutcome.GONE else STOPS_WRITING.get(outcome)
-        if why and self._health.state in (State.READY, State.READ_ONLY):
-            self._health.worsen(State.READ_ONLY, f"{why}: {detail}")
+        if self._health.state not in (State.READY, State.READ_ONLY):
+            return
+        if outcome is IoOutcome.GONE:
+            self._health.worsen(State.READ_ONLY, f"the folder of temporaries is gone: {detail}")
+        elif outcome in STOPS_WRITING:
+            self._health.worsen(State.READ_ONLY, why_failed(outcome, detail))
+        elif why := self._health.write_failed(outcome, detail, self._data.breaker):
+            self._health.worsen(State.READ_ONLY, why)
+
+    def _read(self, answer: Answer) -> None:
+        if answer.outcome is IoOutcome.OK:
+            self._health.read_worked()
+        elif answer.outcome is IoOutcome.UNREADABLE:
+            self._health.read_refused(answer.outcome, answer.detail)
 
     def _damaged(self, name: ObjectName, outcome: IoOutcome, detail: str) -> None:
         self._log.warning("tier %s: object %s is %s: %s", self.name, name.key.hex(), outcome, detail)
 
     def _retry(self) -> None:
         """Get out of READ_ONLY by a small write; out of OFFLINE a report leads."""
+        if not self._health.retry_due:
+            return
         self._health.retried()
         if self._health.state is State.READ_ONLY and not self._probing:
             self._probing = True
@@ -274,12 +308,12 @@ class SharedTier:
 
     def _probed(self, answer: Answer) -> None:
         self._probing = False
-        if self._health.state is not State.READ_ONLY:
+        if self._health.state is not State.READ_ONLY or answer.outcome is IoOutcome.CANCELLED:
             return
         if answer.outcome is IoOutcome.OK:
             self._health.ready("writing works again")
         else:
-            self._health.note(why_failed(answer))
+            self._health.note(why_failed(answer.outcome, answer.detail))
 
     # What the engine is told
 
@@ -288,10 +322,11 @@ class SharedTier:
         assert self._listener is not None
         room = max(self._directory.holdings.room - self._writing.in_flight, 0)
         rows = [(self._directory.holdings.add(name, size), name) for name, size in objects[:room]]
-        if rows:
-            self._listener.found(self, FoundObjects.of(rows))
+        if rows and not self._guard.call("found", self._listener.found, self, FoundObjects.of(rows)):
+            self._lose([handle for handle, _ in rows if handle in self._directory.holdings])
 
     def _kept(self, name: ObjectName) -> None:
+        self._health.write_worked()
         self._directory.absent.discard(name)
         self._look_ups.settle(name)
 
@@ -299,4 +334,4 @@ class SharedTier:
         assert self._listener is not None
         for handle in handles:
             self._directory.holdings.remove(handle)
-        self._listener.lost(self, handles)
+        self._guard.call("telling what is lost", self._listener.lost, self, handles)

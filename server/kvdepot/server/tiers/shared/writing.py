@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.server.guard import Once
 from kvdepot.server.io.jobs import Answer, Priority, PublishFile
 from kvdepot.server.tiers.base import IoOutcome, Loan, Written
 from kvdepot.server.tiers.shared.absent import name_key
 from kvdepot.server.tiers.shared.allowance import file_cost_bytes
 from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.shared.layout import object_file, quarantine_file, temporary_file
+from kvdepot.server.tiers.wall_time import unix_seconds
 from kvdepot.server.tiers.workers import Hold
 
 
@@ -21,23 +23,26 @@ from kvdepot.server.tiers.workers import Hold
 class _Write:
     name: ObjectName
     cost_bytes: int
-    done: Callable[[Written], None]
+    done: Once[Written]
     node: str  # whose allowance it began under
     overdue: bool = False  # answered TIMEOUT: over when its worker is gone
+    over: bool = False
 
 
 class Writing:
     """`refused(outcome, detail)` is told of what failed, `kept(name)` of names that have a handle now.
 
-    Counts `shared_publications.written` and `.already_there`.
+    Counts `shared_publications.written` and `.already_there`. A write that something raised for is answered CANCELLED,
+    and costs what it may have cost.
     """
 
     def __init__(
         self, directory: Directory, *, refused: Callable[[IoOutcome, str], None], kept: Callable[[ObjectName], None]
     ) -> None:
         self._directory = directory
-        self._refused = refused
-        self._kept = kept
+        self._guard = guard = directory.guard
+        self._refused = guard.safe("telling of a refusal", refused)
+        self._kept = guard.safe("telling of a handle", kept)
         self._names: set[bytes] = set()
         self._numbers = 0
         self._begun: Counter[str] = Counter()  # writes that are not over, by node
@@ -60,18 +65,18 @@ class Writing:
     ) -> None:  # fmt: skip
         directory = self._directory
         cost_bytes = file_cost_bytes(name.raw_bytes)
-        if directory.holdings.room <= self.in_flight or not directory.allowance.begin(cost_bytes):
-            done(Written(IoOutcome.NO_SPACE))
-            return
-        write = _Write(name, cost_bytes, done, directory.node)
-        self._begun[write.node] += 1
-        self._names.add(name_key(name))
         self._numbers += 1
-        now = int(directory.wall_clock())
+        now = unix_seconds(directory.wall_clock)
         job = PublishFile(
             object_file(name), temporary_file(directory.node, self._numbers), directory.device, name,
             directory.config.codec, now, tuple(extents), raw_sum, directory.config.fsync, quarantine_file(now, name),
         )  # fmt: skip
+        if directory.holdings.room <= self.in_flight or not directory.allowance.begin(cost_bytes):
+            done(Written(IoOutcome.NO_SPACE))
+            return
+        write = _Write(name, cost_bytes, Once(done), directory.node)
+        self._begun[write.node] += 1
+        self._names.add(name_key(name))
 
         def ended() -> None:
             if write.overdue:
@@ -80,14 +85,20 @@ class Writing:
         hold = Hold(loan, ended)
 
         def answered(answer: Answer) -> None:
-            self._answered(write, hold.tries, answer)
+            self._names.discard(name_key(name))
+            if not self._guard.call("the end of a write", self._answered, write, hold.tries, answer):
+                if not write.overdue:
+                    self._over(write, write.cost_bytes)
+                self._end(write, Written(IoOutcome.CANCELLED))
 
         directory.data.submit(job, priority=Priority.STORE, done=answered, loan=hold)
+
+    def _end(self, write: _Write, written: Written) -> None:
+        self._guard.call("the answer to a write", write.done, written)
 
     def _answered(self, write: _Write, tries: int, answer: Answer) -> None:
         """`tries`: how many workers had it in hand. What an earlier one left counts, whatever the last one says."""
         directory, name = self._directory, write.name
-        self._names.discard(name_key(name))
         if answer.outcome is IoOutcome.OK:
             written_bytes = 0 if answer.already_there else answer.stored_bytes
             untouched = answer.already_there and tries <= 1
@@ -97,7 +108,7 @@ class Writing:
                             "shared_publications.written", 1)  # fmt: skip
             self._kept(name)
             handle = directory.holdings.add(name, answer.stored_bytes, int(directory.clock()))
-            write.done(Written(IoOutcome.OK, handle, answer.raw_sum, written_bytes))
+            self._end(write, Written(IoOutcome.OK, handle, answer.raw_sum, written_bytes))
             return
         if answer.outcome is IoOutcome.TIMEOUT:
             write.overdue = True
@@ -106,9 +117,12 @@ class Writing:
             untouched = not tries or (answer.outcome is IoOutcome.FOREIGN and tries == 1)
             self._over(write, 0 if untouched else write.cost_bytes)
         self._refused(answer.outcome, answer.detail)
-        write.done(Written(answer.outcome))
+        self._end(write, Written(answer.outcome))
 
     def _over(self, write: _Write, spent_bytes: int) -> None:
+        if write.over:
+            return
+        write.over = True
         self._directory.allowance.end(write.cost_bytes, spent_bytes)
         self._begun[write.node] -= 1
         if not self._begun[write.node]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -14,17 +15,17 @@ from kvdepot.server.tiers.shared.layout import object_of, trash_file, trash_of
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
-def delete_object(root: Path, file: str, mtime_ns: int) -> int:
+def delete_object(root: Path, file: str, mtime_ns: int, may: Callable[[], bool] = lambda: True) -> int:
     """Bytes freed; 0 where it is not the file that was last used at `mtime_ns`, or is gone. Raises OSError.
 
-    Renamed first, then looked at again: what a name means may change between any two calls, what a renamed file is
-    does not.
+    `may`: asked again before anything is changed, because a request may take long. Renamed first, then looked at again:
+    what a name means may change between any two calls, what a renamed file is does not.
     """
     named = object_of(file)
     assert named is not None
     with suppress(FileNotFoundError, NotADirectoryError):
         status = os.lstat(root / file)
-        if status.st_mtime_ns == mtime_ns:
+        if status.st_mtime_ns == mtime_ns and may():
             trash = trash_file(*named, mtime_ns, status.st_ino)
             (root / file).rename(root / trash)
             return settle(root, trash)

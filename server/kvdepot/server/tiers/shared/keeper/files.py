@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
+from kvdepot.server.durable_files import naming, opened
 from kvdepot.server.tiers.shared.layout import TEMPORARIES
 
 NANOSECONDS: Final = 1_000_000_000
@@ -27,19 +28,19 @@ class Found:
 
     data: bytes
     mtime_ns: int
+    device: int
 
 
 def read_small(path: Path, bytes_max: int) -> Found | None:
     """At most one byte more than `bytes_max`. None: not there. Raises OSError otherwise."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd, naming("read", path):
+            status = os.fstat(fd)
+            size_bytes = min(status.st_size, bytes_max + 1)  # no request for the end: a file is never written in place
             data = b""
-            while len(data) <= bytes_max and (more := os.read(fd, bytes_max + 1 - len(data))):
+            while len(data) < size_bytes and (more := os.read(fd, size_bytes - len(data))):
                 data += more
-            return Found(data, os.fstat(fd).st_mtime_ns)
-        finally:
-            os.close(fd)
+            return Found(data, status.st_mtime_ns, status.st_dev)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -48,19 +49,20 @@ def read_small(path: Path, bytes_max: int) -> Found | None:
         raise
 
 
-def replace_small(root: Path, file: str, data: bytes, temporary: str) -> int:
-    """Write a file whole or not at all; its mtime_ns. No folder is made. Raises OSError."""
+def replace_small(root: Path, file: str, data: bytes, temporary: str) -> None:
+    """Write a file whole or not at all. No folder is made. Raises OSError."""
     path = root / TEMPORARIES / temporary
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)  # on NFS only this says whether it got there
-    mtime_ns = path.stat().st_mtime_ns
-    path.replace(root / file)
-    return mtime_ns
+    with naming("open", path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with naming("write", path):
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)  # on NFS only this says whether it got there
+    with naming("rename", root / file):
+        path.replace(root / file)
 
 
 class ServerClock:

@@ -13,10 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.file_room import explained
 from kvdepot.server.tiers.shared.keeper.files import Found, ServerClock, read_small, replace_small
 from kvdepot.server.tiers.shared.keeper.janitor import Janitor
 from kvdepot.server.tiers.shared.keeper.nodes import read_node, registered
 from kvdepot.server.tiers.shared.keeper.opening import NotThereError, check_directory, open_directory
+from kvdepot.server.tiers.shared.keeper.pace import Pace
 from kvdepot.server.tiers.shared.keeper.records import JANITOR_BYTES_MAX, JanitorRecord, Lease, NodeRecord
 from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
 from kvdepot.server.tiers.shared.layout import JANITOR, node_file, temporary_file
@@ -52,9 +54,11 @@ class Keeper:
         self._published_bytes = before.published_bytes
         self._wanted_bytes = 0
         self._server = ServerClock(clock)
-        self._janitor = Janitor(settings, clock, self._server)
+        self._pace = Pace(settings)
+        self._janitor = Janitor(settings, clock, self._server, self._pace)
         self._seen = Lease()
         self._report = JanitorRecord(Lease(), None, 0, 0, 0, {})
+        self._lease_age_seconds = 0.0
         self._current = False  # whether that janitor renews its lease
         self._node = new_node()
         self._offset_bytes = self._published_bytes  # of an earlier registration
@@ -72,6 +76,11 @@ class Keeper:
         """Whether this node may write at all."""
         return self._limit_bytes > self._published_bytes - self._offset_bytes
 
+    @property
+    def hurried(self) -> bool:
+        """Whether it waits for what another one grants: a janitor that waits has to work, not to ask."""
+        return not self.allowed and not self._janitor.holding
+
     def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
         """See `KeeperLink`. `settled` is also of the owner's earlier runs."""
         self._published_bytes = max(self._published_bytes, total_bytes)
@@ -79,6 +88,12 @@ class Keeper:
         self._settled = settled
 
     def beat(self) -> Report | Failed:
+        started = self._clock()
+        word = self._beat()
+        self._pace.beat_took(self._clock() - started)
+        return word
+
+    def _beat(self) -> Report | Failed:
         try:
             if not self._opened:
                 self._known = open_directory(
@@ -95,7 +110,7 @@ class Keeper:
         try:
             self._renew()
         except OSError as error:
-            reason = f"cannot take part: {error}"
+            reason = f"cannot take part: {explained(error)}"
         return self._told(reason or self._janitor.reason, marker_ok=True)
 
     def work(self) -> bool:
@@ -120,7 +135,8 @@ class Keeper:
             self._published_bytes - self._offset_bytes, limit, self._seen, self._wanted_bytes, self._settings.owner
         )
         temporary = Path(temporary_file(self._node, _OWN_FILE)).name
-        self._server.stamped(replace_small(self._root, own, written.pack(), temporary))
+        replace_small(self._root, own, written.pack(), temporary)
+        self._server.stamped((self._root / own).stat().st_mtime_ns)
         self._renewed_at = started
         if self._settled == self._node != self._inherits and self._settings.owner:
             self._inherit()
@@ -130,8 +146,9 @@ class Keeper:
         if again is not None:
             self._report = again
         self._janitor.beat(self._node, found, again)
-        age = self._server.age_seconds(found.mtime_ns) if found else self._settings.lease_seconds
-        self._current = self._janitor.holding or age < self._settings.lease_seconds
+        lasts_seconds = self._pace.honoured_seconds(again.lasts_seconds if again else 0)
+        self._lease_age_seconds = self._server.age_seconds(found.mtime_ns) if found else lasts_seconds
+        self._current = self._janitor.holding or self._lease_age_seconds < lasts_seconds
 
     def _forget(self) -> None:
         """Register under a new id: nothing is allowed, and what was published before is another's."""
@@ -167,6 +184,7 @@ class Keeper:
         allowed = self._renewed_at is not None and self._clock() - self._renewed_at <= self._settings.allowed_seconds
         unused = max(self._limit_bytes - (self._published_bytes - self._offset_bytes), 0) if allowed else 0
         record = self._report
+        counting = self._counting()
         return Report(
             node=self._node,
             janitor=record.lease.holder if self._current else "",
@@ -179,4 +197,12 @@ class Keeper:
             device=self._known.device,
             reason=reason,
             directory_id=self._known.directory_id,
+            counting_seconds=None if counting is None else counting[0],
+            counted_files=0 if counting is None else counting[1],
         )
+
+    def _counting(self) -> tuple[float, int] | None:
+        """The count that this node's grants may wait for, whoever makes it."""
+        if self._janitor.counting is not None or not self._current or self._report.counting_seconds is None:
+            return self._janitor.counting
+        return self._report.counting_seconds + self._lease_age_seconds, self._report.counted_files

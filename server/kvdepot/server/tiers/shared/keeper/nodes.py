@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +28,7 @@ def read_node(root: Path, node: str) -> tuple[Found | None, NodeRecord | None]:
 
 
 class Nodes:
-    """What `look` read last."""
+    """What the last `look` that ended has read."""
 
     def __init__(self, root: Path, clock: Callable[[], float], server: ServerClock, silent_seconds: float) -> None:
         self._root = root
@@ -37,6 +37,7 @@ class Nodes:
         self._server = server
         self._same_since: dict[str, tuple[int, float]] = {}  # mtime_ns of a node's file, when it was first seen so
         self.records: dict[str, NodeRecord] = {}
+        self._coming: dict[str, NodeRecord] = {}  # of a look that goes on
         self.strange = 0  # files that are not understood, or too many
 
     @property
@@ -57,13 +58,22 @@ class Nodes:
         leases = [record.lease for record in self.records.values()]
         return any(seen.term > lease.term or (seen.term == lease.term and seen != lease) for seen in leases)
 
-    def look(self, known: Collection[str]) -> None:
-        """Read them all; of too many, those that are `known` first. Raises OSError."""
+    def look(self, known: Collection[str]) -> Iterator[None]:
+        """Read them all, one a step; of too many, those that are `known` first. Raises OSError."""
         nodes = sorted(registered(self._root), key=lambda node: (node not in known, node))
-        self.strange = max(len(nodes) - NODES_MAX, 0)
-        self.records = {}
-        seen = {node: self._read(node) for node in nodes[:NODES_MAX]}
+        strange = max(len(nodes) - NODES_MAX, 0)
+        self._coming = {}
+        seen = {}
+        for node in nodes[:NODES_MAX]:
+            yield
+            found, record = read_node(self._root, node)
+            seen[node] = found.mtime_ns if found else 0
+            if record is not None:
+                self._coming[node] = record
+            elif found is not None:
+                strange += 1
         seen.update((node, 0) for node in known if node not in seen)  # its file is not there
+        self.records, self.strange = self._coming, strange
         now = self._clock()
         for node, mtime_ns in seen.items():
             if self._same_since.get(node, (None,))[0] != mtime_ns:
@@ -90,17 +100,7 @@ class Nodes:
         ]
 
     def forget(self, node: str) -> None:
-        """Its file was removed."""
+        """Its file was removed, maybe since a look that has not ended yet has read it."""
         self.records.pop(node, None)
+        self._coming.pop(node, None)
         self._same_since.pop(node, None)
-
-    def _read(self, node: str) -> int:
-        """mtime_ns; 0: there is none."""
-        found, record = read_node(self._root, node)
-        if found is None:
-            return 0
-        if record is None:
-            self.strange += 1
-        else:
-            self.records[node] = record
-        return found.mtime_ns

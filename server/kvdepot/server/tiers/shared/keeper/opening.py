@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.durable_files import LACKED, naming, sync_file
 from kvdepot.server.tiers.shared.keeper.files import read_small
 from kvdepot.server.tiers.shared.layout import (
     FOLDERS,
@@ -61,10 +62,11 @@ def check_directory(root: Path, known: Known) -> Known:
 
     Its marker proves that. Its device does not: a mount that comes back may have another one.
     """
-    device = _device(root)
-    marker = _marker(root)
-    if marker is None:
+    found = _marker(root)
+    if found is None:
+        _device(root)  # it may be the folder that is missing
         raise NotThereError(f"{root} has no {MARKER}: not mounted?")
+    marker, device = found
     if known.directory_id and marker.directory_id != known.directory_id:
         raise NotThereError(f"{root} is another directory than before, by its {MARKER}")
     return Known(marker.directory_id, device)
@@ -73,15 +75,17 @@ def check_directory(root: Path, known: Known) -> Known:
 def _device(root: Path) -> int:
     """Raises NotThereError, OSError."""
     try:
-        return root.stat().st_dev
+        with naming("stat", root):
+            return root.stat().st_dev
     except FileNotFoundError as error:
         raise NotThereError(f"{root} is not there: not mounted? It is not made by a daemon") from error
 
 
-def _marker(root: Path) -> Marker | None:
+def _marker(root: Path) -> tuple[Marker, int] | None:
+    """And the device that it is on."""
     found = read_small(root / MARKER, MARKER_BYTES_MAX)
     try:
-        return Marker.unpack(found.data) if found else None
+        return (Marker.unpack(found.data), found.device) if found else None
     except NotSharedError as error:
         raise NotThereError(f"{root}: {error}") from error
 
@@ -96,14 +100,14 @@ def _make_marker(root: Path, created_by: str) -> None:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.write(fd, Marker(secrets.token_hex(16), created_by).pack())
-        os.fsync(fd)
+        sync_file(fd, temporary)
     finally:
         os.close(fd)
     try:
         with suppress(FileExistsError):
             (root / MARKER).hardlink_to(temporary)
     except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+        if error.errno not in LACKED | {errno.EPERM}:
             raise
         if not (root / MARKER).exists():  # without links, the last of several at once wins
             temporary.rename(root / MARKER)

@@ -21,40 +21,48 @@ _SETTLED_SECONDS: Final = 60.0
 
 
 def purge_quarantine(
-    root: Path, files: list[Quarantined], age_seconds: Callable[[int], float], keep_seconds: float, capacity_bytes: int
-) -> Iterator[int]:
-    """Remove what is too old or too much, oldest first; yields bytes freed. Raises OSError."""
+    root: Path, files: list[Quarantined], age_seconds: Callable[[int], float], keep_seconds: float, capacity_bytes: int,
+    may: Callable[[], bool] = lambda: True,
+) -> Iterator[int]:  # fmt: skip
+    """Remove what is too old or too much, oldest first, while one `may`; yields bytes freed. Raises OSError."""
     total = sum(file.size_bytes for file in files)
     for file in sorted(files, key=lambda file: file.ctime_ns):
         age = age_seconds(file.ctime_ns)
-        if age < _SETTLED_SECONDS or (age <= keep_seconds and total <= capacity_bytes):
+        if age < _SETTLED_SECONDS or (age <= keep_seconds and total <= capacity_bytes) or not may():
             return
         total -= file.size_bytes
         yield remove(root / QUARANTINE / file.file_name)
 
 
 def purge_temporaries(
-    root: Path, nodes: Iterable[str], age_seconds: Callable[[int], float], gone: Iterable[str] = ()
-) -> Iterator[int]:
-    """Remove those of nodes that are not among `nodes`, at once where they are `gone`; yields bytes freed.
+    root: Path, nodes: Iterable[str], age_seconds: Callable[[int], float], gone: Iterable[str] = (),
+    may: Callable[[], bool] = lambda: True,
+) -> Iterator[int]:  # fmt: skip
+    """Remove those of nodes that are not among `nodes`, at once where they are `gone`, while one `may`.
 
-    Deletions that another janitor began are ended. Raises OSError.
+    Yields bytes freed, of each. Deletions that another janitor began are ended. Raises OSError.
     """
     living, gone = frozenset(nodes), frozenset(gone)
     with os.scandir(root / TEMPORARIES) as entries:
         for entry in entries:
             if trash_of(entry.name) is not None:
+                if not may():
+                    return
                 yield settle(root, f"{TEMPORARIES}/{entry.name}")
                 continue
             node = temporary_node(entry.name)
             if node is None:
                 continue
             try:
-                age = age_seconds(entry.stat(follow_symlinks=False).st_mtime_ns)
+                age = age_seconds(os.lstat(entry.path).st_mtime_ns)
             except FileNotFoundError:
                 continue
             limit = 0.0 if node in gone else TEMPORARY_SECONDS_MAX if node in living else _LOOSE_SECONDS
-            if age >= limit:
+            if age < limit:
+                yield 0
+            elif not may():
+                return
+            else:
                 yield remove(Path(entry.path))
 
 

@@ -65,7 +65,10 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class JanitorRecord:
-    """The lease, what the last count found, and everybody's share. `used_bytes` None: not counted yet."""
+    """The lease, what the last count found, and everybody's share. `used_bytes` None: not counted yet.
+
+    `counting_seconds`: for how long a count had run when this was written; None: none ran.
+    """
 
     lease: Lease
     used_bytes: int | None
@@ -73,6 +76,9 @@ class JanitorRecord:
     objects: int
     quarantined_bytes: int
     shares: dict[str, Share]
+    lasts_seconds: int = 0  # without a renewal; 0: as long as any
+    counting_seconds: int | None = None
+    counted_files: int = 0
 
     def limit_of(self, node: str) -> int:
         share = self.shares.get(node)
@@ -94,6 +100,9 @@ class JanitorRecord:
             "objects": self.objects,
             "quarantined": self.quarantined_bytes,
             "shares": {node: [s.limit_bytes, s.counted_bytes, int(s.left)] for node, s in self.shares.items()},
+            "lasts": self.lasts_seconds,
+            "counting": self.counting_seconds,
+            "counted": self.counted_files,
         }
         return (json.dumps(values) + "\n").encode()
 
@@ -101,7 +110,7 @@ class JanitorRecord:
     def unpack(cls, data: bytes) -> Self | None:
         values = _values(data, JANITOR_BYTES_MAX)
         try:
-            used, shares = values["used"], values["shares"]
+            used, shares, counting = values["used"], values["shares"], values.get("counting")
             if not isinstance(shares, dict) or len(shares) > NODES_MAX:
                 return None
             return cls(
@@ -109,6 +118,8 @@ class JanitorRecord:
                 None if used is None else _number(used),
                 _number(values["estimate"]), _number(values["objects"]), _number(values["quarantined"]),
                 {_name(node): _share(share) for node, share in shares.items()},
+                _number(values.get("lasts", 0)),
+                None if counting is None else _number(counting), _number(values.get("counted", 0)),
             )  # fmt: skip
         except (KeyError, ValueError):
             return None

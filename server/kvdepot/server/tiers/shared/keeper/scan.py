@@ -119,10 +119,11 @@ class _Folder:
 
 @dataclass
 class Scan:
-    """One count. `steps` does it; nothing else here is true before it ended. OSError ends it without a result."""
+    """One count. `steps` does it; only `files` is true before it ended. OSError ends it without a result."""
 
     root: Path
     columns: Columns = field(default_factory=Columns)
+    files: int = 0
     used_bytes: int = 0
     quarantined_bytes: int = 0
     quarantined: list[Quarantined] = field(default_factory=list)
@@ -187,6 +188,7 @@ class Scan:
 
     def _count(self, file: str, status: os.stat_result) -> None:
         size_bytes = taken_bytes(status)
+        self.files += 1
         self.used_bytes += size_bytes
         if not stat.S_ISREG(status.st_mode):
             return

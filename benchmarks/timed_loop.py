@@ -1,0 +1,71 @@
+"""Run a module as the main one, and say at its end which callbacks held its event loop longest.
+
+`python -m benchmarks.timed_loop REPORT MODULE ARGUMENT...`: what comes of it is JSON in the file REPORT. A callback's
+time is CPU time of the loop's thread: what a busy machine takes away between two instructions is not the callback's.
+Counted from the first call of an engine on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from kvdepot.server.rpc.depot_calls import DepotCalls
+
+_methods: list[str] = []  # engines' calls that the callback at hand has made
+_called: set[str] = set()
+_longest: dict[str, tuple[int, float, float, float]] = {}  # by name: calls, longest CPU and wall, and all CPU seconds
+
+
+def _name(handle: asyncio.Handle) -> str:
+    """Of the coroutine that a step belongs to, else of the function."""
+    callback: Any = getattr(handle, "_callback")  # noqa: B009 - asyncio names it to nobody
+    task = getattr(callback, "__self__", None)
+    if isinstance(task, asyncio.Task):
+        coroutine: Any = task.get_coro()
+        return str(getattr(coroutine, "__qualname__", coroutine))
+    return str(getattr(callback, "__qualname__", type(callback).__name__))
+
+
+def _timed() -> None:
+    """Have every callback of every loop counted."""
+    run, start = vars(asyncio.Handle)["_run"], DepotCalls.start
+
+    def counted(self: asyncio.Handle) -> None:
+        if not _called:  # the daemon starts, and nobody waits for it
+            run(self)
+            return
+        _methods.clear()
+        name = _name(self)  # before it runs: a handle that is cancelled in its callback has forgotten it
+        began, began_wall = time.thread_time(), time.perf_counter()
+        run(self)
+        cpu, wall = time.thread_time() - began, time.perf_counter() - began_wall
+        name = " ".join([name, *sorted(set(_methods))])
+        calls, longest, longest_wall, total = _longest.get(name, (0, 0.0, 0.0, 0.0))
+        _longest[name] = (calls + 1, max(longest, cpu), max(longest_wall, wall), total + cpu)
+
+    def named(self: DepotCalls, method: str, request: Any, done: Any) -> None:
+        _called.add(method)
+        _methods.append(method)
+        start(self, method, request, done)
+
+    for owner, name, function in ((asyncio.Handle, "_run", counted), (DepotCalls, "start", named)):
+        setattr(owner, name, function)
+
+
+def main() -> None:
+    report, sys.argv[:] = Path(sys.argv[1]), sys.argv[2:]
+    _timed()
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    finally:
+        report.write_text(json.dumps(_longest))
+
+
+if __name__ == "__main__":
+    main()

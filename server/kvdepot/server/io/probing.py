@@ -1,0 +1,99 @@
+"""A probe does to a path what jobs do, so that it tells what they would meet; it leaves nothing there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+from kvdepot.core.objectfile import PAGE_BYTES
+from kvdepot.server.durable_files import TEMPORARY, naming, sync_file
+from kvdepot.server.file_room import check_room
+from kvdepot.server.io.context import Context
+from kvdepot.server.io.direct_io import forget
+from kvdepot.server.io.jobs import Answer, Part, Probe
+from kvdepot.server.tiers.base import IoOutcome
+
+_READ_MAX: Final = 16
+_OPENED_MAX: Final = 256
+"""Files of a folder that a page is read of, and that are opened to write: others each time, where there are more."""
+
+
+def probe(job: Probe, context: Context) -> Answer:
+    """READ_ONLY also where files of the folder are read and permission is missing to write. Raises OSError."""
+    if not job.write:
+        return Answer(IoOutcome.OK, stored_bytes=context.files.read([Part(job.file, 0, PAGE_BYTES)], [context.tail]))
+    context.files.close()  # what is open here may be opened by nobody else
+    files = _files(job.folder, context) if job.folder else []
+    for file in files[:: max(len(files) // _READ_MAX, 1)]:
+        context.files.read([Part(file, 0, PAGE_BYTES)], [context.tail])
+    try:
+        answer = _write(job, context)
+        for file in files:
+            context.files.check_writable(file)
+    except PermissionError as error:
+        if not files:
+            raise
+        return Answer(IoOutcome.READ_ONLY, str(error))
+    return answer
+
+
+def _files(folder: str, context: Context) -> list[str]:
+    path = context.files.path(folder)
+    with naming("readdir", path):
+        names = [name for name in os.listdir(path) if not name.endswith(TEMPORARY)]  # noqa: PTH208
+    return [f"{folder}/{name}" for name in sorted(random.sample(names, min(len(names), _OPENED_MAX)))]
+
+
+def _write(job: Probe, context: Context) -> Answer:
+    """A file of its own: made, renamed, removed before it can be left behind; written, synced and read."""
+    path, page = context.files.path(job.file), context.tail
+    if not job.folder:
+        check_room(os.path.dirname(path), PAGE_BYTES)  # noqa: PTH120
+    with _same_each_time(path):
+        name = f"{job.file}.{os.getpid()}.{threading.get_native_id()}"
+        part = Part(name, 0, PAGE_BYTES)
+        with context.files.held(name, create=True) as fd, _renamed(context.files.path(name)) as buffered:
+            page[:] = os.urandom(PAGE_BYTES)
+            context.files.write([part], [page])
+            sync_file(fd, path, data_only=True)
+            forget(fd, 0, PAGE_BYTES)
+            with naming("read", path):
+                found = os.pread(buffered, PAGE_BYTES, 0)
+            if found != page or context.files.read([part], [context.header]) < PAGE_BYTES or context.header != page:
+                return Answer(IoOutcome.IO_ERROR, f"{path} does not hold what was written to it")
+    return Answer(IoOutcome.OK)
+
+
+@contextlib.contextmanager
+def _renamed(path: str) -> Iterator[int]:
+    """A second descriptor of a file that has another name for a moment, and then none."""
+    other = f"{path}{TEMPORARY}"
+    try:
+        with naming("open", path):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with naming("rename", path):
+            os.rename(path, other)  # noqa: PTH104
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # noqa: PTH108
+        raise
+    try:
+        with naming("unlink", path):
+            os.unlink(other)  # noqa: PTH108
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _same_each_time(path: str) -> Iterator[None]:
+    """Each probe of a path in trouble says the same, and so it is told once."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path
+        raise

@@ -1,0 +1,73 @@
+"""`check-config` names a capacity that its file system cannot have; it neither refuses it nor waits for an answer."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from kvdepot.server import app, capacity_check
+
+
+class File:
+    """A configuration with one tier."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._path = folder / "kvdepot.toml"
+        self._capsys = capsys
+        self.tier = folder / "not" / "there" / "yet"
+
+    def said(self, capacity: str, *options: str) -> str:
+        tier = f'[[tier]]\nname = "nvme"\nkind = "disk"\npath = "{self.tier}"\ncapacity = "{capacity}"\n'
+        self._path.write_text(f'[ram]\ncapacity = "2GiB"\n{tier}')
+        assert app.main(["check-config", str(self._path), *options]) == 0
+        return self._capsys.readouterr().out
+
+
+@pytest.fixture
+def file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> File:
+    return File(tmp_path, capsys)
+
+
+def too_much(folder: Path) -> str:
+    room = os.statvfs(folder)
+    return f"{(room.f_blocks * room.f_frsize >> 20) + 1}MiB"
+
+
+def test_a_capacity_above_the_file_system_is_named(file: File, tmp_path: Path) -> None:
+    above = too_much(tmp_path)
+    text = file.said(above)
+    assert ": ok, capacity" in text
+    assert "\nwarning: tier.nvme.capacity: " in text and "more than the" in text and str(file.tier) in text
+    assert "nvme" in json.loads(file.said(above, "--json"))["warnings"][0]
+    assert "warning" not in file.said("64MiB")
+    assert json.loads(file.said("64MiB", "--json"))["warnings"] == []
+
+
+def test_a_file_system_that_does_not_tell_its_size_is_not_too_small(
+    file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(_: object) -> None:
+        raise OSError(errno.ENOSYS, "no statvfs")
+
+    above = too_much(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lacks)
+    assert "warning" not in file.said(above)
+
+
+def test_a_file_system_that_hangs_is_not_waited_for(
+    file: File, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, above, real = threading.Event(), too_much(tmp_path), os.statvfs
+
+    def hang(folder: Path) -> os.statvfs_result:
+        assert released.wait(60)
+        return real(tmp_path)
+
+    monkeypatch.setattr(capacity_check, "_SECONDS_MAX", 0.05)
+    monkeypatch.setattr(os, "statvfs", hang)
+    assert "warning" not in file.said(above)
+    released.set()

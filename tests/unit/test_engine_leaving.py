@@ -1,0 +1,150 @@
+"""Sessions with many leases end in slices: others are answered meanwhile, and everything comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
+from kvdepot.core.errors import UnknownSession
+from kvdepot.server.engine import departures
+
+from tests.fakes.engine_rig import Client, Rig, audit, path
+
+LEASES, OBJECTS = 6, 4
+OBJECT_BYTES = 8192
+
+
+class Watched:
+    """A pidfd of a process that has ended tells so until it is closed."""
+
+    ended = True
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "OBJECTS_AT_ONCE", 2 * OBJECTS)
+
+
+def busy(rig: Rig, **options: object) -> tuple[Client, list[int]]:
+    """An engine with reservations and loads."""
+    client = rig.attach("busy", 10, **options)  # type: ignore[arg-type]
+    client.store(path("loaded", OBJECTS))
+    for _ in range(LEASES // 2):
+        assert client.acquire(path("loaded", OBJECTS))[1].outcome is AcquireOutcome.GRANTED
+    return client, [client.reserve(path(f"written {number}", OBJECTS))[0] for number in range(LEASES)]
+
+
+def lent(rig: Rig) -> int:
+    return rig.engine.status().tier.lent_bytes
+
+
+def slices(rig: Rig) -> int:
+    count = 0
+    while rig.engine.trim():
+        count += 1
+        audit(rig.engine)
+    return count
+
+
+def test_what_a_dead_engine_was_lent_returns_in_slices_and_its_session_goes_with_the_last() -> None:
+    rig = Rig(data_pages=256)
+    client, _ = busy(rig)
+    watched = Watched()
+    rig.engine.watch(client.attachment, watched)
+    other = rig.attach("other", 20)
+    rig.engine.process_dead(client.attachment)
+    assert watched.closed, "it would go on telling"
+    assert 0 < lent(rig) < (LEASES + 1) * OBJECTS * OBJECT_BYTES
+    with pytest.raises(UnknownSession):
+        client.locate(path("loaded", OBJECTS))
+    other.store(path("meanwhile", OBJECTS))
+    assert len(rig.engine.attachments()) == 2
+    assert slices(rig) >= 1
+    assert lent(rig) == 0 and len(rig.engine.attachments()) == 1
+    assert other.reserve(path("written 0", OBJECTS))[1].outcomes == bytes([ReserveOutcome.GRANTED] * OBJECTS)
+    audit(rig.engine)
+
+
+def test_its_death_reported_twice_changes_nothing() -> None:
+    rig = Rig(data_pages=256)
+    client, _ = busy(rig)
+    for _ in range(3):
+        rig.engine.process_dead(client.attachment)
+    slices(rig)
+    rig.engine.process_dead(client.attachment)
+    assert lent(rig) == 0 and rig.engine.attachments() == ()
+    audit(rig.engine)
+
+
+def test_an_engine_of_the_same_name_starts_while_the_dead_one_leaves() -> None:
+    rig = Rig(data_pages=256)
+    client, _ = busy(rig)
+    rig.engine.process_dead(client.attachment)
+    again = rig.attach("busy", 11)
+    again.store(path("new", OBJECTS))
+    slices(rig)
+    assert again.locate(path("new", OBJECTS)).boundary_tokens and lent(rig) == 0
+    assert [info.process.pid for info in rig.engine.attachments()] == [11]
+    audit(rig.engine)
+
+
+def test_a_process_that_comes_back_while_its_session_ends_finds_all_leases_expired() -> None:
+    rig = Rig(data_pages=256, grace_seconds=60.0)
+    client, written = busy(rig)
+    rig.engine.disconnected(client.attachment)
+    rig.now += 61
+    rig.engine.tick()
+    assert rig.counter("expired_leases.write") < LEASES, "the test lost its teeth"
+    again = rig.attach("busy", 10)
+    assert again.attachment == client.attachment
+    for lease in written:
+        assert set(again.commit(lease, *range(OBJECTS))) == {CommitOutcome.EXPIRED}
+    assert again.locate(path("loaded", OBJECTS)).boundary_tokens, "its namespace is registered"
+    slices(rig)
+    assert again.locate(path("loaded", OBJECTS)).boundary_tokens
+    audit(rig.engine)
+
+
+def test_a_process_that_dies_while_its_session_ends_leaves_nothing() -> None:
+    rig = Rig(data_pages=256, grace_seconds=60.0)
+    client, _ = busy(rig)
+    rig.engine.disconnected(client.attachment)
+    rig.now += 61
+    rig.engine.tick()
+    rig.engine.process_dead(client.attachment)
+    slices(rig)
+    assert lent(rig) == 0 and rig.engine.attachments() == ()
+    assert [namespace.sessions for namespace in rig.engine._space.namespaces.by_slot.values()] == [0]
+    audit(rig.engine)
+
+
+def test_a_daemon_that_ends_while_a_dead_engine_leaves_gives_back_the_rest_at_its_next_start() -> None:
+    rig = Rig(data_pages=256)
+    client, _ = busy(rig)
+    rig.engine.process_dead(client.attachment)
+    rig.dead.add(10)
+    rig.crash()
+    assert lent(rig) == 0 and rig.engine.attachments() == ()
+    audit(rig.engine)
+
+
+@pytest.mark.parametrize("end", [Rig.crash, None])
+def test_leases_over_their_deadline_end_tick_by_tick(end: Callable[[Rig], object] | None) -> None:
+    rig = Rig(data_pages=256, lease_deadline_seconds=10.0)
+    client, written = busy(rig)
+    rig.now += 11
+    rig.engine.tick()
+    assert 0 < rig.counter("expired_leases.write") < LEASES
+    if end is not None:
+        end(rig)
+        return
+    for _ in range(LEASES):
+        rig.engine.tick()
+    assert rig.counter("expired_leases.write") == LEASES
+    assert set(client.commit(written[-1], 0)) == {CommitOutcome.EXPIRED}
+    audit(rig.engine)
