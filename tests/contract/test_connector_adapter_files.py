@@ -21,6 +21,7 @@ from kvdepot.client.vllm import connector as connector_module
 from kvdepot.client.vllm import scheduler as scheduler_module
 from kvdepot.client.vllm import weights
 from kvdepot.client.vllm.compat import KVConnectorRole
+from kvdepot.client.vllm.metadata import RankMeta
 from kvdepot.core.errors import ConfigError
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -382,3 +383,20 @@ def test_what_the_ranks_said_of_adapters_outlives_the_scheduler_side(make: Make,
     engine.connector.set_xfer_handshake_metadata_pp_aware(facts)
     assert engine.side._adapters is salts
     assert not known(engine, x, 0.1)
+
+
+def test_a_late_or_repeated_word_of_a_rank_does_not_bring_a_former_content_back(make: Make, tmp_path: Path) -> None:
+    engine = make(max_cpu_loras=1)
+    for name in "xy":
+        in_place(tmp_path / name, b"1")
+    x, y = loaded(tmp_path / "x"), loaded(tmp_path / "y")
+    warm(engine, x)
+    first = next(iter(engine.side._adapters._reads[x.lora_int_id].values()))
+    ask(engine, y)
+    in_place(tmp_path / "x", b"2")
+    ask(engine, x)
+    assert engine.side._adapters.salt(x) is None
+    for meta in (RankMeta(adapters=(first,)), RankMeta(adapters=(first, first))):
+        engine.side.output(meta)
+        in_place(tmp_path / "x", b"1")
+        assert not known(engine, x, 0.05)

@@ -407,6 +407,8 @@ class LoraSalts:
         """A rank has read it; returns whether it read something else before, under the same id."""
         reads = self._reads.get(read.load, {})
         before = reads.get((read.rank, read.reader))
+        if before is not None and before.at_ns >= read.at_ns:
+            return False
         reads[read.rank, read.reader] = read
         _remember(self._reads, read.load, reads, READS_MAX)
-        return before is not None and before != read
+        return before is not None and (before.path, before.state) != (read.path, read.state)
