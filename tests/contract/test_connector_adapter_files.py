@@ -21,6 +21,7 @@ from kvdepot.client.vllm import connector as connector_module
 from kvdepot.client.vllm import scheduler as scheduler_module
 from kvdepot.client.vllm import weights
 from kvdepot.client.vllm.compat import KVConnectorRole
+from kvdepot.client.vllm.metadata import RankMeta
 from kvdepot.core.errors import ConfigError
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -100,10 +101,12 @@ def warm(engine: ScriptedEngine, adapter: LoRARequest) -> None:
     assert known(engine, adapter)
 
 
-def served_rightly(make: Make, change: Change, path: Path, content: bytes, *prompts: list[int]) -> list[int]:
+def served_rightly(
+    make: Make, change: Change, path: Path, content: bytes, *prompts: list[int], **options: Any
+) -> list[int]:
     """A fresh engine with this content, and what it finds: other bytes than its own fail its forward."""
     change(path, content)
-    engine, adapter = make(), loaded(path)
+    engine, adapter = make(**options), loaded(path)
     warm(engine, adapter)
     return [ask(engine, adapter, tokens) for tokens in prompts]
 
@@ -278,7 +281,8 @@ def test_whatever_changes_when_no_engine_is_served_another_content(
     paths = [tmp_path / name for name in "xyz"]
     for path in paths:
         in_place(path, random.choice(contents))
-    engine = make(max_cpu_loras=2, blocks=128)
+    options = {"hybrid": seed % 2 == 1, "ranks": 1 + seed // 2 % 2, "runs_ahead": seed % 3 == 1, "blocks": 128}
+    engine = make(max_cpu_loras=2, **options)
     adapters = {path: loaded(path) for path in paths}
     stored = 0
     for _ in range(150):
@@ -305,7 +309,9 @@ def test_whatever_changes_when_no_engine_is_served_another_content(
     engine.run()
     engine.settle()
     assert stored
-    found = [served_rightly(make, in_place, path, content, *prompts) for path in paths for content in contents]
+    found = [
+        served_rightly(make, in_place, path, content, *prompts, **options) for path in paths for content in contents
+    ]
     assert any(itertools.chain(*found)), "something was of use"
     engine.assert_clean()
 
@@ -377,3 +383,20 @@ def test_what_the_ranks_said_of_adapters_outlives_the_scheduler_side(make: Make,
     engine.connector.set_xfer_handshake_metadata_pp_aware(facts)
     assert engine.side._adapters is salts
     assert not known(engine, x, 0.1)
+
+
+def test_a_late_or_repeated_word_of_a_rank_does_not_bring_a_former_content_back(make: Make, tmp_path: Path) -> None:
+    engine = make(max_cpu_loras=1)
+    for name in "xy":
+        in_place(tmp_path / name, b"1")
+    x, y = loaded(tmp_path / "x"), loaded(tmp_path / "y")
+    warm(engine, x)
+    first = next(iter(engine.side._adapters._reads[x.lora_int_id].values()))
+    ask(engine, y)
+    in_place(tmp_path / "x", b"2")
+    ask(engine, x)
+    assert engine.side._adapters.salt(x) is None
+    for meta in (RankMeta(adapters=(first,)), RankMeta(adapters=(first, first))):
+        engine.side.output(meta)
+        in_place(tmp_path / "x", b"1")
+        assert not known(engine, x, 0.05)

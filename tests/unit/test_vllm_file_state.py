@@ -330,6 +330,22 @@ def test_a_young_file_is_read_only_once_a_further_change_would_have_another_time
     assert time.time() >= path.stat().st_ctime + weights.TICK_SECONDS
 
 
+@pytest.mark.parametrize(
+    ("kind", "lasts"), [("ext4", True), ("nfs4", True), ("squashfs", False), ("fuse.x", False), ("", False)]
+)
+def test_digests_of_files_in_images_are_not_kept_for_the_next_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lasts: bool
+) -> None:
+    """Two images may have the same inodes, sizes and times, and be mounted one after the other."""
+    monkeypatch.setattr(file_state, "file_system", lambda _: kind)
+    for read in (True, not lasts):
+        digests = FileDigests(tmp_path / "cache.json")
+        digests.digest(folder / "model.safetensors")
+        assert digests._saved is not read
+        digests.digest(folder / "model.safetensors")
+        digests.save()
+
+
 def test_a_file_that_changes_while_it_is_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)

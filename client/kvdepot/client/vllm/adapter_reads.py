@@ -7,6 +7,7 @@ vLLM tells connectors neither that it loads an adapter nor that it reads one aga
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ class AdapterReads:
         before = self._reads.get(key)
         if before is not None and (before.path, before.state) != (path, state):
             state = ""
-        self._reads[key] = AdapterRead(self._rank, reader, load, path, state)
+        self._reads[key] = AdapterRead(self._rank, reader, time.monotonic_ns(), load, path, state)
 
     def add_to(self, meta: RankMeta | None) -> RankMeta | None:
         """Put them into this step's message."""

@@ -26,6 +26,8 @@ OWN_CLOCK: Final = frozenset(
     }
 )  # fmt: skip
 """File systems whose times are set by this kernel's clock."""
+TIMES_OF_AN_IMAGE: Final = ("cramfs", "erofs", "fuse", "iso9660", "romfs", "squashfs", "udf")
+"""Prefixes of file systems on which two files may have one path, inode, size and all times, one after the other."""
 FOREIGN_CLOCK_NS: Final = 300 * 10**9
 """How far another host's clock may differ: on its file systems only what changed that much before counts as older."""
 CLOCK_STEP_NS: Final = 10**9
@@ -155,7 +157,7 @@ def changed_since(folder: Path, moment_ns: int) -> Path | None:
     for entry in [*entries(folder), *_names_of_snapshot(folder)]:
         status = entry.status
         if status.st_dev not in limits:
-            limits[status.st_dev] = moment_ns - (0 if _own_clock(entry.path) else FOREIGN_CLOCK_NS)
+            limits[status.st_dev] = moment_ns - (0 if file_system(entry.path) in OWN_CLOCK else FOREIGN_CLOCK_NS)
         if status.st_ctime_ns <= limits[status.st_dev]:
             continue
         gained = stat.S_ISDIR(status.st_mode) and status.st_mtime_ns == status.st_ctime_ns
@@ -173,8 +175,8 @@ def _names_of_snapshot(folder: Path) -> Iterator[Entry]:
             yield Entry(path, path.stat(), on_the_way=False)
 
 
-def _own_clock(path: Path) -> bool:
-    """Whether this kernel's clock sets the times of the file system that the path lies in."""
+def file_system(path: Path) -> str:
+    """Return the type of the file system that a path lies in, without following a last link; empty if unknown."""
     try:
         opened = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -185,7 +187,7 @@ def _own_clock(path: Path) -> bool:
         for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n"):
             words = line.split(b" ")
             if words[0] == mount:
-                return words[words.index(b"-") + 1].decode("ascii", "replace") in OWN_CLOCK
+                return words[words.index(b"-") + 1].decode("ascii", "replace")
     except (OSError, ValueError, IndexError):
         pass
-    return False
+    return ""

@@ -114,6 +114,7 @@ class AdapterRead:
 
     rank: int
     reader: int  # tells apart the engines of one process
+    at_ns: int  # of the host's monotonic clock: messages may come twice, or late
     load: int  # the engine's id of the adapter
     path: str
     state: str  # of the files, as `file_state.fingerprint`; empty: they changed meanwhile, or nobody could look

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -79,6 +80,15 @@ class FileDigests:
         self._cache = cache
         self._known: dict[str, str] | None = None  # None: not read yet; a home may hang, and an engine's start must not
         self._saved = True
+        self._run = secrets.token_hex(8)
+        self._lasts: dict[int, bool] = {}  # by device: whether a file's times tell it from others in later runs, too
+
+    def _key(self, path: Path, status: os.stat_result) -> str:
+        if status.st_dev not in self._lasts:
+            kind = file_state.file_system(path.resolve())
+            self._lasts[status.st_dev] = bool(kind) and not kind.startswith(file_state.TIMES_OF_AN_IMAGE)
+        parts = [path.resolve(), status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size]
+        return "|".join(map(str, parts if self._lasts[status.st_dev] else [*parts, self._run]))
 
     def _remembered(self) -> dict[str, str]:
         if self._known is None:
@@ -93,17 +103,18 @@ class FileDigests:
         """Hex digest of the file's bytes. Raises OSError, also for a file that changes meanwhile."""
         status = _settled(path)
         known = self._remembered()
-        digest = known.get(_key(path, status))
+        key = self._key(path, status)
+        digest = known.get(key)
         if digest is None:
             self._saved = False
             total = xxhash.xxh3_128()
             with path.open("rb") as file:
                 while part := file.read(READ_BYTES):
                     total.update(part)
-            if _key(path, path.stat()) != _key(path, status):
+            if self._key(path, path.stat()) != key:
                 raise OSError(f"{path} changes while it is read")
             digest = total.hexdigest()
-        _remember(known, _key(path, status), digest, CACHE_ENTRIES_MAX)
+        _remember(known, key, digest, CACHE_ENTRIES_MAX)
         return digest
 
     def save(self) -> None:
@@ -131,10 +142,6 @@ def _settled(path: Path) -> os.stat_result:
             break
         threading.Event().wait(wait)
     return status
-
-
-def _key(path: Path, status: os.stat_result) -> str:
-    return "|".join(map(str, (path.resolve(), status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)))
 
 
 def _remember(known: dict[_Key, _Value], key: _Key, value: _Value, count_max: int) -> None:
@@ -400,6 +407,8 @@ class LoraSalts:
         """A rank has read it; returns whether it read something else before, under the same id."""
         reads = self._reads.get(read.load, {})
         before = reads.get((read.rank, read.reader))
+        if before is not None and before.at_ns >= read.at_ns:
+            return False
         reads[read.rank, read.reader] = read
         _remember(self._reads, read.load, reads, READS_MAX)
-        return before is not None and before != read
+        return before is not None and (before.path, before.state) != (read.path, read.state)
