@@ -92,8 +92,7 @@ def works(engine: ScriptedEngine) -> None:
 
 
 @pytest.mark.parametrize("phase", ["looked up", "acquiring", "loading"])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("streams", [False, True], ids=["shm", "stream"])
+@pytest.mark.parametrize(("ranks", "streams"), [(1, False), (2, False), (1, True)], ids=["one", "two", "stream"])
 def test_a_load_of_the_former_side_is_reported_once(
     make: Make, depot: Depot, gate: Gate, phase: str, ranks: int, streams: bool
 ) -> None:

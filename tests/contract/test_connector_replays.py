@@ -141,7 +141,12 @@ def test_a_step_that_a_rank_is_told_twice_is_done_once(
     ops: list[int] = []
     (copies,) = engine.copies
     begin = copies._do
-    monkeypatch.setattr(copies, "_do", lambda op, mark: (ops.append(op.op_id), begin(op, mark)))
+
+    def noted(op: Any, mark: object) -> None:
+        ops.append(op.op_id)
+        begin(op, mark)
+
+    monkeypatch.setattr(copies, "_do", noted)
     tokens = prompt(5.5)
     for hit in (0, 5 * BLOCK):
         assert engine.generate(tokens) == cold(tokens)

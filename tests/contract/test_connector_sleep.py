@@ -20,7 +20,6 @@ from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 
 __all__ = ["depot", "folder", "gate", "make"]  # fixtures
 CYCLES = 20
-SHAPES = pytest.mark.parametrize("options", [{}, {"hybrid": True}, {"ranks": 2}], ids=["dense", "hybrid", "two ranks"])
 
 
 def threads() -> Counter[str]:
@@ -45,11 +44,21 @@ def belongings(engine: ScriptedEngine) -> dict[str, Any]:
     }
 
 
-@SHAPES
-@pytest.mark.parametrize("streams", [False, True], ids=["shm", "stream"])
-@pytest.mark.parametrize("how", ["sleep", "release"])
+@pytest.mark.parametrize(
+    ("how", "streams", "options"),
+    [
+        pytest.param("sleep", False, {}, id="dense"),
+        pytest.param("sleep", False, {"hybrid": True}, id="hybrid"),
+        pytest.param("sleep", False, {"ranks": 2}, id="two ranks"),
+        pytest.param("sleep", True, {}, id="stream"),
+        pytest.param("release", False, {}, id="release"),
+        pytest.param("sleep", True, {"hybrid": True, "ranks": 2}, id="stream to two ranks", marks=pytest.mark.long),
+        pytest.param("release", True, {"hybrid": True}, id="release by stream", marks=pytest.mark.long),
+        pytest.param("sleep", False, {"windows": [3 * BLOCK]}, id="windows", marks=pytest.mark.long),
+    ],
+)
 def test_i1_twenty_cycles_serve_nothing_of_before_and_keep_nothing(
-    make: Make, options: dict[str, Any], streams: bool, how: str
+    make: Make, how: str, streams: bool, options: dict[str, Any]
 ) -> None:
     engine = make(streams=streams, **options)
     tokens = prompt(5.5)

@@ -256,7 +256,7 @@ def test_each_child_hears_that_kv_memory_goes_and_is_there_again(combine: Combin
     for _ in range(2):
         combined.connector.unregister_kv_caches()
         combined.connector.restore_kv_caches()
-    assert combined.children[1].heard == ["unregister", "restore"] * 2  # type: ignore[attr-defined]
+    assert combined.children[1].heard == ["unregister", "restore"] * 2
 
 
 @pytest.mark.parametrize(("kinds", "supported"), [((), False), (("SleepyChild",), True), (("SleeplessChild",), False)])

@@ -43,10 +43,10 @@ class Sleeper:
     model_runner: Any
 
     def take_kv_memory(self) -> None:
-        get_kv_transfer_group().unregister_kv_caches()  # type: ignore[attr-defined] # from 0.33 on
+        get_kv_transfer_group().unregister_kv_caches()
 
     def give_kv_memory(self) -> None:
-        get_kv_transfer_group().restore_kv_caches()  # type: ignore[attr-defined] # from 0.33 on
+        get_kv_transfer_group().restore_kv_caches()
 
     def scale_weights(self, factor: float) -> None:
         """Powers of two are exact: what was multiplied and divided is what it was."""

@@ -24,7 +24,7 @@ class LateWords:
 
     def __call__(self, said: list[RankMeta]) -> list[RankMeta]:
         """What arrives in this step, where the ranks have just said this."""
-        arrives = []
+        arrives: list[RankMeta] = []
         for meta in said:
             if self._random.random() < self._twice:
                 self._waiting.append(copy.deepcopy(meta))
