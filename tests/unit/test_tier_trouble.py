@@ -258,6 +258,27 @@ def test_a_file_system_that_renames_nothing_is_found(rig: IoRig, monkeypatch: py
     assert sorted(rig.directory.rglob("*")) == before
 
 
+@pytest.mark.parametrize("call", ["rename", "open", "pread", "pwritev", "fdatasync"])
+def test_a_probe_that_fails_leaves_nothing_either(rig: IoRig, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    before = sorted(rig.directory.rglob("*"))
+    refusing(monkeypatch, call, errno.EIO, lambda *given: call != "open" or not given[1] & os.O_CREAT)
+    assert probed(rig, folder="").outcome is IoOutcome.IO_ERROR
+    assert sorted(rig.directory.rglob("*")) == before
+
+
+def test_what_a_probe_could_not_remove_is_not_in_the_way_of_the_next(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(rig.directory.rglob("*"))
+    with monkeypatch.context() as patch:
+        refusing(patch, "unlink", errno.EPERM, os.path.exists)
+        refusing(patch, "rename", errno.EPERM, lambda *_: True)
+        assert "rename: " in probed(rig, folder="").detail
+    assert sorted(rig.directory.rglob("*")) != before
+    assert probed(rig, folder="").outcome is IoOutcome.OK
+    assert sorted(rig.directory.rglob("*")) == before
+
+
 def test_of_very_many_files_others_are_looked_at_each_time(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a probe of a large tier is over in time, and a bad one is found in the end."""
     for number in range(1, 300):
