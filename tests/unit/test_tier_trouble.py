@@ -89,7 +89,7 @@ def test_a_tier_whose_probe_works_and_whose_writes_do_not_is_not_ready(disk: Dis
     assert State.READ_ONLY in seen
     assert ready <= disk.config.failures, "at the first return alone"
     disk.data.fault = lambda _: None
-    for _ in range(70):
+    while not disk.writable():
         wait(disk, 1)
     status = disk.tier.status()
     assert status.state == State.DEGRADED and "no write has worked since: writes fail" in status.reason
@@ -126,6 +126,19 @@ def test_a_place_that_cannot_be_written_is_not_where_the_next_write_goes(disk: D
     disk.crash()
     assert disk.tier.used_bytes == 0, "a new run tries it again"
     disk.check()
+
+
+def test_an_idle_tier_is_not_doubted_for_ever_and_doubted_again_at_once(disk: DiskRig) -> None:
+    numbers = iter(range(10, 1000))
+    disk.data.fault = only(WriteObject, DENIED)
+    for stop in range(4):
+        while disk.writable():
+            disk.write(object_name(next(numbers)))
+        while not disk.writable():
+            wait(disk, 1)
+        assert disk.tier.status().state == (State.DEGRADED if stop else State.READY)
+        wait(disk, 31)
+        assert (disk.tier.status().state, disk.tier.status().reason) == (State.READY, "")
 
 
 def test_a_shared_tier_whose_publications_fail_between_look_ups_is_read_only(shared: SharedRig) -> None:
