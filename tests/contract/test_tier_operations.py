@@ -126,6 +126,7 @@ def test_a_disk_tier_works_where_directories_cannot_be_synced(fuse: FuseDirector
 
 @needs_fuse
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_call_may_be_refused_in_every_way(fuse: FuseDirectory, kind: str, operation: str) -> None:
@@ -137,6 +138,7 @@ def test_every_call_may_be_refused_in_every_way(fuse: FuseDirectory, kind: str, 
 
 @needs_fuse
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_tier_that_opens_while_a_call_is_refused_serves_or_names_it(

@@ -198,4 +198,4 @@ def test_a_file_system_without_locks_is_named_and_nobody_is_blamed(
     for take in (lambda: hold_for_daemon(lock, os.getpid()), lambda: enter(lock, ""), lambda: renew_token(lock, "x")):
         with pytest.raises(OSError, match=rf"fcntl \(lock\): .*'{lock}'"):
             take()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before

@@ -132,6 +132,18 @@ def test_it_is_doubted_from_the_second_opening_in_a_row_until_an_operation_of_th
     assert reopened(one, clock, 1, done) == [5.0]
 
 
+def test_what_nobody_uses_is_not_doubted_for_ever() -> None:
+    clock = Clock()
+    one = breaker(clock)
+    reopened(one, clock, 3)
+    clock.now += 30
+    assert one.doubt
+    clock.now += 1
+    assert not one.doubt
+    assert reopened(one, clock, 1) == [40.0], "it is as it was when it fails again"
+    assert one.doubt
+
+
 def test_reads_that_fail_in_a_row_open_it_although_writes_work_in_between() -> None:
     one = breaker(Clock())
     for number in range(3):

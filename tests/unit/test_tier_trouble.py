@@ -89,7 +89,7 @@ def test_a_tier_whose_probe_works_and_whose_writes_do_not_is_not_ready(disk: Dis
     assert State.READ_ONLY in seen
     assert ready <= disk.config.failures, "at the first return alone"
     disk.data.fault = lambda _: None
-    for _ in range(70):
+    while not disk.writable():
         wait(disk, 1)
     status = disk.tier.status()
     assert status.state == State.DEGRADED and "no write has worked since: writes fail" in status.reason
@@ -126,6 +126,19 @@ def test_a_place_that_cannot_be_written_is_not_where_the_next_write_goes(disk: D
     disk.crash()
     assert disk.tier.used_bytes == 0, "a new run tries it again"
     disk.check()
+
+
+def test_an_idle_tier_is_not_doubted_for_ever_and_doubted_again_at_once(disk: DiskRig) -> None:
+    numbers = iter(range(10, 1000))
+    disk.data.fault = only(WriteObject, DENIED)
+    for stop in range(4):
+        while disk.writable():
+            disk.write(object_name(next(numbers)))
+        while not disk.writable():
+            wait(disk, 1)
+        assert disk.tier.status().state == (State.DEGRADED if stop else State.READY)
+        wait(disk, 31)
+        assert (disk.tier.status().state, disk.tier.status().reason) == (State.READY, "")
 
 
 def test_a_shared_tier_whose_publications_fail_between_look_ups_is_read_only(shared: SharedRig) -> None:
@@ -255,6 +268,27 @@ def test_a_file_system_that_renames_nothing_is_found(rig: IoRig, monkeypatch: py
     refusing(monkeypatch, "rename", errno.EINVAL, lambda *_: True)
     answer = probed(rig, folder="")
     assert answer.outcome is IoOutcome.IO_ERROR and "rename: " in answer.detail
+    assert sorted(rig.directory.rglob("*")) == before
+
+
+@pytest.mark.parametrize("call", ["rename", "open", "pread", "pwritev", "fdatasync"])
+def test_a_probe_that_fails_leaves_nothing_either(rig: IoRig, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    before = sorted(rig.directory.rglob("*"))
+    refusing(monkeypatch, call, errno.EIO, lambda *given: call != "open" or not given[1] & os.O_CREAT)
+    assert probed(rig, folder="").outcome is IoOutcome.IO_ERROR
+    assert sorted(rig.directory.rglob("*")) == before
+
+
+def test_what_a_probe_could_not_remove_is_not_in_the_way_of_the_next(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(rig.directory.rglob("*"))
+    with monkeypatch.context() as patch:
+        refusing(patch, "unlink", errno.EPERM, os.path.exists)
+        refusing(patch, "rename", errno.EPERM, lambda *_: True)
+        assert "rename: " in probed(rig, folder="").detail
+    assert sorted(rig.directory.rglob("*")) != before
+    assert probed(rig, folder="").outcome is IoOutcome.OK
     assert sorted(rig.directory.rglob("*")) == before
 
 

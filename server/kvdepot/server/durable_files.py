@@ -27,7 +27,8 @@ def naming(call: str, path: str | Path) -> Iterator[None]:
     except OSError as error:
         if _NAMED not in (error.strerror or ""):
             error.strerror = f"{call}{_NAMED}{error.strerror or error}"
-            error.filename = os.fspath(path)
+            if error.filename2 is None:  # a rename names both
+                error.filename = os.fspath(path)
         raise
 
 

@@ -21,6 +21,7 @@ _FOR_OTHERS_BYTES_MAX: Final = 256 << 20
 _SHARE_BESIDE: Final = 16
 _PIECE_BYTES: Final = 16 << 20
 """Between two looks: others may grow at the same moment, and each of them overshoots by one piece at most."""
+_ZEROS_BYTES: Final = 1 << 20
 _BLOCK_BYTES: Final = 512  # of st_blocks, whatever the file system's are (stat(2))
 
 
@@ -91,7 +92,10 @@ def _extend(fd: int, path: str, start: int, end: int) -> None:
     at = max(start, os.fstat(fd).st_size)
     with naming("write", path):
         while at < end:
-            at += os.pwrite(fd, bytes(min(end - at, 1 << 20)), at)
+            done = os.pwrite(fd, bytes(min(end - at, _ZEROS_BYTES)), at)
+            if not done:
+                raise OSError(errno.EIO, "nothing was written")
+            at += done
 
 
 def _statvfs(folder: str) -> os.statvfs_result | None:

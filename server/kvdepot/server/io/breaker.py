@@ -7,6 +7,9 @@ from enum import StrEnum
 from typing import Final
 
 _INTERVAL_SECONDS_MAX: Final = 60.0
+_OPENINGS_MIN: Final = 2
+DOUBT_SECONDS: Final = 30.0
+"""How long something that nobody uses is doubted: an idle tier has no job that could prove it well."""
 
 
 class Done(StrEnum):
@@ -42,6 +45,7 @@ class Breaker:
         self._opened_by = Done.OTHER
         self._opening_reason = ""
         self._probe_at = 0.0
+        self._closed_at = clock()
         self.openings = 0
         """In a row, without an operation that worked in between."""
         self.probed = 0
@@ -62,7 +66,9 @@ class Breaker:
     @property
     def doubt(self) -> str:
         """Why it is not well although a probe worked: what failed after an earlier probe. Empty while all is well."""
-        return self._opening_reason if self.openings > 1 else ""
+        if self.openings < _OPENINGS_MIN or (self.closed and self._clock() - self._closed_at > DOUBT_SECONDS):
+            return ""
+        return self._opening_reason
 
     def failed(self, reason: str, done: Done = Done.OTHER) -> bool:
         """An operation failed. True when this opened the breaker."""
@@ -92,6 +98,7 @@ class Breaker:
     def probe_worked(self) -> None:
         assert self.state is BreakerState.PROBING
         self.state = BreakerState.CLOSED
+        self._closed_at = self._clock()
         self.probed += 1
         self.reason = ""
         self._failures = self._failed_reads = 0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
-from kvdepot.server.durable_files import TEMPORARY, naming, sync_file
+from kvdepot.server.durable_files import TEMPORARY, naming, opened, sync_file
 from kvdepot.server.file_room import check_room
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import forget
@@ -56,6 +56,8 @@ def _write(job: Probe, context: Context) -> Answer:
     with _same_each_time(path):
         name = f"{job.file}.{os.getpid()}.{threading.get_native_id()}"
         part = Part(name, 0, PAGE_BYTES)
+        with contextlib.suppress(FileNotFoundError), naming("unlink", path):  # of an earlier one that could not
+            os.unlink(context.files.path(name))  # noqa: PTH108
         with context.files.held(name, create=True) as fd, _renamed(context.files.path(name)) as buffered:
             page[:] = os.urandom(PAGE_BYTES)
             context.files.write([part], [page])
@@ -73,20 +75,17 @@ def _renamed(path: str) -> Iterator[int]:
     """A second descriptor of a file that has another name for a moment, and then none."""
     other = f"{path}{TEMPORARY}"
     try:
-        with naming("open", path):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with naming("rename", path):
-            os.rename(path, other)  # noqa: PTH104
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+            with naming("rename", path):
+                os.rename(path, other)  # noqa: PTH104
+            with naming("unlink", path):
+                os.unlink(other)  # noqa: PTH108
+            yield fd
     except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(path)  # noqa: PTH108
+        for name in (path, other):
+            with contextlib.suppress(OSError):
+                os.unlink(name)  # noqa: PTH108
         raise
-    try:
-        with naming("unlink", path):
-            os.unlink(other)  # noqa: PTH108
-        yield fd
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -95,5 +94,4 @@ def _same_each_time(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename = path
-        raise
+        raise OSError(error.errno, error.strerror, path) from error

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvdepot.server.file_room import NO_INODES
-from kvdepot.server.io.breaker import Breaker
+from kvdepot.server.io.breaker import DOUBT_SECONDS, Breaker
 from kvdepot.server.logs import REPEAT_SECONDS, Seldom
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -51,7 +51,7 @@ class Health:
     """`retry_due` says when to try to get out of a bad state: after `probe_seconds`, then less and less often.
 
     A tier that was well for a minute starts with `probe_seconds` again. One whose probe worked, and the next write did
-    not, is not well: `doubt` says so until a write works.
+    not, is not well: `doubt` says so until a write works, or none has failed for a while.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Health:
         self._short = ""
         self._failed_writes = self._failed_reads = 0  # in a row
         self._failed_read = ""  # why the last one did
+        self._failed_read_at = 0.0
         self._stops = 0  # in a row, without a write that worked
         self._stopped = ""  # why the last time
         self.state = State.OPENING
@@ -82,7 +83,7 @@ class Health:
     def worsen(self, state: State, reason: str) -> None:
         if self.state is State.CLOSED:
             return
-        if self.state is State.READY and self._clock() - self._ready_at > REPEAT_SECONDS and not self.doubt:
+        if self.state is State.READY and self._clock() - self._ready_at > REPEAT_SECONDS and self._stops < _STOPS_MIN:
             self._retry_seconds = self._probe_seconds
         if self.state is State.READY and state is State.READ_ONLY:
             self._stops, self._stopped = self._stops + 1, reason
@@ -94,6 +95,7 @@ class Health:
         """Of one object, maybe: who may not read one file of several owners may well read the others."""
         self._failed_reads += 1
         self._failed_read = why_failed(outcome, detail)
+        self._failed_read_at = self._clock()
 
     def read_worked(self) -> None:
         self._failed_reads = 0
@@ -116,9 +118,12 @@ class Health:
     @property
     def doubt(self) -> str:
         """Why it is not well, although it is ready."""
-        writes = f"no write has worked since: {self._stopped}" if self._stops >= _STOPS_MIN else ""
-        reads = f"reads fail: {self._failed_read}" if self._failed_reads >= self._failures_max else ""
-        return writes or reads
+        since = self._clock() - DOUBT_SECONDS
+        if self._stops >= _STOPS_MIN and (self.state is not State.READY or self._ready_at >= since):
+            return f"no write has worked since: {self._stopped}"
+        if self._failed_reads >= self._failures_max and self._failed_read_at >= since:
+            return f"reads fail: {self._failed_read}"
+        return ""
 
     def retried(self) -> None:
         """Not again for a while, whatever comes of it."""
