@@ -27,7 +27,7 @@ from kvdepot.server.tiers.disk.records import SEQUENCE_BITS
 
 from tests.chaos.patience import patience
 from tests.chaos.shared_directory import SHARED_CAPACITY, SharedDirectory
-from tests.chaos.stepped_clock import WallClock
+from tests.chaos.stepped_clock import ALLOWED_SECONDS, WallClock
 from tests.daemon_process import DaemonProcess
 from tests.disk_world import children
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
@@ -150,6 +150,7 @@ class Mount:
 
     def __init__(self, nodes: int = 1) -> None:
         self.left_out: list[str] = []
+        self.allowed_seconds = ALLOWED_SECONDS * patience()
         self.fuse: FuseDirectory | None = None
         self.small = False
         reason = why_no_fuse()
@@ -206,7 +207,7 @@ class Depot:
         self.starts = 0
         self.capacity_bytes_max = parse_size_bytes(settings.capacity)
         self.clock = WallClock(mount.backing / f"clock{node}")
-        under = ("tests.chaos.stepped_clock", str(self.clock.path))
+        under = ("tests.chaos.stepped_clock", str(self.clock.path), str(mount.allowed_seconds))
         self.daemon = DaemonProcess(ram=settings.ram, config=settings.text(self.root), under=under)
 
     # --- the process

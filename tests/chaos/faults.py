@@ -17,6 +17,7 @@ from typing import Final, Protocol
 from tests.chaos.depot import CAPACITIES, CODECS, QUOTAS, RAMS, RAMS_SHARED, WORKERS, Depot
 from tests.chaos.fleet import Engine, Fleet
 from tests.chaos.messages import Command
+from tests.chaos.patience import patience
 from tests.chaos.watch import Watch
 
 IO_WORKER: Final = "kvdepot.server.io.worker"
@@ -46,7 +47,7 @@ class World:
     def pause(self) -> bool:
         """Whether the engines have come to rest: not when the other fault keeps them from it."""
         self.fleet.command(Command.PAUSE)
-        until = time.monotonic() + _PAUSE_SECONDS
+        until = time.monotonic() + _PAUSE_SECONDS * patience()
         while not self.fleet.idle and time.monotonic() < until:
             self.found(*self.fleet.read())
             time.sleep(0.05)

@@ -35,6 +35,7 @@ from kvdepot.core.calls import (
 
 from tests.chaos.messages import Command, Copied, Fill, Free, Load, Placed, RankOp, Report, Store
 from tests.chaos.models import BLOCKS, MODELS, Model
+from tests.chaos.patience import patience
 from tests.chaos.process_clock import ProcessClock, queued_seconds
 from tests.known_objects import Known, prompt
 
@@ -245,7 +246,7 @@ class Scheduler:
         self._timed("submit", self._session.submit, call, timeout_seconds, got.append)
 
         def over() -> bool:
-            if not got and self._clock() > began + timeout_seconds + LATE_SECONDS_MAX:
+            if not got and self._clock() > began + timeout_seconds + LATE_SECONDS_MAX * patience():
                 got.append(None)
                 self.findings.append(f"I3: {type(call).__name__} was not answered by its timeout: {self.state}")
             return bool(got)

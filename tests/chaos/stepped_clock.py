@@ -1,8 +1,8 @@
-"""A wall clock stepped apart from the machine's: `python -m tests.chaos.stepped_clock FILE MODULE ARGUMENTS`.
+"""A wall clock stepped apart from the machine's: `python -m tests.chaos.stepped_clock FILE SECONDS MODULE ARGUMENTS`.
 
 Runs MODULE with `time.time` ahead by what FILE says, live. Of this process alone: its children, and what the kernel
 stamps, keep the machine's clock. And with nodes of shared directories that are taken for gone as much sooner as a run's
-machines are rebooted more often than any: after 20 s, not ten minutes.
+machines are rebooted more often than any: after twice SECONDS, not ten minutes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Final
 
 ALLOWED_SECONDS: Final = 10.0
-"""Longer than a fault holds anybody up. A janitor has to see the silence itself, and rarely lives for a minute here."""
+"""Longer than a fault holds anybody up. A janitor has to see the silence itself, and rarely lives for a minute here.
+
+All daemons of a run have to have the same, so a busy machine makes it longer once, when the run begins.
+"""
 _SECONDS: Final = struct.Struct("<d")
 
 
@@ -46,6 +49,6 @@ if __name__ == "__main__":
     time.time = stepped(Path(sys.argv[1]))  # before anything binds it
     from kvdepot.server.tiers.shared import making
 
-    vars(making)["KeeperSettings"] = partial(vars(making)["KeeperSettings"], allowed_seconds=ALLOWED_SECONDS)
-    del sys.argv[:2]
+    vars(making)["KeeperSettings"] = partial(vars(making)["KeeperSettings"], allowed_seconds=float(sys.argv[2]))
+    del sys.argv[:3]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -236,7 +236,7 @@ def test_a_thread_that_waits_for_a_processor_is_not_held_up() -> None:
 
 def test_the_wall_clock_of_a_daemon_is_stepped_while_it_runs(tmp_path: Path) -> None:
     clock = WallClock(tmp_path / "clock")
-    with DaemonProcess(under=("tests.chaos.stepped_clock", str(clock.path))) as daemon:
+    with DaemonProcess(under=("tests.chaos.stepped_clock", str(clock.path), "10")) as daemon:
         clock.step_to(100.0 - time.time())
         assert daemon.stop() == 0
         started, stopped = daemon.log.splitlines()[0], daemon.log.splitlines()[-1]

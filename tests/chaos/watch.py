@@ -213,7 +213,7 @@ def degraded(status: DaemonStatus) -> list[str]:
 
 def contents(depot: Depot) -> tuple[NamespaceContents, ...]:
     """What `kvdepotctl ls` shows."""
-    with connect(Endpoint.parse(depot.daemon.endpoint), 10.0) as operator:
+    with connect(Endpoint.parse(depot.daemon.endpoint), 10.0 * patience()) as operator:
         return operator.namespaces("", 1000).namespaces
 
 
