@@ -12,12 +12,14 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.waiting import readable
 from kvdepot.server.tiers.shared.keeper.keeper import Keeper
 from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
 from kvdepot.server.tiers.shared.keeper.words import pack_word, take_published
+from kvdepot.server.tiers.shared.links import Failed, Report
 
 _RECEIVE_BYTES = 1 << 14
 _HURRY = 0.25
@@ -29,14 +31,36 @@ def boot_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def next_beat(started: float, ended: float, heartbeat_seconds: float) -> float:
-    """When one is due after one that took so long: half of the time, at least, is left for work between them."""
-    return max(started + heartbeat_seconds, ended + (ended - started))
+class Turns:
+    """Heartbeats and steps of work in turn. Work has half of the time, whatever a heartbeat takes; others the rest."""
 
+    def __init__(self, keeper: Keeper, heartbeat_seconds: float, clock: Callable[[], float]) -> None:
+        self._keeper = keeper
+        self._heartbeat_seconds = heartbeat_seconds
+        self._clock = clock
+        self._beat_at = clock()
+        self._worked_seconds = self._others_seconds = 0.0  # since the last heartbeat began: heartbeat and rests
 
-def rest(started: float, beaten: float, worked: float) -> float:
-    """How long to do nothing after a step of work, and the heartbeat before it: half of the time is others'."""
-    return max((worked - beaten) - (beaten - started), 0.0)
+    def turn(self, tell: Callable[[Report | Failed], None]) -> float:
+        """Seconds until the next one."""
+        started = self._clock()
+        if started >= self._beat_at:
+            word = self._keeper.beat()
+            ended = self._clock()
+            heartbeat_seconds = self._heartbeat_seconds * (_HURRY if self._keeper.hurried else 1)
+            self._beat_at = max(started + heartbeat_seconds, ended + (ended - started))
+            self._worked_seconds, self._others_seconds = 0.0, ended - started
+            tell(word)
+        began = self._clock()
+        works = self._keeper.work()
+        ended = self._clock()
+        self._worked_seconds += ended - began
+        pause = self._beat_at - ended
+        if works:
+            pause = min(pause, self._worked_seconds - self._others_seconds)
+        pause = max(pause, 0.0)
+        self._others_seconds += pause
+        return pause
 
 
 def main(arguments: list[str]) -> int:
@@ -47,19 +71,9 @@ def main(arguments: list[str]) -> int:
     keeper = Keeper(settings, Before(**json.loads(arguments[3])), boot_seconds)
     daemon = socket.socket(fileno=socket_fd)
     received = bytearray()
-    beat_at = boot_seconds()
+    turns = Turns(keeper, settings.heartbeat_seconds, boot_seconds)
     while True:
-        started = boot_seconds()
-        if started >= beat_at:
-            word = keeper.beat()
-            beat_at = next_beat(started, boot_seconds(), settings.heartbeat_seconds * (_HURRY if keeper.hurried else 1))
-            daemon.sendall(pack_word(word))
-        beaten = boot_seconds()
-        works = keeper.work()
-        worked = boot_seconds()
-        pause = beat_at - worked
-        if works:
-            pause = min(pause, rest(started, beaten, worked))
+        pause = turns.turn(lambda word: daemon.sendall(pack_word(word)))
         if readable(daemon, pause):
             data = daemon.recv(_RECEIVE_BYTES)
             if not data:

@@ -35,6 +35,8 @@ _COUNT_SECONDS: Final = 600.0
 """Between two counts while nothing asks for one."""
 _PAUSE_COUNTS: Final = 4
 """At least so many times what a count took lies between two; once, where nodes wait for room."""
+_FAILURES_MAX: Final = 10
+"""In a row, before a count is given up that a server's pause would else cost."""
 _PURGE_SECONDS: Final = 60.0
 _RESERVE_SHARE: Final = 32
 _RESERVE_BYTES_MAX: Final = 4 << 20
@@ -178,9 +180,12 @@ class Janitor:
         self._look_due, self._look_took = True, 0.0
 
     def _renew(self) -> None:
-        started = self._clock()
+        """One that got there when the lease before it was old is none: another may be janitor since."""
+        started, until = self._clock(), self._renewed_at + self._lasts_seconds
         self._write()
         self._renewed_at = started
+        if self.holding and self._clock() > until:
+            self._suspend()
 
     def _still(self) -> bool:
         """It is janitor, by its own clock and by the file."""
@@ -328,9 +333,12 @@ class Janitor:
         self._columns, self._order = Columns(), iter(())
         count = self._ledger.begin_count(self._nodes.published)
         self._count_began, self._scan = self._clock(), Scan(self._root)
-        scan = self._scan
-        for _ in scan.steps():
-            yield True
+        scan, failures = self._scan, 0
+        for error in scan.steps():
+            failures = failures + 1 if error else 0
+            if error and failures > _FAILURES_MAX:
+                raise error
+            yield not error  # after an error it waits for the next heartbeat
         self._scan = None
         self._ledger.end_count(count, scan.used_bytes)
         self._columns, self._quarantined = scan.columns, scan.quarantined
