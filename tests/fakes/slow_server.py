@@ -59,7 +59,7 @@ class SlowServer:
         for name in _REQUESTS:
             monkeypatch.setattr(os, name, self._slowed(name, getattr(os, name)))
 
-    def client(self, body: Callable[[], None]) -> _Client:
+    def client(self, body: Callable[[], object]) -> _Client:
         """A thread that does `body` from now on. What it does waits for `run`."""
         client = _Client()
         client.thread = threading.Thread(target=self._live, args=(client, body), daemon=True)
@@ -122,12 +122,13 @@ class SlowServer:
     def _running(self) -> _Client:
         return self._clients[threading.current_thread().client_id]  # type: ignore[attr-defined]
 
-    def _live(self, client: _Client, body: Callable[[], None]) -> None:
+    def _live(self, client: _Client, body: Callable[[], object]) -> None:
         threading.current_thread().client_id = id(client)  # type: ignore[attr-defined]
         client.wake.acquire()
         try:
             if not self._over:
                 body()
+                self._let_next()
         except _Over:
             return
         except BaseException as failure:  # noqa: BLE001 - the test's thread raises it
@@ -140,13 +141,17 @@ class SlowServer:
 
     def _next(self, client: _Client) -> None:
         """Go on with whoever is due first, and return when that is `client`."""
+        if self._let_next(client) is not client:
+            client.wake.acquire()
+            if self._over:
+                raise _Over
+
+    def _let_next(self, client: _Client | None = None) -> _Client:
         until, _, first = heapq.heappop(self._waiting)
         self.now = max(self.now, until)
         if first is not client:
             first.wake.release()
-            client.wake.acquire()
-            if self._over:
-                raise _Over
+        return first
 
     # --- requests
 

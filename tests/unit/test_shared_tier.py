@@ -23,6 +23,7 @@ from kvdepot.server.tiers.shared.absent import AbsentNames
 from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE, file_cost_bytes
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.links import Ended, Failed
+from kvdepot.server.tiers.shared.tier import NO_ALLOWANCE
 
 from tests.fakes.shared_rig import SharedRig, fails
 
@@ -473,6 +474,16 @@ def test_t5_a_directory_that_is_refused_is_offline_with_the_reason_and_comes_whe
     assert (rig.tier.status().state, rig.tier.status().reason) == ("offline", "it is not empty")
     rig.keeper.open()
     assert rig.tier.status().state == "ready" and not rig.tier.status().reason
+
+
+def test_a_node_that_waits_for_the_janitors_count_says_since_when_it_runs_and_how_far_it_is(rig: SharedRig) -> None:
+    none = replace(rig.keeper.report, limit_bytes=0)
+    rig.keeper.say(replace(none, counting_seconds=75.5, counted_files=1_234))
+    assert rig.tier.status().reason == "no room granted yet: counting 1234 files since 2027-01-15T07:58:44Z"
+    rig.keeper.say(none)
+    assert rig.tier.status().reason == NO_ALLOWANCE
+    rig.keeper.say(replace(rig.keeper.report, counting_seconds=75.5, counted_files=1_234))
+    assert not rig.tier.status().reason, "it waits for nothing"
 
 
 def test_t5_a_keeper_in_trouble_leaves_what_was_granted_and_all_reads(

@@ -35,6 +35,8 @@ _COUNT_SECONDS: Final = 600.0
 """Between two counts while nothing asks for one."""
 _PAUSE_COUNTS: Final = 4
 """At least so many times what a count took lies between two; once, where nodes wait for room."""
+_FAILURES_MAX: Final = 10
+"""In a row, before a count is given up that a server's pause would else cost."""
 _PURGE_SECONDS: Final = 60.0
 _RESERVE_SHARE: Final = 32
 _RESERVE_BYTES_MAX: Final = 4 << 20
@@ -331,9 +333,12 @@ class Janitor:
         self._columns, self._order = Columns(), iter(())
         count = self._ledger.begin_count(self._nodes.published)
         self._count_began, self._scan = self._clock(), Scan(self._root)
-        scan = self._scan
-        for _ in scan.steps():
-            yield True
+        scan, failures = self._scan, 0
+        for error in scan.steps():
+            failures = failures + 1 if error else 0
+            if error and failures > _FAILURES_MAX:
+                raise error
+            yield not error  # after an error it waits for the next heartbeat
         self._scan = None
         self._ledger.end_count(count, scan.used_bytes)
         self._columns, self._quarantined = scan.columns, scan.quarantined

@@ -12,6 +12,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,8 @@ OBJECTS_MAX: Final = 8 << 20
 """Objects that are candidates for eviction; more are counted only."""
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDERS_DEEP_MAX: Final = 32
+_PASSING: Final = frozenset({errno.EIO, errno.ETIMEDOUT})
+"""What a soft mount answers for a server that pauses."""
 _QUARANTINED_MAX: Final = 1 << 16
 _NAMESPACES_MAX: Final = (1 << 16) - 1
 _GROWN_BY: Final = 1 << 16
@@ -129,8 +132,11 @@ class Scan:
     quarantined: list[Quarantined] = field(default_factory=list)
     skipped: int = 0  # folders that nobody may look into, or too deep
 
-    def steps(self) -> Iterator[None]:
-        """Yields before every entry: some microseconds, or an answer of the server, apart."""
+    def steps(self) -> Iterator[OSError | None]:
+        """Yields before every entry: some microseconds, or an answer of the server, apart.
+
+        An error is yielded where a server may answer the same later: then the next step asks again.
+        """
         root = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             status = os.fstat(root)
@@ -144,14 +150,15 @@ class Scan:
         finally:
             os.close(root)
 
-    def _below(self, root: int, top: str, device: int) -> Iterator[None]:
+    def _below(self, root: int, top: str, device: int) -> Iterator[OSError | None]:
         folders: list[_Folder] = []
         found: tuple[int, str, str] | None = (root, top, top)  # the folder that it is in, its name, its path
         try:
             while True:
                 if found is not None:
-                    yield
-                    folder = self._entry(*found, device, len(folders))
+                    yield None
+                    while isinstance(folder := self._entry(*found, device, len(folders)), OSError):
+                        yield folder
                     if folder is not None:
                         folders.append(folder)
                 if not folders:
@@ -165,8 +172,8 @@ class Scan:
             for folder in folders:
                 folder.close()
 
-    def _entry(self, within: int, name: str, path: str, device: int, depth: int) -> _Folder | None:
-        """Count it; of a folder, what is in it."""
+    def _entry(self, within: int, name: str, path: str, device: int, depth: int) -> _Folder | OSError | None:
+        """Count it, once; of a folder, what is in it."""
         try:
             status = os.stat(name, dir_fd=within, follow_symlinks=False)
             if status.st_dev != device:
@@ -174,16 +181,23 @@ class Scan:
             if not stat.S_ISDIR(status.st_mode):
                 self._count(path, status)
                 return None
-            self.used_bytes += taken_bytes(status)
+            folder = None
             if depth < _FOLDERS_DEEP_MAX:
-                return _Folder(os.open(name, _FOLDER, dir_fd=within), path)
+                with suppress(PermissionError):
+                    folder = _Folder(os.open(name, _FOLDER, dir_fd=within), path)
+            self.used_bytes += taken_bytes(status)
+            self.skipped += folder is None
+            return folder
         except (FileNotFoundError, NotADirectoryError):
             if read_small(self.root / MARKER, 0) is None:
                 raise OSError(errno.ENOENT, "the directory went away while it was counted") from None
             return None
         except PermissionError:
-            pass
-        self.skipped += 1
+            self.skipped += 1
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            return error
         return None
 
     def _count(self, file: str, status: os.stat_result) -> None:
