@@ -1,7 +1,7 @@
 """What this host has to allow for a start: `check-config` and `kvdepotd serve` judge it by the same functions.
 
 Nothing is made or changed here. What passes by itself is not judged: another daemon that runs, a port that is in use,
-extents that are lent.
+extents that are lent (docs/adr/0053).
 """
 
 from __future__ import annotations
