@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from kvdepot.core.calls import AttachCall
 from kvdepot.proto import codec
-from kvdepot.server import attach
+from kvdepot.server import attach, processes
 from kvdepot.server.attach import ArenaOffer, AttachListener
 from kvdepot.server.checksums import ChecksumService
 from kvdepot.server.processes import peer_pidfd, read_boot_id
@@ -129,7 +129,7 @@ def test_i6_a_process_that_could_be_watched_is_not_attached_unwatched(
     monkeypatch: pytest.MonkeyPatch, new_kernel: bool
 ) -> None:
     if not new_kernel:
-        monkeypatch.setattr(attach.processes, "SO_PEERPIDFD", 9999)
+        monkeypatch.setattr(processes, "SO_PEERPIDFD", 9999)
     path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
     rig = Rig()
 
@@ -137,7 +137,7 @@ def test_i6_a_process_that_could_be_watched_is_not_attached_unwatched(
         with _no_descriptor_left():
             return peer_pidfd(connection, pid)
 
-    monkeypatch.setattr(attach.processes, "peer_pidfd", none_left)
+    monkeypatch.setattr(processes, "peer_pidfd", none_left)
 
     async def run() -> bytes:
         loop = asyncio.get_running_loop()

@@ -79,17 +79,18 @@ def load(
     path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()
 ) -> Config:
     """Raises ConfigError for the first thing that is wrong."""
+    file = str(path).encode("utf-8", "backslashreplace").decode()  # it is told to others, who read UTF-8
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise ConfigError(str(path), "", f"cannot be read: {error.strerror}") from error
+        raise ConfigError(file, "", f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(str(path), "", f"is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise ConfigError(file, "", f"is not UTF-8: {error.reason} at byte {error.start}") from error
     try:
         document = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers and nesting beyond Python's limits
-        raise ConfigError(str(path), "", f"is no TOML: {error}") from error
-    return check(str(path), document, overrides, variables)
+        raise ConfigError(file, "", f"is no TOML: {error}") from error
+    return check(file, document, overrides, variables)
 
 
 def embedded(overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()) -> Config:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.server.capacity_check import capacity_warnings
+from kvdepot.server.config_schema import host_and_port, url_address
 
 if TYPE_CHECKING:
     from kvdepot.core.errors import KvDepotError
@@ -27,7 +28,7 @@ def facts(config: Config, refused: KvDepotError | None = None) -> dict[str, Any]
             "listen": list(daemon.listen),
             "mode": daemon.mode_bits,
             "group_id": daemon.group_id,
-            "metrics": daemon.metrics,
+            "metrics": url_address(*host_and_port(daemon.metrics)) if daemon.metrics else "",
         },
         "ram": {
             "capacity_bytes": config.capacity_bytes,

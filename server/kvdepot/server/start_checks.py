@@ -1,7 +1,7 @@
 """What this host has to allow for a start: `check-config` and `kvdepotd serve` judge it by the same functions.
 
 Nothing is made or changed here. What passes by itself is not judged: another daemon that runs, a port that is in use,
-extents that are lent.
+extents that are lent (docs/adr/0053).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvdepot.core.errors import ConfigError
 from kvdepot.server import tracing
 from kvdepot.server.arena_file import ArenaRequest, check_arena
 from kvdepot.server.config import Config
-from kvdepot.server.config_schema import ATTACH_SUFFIX, host_and_port
+from kvdepot.server.config_schema import ATTACH_SUFFIX, host_and_port, url_address
 from kvdepot.server.file_lock import LOCK_SUFFIX, FileLock
 from kvdepot.server.own_files import open_own
 from kvdepot.server.state_file import StateFile
@@ -135,7 +135,7 @@ def _check_metrics(config: Config) -> None:
 
 
 def cannot_listen(config: Config, error: OSError) -> ConfigError:
-    address = config.tables.daemon.metrics
+    address = url_address(*host_and_port(config.tables.daemon.metrics))
     return ConfigError(config.file, "daemon.metrics", f"cannot listen on {address}: {error.strerror or error}")
 
 
