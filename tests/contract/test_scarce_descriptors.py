@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 from kvdepot.core.calls import AttachCall
 from kvdepot.proto import codec
-from kvdepot.server import attach
+from kvdepot.server import attach, processes
 from kvdepot.server.attach import ArenaOffer, AttachListener
 from kvdepot.server.checksums import ChecksumService
 from kvdepot.server.processes import read_boot_id
@@ -122,6 +123,34 @@ def test_i4_an_attachment_without_a_descriptor_for_it_ends() -> None:
 
     assert asyncio.run(run()) == b""
     assert [info.connections for info in rig.engine.attachments()] == [0]
+
+
+def test_i6_a_process_that_cannot_be_watched_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
+    rig = Rig()
+
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "no descriptor left")
+
+    monkeypatch.setattr(processes, "peer_pidfd", none_left)
+
+    async def run() -> bytes:
+        loop = asyncio.get_running_loop()
+        offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
+        listener = AttachListener(
+            engine=rig.engine, calls=_NO_CALLS, offer=offer, streams=_NO_STREAMS, loop=loop,
+            log=logging.getLogger("scarce"), boot_id=read_boot_id(),
+        )  # fmt: skip
+        listener.listen(path, 0o600, -1)
+        with contextlib.closing(_attach(path)) as client:
+            answer = await asyncio.wait_for(loop.sock_recv(client, 4096), 5)
+        listener.close()
+        return answer
+
+    reply = codec.decode_attach_reply(asyncio.run(run()))
+    assert reply.protocol == 0
+    assert "cannot be watched: no descriptor left; retry later" in reply.error
+    assert rig.engine.attachments() == ()
 
 
 @pytest.mark.parametrize("failing", ["Popen", "pidfd_open"])
