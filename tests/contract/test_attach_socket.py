@@ -19,7 +19,7 @@ from kvdepot.server.attach import STRANGERS_MAX
 
 from tests.daemon_process import DaemonProcess
 from tests.engine_process import EngineProcess
-from tests.raw_client import RawEngine, attach_socket, exchange, status_of, wait_until
+from tests.raw_client import RawEngine, attach_socket, exchange, keys_of, status_of, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,71 @@ def test_i6_an_engine_that_proc_hides_is_served_and_known_by_its_pidfd(level: st
             assert status_of(daemon.socket).tiers[0].lent_bytes > kept
             other.kill()
             wait_until(lambda: status_of(daemon.socket).tiers[0].lent_bytes == kept, "its pidfd proves its death")
+
+
+# Attaches, leaves at the first line, ends at the second.
+_LEAVES = """
+import sys
+from pathlib import Path
+from tests.raw_client import RawEngine
+engine = RawEngine(Path(sys.argv[1]), "leaves")
+print("attached", flush=True)
+sys.stdin.readline()
+engine.close()
+print("left", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_i6_the_end_of_a_hidden_process_ends_nobody_elses_session() -> None:
+    """Its session has ended before, and another engine has its slots: what that one writes stays its own."""
+    with DaemonProcess() as daemon:
+        assert daemon.stop() == 0
+        daemon.under = ("tests.fakes.hidden_processes", "2")
+        daemon.config = '[sessions]\ngrace = "1s"\n'
+        daemon.start()
+        command = [sys.executable, "-c", _LEAVES, str(daemon.socket)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as leaver:
+            assert leaver.stdin and leaver.stdout
+            assert leaver.stdout.readline() == "attached\n"
+            leaver.stdin.write("\n")
+            assert leaver.stdout.readline() == "left\n"
+            wait_until(lambda: not status_of(daemon.socket).sessions, "its session has ended, and it lives")
+            with EngineProcess(daemon.socket, "writes", "reserve", "being written", 8) as writer:
+                leaver.kill()
+                leaver.wait()
+                with EngineProcess(daemon.socket, "later", "reserve", "other bytes", 8) as later:
+                    assert not set(writer.extents) & set(later.extents)
+                    assert writer.ask("check") == "same"
+                    assert _session(daemon, "writes").lent_objects == 8
+
+
+def test_t7_a_hidden_engine_comes_back_to_its_session_at_once() -> None:
+    """It is known by the number that the kernel gives each process, from Linux 6.9."""
+    own, other = os.pidfd_open(os.getpid()), os.pidfd_open(os.getppid())
+    numbered = os.fstat(own).st_ino != os.fstat(other).st_ino
+    os.close(own)
+    os.close(other)
+    if not numbered:
+        pytest.skip("this kernel does not number processes")
+    with DaemonProcess() as daemon:
+        assert daemon.stop() == 0
+        daemon.under = ("tests.fakes.hidden_processes", "2")
+        daemon.start()
+        first = RawEngine(daemon.socket, "comes-back")
+        first.store(keys_of("stored", 1))
+        lease, *_ = first.reserve(keys_of("being written", 1))
+        first.close()
+        wait_until(lambda: not _session(daemon, "comes-back").ranks_attached, "disconnection")
+        second = RawEngine(daemon.socket, "comes-back")
+        assert second.session == first.session
+        daemon.kill()
+        daemon.start()
+        with RawEngine(daemon.socket, "comes-back") as third:
+            assert _session(daemon, "comes-back").lent_objects == 1
+            third.abandon(lease)
+            assert _session(daemon, "comes-back").lent_objects == 0
+        second.close()
 
 
 def test_i4_one_that_is_refused_again_and_again_is_said_once_a_minute(daemon: DaemonProcess) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tests.fakes.process_kernel import FakeKernel, FakeProcess, Sight
 from tests.stateful.attach_world import GRACE_SECONDS, AttachWorld
@@ -129,7 +129,7 @@ class UnnumberedModel(AttachModel):
     numbers = False
 
 
-QUICK = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 for model in (AttachModel, OldKernelModel, UnnumberedModel):
     model.TestCase.settings = QUICK
 TestAttachModel = AttachModel.TestCase
@@ -138,8 +138,7 @@ TestUnnumberedModel = UnnumberedModel.TestCase
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", [AttachModel, OldKernelModel, UnnumberedModel])
 def test_i6_long_histories_of_processes(model: type[AttachModel]) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
-    run_state_machine_as_test(model, settings=settings(QUICK, max_examples=1000, stateful_step_count=60))
+    run_state_machine_as_test(model, settings=settings(QUICK, max_examples=400, stateful_step_count=60))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from kvdepot.core.calls import DeclareCall
 from kvdepot.core.errors import EngineIdInUse
 from kvdepot.server import processes
-from kvdepot.server.engine.types import Attached, ProcessIdentity
+from kvdepot.server.engine.types import Attached, Liveness, ProcessIdentity
 
 from tests.fakes.engine_rig import BOOT, DENSE, Client, Rig, audit, path, process
 
@@ -130,3 +134,22 @@ def test_the_kernel_numbers_processes_and_not_descriptors() -> None:
     assert hidden == ProcessIdentity(0, numbers[0], BOOT)
     assert processes.identify(os.getpid(), None, BOOT).pid == os.getpid()
     assert not processes.identify(0, None, BOOT).known
+
+
+def test_i6_without_a_descriptor_nobody_is_taken_for_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the death of a process that attached just then would go unnoticed."""
+    connection: Any = SimpleNamespace(getsockopt=Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
+    with pytest.raises(OSError, match="too many"):
+        processes.peer_pidfd(connection, os.getpid())
+    connection.getsockopt.side_effect = OSError(errno.ENOPROTOOPT, "a kernel before 6.5")
+    pidfd = processes.peer_pidfd(connection, os.getpid())
+    assert pidfd is not None
+    os.close(pidfd)
+    assert processes.peer_pidfd(connection, 0) is None
+    me = processes.identify(os.getpid(), None, BOOT)
+    monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
+    with pytest.raises(OSError, match="too many"):
+        processes.peer_pidfd(connection, os.getpid())
+    assert processes.liveness(me, BOOT) is Liveness.UNKNOWN
+    monkeypatch.setattr(os, "pidfd_open", Mock(side_effect=ProcessLookupError))
+    assert processes.peer_pidfd(connection, os.getpid()) is None

@@ -92,7 +92,7 @@ SESSION_COLUMNS: Columns = (
 )
 ATTACHMENT_COLUMNS: Columns = (
     ("boot", "V16"),  # the kernel's boot id
-    ("start", "<u8"),  # start time of the process, clock ticks since boot
+    ("start", "<u8"),  # start time of the process, clock ticks since boot; with pid 0 the kernel's number of it
     ("pid", "<u4"),  # in the daemon's PID namespace, 0 when unknown
     ("rank", "<i4"),  # -1: scheduler only
     ("session", "<u2"),

@@ -159,7 +159,7 @@ class NoRoom(KvDepotError):
     code = "no_room"
     fault = Fault.MEDIUM
     retry = Retry.LATER
-    default_advice = "retry later, or give the tier more capacity"
+    default_advice = "retry later; `kvdepotctl status` shows what is full"
 
 
 class LoadsOff(KvDepotError):
