@@ -74,8 +74,13 @@ class PendingAcquires:
             return
         entries = np.empty(len(visible), np.uint32)
         entries[visible] = self._pin(asked, np.flatnonzero(visible))
-        if not self._place(asked, sources):
-            self._space.give_back_many(entries[visible])
+        placed = False
+        try:
+            placed = self._place(asked, sources)
+        finally:
+            if not placed:
+                self._space.give_back_many(entries[visible])
+        if not placed:
             answer(self._no_room(asked, sources))
             return
         entries[missing] = self._pin(asked, missing)
@@ -116,6 +121,16 @@ class PendingAcquires:
     def _place(self, asked: Asked, sources: dict[int, LowerTier | None]) -> bool:
         """Rows for everything that is to be read, or for nothing."""
         placed: list[int] = []
+        try:
+            whole = self._place_all(asked, sources, placed)
+        except Exception:
+            self._promotions.abandon(placed)
+            raise
+        if not whole:
+            self._promotions.abandon(placed)
+        return whole
+
+    def _place_all(self, asked: Asked, sources: dict[int, LowerTier | None], placed: list[int]) -> bool:
         for at, source in sources.items():
             node, kind = int(asked.nodes[at]), asked.call.kinds[at]
             row = self._space.index.row(node, kind)  # made a moment ago if the call names the object twice
@@ -126,7 +141,6 @@ class PendingAcquires:
                 assert source is not None
                 row = self._promotions.place(asked.namespace, node, kind, source)
                 if row == NO_ROW:
-                    self._promotions.abandon(placed)
                     return False
                 placed.append(row)
             asked.rows[at] = row
