@@ -307,8 +307,8 @@ class DiskTier:
         if not self._opener.running:
             self._spawn_opener()
         elif self._locked and self._reopening is None and not self._probing:
-            self._probing = True
             self._data.submit(Probe(PROBE, write=True), priority=Priority.TEND, done=self._probed)
+            self._probing = True
 
     def _probed(self, answer: Answer) -> None:
         self._probing = False
