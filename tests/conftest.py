@@ -9,8 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from kvdepot.core.errors import KvDepotError
 from kvdepot.server.engine.counters import Counters
+from kvdepot.server.guard import Guard
+from kvdepot.server.io.wire import WireError
 from kvdepot.server.metric_families import FAMILIES
+from kvdepot.server.tiers.base import UnknownWorker
 
 from tests.fakes.fuse_directory import FuseDirectory
 
@@ -66,6 +70,34 @@ def declared_counters() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Counters, "add", checked)
         yield
+
+
+@pytest.fixture(autouse=True)
+def unexpected_errors() -> Iterator[None]:
+    """A guard keeps what a callback raises from a test. What the test has not raised itself fails it all the same."""
+    found: list[str] = []
+    caught = Guard.caught
+
+    def noted(self: Guard, place: str, error: Exception) -> None:
+        if _unexpected(error):
+            found.append(f"{place}: {error!r}")
+        caught(self, place, error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Guard, "caught", noted)
+        yield
+    assert not found, f"a guard caught {found}"
+
+
+def _unexpected(error: Exception) -> bool:
+    """A broken assertion, or what the product raised of its own accord and does not name."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    ours = trace is not None and "/kvdepot/" in trace.tb_frame.f_code.co_filename
+    return isinstance(error, AssertionError) or (
+        ours and not isinstance(error, KvDepotError | UnknownWorker | WireError)
+    )  # fmt: skip
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from kvdepot.server.tiers.conformance import RecordingListener, extents_of, payl
 from kvdepot.server.tiers.disk import journal as journaling
 from kvdepot.server.tiers.disk import quarantine as quarantining
 from kvdepot.server.tiers.disk.layout import QUARANTINE, quarantine_name
+from kvdepot.server.tiers.disk.messages import Ended
 from kvdepot.server.tiers.disk.records import Put, pack_put
 from kvdepot.server.tiers.found import FoundObjects
 
@@ -122,6 +123,10 @@ class RaisingDisk(DiskRig):
         super().start(settle=False)
         self.listener = RaisingListener(self.faults)
         self.tier._listener = self.listener
+        self.opener.send = self.faults.of("opener send", self.opener.send)  # type: ignore[method-assign]
+        self.opener.start = self.faults.of("opener start", self.opener.start)  # type: ignore[method-assign]
+        self.data.submit = self.faults.of("submit", self.data.submit)  # type: ignore[method-assign]
+        self.journal.submit = self.faults.of("append", self.journal.submit)  # type: ignore[method-assign]
         self.faults.armed = armed
         if settle:
             self.settle()
@@ -200,6 +205,10 @@ def disk_scenario(root: Path, faults: Faults) -> RaisingDisk:
     rig.settle()
     rig.tick(30.0)
     rig.data.end_late()
+    rig.opener.say(Ended())
+    rig.settle()
+    rig.tick(70.0)
+    rig.settle()
     rig.journal.fault = failing(Append, IoOutcome.IO_ERROR, 1)
     rig.put(4, 4)
     rig.settle()
@@ -240,7 +249,8 @@ def test_an_exception_at_any_callback_of_a_disk_tier_jams_nothing(tmp_path: Path
     rig = disk_scenario(tmp_path / "plain", plain)
     check_disk(rig)
     assert rig.counts["io_failed_callbacks"] == 0, "raises by itself"
-    assert set(plain.calls) == {"clock", "wall clock", "count", "done", "loan begin", "loan end", "found", "lost"}
+    names = {"clock", "wall clock", "count", "done", "loan begin", "loan end", "found", "lost"}
+    assert set(plain.calls) == names | {"opener send", "opener start", "submit", "append"}
     for number, point in enumerate(points(plain.calls, after=has_effect)):
         faults = Faults(point)
         rig = disk_scenario(tmp_path / str(number), faults)
@@ -269,6 +279,7 @@ class RaisingShared(SharedRig):
         self.tier._listener.found = faults.of("found", listener.found)  # type: ignore[method-assign]
         self.tier._listener.lost = faults.of("lost", listener.lost)  # type: ignore[method-assign]
         self.keeper.publish = faults.of("publish", self.keeper.publish)  # type: ignore[method-assign]
+        self.workers.submit = faults.of("submit", self.workers.submit)  # type: ignore[method-assign]
 
     def clock(self) -> float:
         return self.faults.through("clock", super().clock)
@@ -368,7 +379,7 @@ def test_an_exception_at_any_callback_of_a_shared_tier_jams_nothing(tmp_path: Pa
     rig = shared_scenario(tmp_path / "plain", plain)
     check_shared(rig)
     assert rig.counts["io_failed_callbacks"] == 0, "raises by itself"
-    names = {"clock", "wall clock", "count", "done", "loan begin", "loan end", "found", "lost", "publish"}
+    names = {"clock", "wall clock", "count", "done", "loan begin", "loan end", "found", "lost", "publish", "submit"}
     assert set(plain.calls) == names
     for number, point in enumerate(points(plain.calls, after=has_effect)):
         faults = Faults(point)

@@ -17,6 +17,7 @@ from kvdepot.proto.status import to_status
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server.engine.counters import Counters
 from kvdepot.server.engine.engine import Engine
+from kvdepot.server.guard import Guard, engine_guard
 from kvdepot.server.rpc.answer import domain_error
 from kvdepot.server.rpc.turns import children_first, in_turns, pieces
 
@@ -27,8 +28,9 @@ Done = Callable[[Any], None]
 class _Call:
     """One that is not answered yet."""
 
-    def __init__(self, method: str, counters: Counters, log: logging.Logger, done: Done) -> None:
+    def __init__(self, method: str, counters: Counters, log: logging.Logger, guard: Guard, done: Done) -> None:
         self._method = method
+        self._guard = guard
         self._log = log
         self._counters = counters
         self._done: Done | None = done
@@ -46,12 +48,13 @@ class _Call:
         done, self._done = self._done, None
         if done is None:  # it went wrong behind its answer
             return
-        try:
-            if isinstance(answer, KvDepotError):
-                _count_failed(self._counters, answer)
-            self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
-        finally:
-            done(answer)
+        self._guard.call("answer", self._count, answer)
+        self._guard.call("answer", done, answer)
+
+    def _count(self, answer: Any) -> None:
+        if isinstance(answer, KvDepotError):
+            _count_failed(self._counters, answer)
+        self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
 
 
 def _count_failed(counters: Counters, error: KvDepotError) -> None:
@@ -77,6 +80,7 @@ class DepotCalls:
         self._capabilities = capabilities
         self._committed = committed
         self._counters = counters
+        self._guard = engine_guard(counters.add)
         self._log = log
         self._placing = False  # `_place_some` is about to be called
         self._at_once: dict[str, Callable[[Any], Any]] = {
@@ -99,7 +103,7 @@ class DepotCalls:
 
         It may be called from within the engine, and must not raise.
         """
-        call = _Call(method, self._counters, self._log, done)
+        call = _Call(method, self._counters, self._log, self._guard, done)
         try:
             if method in self._later:
                 self._later[method](request, call)

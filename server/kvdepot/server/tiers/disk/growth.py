@@ -70,11 +70,11 @@ class Growth:
             return
         number = self.segments
         job = Allocate(segment_name(number), self._layout.length_of(number), self._layout.beside_bytes)
-        self._under_way = True
         self._hold = Hold(None)
         self._workers.submit(
             job, priority=Priority.STORE, done=lambda answer: self._allocated(number, answer), loan=self._hold
         )
+        self._under_way = True
 
     def _allocated(self, number: int, answer: Answer) -> None:
         self._under_way = False

@@ -158,7 +158,12 @@ class Journal:
         self._under_way = batch
         self._held = True
         job = Append(journal_name(self.generation), self._length, batch.data, sync)
-        self._workers.submit(job, priority=Priority.STORE, done=self._answered, loan=Hold(None, self._free))
+        hold = Hold(None, self._free)
+        if not self._guard.call(
+            "submitting an append",
+            lambda: self._workers.submit(job, priority=Priority.STORE, done=self._answered, loan=hold),
+        ):
+            self._answered(Answer(IoOutcome.CANCELLED))
 
     def _free(self) -> None:
         self._held = False

@@ -74,7 +74,11 @@ class Reading:
                 finished()
             self._guard.call("the answer to a read", done, read, served)
 
-        medium.data.submit(job, priority=priority, done=answered, loan=Hold(loan, ended))
+        hold = Hold(loan, ended)
+        if not self._guard.call(
+            "submitting a read", lambda: medium.data.submit(job, priority=priority, done=answered, loan=hold)
+        ):
+            answered(Answer(IoOutcome.CANCELLED))
 
     def _judge(self, handle: int, name: ObjectName, answer: Answer, *, served: bool) -> Read:
         catalog = self._medium.catalog

@@ -318,8 +318,8 @@ class DiskTier:
         if not self._opener.running:
             self._spawn_opener()
         elif self._locked and self._reopening is None and not self._probing:
-            self._probing = True
             self._data.submit(Probe(PROBE, write=True, folder=SEGMENTS), priority=Priority.TEND, done=self._probed)
+            self._probing = True
 
     def _probed(self, answer: Answer) -> None:
         self._probing = False
@@ -338,12 +338,18 @@ class DiskTier:
         self._locked = False
         try:
             self._opener.start(self._heard)
-        except OSError as error:
+            self._opener.send(Begin(self._token, self._device))
+        except Exception as error:  # noqa: BLE001 - an OSError, or whatever it is: tried again
+            if not isinstance(error, OSError):
+                self._guard.caught("the start of an opening process", error)
+            self._opener.end()
             self._stop_writing(f"the opening process cannot be started: {error}")
-            return
-        self._opener.send(Begin(self._token, self._device))
 
     def _open(self) -> None:
+        if not self._guard.call("the begin of an opening", self._begin_opening):
+            self._lost_opener("the daemon failed at the begin of an opening")
+
+    def _begin_opening(self) -> None:
         self._reopening = Reopening(self._medium, self._tell_found, self._tell_lost)
         self._opener.send(self._reopening.begin())
 
@@ -458,7 +464,9 @@ class DiskTier:
 
     def _compact(self, generation: int) -> None:
         """The journal of that generation is complete."""
-        self._opener.send(Compact(generation, self._medium.space.oldest_writing(self._medium.sequence) - 1))
+        request = Compact(generation, self._medium.space.oldest_writing(self._medium.sequence) - 1)
+        if not self._guard.call("asking for a compaction", self._opener.send, request):
+            self._stop_writing("the journal cannot be compacted: the daemon failed at it")
 
     def _compacted(self, message: Compacted) -> None:
         if message.failed:
@@ -494,7 +502,7 @@ class DiskTier:
         if self._health.state is not State.READY or not self._medium.journal.idle or self._writing.in_flight:
             return
         self._note_scrubbed(self._scrubber.position)
-        self._opener.send(Sync())
+        self._guard.call("asking for a sync", self._opener.send, Sync())
         await self._until(lambda: self._synced is not None and self._medium.journal.idle, until)
         if self._synced:
             closed: list[IoOutcome] = []

@@ -72,8 +72,8 @@ class KeeperProcess:
         if self._stream.running:
             told = self._published_bytes, self._wanted_bytes, self._settled if self._heir() else ""
             if told != self._sent and not self._stream.unsent:
-                self._sent = told
                 self._stream.send(pack_published(*told))
+                self._sent = told
             silent = now - self._heard_at
             if silent > _SILENT_HEARTBEATS * self._interval_seconds and not self._told:
                 self._told = True

@@ -51,8 +51,8 @@ class Recency:
         if not batch:
             return
         job = TouchFiles(tuple(object_file(self._directory.holdings.name(handle)) for handle, _ in batch))
-        self._touching = True
         self._directory.data.submit(job, priority=Priority.TEND, done=lambda answer: self._touched(batch, answer))
+        self._touching = True
 
     def _touched(self, batch: list[tuple[int, int]], answer: Answer) -> None:
         self._touching = False

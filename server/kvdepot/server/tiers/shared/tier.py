@@ -303,8 +303,8 @@ class SharedTier:
             return
         self._health.retried()
         if self._health.state is State.READ_ONLY and not self._probing:
-            self._probing = True
             self._data.submit(Probe(PROBE, write=True), priority=Priority.TEND, done=self._probed)
+            self._probing = True
 
     def _probed(self, answer: Answer) -> None:
         self._probing = False

@@ -91,7 +91,11 @@ class Writing:
                     self._over(write, write.cost_bytes)
                 self._end(write, Written(IoOutcome.CANCELLED))
 
-        directory.data.submit(job, priority=Priority.STORE, done=answered, loan=hold)
+        if not self._guard.call(
+            "submitting a write",
+            lambda: directory.data.submit(job, priority=Priority.STORE, done=answered, loan=hold),
+        ):
+            answered(Answer(IoOutcome.CANCELLED))
 
     def _end(self, write: _Write, written: Written) -> None:
         self._guard.call("the answer to a write", write.done, written)
