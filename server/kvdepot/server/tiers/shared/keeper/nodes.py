@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.durable_files import naming
 from kvdepot.server.tiers.shared.keeper.files import Found, ServerClock, read_small
 from kvdepot.server.tiers.shared.keeper.ledger import NODES_MAX
 from kvdepot.server.tiers.shared.keeper.records import NODE_BYTES_MAX, Lease, NodeRecord
@@ -17,7 +18,8 @@ _SUFFIX: Final = ".json"
 
 def registered(root: Path) -> list[str]:
     """The nodes that have a file, in no order. Raises OSError."""
-    names = os.listdir(root / NODES)  # noqa: PTH208
+    with naming("readdir", root / NODES):
+        names = os.listdir(root / NODES)  # noqa: PTH208
     return [node for name in names if name.endswith(_SUFFIX) and is_node(node := name.removesuffix(_SUFFIX))]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvdepot.server.durable_files import LACKED, naming, sync_file
+from kvdepot.server.durable_files import LACKED, naming, opened, sync_file
 from kvdepot.server.tiers.shared.keeper.files import read_small
 from kvdepot.server.tiers.shared.layout import (
     FOLDERS,
@@ -53,7 +53,8 @@ def open_directory(root: Path, known: Known, created_by: str, *, on_root_filesys
         _make_marker(root, created_by)
     found = check_directory(root, known)
     for folder in FOLDERS:
-        (root / folder).mkdir(mode=0o700, exist_ok=True)
+        with naming("mkdir", root / folder):
+            (root / folder).mkdir(mode=0o700, exist_ok=True)
     return found
 
 
@@ -93,22 +94,28 @@ def _marker(root: Path) -> tuple[Marker, int] | None:
 def _make_marker(root: Path, created_by: str) -> None:
     """One of several daemons makes it; its is everybody's."""
     ours = (MARKER, LEFT_BY_PROBES)
-    others = [name for name in os.listdir(root) if name != _LOOSE and not name.startswith(ours)]  # noqa: PTH208
+    with naming("readdir", root):
+        names = os.listdir(root)  # noqa: PTH208
+    others = [name for name in names if name != _LOOSE and not name.startswith(ours)]
     if others:
         raise NotThereError(f"{root} has no {MARKER} and is not empty ({min(others)}): not a shared tier's directory")
     temporary = root / f"{MARKER}.{secrets.token_hex(8)}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.write(fd, Marker(secrets.token_hex(16), created_by).pack())
-        sync_file(fd, temporary)
-    finally:
-        os.close(fd)
+        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as fd:
+            with naming("write", temporary):
+                os.write(fd, Marker(secrets.token_hex(16), created_by).pack())
+            sync_file(fd, temporary)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
     try:
-        with suppress(FileExistsError):
+        with suppress(FileExistsError), naming("link", root / MARKER):
             (root / MARKER).hardlink_to(temporary)
     except OSError as error:
         if error.errno not in LACKED | {errno.EPERM}:
             raise
         if not (root / MARKER).exists():  # without links, the last of several at once wins
-            temporary.rename(root / MARKER)
+            with naming("rename", root / MARKER):
+                temporary.rename(root / MARKER)
     temporary.unlink(missing_ok=True)
