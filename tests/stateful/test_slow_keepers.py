@@ -243,6 +243,7 @@ def test_i4_t3_keepers_on_a_slow_server(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("files", [300, 20_000])
 @pytest.mark.parametrize("seed", range(10, 16))
 def test_i4_t3_keepers_on_a_slow_server_with_any_number_of_files(
