@@ -174,7 +174,7 @@ def test_a_session_stays_as_long_as_ranks_copy_for_any_side_of_it(make: Make, de
         engine.connector.set_xfer_handshake_metadata_pp_aware(facts)
     assert engine.side is None
     engine.step()
-    assert engine.connector._former and engine.connector._session is engine.session
+    assert engine.connector._former and engine.connector._session == engine.session, "it is not closed"
     gate.open()
     engine.run()
     assert engine.outputs[request_id] == cold(prompt(5.5, seed=3), 2 * BLOCK)
