@@ -163,6 +163,28 @@ def test_an_epoch_that_began_while_there_was_no_side_is_not_forgotten(make: Make
     works(engine)
 
 
+def test_a_session_stays_as_long_as_ranks_copy_for_any_side_of_it(make: Make, depot: Depot, gate: Gate) -> None:
+    """The second side has nothing in hand when it ends, and the first one's copy is still under way."""
+    engine = make()
+    request_id = under_way(engine, depot, gate, "storing")
+    said = engine.facts()
+    other = {place: replace(found, software=(*found.software, ("kernel", "7"))) for place, found in said.items()}
+    broken = {place: replace(found, problem="broken") for place, found in said.items()}
+    for facts in (other, broken):
+        engine.connector.set_xfer_handshake_metadata_pp_aware(facts)
+    assert engine.side is None
+    engine.step()
+    assert engine.connector._former and engine.connector._session == engine.session, "it is not closed"
+    gate.open()
+    engine.run()
+    assert engine.outputs[request_id] == cold(prompt(5.5, seed=3), 2 * BLOCK)
+    engine.settle()
+    assert not engine.connector._former and engine.connector._session is None
+    engine.shake_hands()
+    engine.wait_attached()
+    works(engine)
+
+
 def test_what_is_cached_from_before_the_epoch_is_not_stored_by_the_next_side(make: Make, depot: Depot) -> None:
     """The engine's own reset fails where a request runs, and what it keeps is of the former weights."""
     engine = make()

@@ -331,7 +331,8 @@ def test_a_young_file_is_read_only_once_a_further_change_would_have_another_time
 
 
 @pytest.mark.parametrize(
-    ("kind", "lasts"), [("ext4", True), ("nfs4", True), ("squashfs", False), ("fuse.x", False), ("", False)]
+    ("kind", "lasts"),
+    [("ext4", True), ("nfs4", True), ("squashfs", False), ("fuse.x", False), ("overlay", False), ("", False)],
 )
 def test_digests_of_files_in_images_are_not_kept_for_the_next_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lasts: bool

@@ -80,6 +80,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._former: list[SchedulerSide] = []  # whose last copies the ranks have in hand
         self._epoch: Namespaces | None = None  # of the last scheduler side: the next one goes on with it
         self._reset_early = False  # before there was any
+        self._stepped = False  # and so the engine may have cached something
         self._last_stats, self._last_events = KVDepotStats(), list[Any]()  # of former sides
         self._pool: Any = None
         self._group_ids = cacheable_groups(kv_cache_config)
@@ -327,7 +328,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             alone=config.parallel_config.data_parallel_size == config.parallel_config.pipeline_parallel_size == 1,
             counts_items=compat.counts_items(config),
             ranks=[found.digest for found in facts],
-            after_another=former is not None,
+            after_another=self._stepped,
         )
         if self._reset_early:
             namespaces.reset()
@@ -365,7 +366,8 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
                 continue
             self._former.remove(side)
             side.stats.add_to(self._last_stats)
-            if side.session is not self._session or self.scheduler_side is None:
+            shared = any(other.session is side.session for other in self._former)
+            if not shared and (side.session is not self._session or self.scheduler_side is None):
                 side.close()
                 self._session = self._session if side.session is not self._session else None
 
@@ -412,6 +414,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMeta:
         """Two guarded halves that fill one message: an error in the second must not lose what the first sent."""
+        self._stepped = True
         meta = StepMeta(number=next(NUMBERS))
         self._add_loads(meta, scheduler_output)
         self._add_stores(meta, scheduler_output)
@@ -442,9 +445,12 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         if not isinstance(said, RankMeta):
             return
         for side in self._former:
-            side.output(said)
+            side.acknowledged(said)
         if self.scheduler_side is not None:
             self.scheduler_side.output(said)
+        elif self._salts is not None:
+            for read in said.adapters:  # said once: a later side has to know what the ranks compute with
+                self._salts.read(read)
 
     @guarded(_free_now)
     def request_finished_all_groups(

@@ -26,8 +26,11 @@ OWN_CLOCK: Final = frozenset(
     }
 )  # fmt: skip
 """File systems whose times are set by this kernel's clock."""
-TIMES_OF_AN_IMAGE: Final = ("cramfs", "erofs", "fuse", "iso9660", "romfs", "squashfs", "udf")
-"""Prefixes of file systems on which two files may have one path, inode, size and all times, one after the other."""
+TIMES_OF_AN_IMAGE: Final = ("cramfs", "erofs", "fuse", "iso9660", "overlay", "romfs", "squashfs", "udf")
+"""Prefixes of file systems on which two files may have one path, inode, size and all times, one after the other.
+
+An overlay's layers may be such: what pulls images lazily mounts them as EROFS or FUSE.
+"""
 FOREIGN_CLOCK_NS: Final = 300 * 10**9
 """How far another host's clock may differ: on its file systems only what changed that much before counts as older."""
 CLOCK_STEP_NS: Final = 10**9

@@ -316,6 +316,10 @@ class SchedulerSide:
         if meta is None:
             return
         self._adapters_read(meta.adapters)  # before anything that the same step has stored is committed
+        self.acknowledged(meta)
+
+    def acknowledged(self, meta: RankMeta) -> None:
+        """All of it but what concerns the present side alone: adapters that were read."""
         for rank, arena in meta.arenas.items():
             self.namespaces.rank_arena(rank, arena)
         for op_id, (ranks, failed) in meta.loads.items():
@@ -374,9 +378,9 @@ class SchedulerSide:
     # --- the end of this side, where the engine goes on with another one
 
     def retire(self) -> list[EngineRequest]:
-        """Give up everything, but wait for what ranks are copying: `add_ends`, `output` and `pending` until `over`.
+        """Give up everything, but wait for what ranks are copying. Returns the engine's requests.
 
-        Returns the engine's requests.
+        Until `over`, `add_ends`, `acknowledged` and `pending` are called.
         """
         requests = [state.request for state in self._requests.values()]
         self.namespaces.close()
