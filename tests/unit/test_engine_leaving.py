@@ -10,7 +10,7 @@ from kvdepot.core.errors import UnknownSession
 from kvdepot.server.engine import departures
 from kvdepot.server.engine import sessions as sessions_module
 
-from tests.fakes.engine_rig import Client, Rig, audit, path
+from tests.fakes.engine_rig import Client, Rig, audit, path, process
 
 LEASES, OBJECTS = 6, 4
 OBJECT_BYTES = 8192
@@ -165,7 +165,7 @@ def test_i6_a_session_that_makes_room_between_two_slices_takes_no_slot_of_the_on
     else:
         rig.now += 61
         rig.engine._departures.tick()
-        rig.engine._stores.drop(rig.engine._sessions.by_slot[0].leases[lease])
+        rig.engine._departures.drop(rig.engine._sessions.by_slot[0].leases[lease])
     assert len(rig.engine._departures._leaving) == 1 and not lent(rig), "the test lost its teeth"
     monkeypatch.setattr(sessions_module, "SESSIONS_MAX", 2)
     next_one = rig.attach("next", 11)
@@ -207,4 +207,20 @@ def test_a_dead_engine_whose_requests_cannot_be_ended_goes_all_the_same(monkeypa
     rig.engine.process_dead(client.attachment)
     slices(rig)
     assert lent(rig) == 0 and rig.engine.attachments() == ()
+    audit(rig.engine)
+
+
+def test_a_rank_that_comes_back_without_its_scheduler_waits_for_no_slices() -> None:
+    """It comes at once, and nobody may come back to that session."""
+    rig = Rig(data_pages=256)
+    client, _ = busy(rig)
+    rank = rig.engine.attach(process(11), "busy", scheduler=False, rank=0, world_size=1, client=process(10))
+    assert rig.engine.process_dead(client.attachment) == (rank.attachment,)
+    rig.engine.disconnected(rank.attachment)
+    expired = rig.counter("expired_leases.write")
+    again = rig.engine.attach(process(11), "busy", scheduler=True, rank=0, world_size=1)
+    assert rig.counter("expired_leases.write") == expired < LEASES
+    assert again.attachment != rank.attachment
+    slices(rig)
+    assert rig.counter("expired_leases.write") == LEASES
     audit(rig.engine)

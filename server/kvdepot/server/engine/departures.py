@@ -67,7 +67,7 @@ class Departures:
 
     def make_room(self, engine_id: str, process: ProcessIdentity) -> None:
         """Before a process attaches: for its name, and for one more session."""
-        for session in [one for one in self._leaving if one.has(process)]:
+        for session in [one for one in self._leaving if one.has(process) and not one.scheduler_died]:
             while session in self._leaving:  # it may come back to this one
                 self._step(session)
         orphan = self._sessions.expired_for(engine_id, process)
