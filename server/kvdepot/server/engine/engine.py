@@ -353,7 +353,8 @@ class Engine:
             self._loads.acquire(session, namespace, call, recorded)
             lease = session.leases.get(call.lease_id)
             entries = lease.entries if isinstance(lease, ReadLease) else np.empty(0, np.uint32)
-            self._prefetch.acquired((session.slot, call.request_id), self._space.lent.rows[entries])
+            request, rows = (session.slot, call.request_id), self._space.lent.rows[entries]
+            self._guard.call("prefetch", self._prefetch.acquired, request, rows)
 
     def place_some(self) -> bool:
         """A slice of making room for what acquires wait for; whether there is more to do, soon."""
