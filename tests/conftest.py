@@ -73,8 +73,11 @@ def declared_counters() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def unexpected_errors() -> Iterator[None]:
-    """A guard keeps what a callback raises from a test. What the test has not raised itself fails it all the same."""
+def unexpected_errors() -> Iterator[list[str]]:
+    """A guard keeps what a callback raises from a test. What the test has not raised itself fails it all the same.
+
+    A test that has them come takes out of the list what it expects.
+    """
     found: list[str] = []
     caught = Guard.caught
 
@@ -85,7 +88,7 @@ def unexpected_errors() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Guard, "caught", noted)
-        yield
+        yield found
     assert not found, f"a guard caught {found}"
 
 

@@ -236,7 +236,7 @@ def test_p10_a_record_tells_of_loads_stores_and_the_engines_own_word() -> None:
     assert told(rig).end is None, "an id that comes again is another request"
 
 
-@pytest.mark.parametrize("reason", UNASKED_REASONS, ids=str)
+@pytest.mark.parametrize("reason", sorted(UNASKED_REASONS), ids=str)
 def test_a_request_for_which_nothing_was_asked_is_explained_by_its_end(reason: MissReason) -> None:
     rig = Rig()
     client = rig.attach()

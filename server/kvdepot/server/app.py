@@ -53,6 +53,13 @@ back, remove that file while no daemon runs; its name is in the log's last line.
 """
 
 
+def prepare() -> None:
+    """Import what serves. Raises ModuleNotFoundError without the extra `server`, whatever is to be done."""
+    _open_standard_descriptors()  # else an import may open something that has the number of one
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by the first import: what it says each second, the log says
+    import kvdepot.server.node  # noqa: F401
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     _open_standard_descriptors()
     for stream in (sys.stdout, sys.stderr):
@@ -74,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(answer, int):
         return answer
     os.umask(_UMASK)
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by the first import: what it says each second, the log says
+    prepare()
     reread = None if options.config is None else partial(_config, options)
     return asyncio.run(_serve(answer, reread))
 

@@ -14,6 +14,8 @@ EXTRA: Final = ("grpc_health", "grpc_reflection", "prometheus_client", "pydantic
 def main() -> int:
     try:
         from kvdepot.server import app
+
+        app.prepare()
     except ModuleNotFoundError as error:
         sys.stderr.write(missing_extra(error, "kvdepotd", "server", EXTRA))
         return 2

@@ -30,8 +30,10 @@ Attributes = dict[str, str | int | float]
 def require(file: str) -> None:
     """Raises ConfigError without the extra."""
     try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter
-        import opentelemetry.sdk.trace.export  # noqa: F401
+        # By name: of a module that was imported before, only that would be looked at which is written last.
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: F401
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: F401
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: F401
     except ImportError as error:
         raise ConfigError(file, KEY, f"needs OpenTelemetry: {error}", advice=_EXTRA) from error
 
