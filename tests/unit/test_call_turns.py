@@ -155,6 +155,20 @@ def test_a_declaration_drops_lease_by_lease_and_then_says_what_is_lost() -> None
 
 
 @pytest.mark.usefixtures("impatient")
+def test_i6_a_declaration_drops_nothing_that_was_granted_between_its_turns() -> None:
+    """As where a client has waited for long enough, has declared again, and goes on."""
+    rig = Rig(data_pages=2048, rows=1024, lent_rows=1024)
+    client, (calls, _) = rig.attach(), calls_of(rig)
+    for number in range(20):
+        reserve(client, f"p{number}", 10)
+    granted: list[int] = []
+    message = codec.encode_declare_call(DeclareCall(client.session, ()))
+    answered(calls, "Declare", message, lambda: granted.append(reserve(client, "new", 10)[0]))
+    assert client.commit(granted[0], *range(10)) == bytes([CommitOutcome.COMMITTED] * 10)
+    audit(rig.engine)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("method", ["Commit", "Abandon", "Release", "Declare"])
 def test_a_session_that_ends_between_two_turns_ends_the_call(method: str) -> None:
     rig = Rig(data_pages=2048, rows=1024, lent_rows=1024)

@@ -16,6 +16,7 @@ import pytest
 from kvdepot.core.calls import AttachCall
 from kvdepot.proto import codec
 from kvdepot.proto.v1 import depot_pb2 as pb
+from kvdepot.server import processes
 from kvdepot.server.attach import ArenaOffer, AttachListener
 from kvdepot.server.checksums import ChecksumService
 from kvdepot.server.engine.counters import Counters
@@ -141,6 +142,13 @@ def test_each_part_of_a_tick_runs_whatever_another_raises() -> None:
 def test_who_attaches_is_answered_although_the_engine_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     monkeypatch.setattr(rig.engine, "attach", raising)
+    opened: list[int] = []
+
+    def peer_pidfd(*_: object) -> int:
+        opened.append(os.pidfd_open(os.getpid()))
+        return opened[-1]
+
+    monkeypatch.setattr(processes, "peer_pidfd", peer_pidfd)
     folder = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
     streams: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None)
     calls: Any = None
@@ -156,6 +164,8 @@ def test_who_attaches_is_answered_although_the_engine_raises(monkeypatch: pytest
             client.connect(f"{folder}.attach")
             client.send(codec.encode_attach_call(AttachCall(1, 1, "e", scheduler=True, rank=0, world_size=1)))
             answer = await asyncio.wait_for(loop.sock_recv(client, 4096), 10)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(*opened)
         listener.close()
         return answer
 

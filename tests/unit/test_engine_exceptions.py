@@ -369,3 +369,18 @@ def test_a_grant_that_raises_gives_its_pins_back_and_is_answered(monkeypatch: py
     lent = rig.engine._space.lent
     assert lent.free_count == lent.count
     audit(rig.engine)
+
+
+def test_a_load_whose_prefetch_cannot_be_ended_is_answered_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(tier=COMMIT)
+    store(rig.attach(), path("a", 2))
+    rig.tier.run()
+    reboot(rig)
+    client = rig.attach()
+    monkeypatch.setattr(rig.engine._prefetch, "acquired", lambda *_: 1 / 0)
+    lease = client.lease()
+    answers = client.acquire_later(path("a", 2), b"\1\1", lease)
+    rig.tier.run()
+    assert [one.outcome for one in answers] == [AcquireOutcome.GRANTED]
+    client.release(lease)
+    audit(rig.engine)

@@ -8,8 +8,9 @@ import pytest
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
 from kvdepot.core.errors import UnknownSession
 from kvdepot.server.engine import departures
+from kvdepot.server.engine import sessions as sessions_module
 
-from tests.fakes.engine_rig import Client, Rig, audit, path
+from tests.fakes.engine_rig import Client, Rig, audit, path, process
 
 LEASES, OBJECTS = 6, 4
 OBJECT_BYTES = 8192
@@ -147,4 +148,79 @@ def test_leases_over_their_deadline_end_tick_by_tick(end: Callable[[Rig], object
         rig.engine.tick()
     assert rig.counter("expired_leases.write") == LEASES
     assert set(client.commit(written[-1], 0)) == {CommitOutcome.EXPIRED}
+    audit(rig.engine)
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_i6_a_session_that_makes_room_between_two_slices_takes_no_slot_of_the_one_behind_it(
+    monkeypatch: pytest.MonkeyPatch, *, dies: bool
+) -> None:
+    monkeypatch.setattr(departures, "OBJECTS_AT_ONCE", OBJECTS)
+    rig = Rig(grace_seconds=60.0)
+    client = rig.attach("leaves", 10)
+    lease, _ = client.reserve(path("p", OBJECTS))
+    rig.engine.disconnected(client.attachment)
+    if dies:
+        rig.engine.process_dead(client.attachment)
+    else:
+        rig.now += 61
+        rig.engine._departures.tick()
+        rig.engine._departures.drop(rig.engine._sessions.by_slot[0].leases[lease])
+    assert len(rig.engine._departures._leaving) == 1 and not lent(rig), "the test lost its teeth"
+    monkeypatch.setattr(sessions_module, "SESSIONS_MAX", 2)
+    next_one = rig.attach("next", 11)
+    next_one.store(path("p", OBJECTS))
+    rig.engine.tick()
+    assert slices(rig) == 0
+    assert [info.process.pid for info in rig.engine.attachments()] == [11]
+    assert len(rig.engine.status().sessions) == 1
+    assert rig.attach("third", 12).session != next_one.session
+    assert len(rig.engine.status().sessions) == 2
+    assert next_one.acquire(path("p", OBJECTS))[1].outcome is AcquireOutcome.GRANTED
+    audit(rig.engine)
+
+
+def test_i6_a_dead_engine_whose_lease_cannot_be_ended_keeps_its_slot_until_it_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(data_pages=256)
+    client, _ = busy(rig)
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.engine._stores, "drop", lambda _: 1 / 0)
+        rig.engine.process_dead(client.attachment)
+        slices(rig)
+        assert lent(rig) == LEASES * OBJECTS * OBJECT_BYTES
+        assert [info.process.pid for info in rig.engine.attachments()] == [10]
+        other = rig.attach("other", 20)
+    rig.engine.tick()
+    slices(rig)
+    assert lent(rig) == 0
+    assert [info.attachment for info in rig.engine.attachments()] == [other.attachment]
+    assert rig.counter("internal_errors.tick") == LEASES
+    audit(rig.engine)
+
+
+def test_a_dead_engine_whose_requests_cannot_be_ended_goes_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(data_pages=256)
+    client, _ = busy(rig)
+    monkeypatch.setattr(rig.engine._requests, "end_session", lambda _: 1 / 0)
+    rig.engine.process_dead(client.attachment)
+    slices(rig)
+    assert lent(rig) == 0 and rig.engine.attachments() == ()
+    audit(rig.engine)
+
+
+def test_a_rank_that_comes_back_without_its_scheduler_waits_for_no_slices() -> None:
+    """It comes at once, and nobody may come back to that session."""
+    rig = Rig(data_pages=256)
+    client, _ = busy(rig)
+    rank = rig.engine.attach(process(11), "busy", scheduler=False, rank=0, world_size=1, client=process(10))
+    assert rig.engine.process_dead(client.attachment) == (rank.attachment,)
+    rig.engine.disconnected(rank.attachment)
+    expired = rig.counter("expired_leases.write")
+    again = rig.engine.attach(process(11), "busy", scheduler=True, rank=0, world_size=1)
+    assert rig.counter("expired_leases.write") == expired < LEASES
+    assert again.attachment != rank.attachment
+    slices(rig)
+    assert rig.counter("expired_leases.write") == LEASES
     audit(rig.engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from kvdepot.core.arena import NO_ROW
 from kvdepot.core.calls import AcquireOutcome
 from kvdepot.server.engine import acquires
 from kvdepot.server.engine.index import NONE
@@ -164,3 +165,24 @@ def test_a_slice_that_raises_ends_its_load_and_no_other(
     rig.tier.run()
     assert [reply.outcome for reply in again] == [AcquireOutcome.GRANTED]
     audit(rig.engine)
+
+
+@pytest.mark.parametrize("part", ["cancel", "abandon", "_drop"])
+def test_a_load_that_finds_no_more_room_is_answered_whatever_raises(
+    cold: Callable[..., tuple[Rig, Client]], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    rig, client = cold()
+    answers = client.acquire_later(KEYS, ATTENTION * len(KEYS), LEASE)
+    rig.engine.place_some()
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.engine._tiering.promotions, "place", lambda *_: NO_ROW)
+        broken.setattr(rig.engine._tiering.promotions, part, lambda *_: 1 / 0)
+        while rig.engine.place_some():
+            pass
+    assert [reply.outcome for reply in answers] == [AcquireOutcome.LATER]
+    assert rig.engine.status().sessions[0].leases == 0
+    rig.tier.run()
+    again = client.acquire_later(KEYS, ATTENTION * len(KEYS), LEASE + 1)
+    while rig.engine.place_some() or rig.tier.jobs:
+        rig.tier.run()
+    assert len(again) == 1 and len(answers) == 1

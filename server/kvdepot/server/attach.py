@@ -192,7 +192,7 @@ class AttachListener:
                 process, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size,
                 client=client,
             )  # fmt: skip
-        except KvDepotError:
+        except Exception:
             _close(pidfd)
             raise
         connection.attachment = attached.attachment

@@ -191,12 +191,15 @@ class PendingAcquires:
         """What is left of it finds no room, or is nowhere any more."""
         pending, lease.pending = lease.pending, None
         assert pending is not None
-        self._promotions.abandon(pending.made)
-        self._promotions.cancel(pending.promotion)
-        _take_over(lease, pending)
-        self._forget(lease)
-        later = outcome is AcquireOutcome.LATER
-        pending.answer(self._no_room(pending) if later else AcquireReply(outcome))
+        self._guard.each(
+            "promotion", partial(self._promotions.abandon, pending.made),
+            partial(self._promotions.cancel, pending.promotion), partial(_take_over, lease, pending),
+            partial(self._forget, lease),
+        )  # fmt: skip
+        reply = AcquireReply(outcome)
+        if outcome is AcquireOutcome.LATER:
+            reply = self._guard.value("promotion", reply, self._no_room, pending)
+        pending.answer(reply)
 
     def _forget(self, lease: ReadLease) -> None:
         """It is not remembered: there is nothing that a repeat could not ask anew."""

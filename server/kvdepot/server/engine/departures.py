@@ -52,6 +52,8 @@ class Departures:
         self._expire_due()
         for session in self._sessions.idle_beyond_grace():
             self._guard.call("tick", self._end_service, session)
+        for session in [one for one in self._sessions.by_slot.values() if one.dead and one not in self._leaving]:
+            self._guard.call("tick", self._end, session)
         for session in self._sessions.over():
             if session not in self._leaving:
                 self._guard.call("tick", self._remove, session)
@@ -65,7 +67,7 @@ class Departures:
 
     def make_room(self, engine_id: str, process: ProcessIdentity) -> None:
         """Before a process attaches: for its name, and for one more session."""
-        for session in [one for one in self._leaving if one.has(process)]:
+        for session in [one for one in self._leaving if one.has(process) and not one.scheduler_died]:
             while session in self._leaving:  # it may come back to this one
                 self._step(session)
         orphan = self._sessions.expired_for(engine_id, process)
@@ -74,6 +76,8 @@ class Departures:
         for session in self._sessions.crowding():
             if not session.ended:
                 self._end_service(session)
+            while session in self._leaving:  # else the rest of that would meet who has its slot then
+                self._step(session)
             self._remove(session)
 
     def process_dead(self, attachment: int) -> tuple[int, ...]:
@@ -126,9 +130,12 @@ class Departures:
     def _end(self, session: Session) -> None:
         """All its processes are dead: everything returns (row T7), and it goes."""
 
+        session.dead = True
+
         def go() -> None:
-            self._leave_namespaces(session)
-            self._remove(session)
+            self._guard.call("tick", self._leave_namespaces, session)
+            if not session.leases:  # else one could not be ended: `tick` tries again
+                self._remove(session)
 
         self._leave(session, self.drop, go)
 
@@ -156,7 +163,9 @@ class Departures:
         return objects or 0
 
     def _remove(self, session: Session) -> None:
-        """It is lent nothing: its slots are free."""
+        """It is lent nothing: its slots are free. Where they are free already they may be another one's."""
+        if self._sessions.by_slot.get(session.slot) is not session:
+            return
         for attachment in list(session.attachments.values()):
             self._sessions.remove_attachment(attachment)
         self._sessions.remove(session)

@@ -353,7 +353,8 @@ class Engine:
             self._loads.acquire(session, namespace, call, recorded)
             lease = session.leases.get(call.lease_id)
             entries = lease.entries if isinstance(lease, ReadLease) else np.empty(0, np.uint32)
-            self._prefetch.acquired((session.slot, call.request_id), self._space.lent.rows[entries])
+            request, rows = (session.slot, call.request_id), self._space.lent.rows[entries]
+            self._guard.call("prefetch", self._prefetch.acquired, request, rows)
 
     def place_some(self) -> bool:
         """A slice of making room for what acquires wait for; whether there is more to do, soon."""
@@ -421,14 +422,19 @@ class Engine:
         """End the leases that the engine does not hold any more, one a step."""
         session = self._sessions.of(call.session)
         check_limit("leases of one declaration", len(call.lease_ids), limits.LEASES_PER_SESSION_MAX)
-        for lease_id in session.leases.keys() - set(call.lease_ids):
-            if (lease := session.leases.get(lease_id)) is not None:  # else it has ended between two steps
+        held = set(call.lease_ids)
+        for lease in [one for one in session.leases.values() if one.id not in held]:
+            if session.leases.get(lease.id) is lease:  # else it has ended between two steps
                 self._departures.drop(lease)
                 yield
 
     def declare(self, call: DeclareCall) -> DeclareReply:
         for _ in self.drop_undeclared(call):
             pass
+        return self.declared(call)
+
+    def declared(self, call: DeclareCall) -> DeclareReply:
+        """The answer, behind the last step: what was granted between two steps stays."""
         session = self._sessions.of(call.session)
         lost = tuple(lease_id for lease_id in call.lease_ids if lease_id not in session.leases)
         return DeclareReply(lost, session.ranks_attached)

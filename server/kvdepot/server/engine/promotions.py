@@ -143,7 +143,7 @@ class Promotions:
     def abandon(self, rows: Sequence[int]) -> None:
         """Rows of `place` that are not to be read after all."""
         for row in rows:
-            self._drop(self._readings.pop(row))
+            self._guard.call("promotion", self._drop, self._readings.pop(row))
 
     def start(self, promotion: Promotion, rows: Sequence[int]) -> None:
         """Wait for these rows too, reading those that nobody reads yet. They are pinned by the caller."""
@@ -164,7 +164,7 @@ class Promotions:
             reading.waiting.remove(promotion)
             if not reading.waiting and not reading.loan.begun and self._readings.get(reading.row) is reading:
                 del self._readings[reading.row]
-                self._drop(reading)
+                self._guard.call("promotion", self._drop, reading)
 
     def _ask(self, reading: _Reading) -> None:
         tier, extents = reading.tier, self._space.rows.extents(reading.row)

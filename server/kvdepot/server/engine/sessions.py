@@ -75,6 +75,7 @@ class Session:
         self.idle_since = now
         self.ended = False
         self.scheduler_died = False
+        self.dead = False  # all its processes are
         self.worker = engine in _WORKER_NUMBERS  # an I/O worker of this or an earlier run
 
     @property

@@ -140,7 +140,7 @@ class DepotCalls:
     def _declare(self, request: pb.DeclareRequest, call: _Call) -> None:
         decoded = codec.decode_declare_call(request)
         steps = self._engine.drop_undeclared(decoded)
-        self._in_turns(call, steps, lambda: codec.encode_declare_reply(self._engine.declare(decoded)))
+        self._in_turns(call, steps, lambda: codec.encode_declare_reply(self._engine.declared(decoded)))
 
     def _locate(self, request: pb.LocateRequest, call: _Call) -> None:
         """What shared tiers are asked for is waited for, beside other calls. Who gave up waiting asks again."""
