@@ -39,7 +39,7 @@ def document(*paths: str, state: str = "", listen: str = "/run/x/k.sock") -> dic
         (mounted(2, "/mnt/b", root="/data/sub"), ("/data", "/mnt/b")),
         (mounted(2, "/mnt/b", root="/data"), ("/data/sub", "/mnt/b")),
         (mounted(2, "/mnt/b", root="/data"), ("/mnt/b/sub", "/data")),
-        (mounted(2, "/m", device="0:9", kind="nfs4") + mounted(3, "/n", device="0:9", root="/x"), ("/m", "/n/y")),
+        (mounted(2, "/m", device="0:9", kind="ceph") + mounted(3, "/n", device="0:9", root="/x"), ("/m", "/n/y")),
     ],
 )  # fmt: skip
 def test_a_bind_mount_of_a_tier_s_directory_is_that_directory(
@@ -57,6 +57,19 @@ def test_other_file_systems_are_other_places(monkeypatch: pytest.MonkeyPatch) ->
     found = ROOT + mounted(2, "/one", device="8:2", root="/data") + mounted(3, "/two", device="8:3", root="/data")
     monkeypatch.setattr(config_places, "read_mounts", lambda: mounts(found))
     check("test", document("/one", "/two", "/data"))
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4"])
+def test_two_exports_of_one_file_system_are_two_places(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have one superblock, so one device, and "/" for a root whatever was exported (nfs_show_path)."""
+    both = mounted(2, "/mnt/a", device="0:50", kind=kind) + mounted(3, "/mnt/b", device="0:50", kind=kind)
+    monkeypatch.setattr(config_places, "read_mounts", lambda: mounts(ROOT + both))
+    check("test", document("/mnt/a", "/mnt/b"))
+    check("test", document("/mnt/a/kv", "/mnt/b/kv"))
+    check("test", document("/mnt/a", state="/mnt/b/state"))
+    for paths in (("/mnt/a", "/mnt/a/kv"), ("/mnt/b/kv", "/mnt/b/kv"), ("/mnt/a", "/mnt")):
+        with pytest.raises(ConfigError, match="overlap"):
+            check("test", document(*paths))
 
 
 def test_a_mount_in_a_tier_s_directory_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:

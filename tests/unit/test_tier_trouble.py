@@ -257,6 +257,34 @@ def test_files_that_cannot_be_read_are_found(
     assert os.fspath(rig.segment) in answer.detail
 
 
+def test_a_file_that_cannot_be_read_keeps_no_path_out_of_use_where_others_can(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its objects are never given up, which takes reads that fail between those of others that work."""
+    for number in range(1, 3):
+        (rig.directory / f"segments/{number:05d}.seg").write_bytes(bytes(PAGE_BYTES))
+    refusing(monkeypatch, "preadv", errno.EIO, lambda fd, *_: Path(f"/proc/self/fd/{fd}").readlink() == rig.segment)
+    assert probed(rig).outcome is IoOutcome.OK
+
+
+def test_the_page_that_a_probe_reads_of_a_file_is_another_each_time(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def first_page(fd: int, _: object, offset: int) -> bool:
+        if Path(f"/proc/self/fd/{fd}").readlink() != rig.segment:
+            return False
+        asked.append(offset)
+        return offset == 0
+
+    refusing(monkeypatch, "preadv", errno.EIO, first_page)
+    outcomes = [probed(rig).outcome for _ in range(8)]
+    assert IoOutcome.OK in outcomes, "one place is bad, and all others of the only file can be read"
+    assert len(set(asked)) > 1
+    assert all(offset % PAGE_BYTES == 0 and offset < 16 * MIB for offset in asked)
+
+
 def test_a_directory_where_no_file_can_be_made_can_be_read(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing(monkeypatch, "open", errno.EACCES, lambda path, flags, *_: flags & os.O_CREAT)
     assert probed(rig).outcome is IoOutcome.READ_ONLY

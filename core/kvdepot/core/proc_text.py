@@ -45,6 +45,11 @@ class Mount:
         return next((one.partition("=")[2] for one in self.options if one.startswith(f"{name}=")), "")
 
     @property
+    def place_is_told(self) -> bool:
+        """Whether `root` is what it says: the kernel writes "/" for every mount by NFS (`nfs_show_path`)."""
+        return self.kind not in ("nfs", "nfs4")
+
+    @property
     def may_hang(self) -> bool:
         """Whether a look at it may wait for somebody without an end. On the one at / everything waits anyway."""
         return self.point != "/" and (self.kind in (*NETWORK_KINDS, "autofs") or self.kind.startswith("fuse"))

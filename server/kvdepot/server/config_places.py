@@ -121,7 +121,9 @@ def _place(key: str, what: str, path: str, mounts: Sequence[Mount]) -> _Place:
     mount = mount_of(found, mounts)
     if mount is None:
         return _Place(key, what, shown, found, "", found)
-    return _Place(key, what, shown, found, mount.device, place_on_device(found, mount))
+    # Two exports of one file system have one device; which of its directories each has at its root only NFS knows.
+    device = mount.device if mount.place_is_told else f"{mount.device} {mount.number}"
+    return _Place(key, what, shown, found, device, place_on_device(found, mount))
 
 
 def resolved(path: str, mounts: Sequence[Mount]) -> str:

@@ -13,7 +13,7 @@ from kvdepot.core.objectfile import PAGE_BYTES
 from kvdepot.server.durable_files import TEMPORARY, naming, opened, sync_file
 from kvdepot.server.file_room import check_room
 from kvdepot.server.io.context import Context
-from kvdepot.server.io.direct_io import forget
+from kvdepot.server.io.direct_io import forget, outcome_of
 from kvdepot.server.io.jobs import Answer, Part, Probe
 from kvdepot.server.tiers.base import IoOutcome
 
@@ -28,8 +28,7 @@ def probe(job: Probe, context: Context) -> Answer:
         return Answer(IoOutcome.OK, stored_bytes=context.files.read([Part(job.file, 0, PAGE_BYTES)], [context.tail]))
     context.files.close()  # what is open here may be opened by nobody else
     files = _files(job.folder, context) if job.folder else []
-    for file in files[:: max(len(files) // _READ_MAX, 1)]:
-        context.files.read([Part(file, 0, PAGE_BYTES)], [context.tail])
+    _read(files[:: max(len(files) // _READ_MAX, 1)], context)
     try:
         answer = _write(job, context)
         for file in files:
@@ -46,6 +45,24 @@ def _files(folder: str, context: Context) -> list[str]:
     with naming("readdir", path):
         names = [name for name in os.listdir(path) if not name.endswith(TEMPORARY)]  # noqa: PTH208
     return [f"{folder}/{name}" for name in sorted(random.sample(names, min(len(names), _OPENED_MAX)))]
+
+
+def _read(files: list[str], context: Context) -> None:
+    """A page of each, another each time. A place that cannot be read says nothing about a path where others can."""
+    failed: list[OSError] = []
+    for file in files:
+        path = context.files.path(file)
+        try:
+            with naming("stat", path):
+                pages = os.stat(path).st_size // PAGE_BYTES  # noqa: PTH116
+            page = random.randrange(max(pages, 1))  # noqa: S311 - for nobody to guess
+            context.files.read([Part(file, page * PAGE_BYTES, PAGE_BYTES)], [context.tail])
+        except OSError as error:
+            if outcome_of(error) is not IoOutcome.IO_ERROR:
+                raise
+            failed.append(error)
+    if failed and len(failed) == len(files):
+        raise failed[0]
 
 
 def _write(job: Probe, context: Context) -> Answer:

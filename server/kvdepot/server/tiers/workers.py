@@ -56,6 +56,8 @@ class Hold:
 
     def end(self) -> None:
         self.workers -= 1
-        if self._loan is not None:
-            self._loan.end()
-        self._ended()
+        try:
+            if self._loan is not None:
+                self._loan.end()
+        finally:
+            self._ended()
