@@ -26,6 +26,7 @@ from kvdepot.server.tiers.disk.layout import QUARANTINE, quarantine_name
 from kvdepot.server.tiers.disk.messages import Ended
 from kvdepot.server.tiers.disk.records import Put, pack_put
 from kvdepot.server.tiers.found import FoundObjects
+from kvdepot.server.tiers.workers import Hold
 
 from tests.fakes import disk_rig
 from tests.fakes.disk_rig import PAGE, DiskRig, Listener, failing, flip, object_name
@@ -499,3 +500,19 @@ def test_t2_any_number_of_quarantined_files_with_any_names_is_tended(
     removed = [job for job, _ in rig.data.done if isinstance(job, Remove)]
     assert [len(job.files) for job in removed] == [64, 64, 4]
     assert rig.write(object_name(1)).outcome is IoOutcome.OK
+
+
+def test_a_loan_whose_end_raises_gives_back_the_place_that_it_held() -> None:
+    class Raising:
+        def begin(self, worker: int) -> bool:
+            return True
+
+        def end(self) -> None:
+            raise Injected
+
+    ended: list[int] = []
+    hold = Hold(Raising(), lambda: ended.append(hold.workers))
+    assert hold.begin(1)
+    with pytest.raises(Injected):
+        hold.end()
+    assert ended == [0]
