@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import socket
 import subprocess
 import tempfile
@@ -25,6 +24,7 @@ from kvdepot.server.checksums import ChecksumService
 from kvdepot.server.processes import peer_pidfd, read_boot_id
 
 from tests.fakes.engine_rig import Rig
+from tests.fakes.scarce_descriptors import no_descriptor_left
 
 
 @contextlib.contextmanager
@@ -40,15 +40,8 @@ def _none_given_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_descriptor_left() -> Iterator[None]:
-    with _none_given_back():
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest_free = os.dup(0)
-        os.close(lowest_free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with _none_given_back(), no_descriptor_left():
+        yield
 
 
 def _attach(path: Path) -> socket.socket:

@@ -9,8 +9,8 @@ import os
 import resource
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from kvdepot.server.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.grpc_guards import connections_max
 from kvdepot.server.health import HttpListener, Readiness
 from kvdepot.server.logs import REPEAT_SECONDS, Seldom, UnhandledErrors
+
+from tests.fakes.scarce_descriptors import no_descriptor_left
 
 LOG = logging.getLogger("accepting")
 
@@ -100,18 +102,6 @@ def test_spare_descriptors_are_given_up_for_a_listener_that_has_to_answer(caplog
     now = 5.0
     spare.refill()
     assert spare.give_up()
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_health_is_answered_while_no_descriptor_is_left(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from kvdepot.core.objectfile import ObjectName
@@ -244,6 +244,24 @@ def check_disk(rig: RaisingDisk) -> None:
     assert rig.names() == names
 
 
+RigT = TypeVar("RigT")
+
+
+def raise_at_each_point(
+    tmp_path: Path, plain: Faults, scenario: Callable[[Path, Faults], RigT], check: Callable[[RigT], None]
+) -> None:
+    """Play the scenario again for each callback of the plain one, which raises then."""
+    for number, point in enumerate(points(plain.calls, after=has_effect)):
+        faults = Faults(point)
+        rig = scenario(tmp_path / str(number), faults)
+        assert faults.raised == 1, point
+        try:
+            check(rig)
+        except BaseException as error:
+            error.add_note(f"raising at {point}")
+            raise
+
+
 def test_an_exception_at_any_callback_of_a_disk_tier_jams_nothing(tmp_path: Path) -> None:
     """Also in the tick, while it opens, and after a journal that failed."""
     plain = Faults()
@@ -252,15 +270,7 @@ def test_an_exception_at_any_callback_of_a_disk_tier_jams_nothing(tmp_path: Path
     assert rig.counts["io_failed_callbacks"] == 0, "raises by itself"
     names = {"clock", "wall clock", "count", "done", "loan begin", "loan end", "found", "lost"}
     assert set(plain.calls) == names | {"opener send", "opener start", "submit", "append"}
-    for number, point in enumerate(points(plain.calls, after=has_effect)):
-        faults = Faults(point)
-        rig = disk_scenario(tmp_path / str(number), faults)
-        assert faults.raised == 1, point
-        try:
-            check_disk(rig)
-        except BaseException as error:
-            error.add_note(f"raising at {point}")
-            raise
+    raise_at_each_point(tmp_path, plain, disk_scenario, check_disk)
 
 
 # --- shared ---
@@ -382,15 +392,7 @@ def test_an_exception_at_any_callback_of_a_shared_tier_jams_nothing(tmp_path: Pa
     assert rig.counts["io_failed_callbacks"] == 0, "raises by itself"
     names = {"clock", "wall clock", "count", "done", "loan begin", "loan end", "found", "lost", "publish", "submit"}
     assert set(plain.calls) == names
-    for number, point in enumerate(points(plain.calls, after=has_effect)):
-        faults = Faults(point)
-        rig = shared_scenario(tmp_path / str(number), faults)
-        assert faults.raised == 1, point
-        try:
-            check_shared(rig)
-        except BaseException as error:
-            error.add_note(f"raising at {point}")
-            raise
+    raise_at_each_point(tmp_path, plain, shared_scenario, check_shared)
 
 
 # --- what a clock and a directory may hold ---

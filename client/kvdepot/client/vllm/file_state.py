@@ -18,6 +18,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from kvdepot.core import proc_text
+
 SKIPPED_FOLDERS: Final = frozenset({".cache", ".git"})
 OWN_CLOCK: Final = frozenset(
     {
@@ -186,11 +188,9 @@ def file_system(path: Path) -> str:
             fields = Path(f"/proc/self/fdinfo/{opened}").read_bytes().split()
         finally:
             os.close(opened)
-        mount = fields[fields.index(b"mnt_id:") + 1]
-        for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n"):
-            words = line.split(b" ")
-            if words[0] == mount:
-                return words[words.index(b"-") + 1].decode("ascii", "replace")
+        number = int(fields[fields.index(b"mnt_id:") + 1])
+        mounts = proc_text.mounts(Path("/proc/self/mountinfo").read_bytes())
+        return next((mount.kind for mount in mounts if mount.number == number), "")
     except (OSError, ValueError, IndexError):
         pass
     return ""
