@@ -1,13 +1,16 @@
-"""How property tests run: without a limit per example (machines are shared), repeatable in CI. Fixtures of many."""
+"""How all tests run: with a seed of their own run, and with limits that know the machine. Fixtures of many."""
 
 from __future__ import annotations
 
-import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
+import pytest_timeout
 from hypothesis import HealthCheck, settings
 from kvdepot.core.errors import KvDepotError
 from kvdepot.server.engine.counters import Counters
@@ -17,11 +20,12 @@ from kvdepot.server.metric_families import FAMILIES
 from kvdepot.server.tiers.base import UnknownWorker
 
 from tests.fakes.fuse_directory import FuseDirectory
+from tests.rigs.patience import Deadline
+from tests.rigs.seeds import RUN_SEED
 
 settings.register_profile(
     "kvdepot",
     deadline=None,
-    derandomize="CI" in os.environ,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -34,15 +38,24 @@ _BEGAN = time.monotonic()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sample", "a sample of the tests")
     group.addoption("--sample-seconds", type=float, help="begin no test after so long")
-    group.addoption("--sample-seed", type=int, help="draws the order of the modules")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Before Hypothesis reads its options."""
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(RUN_SEED)
+
+
+def pytest_report_header() -> str:
+    return f"seed of this run: KVDEPOT_SEED={RUN_SEED} repeats it"
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    seed = config.getoption("--sample-seed")
-    if seed is not None:
+    if config.getoption("--sample-seconds") is not None:
         paths = sorted({str(item.path) for item in items})
-        random.Random(seed).shuffle(paths)
+        random.Random(RUN_SEED).shuffle(paths)
         items.sort(key=lambda item: paths.index(str(item.path)))
 
 
@@ -52,6 +65,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     seconds = item.config.getoption("--sample-seconds")
     if seconds is not None and time.monotonic() - _BEGAN > seconds:
         pytest.skip("not in this sample: its time is over")
+
+
+_TICK_SECONDS = 5.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
+    """A test's time limit passes more slowly on a busy machine, as every wait within it does."""
+    if settings.method != "signal" or threading.current_thread() is not threading.main_thread():
+        return None
+    deadline = Deadline(settings.timeout)
+
+    def look(_: int, __: FrameType | None) -> None:
+        __tracebackhide__ = True
+        left = deadline.left()
+        if left <= 0:
+            pytest_timeout.timeout_sigalrm(item, settings)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, min(left, _TICK_SECONDS))
+
+    def cancel() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]  # what the plugin calls at the end of the test
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, min(settings.timeout, _TICK_SECONDS))
+    return True
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -25,13 +25,13 @@ from kvdepot.server.offline.store_files import OfflineRefusalError, layout_as_fo
 from kvdepot.server.tiers.disk.layout import generation_of
 from kvdepot.server.tiers.disk.records import SEQUENCE_BITS
 
-from tests.chaos.patience import patience
 from tests.chaos.shared_directory import SHARED_CAPACITY, SharedDirectory
 from tests.chaos.stepped_clock import ALLOWED_SECONDS, WallClock
 from tests.daemon_process import DaemonProcess
 from tests.disk_world import children
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.raw_client import status_of
+from tests.rigs.patience import patience
 
 TIER: Final = "medium"
 LEASE_SECONDS: Final = 3.0

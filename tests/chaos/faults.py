@@ -17,8 +17,8 @@ from typing import Final, Protocol
 from tests.chaos.depot import CAPACITIES, CODECS, QUOTAS, RAMS, RAMS_SHARED, WORKERS, Depot
 from tests.chaos.fleet import Engine, Fleet
 from tests.chaos.messages import Command
-from tests.chaos.patience import patience
 from tests.chaos.watch import Watch
+from tests.rigs.patience import patience
 
 IO_WORKER: Final = "kvdepot.server.io.worker"
 SUM_WORKER: Final = "kvdepot.server.io.checksum_worker"

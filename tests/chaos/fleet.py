@@ -15,7 +15,7 @@ from typing import Final
 from tests.chaos import rank, scheduler
 from tests.chaos.messages import Command, Report
 from tests.chaos.models import Model
-from tests.chaos.patience import patience
+from tests.rigs.patience import patience
 
 _STOP_SECONDS: Final = 10.0
 _QUIET_SECONDS_MAX: Final = 60.0

@@ -21,9 +21,9 @@ from tests.chaos.faults import Ending, World
 from tests.chaos.fleet import Engine, Fleet
 from tests.chaos.messages import Command
 from tests.chaos.models import FLEETS
-from tests.chaos.patience import patience
 from tests.chaos.plan import Phase, phases
 from tests.chaos.watch import Watch, accounts, contents, degraded, owed
+from tests.rigs.patience import patience
 
 DRAIN_SECONDS: Final = 60.0
 SETTLE_SECONDS: Final = LEASE_SECONDS + GRACE_SECONDS + RETRY_SECONDS_MAX + 40.0

@@ -35,9 +35,9 @@ from kvdepot.core.calls import (
 
 from tests.chaos.messages import Command, Copied, Fill, Free, Load, Placed, RankOp, Report, Store
 from tests.chaos.models import BLOCKS, MODELS, Model
-from tests.chaos.patience import patience
 from tests.chaos.process_clock import ProcessClock, queued_seconds
 from tests.known_objects import Known, prompt
+from tests.rigs.patience import patience
 
 REQUESTS_MAX = 3
 LOCATE_SECONDS = 0.5

@@ -48,6 +48,7 @@ from tests.chaos.stepped_clock import WallClock
 from tests.chaos.watch import Judge, Watch, accounts, degraded, owed
 from tests.daemon_process import DaemonProcess
 from tests.fakes.disk_rig import PAGE, DiskRig, flip
+from tests.rigs.seeds import RUN_SEED
 
 ROOT = Path(__file__).parents[2]
 _END_SECONDS: Final = 90.0
@@ -58,10 +59,19 @@ LISTED = (NamespaceContents(bytes(16), "small", tiers=(TierContents("ram", {int(
 
 
 def _run(tmp_path: Path, seconds: int, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """The plan of faults is the same each time unless KVDEPOT_SEED says another; `make chaos` draws one."""
-    seed = os.environ.get("KVDEPOT_SEED", "11")
+    """With the seed of this run of tests."""
     report = tmp_path / "chaos.json"
-    command = [sys.executable, "-m", "tests.chaos", "--seed", seed, "--seconds", str(seconds), "--json", str(report)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.chaos",
+        "--seed",
+        str(RUN_SEED),
+        "--seconds",
+        str(seconds),
+        "--json",
+        str(report),
+    ]
     with _started([*command, *options]) as process:
         out, err = process.communicate()
     print(out, err, sep="\n")

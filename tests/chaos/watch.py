@@ -22,9 +22,9 @@ from kvdepot.server.tiers.shared.tier import COUNTING, NO_ALLOWANCE
 
 from tests.chaos.depot import Depot
 from tests.chaos.models import MODELS
-from tests.chaos.patience import patience
 from tests.disk_world import medium_bytes
 from tests.process_memory import used_bytes
+from tests.rigs.patience import patience
 
 _SAMPLE_SECONDS: Final = 0.2
 _MEMORY_EVERY: Final = 5

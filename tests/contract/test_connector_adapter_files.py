@@ -30,6 +30,7 @@ from tests.contract.connector_fixtures import Make, depot, folder, make, prompt
 from tests.fakes import adapter_store, scripted_engine
 from tests.fakes.direct_session import Depot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, engine_config, model_folder
+from tests.rigs.seeds import drawn
 
 __all__ = ["depot", "folder", "make"]  # fixtures
 PROMPT = prompt(5.5)
@@ -268,7 +269,7 @@ def test_an_unknown_content_after_a_known_one_makes_nothing_sound(make: Make, tm
     assert served_rightly(make, in_place, tmp_path / "x", b"1", PROMPT) == [0]
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 20))])
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn(range(1, 20), [pytest.mark.long])])
 def test_whatever_changes_when_no_engine_is_served_another_content(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -109,7 +109,7 @@ def test_i5_what_the_engine_does_not_take_at_once_is_given_back_and_loaded_later
 
 
 def test_c5_a_lease_for_other_local_tokens_is_given_back(make: Make) -> None:
-    engine = stored(make, settings={"lookup_timeout_seconds": 5.0})
+    engine = stored(make)
     request_id = asked(engine)
     engine.depot.held.clear()
     asked_to_compute = {"extra_args": {"kv_transfer_params": {"max_load_tokens": 0}}}

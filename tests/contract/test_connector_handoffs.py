@@ -100,7 +100,7 @@ def test_a4_a_store_that_was_refused_is_not_told(make: Make, depot: Depot) -> No
 
 @pytest.mark.parametrize("options", [{}, EVERY_CHUNK], ids=["dense", "hybrid"])
 def test_a4_an_engine_waits_for_what_another_one_is_storing(make: Make, depot: Depot, options: dict[str, Any]) -> None:
-    first, second = make(**options), make(settings={"lookup_timeout_seconds": 5.0}, **options)
+    first, second = make(**options), make(**options)
     tokens = prompt(4.5)
     depot.held.add(ReserveCall)
     request = ask(first, tokens, {"do_remote_decode": True})
@@ -154,7 +154,7 @@ def test_a4_what_the_engine_has_itself_is_waited_for_by_nobody(make: Make, depot
 def test_a4_nobody_waits_for_what_no_engine_is_storing(
     make: Make, depot: Depot, monkeypatch: pytest.MonkeyPatch, reason: MissReason
 ) -> None:
-    engine = make(settings={"lookup_timeout_seconds": 5.0})
+    engine = make()
     serve = engine.session._serve
 
     def answer(call: Any) -> Any:
@@ -188,7 +188,7 @@ def test_a4_nobody_waits_for_what_no_engine_is_storing(
 def test_i3_params_that_are_of_no_use_change_nothing(
     make: Make, depot: Depot, params: dict[Any, Any], outcome: HandoffOutcome | None
 ) -> None:
-    engine = make(settings={"lookup_timeout_seconds": 5.0})
+    engine = make()
     tokens = prompt(4.5)
     request = ask(engine, tokens, params)
     engine.run()
@@ -212,7 +212,7 @@ def test_i3_a_boundary_beyond_any_is_the_prompts(make: Make) -> None:
 def test_p9_of_what_was_handed_no_more_is_waited_for_than_the_request_may_load(make: Make) -> None:
     tokens = prompt(8.5)
     make().generate(tokens[: 4 * BLOCK])
-    engine = make(settings={"lookup_timeout_seconds": 5.0})
+    engine = make()
     request = ask(engine, tokens, says(engine, 8 * BLOCK) | {"max_load_tokens": 3 * BLOCK})
     engine.run()
     assert engine.hits[request] == 3 * BLOCK

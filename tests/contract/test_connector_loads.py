@@ -189,7 +189,7 @@ def test_an_absent_depot_delays_nothing(make: Make) -> None:
 def test_t6_the_first_request_behind_a_daemons_return_is_served(make: Make, ranks: int, runs_ahead: bool) -> None:
     """Although the ranks, which say what they are attached to with their steps, had nothing when last asked."""
     tokens = prompt(9.5)
-    engine = make(ranks=ranks, runs_ahead=runs_ahead, settings={"lookup_timeout_seconds": 5.0})
+    engine = make(ranks=ranks, runs_ahead=runs_ahead)
     engine.generate(tokens)
     engine.depot.present = False
     engine.generate(prompt(4.5, seed=1))
@@ -212,7 +212,7 @@ def test_t6_the_first_request_behind_a_ranks_return_is_served(
 ) -> None:
     """It attaches by itself: later than the scheduler side, or after it alone was away, while the engine is idle."""
     tokens = prompt(9.5)
-    engine = make(ranks=2, runs_ahead=runs_ahead, settings={"lookup_timeout_seconds": 5.0})
+    engine = make(ranks=2, runs_ahead=runs_ahead)
     engine.generate(tokens)
     engine.attachments[1].gone = True
     engine.generate(prompt(4.5, seed=1))
@@ -231,7 +231,7 @@ def test_p9_a_rank_that_stays_away_delays_a_request_by_its_word_at_most(
 ) -> None:
     tokens, new = prompt(4.5), prompt(4.5, seed=1)
     make(ranks=2, runs_ahead=runs_ahead).generate(tokens)
-    engine = make(ranks=2, runs_ahead=runs_ahead, settings={"lookup_timeout_seconds": 5.0})
+    engine = make(ranks=2, runs_ahead=runs_ahead)
     engine.attachments[1].gone = True
     engine.step()
     # In steps: until the answer to the lookup is there, and the word that its first step asked for.

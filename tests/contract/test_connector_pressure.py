@@ -20,6 +20,7 @@ from vllm.v1.request import RequestStatus
 from tests.contract.connector_fixtures import Gate, Make, cold, folder, gate, make, prompt
 from tests.fakes.direct_session import Depot
 from tests.fakes.scripted_engine import BLOCK, VOCABULARY, ScriptedEngine, next_token
+from tests.rigs.seeds import drawn
 
 __all__ = ["folder", "gate", "make"]  # fixtures
 OBJECT_BYTES = 4096
@@ -232,7 +233,7 @@ class Speculating:
         return tokens[-3:]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", drawn(range(4)))
 def test_speculated_tokens_that_turn_out_wrong_are_stored_for_nobody(make: Make, seed: int) -> None:
     """Blocks full of rejected guesses are written and never hashed: what is stored is what was accepted."""
     options: dict[str, Any] = {"drafts": 3, "blocks": 40}

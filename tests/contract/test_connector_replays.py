@@ -18,6 +18,7 @@ from tests.fakes.call_orders import V1
 from tests.fakes.direct_session import Depot
 from tests.fakes.late_words import LateWords
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
+from tests.rigs.seeds import drawn
 
 __all__ = ["depot", "folder", "gate", "make"]  # fixtures
 
@@ -112,7 +113,7 @@ def test_an_older_word_about_the_arena_is_none(make: Make) -> None:
     works(engine)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", drawn(range(3)))
 @pytest.mark.parametrize("options", [{}, {"hybrid": True}, {"ranks": 2}], ids=["dense", "hybrid", "two ranks"])
 def test_messages_twice_late_and_out_of_order_end_everything_once(
     make: Make, depot: Depot, options: dict[str, Any], seed: int

@@ -78,7 +78,7 @@ def _stored(make: Make, count: int) -> list[list[int]]:
 
 def test_p7_more_loads_than_may_be_in_flight_wait_and_are_loaded_too(make: Make) -> None:
     prompts = _stored(make, 5)
-    engine = make(settings={"loads_in_flight": 1, "lookup_timeout_seconds": 5.0})
+    engine = make(settings={"loads_in_flight": 1})
     ids = [engine.add(tokens) for tokens in prompts]
     while engine.scheduler.has_requests():
         engine.step()

@@ -1,7 +1,4 @@
-"""The daemon, or its I/O workers, are killed at random moments; no byte may differ, and nothing durable may vanish.
-
-`KVDEPOT_SEED` repeats the random choices of a run; it is printed.
-"""
+"""The daemon, or its I/O workers, are killed at random moments; no byte may differ, and nothing durable may vanish."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from tests.disk_load import DiskLoad, serve_all
 from tests.disk_world import TIER, DiskWorld, indexed, sampled
 from tests.known_objects import KnownEngine, dense, hybrid
 from tests.raw_client import wait_until
+from tests.rigs.seeds import RUN_SEED
 
 SPECS = [dense(250_000), hybrid(131_072, 300_008)]
 PROMPTS = 120
@@ -29,9 +27,7 @@ _KILLS = {"commit": 8, "second_use": 6, "evict": 6}
 
 @pytest.fixture
 def seed() -> int:
-    seed = int(os.environ.get("KVDEPOT_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"KVDEPOT_SEED={seed}")
-    return seed
+    return RUN_SEED
 
 
 @pytest.mark.timeout(240)

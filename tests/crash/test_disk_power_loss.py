@@ -19,6 +19,7 @@ from kvdepot.server.tiers.disk.recovery import read_index, read_store
 
 from tests.contract.test_disk_processes import live
 from tests.fakes.disk_rig import PAGE, DiskRig, object_name
+from tests.rigs.seeds import drawn
 
 SEEDS = range(6)
 
@@ -56,7 +57,7 @@ def test_a_crash_at_every_byte_of_the_journal_leaves_a_prefix(tmp_path: Path) ->
             assert found == (expected[-1] if expected else set()), f"cut at byte {at}"
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", drawn(SEEDS))
 def test_copies_of_a_tier_at_work_are_never_wrong(tmp_path: Path, seed: int) -> None:
     random = Random(seed)
     rig = DiskRig(tmp_path / "tier", capacity_bytes=16 << 20, seed=seed)

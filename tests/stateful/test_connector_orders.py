@@ -22,6 +22,7 @@ from tests.fakes.call_orders import ORDERS
 from tests.fakes.direct_session import Depot
 from tests.fakes.late_words import LateWords
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, model_folder, next_token
+from tests.rigs.seeds import drawn
 
 STEPS = 220
 STEPS_MAX = 5 * STEPS
@@ -153,7 +154,7 @@ def _sleep(engine: ScriptedEngine) -> None:
 
 
 @pytest.mark.timeout(300)  # on a busy machine
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn([1, 2], [pytest.mark.long])])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("order", ORDERS)

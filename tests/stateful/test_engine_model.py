@@ -17,6 +17,7 @@ from kvdepot.core.errors import NotFound
 from kvdepot.server.engine.types import Quota, TierConfig
 
 from tests.fakes.pin_audit import sweep
+from tests.rigs.seeds import drawn
 from tests.stateful.auditing import compare
 from tests.stateful.engine_world import DEPTH, SPECS, World, keys_of
 from tests.stateful.operator_world import Operator
@@ -215,7 +216,7 @@ def _step(world: World, random: Random) -> tuple[str, Callable[[], None]]:
     return action, lambda: act(name, lease, chosen)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", drawn(range(12)))
 def test_t1_i1a_i1c_a_kill_at_any_line_leaves_a_truth_that_can_be_adopted(seed: int) -> None:
     """About 40 kills a seed; the tables as they were at that line are all that the next run gets."""
     random = Random(seed)

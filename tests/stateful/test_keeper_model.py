@@ -23,6 +23,7 @@ from kvdepot.server.tiers.shared.layout import object_path, temporary_file
 from kvdepot.server.tiers.shared.links import Report
 
 from tests.fakes.shared_directory import MIB, NAMESPACE, key_of
+from tests.rigs.seeds import drawn
 
 CAPACITY = 4 * MIB
 OVERHEAD = 4 * PAGE_BYTES
@@ -161,7 +162,7 @@ class World:
         self.beat(sleeping)  # before it writes: its daemon's clock has told it so
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", drawn(range(2)))
 def test_i4_t3_keepers_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     world = World(tmp_path / "shared", seed, monkeypatch)
     for node in world.nodes:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from kvdepot.server.engine.types import Quota, TierConfig, WritePolicy
 
 from tests.fakes.quota_audit import only_owners_lose
+from tests.rigs.seeds import drawn
 from tests.stateful.engine_world import World
 from tests.stateful.test_tier_model import TierModel, act
 
@@ -42,7 +43,7 @@ TestQuotaModel = QuotaModel.TestCase
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", drawn(range(2)))
 def test_t8_i4_no_owner_is_ever_above_its_quota_and_no_other_pays_for_it(seed: int, policy: WritePolicy) -> None:
     random = Random(seed)
     world = World(tier=TierConfig(policy), quotas=QUOTAS)

@@ -14,6 +14,8 @@ from kvdepot.core.objectfile import PAGE_BYTES
 from kvdepot.server.tiers.shared.keeper.ledger import Count, Ledger
 from kvdepot.server.tiers.shared.keeper.records import JanitorRecord, Lease, NodeRecord
 
+from tests.rigs.seeds import drawn
+
 CAPACITY = 256 * PAGE_BYTES
 FOLDERS = 3
 picks = st.integers(0, 1 << 16)
@@ -298,7 +300,7 @@ ACTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", drawn(range(8)))
 def test_i4_long_histories_of_a_full_directory(seed: int) -> None:
     """Where a machine that shrinks examples seldom comes: everything granted, and used."""
     random = Random(seed)

@@ -8,12 +8,13 @@ import pytest
 from kvdepot.core.calls import Kind
 from kvdepot.server.engine.types import TierConfig, WritePolicy
 
+from tests.rigs.seeds import drawn
 from tests.stateful.engine_world import DEPTH, SPECS, World
 from tests.stateful.test_tier_model import act
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", drawn(range(4)))
 def test_t3_i1_i6_i7_two_nodes_on_one_directory_never_get_wrong_bytes(seed: int, policy: WritePolicy) -> None:
     """Look-ups, hangs, vanished and damaged files, kills and reboots on both; every other time beside a local disk."""
     random = Random(seed)

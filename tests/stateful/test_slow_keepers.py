@@ -27,6 +27,7 @@ from kvdepot.server.tiers.shared.links import Failed, Report
 
 from tests.fakes.shared_directory import MIB, NAMESPACE, key_of
 from tests.fakes.slow_server import SlowServer
+from tests.rigs.seeds import drawn
 
 OVERHEAD = 4 * PAGE_BYTES
 _JANITOR = "kvdepot.server.tiers.shared.keeper.janitor"
@@ -245,7 +246,7 @@ def test_i4_t3_keepers_on_a_slow_server(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("files", [300, 20_000])
-@pytest.mark.parametrize("seed", range(10, 16))
+@pytest.mark.parametrize("seed", drawn(range(10, 16)))
 def test_i4_t3_keepers_on_a_slow_server_with_any_number_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, files: int
 ) -> None:

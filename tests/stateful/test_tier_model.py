@@ -14,6 +14,7 @@ from kvdepot.server.engine import acquires, read_rate
 from kvdepot.server.engine.types import TierConfig, WritePolicy
 from kvdepot.server.tiers.base import IoOutcome
 
+from tests.rigs.seeds import drawn
 from tests.stateful.engine_world import DEPTH, SPECS, World
 from tests.stateful.test_engine_model import EngineModel
 
@@ -94,7 +95,7 @@ TestTierModel = TierModel.TestCase
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("seed", drawn(range(1, 4)))
 def test_i1_i6_i1a_long_random_histories_over_a_lower_tier(seed: int, policy: WritePolicy) -> None:
     """Promotions, demotions, damage, hangs, kills and reboots; patterns in everything a worker may still write to."""
     random = Random(seed)
@@ -106,7 +107,7 @@ def test_i1_i6_i1a_long_random_histories_over_a_lower_tier(seed: int, policy: Wr
     world.finish()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", drawn(range(4)))
 def test_loads_whose_room_is_made_object_by_object_are_right_whatever_happens_between(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +127,7 @@ def test_loads_whose_room_is_made_object_by_object_are_right_whatever_happens_be
     world.finish()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", drawn(range(3)))
 def test_i4_i7_long_random_histories_of_queues(seed: int) -> None:
     """Many requests wait, with a cold RAM again and again: nothing is held for nobody, nor beyond the share."""
     random = Random(seed)
@@ -141,7 +142,7 @@ def test_i4_i7_long_random_histories_of_queues(seed: int) -> None:
     world.finish()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", drawn(range(3)))
 def test_i4_i7_long_random_histories_of_queues_in_which_half_is_declined(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.core.arena import PAGE_BYTES, ArenaLayout, Superblock
 
 from tests.fakes.late_device import LateDevice
+from tests.rigs.seeds import drawn
 
 ARENA_BYTES = 16 << 20
 Copier = CpuCopier | DeviceCopier
@@ -191,7 +192,7 @@ def test_a_part_within_an_object_takes_only_its_missing_blocks(arena: ArenaMap, 
 
 
 @pytest.mark.parametrize("most_fragments", [1, 12])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", drawn(range(20)))
 def test_any_objects_in_any_cut_have_every_byte_covered_once(seed: int, most_fragments: int) -> None:
     rng = random.Random(seed)
     block_bytes, blocks = rng.randrange(1, 3000), rng.randrange(1, 6)

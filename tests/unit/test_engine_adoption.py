@@ -13,6 +13,7 @@ from kvdepot.core.planner import GroupSpec
 from kvdepot.server.engine.rows import Rows
 
 from tests.fakes.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, audit, key, path, process, spec_of, unpack
+from tests.rigs.seeds import drawn
 
 BOTH = (Kind.ATTENTION, Kind.STATE)
 
@@ -371,7 +372,7 @@ def test_a_sum_for_what_was_replaced_meanwhile_changes_nothing() -> None:
     audit(rig.engine)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", drawn(range(6)))
 def test_i8_exactly_what_has_a_sum_and_its_whole_path_is_kept(seed: int) -> None:
     """Random trees of two namespaces that share keys, random sums; twice, so that what is kept lies scattered."""
     random = Random(seed)

@@ -20,9 +20,10 @@ from kvdepot.server.engine.types import ProcessIdentity
 from tests.fakes.engine_rig import BOOT, CHUNK, DENSE, HYBRID, Client, Rig, audit, path, process, spec_of
 from tests.fakes.memory_tier import Medium
 from tests.fakes.tier_rig import COMMIT, in_tier, reboot, store
+from tests.rigs.seeds import drawn
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", drawn(range(4)))
 def test_i4_a_namespace_of_whole_paths_is_dropped_from_the_leaves_up(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:

@@ -13,8 +13,10 @@ from kvdepot.server.engine.index import NONE, Index
 from kvdepot.server.engine.leases import REMEMBERED_BYTES_MAX, Ended
 from kvdepot.server.tiers.base import NO_HANDLE
 
+from tests.rigs.seeds import drawn
 
-@pytest.mark.parametrize("seed", range(8))
+
+@pytest.mark.parametrize("seed", drawn(range(8)))
 def test_index_equals_a_dict_under_churn_with_colliding_keys(seed: int) -> None:
     random = Random(seed)
     index = Index(64, random.randbytes)
@@ -76,7 +78,7 @@ def test_a_node_has_a_row_and_handles_per_kind() -> None:
     assert again == node and not index.has_objects(again) and index.boundary(again) == 64
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", drawn(range(8)))
 def test_many_nodes_at_once_are_the_same_as_one_by_one(seed: int) -> None:
     random = Random(seed)
     index = Index(64, random.randbytes)

@@ -13,6 +13,7 @@ from kvdepot.server.tiers.base import IoOutcome
 from kvdepot.server.tiers.disk import layout as names
 
 from tests.fakes.disk_rig import PAGE, DiskRig, object_name
+from tests.rigs.seeds import drawn
 
 
 def churn(rig: DiskRig, draw: Random) -> None:
@@ -37,7 +38,7 @@ def damage(rig: DiskRig, draw: Random) -> None:
     journal.write_bytes(content[: len(content) - draw.randrange(400)])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", drawn(range(6)))
 def test_p6_t2_fsck_and_the_tier_agree(seed: int, tmp_path: Path) -> None:
     draw = Random(f"agreement-{seed}")
     rig = DiskRig(tmp_path / "store", seed=seed, codec=draw.choice(list(Codec)))

@@ -1,0 +1,22 @@
+"""The seed of a run of tests. It is drawn anew for each run and printed; `KVDEPOT_SEED` repeats it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Collection, Iterable
+from typing import Final
+
+import pytest
+from _pytest.mark import MarkDecorator, ParameterSet
+
+RUN_SEED: Final = int(os.environ.get("KVDEPOT_SEED") or random.SystemRandom().randrange(2**32))
+os.environ["KVDEPOT_SEED"] = str(RUN_SEED)  # for the processes of this run that run tests, too
+
+
+def drawn(numbers: Iterable[int], marks: Collection[MarkDecorator] = ()) -> list[ParameterSet]:
+    """Parameters of a test: a seed of this run for each number. A test has the same names in all runs."""
+    return [
+        pytest.param(random.Random(f"{RUN_SEED} {number}").randrange(2**32), id=str(number), marks=marks)
+        for number in numbers
+    ]
