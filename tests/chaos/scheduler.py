@@ -36,7 +36,7 @@ from kvdepot.core.calls import (
 from tests.chaos.messages import Command, Copied, Fill, Free, Load, Placed, RankOp, Report, Store
 from tests.chaos.models import BLOCKS, MODELS, Model
 from tests.chaos.process_clock import ProcessClock, queued_seconds
-from tests.known_objects import Known, prompt
+from tests.rigs.known_objects import Known, prompt
 from tests.rigs.patience import patience
 
 REQUESTS_MAX = 3

@@ -8,41 +8,49 @@ from pathlib import Path
 from typing import Final
 
 _ENGINE: Final = (
-    "tests/unit/test_engine_*.py", "tests/unit/test_call_turns.py", "tests/unit/test_lent_extents.py",
-    "tests/stateful/test_engine_model.py", "tests/stateful/test_tier_model.py", "tests/stateful/test_quota_model.py",
-    "tests/stateful/test_shared_model.py",
+    "tests/unit/server/engine/test_*.py", "tests/unit/server/rpc/test_turns.py",
+    "tests/unit/server/io/test_lent_extents.py", "tests/stateful/test_engine_model.py",
+    "tests/stateful/test_tier_model.py", "tests/stateful/test_quota_model.py", "tests/stateful/test_shared_model.py",
 )  # fmt: skip
 _PROCESSES: Final = (
-    "tests/contract/test_attach_socket.py", "tests/unit/test_engine_watches.py", "tests/unit/test_engine_sessions.py",
-    "tests/unit/test_engine_departures.py", "tests/stateful/test_attach_model.py",
+    "tests/process/daemon/test_attach_socket.py", "tests/unit/server/engine/test_watches.py",
+    "tests/unit/server/engine/test_sessions.py", "tests/unit/server/engine/test_departures.py",
+    "tests/stateful/test_attach_model.py",
 )  # fmt: skip
 _CONNECTOR: Final = (
-    "tests/unit/test_vllm_*.py", "tests/contract/test_connector_*.py", "tests/stateful/test_connector_orders.py",
+    "tests/unit/client/vllm/test_*.py", "tests/contract/connector/test_*.py", "tests/process/connector/test_*.py",
+    "tests/stateful/test_connector_orders.py",
 )  # fmt: skip
 _CLIENT: Final = (
-    "tests/unit/test_client_*.py", "tests/unit/test_call_socket.py", "tests/contract/test_client_*.py",
-    "tests/contract/test_lost_replies.py",
+    "tests/unit/client/test_*.py", "tests/unit/client/transports/test_*.py", "tests/process/client/test_daemon.py",
+    "tests/process/client/test_streams.py", "tests/process/client/test_lost_replies.py",
 )  # fmt: skip
+_TIERS: Final = "tests/unit/server/tiers"
 ROOMS: Final[dict[str, Sequence[str]]] = {
     "server/kvdepot/server/engine/*.py": _ENGINE,
     "server/kvdepot/server/attach.py": _PROCESSES,
     "server/kvdepot/server/processes.py": _PROCESSES,
-    "server/kvdepot/server/rpc/*.py": ("tests/unit/test_call_*.py", "tests/contract/test_rpc.py"),
-    "server/kvdepot/server/populate.py": ("tests/unit/test_populate.py", "tests/unit/test_arena_file.py"),
-    "server/kvdepot/server/io/*keeper*.py": ("tests/unit/test_shared_*.py", "tests/stateful/test_keeper*.py"),
+    "server/kvdepot/server/rpc/*.py": (
+        "tests/unit/server/rpc/test_*.py", "tests/unit/client/transports/test_*.py", "tests/process/daemon/test_rpc.py",
+    ),
+    "server/kvdepot/server/populate.py": (
+        "tests/unit/server/test_populate.py", "tests/unit/server/test_arena_file.py",
+    ),
+    "server/kvdepot/server/io/*keeper*.py": (
+        f"{_TIERS}/shared/test_*.py", f"{_TIERS}/shared/keeper/test_*.py", "tests/stateful/test_keeper*.py",
+    ),
     "server/kvdepot/server/io/*.py": (
-        "tests/unit/test_io_*.py", "tests/unit/test_codecs.py", "tests/contract/test_io_*.py",
-        "tests/contract/test_hung_files.py",
+        "tests/unit/server/io/test_*.py", "tests/process/io/test_*.py", "tests/process/daemon/test_hung_files.py",
     ),
     "server/kvdepot/server/tiers/disk/*.py": (
-        "tests/unit/test_disk_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py",
+        f"{_TIERS}/disk/test_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py",
     ),
     "server/kvdepot/server/tiers/shared/*.py": (
-        "tests/unit/test_shared_*.py", "tests/stateful/test_keeper*.py", "tests/stateful/test_shared_*.py",
-        "tests/contract/test_shared_*.py",
+        f"{_TIERS}/shared/test_*.py", f"{_TIERS}/shared/keeper/test_*.py", "tests/stateful/test_keeper*.py",
+        "tests/stateful/test_shared_*.py", "tests/process/tiers/test_shared_*.py",
     ),
     "server/kvdepot/server/tiers/*.py": (
-        "tests/unit/test_disk_*.py", "tests/unit/test_shared_*.py", "tests/unit/test_tier_*.py",
+        f"{_TIERS}/test_*.py", f"{_TIERS}/disk/test_*.py", f"{_TIERS}/shared/test_*.py",
     ),
     "client/kvdepot/client/vllm/*.py": _CONNECTOR,
     "client/kvdepot/client/*.py": _CLIENT,
