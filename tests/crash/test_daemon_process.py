@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.daemon_process import STOP_SECONDS, DaemonProcess
+from tests.rigs.patience import wait_until
 from tests.rigs.process_memory import used_bytes
-from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
 
 CAPACITY_BYTES = 384 << 20
 

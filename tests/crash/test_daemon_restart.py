@@ -15,7 +15,8 @@ from kvdepot.core.calls import ReserveOutcome
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
-from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
 
 SHORT_DEADLINE = '[policy]\nlease_deadline = "500ms"\n'
 

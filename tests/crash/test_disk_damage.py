@@ -18,7 +18,8 @@ from kvdepot.server.tiers.disk.layout import segment_name
 
 from tests.rigs.disk_daemon import TIER, DiskDaemon
 from tests.rigs.known_objects import Known, KnownEngine, dense
-from tests.rigs.raw_client import CHUNK_TOKENS, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS
 
 SPEC = dense(200_000)
 OBJECTS = 24

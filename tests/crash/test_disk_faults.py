@@ -21,7 +21,7 @@ from kvdepot.core.calls import AcquireOutcome
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.disk_daemon import TIER, DiskDaemon
 from tests.rigs.known_objects import Known, KnownEngine, dense
-from tests.rigs.raw_client import wait_until
+from tests.rigs.patience import wait_until
 
 needs_fuse = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")

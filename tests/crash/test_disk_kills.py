@@ -14,7 +14,7 @@ from kvdepot.server.tiers.base import IoOutcome
 from tests.rigs.disk_daemon import TIER, DiskDaemon, indexed, sampled
 from tests.rigs.disk_load import DiskLoad, serve_all
 from tests.rigs.known_objects import KnownEngine, dense, hybrid
-from tests.rigs.raw_client import wait_until
+from tests.rigs.patience import Deadline, wait_until
 from tests.rigs.seeds import RUN_SEED
 
 SPECS = [dense(250_000), hybrid(131_072, 300_008)]
@@ -92,10 +92,10 @@ def _check_served(world: DiskDaemon, seed: int, when: str) -> None:
     when this begins. What is lost is not served after that either.
     """
     wait_until(lambda: not world.status().tiers[0].unverified_objects, "what was adopted is verified")
-    until = time.monotonic() + _SERVED_SECONDS
+    until = Deadline(_SERVED_SECONDS)
     lost = set(world.events.follow().live.values())
     while lost := _not_served(world, seed, lost):
-        assert time.monotonic() < until, f"{when}: durable, never ended, not served: {lost}; {world.tier()}"
+        assert not until.is_over(), f"{when}: durable, never ended, not served: {lost}; {world.tier()}"
         wait_until(lambda: not world.tier().reason, "the tier is of use again")
 
 

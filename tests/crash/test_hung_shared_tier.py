@@ -11,7 +11,8 @@ from kvdepot.proto.codec_report import decode_status
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import RawEngine, keys_of, payload_of, status_of
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 STOP_SECONDS = 10.0

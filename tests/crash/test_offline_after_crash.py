@@ -13,7 +13,8 @@ import pytest
 from kvdepot.core.objectfile import MAGIC
 
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import RawEngine, keys_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import RawEngine, keys_of, status_of
 
 OBJECTS = 60
 

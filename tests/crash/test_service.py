@@ -16,7 +16,8 @@ import pytest
 from tests.fakes.confined import settings
 from tests.fakes.supervisor import Supervisor
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
 from tests.rigs.systemd import NEEDS_SYSTEMD
 
 UNIT = Path(__file__).resolve().parents[2] / "configs" / "systemd" / "kvdepotd.service"

@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from tests.rigs.patience import Deadline
+
 START_SECONDS = 30.0
 _THREADS = 128
 _LET_GO_SECONDS = 0.02
@@ -66,10 +68,10 @@ class FuseDirectory:
             *map(str, (self.backing, self.path, self._faults, self._let_go, self._late)),
         ]
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        until = time.monotonic() + START_SECONDS
+        until = Deadline(START_SECONDS)
         while not os.path.ismount(self.path):
             assert self.process.poll() is None, "the FUSE server ended"
-            assert time.monotonic() < until, "the FUSE server does not mount"
+            assert not until.is_over(), "the FUSE server does not mount"
             time.sleep(0.02)
 
     def fault(self, **faults: float) -> None:

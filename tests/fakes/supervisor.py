@@ -10,10 +10,10 @@ import os
 import runpy
 import socket
 import sys
-import time
 from pathlib import Path
 
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.patience import Deadline
 
 WAIT_SECONDS = 60.0
 _DATAGRAM_BYTES = 4096
@@ -32,9 +32,9 @@ class Supervisor:
 
     def wait_for(self, text: str) -> None:
         """Until a datagram, one of those to come, says `text`."""
-        until = time.monotonic() + WAIT_SECONDS
+        until = Deadline(WAIT_SECONDS)
         while True:
-            self._socket.settimeout(max(until - time.monotonic(), 0.001))
+            self._socket.settimeout(max(until.left(), 0.001))
             if text in self._receive().split("\n"):
                 return
 

@@ -31,7 +31,8 @@ from kvdepot.proto import codec
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
-from tests.rigs.raw_client import attach_socket, exchange, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import attach_socket, exchange, status_of
 
 GRACE_SECONDS: Final = 1
 CONFIG: Final = """

@@ -12,6 +12,7 @@ from kvdepot.client.copy.base import CopyBatch, Direction
 from kvdepot.client.copy.cpu import CpuCopier
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, next_token
+from tests.rigs.patience import Deadline
 
 Make = Callable[..., ScriptedEngine]
 TRANSPORTS = pytest.mark.parametrize("streams", [False, True], ids=["shm", "stream"])
@@ -91,8 +92,8 @@ class Gate:
         before, standing = self.copied, self._standing
         for _ in range(copies):
             self._tokens.release()
-        deadline = time.monotonic() + 5
-        while (self.copied < before + copies or self._standing < standing) and time.monotonic() < deadline:
+        deadline = Deadline(5)
+        while (self.copied < before + copies or self._standing < standing) and not deadline.is_over():
             time.sleep(0.001)
 
     def open(self) -> None:

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Self
 
+from tests.rigs.patience import Deadline, patience
+
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 _MEMORY = Path("/dev/shm")
@@ -97,10 +99,10 @@ class DaemonProcess:
 
     def wait_for_log(self, text: str, start: int = 0) -> None:
         """Wait until `text` is in the log after its first `start` characters."""
-        until = time.monotonic() + START_SECONDS
+        until = Deadline(START_SECONDS)
         while text not in self.log[start:]:
             assert self.process is None or self.process.poll() is None, f"the daemon ended:\n{self.log}"
-            assert time.monotonic() < until, f"no {text!r} in:\n{self.log}"
+            assert not until.is_over(), f"no {text!r} in:\n{self.log}"
             time.sleep(0.01)
 
     def stop(self) -> int:
@@ -120,7 +122,7 @@ class DaemonProcess:
     def _end(self, number: signal.Signals) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(STOP_SECONDS)
+        code = self.process.wait(STOP_SECONDS * patience())
         self.process = None
         return code
 

@@ -21,7 +21,8 @@ from kvdepot.server.offline.fsck import Verdict, check_store
 from kvdepot.server.offline.store_files import OfflineRefusalError
 
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import status_of, wait_until
+from tests.rigs.patience import Deadline, wait_until
+from tests.rigs.raw_client import status_of
 
 TIER: Final = "medium"
 RAM: Final = "456MiB"
@@ -153,12 +154,12 @@ probe_every = "200ms"
     def fsck(self) -> Verdict:
         """What lies on the medium. The daemon does not run; its processes may still be ending."""
         assert self.daemon.process is None
-        until = time.monotonic() + 60
+        until = Deadline(60)
         while True:
             try:
                 return check_store(self.root)
             except OfflineRefusalError:
-                assert time.monotonic() < until, "the directory is still held"
+                assert not until.is_over(), "the directory is still held"
                 time.sleep(0.02)
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import torch
@@ -29,6 +28,8 @@ from kvdepot.core.keys import NamespaceSpec, chunk_key
 from kvdepot.core.planner import GroupSpec
 from kvdepot.core.report import DaemonStatus
 
+from tests.rigs.patience import wait_until
+
 CHUNK_TOKENS, BLOCK_TOKENS, BLOCK_BYTES, LAYERS, BLOCKS = 64, 16, 4096, 2, 64
 IN_OBJECT = CHUNK_TOKENS // BLOCK_TOKENS
 OBJECT_BYTES = IN_OBJECT * BLOCK_BYTES * LAYERS
@@ -44,13 +45,6 @@ def spec(label: str = "test") -> NamespaceSpec:
 
 def prompt_keys(name: str, chunks: int) -> list[bytes]:
     return [chunk_key(f"{name}/{i}".encode().ljust(32, b".")) for i in range(chunks)]
-
-
-def wait_until(what: Callable[[], bool], message: str = "it did not happen") -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not what():
-        assert time.monotonic() < until, message
-        time.sleep(0.005)
 
 
 class EngineClient:

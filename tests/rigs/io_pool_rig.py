@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from kvdepot.server.io.pool import IoPool
 from kvdepot.server.io.worker_process import WorkerSettings
 
 from tests.rigs.io_rig import ARENA_BYTES, IoRig
+from tests.rigs.patience import Deadline
 
 
 class Registry:
@@ -140,9 +140,9 @@ async def pool_on(rig: IoRig, directory: Path | None = None, **options: Any) -> 
 
 
 async def until(reached: Callable[[], object], what: str, seconds: float = 15.0) -> None:
-    limit = time.monotonic() + seconds
+    limit = Deadline(seconds)
     while not reached():
-        assert time.monotonic() < limit, f"not within {seconds} s: {what}"
+        assert not limit.is_over(), f"not within {seconds} s: {what}"
         await asyncio.sleep(0.01)
 
 
@@ -165,6 +165,6 @@ def is_gone(pid: int) -> bool:
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    limit = time.monotonic() + 5
+    limit = Deadline(5)
     while state(pid) != "T":
-        assert time.monotonic() < limit
+        assert not limit.is_over()

@@ -31,7 +31,8 @@ from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.proto import codec
 
-from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine
 
 CHUNKS = 6
 SHARED_CHUNKS = 2

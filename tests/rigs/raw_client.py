@@ -7,7 +7,6 @@ import mmap
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -234,12 +233,3 @@ def status_of(grpc_socket: Path) -> pb.GetStatusResponse:
         stub = pb_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
         status: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS)
         return status
-
-
-def wait_until(condition: object, what: str, seconds: float = 60.0) -> None:
-    """Poll a callable until it is true. It may take that long: the checksum worker gets what others leave of a CPU."""
-    assert callable(condition)
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, f"not within {seconds} s: {what}"
-        time.sleep(0.01)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 import pytest
@@ -20,3 +21,15 @@ def drawn(numbers: Iterable[int], marks: Collection[MarkDecorator] = ()) -> list
         pytest.param(random.Random(f"{RUN_SEED} {number}").randrange(2**32), id=str(number), marks=marks)
         for number in numbers
     ]
+
+
+def steps_until(enough: Callable[[], object], steps: int) -> Iterator[int]:
+    """Numbers of the steps of a random history: at least so many, and on until it has met what the test is about.
+
+    Raises AssertionError when ten times as many steps have not.
+    """
+    for number in itertools.count():
+        if number >= steps and enough():
+            return
+        assert number < 10 * steps, "the history has not met what the test is about"
+        yield number

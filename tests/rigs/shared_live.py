@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,6 +22,7 @@ from kvdepot.server.tiers.shared.layout import PROBE
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 from tests.rigs.io_pool_rig import Lent, Registry
+from tests.rigs.patience import Deadline
 from tests.rigs.shared_rig import InlineKeeper
 
 ARENA_BYTES = 4 << 20
@@ -61,9 +61,9 @@ class SharedLive:
             await asyncio.sleep(_TICK_SECONDS)
 
     async def until(self, reached: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-        limit = time.monotonic() + seconds
+        limit = Deadline(seconds)
         while not reached():
-            assert time.monotonic() < limit, f"not within {seconds} s: {what}; {self.tier.status()}"
+            assert not limit.is_over(), f"not within {seconds} s: {what}; {self.tier.status()}"
             await asyncio.sleep(0.01)
 
     def submit_write(self, name: ObjectName) -> list[Written]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvdepot.server.tiers.shared.making import make_shared_tier
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 from tests.rigs.io_pool_rig import Lent, Registry
+from tests.rigs.patience import Deadline
 
 ARENA_BYTES: Final = 4 << 20
 PATIENCE_SECONDS: Final = 60.0
@@ -57,9 +57,9 @@ class TierLive:
             await asyncio.sleep(_TICK_SECONDS)
 
     async def until(self, reached: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-        limit = time.monotonic() + seconds
+        limit = Deadline(seconds)
         while not reached():
-            assert time.monotonic() < limit, f"not within {seconds} s: {what}; {self.tier.status()}"
+            assert not limit.is_over(), f"not within {seconds} s: {what}; {self.tier.status()}"
             await asyncio.sleep(_TICK_SECONDS)
 
     async def write(self, name: ObjectName) -> Written:

@@ -22,10 +22,9 @@ from tests.fakes.call_orders import ORDERS
 from tests.fakes.direct_session import Depot
 from tests.fakes.late_words import LateWords
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, model_folder, next_token
-from tests.rigs.seeds import drawn
+from tests.rigs.seeds import drawn, steps_until
 
 STEPS = 220
-STEPS_MAX = 5 * STEPS
 """For those that load nothing for long: what was stored before a change of weights is of no use behind it."""
 LIVE_MAX = 5
 TOKENS_MAX = 24
@@ -170,9 +169,7 @@ def test_random_requests_in_every_call_order(
     )  # fmt: skip
     watch, live = Watch(engine), list[str]()
     engine.deliver = words = LateWords(random)
-    for step in range(STEPS_MAX):
-        if step >= STEPS and watch.allocated.total():
-            break
+    for _ in steps_until(lambda: watch.stored and watch.allocated.total(), STEPS):
         _act(engine, depot, random, live)
         watch.check(engine.step())
         live = [name for name in live if name in engine.scheduler.requests]
@@ -185,5 +182,4 @@ def test_random_requests_in_every_call_order(
         for token in request.output_token_ids:
             assert token == next_token(known)
             known.append(token)
-    assert watch.stored and watch.allocated.total(), "the test lost its teeth"
     engine.close()

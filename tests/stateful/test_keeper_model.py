@@ -23,7 +23,7 @@ from kvdepot.server.tiers.shared.layout import object_path, temporary_file
 from kvdepot.server.tiers.shared.links import Report
 
 from tests.fakes.shared_directory import MIB, NAMESPACE, key_of
-from tests.rigs.seeds import drawn
+from tests.rigs.seeds import drawn, steps_until
 
 CAPACITY = 4 * MIB
 OVERHEAD = 4 * PAGE_BYTES
@@ -168,9 +168,10 @@ def test_keepers_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     world = World(tmp_path / "shared", seed, monkeypatch)
     for node in world.nodes:
         world.beat(node)
-    for _ in range(1_500):
+
+    def enough() -> bool:
+        return world.most > CAPACITY // 2 and len(world.terms) > 20 and len(set(world.terms)) > 1
+
+    for _ in steps_until(enough, 1_500):
         world.step()
-    assert world.most > CAPACITY // 2
-    assert len(world.terms) > 20
     assert world.terms == sorted(world.terms)
-    assert len(set(world.terms)) > 1

@@ -8,21 +8,28 @@ import pytest
 from kvdepot.core.calls import Kind
 from kvdepot.server.engine.types import TierConfig, WritePolicy
 
-from tests.rigs.seeds import drawn
+from tests.rigs.seeds import drawn, steps_until
 from tests.stateful.engine_world import DEPTH, SPECS, World
 from tests.stateful.test_tier_model import act
 
 
 @pytest.mark.requirement("T3", "I1", "I6", "I7")
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize("seed", drawn(range(4)))
-def test_two_nodes_on_one_directory_never_get_wrong_bytes(seed: int, policy: WritePolicy) -> None:
-    """Look-ups, hangs, vanished and damaged files, kills and reboots on both; every other time beside a local disk."""
+@pytest.mark.parametrize("beside_a_disk", [False, True])
+@pytest.mark.parametrize("seed", drawn(range(2)))
+def test_two_nodes_on_one_directory_never_get_wrong_bytes(seed: int, beside_a_disk: bool, policy: WritePolicy) -> None:
+    """Look-ups, hangs, vanished and damaged files, kills and reboots on both."""
     random = Random(seed)
-    disk = TierConfig(WritePolicy.SECOND_USE) if seed % 2 else None
+    disk = TierConfig(WritePolicy.SECOND_USE) if beside_a_disk else None
     one = World(shared=TierConfig(policy), tier=disk)
     two = World(shared=TierConfig(policy), neighbour=one)
-    for _ in range(700):
+
+    def enough() -> bool:
+        if policy is not WritePolicy.COMMIT:  # it depends on chance how much is published
+            return True
+        return sum(world.promoted + world.read_ahead for world in (one, two)) >= 2 <= one.received + two.received
+
+    for _ in steps_until(enough, 700):
         world = random.choice((one, two))
         if random.random() < 0.3:
             _share(world, random)
@@ -30,9 +37,6 @@ def test_two_nodes_on_one_directory_never_get_wrong_bytes(seed: int, policy: Wri
             act(world, random)
         one.check()
         two.check()
-    if policy is WritePolicy.COMMIT:  # else it depends on chance how much is published
-        assert sum(world.promoted + world.read_ahead for world in (one, two)) >= 2, "the test lost its teeth"
-        assert one.received + two.received >= 2, "nothing was exchanged"
     one.finish()
     two.finish()
 

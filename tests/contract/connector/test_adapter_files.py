@@ -30,6 +30,7 @@ from tests.fakes import adapter_store, scripted_engine
 from tests.fakes.direct_session import Depot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, engine_config, model_folder
 from tests.rigs.connector_rig import Make, prompt
+from tests.rigs.patience import Deadline
 from tests.rigs.seeds import drawn
 
 PROMPT = prompt(5.5)
@@ -87,9 +88,9 @@ def ask(engine: ScriptedEngine, adapter: LoRARequest, tokens: list[int] = PROMPT
 
 
 def known(engine: ScriptedEngine, adapter: LoRARequest, seconds: float = 5) -> bool:
-    until = time.monotonic() + seconds
+    until = Deadline(seconds)
     while engine.side._adapters.salt(adapter) is None:
-        if time.monotonic() > until:
+        if until.is_over():
             return False
         time.sleep(0.002)
     return True
@@ -220,9 +221,9 @@ def test_files_that_change_under_an_adapter_end_what_is_served_and_stored_of_it(
         engine.step()
     change(tmp_path / "x", b"2")
     state = engine.side._requests[running]
-    until = time.monotonic() + 5
+    until = Deadline(5)
     while not state.void:
-        assert time.monotonic() < until
+        assert not until.is_over()
         engine.step()
         time.sleep(0.002)
     stored = engine.side.counters["stored_objects"]
@@ -335,8 +336,8 @@ def test_a_model_that_is_replaced_while_an_engine_starts_gives_no_namespace(
     monkeypatch.setattr(scripted_engine, "_worker", replacing)
     monkeypatch.setattr(connector_module, "cache_path", lambda: None)
     engine = ScriptedEngine(depot, model, monkeypatch, wait=False)
-    until = time.monotonic() + 5
-    while not engine.side.namespaces.problem and time.monotonic() < until:
+    until = Deadline(5)
+    while not engine.side.namespaces.problem and not until.is_over():
         engine.step()
     assert "model_revision" in engine.side.namespaces.problem
     assert engine.side.namespaces.problem in caplog.text

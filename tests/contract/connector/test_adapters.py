@@ -17,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from tests.contract.connector.test_hybrid import CHUNKS, evict
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, prompt
+from tests.rigs.patience import Deadline
 
 SHAPES = pytest.mark.parametrize("options", [{}, {"hybrid": True}], ids=["dense", "hybrid"])
 PROMPT = prompt(5.5)
@@ -45,9 +46,9 @@ def adapter(tmp_path: Path) -> Adapter:
 
 
 def digested(engine: ScriptedEngine, adapter: LoRARequest) -> None:
-    until = time.monotonic() + 5
+    until = Deadline(5)
     while engine.side._adapters.salt(adapter) is None:
-        assert time.monotonic() < until
+        assert not until.is_over()
         time.sleep(0.005)
 
 

@@ -12,6 +12,7 @@ from kvdepot.client.vllm.worker import _everything
 
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt
+from tests.rigs.patience import Deadline
 
 PATTERN = 0x5A
 BLOCKS = 12
@@ -21,9 +22,9 @@ PATIENCE_SECONDS = 20.0
 
 
 def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = Deadline(PATIENCE_SECONDS)
     while not condition():
-        assert time.monotonic() < until, what
+        assert not until.is_over(), what
         engine.step()
 
 
@@ -132,7 +133,7 @@ def test_control_a_rank_that_reports_before_its_last_byte_is_found_out(make: Mak
     engine.abort(request_id)
     written = fill(engine)
     gate.open()
-    until = time.monotonic() + PATIENCE_SECONDS
-    while gate.copied < 2 * BLOCKS and time.monotonic() < until:
+    until = Deadline(PATIENCE_SECONDS)
+    while gate.copied < 2 * BLOCKS and not until.is_over():
         time.sleep(0.01)
     assert written() >= (2 * BLOCKS - 6) * BATCH_BYTES // 2

@@ -12,6 +12,7 @@ from kvdepot.core.calls import AcquireCall, LocateCall
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import TRANSPORTS, Gate, Make, cold, prompt
+from tests.rigs.patience import Deadline
 
 
 @pytest.mark.requirement("P4")
@@ -326,8 +327,8 @@ def test_a_generation_that_changes_during_the_copy_fails_the_load(
     gate.open()
     if when == "before":
         engine.step()
-    deadline = time.monotonic() + 10
-    while not engine.failed_reports and time.monotonic() < deadline:
+    deadline = Deadline(10)
+    while not engine.failed_reports and not deadline.is_over():
         engine.step()
     generations[:] = saved
     engine.run()
@@ -349,8 +350,8 @@ def test_nothing_is_written_after_a_stalled_load_was_given_up(make: Make, gate: 
     assert gate.reached()
     time.sleep(max(engine.side.loads._active[request_id].deadline - time.monotonic(), 0))
     gate.open()
-    deadline = time.monotonic() + 10
-    while not engine.failed_reports and time.monotonic() < deadline:
+    deadline = Deadline(10)
+    while not engine.failed_reports and not deadline.is_over():
         engine.step()
     engine.run()  # the forward checks that the recomputed bytes stay
     assert engine.failed_reports == [request_id]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
@@ -20,6 +19,7 @@ from vllm.v1.request import RequestStatus
 from tests.fakes.direct_session import Depot
 from tests.fakes.scripted_engine import BLOCK, VOCABULARY, ScriptedEngine, next_token
 from tests.rigs.connector_rig import Gate, Make, cold, prompt
+from tests.rigs.patience import Deadline
 from tests.rigs.seeds import drawn
 
 OBJECT_BYTES = 4096
@@ -37,9 +37,9 @@ def of_depot(**config: Any) -> pytest.MarkDecorator:
 
 
 def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = Deadline(PATIENCE_SECONDS)
     while not condition():
-        assert time.monotonic() < until, what
+        assert not until.is_over(), what
         engine.step()
 
 
@@ -246,9 +246,9 @@ def test_speculated_tokens_that_turn_out_wrong_are_stored_for_nobody(make: Make,
     prompts = [prompt(2.5 + number, seed=number) for number in range(3)]
     ids = [engine.add(tokens, max_tokens=4 * BLOCK) for tokens in prompts]
     speculating = Speculating(engine, seed)
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = Deadline(PATIENCE_SECONDS)
     while engine.scheduler.has_requests():
-        assert time.monotonic() < until
+        assert not until.is_over()
         speculating.step()
     assert speculating.accepted > 10
     answers = [engine.outputs[each][: 4 * BLOCK] for each in ids]

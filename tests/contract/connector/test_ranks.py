@@ -13,7 +13,7 @@ from kvdepot.core.calls import AcquireCall
 
 from tests.fakes.scripted_engine import BLOCK
 from tests.rigs.connector_rig import Gate, Make, cold, prompt, rank_copier
-from tests.rigs.engine_client import wait_until
+from tests.rigs.patience import wait_until
 
 LOAD_TIMEOUT_SECONDS = 3.0
 

@@ -12,14 +12,15 @@ from kvdepot.client.transports.stream import StreamArena
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, cold, prompt
+from tests.rigs.patience import Deadline
 
 PATIENCE_SECONDS = 20.0
 
 
 def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = Deadline(PATIENCE_SECONDS)
     while not condition():
-        assert time.monotonic() < until, what
+        assert not until.is_over(), what
         engine.step()
 
 

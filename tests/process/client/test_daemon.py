@@ -35,7 +35,8 @@ from kvdepot.core.calls import (
 
 from tests.rigs.ctl_process import kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys, wait_until
+from tests.rigs.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
+from tests.rigs.patience import wait_until
 
 COUNT = 3
 SUBMIT_SECONDS_MAX = 0.001

@@ -11,7 +11,8 @@ import pytest
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import EngineClient
-from tests.rigs.raw_client import status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import status_of
 
 
 @contextmanager

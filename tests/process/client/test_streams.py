@@ -27,7 +27,8 @@ from kvdepot.core.arena import ArenaFormatError
 from kvdepot.core.calls import CommitOutcome, ReserveOutcome, ReserveReply
 
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.engine_client import OBJECT_BYTES, EngineClient, prompt_keys, wait_until
+from tests.rigs.engine_client import OBJECT_BYTES, EngineClient, prompt_keys
+from tests.rigs.patience import wait_until
 
 COUNT = 3
 _NUMBERS = itertools.count()

@@ -15,7 +15,7 @@ from tests.fakes.direct_session import Depot
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.rigs.connector_rig import Gate, cold, prompt, rank_copier
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.engine_client import wait_until
+from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import status_of
 
 

@@ -19,7 +19,8 @@ from tests.fakes.scripted_engine import BLOCK
 from tests.rigs.connector_rig import cold, prompt
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.live_engine import LiveEngine
-from tests.rigs.raw_client import status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import status_of
 
 CYCLES = 20
 

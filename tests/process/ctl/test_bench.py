@@ -12,7 +12,8 @@ from kvdepot.client.ctl.medium import TEMPORARY, measure
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import RawEngine, keys_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import RawEngine, keys_of, status_of
 
 SMALL = ("--object-size", "1MiB", "--bytes", "24MiB")
 

@@ -18,7 +18,8 @@ from kvdepot.server.config import load
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.golden_objects import FILES
-from tests.rigs.raw_client import RawEngine, dense_spec, keys_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import RawEngine, dense_spec, keys_of
 
 OUTPUTS = ("closed pipe", "full", "closed")
 HARNESS = """

@@ -19,7 +19,8 @@ from kvdepot.proto.codec_report import decode_status
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import RawEngine, dense_spec, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import RawEngine, dense_spec, status_of
 
 NEEDS_FUSE = pytest.mark.skipif("CI" not in os.environ and bool(why_no_fuse()), reason=why_no_fuse())
 ENDED_SECONDS = 60

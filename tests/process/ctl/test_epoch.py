@@ -23,7 +23,7 @@ from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
 from tests.rigs.ctl_process import answered, kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import EngineClient, prompt_keys
-from tests.rigs.engine_client import wait_until as client_wait
+from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import (
     CALL_SECONDS,
     CHUNK_TOKENS,
@@ -33,7 +33,6 @@ from tests.rigs.raw_client import (
     keys_of,
     payload_of,
     status_of,
-    wait_until,
 )
 
 KEYS = keys_of("prompt", 3)
@@ -230,12 +229,12 @@ def test_the_client_goes_on_as_another_namespace(daemon: DaemonProcess) -> None:
         bump(daemon)
         client.locate(keys)
         session = client.session
-        client_wait(lambda: session.bumps_wanted(void) == 1, "it learns of it")
+        wait_until(lambda: session.bumps_wanted(void) == 1, "it learns of it")
         assert not session.registered(void)
         session.forget(void)
         spec = bumped(client.spec, 1)
         session.register(spec)
-        client_wait(lambda: session.registered(spec.namespace_id()), "it is registered anew")
+        wait_until(lambda: session.registered(spec.namespace_id()), "it is registered anew")
         assert session.bumps_wanted(void) is None
 
 

@@ -23,6 +23,7 @@ from kvdepot.core.planner import GroupSpec, Planner
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import (
     CHUNK_TOKENS,
     EXTENT,
@@ -32,7 +33,6 @@ from tests.rigs.raw_client import (
     keys_of,
     payload_of,
     status_of,
-    wait_until,
 )
 
 SPEC = dense_spec("a-model")

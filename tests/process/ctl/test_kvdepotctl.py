@@ -21,7 +21,8 @@ from kvdepot.proto.codec_report import decode_status
 
 from tests.rigs.ctl_process import kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of
 
 OBJECT = 16 << 10
 MANY = CHUNKS_PER_PAGE_MAX + 50

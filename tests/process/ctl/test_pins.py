@@ -11,7 +11,8 @@ from kvdepot.core.errors import InvalidArgument, NotFound
 
 from tests.rigs.ctl_process import answered, record, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, status_of
 
 SPEC = dense_spec("a-model", 256 << 10)
 CONFIG = '[policy]\neviction = "lru"\npin_share = 0.125\n'

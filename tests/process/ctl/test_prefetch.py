@@ -17,7 +17,8 @@ from kvdepot.core.errors import LoadsOff, NotFound
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.ctl_process import answered, kvdepotctl, record
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 CHUNKS = 12
 KEYS, OTHER = keys_of("prompt", CHUNKS), keys_of("other", 4)

@@ -17,7 +17,8 @@ from kvdepot.proto import codec_report
 
 from tests.rigs.ctl_process import answered, kvdepotctl, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, dense_spec, keys_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, dense_spec, keys_of, status_of
 
 CONFIG = f"""
 [[tier]]

@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.patience import Deadline
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of
 
 OBJECT_BYTES = 16 << 10
@@ -141,9 +141,9 @@ def test_a_daemon_that_hangs_or_has_ended_is_waited_for_alike(daemon: DaemonProc
 
 
 def _read_until(terminal: int, screen: bytearray, wanted: bytes) -> None:
-    until = time.monotonic() + 60
+    until = Deadline(60)
     while wanted not in screen:
-        assert time.monotonic() < until, bytes(screen[-2000:])
+        assert not until.is_over(), bytes(screen[-2000:])
         screen += os.read(terminal, 4096)
 
 

@@ -23,7 +23,8 @@ from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
 
 from tests.rigs.ctl_process import answered, kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, status_of
 
 SPEC = dense_spec("a-model", 16 << 10)
 OTHER = replace(SPEC, label="other-model")

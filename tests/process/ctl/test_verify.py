@@ -21,16 +21,8 @@ from kvdepot.core.errors import LimitExceeded, NotFound
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.ctl_process import answered, kvdepotctl, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import (
-    EXTENT,
-    OBJECT_BYTES,
-    RawEngine,
-    dense_spec,
-    keys_of,
-    payload_of,
-    status_of,
-    wait_until,
-)
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import EXTENT, OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 CHUNKS = 8
 KEYS, OTHER = keys_of("prompt", CHUNKS), keys_of("other", 3)

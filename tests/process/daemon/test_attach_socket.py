@@ -19,7 +19,8 @@ from kvdepot.server.attach import STRANGERS_MAX
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
-from tests.rigs.raw_client import RawEngine, attach_socket, exchange, keys_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import RawEngine, attach_socket, exchange, keys_of, status_of
 
 
 @pytest.fixture(scope="module")

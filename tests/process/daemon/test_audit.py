@@ -18,7 +18,8 @@ from kvdepot.proto.codec_report import decode_status
 
 from tests.rigs.ctl_process import answered
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
 
 ELEMENTS: Elements = {Kind.ATTENTION: (ElementRun("bfloat16", OBJECT_BYTES // 8, 8),)}
 KEYS = keys_of("audit", 4)

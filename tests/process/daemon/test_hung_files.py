@@ -23,7 +23,7 @@ from kvdepot.server.state_file import StateFile
 from tests.fakes.operator_control import control_over
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_rig import Rig
-from tests.rigs.raw_client import wait_until
+from tests.rigs.patience import wait_until
 
 HUNG_SECONDS = 30.0
 

@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from tests.rigs.daemon_process import STOP_SECONDS, DaemonProcess
-from tests.rigs.raw_client import RawEngine, keys_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import RawEngine, keys_of, status_of
 
 
 @pytest.fixture

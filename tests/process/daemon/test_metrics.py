@@ -21,7 +21,8 @@ from tests.rigs.ctl_process import answered
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
 from tests.rigs.known_objects import Known, KnownEngine, dense
-from tests.rigs.raw_client import CALL_SECONDS, RawEngine, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CALL_SECONDS, RawEngine, status_of
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 WAIT_SECONDS = 60.0

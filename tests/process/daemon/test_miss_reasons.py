@@ -38,7 +38,8 @@ from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_daemon import children
 from tests.rigs.io_pool_rig import state
 from tests.rigs.known_objects import hybrid
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of
 
 OBJECT_BYTES: Final = 16 << 10
 TIGHT_TENANT, TIGHT_OBJECTS = "tight", 2

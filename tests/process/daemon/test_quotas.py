@@ -16,16 +16,8 @@ from kvdepot.proto import codec, codec_report
 
 from tests.rigs.ctl_process import record, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import (
-    CALL_SECONDS,
-    OBJECT_BYTES,
-    RawEngine,
-    dense_spec,
-    keys_of,
-    payload_of,
-    status_of,
-    wait_until,
-)
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CALL_SECONDS, OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 ON_DISK_BYTES = OBJECT_BYTES + 4096
 NAMES = (("a", "llama"), ("a", "qwen"), ("b", "llama"))

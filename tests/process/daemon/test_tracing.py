@@ -20,7 +20,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import RawEngine, keys_of, payload_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import RawEngine, keys_of, payload_of
 
 RECORD = RequestRecord("engine", "request", bytes(16), 1.0, ended_seconds_ago=0.0)
 

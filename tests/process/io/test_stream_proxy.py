@@ -25,16 +25,8 @@ from kvdepot.proto.v1 import data_pb2 as pb
 from kvdepot.proto.v1 import data_pb2_grpc as pb_grpc
 
 from tests.fakes.direct_session import Depot, DirectSession
-from tests.rigs.engine_client import (
-    BLOCK_BYTES,
-    CHUNK_TOKENS,
-    IN_OBJECT,
-    LAYERS,
-    OBJECT_BYTES,
-    prompt_keys,
-    spec,
-    wait_until,
-)
+from tests.rigs.engine_client import BLOCK_BYTES, CHUNK_TOKENS, IN_OBJECT, LAYERS, OBJECT_BYTES, prompt_keys, spec
+from tests.rigs.patience import wait_until
 
 CALL_SECONDS = 20.0
 COUNT = 3

@@ -21,6 +21,7 @@ from kvdepot.server.tiers.base import IoOutcome
 
 from tests.rigs.io_pool_rig import is_gone
 from tests.rigs.io_rig import ARENA_BYTES, MIB, IoRig, verify_only
+from tests.rigs.patience import Deadline
 
 MODULE = "kvdepot.server.io.worker"
 PROBE = Probe(".probe", write=True)
@@ -107,9 +108,9 @@ def test_a_worker_maps_the_arena_when_its_path_has_answered(rig: IoRig, worker: 
     time.sleep(0.5)
     assert mapped_bytes() < MIB
     assert worker.ask(PROBE, 2) is IoOutcome.OK
-    until = time.monotonic() + 15
+    until = Deadline(15)
     while mapped_bytes() < ARENA_BYTES:
-        assert time.monotonic() < until, mapped_bytes()
+        assert not until.is_over(), mapped_bytes()
         time.sleep(0.02)
 
 
@@ -176,9 +177,9 @@ def test_it_ends_with_the_process_that_made_it(rig: IoRig) -> None:
     assert ours.recv(100)
     parent.kill()
     parent.communicate()
-    until = time.monotonic() + 10
+    until = Deadline(10)
     while not is_gone(child):
-        assert time.monotonic() < until
+        assert not until.is_over()
         time.sleep(0.01)
     with contextlib.closing(ours), contextlib.closing(theirs):
         pass
@@ -192,7 +193,7 @@ def test_an_idle_worker_holds_no_file_open(rig: IoRig, worker: Worker) -> None:
         return any(fd.resolve() == rig.segment for fd in open_files.iterdir())
 
     assert holds()
-    until = time.monotonic() + 15
+    until = Deadline(15)
     while holds():
-        assert time.monotonic() < until
+        assert not until.is_over()
         time.sleep(0.1)

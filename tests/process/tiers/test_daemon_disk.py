@@ -16,7 +16,8 @@ from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_daemon import medium_bytes
 from tests.rigs.engine_client import EngineClient, prompt_keys
-from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of
 
 RAM = "512MiB"
 

@@ -17,7 +17,8 @@ from kvdepot.server.tiers.shared import layout
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_daemon import children
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
 
 WAIT_SECONDS = 60.0
 CONFIG = """

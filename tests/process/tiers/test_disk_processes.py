@@ -30,6 +30,7 @@ from kvdepot.server.tiers.pools import TierMeans
 
 from tests.rigs.disk_rig import Listener, Loaned, object_name
 from tests.rigs.io_pool_rig import Registry
+from tests.rigs.patience import Deadline
 
 ARENA_BYTES = 1 << 20
 QUARANTINE_BYTES = 1 << 20
@@ -63,9 +64,9 @@ class Live:
             await asyncio.sleep(0.02)
 
     async def until(self, reached: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-        limit = time.monotonic() + seconds
+        limit = Deadline(seconds)
         while not reached():
-            assert time.monotonic() < limit, f"not within {seconds} s: {what}; {self.tier.status()}"
+            assert not limit.is_over(), f"not within {seconds} s: {what}; {self.tier.status()}"
             await asyncio.sleep(0.01)
 
     async def write(self, number: int, payload: bytes = PAYLOAD) -> Written:

@@ -18,6 +18,7 @@ from kvdepot.server.tiers.conformance import name_of
 from kvdepot.server.tiers.health import State
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
+from tests.rigs.patience import Deadline
 from tests.rigs.tier_live import PATIENCE_SECONDS, TierLive, tier_on
 
 needs_fuse = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
@@ -82,9 +83,9 @@ class Objects:
 
     async def recover(self) -> None:
         """It writes and reads, and says that all is well; what a janitor gave up is said until it is done again."""
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = Deadline(PATIENCE_SECONDS)
         while not (await self.put() and await self.get() and self._all_is_well):
-            assert time.monotonic() < until, self.live.tier.status()
+            assert not until.is_over(), self.live.tier.status()
             await asyncio.sleep(0.05)
 
     @property

@@ -19,6 +19,7 @@ from kvdepot.server.tiers.conformance import name_of, path_of, payload_of
 from kvdepot.server.tiers.shared.layout import TEMPORARIES, object_file
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
+from tests.rigs.patience import Deadline
 from tests.rigs.shared_live import PATIENCE_SECONDS, SharedLive, shared_on
 
 needs_fuse = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
@@ -67,10 +68,10 @@ def test_a_hundred_absent_names_take_about_one_latency(fuse: FuseDirectory) -> N
 
 async def _stored_in_the_end(live: SharedLive, name: ObjectName, *passing: IoOutcome) -> int:
     """On a busy machine an operation may miss a deadline as short as the test's."""
-    until = time.monotonic() + PATIENCE_SECONDS
+    until = Deadline(PATIENCE_SECONDS)
     passing = (IoOutcome.TIMEOUT, IoOutcome.CANCELLED, *passing)
     while (written := await live.write(name)).outcome is not IoOutcome.OK:
-        assert time.monotonic() < until and written.outcome in passing, written
+        assert not until.is_over() and written.outcome in passing, written
         await asyncio.sleep(0.1)
     return written.handle
 

@@ -20,6 +20,7 @@ from kvdepot.server.tiers.shared.links import Ended, Failed, Report, Word
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.fakes.shared_directory import MIB, NAMESPACE, key_of, lease_of, put
 from tests.rigs import logged_keeper
+from tests.rigs.patience import Deadline
 
 HEARTBEAT_SECONDS = 0.4
 UNTIL_SECONDS = 60.0
@@ -47,9 +48,9 @@ class Daemon:
 
 
 async def until(condition: Callable[[], object], what: str) -> None:
-    give_up = time.monotonic() + UNTIL_SECONDS
+    give_up = Deadline(UNTIL_SECONDS)
     while not condition():
-        assert time.monotonic() < give_up, f"never: {what}"
+        assert not give_up.is_over(), f"never: {what}"
         await asyncio.sleep(0.02)
 
 
@@ -247,9 +248,9 @@ def test_two_publishers_never_fill_it_above_its_capacity(tmp_path: Path) -> None
         daemons = [Daemon(root, capacity_bytes), Daemon(root, capacity_bytes)]
         publishers = [Publisher(daemon, str(at)) for at, daemon in enumerate(daemons)]
         most = 0
-        give_up = time.monotonic() + 90
+        give_up = Deadline(90)
         while sum(publisher.total_bytes for publisher in publishers) < 2 * capacity_bytes:
-            assert time.monotonic() < give_up, [publisher.total_bytes for publisher in publishers]
+            assert not give_up.is_over(), [publisher.total_bytes for publisher in publishers]
             progress = [publisher.write() for publisher in publishers]
             if not any(progress):
                 await asyncio.sleep(0.05)

@@ -17,16 +17,8 @@ from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.fakes.shared_directory import publish
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
-from tests.rigs.raw_client import (
-    CHUNK_TOKENS,
-    OBJECT_BYTES,
-    RawEngine,
-    dense_spec,
-    keys_of,
-    payload_of,
-    status_of,
-    wait_until,
-)
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 WAIT_SECONDS = 60.0

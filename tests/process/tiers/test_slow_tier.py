@@ -16,7 +16,8 @@ from kvdepot.server.engine.offers import WORTH_SHARE
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.known_objects import Known, KnownEngine, dense
-from tests.rigs.raw_client import CHUNK_TOKENS, wait_until
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 WAIT_SECONDS = 60.0

@@ -30,6 +30,8 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
+from tests.rigs.patience import Deadline
+
 TOKEN = b"t" * 16
 ENDPOINT = Endpoint("/tmp/none.sock")
 PATIENCE_SECONDS = 30.0
@@ -76,9 +78,9 @@ class Session:
         return time.monotonic()
 
     def wait(self, what: Callable[[], bool]) -> None:
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = Deadline(PATIENCE_SECONDS)
         while not what():
-            assert time.monotonic() < until
+            assert not until.is_over()
             time.sleep(0.002)
 
     def submit(self, call: Any, following: Following | None = None) -> None:
@@ -185,9 +187,9 @@ class Sockets:
         self.loop.post(self.loop.attachment_changed, None, None)
 
     def wait(self, what: Callable[[], bool]) -> None:
-        until = time.monotonic() + PATIENCE_SECONDS
+        until = Deadline(PATIENCE_SECONDS)
         while not what():
-            assert time.monotonic() < until
+            assert not until.is_over()
             time.sleep(0.002)
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvdepot.server import populate
 from kvdepot.server.populate import Growth, Populator
 
-from tests.rigs.raw_client import wait_until
+from tests.rigs.patience import wait_until
 
 PIECE = 64 << 10
 PIECES = 8

@@ -17,10 +17,12 @@ from kvdepot.client.vllm.rank import software_facts
 from kvdepot.client.vllm.weights import Digests, LoraSalts, weights_source
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from tests.rigs.patience import Deadline
+
 
 def salt_of(salts: LoraSalts, path: Path, load: int) -> bytes:
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
+    until = Deadline(10)
+    while not until.is_over():
         found = salts.salt(SimpleNamespace(lora_path=str(path), lora_int_id=load, load_inplace=False))
         if found is not None:
             return found

@@ -17,6 +17,8 @@ from kvdepot.client.vllm import file_state, weights
 from kvdepot.client.vllm.file_state import FOREIGN_CLOCK_NS, changed_since, fingerprint, process_started_ns
 from kvdepot.client.vllm.weights import Digests, FileDigests, cache_path, folder_digest
 
+from tests.rigs.patience import Deadline
+
 
 def model(folder: Path, content: bytes = b"v1") -> Path:
     folder.mkdir(parents=True)
@@ -150,10 +152,10 @@ def test_weights_that_change_after_the_process_began_have_no_digest_but_a_proble
 
 
 def problem(digests: Digests, folder: Path) -> str:
-    until = time.monotonic() + 10
+    until = Deadline(10)
     while not digests.problem(folder):
         assert digests.get(folder) is None
-        assert time.monotonic() < until
+        assert not until.is_over()
         time.sleep(0.005)
     return digests.problem(folder)
 

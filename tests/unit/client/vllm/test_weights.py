@@ -20,6 +20,8 @@ from kvdepot.client.vllm.weights import (
 )
 from kvdepot.core.errors import ConfigError
 
+from tests.rigs.patience import Deadline
+
 
 def write(folder: Path, **files: bytes) -> Path:
     folder.mkdir(exist_ok=True)
@@ -139,8 +141,8 @@ def test_a_model_of_modelscope_needs_a_name_for_its_weights(tmp_path: Path, monk
 
 
 def eventually(digests: Digests, folder: Path) -> str:
-    until = time.monotonic() + 10
-    while time.monotonic() < until:
+    until = Deadline(10)
+    while not until.is_over():
         found = digests.get(folder) or digests.problem(folder)
         if found:
             return found
@@ -177,8 +179,8 @@ def test_lora_keys_depend_on_the_adapters_content_and_wait_for_it(tmp_path: Path
 def looked_again(digests: Digests, folder: Path, load: int) -> str | None:
     """The answer once whatever is asked for has been done."""
     digests.get(folder, load)
-    until = time.monotonic() + 10
-    while digests._wanted and time.monotonic() < until:
+    until = Deadline(10)
+    while digests._wanted and not until.is_over():
         time.sleep(0.005)
     return digests.get(folder, load)
 
