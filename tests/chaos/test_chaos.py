@@ -120,17 +120,17 @@ def _holds(tmp_path: Path, seconds: int, faults_min: int, *, nodes: int) -> None
     assert min(counts[name] for name in ("hits", "commit_committed", "checked_objects", "checked_bytes")) > 0
 
 
-@pytest.mark.requirement("I1")
+@pytest.mark.requirement("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8")
 @pytest.mark.timeout(900)
-def test_to_i8_hold_in_a_minute_of_chaos(tmp_path: Path) -> None:
+def test_every_invariant_holds_in_a_minute_of_chaos(tmp_path: Path) -> None:
     _holds(tmp_path, 60, faults_min=3, nodes=2)
 
 
-@pytest.mark.requirement("I1")
+@pytest.mark.requirement("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8")
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_to_i8_hold_in_five_minutes_of_chaos(nodes: int, tmp_path: Path) -> None:
+def test_every_invariant_holds_in_five_minutes_of_chaos(nodes: int, tmp_path: Path) -> None:
     _holds(tmp_path, 300, faults_min=2 * QUIET_EVERY, nodes=nodes)
 
 

@@ -160,9 +160,9 @@ def kill_engine_in_stores_and_loads(fleet: Fleet, engine: Engine, known: Known, 
     fleet.daemon.settle()  # nothing is lent: what it had stored may be with the checksum worker yet
 
 
-@pytest.mark.requirement("T7")
+@pytest.mark.requirement("T7", "I8")
 @pytest.mark.long
-def test_an_engine_killed_in_stores_and_loads_leaves_nothing_and_i8_starts_without_a_daemon(
+def test_an_engine_killed_in_stores_and_loads_leaves_nothing_and_starts_without_a_daemon(
     fleet: Fleet, engine: Engine, known: Known
 ) -> None:
     kill_engine_in_stores_and_loads(fleet, engine, known, 0.0)

@@ -53,8 +53,8 @@ def check_loads(fleet: Fleet, engine: Engine, prompts: list[list[int]], referenc
     assert min(part for part, ids in zip(share, prompts, strict=True) if len(ids) > 7 * CHUNK) >= 0.95
 
 
-@pytest.mark.requirement("P4")
-def test_ten_of_ten_from_a_second_engine_and_p3_after_a_restart(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("P4", "P3")
+def test_ten_of_ten_from_a_second_engine_and_after_a_restart(fleet: Fleet, engine: Engine) -> None:
     prompts = [fleet.prompt(tokens) for tokens in LENGTHS]
     reference = store(fleet, engine, prompts)
     other = fleet.engine("hybrid_dense_checkpoints")
@@ -147,8 +147,8 @@ def test_generated_tokens_and_their_checkpoints_are_loaded_in_the_next_turn(flee
         assert external.tokens == local.tokens
 
 
-@pytest.mark.requirement("D4")
-def test_a_full_local_hit_moves_nothing_and_d1_every_group_is_stored(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("D4", "D1")
+def test_a_full_local_hit_moves_nothing_and_every_group_is_stored(fleet: Fleet, engine: Engine) -> None:
     known = fleet.audited("hybrid")
     ids = fleet.prompt(2 * CHUNK + 10)
     cold = engine.ask(ids)

@@ -74,7 +74,7 @@ def test_what_a_processor_can_do_is_part_of_the_ranks_facts(monkeypatch: pytest.
 
 
 @pytest.mark.requirement("P2")
-def test_so_are_transformers_and_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_and_plugins_are_part_of_the_ranks_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     before = software_facts(RankLayers((), ()))
     assert software_facts(RankLayers((), ())) == before
     with monkeypatch.context() as patched:
