@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 
@@ -32,12 +31,13 @@ settings.register_profile(
 settings.load_profile("kvdepot")
 
 
-_BEGAN = time.monotonic()
+LONG_SECONDS = 30.0
+"""What a long test takes that does not say it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sample", "a sample of the tests")
-    group.addoption("--sample-seconds", type=float, help="begin no test after so long")
+    group.addoption("--sample-seconds", type=float, help="draw tests that take so long, one after the other")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,26 +48,33 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> str:
-    return f"seed of this run: KVDEPOT_SEED={RUN_SEED} repeats it"
+    return f"seed of this run, which repeats it: KVDEPOT_SEED={RUN_SEED}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    if exitstatus:
+        terminalreporter.write_line(pytest_report_header())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--sample-seconds") is not None:
-        paths = sorted({str(item.path) for item in items})
-        random.Random(RUN_SEED).shuffle(paths)
-        items.sort(key=lambda item: paths.index(str(item.path)))
+    """Draws tests until their time is spent: `long(seconds=...)` says what each takes without other load."""
+    left = config.getoption("--sample-seconds")
+    if left is None:
+        return
+    drawn, chosen = sorted(items, key=lambda item: item.nodeid), set[pytest.Item]()
+    random.Random(RUN_SEED).shuffle(drawn)
+    for item in drawn:
+        marker = item.get_closest_marker("long")
+        seconds = marker.kwargs.get("seconds", LONG_SECONDS) if marker else 0.0
+        if seconds <= left:
+            left -= seconds
+            chosen.add(item)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before anything of the test is set up."""
-    seconds = item.config.getoption("--sample-seconds")
-    if seconds is not None and time.monotonic() - _BEGAN > seconds:
-        pytest.skip("not in this sample: its time is over")
-
-
-_TICK_SECONDS = 5.0
+_TICK_SECONDS = 30.0
 
 
 @pytest.hookimpl(tryfirst=True)
