@@ -152,16 +152,20 @@ def sync_segments(root: Path) -> None:
             sync_file(fd, path, data_only=True)
 
 
-def complete_segments(root: Path, layout: DiskLayout, used_end: int) -> int:
+def complete_segments(root: Path, layout: DiskLayout, used_end: int, making: int = -1) -> int:
     """Allocate what is missing up to the last segment that is there; cut off what is beyond the capacity. How many.
 
     `used_end`: the byte after the last one that is not free. Segments before it are made also where none is there;
     those behind it go where the file system has no room for them.
+    `making`: a worker may be making this segment. It is neither counted nor touched, unless it has bytes in use: where
+    the worker meets the end of the room, it cuts the file to what it found, or removes it.
     """
     there = _segment_sizes(root)
     for number in [number for number in there if number >= layout.segments]:
         (root / names.segment_name(number)).unlink()
         del there[number]
+    if making >= 0:
+        there = {number: size for number, size in there.items() if number < making}
     count = max(max(there, default=-1) + 1, -(-used_end // layout.segment_bytes))
     for number in range(count):
         length = layout.length_of(number)
