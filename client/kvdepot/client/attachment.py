@@ -140,12 +140,14 @@ class Attachment:
         self._again = True
         self._signal()
 
-    def close(self) -> None:
-        """End the thread and the connection (the daemon sees the end of file). Safe to call twice."""
-        if self._closing:
-            return
+    def end(self) -> None:
+        """Have the thread end, and with it the connection (the daemon sees the end of file). Returns at once."""
         self._closing = True
         self._signal()
+
+    def close(self) -> None:
+        """As `end`, and wait for the thread, for a bounded time. Safe to call twice."""
+        self.end()
         if self._thread.is_alive():
             self._thread.join(HANDSHAKE_SECONDS_MAX + 1)
         self._state = _State()
