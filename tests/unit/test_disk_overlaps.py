@@ -299,9 +299,7 @@ def test_i4_a_segment_that_was_made_while_an_opening_counted_is_counted_once(rig
 
 
 @pytest.mark.parametrize("answer", ["before", "during", "after"])
-def test_a_segment_that_a_worker_still_makes_is_no_room_for_an_opening(
-    rig: DiskRig, answer: str
-) -> None:
+def test_a_segment_that_a_worker_still_makes_is_no_room_for_an_opening(rig: DiskRig, answer: str) -> None:
     """The worker has half of it, finds no room, and removes the file: before the opening ends, or after."""
     making = segment_to_make(rig)
     assert isinstance(making.job, Allocate) and making.loan is not None

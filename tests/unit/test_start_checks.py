@@ -8,12 +8,14 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.server import app
+from kvdepot.server import app, start_checks
 from kvdepot.server.config import load
 
 TIER = '[[tier]]\nname = "{name}"\nkind = "disk"\npath = "{path}"\ncapacity = "64MiB"\n'
@@ -171,6 +173,34 @@ def test_check_config_and_serve_judge_alike(
     assert reason in why
     told, logged = (re.sub("[0-9]+", "N", text.replace("\\n", "\n")) for text in (why, log))  # what is free changes
     assert not reason or told.removeprefix("kvdepotd: ").strip() in logged
+
+
+def test_a_filter_that_does_not_know_faccessat2_refuses_no_start(
+    host: Host, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """os.access answers False for EPERM and ENOSYS, too."""
+    access = os.access
+
+    def filtered(path: os.PathLike[str], mode: int, *, effective_ids: bool = False) -> bool:
+        return not effective_ids and access(path, mode)
+
+    monkeypatch.setattr(start_checks.os, "access", filtered)
+    file = host.config("")
+    assert [judged(verb, file, capfd)[0] for verb in ("check-config", "serve")] == [0, 0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving privileges up needs root")
+def test_a_directory_that_cannot_be_written_to_is_refused(host: Host) -> None:
+    host.base.chmod(0o755)
+    (host.base / "run").chmod(0o755)
+    host.config("").chmod(0o644)
+    program = (
+        "import os, sys\nfrom kvdepot.server import app\napp.main()  # reads what it imports late\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.exit(app.main())"
+    )
+    command = [sys.executable, "-c", program, "check-config", str(host.base / "kvdepot.toml")]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 1 and "cannot be written to" in checked.stderr, checked.stderr
 
 
 def _has_ipv6() -> bool:
