@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from kvdepot.server.durable_files import TEMPORARY, naming, opened, publish, sync_file
 from kvdepot.server.file_room import allocate
+from kvdepot.server.io.jobs import prober
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
@@ -193,9 +194,28 @@ def remove_others(root: Path, generation: int) -> None:
 
 
 def remove_temporaries(root: Path) -> None:
-    """What a worker that was killed has left. Only while there is none."""
+    """What workers that were killed have left. Only while there is none, but for probes.
+
+    A probe of a process that lives may be this daemon's, and under way. One whose pid another process has by now goes
+    at a later opening.
+    """
     for path in (root / names.PROBE, *(root / names.QUARANTINE).glob("*" + TEMPORARY)):
         path.unlink(missing_ok=True)
+    for path in root.glob(f"{names.PROBE}.*"):
+        pid = prober(path.name, names.PROBE)
+        if pid is not None and not _lives(pid):
+            path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether any process has this pid now, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    except OverflowError:  # no process ever had it
+        return False
+    return True
 
 
 def _write_snapshot(
