@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Self
 
+from tests.chaos.patience import patience
+
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 _MEMORY = Path("/dev/shm")
@@ -120,7 +122,7 @@ class DaemonProcess:
     def _end(self, number: signal.Signals) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(STOP_SECONDS)
+        code = self.process.wait(STOP_SECONDS * patience())
         self.process = None
         return code
 
