@@ -129,6 +129,7 @@ image-check: venv ## build the Dockerfile without a container engine, and run wh
 docs: venv ## the documents that are made from the code
 	$(BIN)/python -m kvdepot.server.metric_docs > docs/metrics.md
 	$(BIN)/python -m kvdepot.server.error_docs > docs/errors.md
+	$(BIN)/python -m tests.requirements > docs/requirements-tests.md
 
 site: docs ## the documents as a site, in build/site; a link that leads nowhere ends it
 	$(BIN)/python -m mkdocs build -q -f configs/mkdocs.yml

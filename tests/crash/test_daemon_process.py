@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.daemon_process import STOP_SECONDS, DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.process_memory import used_bytes
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
 
@@ -67,7 +67,7 @@ def test_an_orderly_stop_in_the_middle_of_work_exits_with_0(daemon: DaemonProces
         process = daemon.process
         assert process is not None
         process.send_signal(number)
-        assert process.wait(STOP_SECONDS) == 0
+        assert process.wait(patient(STOP_SECONDS)) == 0
     assert "stopped; the arena" in daemon.log
 
 
@@ -189,4 +189,4 @@ def test_json_logs_are_one_event_a_line() -> None:
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvdepot.server.app", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=patient(30))

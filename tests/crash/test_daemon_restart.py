@@ -15,7 +15,7 @@ from kvdepot.core.calls import ReserveOutcome
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
 
 SHORT_DEADLINE = '[policy]\nlease_deadline = "500ms"\n'
@@ -131,7 +131,7 @@ def _flip_a_bit_of(arena: Path, page: bytes) -> None:
 
 
 def test_a_second_daemon_on_the_arena_is_refused_by_name(daemon: DaemonProcess) -> None:
-    second = subprocess.run(daemon.command(), capture_output=True, text=True, check=False, timeout=30)
+    second = subprocess.run(daemon.command(), capture_output=True, text=True, check=False, timeout=patient(30))
     assert second.returncode == 1
     assert f"held by the daemon with pid {daemon.pid}" in second.stderr
     assert status_of(daemon.socket).ready
@@ -139,7 +139,7 @@ def test_a_second_daemon_on_the_arena_is_refused_by_name(daemon: DaemonProcess) 
 
 def test_a_second_daemon_on_the_socket_is_refused_and_unlinks_nothing(daemon: DaemonProcess, tmp_path: Path) -> None:
     command = daemon.command("--arena-dir", str(tmp_path))
-    second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patient(30))
     assert second.returncode == 1
     assert f"the socket {daemon.socket} is held by the daemon with pid {daemon.pid}" in second.stderr
     assert not list(tmp_path.glob("*.arena"))
@@ -153,7 +153,7 @@ def test_a_second_daemon_on_the_state_file_is_refused_by_name(tmp_path: Path) ->
     config = f'[daemon]\nstate = "{tmp_path / "state.json"}"\n'
     with DaemonProcess(config=config) as first:
         other = DaemonProcess(config=config)
-        second = subprocess.run(other.command(), capture_output=True, text=True, check=False, timeout=30)
+        second = subprocess.run(other.command(), capture_output=True, text=True, check=False, timeout=patient(30))
         assert second.returncode == 1
         assert f"the state file {tmp_path / 'state.json'} is held by the daemon with pid {first.pid}" in second.stderr
         assert not list(other.arena_directory.glob("*.arena"))
@@ -264,7 +264,7 @@ def test_another_capacity_waits_for_the_living(daemon: DaemonProcess) -> None:
     with EngineProcess(daemon.socket, "writer", "reserve", "being written", 8) as writer:
         daemon.stop()
         larger = daemon.command("--ram", "512MiB")
-        refused = subprocess.run(larger, capture_output=True, text=True, check=False, timeout=30)
+        refused = subprocess.run(larger, capture_output=True, text=True, check=False, timeout=patient(30))
         assert refused.returncode == 1
         assert "ram.capacity" in refused.stderr
         assert f"pid {writer.process.pid}" in refused.stderr

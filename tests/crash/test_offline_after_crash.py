@@ -13,7 +13,7 @@ import pytest
 from kvdepot.core.objectfile import MAGIC
 
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import RawEngine, keys_of, status_of
 
 OBJECTS = 60
@@ -30,7 +30,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 def fsck(root: Path) -> tuple[int, dict[str, Any], str]:
     command = [sys.executable, "-m", "kvdepot.server.app", "fsck", str(root), "--json"]
-    done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=patient(60))
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.fakes.confined import settings
 from tests.fakes.supervisor import Supervisor
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
 from tests.rigs.systemd import NEEDS_SYSTEMD
 
@@ -64,7 +64,7 @@ def test_a_start_that_is_refused_is_never_ready(daemon: DaemonProcess, superviso
     with socket.create_server(("127.0.0.1", 0)) as taken:
         daemon.start(ready=False, options=("--metrics", f"127.0.0.1:{taken.getsockname()[1]}"))
         assert daemon.process is not None
-        assert daemon.process.wait(60) == 1
+        assert daemon.process.wait(patient(60)) == 1
         daemon.process = None
     supervisor.hear()
     assert "READY=1" not in supervisor.told

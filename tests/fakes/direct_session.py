@@ -139,7 +139,7 @@ class DirectSession:
         self._forgone: set[int] = set()
         self._leases = itertools.count(next(_first_leases))
         self.specs: list[NamespaceSpec] = []
-        self.started = self.closed = False
+        self.started = self.closed = self.waited_for = False
 
     def start(self) -> None:
         """The daemon takes back what a session's first call does not declare."""
@@ -149,6 +149,11 @@ class DirectSession:
             self.depot.engine.declare(DeclareCall(self._token, ()))
 
     def close(self, timeout_seconds: float = 1.0) -> None:
+        """Beside a daemon that hangs it takes seconds: whoever calls it waits for the daemon."""
+        self.waited_for = True
+        self.end(timeout_seconds)
+
+    def end(self, timeout_seconds: float = 1.0) -> None:
         if not self.closed:
             self.closed = True
             for attached in self.ranks:

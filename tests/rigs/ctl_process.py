@@ -12,15 +12,31 @@ from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
 
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.patience import patient
 
 
 def kvdepotctl(daemon: DaemonProcess | str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """With the daemon's endpoint, or another one. The table is wide enough to break no line."""
     endpoint = daemon if isinstance(daemon, str) else daemon.endpoint
-    command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", endpoint, "--timeout", "30", *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "kvdepot.client.ctl.app",
+        "--endpoint",
+        endpoint,
+        "--timeout",
+        f"{patient(30):.0f}",
+        *arguments,
+    ]
     environment = os.environ | {"COLUMNS": "200"}
     return subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=90, check=False, env=environment
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=patient(90),
+        check=False,
+        env=environment,
     )
 
 

@@ -29,6 +29,11 @@ def patience() -> float:
     return min(max(1.0, load / _LOAD_PER_CPU), _TIMES_MAX)
 
 
+def patient(seconds: float) -> float:
+    """For the wait of one call, which cannot look again: by the load at its beginning."""
+    return seconds * patience()
+
+
 class Deadline:
     """So many seconds of a machine that does nothing else. On a busy one they pass as much slower as the load says."""
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from kvdepot.server.metric_families import FAMILIES, Family
 
+from tests.rigs.patience import patient
+
 PROMTOOL = shutil.which("promtool")
 NO_PROMTOOL = "" if PROMTOOL or "CI" in os.environ else "promtool is missing (Debian: prometheus)"
 _SERIES = re.compile(r"(?<![:\w])(kvdepot_[a-z_]+)(?:\{([^}]*)\})?")
@@ -49,4 +51,6 @@ def why_unknown(one: Series) -> str:
 
 def promtool(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     assert PROMTOOL, "promtool is missing: make system-deps"
-    return subprocess.run([PROMTOOL, *arguments], input=text, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        [PROMTOOL, *arguments], input=text, capture_output=True, text=True, check=False, timeout=patient(60)
+    )

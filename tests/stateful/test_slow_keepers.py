@@ -193,6 +193,26 @@ def test_the_first_count_takes_about_twice_what_it_needs_alone(
         world.server.run_until(world.all_write, 30 + 100 * latency, "room is granted")
 
 
+@pytest.mark.parametrize(("latency", "files", "nodes"), [(2.0, 100, 1), (2.0, 100, 4), (0.5, 300, 8), (0.02, 300, 3)])
+def test_the_first_count_has_half_of_the_time_however_many_nodes_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, latency: float, files: int, nodes: int
+) -> None:
+    """Without the way to the lease, which grows with neither."""
+    began, ended, count = list[float](), list[float](), Janitor._count
+    with world_of(tmp_path / "shared", monkeypatch, 1, latency=latency, files=files, nodes=nodes) as world:
+
+        def counted(janitor: Janitor) -> Iterator[bool]:
+            began.append(world.server.now)
+            yield from count(janitor)
+            ended.append(world.server.now)
+
+        monkeypatch.setattr(Janitor, "_count", counted)
+        needs = count_needs(files, latency)
+        world.server.run_until(lambda: ended, 4 * needs + 15 + 400 * latency, "a count ends")
+        assert ended[0] - began[0] <= 2 * needs
+        world.server.run_until(world.all_write, 30 + 100 * nodes * latency, "room is granted")
+
+
 @pytest.mark.requirement("I4")
 @pytest.mark.parametrize(("latency", "every", "pause"), [(0.02, 20, 30), (0.2, 100, 60), (0.005, 10, 7)])
 def test_a_count_goes_on_after_every_pause_of_the_server(

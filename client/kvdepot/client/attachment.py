@@ -140,12 +140,14 @@ class Attachment:
         self._again = True
         self._signal()
 
-    def close(self) -> None:
-        """End the thread and the connection (the daemon sees the end of file). Safe to call twice."""
-        if self._closing:
-            return
+    def end(self) -> None:
+        """Have the thread end, and with it the connection (the daemon sees the end of file). Returns at once."""
         self._closing = True
         self._signal()
+
+    def close(self) -> None:
+        """As `end`, and wait for the thread, for a bounded time. Safe to call twice."""
+        self.end()
         if self._thread.is_alive():
             self._thread.join(HANDSHAKE_SECONDS_MAX + 1)
         self._state = _State()
@@ -162,13 +164,20 @@ class Attachment:
                 if connection is None:
                     self._pause(self._backoff.next_seconds())
                     continue
+                failed = ""
                 with connection:
-                    self._hold(connection)
+                    try:
+                        self._hold(connection)
+                    except Exception as error:  # noqa: BLE001 - as in `_try_attach`
+                        failed = f"the attachment failed: {error!r}"
                     # A forked child has the connection too: closed here alone, the daemon would never hear of it.
                     with contextlib.suppress(OSError):
                         connection.shutdown(socket.SHUT_RDWR)
                 self._end_stream()
                 self._publish(_State(None, self._state.arena))
+                if failed:
+                    self._refused(failed)
+                    self._pause(self._backoff.next_seconds())
         finally:
             self._end_stream()
             if self._population is not None:

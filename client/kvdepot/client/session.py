@@ -220,10 +220,17 @@ class DepotSession:
         """Events since the start, by name; none ever decreases."""
         return dict(self._state.counters)
 
+    def end(self, timeout_seconds: float = 1.0) -> None:
+        """Have the threads send what is queued for at most `timeout_seconds`, then detach. Returns at once.
+
+        The daemon ends what is left.
+        """
+        if not self._closed:
+            self._closed = True
+            self._loop.end(timeout_seconds)
+
     def close(self, timeout_seconds: float = 1.0) -> None:
-        """Send what is queued for at most `timeout_seconds`, then detach; the daemon ends what is left."""
-        if self._closed:
-            return
-        self._closed = True
-        self._loop.close(timeout_seconds)
+        """As `end`, and wait for the threads, for a bounded time. An engine that goes on never calls this."""
+        self.end(timeout_seconds)
+        self._loop.join(timeout_seconds + 1.0)
         self._attachment.close()

@@ -112,7 +112,7 @@ class _Pending:
 
 
 class SessionLoop:
-    """See the module. Public methods but `post`, `start` and `close` run on the loop's thread."""
+    """See the module. Public methods but `post`, `start`, `end` and `join` run on the loop's thread."""
 
     def __init__(
         self,
@@ -162,11 +162,14 @@ class SessionLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, timeout_seconds: float) -> None:
-        """Send what is queued, for at most `timeout_seconds`, and end the thread."""
+    def end(self, timeout_seconds: float) -> None:
+        """Send what is queued, for at most `timeout_seconds`, then end the thread and the attachment. Never blocks."""
+        self.post(self._close, self._clock() + timeout_seconds)
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for the end of the thread, for so long at most."""
         if self._thread.is_alive():
-            self.post(self._close, self._clock() + timeout_seconds)
-            self._thread.join(timeout_seconds + 1.0)
+            self._thread.join(timeout_seconds)
 
     # --- the thread ---
 
@@ -231,15 +234,19 @@ class SessionLoop:
         self._fail_posted()
         if self._channel is not None:
             self._channel.close()
+        if self._close_at is not None:
+            self._attachment.end()  # last: with it the daemon ends what has not been sent
 
     def _fail_posted(self) -> None:
-        """Any thread, once the loop has ended: fail the calls that came too late for it."""
+        """Any thread, once the loop has ended: fail the calls that came too late for it, and detach if asked to."""
         while (posted := self._inbox.take()) is not None:
             event, arguments = posted
             if event == self.submit:
                 self._completions.put((arguments[2], _ended_failure()))
             elif event == self.attachment_changed and arguments[1] is not None:
                 arguments[1].close()
+            elif event == self._close:
+                self._attachment.end()
 
     def _close(self, close_at: float) -> None:
         self._close_at = close_at

@@ -110,7 +110,10 @@ class Acceptor:
 
     def _resume(self) -> None:
         self._resuming = None
-        self._loop.add_reader(self._listener.fileno(), self._accept)
+        try:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+        except OSError as error:  # the kernel has no room to watch it (epoll_ctl(2)): nobody else would try again
+            self._resume_later(error)
 
     def _accept(self) -> None:
         gone: OSError | None = None
@@ -133,7 +136,10 @@ class Acceptor:
             self._pause(gone)
 
     def _pause(self, error: OSError) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        self._resume_later(error)
+
+    def _resume_later(self, error: OSError) -> None:
         if self._seldom.due(f"{self._name}: {error.errno}"):
             self._log.warning("%s: cannot accept: %s", self._name, error)
-        self._loop.remove_reader(self._listener.fileno())
         self._resuming = self._loop.call_later(self._pause_seconds, self._resume)

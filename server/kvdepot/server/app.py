@@ -31,7 +31,7 @@ from kvdepot.server.logs import UnhandledErrors, make_log
 from kvdepot.server.offline import verbs as offline
 from kvdepot.server.processes import read_boot_id
 from kvdepot.server.service_notify import ServiceNotifier, take_kept
-from kvdepot.server.start_checks import check_arena_of, check_host
+from kvdepot.server.start_checks import host_problems
 
 EXIT_PIPE = 141
 """As a shell says of what SIGPIPE ended."""
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int | Config:
     try:
         config = _config(options)
         if options.verb == "check-config":
-            return _check_config(config, as_json=options.json)
+            return _check_config(config, as_json=options.json, any_host=options.any_host)
     except (KvDepotError, OSError) as error:  # OSError: what the configuration is made from cannot be asked
         if isinstance(error, BrokenPipeError):
             raise
@@ -102,20 +102,15 @@ def _run(options: argparse.Namespace) -> int | Config:
     return config
 
 
-def _check_config(config: Config, *, as_json: bool) -> int:
-    """Raises ConfigError, unless a program asks, which gets the reason with the rest."""
-    refused: KvDepotError | None = None
-    try:
-        check_host(config)
-        check_arena_of(config, read_boot_id())
-    except KvDepotError as error:
-        refused = error
+def _check_config(config: Config, *, as_json: bool, any_host: bool) -> int:
+    """Raises ConfigError, unless a program asks, which gets the reason with the rest; or it is for another host."""
+    problems = list(host_problems(config, read_boot_id()))
     if as_json:
-        print(json.dumps(facts(config, refused), indent=2))  # noqa: T201
-    if refused is not None:
-        raise refused
+        print(json.dumps(facts(config, *problems[:1]), indent=2))  # noqa: T201
+    if problems and not any_host:
+        raise problems[0]
     if not as_json:
-        print(described(config))  # noqa: T201
+        print(described(config, problems))  # noqa: T201
     return 0
 
 
@@ -134,11 +129,17 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-def described(config: Config) -> str:
-    """What `check-config` says: the sizes that follow from it, and every key that is given, with its source."""
+def described(config: Config, problems: Sequence[KvDepotError] = ()) -> str:
+    """What `check-config` says: the sizes that follow from it, and every key that is given, with its source.
+
+    `problems`: what this host refuses, where another one may not.
+    """
     lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
     lines += [f"warning: {text}" for text in capacity_warnings(config)]
     lines += [f"{key} = {json.dumps(value)} ({source})" for key, (value, source) in config.sources.items()]
+    if problems:
+        lines += ["", f"about this host ({os.uname().nodename}), where the daemon would not start:"]
+        lines += [f"warning: {error}" for error in problems]
     return "\n".join(lines)
 
 
@@ -165,6 +166,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="without it: what serve uses then")
     check.add_argument("--json", action="store_true", help="the sizes, paths and sockets that follow, as JSON")
+    check.add_argument(
+        "--any-host", action="store_true", help="the file is for another host: what this host refuses is a warning"
+    )
     offline.add_verbs(verbs)
     return parser
 

@@ -90,16 +90,6 @@ class DaemonTable(_Table):
             host_and_port(address)
         return address
 
-    @field_validator("group")
-    @classmethod
-    def _check_group(cls, name: str) -> str:
-        if name:
-            try:
-                grp.getgrnam(name)
-            except KeyError:
-                raise ValueError(f"there is no group {name!r}") from None
-        return name
-
     @property
     def sockets(self) -> tuple[Path, ...]:
         return tuple(Path(url.removeprefix("unix://")) for url in self.listen)
@@ -110,8 +100,11 @@ class DaemonTable(_Table):
 
     @property
     def group_id(self) -> int:
-        """-1: leave as it is."""
-        return grp.getgrnam(self.group).gr_gid if self.group else -1
+        """-1: leave as it is. Also of a group that this host does not know, with which nothing starts."""
+        try:
+            return grp.getgrnam(self.group).gr_gid if self.group else -1
+        except KeyError:
+            return -1
 
 
 class _WatermarkTable(_Table):

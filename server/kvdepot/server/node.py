@@ -102,6 +102,8 @@ class Node:
         self._stopping = False
         self._tick_handle: asyncio.TimerHandle | None = None
         self._trim_handle: asyncio.TimerHandle | None = None
+        self._health_task: asyncio.Task[None] | None = None
+        self._told_ready = False
         self._compose()
 
     def _compose(self) -> None:
@@ -186,7 +188,7 @@ class Node:
         self._log.info("listening on %s", ", ".join(tables.listen))
         await self._listen_http(tables.metrics)
         self._serving = True
-        await self._grpc.set_serving(self.readiness().ready)
+        await self._tell_readiness()
         self._tick()
         self._notify("READY=1")
         # What lives now lives long: the collector need not look at it again (DESIGN 5, no pauses above 5 ms).
@@ -224,7 +226,14 @@ class Node:
             await self._control.reload()
 
     async def _tell_readiness(self) -> None:
-        await self._grpc.set_serving(self.readiness().ready)
+        ready = self.readiness().ready
+        await self._grpc.set_serving(ready)
+        self._told_ready = ready
+
+    def _tick_readiness(self) -> None:
+        """Tell of another readiness. What failed is tried again at the next tick."""
+        if self.readiness().ready != self._told_ready and (self._health_task is None or self._health_task.done()):
+            self._health_task = self._guard.task("task", self._tell_readiness(), self._loop)
 
     def _configure(self, config: Config) -> None:
         """Run with another configuration, in which only live keys differ."""
@@ -341,7 +350,7 @@ class Node:
         self._loop.call_soon_threadsafe(self._grew, growth)
 
     def _grew(self, growth: Growth) -> None:
-        was_ready, before = self.readiness().ready, self._growth
+        before = self._growth
         self._growth = replace(growth, ready_bytes=max(growth.ready_bytes, self._growth.ready_bytes))
         self._engine.ready(self._growth.ready_bytes)
         if growth.reason and not before.reason:
@@ -351,8 +360,6 @@ class Node:
         if growth.done:
             self._log.info("arena populated, %s", "locked into memory" if growth.locked else "not locked into memory")
         self._notify(f"STATUS={self._progress()}")
-        if self.readiness().ready != was_ready:
-            self._health_task = self._guard.task("task", self._grpc.set_serving(not was_ready), self._loop)
 
     def _progress(self) -> str:
         """One line for the supervisor."""
@@ -361,12 +368,12 @@ class Node:
         return f"degraded: {growth.reason}" if growth.reason else populated
 
     def _tick(self) -> None:
-        if self._tick_handle is not None:
-            self._counters.observe("loop_lag_seconds", self._loop.time() - self._tick_handle.when())
-        self._tick_handle = self._loop.call_later(TICK_SECONDS, self._tick)
+        due, self._tick_handle = self._tick_handle, self._loop.call_later(TICK_SECONDS, self._tick)
+        if due is not None:
+            self._guard.call("tick", self._counters.observe, "loop_lag_seconds", self._loop.time() - due.when())
         self._guard.each(
             "tick", self._tick_engine, self._checksums.wake, self._spare.refill, lambda: drain(self._log),
-            self._notify.alive,
+            self._tick_readiness, self._notify.alive,
         )  # fmt: skip
 
     def _tick_engine(self) -> None:

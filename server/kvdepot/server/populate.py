@@ -6,6 +6,7 @@ part grows from the arena's start and serves meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import heapq
@@ -97,12 +98,14 @@ class Populator:
                 self._step()
 
     def _round(self) -> None:
-        threads = [
-            threading.Thread(target=self._work, name=f"populate-{number}", daemon=True)
-            for number in range(self._threads_max)
-        ]
-        for thread in threads:
-            thread.start()
+        """This thread is one of them, so that a host that has no room for others stops nothing."""
+        threads: list[threading.Thread] = []
+        with contextlib.suppress(RuntimeError):  # can't start new thread
+            for number in range(1, self._threads_max):
+                thread = threading.Thread(target=self._work, name=f"populate-{number}", daemon=True)
+                thread.start()
+                threads.append(thread)
+        self._work()
         for thread in threads:
             thread.join()
 
@@ -116,7 +119,11 @@ class Populator:
             if not self._pieces:
                 return False
             piece = heapq.heappop(self._pieces)
-        self._finish(piece, self._populate(piece, min(PIECE_BYTES, self._size - piece)))
+        try:
+            reason = self._populate(piece, min(PIECE_BYTES, self._size - piece))
+        except Exception as error:  # noqa: BLE001 - a piece that is lost would never be tried again
+            reason = f"the arena's bytes from {piece} on: {error!r}"
+        self._finish(piece, reason)
         return True
 
     def _populate(self, offset: int, length: int) -> str:

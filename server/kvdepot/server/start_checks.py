@@ -11,11 +11,12 @@ import errno
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from kvdepot.core.errors import ConfigError
+from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.server import tracing
 from kvdepot.server.arena_file import ArenaRequest, check_arena
 from kvdepot.server.config import Config
@@ -37,17 +38,32 @@ _ABSENT: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 def check_host(config: Config) -> None:
     """Raises ConfigError for what a start would be refused for. The arena is `check_arena_of`'s."""
+    for check in _checks(config):
+        check()
+
+
+def host_problems(config: Config, boot_id: bytes) -> Iterator[KvDepotError]:
+    """Everything that `check_host` and `check_arena_of` would raise."""
+    checks: list[Callable[[], object]] = [*_checks(config), partial(check_arena_of, config, boot_id)]
+    for check in checks:
+        try:
+            check()
+        except KvDepotError as error:
+            yield error
+
+
+def _checks(config: Config) -> Iterator[Callable[[], object]]:
     for key, path, what in locked_files(config):
-        lock_file(config, key, path, what, take=False)
+        yield partial(lock_file, config, key, path, what, take=False)
     for path in config.tables.daemon.sockets:
         for one in (path, path.with_name(f"{path.name}{ATTACH_SUFFIX}")):
-            _check_socket(config, one)
-    _check_group(config)
-    StateFile(config.state_path).read()
+            yield partial(_check_socket, config, one)
+    yield partial(_check_group, config)
+    yield StateFile(config.state_path).read
     if config.tables.daemon.metrics:
-        _check_metrics(config)
+        yield partial(_check_metrics, config)
     if config.tables.trace.endpoint:
-        tracing.require(config.file)
+        yield partial(tracing.require, config.file)
 
 
 def arena_request(config: Config) -> ArenaRequest:
@@ -94,8 +110,18 @@ def _look_at_lock(lock: Path) -> None:
     except FileNotFoundError:
         if not stat.S_ISDIR(lock.parent.stat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
-        if not os.access(lock.parent, os.W_OK | os.X_OK, effective_ids=True):
+        if _forbids_files(lock.parent):
             raise PermissionError(errno.EACCES, f"{lock.parent} cannot be written to") from None
+
+
+def _forbids_files(folder: Path) -> bool:
+    """Whether no file can be made there. A process whose effective ids are others finds out at its start.
+
+    Not by `effective_ids`: faccessat2(2) is refused by seccomp filters that do not know it (Docker before 20.10.6,
+    systemd before 247), and os.access takes every error for a missing permission.
+    """
+    own = (os.getuid(), os.getgid()) == (os.geteuid(), os.getegid())
+    return own and not os.access(folder, os.W_OK | os.X_OK)
 
 
 def _check_socket(config: Config, path: Path) -> None:
@@ -115,7 +141,9 @@ def _check_socket(config: Config, path: Path) -> None:
 
 
 def _check_group(config: Config) -> None:
-    group = config.tables.daemon.group_id
+    name, group = config.tables.daemon.group, config.tables.daemon.group_id
+    if name and group == -1:
+        raise ConfigError(config.file, "daemon.group", f"there is no group {name!r}")
     if os.geteuid() and group not in (-1, os.getegid(), *os.getgroups()):
         denied = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
         reason = f"uid {os.geteuid()} is no member of it, so it cannot give its sockets to it"

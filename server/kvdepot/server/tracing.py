@@ -21,7 +21,7 @@ KEY: Final = "trace.endpoint"
 _EXTRA = "pip install '.[otel]' in a clone of kvdepot, or leave the key empty"
 _EXPORT_SECONDS = 2.0
 """What one batch may take; also what a stop waits for the last one."""
-_COMPLAINT_SECONDS = 60.0
+COMPLAINT_SECONDS: Final = 60.0
 _NANOSECONDS: Final = 1_000_000_000
 
 Attributes = dict[str, str | int | float]
@@ -117,11 +117,11 @@ def _looked_up(record: RequestRecord) -> Iterator[tuple[str, str | int | float]]
 def _have_complaints_go_to(log: logging.Logger) -> None:
     """A collector that is away is complained of at every batch: one line a minute says it too."""
     theirs = logging.getLogger("opentelemetry")
-    theirs.handlers = [_Complaints(log)]
+    theirs.handlers = [Complaints(log)]
     theirs.propagate = False
 
 
-class _Complaints(logging.Handler):
+class Complaints(logging.Handler):
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logging.WARNING)
         self._log = log
@@ -131,5 +131,5 @@ class _Complaints(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         now = self._clock()
         if now >= self._not_before:
-            self._not_before = now + _COMPLAINT_SECONDS
+            self._not_before = now + COMPLAINT_SECONDS
             self._log.warning("traces: %s", record.getMessage())

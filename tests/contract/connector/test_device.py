@@ -17,6 +17,7 @@ from tests.contract.connector.test_hybrid import CHUNKS, evict
 from tests.fakes.late_device import LateDevice
 from tests.fakes.scripted_engine import BLOCK
 from tests.rigs.connector_rig import Make, cold, prompt
+from tests.rigs.patience import patient
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_what_a_device_was_given_is_done_before_kv_memory_goes(
     wait = RevocableCopier.wait
 
     def until_suspended(own: RevocableCopier) -> None:
-        assert suspended.wait(20)
+        assert suspended.wait(patient(20))
         wait(own)
 
     monkeypatch.setattr(DeviceCopier, "copy", late)

@@ -36,7 +36,7 @@ from kvdepot.core.calls import (
 from tests.rigs.ctl_process import kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 
 COUNT = 3
 SUBMIT_SECONDS_MAX = 0.001
@@ -104,7 +104,7 @@ def test_calls_that_follow_one_another_are_answered_by_one_thread(daemon: Daemon
             channel.start(
                 ProbeCall(), 30.0, lambda answer: answers.put((answer, threading.current_thread())), wait_for_ready=True
             )
-            answer, thread = answers.get(timeout=60)
+            answer, thread = answers.get(timeout=patient(60))
             assert isinstance(answer, Capabilities)
             threads.add(thread)
     finally:

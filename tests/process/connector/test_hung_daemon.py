@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,29 @@ def test_no_call_of_the_engine_waits_for_a_daemon_that_hangs(
     engine.wait_attached()
     wait_served(daemon, engine, prompt(6.5, seed=300 + steps))
     check_calls(engine)
+
+
+@pytest.mark.requirement("I2")
+def test_no_call_waits_for_a_hung_daemon_when_the_number_of_ranks_changes(
+    make_live: MakeLive, daemon: DaemonProcess
+) -> None:
+    """The former session owes the daemon answers, and is closed all the same while the engine steps."""
+    engine = make_live()
+    tokens, connector, former = prompt(6.5, seed=1001), engine.connector, engine.side.session
+    request_id = engine.add(tokens, max_tokens=8)
+    while not engine.outputs[request_id]:
+        engine.step()
+    daemon.suspend()
+    (facts,) = engine.facts().values()
+    connector._vllm_config.parallel_config.world_size = 2
+    connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts, (0, 1): replace(facts, rank=1)})
+    assert engine.side.session is not former
+    engine.run()
+    wait_until(lambda: bool(engine.step()) and not connector._former, "the former side is forgotten", seconds=60)
+    assert engine.outputs[request_id] == cold(tokens, 8)
+    check_calls(engine)
+    wait_until(lambda: not former._attachment._thread.is_alive(), "the former session is detached", seconds=60)
+    assert former._loop.state.ended
 
 
 @pytest.mark.requirement("I2")

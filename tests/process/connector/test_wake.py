@@ -98,5 +98,4 @@ def test_another_rank_count_has_another_session_and_the_former_one_ends(
     assert engine.side.session is not session
     assert engine.generate(prompt(5.5, seed=2)) == cold(prompt(5.5, seed=2))
     assert list(engine.hits.values())[-1] == 0, "its second rank is nowhere"
-    assert session._closed
-    assert threads() == running
+    wait_until(lambda: threads() == running, "the former session's threads end")

@@ -23,7 +23,7 @@ from kvdepot.core.planner import GroupSpec, Planner
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import (
     CHUNK_TOKENS,
     EXTENT,
@@ -155,7 +155,7 @@ def test_a_pipe_from_daemon_to_daemon(source: DaemonProcess, target: DaemonProce
         timeout=60,
         check=False,
     )
-    assert giving.wait(30) == 0 and taking.returncode == 0, taking.stderr
+    assert giving.wait(patient(30)) == 0 and taking.returncode == 0, taking.stderr
     last = json.loads(taking.stdout.splitlines()[-1])
     assert last == {
         "planned": 19, "imported": 19, "imported_bytes": 19 * OBJECT_BYTES, "there": 0, "refused": {}, "damaged": {},
@@ -366,7 +366,7 @@ def test_an_export_that_is_stopped_leaves_no_file_and_no_lease(
     with pipe.open("rb") as reading:
         assert reading.read(4096).startswith(b"KVDEXPRT")
         giving.send_signal(sent)
-        giving.wait(30)
+        giving.wait(patient(30))
     assert giving.returncode == (130 if sent is signal.SIGINT else -signal.SIGKILL)
     wait_tools_ended(source)
     wait_until(lambda: not status_of(source.socket).tiers[0].lent_bytes, "only the checksum worker had something")
@@ -387,7 +387,7 @@ def test_a_pipe_that_nobody_reads_is_said_in_a_line(source: DaemonProcess) -> No
     assert giving.stdout is not None
     giving.stdout.close()
     assert giving.stderr is not None and giving.stderr.read() == "Error: -: Broken pipe\n"
-    assert giving.wait(30) == 1
+    assert giving.wait(patient(30)) == 1
 
 
 def test_what_a_quota_refuses_is_left_out_and_the_rest_is_there(directory: Path, tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_an_import_that_is_killed_leaves_only_whole_objects(
     taking.stdin.flush()
     wait_until(lambda: tools(target), "it is attached")
     taking.kill()
-    taking.wait(30)
+    taking.wait(patient(30))
     wait_tools_ended(target)
     wait_until(lambda: not status_of(target.socket).tiers[0].lent_bytes, "only the checksum worker had something")
     found = re.search(r"imported (\d+) objects.*; (\d+) were there", imported(target, file))

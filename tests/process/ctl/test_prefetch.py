@@ -17,7 +17,7 @@ from kvdepot.core.errors import LoadsOff, NotFound
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.ctl_process import answered, kvdepotctl, record
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 CHUNKS = 12
@@ -157,7 +157,7 @@ class TestHungMount:
             refused = kvdepotctl(daemon, "prefetch", "--namespace", name)
             assert (refused.returncode, "prefetches at once" in refused.stderr) == (1, True)
             slow.send_signal(signal.SIGINT)
-            assert slow.wait(30) == 130
+            assert slow.wait(patient(30)) == 130
             daemon.wait_for_log("the rest was not read: cancelled")
             assert "Traceback" not in daemon.log and "call failed" not in daemon.log
             mount.fault()

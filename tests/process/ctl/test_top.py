@@ -16,7 +16,7 @@ import pytest
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import Deadline, patient
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of
 
 OBJECT_BYTES = 16 << 10
@@ -55,7 +55,7 @@ def busy(daemon: DaemonProcess) -> Iterator[None]:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert begun.wait(60)
+        assert begun.wait(patient(60))
         yield
     finally:
         stop.set()
@@ -113,7 +113,7 @@ def test_a_terminal_is_written_over_until_ctrl_c_and_a_daemon_that_is_gone_is_wa
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):
             _read_until(ours, screen, b"\x1b[?1049l")  # back to the screen of before
-        assert process.wait(timeout=20) == 0
+        assert process.wait(patient(20)) == 0
     finally:
         process.kill()
         process.wait()
@@ -135,7 +135,7 @@ def test_a_daemon_that_hangs_or_has_ended_is_waited_for_alike(daemon: DaemonProc
                 for _ in range(10):  # more than were under way before
                     assert json.loads(process.stdout.readline())["ready"] in (True, False)
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=20) == 0
+            assert process.wait(patient(20)) == 0
         finally:
             process.kill()
 

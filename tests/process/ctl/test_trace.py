@@ -16,7 +16,7 @@ import pytest
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of
 
 KEYS = keys_of("traced", 4)
@@ -65,7 +65,7 @@ def test_what_engines_ask_for_is_recorded_and_replayed(daemon: DaemonProcess, tm
         engine.locate([KEYS[0], *keys_of("other", 1)], "third")
         wait_until(lambda: requests(file)[-1]["boundary_tokens"] == CHUNK_TOKENS, "all are there")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=patient(60))
         assert process.returncode == 0, said
     first, second, third = requests(file)[-3:]
     early = len(requests(file)) - 3
@@ -105,7 +105,7 @@ def test_a_daemon_that_stops_ends_it_and_what_was_recorded_is_kept(daemon: Daemo
     with RawEngine(daemon.socket, "one") as engine, recording(daemon, engine, file) as process:
         before = len(requests(file))
         assert daemon.stop() == 0
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=patient(60))
         assert process.returncode == 3, said
         assert "Traceback" not in said
         assert len(requests(file)) >= before > 0

@@ -21,7 +21,7 @@ from kvdepot.core.errors import LimitExceeded, NotFound
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.ctl_process import answered, kvdepotctl, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import EXTENT, OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 CHUNKS = 8
@@ -179,7 +179,7 @@ def test_an_interrupt_ends_it_in_the_daemon_too_and_there_is_one_at_a_time(
     with pytest.raises(LimitExceeded):
         answered(daemon, "verify")
     slow.send_signal(signal.SIGINT)
-    assert slow.wait(30) == 130
+    assert slow.wait(patient(30)) == 130
     daemon.wait_for_log("the rest was not read: cancelled")
     assert "Traceback" not in daemon.log and "call failed" not in daemon.log
     assert {tier: sound(one) for tier, one in verified(daemon).items()} == {"ram": 11, "nvme": 11}
@@ -199,7 +199,7 @@ def test_progress_is_shown_on_a_terminal(daemon: DaemonProcess, engine: RawEngin
         except OSError:
             break
     os.close(terminal)
-    assert shown.wait(30) == 0
+    assert shown.wait(patient(30)) == 0
     assert b"/11" in output and b"0 damaged" in output
     assert "verified" in output.decode().split("/11")[-1], "the table, when the bars are gone"
 
@@ -226,7 +226,7 @@ def test_a_daemon_that_stops_answering_is_not_waited_for(daemon: DaemonProcess, 
     slow.stdout.readline()
     daemon.suspend()
     try:
-        assert slow.wait(30) == 3
+        assert slow.wait(patient(30)) == 3
         assert "no word from the daemon for 2 s" in slow.stderr.read()
     finally:
         daemon.resume()

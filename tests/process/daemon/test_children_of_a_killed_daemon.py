@@ -15,6 +15,8 @@ from kvdepot.server.io.jobs import Probe
 from kvdepot.server.io.wire import pack_job
 from kvdepot.server.tiers.disk.messages import Begin, pack
 
+from tests.rigs.patience import patient
+
 ARENA_BYTES = 1 << 20
 CHILDREN = {
     "worker": pack_job(1, Probe(".probe", write=True)),
@@ -41,7 +43,7 @@ def test_a_child_of_a_killed_daemon_ends_without_a_traceback(module: str, tmp_pa
         ours.sendall(CHILDREN[module])
         assert select.select([ours], [], [], 30)[0], "no answer"
         ours.close()  # with the answer in it: the child's next word is answered by a reset
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=patient(30))
         assert (process.returncode, log) == (0, b"")
     finally:
         process.kill()

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from tests.rigs.daemon_process import STOP_SECONDS, DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import RawEngine, keys_of, status_of
 
 
@@ -71,6 +71,6 @@ def test_a_daemon_whose_log_nobody_reads_serves_and_stops(full_pipe: tuple[int, 
             while True:
                 os.write(writer, b"\n" * 4096)
         daemon.process.terminate()
-        assert daemon.process.wait(STOP_SECONDS) == 0
+        assert daemon.process.wait(patient(STOP_SECONDS)) == 0
     finally:
         daemon.close()

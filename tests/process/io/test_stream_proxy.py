@@ -26,7 +26,7 @@ from kvdepot.proto.v1 import data_pb2_grpc as pb_grpc
 
 from tests.fakes.direct_session import Depot, DirectSession
 from tests.rigs.engine_client import BLOCK_BYTES, CHUNK_TOKENS, IN_OBJECT, LAYERS, OBJECT_BYTES, prompt_keys, spec
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 
 CALL_SECONDS = 20.0
 COUNT = 3
@@ -255,7 +255,7 @@ def test_the_proxy_ends_with_its_lifeline_and_leaves_no_word(capfd: pytest.Captu
     (attached,) = depot.attach("e", 1)
     proxy = depot.proxy(attached)
     proxy.arena.end()
-    assert proxy.process.wait(20) == 0
+    assert proxy.process.wait(patient(20)) == 0
     assert proxy.arena.proxy_dead
     proxy.close()
     assert capfd.readouterr().err == ""

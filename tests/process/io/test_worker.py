@@ -21,7 +21,7 @@ from kvdepot.server.tiers.base import IoOutcome
 
 from tests.rigs.io_pool_rig import is_gone
 from tests.rigs.io_rig import ARENA_BYTES, MIB, IoRig, verify_only
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import Deadline, patient
 
 MODULE = "kvdepot.server.io.worker"
 PROBE = Probe(".probe", write=True)
@@ -123,7 +123,7 @@ def test_memory_kept_for_a_worker_grows_with_the_arena_it_maps() -> None:
 def test_the_end_of_the_stream_ends_it(worker: Worker) -> None:
     assert worker.ask(PROBE) is IoOutcome.OK
     worker.socket.close()
-    assert worker.process.wait(10) == 0
+    assert worker.process.wait(patient(10)) == 0
 
 
 def test_signals_for_the_daemon_do_not_end_it(worker: Worker) -> None:
@@ -138,7 +138,7 @@ def test_signals_for_the_daemon_do_not_end_it(worker: Worker) -> None:
 def test_bytes_that_are_no_job_end_it(worker: Worker, frame: bytes) -> None:
     assert worker.ask(PROBE) is IoOutcome.OK
     worker.socket.sendall(frame)
-    _, log = worker.process.communicate(timeout=10)
+    _, log = worker.process.communicate(timeout=patient(10))
     assert worker.process.returncode == 1
     assert b"WireError" in log
 
@@ -153,7 +153,7 @@ def test_a_job_that_raises_ends_it(rig: IoRig) -> None:
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE)
     theirs.close()
     ours.sendall(pack_job(1, PROBE))
-    _, log = process.communicate(timeout=10)
+    _, log = process.communicate(timeout=patient(10))
     assert process.returncode == 1
     assert b"ZeroDivisionError" in log
     ours.close()

@@ -16,7 +16,7 @@ from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_daemon import medium_bytes
 from tests.rigs.engine_client import EngineClient, prompt_keys
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of
 
 RAM = "512MiB"
@@ -183,7 +183,7 @@ def test_a_second_daemon_on_the_directory_is_refused_by_the_first_ones_pid(direc
         try:
             other.start(ready=False)
             assert other.process is not None
-            assert other.process.wait(60) == 1
+            assert other.process.wait(patient(60)) == 1
             assert f"held by the daemon with pid {node.pid}" in other.log
             assert "tier.nvme.path" in other.log
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import queue
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import Deadline, patient
 
 TOKEN = b"t" * 16
 ENDPOINT = Endpoint("/tmp/none.sock")
@@ -64,13 +65,18 @@ class Session:
         monkeypatch.setattr(session_loop, "ControlChannel", lambda _: self.channel)
         self.completions: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.broken_clock = False
-        attachment: Any = SimpleNamespace(session=TOKEN, refusal="", renew=lambda _: None)
+        self.detached = threading.Event()
+        attachment: Any = SimpleNamespace(session=TOKEN, refusal="", renew=lambda _: None, end=self._detach)
         self.loop = SessionLoop(
             ENDPOINT, attachment, self.completions, 1, self._clock, random.Random(1), confirm_timeout_seconds=1.0
         )
         self.loop.start()
         self.loop.post(self.loop.attachment_changed, TOKEN, None)
         self.wait(lambda: self.loop.state.attached)
+
+    def _detach(self) -> None:
+        assert self.loop.state.ended, "what is sent is sent before"
+        self.detached.set()
 
     def _clock(self) -> float:
         if self.broken_clock:
@@ -88,7 +94,7 @@ class Session:
 
     def answer(self) -> Any:
         """What the next callback gets."""
-        return self.completions.get(timeout=PATIENCE_SECONDS)[1]
+        return self.completions.get(timeout=patient(PATIENCE_SECONDS))[1]
 
 
 @pytest.fixture
@@ -96,7 +102,8 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     found = Session(monkeypatch)
     yield found
     found.broken_clock = False
-    found.loop.close(0.1)
+    found.loop.end(0.1)
+    found.loop.join(PATIENCE_SECONDS)
 
 
 def locate() -> LocateCall:
@@ -142,6 +149,23 @@ def test_when_the_thread_ends_nobody_is_left_waiting(session: Session) -> None:
     assert session.answer().code == "closed", "what comes later fails at once"
 
 
+def test_a_session_that_is_to_end_sends_what_it_owes_and_detaches_last(session: Session) -> None:
+    session.loop.post(session.loop.release, (7,), True)
+    session.loop.end(0.2)
+    assert session.detached.wait(patient(PATIENCE_SECONDS))
+    assert any(isinstance(call, ReleaseCall) for call in session.channel.calls)
+
+
+def test_a_session_whose_thread_has_died_detaches_when_it_is_to_end(session: Session) -> None:
+    session.broken_clock = True
+    session.loop.post(lambda: heapq.heappush(session.loop._timers, (0.0, -1, raises)))
+    session.wait(lambda: session.loop.state.ended)
+    assert not session.detached.is_set(), "ranks may still copy"
+    session.broken_clock = False
+    session.loop.end(0.1)
+    assert session.detached.wait(patient(PATIENCE_SECONDS))
+
+
 class Sockets:
     """A loop whose channels are scripted, call sockets and gRPC's. Which were made, and what they were asked."""
 
@@ -164,7 +188,7 @@ class Sockets:
 
         monkeypatch.setattr(session_loop, "CallSocket", Socket)
         monkeypatch.setattr(session_loop, "ControlChannel", self._grpc)
-        attachment: Any = SimpleNamespace(refusal="", renew=lambda _: None, reconnect=self._reconnect)
+        attachment: Any = SimpleNamespace(refusal="", renew=lambda _: None, reconnect=self._reconnect, end=lambda: None)
         self.loop = SessionLoop(
             ENDPOINT, attachment, queue.SimpleQueue(), 1, time.monotonic, random.Random(1), confirm_timeout_seconds=1.0
         )
@@ -197,7 +221,8 @@ class Sockets:
 def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
     found = Sockets(monkeypatch)
     yield found
-    found.loop.close(0.1)
+    found.loop.end(0.1)
+    found.loop.join(PATIENCE_SECONDS)
 
 
 @pytest.mark.requirement("I6")

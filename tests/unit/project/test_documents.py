@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from kvdepot.server import error_docs, metric_docs
 
+from tests.requirements import page
+
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("docs", "configs", "tests", "benchmarks", "core", "proto", "server", "client", "demo")
 SUFFIXES = {".md", ".py", ".toml", ".yml", ".yaml", ".service", ".proto"}
@@ -17,7 +19,11 @@ GENERATED = ("_pb2", "_pb2_grpc")
 PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
 DECISION = re.compile(r"docs/adr/(\d{4})\b")
 BY_NAME = re.compile(r"\bADR (\d{4})\b")
-MADE = {"docs/metrics.md": metric_docs.markdown, "docs/errors.md": error_docs.markdown}
+MADE = {
+    "docs/metrics.md": metric_docs.markdown,
+    "docs/errors.md": error_docs.markdown,
+    "docs/requirements-tests.md": page.markdown,
+}
 DECISIONS = "docs/adr/"
 """Never rewritten: they name what was there on their day."""
 
@@ -36,9 +42,9 @@ def _is_there(named: str) -> bool:
 
 
 @pytest.mark.requirement("P10")
-@pytest.mark.parametrize("page", MADE)
-def test_pages_that_are_made_from_the_code_are_up_to_date(page: str) -> None:
-    assert (ROOT / page).read_text().rstrip() == MADE[page]().rstrip(), "run `make docs`"
+@pytest.mark.parametrize("name", MADE)
+def test_pages_that_are_made_from_the_code_are_up_to_date(name: str) -> None:
+    assert (ROOT / name).read_text().rstrip() == MADE[name]().rstrip(), "run `make docs`"
 
 
 def test_what_texts_name_is_there() -> None:

@@ -13,6 +13,8 @@ import pytest
 from kvdepot.client.ctl import entry as ctl
 from kvdepot.server import entry as server
 
+from tests.rigs.patience import patient
+
 PROJECT = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]
 WITHOUT = """
 import sys
@@ -28,7 +30,9 @@ BLOCKED = [(extra, module) for extra, modules in EXTRAS.items() for module in mo
 def run(extra: str, blocked: str) -> subprocess.CompletedProcess[str]:
     module = {"server": server.__name__, "ctl": ctl.__name__}[extra]
     code = WITHOUT.format(blocked=blocked, module=module)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=patient(60)
+    )
 
 
 @pytest.mark.parametrize(("extra", "blocked"), BLOCKED)

@@ -8,14 +8,13 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("core", "proto", "server", "client")
 LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|manager|common|misc|v2)($|_)")
 BANNED_CALLS = {"pickle.loads", "pickle.dumps", "pickle.load", "pickle.dump", "time.sleep", "eval", "exec", "os.system"}
+ROW_CODE = re.compile(r"test_[pcadbtsgno]\d+_|test_i\d[a-z]?_")
 GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
 
 
@@ -35,6 +34,14 @@ def python_files(*folders: str) -> list[Path]:
     return [p for p in files if not folders or p.relative_to(ROOT).parts[0] in folders]
 
 
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
@@ -50,28 +57,43 @@ def test_the_namespace_package_has_no_init_file() -> None:
         assert [p.name for p in (ROOT / folder).iterdir() if not p.name.startswith((".", "__"))] == ["kvdepot"]
 
 
-@pytest.mark.parametrize("path", python_files(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_modules_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text()
-    assert text.count("\n") <= LINES_MAX
+def test_modules_stay_small() -> None:
+    sizes = {named(path): path.read_text().count("\n") for path in python_files()}
+    assert {name: lines for name, lines in sizes.items() if lines > LINES_MAX} == {}
+
+
+def test_functions_stay_small() -> None:
     long = [
-        f.name
-        for f in functions(ast.parse(text))
-        if f.end_lineno is not None and f.end_lineno - f.lineno > FUNCTION_LINES_MAX
+        f"{named(path)}:{function.lineno} {function.name}"
+        for path in python_files()
+        for function in functions(parsed(path))
+        if function.end_lineno is not None and function.end_lineno - function.lineno > FUNCTION_LINES_MAX
     ]
     assert long == []
 
 
-def test_no_name_that_says_nothing() -> None:
-    bad = [
-        str(p.relative_to(ROOT))
-        for p in python_files()
-        if any(BANNED_NAMES.search(part) for part in (p.stem, p.parent.name))
+def test_names_of_tests_have_no_row_codes() -> None:
+    coded = [
+        f"{named(path)}:{function.lineno} {function.name}"
+        for path in python_files("tests")
+        for function in functions(parsed(path))
+        if ROW_CODE.match(function.name)
     ]
+    assert coded == [], "a code goes into @pytest.mark.requirement"
+
+
+def test_every_folder_of_tests_is_a_package() -> None:
+    """Without that, two files of one name would collide."""
+    folders = {path.parent for path in python_files("tests")}
+    assert [named(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def test_no_name_that_says_nothing() -> None:
+    bad = [named(p) for p in python_files() if any(BANNED_NAMES.search(part) for part in (p.stem, p.parent.name))]
     classes = [
-        f"{p.name}:{node.name}"
+        f"{named(p)}:{node.name}"
         for p in python_files(*PRODUCT)
-        for node in ast.walk(ast.parse(p.read_text()))
+        for node in ast.walk(parsed(p))
         if isinstance(node, ast.ClassDef) and re.search(r"(Manager|Helper|Util|V2)$", node.name)
     ]
     assert bad + classes == []
@@ -79,23 +101,23 @@ def test_no_name_that_says_nothing() -> None:
 
 def test_no_banned_call_in_the_product() -> None:
     bad = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {called_name(node)}"
+        f"{named(path)}:{node.lineno} {called_name(node)}"
         for path in python_files(*PRODUCT)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Call) and called_name(node) in BANNED_CALLS
     ]
     assert bad == []
 
 
 def test_public_modules_say_what_they_are() -> None:
-    bare = [str(p.relative_to(ROOT)) for p in python_files(*PRODUCT) if not ast.get_docstring(ast.parse(p.read_text()))]
+    bare = [named(p) for p in python_files(*PRODUCT) if not ast.get_docstring(parsed(p))]
     assert bare == []
 
 
 def test_no_left_over_marks_and_no_machine_paths() -> None:
     marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|/home/\w+|/root/|" + re.escape(f"{ROOT}/"))
     bad = [
-        f"{path.relative_to(ROOT)}:{number}"
+        f"{named(path)}:{number}"
         for path in tracked(".py", ".md", ".toml", ".proto", ".txt", "Makefile", "run")
         if path != Path(__file__).resolve()
         for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)

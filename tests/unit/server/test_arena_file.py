@@ -19,6 +19,8 @@ from kvdepot.server.file_lock import FileLock
 from kvdepot.server.memory_room import Room
 from kvdepot.server.populate import PIECE_BYTES, Growth, Populator
 
+from tests.rigs.patience import patient
+
 MIB = 1 << 20
 SIZE_BYTES = 48 * MIB
 BOOT = bytes(range(16))
@@ -251,7 +253,7 @@ def _populate(arena: ArenaFile, threads: int = 3) -> list[Growth]:
         report=grown,
     )
     populator.start()
-    assert grown.rests.wait(30)
+    assert grown.rests.wait(patient(30))
     populator.stop()
     return grown.steps
 

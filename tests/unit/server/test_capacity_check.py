@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from kvdepot.server import app, capacity_check
 
+from tests.rigs.patience import patient
+
 
 class File:
     """A configuration with one tier."""
@@ -78,7 +80,7 @@ def test_a_file_system_that_hangs_is_not_waited_for(
     released, above, room = threading.Event(), too_much(tmp_path), os.statvfs(tmp_path)
 
     def hang() -> os.statvfs_result:
-        assert released.wait(60)
+        assert released.wait(patient(60))
         return room
 
     monkeypatch.setattr(capacity_check, "_SECONDS_MAX", 0.05)

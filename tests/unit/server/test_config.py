@@ -74,7 +74,6 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ('[daemon]\nlisten = ["unix:///a", "unix:///a"]', "daemon.listen", "listed twice"),
         ('[daemon]\nmetrics = "9421"', "daemon.metrics", 'no "host:port"'),
         ('[daemon]\nmode = "rw-rw----"', "daemon.mode", "match pattern"),
-        ('[daemon]\ngroup = "no such group"', "daemon.group", "there is no group"),
         ("[policy]\nloads_in_flight = 0", "policy.loads_in_flight", "greater than or equal to 1"),
         ('[policy]\neviction = "random"', "policy.eviction", "'gdsf' or 'lru'"),
         ('[sessions]\ncredit = "0"', "sessions.credit", "greater than 0"),

@@ -21,6 +21,7 @@ from kvdepot.server.io.perform import perform
 from kvdepot.server.tiers.base import IoOutcome
 
 from tests.rigs.io_rig import MIB, PAGE, IoRig, object_name
+from tests.rigs.patience import patient
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 SEGMENT = "segments/00007.seg"
@@ -138,7 +139,7 @@ def test_two_tiers_that_grow_at_the_same_moment_leave_a_reserve(tiny: Path, monk
 
     def slow(fd: int, offset: int, length: int) -> None:
         if not offset:
-            both.wait(10)
+            both.wait(patient(10))
         real(fd, offset, length)
         lowest[0] = min(lowest[0], free_bytes(tiny))
 

@@ -15,7 +15,7 @@ import pytest
 from kvdepot.server import populate
 from kvdepot.server.populate import Growth, Populator
 
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 
 PIECE = 64 << 10
 PIECES = 8
@@ -83,14 +83,14 @@ def test_bytes_are_ready_only_when_all_before_them_have_pages(arena: Arena, monk
 
     def wait(offset: int) -> None:
         if not offset:
-            assert first.wait(20)
+            assert first.wait(patient(20))
         others.release()
 
     allocating(monkeypatch, wait)
     populator = arena.populator()
     populator.start()
     for _ in range(PIECES - 1):
-        assert others.acquire(timeout=20)
+        assert others.acquire(timeout=patient(20))
     wait_until(lambda: len(populator._finished) == PIECES - 1, "all others have pages")
     assert not arena.reports
     first.set()

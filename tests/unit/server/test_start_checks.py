@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,6 +173,66 @@ def test_check_config_and_serve_judge_alike(
     assert reason in why
     told, logged = (re.sub("[0-9]+", "N", text.replace("\\n", "\n")) for text in (why, log))  # what is free changes
     assert not reason or told.removeprefix("kvdepotd: ").strip() in logged
+
+
+HOST_FACTS = (
+    "no directory", "in a file", "is a file", "another host's", "group", "state unreadable",
+    "more than there is",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_file_for_another_host_is_judged_without_this_host_s_facts(
+    host: Host, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text, reason = CASES[name]
+    if "[::1]" in text and not _has_ipv6():
+        pytest.skip("this host has no ::1")
+    code = app.main(["check-config", "--any-host", str(host.config(text))])
+    said, errors = capfd.readouterr()
+    judged_by_host = "about this host (" in said
+    assert name not in HOST_FACTS or judged_by_host
+    assert (code, bool(errors)) == ((0, False) if judged_by_host or not reason else (1, True))
+    assert reason in (said.partition("about this host (")[2] if judged_by_host else errors)
+
+
+def test_everything_that_this_host_lacks_is_named(host: Host, capfd: pytest.CaptureFixture[str]) -> None:
+    text = 'listen = ["unix:///run/no-kvdepot/k.sock"]\ngroup = "no-such-group"---capacity = "900TiB"'
+    assert app.main(["check-config", "--any-host", str(host.config(text))]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    warnings = lines[lines.index(next(line for line in lines if line.startswith("about this host"))) + 1 :]
+    assert all(line.startswith("warning: ") for line in warnings)
+    assert [word for word in ("daemon.listen: ", "daemon.group: ", "ram.capacity: ") if word in "".join(warnings)] == [
+        "daemon.listen: ", "daemon.group: ", "ram.capacity: "
+    ]  # fmt: skip
+
+
+def test_a_filter_that_does_not_know_faccessat2_refuses_no_start(
+    host: Host, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """os.access answers False for EPERM and ENOSYS, too."""
+    access = os.access
+
+    def filtered(path: os.PathLike[str], mode: int, *, effective_ids: bool = False) -> bool:
+        return not effective_ids and access(path, mode)
+
+    monkeypatch.setattr(os, "access", filtered)
+    file = host.config("")
+    assert [judged(verb, file, capfd)[0] for verb in ("check-config", "serve")] == [0, 0]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving privileges up needs root")
+def test_a_directory_that_cannot_be_written_to_is_refused(host: Host) -> None:
+    host.base.chmod(0o755)
+    (host.base / "run").chmod(0o755)
+    host.config("").chmod(0o644)
+    program = (
+        "import os, sys\nfrom kvdepot.server import app\napp.main()  # reads what it imports late\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.exit(app.main())"
+    )
+    command = [sys.executable, "-c", program, "check-config", str(host.base / "kvdepot.toml")]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 1 and "cannot be written to" in checked.stderr, checked.stderr
 
 
 def _has_ipv6() -> bool:

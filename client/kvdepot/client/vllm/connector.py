@@ -152,11 +152,12 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             worker.close()
         if scheduler is not None:
             LOGGER.info("kvdepot: %s", dict(sorted((scheduler.counters + self.failures.counts).items())))
-        for side in self._former:
-            side.close()
+        sessions = {side.session for side in self._former} | ({session} if session is not None else set())
         self._former.clear()
-        if session is not None:
-            session.close()
+        for ended in sessions:
+            ended.end()
+        for ended in sessions:
+            ended.close()
         if self._digests is not None:
             self._digests.close()
 
@@ -368,7 +369,7 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             side.stats.add_to(self._last_stats)
             shared = any(other.session is side.session for other in self._former)
             if not shared and (side.session is not self._session or self.scheduler_side is None):
-                side.close()
+                side.session.end()  # not `close`: this thread waits for no daemon (I2)
                 self._session = self._session if side.session is not self._session else None
 
     def _spec_builder(self, planner: Any, facts: tuple[RankFacts, ...]) -> Callable[[], Any]:

@@ -416,6 +416,3 @@ class SchedulerSide:
         if self.loads.pending():
             return True
         return self.stores is not None and self._stores_on and self.stores.pending()
-
-    def close(self) -> None:
-        self.session.close()

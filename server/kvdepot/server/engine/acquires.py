@@ -102,9 +102,9 @@ class PendingAcquires:
         self._go_on(lease, pending)
 
     def place_some(self) -> bool:
-        """Make room for a slice of what one of them wants. Returns whether any wants more."""
+        """Make room for a slice of what one of them wants. Returns whether any wants more. Never raises."""
         if self._placing:
-            self._go_on(*self._placing.popleft())
+            self._guard.call("promotion", self._go_on, *self._placing.popleft())
         return bool(self._placing)
 
     def _go_on(self, lease: ReadLease, pending: PendingAcquire) -> None:

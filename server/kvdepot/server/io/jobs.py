@@ -6,11 +6,13 @@ itself, so that a hung mount hangs only the worker. All sizes and offsets are by
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
 from kvdepot.core.allocator import Extent
+from kvdepot.server.durable_files import TEMPORARY
 from kvdepot.server.tiers.base import IoOutcome, ObjectName
 
 ABSENT: Final = -1
@@ -18,6 +20,7 @@ ABSENT: Final = -1
 UNKNOWN: Final = -2
 """Of one that could not be asked for, while others could."""
 FILES_PER_LOOK_UP: Final = 256
+_PROBERS: Final = re.compile(rf"\.([0-9]{{1,10}})\.[0-9]{{1,10}}({re.escape(TEMPORARY)})?")
 JOBS_PER_WORKER: Final = 2
 """In a worker's hands at once: it has a thread for each, and one reads or writes while the other verifies."""
 
@@ -118,6 +121,16 @@ class Probe:
     file: str
     write: bool
     folder: str = ""  # empty: each job has a file of its own
+
+    def made_by(self, pid: int, thread: int) -> str:
+        """The name of the file: each prober has its own, and it is renamed by `TEMPORARY` for a moment."""
+        return f"{self.file}.{pid}.{thread}"
+
+
+def prober(file_name: str, probe: str) -> int | None:
+    """The pid of whose probe this file is, as far as its name says; `probe` is `Probe.file`. None: no probe's."""
+    match = _PROBERS.fullmatch(file_name.removeprefix(probe)) if file_name.startswith(probe) else None
+    return int(match[1]) if match else None
 
 
 # Objects that are files of their own, in a directory that others have too (docs/formats/shared.md).

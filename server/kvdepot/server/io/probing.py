@@ -71,7 +71,7 @@ def _write(job: Probe, context: Context) -> Answer:
     if not job.folder:
         check_room(os.path.dirname(path), PAGE_BYTES)  # noqa: PTH120
     with _same_each_time(path):
-        name = f"{job.file}.{os.getpid()}.{threading.get_native_id()}"
+        name = job.made_by(os.getpid(), threading.get_native_id())
         part = Part(name, 0, PAGE_BYTES)
         with contextlib.suppress(FileNotFoundError), naming("unlink", path):  # of an earlier one that could not
             os.unlink(context.files.path(name))  # noqa: PTH108

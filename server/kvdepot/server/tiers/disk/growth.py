@@ -35,12 +35,18 @@ class Growth:
         self._clock = clock
         self._grown = grown
         self._under_way = False
+        self._number = 0  # of the last segment that a worker was asked for
         self._hold = Hold(None)
         self._retry_at = 0.0
         self._failures = 0  # in a row
         self.segments = 0
         self.refused = ""
         """Why the last segment could not be made; empty while all is well."""
+
+    @property
+    def making(self) -> int:
+        """The segment that a worker may be making; -1: none. It may find no room, and remove the file."""
+        return self._number if self._under_way or self._hold.workers else -1
 
     @property
     def left_bytes(self) -> int:
@@ -62,13 +68,13 @@ class Growth:
         One that was refused is tried again in any case: else a tier that has let go of much would never say that there
         is room again, nor take it.
         """
-        if self._under_way or self._hold.workers or self.segments >= self._layout.segments or not self._workers.usable:
+        if self.making >= 0 or self.segments >= self._layout.segments or not self._workers.usable:
             return
         if self._clock() < self._retry_at:
             return
         if not self.refused and self._space.free_bytes >= max(wanted_bytes, self._layout.segment_bytes):
             return
-        number = self.segments
+        number = self._number = self.segments
         job = Allocate(segment_name(number), self._layout.length_of(number), self._layout.beside_bytes)
         self._hold = Hold(None)
         self._workers.submit(

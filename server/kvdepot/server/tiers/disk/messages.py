@@ -45,10 +45,12 @@ class Open:
     """Recover, write the next generation, tell what there is.
 
     What is not free although no object has it: `dead` objects, and what is being written.
+    `making`: the segment that a worker may be making, and may remove again; -1: none.
     """
 
     dead: tuple[Place, ...] = ()
     writing: tuple[Extent, ...] = ()
+    making: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,14 +79,14 @@ class Opener:
 
     def answer(self, request: OpenRequest | Compact | Sync) -> Iterator[Sent]:
         match request:
-            case OpenRequest(dead, writing):
-                yield from self._open(dead, writing)
+            case OpenRequest(dead, writing, making):
+                yield from self._open(dead, writing, making)
             case Compact():
                 yield self._compact(request)
             case Sync():
                 yield self._sync()
 
-    def _open(self, dead: Sequence[Place], writing: Sequence[Extent]) -> Iterator[Sent]:
+    def _open(self, dead: Sequence[Place], writing: Sequence[Extent], making: int) -> Iterator[Sent]:
         held = HeldPlaces.of(dead, writing)
         try:
             store, layout = self._open_store()
@@ -99,7 +99,7 @@ class Opener:
             return
         overwritten, overtaken = settle(index.puts, held)
         index, held = _without(index, overwritten), held.without(overtaken)
-        opened = self._write(store, layout, index, held.end_bytes)
+        opened = self._write(store, layout, index, held.end_bytes, making)
         yield replace(opened, overtaken=tuple(overtaken.tolist()))
         yield from claims_of(_used_runs(index.puts, held))
         yield from objects_of(index.puts)
@@ -120,14 +120,14 @@ class Opener:
         segment_bytes = store.segment_bytes if store else None
         return DiskLayout.plan(self._capacity_bytes, self._quarantine_bytes, segment_bytes)
 
-    def _write(self, store: Store, layout: DiskLayout, index: Index, held_end: int) -> Opened:
+    def _write(self, store: Store, layout: DiskLayout, index: Index, held_end: int, making: int) -> Opened:
         """Make the next generation. Where that fails, what was found is served, and nothing is taken."""
         found = index.replayed
         size_bytes, refused, outcome = 0, "", ""
         segments = layout.segments
         try:
             used_end = max(int(index.puts.places()[1].max(initial=0)), held_end)
-            segments = complete_segments(self._root, layout, used_end)
+            segments = complete_segments(self._root, layout, used_end, making)
             sync_segments(self._root)
             facts = SnapshotFacts(
                 found.highest_sequence, found.highest_sequence, found.scrub_position, found.day, found.day_bytes

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 from kvdepot.server.durable_files import TEMPORARY, naming, opened, publish, sync_file
 from kvdepot.server.file_room import allocate
+from kvdepot.server.io.jobs import prober
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
@@ -152,16 +153,20 @@ def sync_segments(root: Path) -> None:
             sync_file(fd, path, data_only=True)
 
 
-def complete_segments(root: Path, layout: DiskLayout, used_end: int) -> int:
+def complete_segments(root: Path, layout: DiskLayout, used_end: int, making: int = -1) -> int:
     """Allocate what is missing up to the last segment that is there; cut off what is beyond the capacity. How many.
 
     `used_end`: the byte after the last one that is not free. Segments before it are made also where none is there;
     those behind it go where the file system has no room for them.
+    `making`: a worker may be making this segment. It is neither counted nor touched, unless it has bytes in use: where
+    the worker meets the end of the room, it cuts the file to what it found, or removes it.
     """
     there = _segment_sizes(root)
     for number in [number for number in there if number >= layout.segments]:
         (root / names.segment_name(number)).unlink()
         del there[number]
+    if making >= 0:
+        there = {number: size for number, size in there.items() if number < making}
     count = max(max(there, default=-1) + 1, -(-used_end // layout.segment_bytes))
     for number in range(count):
         length = layout.length_of(number)
@@ -189,9 +194,28 @@ def remove_others(root: Path, generation: int) -> None:
 
 
 def remove_temporaries(root: Path) -> None:
-    """What a worker that was killed has left. Only while there is none."""
+    """What workers that were killed have left. Only while there is none, but for probes.
+
+    A probe of a process that lives may be this daemon's, and under way. One whose pid another process has by now goes
+    at a later opening.
+    """
     for path in (root / names.PROBE, *(root / names.QUARANTINE).glob("*" + TEMPORARY)):
         path.unlink(missing_ok=True)
+    for path in root.glob(f"{names.PROBE}.*"):
+        pid = prober(path.name, names.PROBE)
+        if pid is not None and not _lives(pid):
+            path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether any process has this pid now, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return error.errno != errno.ESRCH
+    except OverflowError:  # no process ever had it
+        return False
+    return True
 
 
 def _write_snapshot(

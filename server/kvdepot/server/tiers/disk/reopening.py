@@ -7,6 +7,7 @@ and what the index does not know any more is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -40,10 +41,10 @@ class Reopening:
         self._gone: list[tuple[int, int]] | None = None  # (handle, sequence) of what is yet to be told, the next last
         self.facts: Opened | None = None
 
-    def begin(self) -> Open:
-        """With what is held whatever the index says."""
+    def begin(self, making: int) -> Open:
+        """With what is held whatever the index says, and the segment that a worker may be making."""
         self._medium.quarantine.look()
-        return self._medium.space.reopen()
+        return replace(self._medium.space.reopen(), making=making)
 
     def opened(self, facts: Opened) -> None:
         medium = self._medium

@@ -66,10 +66,10 @@ class Scrubber:
         handle = self._next()
         if handle is None:
             return
-        self._busy = True
         # From when it was due, not from now: ticks are coarse. But never to make up for more than a second.
         start = max(self._due_at, self._clock() - 1.0)
         self._due_at = start + self._objects.stored_bytes(handle) / self._bytes_per_second
+        self._busy = True  # last: what raises before it is tried again at the next tick
         self._verify(handle, self._verified)
 
     def _verified(self) -> None:

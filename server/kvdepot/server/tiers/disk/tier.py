@@ -351,7 +351,7 @@ class DiskTier:
 
     def _begin_opening(self) -> None:
         self._reopening = Reopening(self._medium, self._tell_found, self._tell_lost)
-        self._opener.send(self._reopening.begin())
+        self._opener.send(self._reopening.begin(self._growth.making))
 
     def _heard(self, message: Message) -> None:
         """An opening of which one message could not be dealt with is given up: the next one tells it again."""

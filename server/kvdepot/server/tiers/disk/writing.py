@@ -81,11 +81,12 @@ class Writing:
         self.pump()
 
     def pump(self) -> None:
-        """Begin the writes that there is room for now, in order."""
+        """Begin the writes that there is room for now, in order. Not during an opening, which counts the segments."""
         space = self._medium.space
         while self.open and self._waiting and self._waiting[0].cost_bytes <= space.free_bytes:
             self._begin(self._unqueue())
-        self._guard.call("growth", self._growth.run_once, self._waiting_bytes)
+        if self.open:
+            self._guard.call("growth", self._growth.run_once, self._waiting_bytes)
 
     def expire(self) -> None:
         """End the waiting of those for which room was expected, and did not come; for the others, see to it."""

@@ -69,6 +69,13 @@ class KeeperProcess:
         """Once a heartbeat."""
         self._timer = self._loop.call_later(self._settings.heartbeat_seconds, self._tick)
         now = self._loop.time()
+        try:
+            self._tend(now)
+        finally:  # whatever that raises: what was allowed is not used for longer
+            if self._report is not None and now - self._reported_at > self._settings.unheard_seconds:
+                self._expire(self._report)
+
+    def _tend(self, now: float) -> None:
         if self._stream.running:
             told = self._published_bytes, self._wanted_bytes, self._settled if self._heir() else ""
             if told != self._sent and not self._stream.unsent:
@@ -80,8 +87,6 @@ class KeeperProcess:
                 self._say(Failed(f"no word from the keeper of {self._settings.root} for {silent:.0f} s"))
         elif now >= self._start_at:
             self._make()
-        if self._report is not None and now - self._reported_at > self._settings.unheard_seconds:
-            self._expire(self._report)
 
     def _make(self) -> None:
         root = self._settings.root

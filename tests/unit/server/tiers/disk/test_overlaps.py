@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.server.io.context import Context
-from kvdepot.server.io.jobs import Allocate, Append, WriteObject
+from kvdepot.server.io.jobs import Allocate, Answer, Append, WriteObject
 from kvdepot.server.io.perform import perform
 from kvdepot.server.offline.fsck import check_store
 from kvdepot.server.tiers.base import IoOutcome, Read
@@ -23,7 +23,7 @@ from kvdepot.server.tiers.disk.messages import Ended, Objects
 from kvdepot.server.tiers.disk.records import JOURNAL_HEADER_BYTES, Mark, Put, RecordType, unpack_record
 from kvdepot.server.tiers.health import State
 
-from tests.rigs.disk_rig import PAGE, DiskRig, Loaned, failing, object_name
+from tests.rigs.disk_rig import PAGE, DiskRig, Loaned, Task, failing, object_name
 
 
 @pytest.fixture
@@ -277,8 +277,8 @@ def test_an_append_that_failed_and_landed_all_the_same(rig: DiskRig, lands: floa
     all_is_well(rig, 2)
 
 
-@pytest.mark.requirement("I4")
-def test_a_segment_that_was_made_while_an_opening_counted_is_counted_once(rig: DiskRig) -> None:
+def segment_to_make(rig: DiskRig) -> Task:
+    """What a worker has taken to make the next segment."""
     number = 0
     while not any(isinstance(task.job, Allocate) for task in rig.data.tasks):
         rig.submit_write(object_name(number, 60 * PAGE))
@@ -287,6 +287,13 @@ def test_a_segment_that_was_made_while_an_opening_counted_is_counted_once(rig: D
             rig.settle()
     (making,) = [task for task in rig.data.tasks if isinstance(task.job, Allocate)]
     rig.data.tasks.remove(making)
+    assert making.loan is not None and making.loan.begin(7)
+    return making
+
+
+@pytest.mark.requirement("I4")
+def test_a_segment_that_was_made_while_an_opening_counted_is_counted_once(rig: DiskRig) -> None:
+    making = segment_to_make(rig)
     context = Context(str(rig.config.path), rig.arena)
     made = perform(making.job, context)
     context.close()
@@ -294,9 +301,45 @@ def test_a_segment_that_was_made_while_an_opening_counted_is_counted_once(rig: D
     append_something(rig)
     rig.journal.fault = lambda _: None
     until(rig, rig.writable)
+    assert making.loan is not None
+    making.loan.end()
     making.done(made)
     rig.settle()
     assert rig.tier._growth.segments == len(list((rig.config.path / "segments").iterdir()))
+
+
+@pytest.mark.parametrize("answer", ["before", "during", "after"])
+def test_a_segment_that_a_worker_still_makes_is_no_room_for_an_opening(rig: DiskRig, answer: str) -> None:
+    """The worker has half of it, finds no room, and removes the file: before the opening ends, or after."""
+    making = segment_to_make(rig)
+    assert isinstance(making.job, Allocate) and making.loan is not None
+    path = rig.config.path / making.job.file
+    count, half = rig.tier._growth.segments, making.job.length // 2
+    path.write_bytes(bytes(half))
+    if answer == "before":  # overdue, and not dead yet
+        making.done(Answer(IoOutcome.TIMEOUT))
+    rig.tier._stop_writing("a test")
+    rig.tier._open()
+    while rig.opener.messages or rig.opener.requests:
+        assert not path.exists() or path.stat().st_size == half, "the worker's alone"
+        rig.opener.step()
+        if answer == "during" and path.exists():
+            path.unlink()  # as `perform` does where the file system has no room
+            making.loan.end()
+            making.done(Answer(IoOutcome.NO_SPACE, "disk full"))
+    assert rig.tier.writable
+    assert rig.tier._growth.segments == count
+    assert rig.tier._medium.space._allocator.ready_bytes == count * rig.tier._medium.layout.segment_bytes
+    if answer != "during":
+        path.unlink()
+        making.loan.end()
+    if answer == "after":
+        making.done(Answer(IoOutcome.NO_SPACE, "disk full"))
+    rig.tick(16)
+    rig.settle()
+    stored = [rig.write(object_name(1000 + number, 60 * PAGE)).outcome for number in range(40)]
+    assert set(stored) == {IoOutcome.OK} and rig.tier.writable
+    rig.check()
 
 
 PAGES = 24

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.objectfile import Codec
-from kvdepot.server.io.jobs import Allocate, Answer, Job, ReadObject, WriteObject
+from kvdepot.server.io.jobs import Allocate, Answer, Job, Probe, ReadObject, WriteObject
 from kvdepot.server.tiers.base import IoOutcome, Read
 from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.health import State
@@ -312,6 +314,26 @@ def test_no_second_segment_is_made_beside_a_worker_that_hangs_over_one(rig: Disk
     rig.data.fault = lambda _: None
     rig.data.end_late()
     assert rig.write(name).outcome is IoOutcome.OK
+
+
+def test_an_opening_removes_the_probes_of_processes_that_are_gone(rig: DiskRig) -> None:
+    """A killed worker leaves its file; one of a living process may be under way."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    alive = [Probe(".probe", write=True).made_by(os.getpid(), 12), ".probe.1.1.tmp"]
+    others = [".probe-doctor-77-abcd", ".probe.x.1"]
+    left = [
+        Probe(".probe", write=True).made_by(ended.pid, 12),
+        f".probe.{ended.pid}.12.tmp",
+        ".probe.9999999999.3",
+        ".probe",
+    ]
+    for name in (*alive, *others, *left):
+        (rig.config.path / name).write_bytes(b"x")
+    rig.crash()
+    found = {path.name for path in rig.config.path.iterdir() if path.name.startswith(".probe")}
+    assert found == {*alive, *others}
+    assert rig.tier.writable
 
 
 def test_the_write_budget_of_a_day_survives_a_restart(tmp_path: Path) -> None:

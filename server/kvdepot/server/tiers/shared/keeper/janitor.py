@@ -247,9 +247,13 @@ class Janitor:
     # What it does.
 
     def _look_on(self) -> bool:
-        """At the nodes' files, once a heartbeat at most; at the end hand out what is free. False: it is not due."""
+        """At the nodes' files, once a heartbeat at most; at the end hand out what is free. False: it is not due.
+
+        Before the first count has ended nothing is free: the count has that time.
+        """
         if self._look is None:
-            if not self._look_due or self._clock() < self._looked_at + self._look_took:
+            waits = self._vouched and self._ledger.used_bytes is None
+            if waits or not self._look_due or self._clock() < self._looked_at + self._look_took:
                 return False
             self._look, self._looked_at = self._nodes.look(self._ledger.shares), self._clock()
         until = self._clock() + self._pace.step_seconds

@@ -38,6 +38,7 @@ class Nodes:
         self._clock = clock
         self._server = server
         self._same_since: dict[str, tuple[int, float]] = {}  # mtime_ns of a node's file, when it was first seen so
+        self._looked_at = clock()
         self.records: dict[str, NodeRecord] = {}
         self._coming: dict[str, NodeRecord] = {}  # of a look that goes on
         self.strange = 0  # files that are not understood, or too many
@@ -76,7 +77,7 @@ class Nodes:
                 strange += 1
         seen.update((node, 0) for node in known if node not in seen)  # its file is not there
         self.records, self.strange = self._coming, strange
-        now = self._clock()
+        now = self._looked_at = self._clock()
         for node, mtime_ns in seen.items():
             if self._same_since.get(node, (None,))[0] != mtime_ns:
                 self._same_since[node] = mtime_ns, now
@@ -93,12 +94,14 @@ class Nodes:
         return list({*self.left, *self._silent()})
 
     def _silent(self) -> list[str]:
-        """Those that have not renewed their file for long, by the server's clock and as this node has seen it."""
-        now = self._clock()
+        """Those that have not renewed their file for long, by the server's clock and as this node has seen it.
+
+        As it had seen it when it looked last: what was renewed since then is not known yet.
+        """
         return [
             node
             for node, (mtime_ns, since) in self._same_since.items()
-            if min(now - since, self._server.age_seconds(mtime_ns)) > self._silent_seconds
+            if min(self._looked_at - since, self._server.age_seconds(mtime_ns)) > self._silent_seconds
         ]
 
     def forget(self, node: str) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.io.jobs import prober
 from kvdepot.server.tiers.shared.keeper.deletion import settle
 from kvdepot.server.tiers.shared.keeper.files import taken_bytes
 from kvdepot.server.tiers.shared.keeper.scan import Quarantined
-from kvdepot.server.tiers.shared.layout import QUARANTINE, TEMPORARIES, temporary_node, trash_of
+from kvdepot.server.tiers.shared.layout import PROBE, QUARANTINE, TEMPORARIES, temporary_node, trash_of
 
 TEMPORARY_SECONDS_MAX: Final = 3_600.0
 _LOOSE_SECONDS: Final = 60.0
@@ -40,6 +41,7 @@ def purge_temporaries(
 ) -> Iterator[int]:  # fmt: skip
     """Remove those of nodes that are not among `nodes`, at once where they are `gone`, while one `may`.
 
+    Also what probes have left: their names have pids, which mean nothing on another host, so they go by age alone.
     Yields bytes freed, of each. Deletions that another janitor began are ended. Raises OSError.
     """
     living, gone = frozenset(nodes), frozenset(gone)
@@ -51,13 +53,14 @@ def purge_temporaries(
                 yield settle(root, f"{TEMPORARIES}/{entry.name}")
                 continue
             node = temporary_node(entry.name)
-            if node is None:
+            if node is None and prober(f"{TEMPORARIES}/{entry.name}", PROBE) is None:
                 continue
             try:
                 age = age_seconds(os.lstat(entry.path).st_mtime_ns)
             except FileNotFoundError:
                 continue
-            limit = 0.0 if node in gone else TEMPORARY_SECONDS_MAX if node in living else _LOOSE_SECONDS
+            known = node is None or node in living
+            limit = 0.0 if node in gone else TEMPORARY_SECONDS_MAX if known else _LOOSE_SECONDS
             if age < limit:
                 yield 0
             elif not may():

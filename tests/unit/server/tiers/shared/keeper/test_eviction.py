@@ -168,6 +168,17 @@ def test_temporaries_of_living_nodes_stay_and_of_others_go(root: Path) -> None:
     assert {path.name for path in (root / ".tmp").iterdir()} == {"foreign"}
 
 
+def test_what_a_killed_worker_s_probe_left_goes_by_age_alone(root: Path) -> None:
+    """Its pid is one of another host, perhaps: this process's own says nothing either."""
+    here = f"probe.{os.getpid()}.7"
+    for name in (here, "probe.999999999.1.tmp", "probe", "probe.1", "probe.x.1", "probes.1.2"):
+        (root / ".tmp" / name).write_bytes(b"x" * 4096)
+    list(purge_temporaries(root, ["node"], lambda _: 3_599.0))
+    assert len(list((root / ".tmp").iterdir())) == 6
+    assert sum(purge_temporaries(root, ["node"], lambda _: 3_601.0)) == 8192
+    assert {path.name for path in (root / ".tmp").iterdir()} == {"probe", "probe.1", "probe.x.1", "probes.1.2"}
+
+
 def test_quarantine_is_bounded_by_age_and_size_oldest_first(root: Path) -> None:
     files = [Quarantined(f"{number}.kvd", number, 8192) for number in range(6)]
     for file in files:

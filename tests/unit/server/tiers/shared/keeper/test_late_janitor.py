@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from kvdepot.server.io.shared_keeper import Turns
 from kvdepot.server.tiers.shared.keeper import janitor as janitor_module
-from kvdepot.server.tiers.shared.keeper.files import replace_small, taken_bytes
+from kvdepot.server.tiers.shared.keeper import nodes as nodes_module
+from kvdepot.server.tiers.shared.keeper.files import ServerClock, replace_small, taken_bytes
 from kvdepot.server.tiers.shared.keeper.janitor import Janitor
 from kvdepot.server.tiers.shared.keeper.pace import LEASE_SECONDS_MAX
 from kvdepot.server.tiers.shared.keeper.records import JanitorRecord, Lease, NodeRecord
@@ -30,6 +31,32 @@ def record_of(nodes: Nodes) -> JanitorRecord:
     record = JanitorRecord.unpack((nodes.root / JANITOR).read_bytes())
     assert record is not None
     return record
+
+
+def test_a_node_that_renews_its_file_falls_silent_for_no_janitor_that_looks_seldom(tmp_path: Path) -> None:
+    """A look and the pause after it may take longer than a node may be silent; what it has renewed is seen then."""
+    now = 1_000.0
+    for folder in (".nodes", ".tmp"):
+        (tmp_path / folder).mkdir()
+    server = ServerClock(lambda: now)
+
+    def renew(node: str) -> None:
+        replace_small(tmp_path, node_file(node), NodeRecord(0, 0, Lease()).pack(), f"{node}-1.tmp")
+        os.utime(tmp_path / node_file(node), (now, now))
+        server.stamped(int(now) * 1_000_000_000)
+
+    found = nodes_module.Nodes(tmp_path, lambda: now, server, silent_seconds=600.0)
+    renew("ended")
+    renew("alive")
+    list(found.look(()))
+    gone: list[str] = []
+    for _ in range(5):
+        now += 700
+        renew("alive")
+        assert found.gone() == gone, "nobody has looked meanwhile"
+        list(found.look(()))
+        gone = ["ended"]
+        assert found.gone() == gone
 
 
 def begin_count(nodes: Nodes) -> Janitor:

@@ -1,0 +1,1 @@
+"""Which tests show which requirement of docs/requirements.md, by their markers."""
