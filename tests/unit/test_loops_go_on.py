@@ -65,9 +65,15 @@ def test_the_scrubber_reads_on_after_any_part_of_it_raised(name: str) -> None:
         read.append(handle)
         done()
 
+    def same(handle: int) -> int:
+        return handle
+
+    def page(_: int) -> int:
+        return 4096
+
     objects: Any = SimpleNamespace(
-        after=faults.of("after", after), sequence=faults.of("sequence", lambda handle: handle),
-        stored_bytes=faults.of("stored_bytes", lambda _: 4096),
+        after=faults.of("after", after), sequence=faults.of("sequence", same),
+        stored_bytes=faults.of("stored_bytes", page),
     )  # fmt: skip
     scrubber = Scrubber(
         objects, bytes_per_second=4096, clock=lambda: now, verify=verify, note=faults.of("note", lambda _: None),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.server import app, start_checks
+from kvdepot.server import app
 from kvdepot.server.config import load
 
 TIER = '[[tier]]\nname = "{name}"\nkind = "disk"\npath = "{path}"\ncapacity = "64MiB"\n'
@@ -216,7 +216,7 @@ def test_a_filter_that_does_not_know_faccessat2_refuses_no_start(
     def filtered(path: os.PathLike[str], mode: int, *, effective_ids: bool = False) -> bool:
         return not effective_ids and access(path, mode)
 
-    monkeypatch.setattr(start_checks.os, "access", filtered)
+    monkeypatch.setattr(os, "access", filtered)
     file = host.config("")
     assert [judged(verb, file, capfd)[0] for verb in ("check-config", "serve")] == [0, 0]
 

@@ -44,7 +44,8 @@ def check_host(config: Config) -> None:
 
 def host_problems(config: Config, boot_id: bytes) -> Iterator[KvDepotError]:
     """Everything that `check_host` and `check_arena_of` would raise."""
-    for check in (*_checks(config), partial(check_arena_of, config, boot_id)):
+    checks: list[Callable[[], object]] = [*_checks(config), partial(check_arena_of, config, boot_id)]
+    for check in checks:
         try:
             check()
         except KvDepotError as error:
