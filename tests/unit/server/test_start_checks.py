@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.server import app, start_checks
+from kvdepot.server import app
 from kvdepot.server.config import load
 
 TIER = '[[tier]]\nname = "{name}"\nkind = "disk"\npath = "{path}"\ncapacity = "64MiB"\n'
