@@ -61,25 +61,22 @@ def test_the_scrubber_reads_on_after_any_part_of_it_raised(name: str) -> None:
     def after(sequence: int, count: int) -> list[int]:
         return [handle for handle in handles if handle > sequence][:count]
 
-    def sequence_of(handle: int) -> int:
-        return handle
-
-    def stored_bytes(handle: int) -> int:
-        return 4096
-
-    def note(position: int) -> None:
-        pass
-
     def verify(handle: int, done: Callable[[], None]) -> None:
         read.append(handle)
         done()
 
+    def same(handle: int) -> int:
+        return handle
+
+    def page(_: int) -> int:
+        return 4096
+
     objects: Any = SimpleNamespace(
-        after=faults.of("after", after), sequence=faults.of("sequence", sequence_of),
-        stored_bytes=faults.of("stored_bytes", stored_bytes),
+        after=faults.of("after", after), sequence=faults.of("sequence", same),
+        stored_bytes=faults.of("stored_bytes", page),
     )  # fmt: skip
     scrubber = Scrubber(
-        objects, bytes_per_second=4096, clock=lambda: now, verify=verify, note=faults.of("note", note),
+        objects, bytes_per_second=4096, clock=lambda: now, verify=verify, note=faults.of("note", lambda _: None),
         usable=faults.of("usable", lambda: True),
     )  # fmt: skip
     faults.armed = True
