@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes.util
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from demo.engine import ROOT
 from demo.toys import DENSE, GEMMA3, GEMMA4, GPT_OSS, HYBRID, MISTRAL
+from tests.chaos.patience import patience
 from tests.e2e.fleet import Fleet
 
 E2E_TIMEOUT_SECONDS = 300
@@ -29,6 +31,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if missing:
                 item.add_marker(pytest.mark.skip(reason="vLLM's CPU build needs libnuma1: make system-deps"))
     items.sort(key=lambda item: item.path.name not in FIRST)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """A test has more time, by its own timeout too, while the machine is busy. Asked when the test begins."""
+    timeout = item.get_closest_marker("timeout")
+    if timeout is not None and Path(__file__).parent in item.path.parents:
+        item.add_marker(pytest.mark.timeout(timeout.args[0] * patience()), append=False)
+    return (yield)
 
 
 @pytest.fixture(scope="session")

@@ -155,7 +155,7 @@ def test_p4_engines_that_were_restarted_load_what_they_stored(fleet: Fleet) -> N
     fleet.settle()
     for name in ENGINES:
         fleet.end(name)
-    fleet.launch(ENGINES)
+    fleet.launch(ENGINES, fresh=True)
     for name in ENGINES:
         loaded = fleet.ask(fleet.engine(name), prompts[name])
         assert (loaded.external_tokens, loaded.tokens) == (2048, cold[name])
