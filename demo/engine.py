@@ -157,11 +157,17 @@ class Engine:
     """One engine process group. Not thread-safe, but commands may overlap (`begin`)."""
 
     def __init__(
-        self, options: EngineOptions, log: Path, start: Callable[[EngineOptions, Path], EngineProcess] = start_process
+        self,
+        options: EngineOptions,
+        log: Path,
+        start: Callable[[EngineOptions, Path], EngineProcess] = start_process,
+        patience: Callable[[], float] = lambda: 1.0,
     ) -> None:
+        """`patience`: how many times as long as usual an answer may take, asked for each wait."""
         self.options = options
         self.log = log
         self._start_process = start
+        self._patience = patience
         self.ready: dict[str, Any] = {}
         self._ids = itertools.count(1)
         self._names = itertools.count(1)
@@ -213,10 +219,11 @@ class Engine:
         return answer
 
     def _result(self, answer: Future[Any], timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> Any:
+        seconds = timeout_seconds * self._patience()
         try:
-            return answer.result(timeout_seconds)
+            return answer.result(seconds)
         except TimeoutError as error:
-            raise EngineProcessError(f"no answer within {timeout_seconds} s; the engine's log is {self.log}") from error
+            raise EngineProcessError(f"no answer within {seconds:.0f} s; the engine's log is {self.log}") from error
 
     def begin(
         self,
@@ -264,12 +271,11 @@ class Engine:
 
     def reset_prefix_cache(self, timeout_seconds: float = 60.0) -> None:
         """Empty the engine's own cache; repeated while blocks are pinned (vLLM then answers False)."""
-        until = time.monotonic() + timeout_seconds
+        seconds = timeout_seconds * self._patience()
+        until = time.monotonic() + seconds
         while not self._result(self._send("reset_prefix_cache", reset_connector=False)):
             if time.monotonic() > until:
-                raise EngineProcessError(
-                    f"reset_prefix_cache still refused after {timeout_seconds} s (log: {self.log})"
-                )
+                raise EngineProcessError(f"reset_prefix_cache still refused after {seconds:.0f} s (log: {self.log})")
             time.sleep(0.02)
 
     def reset_connector(self) -> None:

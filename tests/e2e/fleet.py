@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -147,22 +148,27 @@ class Fleet:
         """
         start = start_process if fresh else start_forked
         starting = {
-            name: Engine(self._options[name], self.log(name), start) for name in names if name not in self._running
+            name: Engine(self._options[name], self.log(name), start, patience)
+            for name in names
+            if name not in self._running
         }
-        try:
+        with ExitStack() as stack:  # also where a test's timeout ends a set-up: nothing stays that no test knows
+            for name, engine in starting.items():
+                stack.callback(self._drop, name, engine)
             launched = {name: _launch(engine) for name, engine in starting.items()}
             for name, engine in starting.items():
                 try:
                     _wait_ready(engine, launched[name])
                 except EngineProcessError as error:
                     self.refused[name] = error
+                    engine.kill()
                 else:
                     self._running[name] = engine
                     self._fresh.add(name)
-        finally:  # also of a set-up that a test's timeout ends: nothing stays that no test knows
-            for name, engine in starting.items():
-                if name not in self._running:
-                    engine.kill()
+
+    def _drop(self, name: str, engine: Engine) -> None:
+        if self._running.get(name) is not engine:
+            engine.kill()
 
     def start(self, name: str, *, fresh: bool = False) -> Engine:
         """Start an engine that does not run. Raise EngineProcessError where it does not serve."""
@@ -278,6 +284,7 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in list(self._running):
-            self.end(name, kill=True)
-        self.daemon.close()
+        with ExitStack() as stack:  # whatever one of them raises
+            stack.callback(self.daemon.close)
+            for name in self._running:
+                stack.callback(self.end, name, kill=True)

@@ -20,7 +20,7 @@ from demo.engine import ROOT, EngineOptions, EngineProcess, EngineProcessError, 
 from tests.chaos.patience import patience
 from tests.e2e.fork_server import FRONT, PRELOAD, Client, NoForkError, same_at_import, server_environment
 
-FORK_TIMEOUT_SECONDS = 60.0
+FORK_TIMEOUT_SECONDS = 120.0
 """The first copy waits for the server's own imports."""
 _SERVE = "import sys; from tests.e2e.fork_server import serve; serve(*map(int, sys.argv[1:3]), *sys.argv[3:])()"
 
