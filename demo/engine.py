@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Protocol, Self
 
 from demo.toys import CONTEXT_TOKENS_MAX, Toy
 
@@ -131,30 +131,56 @@ def depot_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
     }
 
 
+class EngineProcess(Protocol):
+    """The front of an engine: the part of `subprocess.Popen` that `Engine` needs. It leads a process group."""
+
+    pid: int
+    stdin: IO[str] | None
+    stdout: IO[str] | None
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def start_process(options: EngineOptions, log: Path) -> EngineProcess:
+    """Start the front of an engine as a fresh process."""
+    with log.open("a") as stderr:
+        return subprocess.Popen(
+            [sys.executable, "-m", "demo.engine_process", json.dumps(options.engine_arguments())],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=ROOT,
+            env=options.process_environment(), process_group=0,  # no session of its own: see `Daemon.start`
+        )  # fmt: skip
+
+
 class Engine:
     """One engine process group. Not thread-safe, but commands may overlap (`begin`)."""
 
-    def __init__(self, options: EngineOptions, log: Path) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        log: Path,
+        start: Callable[[EngineOptions, Path], EngineProcess] = start_process,
+        patience: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        """`patience`: how many times as long as usual an answer may take, asked for each wait."""
         self.options = options
         self.log = log
+        self._start_process = start
+        self._patience = patience
         self.ready: dict[str, Any] = {}
         self._ids = itertools.count(1)
         self._names = itertools.count(1)
         self._waiting: dict[int, Future[Any]] = {}
         self._finished = 0
-        self._process: subprocess.Popen[str] | None = None
+        self._process: EngineProcess | None = None
 
     def launch(self) -> Future[Any]:
         """Start the process; the future resolves when the engine serves."""
         assert self._process is None
         ready: Future[Any] = Future()
         self._waiting[0] = ready
-        with self.log.open("a") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "demo.engine_process", json.dumps(self.options.engine_arguments())],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
-                env=self.options.process_environment(), process_group=0,  # no session of its own: see `Daemon.start`
-            )  # fmt: skip
+        self._process = self._start_process(self.options, self.log)
         threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         return ready
 
@@ -165,7 +191,7 @@ class Engine:
         self.wait_ready(self.launch())
         return self
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
+    def _read(self, process: EngineProcess) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             answer = json.loads(line)
@@ -193,10 +219,11 @@ class Engine:
         return answer
 
     def _result(self, answer: Future[Any], timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> Any:
+        seconds = timeout_seconds * self._patience()
         try:
-            return answer.result(timeout_seconds)
+            return answer.result(seconds)
         except TimeoutError as error:
-            raise EngineProcessError(f"no answer within {timeout_seconds} s; the engine's log is {self.log}") from error
+            raise EngineProcessError(f"no answer within {seconds:.0f} s; the engine's log is {self.log}") from error
 
     def begin(
         self,
@@ -244,12 +271,11 @@ class Engine:
 
     def reset_prefix_cache(self, timeout_seconds: float = 60.0) -> None:
         """Empty the engine's own cache; repeated while blocks are pinned (vLLM then answers False)."""
-        until = time.monotonic() + timeout_seconds
+        seconds = timeout_seconds * self._patience()
+        until = time.monotonic() + seconds
         while not self._result(self._send("reset_prefix_cache", reset_connector=False)):
             if time.monotonic() > until:
-                raise EngineProcessError(
-                    f"reset_prefix_cache still refused after {timeout_seconds} s (log: {self.log})"
-                )
+                raise EngineProcessError(f"reset_prefix_cache still refused after {seconds:.0f} s (log: {self.log})")
             time.sleep(0.02)
 
     def reset_connector(self) -> None:

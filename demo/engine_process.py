@@ -164,7 +164,7 @@ class EngineService:
         return self._totals.as_json()
 
 
-async def _main(arguments: dict[str, Any], answers: TextIO) -> None:
+async def _serve(arguments: dict[str, Any], answers: TextIO) -> None:
     made: list[Totals] = []
 
     def totals(vllm_config: Any, engine_index: int = 0) -> Totals:
@@ -184,8 +184,12 @@ async def _main(arguments: dict[str, Any], answers: TextIO) -> None:
         engine.shutdown(timeout=10)
 
 
-if __name__ == "__main__":
+def main(arguments: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     private = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    asyncio.run(_main(json.loads(sys.argv[1]), private))
+    asyncio.run(_serve(arguments, private))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +18,14 @@ from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.explain import record_lines
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.core.errors import NotFound
+from kvdepot.core.report import SessionStatus
 
 from demo.daemon import Daemon, DaemonProcessError, Served
-from demo.engine import LOAD_ALWAYS, Answer, Engine, EngineOptions, EngineProcessError, depot_connector
+from demo.engine import LOAD_ALWAYS, Answer, Engine, EngineOptions, EngineProcessError, depot_connector, start_process
 from demo.scenarios import await_lookups
 from demo.toys import Toy, make_toy, prompt
+from tests.e2e.forked import start_forked
+from tests.rigs.patience import patience
 
 CONFIGURATION = 'capacity = "1GiB"\n'
 """Room for all that the tests of a session store: nothing goes that one of them expects to find."""
@@ -29,6 +36,9 @@ FREE_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 TRIES = 4
 TOLD_TIMEOUT_SECONDS = 10.0
 
+
+START_TIMEOUT_SECONDS = 120.0
+ATTACH_TIMEOUT_SECONDS = 60.0
 
 AuditMark = dict[Path, int]
 """Lines by audit file."""
@@ -52,6 +62,36 @@ class Loaded:
     @property
     def local_tokens(self) -> int:
         return self.answer.local_tokens
+
+
+def attached(sessions: Sequence[SessionStatus], engines: Sequence[AbstractSet[int]]) -> bool:
+    """Whether each of these, by the pids of its processes, has one session with all ranks, and nobody's is left over.
+
+    A session of another process that lives is not ours to wait for.
+    """
+    for processes in engines:
+        own = [session for session in sessions if not processes.isdisjoint(session.pids)]
+        if [(one.scheduler_attached, one.ranks_attached == one.world_size) for one in own] != [(True, True)]:
+            return False
+    return all(any(Path(f"/proc/{pid}").exists() for pid in session.pids) for session in sessions)
+
+
+def _launch(engine: Engine) -> Future[Any]:
+    try:
+        return engine.launch()
+    except EngineProcessError as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed
+
+
+def _wait_ready(engine: Engine, launched: Future[Any]) -> None:
+    began = time.monotonic()
+    while not wait([launched], 1.0).done:
+        seconds = time.monotonic() - began
+        if seconds > START_TIMEOUT_SECONDS * patience():
+            raise EngineProcessError(f"not ready after {seconds:.0f} s (log: {engine.log})")
+    engine.wait_ready(launched)
 
 
 class Fleet:
@@ -100,27 +140,40 @@ class Fleet:
             self.daemon.start()
         return self.daemon
 
-    def launch(self, names: Iterable[str]) -> None:
-        """Fresh processes of engines that do not run, side by side: most of a start is one core importing.
+    def launch(self, names: Iterable[str], *, fresh: bool = False) -> None:
+        """Start engines that do not run, side by side. Return when each serves or is among the `refused`.
 
-        Returns when all serve, or are among the `refused`.
+        Args:
+            fresh: whether to start them as a user does, from processes that share nothing with other engines'.
         """
-        starting = {name: Engine(self._options[name], self.log(name)) for name in names if name not in self._running}
-        ready = {name: engine.launch() for name, engine in starting.items()}
-        for name, engine in starting.items():
-            try:
-                engine.wait_ready(ready[name])
-            except EngineProcessError as error:
-                engine.kill()
-                self.refused[name] = error
-            else:
-                self._running[name] = engine
-                self._fresh.add(name)
+        start = start_process if fresh else start_forked
+        starting = {
+            name: Engine(self._options[name], self.log(name), start, patience)
+            for name in names
+            if name not in self._running
+        }
+        with ExitStack() as stack:  # also where a test's timeout ends a set-up: nothing stays that no test knows
+            for name, engine in starting.items():
+                stack.callback(self._drop, name, engine)
+            launched = {name: _launch(engine) for name, engine in starting.items()}
+            for name, engine in starting.items():
+                try:
+                    _wait_ready(engine, launched[name])
+                except EngineProcessError as error:
+                    self.refused[name] = error
+                    engine.kill()
+                else:
+                    self._running[name] = engine
+                    self._fresh.add(name)
 
-    def start(self, name: str) -> Engine:
-        """A fresh process of an engine that does not run. Raises EngineProcessError where it does not serve."""
+    def _drop(self, name: str, engine: Engine) -> None:
+        if self._running.get(name) is not engine:
+            engine.kill()
+
+    def start(self, name: str, *, fresh: bool = False) -> Engine:
+        """Start an engine that does not run. Raise EngineProcessError where it does not serve."""
         assert name not in self._running
-        self.launch([name])
+        self.launch([name], fresh=fresh)
         if name in self.refused:
             raise self.refused.pop(name)
         return self._running[name]
@@ -161,8 +214,13 @@ class Fleet:
         return engine
 
     def wait_attached(self) -> None:
-        """Every engine that runs is, and no other."""
-        self.daemon.wait_attached(len(self._running))
+        """Wait until the engines that run are attached, and those that have ended are not."""
+        engines = [set(engine.processes()) for engine in self._running.values()]
+        self.daemon.wait(
+            lambda status: attached(status.sessions, engines),
+            ATTACH_TIMEOUT_SECONDS * patience(),
+            f"attached to {engines}",
+        )
 
     def end(self, name: str, *, kill: bool = False) -> None:
         """Stop an engine's processes, orderly or not; `engine(name)` starts new ones."""
@@ -171,7 +229,9 @@ class Fleet:
             engine.kill() if kill else engine.close()
 
     def restart(self, name: str, *, kill: bool = False) -> Engine:
+        """Start an engine anew as a user does: it computes each key again, with another seed of `hash()`."""
         self.end(name, kill=kill)
+        self.start(name, fresh=True)
         return self.engine(name)
 
     def settle(self, **how: Any) -> None:
@@ -224,6 +284,7 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for name in list(self._running):
-            self.end(name, kill=True)
-        self.daemon.close()
+        with ExitStack() as stack:  # whatever one of them raises
+            stack.callback(self.daemon.close)
+            for name in self._running:
+                stack.callback(self.end, name, kill=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from kvdepot.core.calls import Kind
 
@@ -17,6 +20,14 @@ BLOCK = 32  # of the engine here, so that local hits end inside chunks
 @pytest.fixture
 def engine(fleet: Fleet) -> Engine:
     return fleet.engine("dense")
+
+
+def test_every_process_of_an_engine_is_forked(engine: Engine) -> None:
+    """Else this vLLM sets a variable that the fork server does not know, and starts are slow again."""
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engine.processes()}
+    front, core, worker = sorted(pid for pid, title in titles.items() if title.startswith((b"VLLM", b"fork server")))
+    parents = [re.findall(r"PPid:\s*(\d+)", Path(f"/proc/{pid}/status").read_text()) for pid in (front, core, worker)]
+    assert parents[0] == parents[1] == parents[2]
 
 
 @pytest.mark.requirement("P4")

@@ -159,7 +159,7 @@ def test_engines_that_were_restarted_load_what_they_stored(fleet: Fleet) -> None
     fleet.settle()
     for name in ENGINES:
         fleet.end(name)
-    fleet.launch(ENGINES)
+    fleet.launch(ENGINES, fresh=True)
     for name in ENGINES:
         loaded = fleet.ask(fleet.engine(name), prompts[name])
         assert (loaded.external_tokens, loaded.tokens) == (2048, cold[name])

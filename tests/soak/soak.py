@@ -27,9 +27,9 @@ IN_FLIGHT = 6
 STARTED_AT_ONCE = 2
 REQUEST_SECONDS_MAX = 240.0
 FAULT_SECONDS = 4.0
-FIRST_KILL_SECONDS = 60.0
-REST_SECONDS = 150.0
-"""From an engine's return to the next one's end: beside three others on two cores a start takes a minute or more."""
+FIRST_KILL_SECONDS = 20.0
+REST_SECONDS = 100.0
+"""From an engine's return to the next one's end: in five minutes one of four engines lives through, for its memory."""
 SAMPLE_SECONDS = 2.0
 TICK_SECONDS = 0.02
 FINDINGS_MAX = 5
@@ -93,6 +93,7 @@ class Soak:
         self._faults = Random(f"{seed}-faults")
         self._plant = plant
         self._asking = True  # until the load ends
+        self._deck: list[Callable[[], None]] = []  # faults to come, in an order that was drawn: none is left out
         self._rested_at = 0.0  # then the next engine is killed
         self._say = say
         self._memory = Memory()
@@ -193,12 +194,15 @@ class Soak:
     # --- faults
 
     def _fault(self) -> None:
-        faults = [self._abort] * 6 + [self._reset] * 3 + [self._kill_daemon] * 2
         if self._plant:
-            faults = [self._damage]
+            self._damage()
         elif time.monotonic() >= self._rested_at and not any(one.starting for one in self._driven.values()):
-            faults = [self._kill_engine]
-        self._faults.choice(faults)()
+            self._kill_engine()
+        else:
+            if not self._deck:
+                self._deck = [self._abort] * 6 + [self._reset] * 3 + [self._kill_daemon] * 2
+                self._faults.shuffle(self._deck)
+            self._deck.pop()()
 
     def _some(self) -> tuple[Driven, Engine] | None:
         alive = [(one, one.engine) for one in self._driven.values() if one.engine is not None]
