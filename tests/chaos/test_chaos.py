@@ -127,7 +127,7 @@ def test_every_invariant_holds_in_a_minute_of_chaos(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8")
-@pytest.mark.long
+@pytest.mark.long(seconds=330)
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_every_invariant_holds_in_five_minutes_of_chaos(nodes: int, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_the_daemon_is_killed_at_random_moments(write: str, seed: int) -> None:
 
 
 @pytest.mark.requirement("T2", "I1")
-@pytest.mark.long
+@pytest.mark.long(seconds=290)
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("write", POLICIES)
 def test_the_daemon_is_killed_at_200_random_moments(write: str, seed: int) -> None:
@@ -134,7 +134,7 @@ def test_io_workers_are_killed_or_stopped_at_random_moments(number: signal.Signa
 
 
 @pytest.mark.requirement("I6", "I1a")
-@pytest.mark.long
+@pytest.mark.long(seconds=60)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 def test_io_workers_are_killed_or_stopped_at_100_random_moments(number: signal.Signals, seed: int) -> None:

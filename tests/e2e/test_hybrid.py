@@ -216,7 +216,7 @@ def test_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(flee
 
 
 @pytest.mark.requirement("P4")
-@pytest.mark.long
+@pytest.mark.long(seconds=220)
 @pytest.mark.timeout(1200)
 def test_ten_of_ten_across_ten_restarts(fleet: Fleet, engine: Engine) -> None:
     prompts = [fleet.prompt(tokens) for tokens in LENGTHS]

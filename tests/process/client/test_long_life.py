@@ -31,7 +31,7 @@ def test_hundreds_of_engines_of_a_living_process_leave_nothing() -> None:
 
 
 @pytest.mark.requirement("I5")
-@pytest.mark.long
+@pytest.mark.long(seconds=LONG_SECONDS)
 @pytest.mark.timeout(LONG_SECONDS + 300)
 def test_thousands_of_engines_of_one_process_leave_both_flat() -> None:
     with LongLife(say=print) as life:

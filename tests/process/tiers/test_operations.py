@@ -126,7 +126,7 @@ def test_a_disk_tier_works_where_directories_cannot_be_synced(fuse: FuseDirector
 
 
 @needs_fuse
-@pytest.mark.long
+@pytest.mark.long(seconds=6)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -138,7 +138,7 @@ def test_every_call_may_be_refused_in_every_way(fuse: FuseDirectory, kind: str, 
 
 
 @needs_fuse
-@pytest.mark.long
+@pytest.mark.long(seconds=6)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("operation", OPERATIONS)
