@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from types import FrameType
 
@@ -62,9 +63,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left = config.getoption("--sample-seconds")
     if left is None:
         return
-    drawn, chosen = sorted(items, key=lambda item: item.nodeid), set[pytest.Item]()
-    random.Random(RUN_SEED).shuffle(drawn)
-    for item in drawn:
+    shuffled, turns, chosen = sorted(items, key=lambda item: item.nodeid), Counter[str](), set[pytest.Item]()
+    random.Random(RUN_SEED).shuffle(shuffled)
+    drawn = list[tuple[int, pytest.Item]]()  # one case of each test before any other of it
+    for item in shuffled:
+        name = item.nodeid.partition("[")[0]
+        drawn.append((turns[name], item))
+        turns[name] += 1
+    for _, item in sorted(drawn, key=lambda one: one[0]):
         marker = item.get_closest_marker("long")
         seconds = marker.kwargs.get("seconds", LONG_SECONDS) if marker else 0.0
         if seconds <= left:
