@@ -1,70 +1,112 @@
-"""Which tests have to notice a change of which modules. The first pattern that fits a module counts."""
+"""Which tests have to notice a change of which modules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-_ENGINE: Final = (
-    "tests/unit/test_engine_*.py", "tests/unit/test_call_turns.py", "tests/unit/test_lent_extents.py",
-    "tests/stateful/test_engine_model.py", "tests/stateful/test_tier_model.py", "tests/stateful/test_quota_model.py",
-    "tests/stateful/test_shared_model.py",
-)  # fmt: skip
-_PROCESSES: Final = (
-    "tests/contract/test_attach_socket.py", "tests/unit/test_engine_watches.py", "tests/unit/test_engine_sessions.py",
-    "tests/unit/test_engine_departures.py", "tests/stateful/test_attach_model.py",
-)  # fmt: skip
-_CONNECTOR: Final = (
-    "tests/unit/test_vllm_*.py", "tests/contract/test_connector_*.py", "tests/stateful/test_connector_orders.py",
-)  # fmt: skip
-_CLIENT: Final = (
-    "tests/unit/test_client_*.py", "tests/unit/test_call_socket.py", "tests/contract/test_client_*.py",
-    "tests/contract/test_lost_replies.py",
-)  # fmt: skip
-ROOMS: Final[dict[str, Sequence[str]]] = {
-    "server/kvdepot/server/engine/*.py": _ENGINE,
-    "server/kvdepot/server/attach.py": _PROCESSES,
-    "server/kvdepot/server/processes.py": _PROCESSES,
-    "server/kvdepot/server/rpc/*.py": ("tests/unit/test_call_*.py", "tests/contract/test_rpc.py"),
-    "server/kvdepot/server/populate.py": ("tests/unit/test_populate.py", "tests/unit/test_arena_file.py"),
-    "server/kvdepot/server/io/*keeper*.py": ("tests/unit/test_shared_*.py", "tests/stateful/test_keeper*.py"),
-    "server/kvdepot/server/io/*.py": (
-        "tests/unit/test_io_*.py", "tests/unit/test_codecs.py", "tests/contract/test_io_*.py",
-        "tests/contract/test_hung_files.py",
+
+class Room(NamedTuple):
+    """Modules and their tests, as patterns of paths below the root."""
+
+    modules: Sequence[str]
+    tests: Sequence[str]
+
+
+_SERVER: Final = "server/kvdepot/server"
+_CLIENT: Final = "client/kvdepot/client"
+ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that names it
+    "processes": Room(
+        (
+            f"{_SERVER}/attach.py", f"{_SERVER}/processes.py", f"{_SERVER}/guard.py", f"{_SERVER}/engine/sessions.py",
+            f"{_SERVER}/engine/departures.py",
+        ),
+        (
+            "tests/unit/test_guard.py", "tests/unit/test_accepting.py", "tests/unit/test_engine_watches.py",
+            "tests/unit/test_engine_sessions.py", "tests/unit/test_engine_departures.py",
+            "tests/unit/test_daemon_exceptions.py", "tests/contract/test_attach_socket.py",
+            "tests/contract/test_scarce_descriptors.py", "tests/stateful/test_attach_model.py",
+        ),
     ),
-    "server/kvdepot/server/tiers/disk/*.py": (
-        "tests/unit/test_disk_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py",
+    "engine": Room(
+        (f"{_SERVER}/engine/*.py",),
+        (
+            "tests/unit/test_engine_*.py", "tests/unit/test_call_turns.py", "tests/unit/test_lent_extents.py",
+            "tests/unit/test_eviction.py", "tests/stateful/test_engine_model.py", "tests/stateful/test_tier_model.py",
+            "tests/stateful/test_quota_model.py", "tests/stateful/test_shared_model.py",
+        ),
     ),
-    "server/kvdepot/server/tiers/shared/*.py": (
-        "tests/unit/test_shared_*.py", "tests/stateful/test_keeper*.py", "tests/stateful/test_shared_*.py",
-        "tests/contract/test_shared_*.py",
+    "rpc": Room((f"{_SERVER}/rpc/*.py",), ("tests/unit/test_call_*.py", "tests/contract/test_rpc.py")),
+    "arena": Room((f"{_SERVER}/populate.py",), ("tests/unit/test_populate.py", "tests/unit/test_arena_file.py")),
+    "io": Room(
+        (f"{_SERVER}/io/*.py",),
+        (
+            "tests/unit/test_io_*.py", "tests/unit/test_codecs.py", "tests/unit/test_child_stream.py",
+            "tests/unit/test_durable_files.py", "tests/unit/test_file_room.py", "tests/unit/test_lent_extents.py",
+            "tests/unit/test_objectfile.py", "tests/unit/test_tier_trouble.py", "tests/contract/test_io_*.py",
+            "tests/contract/test_hung_*.py", "tests/contract/test_stream_proxy.py",
+            "tests/contract/test_children_of_a_killed_daemon.py",
+        ),
     ),
-    "server/kvdepot/server/tiers/*.py": (
-        "tests/unit/test_disk_*.py", "tests/unit/test_shared_*.py", "tests/unit/test_tier_*.py",
+    "disk": Room(
+        (f"{_SERVER}/tiers/disk/*.py",),
+        (
+            "tests/unit/test_disk_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py",
+            "tests/contract/test_disk_*.py", "tests/contract/test_tier_*.py",
+        ),
     ),
-    "client/kvdepot/client/vllm/*.py": _CONNECTOR,
-    "client/kvdepot/client/*.py": _CLIENT,
+    "shared": Room(
+        (f"{_SERVER}/tiers/shared/*.py", f"{_SERVER}/tiers/shared/keeper/*.py"),
+        (
+            "tests/unit/test_shared_*.py", "tests/unit/test_keeper_*.py", "tests/unit/test_late_janitor.py",
+            "tests/stateful/test_keeper*.py", "tests/stateful/test_shared_*.py", "tests/stateful/test_slow_keepers.py",
+            "tests/contract/test_shared_*.py", "tests/contract/test_tier_*.py",
+        ),
+    ),
+    "tiers": Room(
+        (f"{_SERVER}/tiers/*.py",),
+        (
+            "tests/unit/test_disk_*.py", "tests/unit/test_shared_*.py", "tests/unit/test_tier_*.py",
+            "tests/contract/test_tier_*.py",
+        ),
+    ),
+    "connector": Room(
+        (f"{_CLIENT}/vllm/*.py",),
+        (
+            "tests/unit/test_vllm_*.py", "tests/unit/test_review_connector.py", "tests/contract/test_connector_*.py",
+            "tests/stateful/test_connector_orders.py",
+        ),
+    ),
+    "copy": Room(
+        (f"{_CLIENT}/copy/*.py",),
+        ("tests/unit/test_copiers.py", "tests/unit/test_copy_*.py", "tests/contract/test_connector_device.py"),
+    ),
+    "client": Room(
+        (f"{_CLIENT}/*.py", f"{_CLIENT}/transports/*.py"),
+        (
+            "tests/unit/test_client_*.py", "tests/unit/test_call_socket.py", "tests/contract/test_client_*.py",
+            "tests/contract/test_lost_replies.py", "tests/contract/test_operator_export.py",
+        ),
+    ),
 }  # fmt: skip
 
 
+def room_of(path: Path) -> str | None:
+    return next((name for name, room in ROOMS.items() if any(map(path.match, room.modules))), None)
+
+
 def modules(root: Path, patterns: Sequence[str]) -> list[Path]:
-    """Modules with a room that fit one of the patterns (none: all of them), relative to the root."""
+    """Modules of rooms that a pattern fits, or a room's name (none: all of them), relative to the root."""
     every = [path.relative_to(root) for top in ("server", "client") for path in (root / top).rglob("*.py")]
-    chosen = [path for path in every if not patterns or any(fnmatch(str(path), pattern) for pattern in patterns)]
-    return sorted(path for path in chosen if room(path) is not None)
+    return sorted(
+        path
+        for path in every
+        if (room := room_of(path)) is not None and (not patterns or room in patterns or any(map(path.match, patterns)))
+    )
 
 
-def room(path: Path) -> Sequence[str] | None:
-    """The patterns of its tests."""
-    return next((tests for pattern, tests in ROOMS.items() if fnmatch(str(path), pattern)), None)
-
-
-def files_of(root: Path, path: Path) -> list[str]:
-    """The files of its tests; those that have its name first, so that most changes are noticed soon."""
-    found = [file for pattern in room(path) or () for file in sorted(root.glob(pattern))]
-    stem = path.stem.removeprefix("_").rstrip("s")
-    return [
-        str(file.relative_to(root)) for file in sorted(dict.fromkeys(found), key=lambda file: stem not in file.stem)
-    ]
+def files_of(root: Path, room: str) -> list[str]:
+    """The files of its tests."""
+    files = {file for pattern in ROOMS[room].tests for file in root.glob(pattern)}
+    return [str(file.relative_to(root)) for file in sorted(files)]
