@@ -9,10 +9,12 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import math
 import os
 import select
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +24,7 @@ import pytest
 from tests.mutants.watching import Noted, Noting, Trying
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_REAP_MS: Final = 50
 
 
 def serve() -> None:
@@ -48,29 +51,33 @@ def _run(task: dict[str, Any]) -> int | None:
     process = os.fork()
     if process == 0:
         _test(task)
-    pidfd = os.pidfd_open(process)
     poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
     poll.register(0, select.POLLHUP)  # nobody waits for an answer any more
-    seconds = task["seconds"]
-    events = poll.poll(None if seconds is None else 1000 * seconds)
-    os.close(pidfd)
-    ended = any(descriptor == pidfd for descriptor, _ in events)
-    status = _end(process)
-    return os.waitstatus_to_exitcode(status) if ended else None
+    over = math.inf if task["seconds"] is None else time.monotonic() + task["seconds"]
+    status = None
+    while status is None and time.monotonic() < over and not poll.poll(_REAP_MS):
+        status = _reap(process)
+    _end()
+    return None if status is None else os.waitstatus_to_exitcode(status)
 
 
-def _end(process: int) -> int:
-    """It and what it has started, in whatever session, end; its status."""
-    status = 0
+def _reap(process: int) -> int | None:
+    """Tests wait for the end of what they have killed. The status of this process, if it has ended."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == process:
+                return ended[1]
+    return None
+
+
+def _end() -> None:
+    """What was started, in whatever session, ends."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     while pids := [int(pid) for pid in children.read_text().split()]:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:
-            _, ended = os.waitpid(pid, 0)
-            status = ended if pid == process else status
-    return status
+            os.waitpid(pid, 0)
 
 
 def _test(task: dict[str, Any]) -> None:

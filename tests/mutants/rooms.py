@@ -23,10 +23,10 @@ ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that name
             f"{_SERVER}/engine/departures.py",
         ),
         (
-            "tests/unit/test_guard.py", "tests/unit/test_accepting.py", "tests/unit/test_engine_watches.py",
-            "tests/unit/test_engine_sessions.py", "tests/unit/test_engine_departures.py",
-            "tests/unit/test_daemon_exceptions.py", "tests/contract/test_attach_socket.py",
-            "tests/contract/test_scarce_descriptors.py", "tests/stateful/test_attach_model.py",
+            "tests/unit/test_guard.py", "tests/unit/test_accepting.py", "tests/unit/test_arena_file.py",
+            "tests/unit/test_daemon_exceptions.py", "tests/unit/test_engine_*.py",
+            "tests/contract/test_attach_socket.py", "tests/contract/test_scarce_descriptors.py",
+            "tests/stateful/test_attach_model.py",
         ),
     ),
     "engine": Room(
