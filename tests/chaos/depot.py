@@ -28,10 +28,10 @@ from kvdepot.server.tiers.disk.records import SEQUENCE_BITS
 from tests.chaos.patience import patience
 from tests.chaos.shared_directory import SHARED_CAPACITY, SharedDirectory
 from tests.chaos.stepped_clock import ALLOWED_SECONDS, WallClock
-from tests.daemon_process import DaemonProcess
-from tests.disk_world import children
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
-from tests.raw_client import status_of
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.disk_daemon import children
+from tests.rigs.raw_client import status_of
 
 TIER: Final = "medium"
 LEASE_SECONDS: Final = 3.0

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tests.known_objects import Known
+from tests.rigs.known_objects import Known
 
 
 @dataclass(frozen=True, slots=True)

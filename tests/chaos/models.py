@@ -13,7 +13,7 @@ from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import Planner
 
-from tests.known_objects import Known, content
+from tests.rigs.known_objects import Known, content
 
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 16

@@ -37,7 +37,7 @@ from tests.chaos.messages import Command, Copied, Fill, Free, Load, Placed, Rank
 from tests.chaos.models import BLOCKS, MODELS, Model
 from tests.chaos.patience import patience
 from tests.chaos.process_clock import ProcessClock, queued_seconds
-from tests.known_objects import Known, prompt
+from tests.rigs.known_objects import Known, prompt
 
 REQUESTS_MAX = 3
 LOCATE_SECONDS = 0.5

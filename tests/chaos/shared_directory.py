@@ -12,7 +12,7 @@ from kvdepot.core.objectfile import HEADER_BYTES, ObjectDamageError, ObjectHeade
 from kvdepot.core.units import parse_size_bytes
 from kvdepot.server.tiers.shared import layout
 
-from tests.disk_world import medium_bytes
+from tests.rigs.disk_daemon import medium_bytes
 
 SHARED_CAPACITY: Final = "128MiB"
 _LOOKS: Final = 5

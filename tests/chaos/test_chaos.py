@@ -46,8 +46,8 @@ from tests.chaos.process_clock import queued_seconds
 from tests.chaos.scheduler import Scheduler
 from tests.chaos.stepped_clock import WallClock
 from tests.chaos.watch import Judge, Watch, accounts, degraded, owed
-from tests.daemon_process import DaemonProcess
-from tests.fakes.disk_rig import PAGE, DiskRig, flip
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.disk_rig import PAGE, DiskRig, flip
 
 ROOT = Path(__file__).parents[2]
 _END_SECONDS: Final = 90.0
@@ -110,15 +110,17 @@ def _holds(tmp_path: Path, seconds: int, faults_min: int, *, nodes: int) -> None
     assert min(counts[name] for name in ("hits", "commit_committed", "checked_objects", "checked_bytes")) > 0
 
 
+@pytest.mark.requirement("I1")
 @pytest.mark.timeout(900)
-def test_i1_to_i8_hold_in_a_minute_of_chaos(tmp_path: Path) -> None:
+def test_to_i8_hold_in_a_minute_of_chaos(tmp_path: Path) -> None:
     _holds(tmp_path, 60, faults_min=3, nodes=2)
 
 
+@pytest.mark.requirement("I1")
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_i1_to_i8_hold_in_five_minutes_of_chaos(nodes: int, tmp_path: Path) -> None:
+def test_to_i8_hold_in_five_minutes_of_chaos(nodes: int, tmp_path: Path) -> None:
     _holds(tmp_path, 300, faults_min=2 * QUIET_EVERY, nodes=nodes)
 
 

@@ -41,14 +41,16 @@ def test_what_the_run_has_damaged_itself_is_no_finding(shared: SharedDirectory) 
     assert not shared.audit()
 
 
+@pytest.mark.requirement("I1")
 @pytest.mark.parametrize("size_bytes", [0, 100, 4096, 4096 + BYTES - 1])
-def test_i1_a_file_that_somebody_else_has_cut_off_is_found(shared: SharedDirectory, size_bytes: int) -> None:
+def test_a_file_that_somebody_else_has_cut_off_is_found(shared: SharedDirectory, size_bytes: int) -> None:
     os.truncate(shared.files()[2], size_bytes)
     (found,) = shared.audit()
     assert f"not by us: {shared.files()[2]}" in found
 
 
-def test_i1_another_byte_is_found(shared: SharedDirectory) -> None:
+@pytest.mark.requirement("I1")
+def test_another_byte_is_found(shared: SharedDirectory) -> None:
     with shared.files()[0].open("r+b") as file:
         file.seek(4096 + 77)
         file.write(b"?")
@@ -56,7 +58,8 @@ def test_i1_another_byte_is_found(shared: SharedDirectory) -> None:
     assert "checksum" in found
 
 
-def test_i4_more_than_the_capacity_is_found(shared: SharedDirectory) -> None:
+@pytest.mark.requirement("I4")
+def test_more_than_the_capacity_is_found(shared: SharedDirectory) -> None:
     with (shared.root / "large").open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, parse_size_bytes(SHARED_CAPACITY))
     (found,) = shared.audit()
@@ -70,7 +73,8 @@ def test_it_goes_away_and_comes_back(shared: SharedDirectory) -> None:
     assert len(shared.files()) == 4
 
 
-def test_t5_one_that_was_made_anew_meanwhile_is_found(shared: SharedDirectory) -> None:
+@pytest.mark.requirement("T5")
+def test_one_that_was_made_anew_meanwhile_is_found(shared: SharedDirectory) -> None:
     shared.move_away()
     shared.root.mkdir()
     assert "made" in shared.move_back()

@@ -23,8 +23,8 @@ from kvdepot.server.tiers.shared.tier import COUNTING, NO_ALLOWANCE
 from tests.chaos.depot import Depot
 from tests.chaos.models import MODELS
 from tests.chaos.patience import patience
-from tests.disk_world import medium_bytes
-from tests.process_memory import used_bytes
+from tests.rigs.disk_daemon import medium_bytes
+from tests.rigs.process_memory import used_bytes
 
 _SAMPLE_SECONDS: Final = 0.2
 _MEMORY_EVERY: Final = 5

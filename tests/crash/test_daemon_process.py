@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import STOP_SECONDS, DaemonProcess
-from tests.process_memory import used_bytes
-from tests.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.daemon_process import STOP_SECONDS, DaemonProcess
+from tests.rigs.process_memory import used_bytes
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
 
 CAPACITY_BYTES = 384 << 20
 
@@ -29,7 +29,8 @@ def _children(daemon: DaemonProcess) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()]
 
 
-def test_t1_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("T1")
+def test_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) -> None:
     """Filled beyond its room, evicting; then across a crash and an adoption."""
     stored = 0
     with RawEngine(daemon.socket) as engine:
@@ -50,7 +51,8 @@ def test_t1_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) 
     assert len(list(daemon.arena_directory.glob("*.arena"))) == 1
 
 
-def test_t1_the_arena_is_populated_and_counted(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("T1")
+def test_the_arena_is_populated_and_counted(daemon: DaemonProcess) -> None:
     found = daemon.arena.stat()
     assert found.st_blocks * 512 == found.st_size < CAPACITY_BYTES
     assert status_of(daemon.socket).tiers[0].capacity_bytes == CAPACITY_BYTES
@@ -88,13 +90,15 @@ def test_an_orderly_stop_does_not_wait_for_a_stuck_worker(daemon: DaemonProcess)
     assert not Path(f"/proc/{worker}").exists()
 
 
-def test_t9_sighup_without_a_file_says_so_and_harms_nothing(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("T9")
+def test_sighup_without_a_file_says_so_and_harms_nothing(daemon: DaemonProcess) -> None:
     os.kill(daemon.pid, signal.SIGHUP)
     daemon.wait_for_log("there is no file to read again")
     assert status_of(daemon.socket).ready
 
 
-def test_i6_a_dead_checksum_worker_is_replaced_and_the_sums_go_on(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("I6")
+def test_a_dead_checksum_worker_is_replaced_and_the_sums_go_on(daemon: DaemonProcess) -> None:
     (worker,) = _children(daemon)
     os.kill(worker, signal.SIGSTOP)
     keys = keys_of("two workers", 4)

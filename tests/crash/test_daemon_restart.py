@@ -13,9 +13,9 @@ import pytest
 from kvdepot.core.arena import PAGE_BYTES, Superblock
 from kvdepot.core.calls import ReserveOutcome
 
-from tests.daemon_process import DaemonProcess
-from tests.engine_process import EngineProcess
-from tests.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.engine_process import EngineProcess
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
 
 SHORT_DEADLINE = '[policy]\nlease_deadline = "500ms"\n'
 
@@ -41,7 +41,8 @@ def _wait_verified(daemon: DaemonProcess) -> None:
     wait_until(lambda: not status_of(daemon.socket).tiers[0].unverified_objects, "verification")
 
 
-def test_t6_an_orderly_stop_loses_nothing_committed(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("T6")
+def test_an_orderly_stop_loses_nothing_committed(daemon: DaemonProcess) -> None:
     """Sums that are outstanding when SIGTERM comes are finished first, by a worker that has started."""
     keys = keys_of("orderly", 200)
     engine = RawEngine(daemon.socket)
@@ -61,7 +62,8 @@ def test_t6_an_orderly_stop_loses_nothing_committed(daemon: DaemonProcess) -> No
         assert again.counter("verified_objects") == 201
 
 
-def test_t6_i1c_after_a_sigkill_what_has_a_checksum_is_served_once_verified(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("T6", "I1c")
+def test_after_a_sigkill_what_has_a_checksum_is_served_once_verified(daemon: DaemonProcess) -> None:
     keys = keys_of("killed", 50)
     with RawEngine(daemon.socket) as engine:
         engine.store(keys)
@@ -75,7 +77,8 @@ def test_t6_i1c_after_a_sigkill_what_has_a_checksum_is_served_once_verified(daem
         assert again.counter("adopted_objects.no_checksum") == 0
 
 
-def test_i1c_after_a_sigkill_what_has_no_checksum_is_dropped(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("I1c")
+def test_after_a_sigkill_what_has_no_checksum_is_dropped(daemon: DaemonProcess) -> None:
     summed, unsummed = keys_of("with sum", 3), keys_of("without sum", 4)
     with RawEngine(daemon.socket) as engine:
         engine.store(summed)
@@ -96,8 +99,9 @@ def test_i1c_after_a_sigkill_what_has_no_checksum_is_dropped(daemon: DaemonProce
         wait_until(lambda: again.status().tiers[0].used_bytes == 3 * OBJECT_BYTES, "the dropped extents come back")
 
 
+@pytest.mark.requirement("I1c")
 @pytest.mark.parametrize("chunk", [0, 2, 4])
-def test_i1c_a_bit_flipped_while_no_daemon_ran_is_a_miss_and_counted(daemon: DaemonProcess, chunk: int) -> None:
+def test_a_bit_flipped_while_no_daemon_ran_is_a_miss_and_counted(daemon: DaemonProcess, chunk: int) -> None:
     keys = keys_of("flipped", 5)
     with RawEngine(daemon.socket) as engine:
         engine.store(keys)
@@ -142,7 +146,8 @@ def test_a_second_daemon_on_the_socket_is_refused_and_unlinks_nothing(daemon: Da
         assert engine.ranks_attached == 1
 
 
-def test_i1d_a_second_daemon_on_the_state_file_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.requirement("I1d")
+def test_a_second_daemon_on_the_state_file_is_refused_by_name(tmp_path: Path) -> None:
     """Each would write over what the other was told: an epoch bump would be undone."""
     config = f'[daemon]\nstate = "{tmp_path / "state.json"}"\n'
     with DaemonProcess(config=config) as first:
@@ -156,8 +161,9 @@ def test_i1d_a_second_daemon_on_the_state_file_is_refused_by_name(tmp_path: Path
         other.close()
 
 
+@pytest.mark.requirement("I1a")
 @pytest.mark.parametrize("orderly", [True, False])
-def test_i1a_extents_a_living_process_writes_survive_the_daemon(daemon: DaemonProcess, orderly: bool) -> None:
+def test_extents_a_living_process_writes_survive_the_daemon(daemon: DaemonProcess, orderly: bool) -> None:
     with EngineProcess(daemon.socket, "writer", "reserve", "being written", 8) as writer:
         assert (daemon.stop if orderly else daemon.kill)() == (0 if orderly else -signal.SIGKILL)
         daemon.start()
@@ -167,8 +173,9 @@ def test_i1a_extents_a_living_process_writes_survive_the_daemon(daemon: DaemonPr
         _wait_nothing_lent(daemon)
 
 
+@pytest.mark.requirement("I1a")
 @pytest.mark.parametrize("orderly", [True, False])
-def test_i1a_extents_a_living_process_reads_survive_the_daemon(daemon: DaemonProcess, orderly: bool) -> None:
+def test_extents_a_living_process_reads_survive_the_daemon(daemon: DaemonProcess, orderly: bool) -> None:
     keys = keys_of("being read", 8)
     with RawEngine(daemon.socket, "storer") as storer:
         storer.store(keys)
@@ -182,7 +189,8 @@ def test_i1a_extents_a_living_process_reads_survive_the_daemon(daemon: DaemonPro
         _wait_nothing_lent(daemon)
 
 
-def test_i1a_a_stopped_process_keeps_its_extents_beyond_every_deadline() -> None:
+@pytest.mark.requirement("I1a")
+def test_a_stopped_process_keeps_its_extents_beyond_every_deadline() -> None:
     with (
         DaemonProcess(config=SHORT_DEADLINE) as daemon,
         EngineProcess(daemon.socket, "stopped", "reserve", "stopped", 8) as writer,
@@ -223,7 +231,8 @@ def _wait_nothing_lent(daemon: DaemonProcess) -> None:
     wait_until(over, "every extent and session of the dead process comes back")
 
 
-def test_t7_an_engine_killed_in_a_store_leaves_nothing(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("T7")
+def test_an_engine_killed_in_a_store_leaves_nothing(daemon: DaemonProcess) -> None:
     with EngineProcess(daemon.socket, "victim", "reserve", "never stored", 8) as victim:
         assert status_of(daemon.socket).tiers[0].lent_bytes == 8 * OBJECT_BYTES
         victim.kill()
@@ -237,7 +246,8 @@ def test_t7_an_engine_killed_in_a_store_leaves_nothing(daemon: DaemonProcess) ->
         engine.store(keys_of("never stored", 8))
 
 
-def test_t7_i1a_an_engine_that_died_while_no_daemon_ran_leaves_nothing(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("T7", "I1a")
+def test_an_engine_that_died_while_no_daemon_ran_leaves_nothing(daemon: DaemonProcess) -> None:
     with EngineProcess(daemon.socket, "victim", "reserve", "never stored", 8) as victim:
         daemon.kill()
         victim.kill()
@@ -248,7 +258,8 @@ def test_t7_i1a_an_engine_that_died_while_no_daemon_ran_leaves_nothing(daemon: D
     assert not status.tiers[0].used_bytes
 
 
-def test_i1a_another_capacity_waits_for_the_living(daemon: DaemonProcess) -> None:
+@pytest.mark.requirement("I1a")
+def test_another_capacity_waits_for_the_living(daemon: DaemonProcess) -> None:
     with EngineProcess(daemon.socket, "writer", "reserve", "being written", 8) as writer:
         daemon.stop()
         larger = daemon.command("--ram", "512MiB")

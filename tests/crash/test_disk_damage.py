@@ -16,9 +16,9 @@ from kvdepot.server.io.jobs import Part
 from kvdepot.server.offline.store_files import layout_as_found
 from kvdepot.server.tiers.disk.layout import segment_name
 
-from tests.disk_world import TIER, DiskWorld
-from tests.known_objects import Known, KnownEngine, dense
-from tests.raw_client import CHUNK_TOKENS, wait_until
+from tests.rigs.disk_daemon import TIER, DiskDaemon
+from tests.rigs.known_objects import Known, KnownEngine, dense
+from tests.rigs.raw_client import CHUNK_TOKENS, wait_until
 
 SPEC = dense(200_000)
 OBJECTS = 24
@@ -40,13 +40,13 @@ class Place:
 
 
 @pytest.fixture
-def world() -> Iterator[DiskWorld]:
+def world() -> Iterator[DiskDaemon]:
     """Started; its scrubber is off, so that damage stays where it is until it is met."""
-    with DiskWorld(tables='[scrub]\nrate = "0MiB/s"\n') as running:
+    with DiskDaemon(tables='[scrub]\nrate = "0MiB/s"\n') as running:
         yield running
 
 
-def _fill(world: DiskWorld) -> list[Known]:
+def _fill(world: DiskDaemon) -> list[Known]:
     """Objects without parents or children."""
     with _engine(world) as engine:
         objects = [engine.prompt(10 * number, 1)[0] for number in range(OBJECTS)]
@@ -56,11 +56,11 @@ def _fill(world: DiskWorld) -> list[Known]:
     return objects
 
 
-def _engine(world: DiskWorld) -> KnownEngine:
+def _engine(world: DiskDaemon) -> KnownEngine:
     return KnownEngine(world.daemon.socket, SPEC)
 
 
-def _places(world: DiskWorld, objects: list[Known]) -> list[Place]:
+def _places(world: DiskDaemon, objects: list[Known]) -> list[Place]:
     """The daemon does not run."""
     verdict = world.fsck()
     layout = layout_as_found(verdict.store)
@@ -72,39 +72,39 @@ def _places(world: DiskWorld, objects: list[Known]) -> list[Place]:
     ]
 
 
-def _stopped_without_arena(world: DiskWorld) -> list[Place]:
+def _stopped_without_arena(world: DiskDaemon) -> list[Place]:
     objects = _fill(world)
     assert world.daemon.stop() == 0
     world.drop_arena()
     return _places(world, objects)
 
 
-def _read(world: DiskWorld, part: Part, offset: int, length: int) -> bytes:
+def _read(world: DiskDaemon, part: Part, offset: int, length: int) -> bytes:
     with (world.root / part.file).open("rb") as file:
         return os.pread(file.fileno(), length, part.offset + offset)
 
 
-def _write(world: DiskWorld, part: Part, offset: int, data: bytes) -> None:
+def _write(world: DiskDaemon, part: Part, offset: int, data: bytes) -> None:
     with (world.root / part.file).open("r+b") as file:
         os.pwrite(file.fileno(), data, part.offset + offset)
 
 
-def _flip(offset: int) -> Callable[[DiskWorld, Place], None]:
-    def flip(world: DiskWorld, place: Place) -> None:
+def _flip(offset: int) -> Callable[[DiskDaemon, Place], None]:
+    def flip(world: DiskDaemon, place: Place) -> None:
         (found,) = _read(world, place.parts[0], offset, 1)
         _write(world, place.parts[0], offset, bytes([found ^ 0x04]))
 
     return flip
 
 
-def _zero(start: int, length: int) -> Callable[[DiskWorld, Place], None]:
+def _zero(start: int, length: int) -> Callable[[DiskDaemon, Place], None]:
     return lambda world, place: _write(world, place.parts[0], start, bytes(length))
 
 
-def _header(change: Callable[[ObjectHeader], ObjectHeader]) -> Callable[[DiskWorld, Place], None]:
+def _header(change: Callable[[ObjectHeader], ObjectHeader]) -> Callable[[DiskDaemon, Place], None]:
     """Another header, with a checksum that holds."""
 
-    def rewrite(world: DiskWorld, place: Place) -> None:
+    def rewrite(world: DiskDaemon, place: Place) -> None:
         header = ObjectHeader.unpack(_read(world, place.parts[0], 0, HEADER_BYTES))
         _write(world, place.parts[0], 0, change(header).pack())
 
@@ -115,14 +115,14 @@ def _named(header: ObjectHeader, **other: Any) -> ObjectHeader:
     return replace(header, name=replace(header.name, **other))
 
 
-def _version(world: DiskWorld, place: Place) -> None:
+def _version(world: DiskDaemon, place: Place) -> None:
     """A header of a version to come that this one cannot read."""
     page = bytearray(_read(world, place.parts[0], 0, HEADER_BYTES))
     page[8:16] = (2).to_bytes(4, "little") * 2
     _write(world, place.parts[0], 0, _summed(page))
 
 
-def _codec(world: DiskWorld, place: Place) -> None:
+def _codec(world: DiskDaemon, place: Place) -> None:
     page = bytearray(_read(world, place.parts[0], 0, HEADER_BYTES))
     page[73] = 77
     _write(world, place.parts[0], 0, _summed(page))
@@ -133,13 +133,13 @@ def _summed(page: bytearray) -> bytes:
     return bytes(page)
 
 
-def _exchange_payload(world: DiskWorld, place: Place) -> None:
+def _exchange_payload(world: DiskDaemon, place: Place) -> None:
     """The pages of the payload in another order."""
     first, second = (_read(world, place.parts[0], at, PAGE) for at in (HEADER_BYTES, HEADER_BYTES + PAGE))
     _write(world, place.parts[0], HEADER_BYTES, second + first)
 
 
-DAMAGES: dict[str, tuple[str, Callable[[DiskWorld, Place], None]]] = {
+DAMAGES: dict[str, tuple[str, Callable[[DiskDaemon, Place], None]]] = {
     "bit flipped in the header": ("header", _flip(60)),
     "bit flipped in the header's zeros": ("header", _flip(3000)),
     "bit flipped in the magic": ("magic", _flip(2)),
@@ -158,7 +158,8 @@ DAMAGES: dict[str, tuple[str, Callable[[DiskWorld, Place], None]]] = {
 }  # fmt: skip
 
 
-def test_p6_every_kind_of_damage_is_a_miss_with_its_reason_and_quarantined(world: DiskWorld) -> None:
+@pytest.mark.requirement("P6")
+def test_every_kind_of_damage_is_a_miss_with_its_reason_and_quarantined(world: DiskDaemon) -> None:
     places = _stopped_without_arena(world)
     world.start()  # opened, all of it is on the medium for certain: a stop has only some seconds to see to that
     assert world.daemon.stop() == 0
@@ -188,7 +189,7 @@ def test_p6_every_kind_of_damage_is_a_miss_with_its_reason_and_quarantined(world
     assert world.fsck().whole
 
 
-def _check_quarantine(world: DiskWorld, expected: dict[int, str]) -> None:
+def _check_quarantine(world: DiskDaemon, expected: dict[int, str]) -> None:
     folder = world.root / "quarantine"
 
     def kept() -> dict[int, str]:
@@ -199,7 +200,8 @@ def _check_quarantine(world: DiskWorld, expected: dict[int, str]) -> None:
     assert world.tier().quarantined_bytes > 0
 
 
-def test_p6_what_a_power_loss_explains_is_torn_not_corrupt(world: DiskWorld) -> None:
+@pytest.mark.requirement("P6")
+def test_what_a_power_loss_explains_is_torn_not_corrupt(world: DiskDaemon) -> None:
     """After a crash nobody has said that the bytes were on the medium."""
     objects = _fill(world)
     world.daemon.kill()
@@ -213,7 +215,8 @@ def test_p6_what_a_power_loss_explains_is_torn_not_corrupt(world: DiskWorld) -> 
         assert [engine.get([known]) for known in objects].count(GRANTED) == OBJECTS - 1
 
 
-def test_p6_a_segment_truncated_while_it_serves(world: DiskWorld) -> None:
+@pytest.mark.requirement("P6")
+def test_a_segment_truncated_while_it_serves(world: DiskDaemon) -> None:
     places = _stopped_without_arena(world)
     world.start()
     victim = places[5]
@@ -232,7 +235,8 @@ def _lies_behind(place: Place, cut: Part) -> bool:
     return any(part.file == cut.file and part.offset + part.length > cut.offset + PAGE for part in place.parts)
 
 
-def test_p6_a_segment_deleted_between_lookup_and_load(world: DiskWorld) -> None:
+@pytest.mark.requirement("P6")
+def test_a_segment_deleted_between_lookup_and_load(world: DiskDaemon) -> None:
     """Its objects are misses, the others are served again once the index was read anew, and it can be written to."""
     places = _stopped_without_arena(world)
     world.start()
@@ -250,8 +254,9 @@ def test_p6_a_segment_deleted_between_lookup_and_load(world: DiskWorld) -> None:
         wait_until(lambda: world.tier().objects == len(served) + 1, "it is written")
 
 
+@pytest.mark.requirement("P6")
 @pytest.mark.parametrize("damage", ["truncated", "deleted", "empty"])
-def test_p6_a_segment_damaged_while_no_daemon_ran(world: DiskWorld, damage: str) -> None:
+def test_a_segment_damaged_while_no_daemon_ran(world: DiskDaemon, damage: str) -> None:
     places = _stopped_without_arena(world)
     victim = places[5].parts[0]
     path: Path = world.root / victim.file
@@ -270,7 +275,8 @@ def test_p6_a_segment_damaged_while_no_daemon_ran(world: DiskWorld, damage: str)
     assert f"{len(gone)} objects lie outside" in world.daemon.log
 
 
-def test_p6_an_index_that_cannot_be_read_is_an_empty_tier_and_said_so(world: DiskWorld) -> None:
+@pytest.mark.requirement("P6")
+def test_an_index_that_cannot_be_read_is_an_empty_tier_and_said_so(world: DiskDaemon) -> None:
     places = _stopped_without_arena(world)
     for folder in ("journal", "snapshots"):
         for path in (world.root / folder).iterdir():
@@ -284,7 +290,8 @@ def test_p6_an_index_that_cannot_be_read_is_an_empty_tier_and_said_so(world: Dis
         wait_until(lambda: world.tier().objects == 1, "it is written")
 
 
-def test_p6_the_first_segment_has_the_first_objects(world: DiskWorld) -> None:
+@pytest.mark.requirement("P6")
+def test_the_first_segment_has_the_first_objects(world: DiskDaemon) -> None:
     """What the tests above rely on: several objects share a segment, and several segments are in use."""
     places = _stopped_without_arena(world)
     segments = [segment for place in places for segment in place.segments]

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 from kvdepot.core.calls import AcquireOutcome
 
-from tests.disk_world import TIER, DiskWorld
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
-from tests.known_objects import Known, KnownEngine, dense
-from tests.raw_client import wait_until
+from tests.rigs.disk_daemon import TIER, DiskDaemon
+from tests.rigs.known_objects import Known, KnownEngine, dense
+from tests.rigs.raw_client import wait_until
 
 needs_fuse = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -34,13 +34,13 @@ _PAUSE_SECONDS = 0.05
 GRANTED = AcquireOutcome.GRANTED
 
 
-def _metrics(world: DiskWorld) -> dict[str, float]:
+def _metrics(world: DiskDaemon) -> dict[str, float]:
     with urllib.request.urlopen(f"{world.daemon.metrics}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
-def _health(world: DiskWorld) -> str:
+def _health(world: DiskDaemon) -> str:
     """What /healthz says besides that it serves."""
     with urllib.request.urlopen(f"{world.daemon.metrics}/healthz", timeout=10) as answer:
         found = json.load(answer)
@@ -48,7 +48,7 @@ def _health(world: DiskWorld) -> str:
     return str(found["reason"])
 
 
-def _says_that_it_is_degraded(world: DiskWorld) -> bool:
+def _says_that_it_is_degraded(world: DiskDaemon) -> bool:
     """In status and metrics alike."""
     found = _metrics(world)
     flags = (found[f'kvdepot_tier_{name}{{tier="{TIER}"}}'] for name in ("degraded", "breaker_open"))
@@ -69,7 +69,7 @@ def _put(engine: KnownEngine, objects: list[Known]) -> None:
 class Trouble:
     """A daemon in trouble: how it gets into it, what must hold in it and after it."""
 
-    def __init__(self, world: DiskWorld, begin: Callable[[], object], end: Callable[[], object] | None) -> None:
+    def __init__(self, world: DiskDaemon, begin: Callable[[], object], end: Callable[[], object] | None) -> None:
         self.world = world
         self.begin = begin
         self.end = end
@@ -134,6 +134,7 @@ class Trouble:
         wait_until(lambda: keys <= set(world.events.follow().live.values()), "it takes objects again")
 
 
+@pytest.mark.requirement("T5")
 @needs_fuse
 @pytest.mark.parametrize(
     ("faults", "reason", "still_read"),
@@ -148,16 +149,17 @@ class Trouble:
     ],
     ids=["ENOSPC", "EDQUOT", "EROFS", "EIO", "EACCES"],
 )
-def test_t5_a_mount_that_answers_errors(
+def test_a_mount_that_answers_errors(
     fuse: FuseDirectory, faults: dict[str, float], reason: str, still_read: bool
 ) -> None:
-    with DiskWorld(path=fuse.path, capacity="32MiB", tables=QUICK) as world:
+    with DiskDaemon(path=fuse.path, capacity="32MiB", tables=QUICK) as world:
         Trouble(world, lambda: fuse.fault(**faults), fuse.fault).run(reason, lines_max=4, still_read=still_read)
 
 
+@pytest.mark.requirement("P6")
 @needs_fuse
-def test_p6_what_cannot_be_read_now_is_a_miss_and_not_lost(fuse: FuseDirectory) -> None:
-    with DiskWorld(path=fuse.path, capacity="16MiB", tables=QUICK) as world:
+def test_what_cannot_be_read_now_is_a_miss_and_not_lost(fuse: FuseDirectory) -> None:
+    with DiskDaemon(path=fuse.path, capacity="16MiB", tables=QUICK) as world:
         with KnownEngine(world.daemon.socket, SPEC) as engine:
             objects = _objects(engine, 0, 4)
             _put(engine, objects)
@@ -183,8 +185,9 @@ def directory(tmp_path: Path) -> Path:
     return folder
 
 
-def test_t5_a_directory_that_goes_away_and_comes_back(directory: Path) -> None:
-    with DiskWorld(path=directory, capacity="32MiB", tables=QUICK) as world:
+@pytest.mark.requirement("T5")
+def test_a_directory_that_goes_away_and_comes_back(directory: Path) -> None:
+    with DiskDaemon(path=directory, capacity="32MiB", tables=QUICK) as world:
         away = directory / "away"
         trouble = Trouble(world, lambda: world.root.rename(away), lambda: away.rename(world.root))
         trouble.run("", lines_max=4, still_read=False)
@@ -198,8 +201,9 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
+@pytest.mark.requirement("T5", "T2")
 @needs_root
-def test_t5_t2_a_file_system_that_fills_up(small: Path) -> None:
+def test_a_file_system_that_fills_up(small: Path) -> None:
     """Somebody else's file takes all that is left; when it goes, the tier goes on."""
     filler = small / "filler"
 
@@ -208,13 +212,14 @@ def test_t5_t2_a_file_system_that_fills_up(small: Path) -> None:
             while True:
                 file.write(bytes(4096))
 
-    with DiskWorld(path=small, capacity="16MiB", tables=QUICK) as world:
+    with DiskDaemon(path=small, capacity="16MiB", tables=QUICK) as world:
         Trouble(world, fill, filler.unlink).run("full", lines_max=4, still_read=True)
 
 
+@pytest.mark.requirement("T5")
 @needs_root
-def test_t5_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(small: Path) -> None:
-    with DiskWorld(path=small, capacity="64MiB", tables=QUICK) as world, KnownEngine(world.daemon.socket, SPEC) as one:
+def test_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(small: Path) -> None:
+    with DiskDaemon(path=small, capacity="64MiB", tables=QUICK) as world, KnownEngine(world.daemon.socket, SPEC) as one:
         _put(one, objects := _objects(one, 0, 100))
         wait_until(lambda: "cannot be made" in world.tier().reason, "it says so")
         world.wait_written()  # what had waited for the segment was told
@@ -244,9 +249,10 @@ def ext4(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
+@pytest.mark.requirement("T5")
 @needs_root
-def test_t5_a_file_system_that_turned_read_only(ext4: Path) -> None:
+def test_a_file_system_that_turned_read_only(ext4: Path) -> None:
     source = subprocess.run(["findmnt", "-no", "SOURCE", ext4], capture_output=True, text=True, check=True).stdout
     switch = Path("/sys/fs/ext4", Path(source.strip()).name, "trigger_fs_error")
-    with DiskWorld(path=ext4, capacity="24MiB", tables=QUICK) as world:
+    with DiskDaemon(path=ext4, capacity="24MiB", tables=QUICK) as world:
         Trouble(world, lambda: switch.write_text("1"), None).run("the file system is read-only", still_read=True)

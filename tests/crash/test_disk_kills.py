@@ -14,10 +14,10 @@ from itertools import pairwise
 import pytest
 from kvdepot.server.tiers.base import IoOutcome
 
-from tests.disk_load import DiskLoad, serve_all
-from tests.disk_world import TIER, DiskWorld, indexed, sampled
-from tests.known_objects import KnownEngine, dense, hybrid
-from tests.raw_client import wait_until
+from tests.rigs.disk_daemon import TIER, DiskDaemon, indexed, sampled
+from tests.rigs.disk_load import DiskLoad, serve_all
+from tests.rigs.known_objects import KnownEngine, dense, hybrid
+from tests.rigs.raw_client import wait_until
 
 SPECS = [dense(250_000), hybrid(131_072, 300_008)]
 PROMPTS = 120
@@ -34,22 +34,24 @@ def seed() -> int:
     return seed
 
 
+@pytest.mark.requirement("T2", "I1")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("write", POLICIES)
-def test_t2_i1_the_daemon_is_killed_at_random_moments(write: str, seed: int) -> None:
+def test_the_daemon_is_killed_at_random_moments(write: str, seed: int) -> None:
     _kill_again_and_again(write, seed, _KILLS[write])
 
 
+@pytest.mark.requirement("T2", "I1")
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("write", POLICIES)
-def test_t2_i1_the_daemon_is_killed_at_200_random_moments(write: str, seed: int) -> None:
+def test_the_daemon_is_killed_at_200_random_moments(write: str, seed: int) -> None:
     _kill_again_and_again(write, seed, 10 * _KILLS[write])
 
 
 def _kill_again_and_again(write: str, seed: int, kills: int) -> None:
     rng = random.Random(seed)
-    with DiskWorld(write=write) as world, sampled(world.root) as samples:
+    with DiskDaemon(write=write) as world, sampled(world.root) as samples:
         for kill in range(kills):
             _run_until_killed(world, rng, seed)
             _check_medium(world)
@@ -65,20 +67,20 @@ def _kill_again_and_again(write: str, seed: int, kills: int) -> None:
         assert max(samples) <= world.capacity_bytes
 
 
-def _run_until_killed(world: DiskWorld, rng: random.Random, seed: int) -> None:
+def _run_until_killed(world: DiskDaemon, rng: random.Random, seed: int) -> None:
     with DiskLoad(world.daemon.socket, SPECS, seed=seed, prompts=PROMPTS):
         time.sleep(rng.uniform(0.05, 1.2))
         world.daemon.kill()
 
 
-def _kill_while_it_starts(world: DiskWorld, rng: random.Random) -> None:
+def _kill_while_it_starts(world: DiskDaemon, rng: random.Random) -> None:
     world.start(ready=False)
     time.sleep(rng.uniform(0.1, 0.8))
     world.daemon.kill()
     _check_medium(world)
 
 
-def _check_medium(world: DiskWorld) -> None:
+def _check_medium(world: DiskDaemon) -> None:
     """Everything in the index is whole, nothing lies upon another, and nothing durable is missing."""
     verdict = world.fsck()
     assert set(verdict.outcomes) <= {IoOutcome.OK}, verdict.findings
@@ -87,7 +89,7 @@ def _check_medium(world: DiskWorld) -> None:
     world.events.restart(indexed(verdict))
 
 
-def _check_served(world: DiskWorld, seed: int, when: str) -> None:
+def _check_served(world: DiskDaemon, seed: int, when: str) -> None:
     """Every object that is durable is served, from whichever tier, or has ended since.
 
     For a while nothing is, where all workers were killed too often, or the breaker is open: a worker may be dying yet
@@ -101,7 +103,7 @@ def _check_served(world: DiskWorld, seed: int, when: str) -> None:
         wait_until(lambda: not world.tier().reason, "the tier is of use again")
 
 
-def _not_served(world: DiskWorld, seed: int, wanted: set[tuple[str, str]]) -> set[tuple[str, str]]:
+def _not_served(world: DiskDaemon, seed: int, wanted: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """Of these (key, kind), without what has ended."""
     missing: set[tuple[str, str]] = set()
     for spec in SPECS:
@@ -111,7 +113,7 @@ def _not_served(world: DiskWorld, seed: int, wanted: set[tuple[str, str]]) -> se
     return missing & set(world.events.follow().live.values())
 
 
-def _check_end(world: DiskWorld) -> None:
+def _check_end(world: DiskDaemon) -> None:
     """Nothing is stuck, and the accounts are what lies on the medium. Sessions of this process live as long as it."""
     wait_until(lambda: not any(one.leases or one.lent_objects for one in world.status().sessions), "leases end")
     world.wait_written()  # a worker that was stopped while it started is given twenty seconds
@@ -127,23 +129,25 @@ def _check_end(world: DiskWorld) -> None:
     assert indexed(verdict) == world.events.follow().live
 
 
+@pytest.mark.requirement("I6", "I1a")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
-def test_i6_i1a_io_workers_are_killed_or_stopped_at_random_moments(number: signal.Signals, seed: int) -> None:
+def test_io_workers_are_killed_or_stopped_at_random_moments(number: signal.Signals, seed: int) -> None:
     """A stopped one is abandoned after its deadline and replaced."""
     _strike_workers(number, seed, 12)
 
 
+@pytest.mark.requirement("I6", "I1a")
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
-def test_i6_i1a_io_workers_are_killed_or_stopped_at_100_random_moments(number: signal.Signals, seed: int) -> None:
+def test_io_workers_are_killed_or_stopped_at_100_random_moments(number: signal.Signals, seed: int) -> None:
     _strike_workers(number, seed, 100)
 
 
 def _strike_workers(number: signal.Signals, seed: int, strikes: int) -> None:
     rng = random.Random(seed)
-    with DiskWorld(deadline="500ms" if number == signal.SIGSTOP else "10s") as world:
+    with DiskDaemon(deadline="500ms" if number == signal.SIGSTOP else "10s") as world:
         with DiskLoad(world.daemon.socket, SPECS, seed=seed, prompts=PROMPTS):
             for _ in range(strikes):
                 time.sleep(rng.uniform(0.05, 0.4))
@@ -159,13 +163,14 @@ def _strike_workers(number: signal.Signals, seed: int, strikes: int) -> None:
         _check_end(world)
 
 
-def test_p4_t2_after_a_reboot_objects_come_from_the_disk(seed: int) -> None:
+@pytest.mark.requirement("P4", "T2")
+def test_after_a_reboot_objects_come_from_the_disk(seed: int) -> None:
     """An orderly stop, the arena dropped: all that the disk had is served again, byte for byte; its index at once.
 
     But for what lies there without its parent, whose write was given up after its own had arrived (docs/operations.md).
     The scrubber is off: it reads payloads as soon as the index is there.
     """
-    with DiskWorld(tables='[scrub]\nrate = "0MiB/s"\n') as world:
+    with DiskDaemon(tables='[scrub]\nrate = "0MiB/s"\n') as world:
         for spec in SPECS:
             with KnownEngine(world.daemon.socket, spec, seed & 0xFFFF) as engine:
                 for number in range(40):

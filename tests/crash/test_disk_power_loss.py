@@ -17,8 +17,8 @@ from kvdepot.server.tiers.base import DAMAGED, IoOutcome
 from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.disk.recovery import read_index, read_store
 
-from tests.contract.test_disk_processes import live
-from tests.fakes.disk_rig import PAGE, DiskRig, object_name
+from tests.process.tiers.test_disk_processes import live
+from tests.rigs.disk_rig import PAGE, DiskRig, object_name
 
 SEEDS = range(6)
 

@@ -9,9 +9,9 @@ import pytest
 from kvdepot.core.report import TierStatus
 from kvdepot.proto.codec_report import decode_status
 
-from tests.daemon_process import DaemonProcess
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
-from tests.raw_client import RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.raw_client import RawEngine, keys_of, payload_of, status_of, wait_until
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 STOP_SECONDS = 10.0
@@ -56,7 +56,8 @@ def _start_and_store(daemon: DaemonProcess, fuse: FuseDirectory, keys: list[byte
     wait_until(lambda: _published(fuse) == len(keys), "all are published", WAIT_SECONDS)
 
 
-def test_t4_ram_serves_beside_a_hung_mount_and_the_tier_comes_back(daemon: DaemonProcess, fuse: FuseDirectory) -> None:
+@pytest.mark.requirement("T4")
+def test_ram_serves_beside_a_hung_mount_and_the_tier_comes_back(daemon: DaemonProcess, fuse: FuseDirectory) -> None:
     keys, during, after = keys_of("before", 20), keys_of("during", 20), keys_of("after", 20)
     _start_and_store(daemon, fuse, keys)
     with RawEngine(daemon.socket) as engine:
@@ -76,8 +77,9 @@ def test_t4_ram_serves_beside_a_hung_mount_and_the_tier_comes_back(daemon: Daemo
         wait_until(lambda: _published(fuse) >= before + len(after), "it is written again", WAIT_SECONDS)
 
 
+@pytest.mark.requirement("T4")
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "writing"])
-def test_t4_sigterm_ends_the_daemon_in_time_beside_a_hung_mount(
+def test_sigterm_ends_the_daemon_in_time_beside_a_hung_mount(
     daemon: DaemonProcess, fuse: FuseDirectory, busy: bool
 ) -> None:
     _start_and_store(daemon, fuse, keys_of("before", 5))
@@ -90,7 +92,8 @@ def test_t4_sigterm_ends_the_daemon_in_time_beside_a_hung_mount(
         assert time.monotonic() - started < STOP_SECONDS
 
 
-def test_t4_a_daemon_starts_serves_and_stops_beside_a_mount_that_hangs_already(
+@pytest.mark.requirement("T4")
+def test_a_daemon_starts_serves_and_stops_beside_a_mount_that_hangs_already(
     daemon: DaemonProcess, fuse: FuseDirectory
 ) -> None:
     fuse.hang()

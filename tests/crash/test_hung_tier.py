@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import DaemonProcess
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
-from tests.io_pool_rig import is_gone
-from tests.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.io_pool_rig import is_gone
+from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of, wait_until
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 STOP_SECONDS = 10.0
@@ -56,7 +56,8 @@ def _workers(daemon: DaemonProcess) -> list[int]:
     return found
 
 
-def test_t4_ram_serves_beside_a_hung_mount_and_the_tier_comes_back(daemon: DaemonProcess, fuse: FuseDirectory) -> None:
+@pytest.mark.requirement("T4")
+def test_ram_serves_beside_a_hung_mount_and_the_tier_comes_back(daemon: DaemonProcess, fuse: FuseDirectory) -> None:
     keys, more = keys_of("before", 20), keys_of("during", 20)
     with RawEngine(daemon.socket) as engine:
         engine.store(keys)
@@ -77,8 +78,9 @@ def test_t4_ram_serves_beside_a_hung_mount_and_the_tier_comes_back(daemon: Daemo
         _wait_durable(daemon, 40)
 
 
+@pytest.mark.requirement("T4")
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "writing"])
-def test_t4_sigterm_ends_the_daemon_in_time_beside_a_hung_mount(
+def test_sigterm_ends_the_daemon_in_time_beside_a_hung_mount(
     daemon: DaemonProcess, fuse: FuseDirectory, busy: bool
 ) -> None:
     with RawEngine(daemon.socket) as engine:
@@ -92,7 +94,8 @@ def test_t4_sigterm_ends_the_daemon_in_time_beside_a_hung_mount(
         assert time.monotonic() - started < STOP_SECONDS
 
 
-def test_i1a_i6_a_worker_stuck_when_the_daemon_is_killed_keeps_what_it_was_lent(
+@pytest.mark.requirement("I1a", "I6")
+def test_a_worker_stuck_when_the_daemon_is_killed_keeps_what_it_was_lent(
     daemon: DaemonProcess, fuse: FuseDirectory
 ) -> None:
     keys = keys_of("lent", 20)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from kvdepot.core.objectfile import MAGIC
 
-from tests.daemon_process import DaemonProcess
-from tests.raw_client import RawEngine, keys_of, status_of, wait_until
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.raw_client import RawEngine, keys_of, status_of, wait_until
 
 OBJECTS = 60
 
@@ -33,7 +33,8 @@ def fsck(root: Path) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
 
-def test_t2_what_a_killed_daemon_leaves_is_whole_and_damage_is_found(daemon: DaemonProcess, tmp_path: Path) -> None:
+@pytest.mark.requirement("T2")
+def test_what_a_killed_daemon_leaves_is_whole_and_damage_is_found(daemon: DaemonProcess, tmp_path: Path) -> None:
     root = tmp_path / "disk"
     with RawEngine(daemon.socket) as engine:
         engine.store(keys_of("offline", OBJECTS))

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon_process import DaemonProcess
 from tests.fakes.confined import settings
 from tests.fakes.supervisor import Supervisor
-from tests.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of, wait_until
-from tests.systemd import NEEDS_SYSTEMD
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of, wait_until
+from tests.rigs.systemd import NEEDS_SYSTEMD
 
 UNIT = Path(__file__).resolve().parents[2] / "configs" / "systemd" / "kvdepotd.service"
 WATCHDOG_SECONDS = 2.0
@@ -69,7 +69,8 @@ def test_a_start_that_is_refused_is_never_ready(daemon: DaemonProcess, superviso
     assert "READY=1" not in supervisor.told
 
 
-def test_t6_ram_is_kept_over_restarts_though_its_name_is_removed(daemon: DaemonProcess, supervisor: Supervisor) -> None:
+@pytest.mark.requirement("T6")
+def test_ram_is_kept_over_restarts_though_its_name_is_removed(daemon: DaemonProcess, supervisor: Supervisor) -> None:
     """As an upgrade ends and starts it, with what RemoveIPC or a private directory does to names; once by SIGKILL."""
     daemon.start()
     keys = keys_of("upgraded", 20)

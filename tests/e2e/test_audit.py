@@ -15,8 +15,8 @@ from kvdepot.core.report import DaemonStatus
 
 from demo.engine import ROOT
 from demo.toys import DENSE, HYBRID
-from tests.ctl_process import text
 from tests.e2e.fleet import Fleet
+from tests.rigs.ctl_process import text
 
 pytestmark = pytest.mark.long
 
@@ -61,10 +61,11 @@ def plant(file: Path, wrong: Path, kind: Kind, boundary_tokens: int) -> None:
         writer.end(0)
 
 
+@pytest.mark.requirement("I1", "I1e")
 @pytest.mark.parametrize(
     ("name", "kind", "chunks"), [("dense", Kind.ATTENTION, 2), ("hybrid", Kind.STATE, 2), ("hybrid", Kind.ATTENTION, 3)]
 )
-def test_i1_i1e_wrong_bytes_with_a_right_checksum_are_found_when_an_engine_computes_them_again(
+def test_wrong_bytes_with_a_right_checksum_are_found_when_an_engine_computes_them_again(
     fleet: Fleet, name: str, kind: Kind, chunks: int, tmp_path: Path
 ) -> None:
     engine, boundary = fleet.engine(name), chunks * CHUNK[name]
@@ -109,7 +110,8 @@ def test_i1_i1e_wrong_bytes_with_a_right_checksum_are_found_when_an_engine_compu
     assert fleet.ask(engine, ids).external_tokens == boundary
 
 
-def test_i1_noise_of_other_batches_is_no_drift(fleet: Fleet) -> None:
+@pytest.mark.requirement("I1")
+def test_noise_of_other_batches_is_no_drift(fleet: Fleet) -> None:
     """Stored in bfloat16 from prompts one by one, and computed again in batches, whose steps cut them elsewhere."""
     engine = fleet.engine("hybrid")
     prompts = [fleet.prompt(CHUNK["hybrid"] * chunks + 50) for chunks in (2, 3, 5, 4)]

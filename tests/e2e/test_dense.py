@@ -19,7 +19,8 @@ def engine(fleet: Fleet) -> Engine:
     return fleet.engine("dense")
 
 
-def test_p4_concurrent_requests_get_equal_tokens_from_the_daemon(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("P4")
+def test_concurrent_requests_get_equal_tokens_from_the_daemon(fleet: Fleet, engine: Engine) -> None:
     shared = fleet.prompt(1100)
     prompts = [shared[:length] + fleet.prompt(200) for length in (300, 600, 600, 1100)] + [
         fleet.prompt(tokens) for tokens in (700, 1500, 2300, 3000)
@@ -38,7 +39,8 @@ def test_p4_concurrent_requests_get_equal_tokens_from_the_daemon(fleet: Fleet, e
     assert hits.external_tokens <= served.tokens < hits.external_tokens + CHUNK * len(prompts)
 
 
-def test_p4_p10_vllm_and_the_daemon_count_the_same_hit_tokens(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("P4", "P10")
+def test_vllm_and_the_daemon_count_the_same_hit_tokens(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(3000)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
@@ -50,10 +52,11 @@ def test_p4_p10_vllm_and_the_daemon_count_the_same_hit_tokens(fleet: Fleet, engi
     assert loaded.tokens == cold.tokens
 
 
+@pytest.mark.requirement("C2")
 @pytest.mark.parametrize(
     ("tokens", "hit"), [(CHUNK, 0), (CHUNK + 1, CHUNK), (2 * CHUNK, CHUNK), (4 * CHUNK, 3 * CHUNK)]
 )
-def test_c2_the_last_prompt_token_is_always_computed(fleet: Fleet, engine: Engine, tokens: int, hit: int) -> None:
+def test_the_last_prompt_token_is_always_computed(fleet: Fleet, engine: Engine, tokens: int, hit: int) -> None:
     ids = fleet.prompt(tokens)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
@@ -62,7 +65,8 @@ def test_c2_the_last_prompt_token_is_always_computed(fleet: Fleet, engine: Engin
     assert again.tokens == cold.tokens
 
 
-def test_d4_a_full_local_hit_moves_nothing(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("D4")
+def test_a_full_local_hit_moves_nothing(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(2000)
     cold = fleet.ask(engine, ids)
     before = fleet.daemon.settle()
@@ -74,8 +78,9 @@ def test_d4_a_full_local_hit_moves_nothing(fleet: Fleet, engine: Engine) -> None
     assert after.tiers[0].objects == before.tiers[0].objects
 
 
+@pytest.mark.requirement("C5")
 @pytest.mark.parametrize("local", [BLOCK, 128, 256, 480, 640, 960])
-def test_c5_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engine, local: int) -> None:
+def test_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engine, local: int) -> None:
     ids = fleet.prompt(1100)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
@@ -86,7 +91,8 @@ def test_c5_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engin
     assert mixed.tokens == cold.tokens
 
 
-def test_b2_a_load_of_less_than_64_tokens_is_skipped(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("B2")
+def test_a_load_of_less_than_64_tokens_is_skipped(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(600)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
@@ -96,7 +102,8 @@ def test_b2_a_load_of_less_than_64_tokens_is_skipped(fleet: Fleet, engine: Engin
     assert skipped.tokens == cold.tokens
 
 
-def test_b1_generated_tokens_are_loaded_in_the_next_turn(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("B1")
+def test_generated_tokens_are_loaded_in_the_next_turn(fleet: Fleet, engine: Engine) -> None:
     first = fleet.prompt(300)
     answer = engine.ask(first, 520)
     second = first + list(answer.tokens) + fleet.prompt(30)
@@ -137,7 +144,8 @@ def test_control_damaged_bytes_change_the_tokens_and_i1c_a_restarted_daemon_drop
     assert verified.tokens == cold.tokens
 
 
-def test_d1_an_aborted_request_leaves_nothing_and_the_next_one_is_served(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("D1")
+def test_an_aborted_request_leaves_nothing_and_the_next_one_is_served(fleet: Fleet, engine: Engine) -> None:
     prompts = [fleet.prompt(2000) for _ in range(4)]
     cold = [engine.ask(ids).tokens for ids in prompts]
     fleet.forget(engine)

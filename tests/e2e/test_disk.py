@@ -76,8 +76,9 @@ def lose_ram(fleet: Fleet, engine: Engine, *, kill: bool) -> None:
     fleet.forget(engine)
 
 
+@pytest.mark.requirement("P4")
 @pytest.mark.parametrize("kill", [False, True], ids=["orderly", "sigkill"])
-def test_p4_through_disk_tokens_and_bytes_are_equal(fleet: Fleet, engine: Engine, kill: bool) -> None:
+def test_through_disk_tokens_and_bytes_are_equal(fleet: Fleet, engine: Engine, kill: bool) -> None:
     known = fleet.audited("hybrid")
     prompts = [fleet.prompt(tokens) for tokens in (3 * CHUNK + 1, 2 * CHUNK + 100, 8 * CHUNK + 20)]
     reference = store(fleet, engine, prompts)
@@ -107,8 +108,9 @@ def stored_on(directory: Path, kind: Kind) -> list[tuple[Path, int, ObjectHeader
     return sorted(found, key=lambda one: one[2].sequence)
 
 
+@pytest.mark.requirement("P6")
 @pytest.mark.parametrize("kind", [Kind.ATTENTION, Kind.STATE])
-def test_p6_a_flipped_bit_on_disk_is_a_miss_and_is_quarantined(fleet: Fleet, engine: Engine, kind: Kind) -> None:
+def test_a_flipped_bit_on_disk_is_a_miss_and_is_quarantined(fleet: Fleet, engine: Engine, kind: Kind) -> None:
     ids = fleet.prompt(3 * CHUNK + 40)
     cold = engine.ask(ids)
     fleet.forget(engine)
@@ -129,7 +131,8 @@ def test_p6_a_flipped_bit_on_disk_is_a_miss_and_is_quarantined(fleet: Fleet, eng
     assert status.tiers[1].quarantined_bytes > 0
 
 
-def test_p5_a_stalled_disk_ends_a_load_by_its_deadline(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("P5")
+def test_a_stalled_disk_ends_a_load_by_its_deadline(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(4 * CHUNK + 40)
     cold = engine.ask(ids)
     fleet.forget(engine)

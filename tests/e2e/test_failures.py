@@ -61,10 +61,11 @@ def hits_everywhere(fleet: Fleet, engine: Engine, known: Known) -> None:
     fleet.daemon.settle()
 
 
+@pytest.mark.requirement("T6")
 @pytest.mark.parametrize(
     "delay_seconds", [0.1, *(pytest.param(seconds, marks=pytest.mark.long) for seconds in (0.4, 0.8, 1.4))]
 )
-def test_t6_a_killed_daemon_disturbs_nobody_and_its_ram_is_served_again(
+def test_a_killed_daemon_disturbs_nobody_and_its_ram_is_served_again(
     fleet: Fleet, engine: Engine, known: Known, delay_seconds: float
 ) -> None:
     prompts, cold = known
@@ -79,7 +80,8 @@ def test_t6_a_killed_daemon_disturbs_nobody_and_its_ram_is_served_again(
     hits_everywhere(fleet, engine, known)
 
 
-def test_t6_an_orderly_restart_under_load_loses_nothing(fleet: Fleet, engine: Engine, known: Known) -> None:
+@pytest.mark.requirement("T6")
+def test_an_orderly_restart_under_load_loses_nothing(fleet: Fleet, engine: Engine, known: Known) -> None:
     prompts, cold = known
     begun = engine.begin(prompts, OUTPUT_TOKENS)
     engine.pause(0.2)
@@ -90,7 +92,8 @@ def test_t6_an_orderly_restart_under_load_loses_nothing(fleet: Fleet, engine: En
     hits_everywhere(fleet, engine, known)
 
 
-def test_t6_a_hung_daemon_disturbs_nobody(fleet: Fleet, engine: Engine, known: Known) -> None:
+@pytest.mark.requirement("T6")
+def test_a_hung_daemon_disturbs_nobody(fleet: Fleet, engine: Engine, known: Known) -> None:
     prompts, cold = known
     begun = engine.begin(prompts, OUTPUT_TOKENS)
     engine.pause(0.1)
@@ -105,7 +108,8 @@ def test_t6_a_hung_daemon_disturbs_nobody(fleet: Fleet, engine: Engine, known: K
     hits_everywhere(fleet, engine, known)
 
 
-def test_p8_a_load_that_failed_is_computed_within_its_timeout_and_never_offered_again(
+@pytest.mark.requirement("P8")
+def test_a_load_that_failed_is_computed_within_its_timeout_and_never_offered_again(
     fleet: Fleet, engine: Engine
 ) -> None:
     timeout_seconds = engine.options.connector_settings["load_timeout_seconds"]
@@ -156,8 +160,9 @@ def kill_engine_in_stores_and_loads(fleet: Fleet, engine: Engine, known: Known, 
     fleet.daemon.settle()  # nothing is lent: what it had stored may be with the checksum worker yet
 
 
+@pytest.mark.requirement("T7")
 @pytest.mark.long
-def test_t7_an_engine_killed_in_stores_and_loads_leaves_nothing_and_i8_starts_without_a_daemon(
+def test_an_engine_killed_in_stores_and_loads_leaves_nothing_and_i8_starts_without_a_daemon(
     fleet: Fleet, engine: Engine, known: Known
 ) -> None:
     kill_engine_in_stores_and_loads(fleet, engine, known, 0.0)
@@ -169,9 +174,10 @@ def test_t7_an_engine_killed_in_stores_and_loads_leaves_nothing_and_i8_starts_wi
     hits_everywhere(fleet, engine, known)
 
 
+@pytest.mark.requirement("T7")
 @pytest.mark.long
 @pytest.mark.parametrize("delay_seconds", [0.04, 0.08, 0.12, 0.16])
-def test_t7_an_engine_killed_at_any_moment_leaves_nothing_and_the_next_one_is_served(
+def test_an_engine_killed_at_any_moment_leaves_nothing_and_the_next_one_is_served(
     fleet: Fleet, engine: Engine, known: Known, delay_seconds: float
 ) -> None:
     kill_engine_in_stores_and_loads(fleet, engine, known, delay_seconds)

@@ -11,9 +11,9 @@ from kvdepot.core.calls import Kind
 
 from demo.engine import Engine
 from demo.scenarios import await_lookups
-from tests.ctl_process import text
 from tests.e2e import arena_bytes
 from tests.e2e.fleet import Fleet
+from tests.rigs.ctl_process import text
 
 ENGINES = ("hybrid", "hybrid_dense_checkpoints")
 CHUNK = 384
@@ -53,7 +53,8 @@ def check_loads(fleet: Fleet, engine: Engine, prompts: list[list[int]], referenc
     assert min(part for part, ids in zip(share, prompts, strict=True) if len(ids) > 7 * CHUNK) >= 0.95
 
 
-def test_p4_ten_of_ten_from_a_second_engine_and_p3_after_a_restart(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("P4")
+def test_ten_of_ten_from_a_second_engine_and_p3_after_a_restart(fleet: Fleet, engine: Engine) -> None:
     prompts = [fleet.prompt(tokens) for tokens in LENGTHS]
     reference = store(fleet, engine, prompts)
     other = fleet.engine("hybrid_dense_checkpoints")
@@ -68,7 +69,8 @@ def test_p4_ten_of_ten_from_a_second_engine_and_p3_after_a_restart(fleet: Fleet,
     assert [one.namespace_id for one in fleet.daemon.status().namespaces] == [one.namespace_id for one in namespaces]
 
 
-def test_c1_interior_chunks_without_a_checkpoint_serve_deeper_boundaries(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("C1")
+def test_interior_chunks_without_a_checkpoint_serve_deeper_boundaries(fleet: Fleet, engine: Engine) -> None:
     deep = fleet.prompt(4 * CHUNK + 20)
     (reference,) = store(fleet, engine, [deep])
     # Its attention is there for every chunk, its state only at the end.
@@ -88,7 +90,8 @@ def test_c1_interior_chunks_without_a_checkpoint_serve_deeper_boundaries(fleet: 
     assert longer.external_tokens == 4 * CHUNK
 
 
-def test_c1_one_state_per_group_is_loaded_into_the_slot_at_the_boundary(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("C1")
+def test_one_state_per_group_is_loaded_into_the_slot_at_the_boundary(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(3 * CHUNK + 20)
     (reference,) = store(fleet, engine, [ids])
     known = fleet.audited("hybrid")
@@ -101,8 +104,9 @@ def test_c1_one_state_per_group_is_loaded_into_the_slot_at_the_boundary(fleet: F
     assert [(line["boundary_tokens"], len(line["blocks"])) for line in states] == [(3 * CHUNK, 1)] * 3
 
 
+@pytest.mark.requirement("C2")
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_c2_a_prompt_of_exactly_whole_chunks(fleet: Fleet, engine: Engine, chunks: int) -> None:
+def test_a_prompt_of_exactly_whole_chunks(fleet: Fleet, engine: Engine, chunks: int) -> None:
     ids = fleet.prompt(chunks * CHUNK)
     cold = engine.ask(ids)
     local = engine.ask(ids)
@@ -116,8 +120,9 @@ def test_c2_a_prompt_of_exactly_whole_chunks(fleet: Fleet, engine: Engine, chunk
     assert (loaded.external_tokens, loaded.tokens) == (chunks * CHUNK, reference)
 
 
+@pytest.mark.requirement("C5")
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_c5_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engine, chunks: int) -> None:
+def test_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engine, chunks: int) -> None:
     ids = fleet.prompt(4 * CHUNK + 25)
     (reference,) = store(fleet, engine, [ids])
     engine.ask(ids[: chunks * CHUNK + 5], 1)
@@ -127,7 +132,8 @@ def test_c5_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engin
     assert mixed.tokens == reference
 
 
-def test_b1_generated_tokens_and_their_checkpoints_are_loaded_in_the_next_turn(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("B1")
+def test_generated_tokens_and_their_checkpoints_are_loaded_in_the_next_turn(fleet: Fleet, engine: Engine) -> None:
     producer = fleet.engine("hybrid_dense_checkpoints")
     first = fleet.prompt(300)
     answer = producer.ask(first, 520)
@@ -141,7 +147,8 @@ def test_b1_generated_tokens_and_their_checkpoints_are_loaded_in_the_next_turn(f
         assert external.tokens == local.tokens
 
 
-def test_d4_a_full_local_hit_moves_nothing_and_d1_every_group_is_stored(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("D4")
+def test_a_full_local_hit_moves_nothing_and_d1_every_group_is_stored(fleet: Fleet, engine: Engine) -> None:
     known = fleet.audited("hybrid")
     ids = fleet.prompt(2 * CHUNK + 10)
     cold = engine.ask(ids)
@@ -189,7 +196,8 @@ def test_control_damaged_bytes_change_the_tokens_and_the_audit_sees_them(
     assert {place[1] for place in wrong(digests_by_place(fleet.audit("hybrid", known)))} == {kind.name.lower()}
 
 
-def test_p4_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("P4")
+def test_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(fleet: Fleet, engine: Engine) -> None:
     known = fleet.audited("hybrid")
     shared = fleet.prompt(2 * CHUNK)
     prompts = [shared[: CHUNK * (1 + number % 2)] + fleet.prompt(40 + CHUNK * (number % 3)) for number in range(20)]
@@ -207,9 +215,10 @@ def test_p4_under_concurrency_what_is_loaded_has_the_digest_of_what_was_stored(f
     assert wrong(digests) == {}
 
 
+@pytest.mark.requirement("P4")
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_p4_ten_of_ten_across_ten_restarts(fleet: Fleet, engine: Engine) -> None:
+def test_ten_of_ten_across_ten_restarts(fleet: Fleet, engine: Engine) -> None:
     prompts = [fleet.prompt(tokens) for tokens in LENGTHS]
     reference = store(fleet, engine, prompts)
     for number, (ids, tokens) in enumerate(zip(prompts, reference, strict=True)):
@@ -219,7 +228,8 @@ def test_p4_ten_of_ten_across_ten_restarts(fleet: Fleet, engine: Engine) -> None
         assert loaded.tokens == tokens
 
 
-def test_p4_what_was_exported_is_loaded_from_a_daemon_that_had_nothing(
+@pytest.mark.requirement("P4")
+def test_what_was_exported_is_loaded_from_a_daemon_that_had_nothing(
     fleet: Fleet, engine: Engine, tmp_path: Path
 ) -> None:
     known = fleet.audited("hybrid")

@@ -47,7 +47,8 @@ def stored_states(fleet: Fleet, engine: Engine, ids: list[int]) -> list[int]:
     return sorted(one.boundary_tokens for one in stored if one.kind is Kind.STATE)
 
 
-def test_c4_one_checkpoint_a_prompt_or_one_a_chunk(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("C4")
+def test_one_checkpoint_a_prompt_or_one_a_chunk(fleet: Fleet, engine: Engine) -> None:
     every = fleet.engine("hybrid_dense_checkpoints")
     deep = fleet.prompt(5 * CHUNK + 20)
     assert stored_states(fleet, engine, fleet.prompt(5 * CHUNK + 20)) == [5 * CHUNK]
@@ -62,7 +63,8 @@ def test_c4_one_checkpoint_a_prompt_or_one_a_chunk(fleet: Fleet, engine: Engine)
             assert loaded.tokens == own_hit(one, longer, chunks * CHUNK)
 
 
-def test_c5_every_split_of_local_and_external(fleet: Fleet) -> None:
+@pytest.mark.requirement("C5")
+def test_every_split_of_local_and_external(fleet: Fleet) -> None:
     engine = fleet.engine("hybrid_dense_checkpoints")
     deep = fleet.prompt(5 * CHUNK + 25)
     engine.ask(deep, 1)
@@ -92,7 +94,8 @@ def without_its_state(fleet: Fleet, engine: Engine) -> tuple[list[int], tuple[in
     return short, reference, loaded
 
 
-def test_a1_only_the_state_is_loaded_where_the_engine_has_the_attention(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("A1")
+def test_only_the_state_is_loaded_where_the_engine_has_the_attention(fleet: Fleet, engine: Engine) -> None:
     short, reference, _ = without_its_state(fleet, engine)
     known = fleet.audited("hybrid")
     (state_bytes,) = {
@@ -108,7 +111,8 @@ def test_a1_only_the_state_is_loaded_where_the_engine_has_the_attention(fleet: F
     assert own_hit(engine, short, 3 * CHUNK) == reference
 
 
-def test_a2_without_a_state_anywhere_it_computes(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("A2")
+def test_without_a_state_anywhere_it_computes(fleet: Fleet, engine: Engine) -> None:
     deep = fleet.prompt(5 * CHUNK + 20)
     engine.ask(deep, 1)
     fleet.settle()
@@ -118,7 +122,8 @@ def test_a2_without_a_state_anywhere_it_computes(fleet: Fleet, engine: Engine) -
     assert computed.tokens == own_hit(engine, inner, 2 * CHUNK)
 
 
-def test_a3_a_consumer_stores_what_it_received_at_most_once(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("A3")
+def test_a_consumer_stores_what_it_received_at_most_once(fleet: Fleet, engine: Engine) -> None:
     producer = fleet.engine("hybrid_dense_checkpoints")
     deep = fleet.prompt(4 * CHUNK + 20)
     producer.ask(deep, 1)

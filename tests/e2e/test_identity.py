@@ -12,12 +12,14 @@ pytestmark = pytest.mark.long
 ENGINES = ("dense", "not_aligned")
 
 
-def test_c3_a_recurrent_model_that_is_not_in_align_mode_is_refused(fleet: Fleet) -> None:
+@pytest.mark.requirement("C3")
+def test_a_recurrent_model_that_is_not_in_align_mode_is_refused(fleet: Fleet) -> None:
     assert "not_aligned" in fleet.refused
     assert 'mamba_cache_mode="align"' in fleet.log("not_aligned").read_text()
 
 
-def test_p3_hashes_that_no_other_process_repeats_are_refused(fleet: Fleet) -> None:
+@pytest.mark.requirement("P3")
+def test_hashes_that_no_other_process_repeats_are_refused(fleet: Fleet) -> None:
     fleet.define("xxhash", DENSE, {"prefix_caching_hash_algo": "xxhash"})
     with pytest.raises(EngineProcessError):
         fleet.start("xxhash")
@@ -28,7 +30,8 @@ OUTPUT_TOKENS = 1800
 """Enough for a request to be alive while a busy daemon stores its prompt."""
 
 
-def test_i1d_weights_changed_in_place_share_nothing_with_what_was_there(fleet: Fleet) -> None:
+@pytest.mark.requirement("I1d")
+def test_weights_changed_in_place_share_nothing_with_what_was_there(fleet: Fleet) -> None:
     engine = fleet.engine("dense")
     base = fleet.prompt(1500)
     cold = engine.ask(base)

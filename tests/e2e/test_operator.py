@@ -15,9 +15,9 @@ from kvdepot.client.ctl.app import cli
 from demo.engine import ROOT, Engine
 from demo.scenarios import await_lookups
 from demo.toys import HYBRID
-from tests.ctl_process import kvdepotctl
 from tests.e2e.fleet import Fleet, Loaded
 from tests.e2e.test_hybrid import CHUNK, boundary, store
+from tests.rigs.ctl_process import kvdepotctl
 
 pytestmark = pytest.mark.long
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.e2e.fleet import Fleet
 from tests.e2e.router import Conversation
 
@@ -9,7 +11,8 @@ ENGINES = ("hybrid", "hybrid_dense_checkpoints")
 CHUNK = 384
 
 
-def test_a4_b1_hybrid_prefill_reuses_in_turn_2_what_decode_has_generated(fleet: Fleet) -> None:
+@pytest.mark.requirement("A4", "B1")
+def test_hybrid_prefill_reuses_in_turn_2_what_decode_has_generated(fleet: Fleet) -> None:
     prefill, decode = (fleet.engine(name) for name in ENGINES)
     talk = Conversation(fleet, *ENGINES)
     first = fleet.prompt(2 * CHUNK + 40)

@@ -16,7 +16,8 @@ CHUNK = 256
 BLOCK = 32
 
 
-def test_a4_b1_dense_turns_go_back_and_forth_between_prefill_and_decode(fleet: Fleet) -> None:
+@pytest.mark.requirement("A4", "B1")
+def test_dense_turns_go_back_and_forth_between_prefill_and_decode(fleet: Fleet) -> None:
     """Every turn's tokens are those of a serial cold run, by an engine that has never heard of the conversation."""
     *_, cold = (fleet.engine(name) for name in ENGINES)  # the producer loads nothing
     talk = Conversation(fleet, "dense", "dense_consumer")
@@ -35,7 +36,8 @@ def test_a4_b1_dense_turns_go_back_and_forth_between_prefill_and_decode(fleet: F
         assert computed.tokens == reference.tokens[:1]
 
 
-def test_a4_a_consumers_second_turn_hits_and_the_producers_own_caching_is_as_ever(fleet: Fleet) -> None:
+@pytest.mark.requirement("A4")
+def test_a_consumers_second_turn_hits_and_the_producers_own_caching_is_as_ever(fleet: Fleet) -> None:
     producer, consumer = fleet.engine("dense_producer"), fleet.engine("dense_consumer")
     talk = Conversation(fleet, "dense_producer", "dense_consumer")
     first = fleet.prompt(5 * CHUNK + 50)

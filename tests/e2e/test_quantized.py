@@ -49,7 +49,8 @@ def quantized(plain: Path, folder: Path) -> Path:
     return folder
 
 
-def test_p2_p4_a_quantized_engine_that_was_restarted_loads_what_it_stored_and_no_other_s(
+@pytest.mark.requirement("P2", "P4")
+def test_a_quantized_engine_that_was_restarted_loads_what_it_stored_and_no_other_s(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     plain: dict[str, Any] = {"block_size": 32, "dtype": "bfloat16"}

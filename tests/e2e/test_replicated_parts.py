@@ -57,8 +57,9 @@ def store(fleet: Fleet, engine: Engine, tokens: int) -> tuple[list[int], tuple[i
     return ids, local.tokens
 
 
+@pytest.mark.requirement("P12")
 @BOTH
-def test_p12_a_load_moves_a_latent_once_and_a_head_for_each_rank(fleet: Fleet, model: str) -> None:
+def test_a_load_moves_a_latent_once_and_a_head_for_each_rank(fleet: Fleet, model: str) -> None:
     engine = fleet.engine(model)
     known = fleet.audited(model)
     for chunks in (2, 5):
@@ -77,8 +78,9 @@ def test_p12_a_load_moves_a_latent_once_and_a_head_for_each_rank(fleet: Fleet, m
     assert {len(digests) for digests in by_block.values()} == {1}, "ranks differ"
 
 
+@pytest.mark.requirement("P12")
 @BOTH
-def test_p12_control_damaged_bytes_change_the_tokens(fleet: Fleet, model: str) -> None:
+def test_control_damaged_bytes_change_the_tokens(fleet: Fleet, model: str) -> None:
     engine = fleet.engine(model)
     before = arena_bytes.committed(fleet.daemon.arena)
     ids, reference = store(fleet, engine, 2 * CHUNK + 20)

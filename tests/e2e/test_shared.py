@@ -132,7 +132,8 @@ def objects(mount: FuseDirectory) -> set[Path]:
     return set(mount.backing.glob("*/*/*.kvd"))
 
 
-def test_p4_t3_ten_of_ten_across_two_daemons_that_share_a_directory(whole: Nodes) -> None:
+@pytest.mark.requirement("P4", "T3")
+def test_ten_of_ten_across_two_daemons_that_share_a_directory(whole: Nodes) -> None:
     first, second = whole.first, whole.second
     prompts = [first.fleet.prompt(tokens) for tokens in LENGTHS]
     since = [(node.fleet, node.fleet.audited(node.model)) for node in (first, second)]
@@ -151,7 +152,8 @@ def test_p4_t3_ten_of_ten_across_two_daemons_that_share_a_directory(whole: Nodes
     assert wrong(digests) == {}
 
 
-def test_p6_files_that_went_bad_are_misses_and_are_quarantined(whole: Nodes) -> None:
+@pytest.mark.requirement("P6")
+def test_files_that_went_bad_are_misses_and_are_quarantined(whole: Nodes) -> None:
     first, second = whole.first, whole.second
     damages = ("flipped", "cut off", "empty", "gone")
     before = objects(whole.mount)
@@ -188,7 +190,8 @@ def damage(file: Path, how: str) -> None:
         os.truncate(file, size - 4096 if how == "cut off" else 0)
 
 
-def test_p5_t4_a_mount_that_hangs_in_a_load_ends_it_by_its_deadline_and_comes_back(whole: Nodes) -> None:
+@pytest.mark.requirement("P5", "T4")
+def test_a_mount_that_hangs_in_a_load_ends_it_by_its_deadline_and_comes_back(whole: Nodes) -> None:
     first, second, mount = whole.first, whole.second, whole.mount
     chunk = CHUNKS[first.model]
     known, ids, later = (first.fleet.prompt(3 * chunk + 40) for _ in range(3))

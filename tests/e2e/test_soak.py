@@ -26,9 +26,10 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Soak, Fleet
             soak.close()
 
 
+@pytest.mark.requirement("P7")
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_p7_fifty_requests_at_once_that_hit_for_95_percent_complete(soak: tuple[Soak, Fleet]) -> None:
+def test_fifty_requests_at_once_that_hit_for_95_percent_complete(soak: tuple[Soak, Fleet]) -> None:
     fleet = soak[1]
     engine = fleet.engine("dense")
     prompts = [prompt(2 * 256 + 10, f"p7-{number}") for number in range(50)]
@@ -44,9 +45,10 @@ def test_p7_fifty_requests_at_once_that_hit_for_95_percent_complete(soak: tuple[
     fleet.daemon.settle()
 
 
+@pytest.mark.requirement("T8")
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_t8_four_engines_of_three_models_are_served_at_once_within_their_quotas(soak: tuple[Soak, Fleet]) -> None:
+def test_four_engines_of_three_models_are_served_at_once_within_their_quotas(soak: tuple[Soak, Fleet]) -> None:
     fleet = soak[1]
     engines = {name: fleet.engine(name) for name in SOAKED}
     prompts = {name: [prompt(2100, f"t8-{SOAKED[name].toy.name}-{n}") for n in range(16)] for name in SOAKED}
@@ -82,9 +84,10 @@ def within_quotas(status: DaemonStatus) -> None:
         assert all(owner.used_bytes <= quota.capacity_bytes for owner in quota.owners), quota
 
 
+@pytest.mark.requirement("P4", "T6", "T7")
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("requests_min", [400, pytest.param(2000, marks=pytest.mark.long)])
-def test_p4_t6_t7_nothing_differs_fails_or_is_left_over_when_engines_and_daemons_are_killed(
+def test_nothing_differs_fails_or_is_left_over_when_engines_and_daemons_are_killed(
     soak: tuple[Soak, Fleet], requests_min: int
 ) -> None:
     """Raises at the first difference (docs/soak.md); what is asserted is that it has been looked for."""

@@ -14,8 +14,9 @@ from demo.scenarios import await_lookups
 from tests.e2e.fleet import Fleet
 
 
+@pytest.mark.requirement("P4", "I6")
 @pytest.mark.long
-def test_p4_i6_a_streaming_engine_gets_equal_tokens_and_another_proxy_when_one_is_killed(fleet: Fleet) -> None:
+def test_a_streaming_engine_gets_equal_tokens_and_another_proxy_when_one_is_killed(fleet: Fleet) -> None:
     engine = fleet.engine("streaming")
     _await_stores(fleet, engine)
     ids = fleet.prompt(2000)

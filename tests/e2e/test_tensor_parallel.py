@@ -166,8 +166,9 @@ def engine_id(status: DaemonStatus, rank: int) -> str:
     return found
 
 
+@pytest.mark.requirement("P4")
 @BOTH
-def test_p4_two_ranks_get_equal_tokens_each_from_its_own_bytes(fleet: Fleet, model: str) -> None:
+def test_two_ranks_get_equal_tokens_each_from_its_own_bytes(fleet: Fleet, model: str) -> None:
     fleet.engine(model)
     known = fleet.audited(model)
     prompts = [store(fleet, model, CHUNKS[model] * chunks + 40) for chunks in (2, 5)]
@@ -180,7 +181,8 @@ def test_p4_two_ranks_get_equal_tokens_each_from_its_own_bytes(fleet: Fleet, mod
     assert wrong(found) == {}
 
 
-def test_p2_one_rank_reads_nothing_of_two(fleet: Fleet) -> None:
+@pytest.mark.requirement("P2")
+def test_one_rank_reads_nothing_of_two(fleet: Fleet) -> None:
     ids, _, reference = store(fleet, "dense", 1100)
     whole = fleet.engine("whole")
     alone = fleet.ask(whole, ids)
@@ -191,8 +193,9 @@ def test_p2_one_rank_reads_nothing_of_two(fleet: Fleet) -> None:
     check_loads(fleet, "dense", ids, reference)
 
 
+@pytest.mark.requirement("P5", "P8", "I1")
 @BOTH
-def test_p5_p8_i1_one_rank_is_late_the_load_ends_by_its_deadline_and_that_rank_writes_nothing_later(
+def test_one_rank_is_late_the_load_ends_by_its_deadline_and_that_rank_writes_nothing_later(
     fleet: Fleet, faults: Faults, model: str
 ) -> None:
     """Rank 1's copying thread hangs in a store. Meanwhile that is not published either (P11)."""
@@ -219,11 +222,10 @@ def test_p5_p8_i1_one_rank_is_late_the_load_ends_by_its_deadline_and_that_rank_w
     check_loads(fleet, model, ids, reference)
 
 
+@pytest.mark.requirement("D5", "P8")
 @BOTH
 @pytest.mark.parametrize("rank", [0, 1])
-def test_d5_p8_one_ranks_copy_fails_and_the_load_fails_once(
-    fleet: Fleet, faults: Faults, model: str, rank: int
-) -> None:
+def test_one_ranks_copy_fails_and_the_load_fails_once(fleet: Fleet, faults: Faults, model: str, rank: int) -> None:
     ids, cold, reference = store(fleet, model, 1500)
     engine = fleet.engine(model)
     before = granted(fleet)
@@ -236,7 +238,8 @@ def test_d5_p8_one_ranks_copy_fails_and_the_load_fails_once(
     check_loads(fleet, model, ids, reference)
 
 
-def test_i1a_t7_a_rank_stopped_in_a_load_keeps_its_extents_until_it_is_dead(fleet: Fleet, faults: Faults) -> None:
+@pytest.mark.requirement("I1a", "T7")
+def test_a_rank_stopped_in_a_load_keeps_its_extents_until_it_is_dead(fleet: Fleet, faults: Faults) -> None:
     before = arena_bytes.committed(fleet.daemon.arena)
     ids, _, _ = store(fleet, "dense", 1500)
     engine = fleet.engine("dense")
@@ -260,9 +263,8 @@ def test_i1a_t7_a_rank_stopped_in_a_load_keeps_its_extents_until_it_is_dead(flee
     fleet.end("dense", kill=True)
 
 
-def test_p11_t7_p3_a_rank_killed_in_a_store_publishes_nothing_and_the_next_engine_is_served(
-    fleet: Fleet, faults: Faults
-) -> None:
+@pytest.mark.requirement("P11", "T7", "P3")
+def test_a_rank_killed_in_a_store_publishes_nothing_and_the_next_engine_is_served(fleet: Fleet, faults: Faults) -> None:
     ids, _, reference = store(fleet, "hybrid", 1500)
     engine = fleet.engine("hybrid")
     rank = rank_process(engine, 1)

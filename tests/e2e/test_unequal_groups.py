@@ -1,7 +1,7 @@
 """Groups of blocks of 32 and of 512 tokens, with three layers and with four, in one model (P12).
 
 Attention and recurrent state in blocks of 16 and of 1,056 tokens cannot be had from a real engine: in align mode
-vLLM gives both the same block. tests/contract/test_connector_hybrid.py has them, with vLLM's own block managers.
+vLLM gives both the same block. tests/contract/connector/test_hybrid.py has them, with vLLM's own block managers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def load_bytes(boundary: int, local: int = 0) -> int:
     return sum(tokens[kind] * LAYERS[kind] * TOKEN_BYTES[kind] for kind in LAYERS)
 
 
-def test_p12_d2_a_load_fills_blocks_of_both_sizes(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("P12", "D2")
+def test_a_load_fills_blocks_of_both_sizes(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(3000)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
@@ -55,8 +56,9 @@ def test_p12_d2_a_load_fills_blocks_of_both_sizes(fleet: Fleet, engine: Engine) 
     assert tokens == {"attention": 5 * CHUNK, "window": REACH_TOKENS}
 
 
+@pytest.mark.requirement("P12", "C5")
 @pytest.mark.parametrize("local", [CHUNK, 2 * CHUNK, 3 * CHUNK])
-def test_p12_c5_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engine, local: int) -> None:
+def test_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engine, local: int) -> None:
     ids = fleet.prompt(4 * CHUNK + 40)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
@@ -67,8 +69,9 @@ def test_p12_c5_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: E
     assert mixed.tokens == cold.tokens
 
 
+@pytest.mark.requirement("P12")
 @pytest.mark.parametrize("kind", [Kind.ATTENTION, Kind.WINDOW])
-def test_p12_control_damage_in_either_group_changes_the_tokens(fleet: Fleet, engine: Engine, kind: Kind) -> None:
+def test_control_damage_in_either_group_changes_the_tokens(fleet: Fleet, engine: Engine, kind: Kind) -> None:
     ids = fleet.prompt(2 * CHUNK + 40)
     before = arena_bytes.committed(fleet.daemon.arena)
     cold = fleet.ask(engine, ids)
@@ -84,7 +87,8 @@ def test_p12_control_damage_in_either_group_changes_the_tokens(fleet: Fleet, eng
     assert damaged.tokens != cold.tokens
 
 
-def test_p12_p3_an_engine_that_was_restarted_loads_what_it_stored(fleet: Fleet, engine: Engine) -> None:
+@pytest.mark.requirement("P12", "P3")
+def test_an_engine_that_was_restarted_loads_what_it_stored(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(3 * CHUNK + 40)
     cold = engine.ask(ids)
     fleet.settle()

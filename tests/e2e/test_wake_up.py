@@ -15,7 +15,8 @@ PROMPT_TOKENS = 1500
 HIT_TOKENS = 1280
 
 
-def test_i1d_nothing_is_served_of_former_weights_and_nothing_is_left_of_former_sides(fleet: Fleet) -> None:
+@pytest.mark.requirement("I1d")
+def test_nothing_is_served_of_former_weights_and_nothing_is_left_of_former_sides(fleet: Fleet) -> None:
     fleet.define(
         "waking", DENSE, {"block_size": 32, "worker_extension_cls": "tests.e2e.waking_connector.Sleeper"},
         connector_class=("WakingConnector", "tests.e2e.waking_connector"),

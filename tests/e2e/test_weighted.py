@@ -75,7 +75,8 @@ def combined(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Combine
         yield Combined(engine, light, heavy, chunk_tokens)
 
 
-def test_p9_two_daemons_in_one_engine(combined: Combined) -> None:
+@pytest.mark.requirement("P9")
+def test_two_daemons_in_one_engine(combined: Combined) -> None:
     engine, light, heavy = combined.engine, combined.light, combined.heavy
     prompts = [prompt(TOKENS, f"weighted-{number}") for number in range(PROMPTS)]
     for ids in prompts:

@@ -51,8 +51,9 @@ def engine(fleet: Fleet, name: str) -> Engine:
     return fleet.engine(name)
 
 
+@pytest.mark.requirement("D1", "D2", "D3")
 @EVERY_MODEL
-def test_d1_d2_d3_a_load_moves_what_the_geometry_predicts(fleet: Fleet, engine: Engine, name: str) -> None:
+def test_a_load_moves_what_the_geometry_predicts(fleet: Fleet, engine: Engine, name: str) -> None:
     model = MODELS[name]
     ids = fleet.prompt(3000)
     cold = fleet.ask(engine, ids)
@@ -81,10 +82,9 @@ def test_d1_d2_d3_a_load_moves_what_the_geometry_predicts(fleet: Fleet, engine: 
         assert count * BLOCK == (2816 if kind == "attention" else model.reach_tokens)
 
 
+@pytest.mark.requirement("D2")
 @EVERY_MODEL
-def test_d2_nothing_outside_the_windows_is_read_and_damage_inside_shows(
-    fleet: Fleet, engine: Engine, name: str
-) -> None:
+def test_nothing_outside_the_windows_is_read_and_damage_inside_shows(fleet: Fleet, engine: Engine, name: str) -> None:
     ids = fleet.prompt(1800)
     before = arena_bytes.committed(fleet.daemon.arena)
     cold = fleet.ask(engine, ids)
@@ -109,8 +109,9 @@ def test_d2_nothing_outside_the_windows_is_read_and_damage_inside_shows(
     assert damaged.tokens != cold.tokens
 
 
+@pytest.mark.requirement("D4")
 @EVERY_MODEL
-def test_d4_a_full_local_hit_moves_nothing(fleet: Fleet, engine: Engine) -> None:
+def test_a_full_local_hit_moves_nothing(fleet: Fleet, engine: Engine) -> None:
     ids = fleet.prompt(2000)
     cold = fleet.ask(engine, ids)
     before = fleet.daemon.settle()
@@ -121,9 +122,10 @@ def test_d4_a_full_local_hit_moves_nothing(fleet: Fleet, engine: Engine) -> None
     assert after.counters["granted_write_bytes"] == before.counters["granted_write_bytes"]
 
 
+@pytest.mark.requirement("C5")
 @EVERY_MODEL
 @pytest.mark.parametrize("local", [96, 512, 928])
-def test_c5_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engine, name: str, local: int) -> None:
+def test_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engine, name: str, local: int) -> None:
     ids = fleet.prompt(1100)
     cold = fleet.ask(engine, ids)
     fleet.forget(engine)
@@ -134,7 +136,8 @@ def test_c5_a_local_hit_is_continued_from_the_daemon(fleet: Fleet, engine: Engin
     assert mixed.tokens == cold.tokens
 
 
-def test_p4_concurrent_requests_get_equal_tokens_from_the_daemon(fleet: Fleet) -> None:
+@pytest.mark.requirement("P4")
+def test_concurrent_requests_get_equal_tokens_from_the_daemon(fleet: Fleet) -> None:
     engine = fleet.engine("gemma3")
     shared = fleet.prompt(1100)
     prompts = [shared[:length] + fleet.prompt(200) for length in (300, 600, 600, 1100)] + [
@@ -149,7 +152,8 @@ def test_p4_concurrent_requests_get_equal_tokens_from_the_daemon(fleet: Fleet) -
     assert hits.external_tokens + hits.local_tokens >= sum((len(ids) - 1) // CHUNK * CHUNK for ids in prompts)
 
 
-def test_p4_engines_that_were_restarted_load_what_they_stored(fleet: Fleet) -> None:
+@pytest.mark.requirement("P4")
+def test_engines_that_were_restarted_load_what_they_stored(fleet: Fleet) -> None:
     prompts = {name: fleet.prompt(2100) for name in ENGINES}
     cold = {name: fleet.engine(name).ask(prompts[name]).tokens for name in ENGINES}
     fleet.settle()
@@ -162,8 +166,9 @@ def test_p4_engines_that_were_restarted_load_what_they_stored(fleet: Fleet) -> N
         assert loaded.served.bytes == MODELS[name].load_bytes(2048)
 
 
+@pytest.mark.requirement("B1")
 @EVERY_MODEL
-def test_b1_generated_tokens_are_loaded_in_the_next_turn(fleet: Fleet, engine: Engine, name: str) -> None:
+def test_generated_tokens_are_loaded_in_the_next_turn(fleet: Fleet, engine: Engine, name: str) -> None:
     first = fleet.prompt(300)
     second = first + list(engine.ask(first, 520).tokens) + fleet.prompt(30)
     fleet.forget(engine)

@@ -39,7 +39,7 @@ from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.engine.engine import Engine
 from kvdepot.server.engine.types import Attached, EngineConfig, ProcessIdentity
 
-from tests.stream_rig import Proxy
+from tests.rigs.stream_rig import Proxy
 
 ARENA_ID = 77
 _first_leases = itertools.count(1, 1 << 32)  # of sessions: no two draw the same ids

@@ -11,7 +11,7 @@ from kvdepot.server.control import Control
 from kvdepot.server.set_quotas import SetQuotas
 from kvdepot.server.state_file import StateFile
 
-from tests.fakes.engine_rig import Rig
+from tests.rigs.engine_rig import Rig
 
 
 async def _nothing() -> None:

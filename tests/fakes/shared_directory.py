@@ -17,7 +17,7 @@ from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
 from kvdepot.server.tiers.shared.layout import JANITOR, node_file, object_file
 from kvdepot.server.tiers.shared.links import Report
 
-from tests.raw_client import CHUNK_TOKENS, payload_of
+from tests.rigs.raw_client import CHUNK_TOKENS, payload_of
 
 MIB: Final = 1 << 20
 NAMESPACE: Final = bytes(range(16))

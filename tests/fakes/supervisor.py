@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.daemon_process import DaemonProcess
+from tests.rigs.daemon_process import DaemonProcess
 
 WAIT_SECONDS = 60.0
 _DATAGRAM_BYTES = 4096

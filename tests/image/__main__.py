@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tests.raw_client import RawEngine, dense_spec, keys_of, payload_of, wait_until
+from tests.rigs.raw_client import RawEngine, dense_spec, keys_of, payload_of, wait_until
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 KEPT: Final = ROOT / "build" / "image"

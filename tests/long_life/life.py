@@ -29,9 +29,9 @@ from kvdepot.core.calls import (
 from kvdepot.core.records import RECORDS_MAX
 from kvdepot.proto import codec
 
-from tests.daemon_process import DaemonProcess
-from tests.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
-from tests.raw_client import attach_socket, exchange, status_of, wait_until
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
+from tests.rigs.raw_client import attach_socket, exchange, status_of, wait_until
 
 GRACE_SECONDS: Final = 1
 CONFIG: Final = """

@@ -16,6 +16,9 @@ class Room(NamedTuple):
 
 _SERVER: Final = "server/kvdepot/server"
 _CLIENT: Final = "client/kvdepot/client"
+_UNIT: Final = "tests/unit/server"
+_ENGINE: Final = f"{_UNIT}/engine/test_*.py"
+_TIERS: Final = ("tests/contract/tiers/test_*.py", f"{_UNIT}/tiers/test_*.py")
 ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that names it
     "processes": Room(
         (
@@ -23,70 +26,66 @@ ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that name
             f"{_SERVER}/engine/departures.py",
         ),
         (
-            "tests/unit/test_guard.py", "tests/unit/test_accepting.py", "tests/unit/test_arena_file.py",
-            "tests/unit/test_daemon_exceptions.py", "tests/unit/test_engine_*.py",
-            "tests/contract/test_attach_socket.py", "tests/contract/test_scarce_descriptors.py",
-            "tests/stateful/test_attach_model.py",
+            f"{_UNIT}/test_guard.py", f"{_UNIT}/test_accepting.py", f"{_UNIT}/test_arena_file.py",
+            f"{_UNIT}/test_daemon_exceptions.py", _ENGINE, "tests/stateful/test_attach_model.py",
+            "tests/process/daemon/test_attach_socket.py", "tests/process/daemon/test_scarce_descriptors.py",
+            "tests/process/io/test_stream_proxy.py", "tests/process/client/test_streams.py",
         ),
     ),
     "engine": Room(
         (f"{_SERVER}/engine/*.py",),
         (
-            "tests/unit/test_engine_*.py", "tests/unit/test_call_turns.py", "tests/unit/test_lent_extents.py",
-            "tests/unit/test_eviction.py", "tests/stateful/test_engine_model.py", "tests/stateful/test_tier_model.py",
+            _ENGINE, f"{_UNIT}/rpc/test_turns.py", f"{_UNIT}/io/test_lent_extents.py",
+            "tests/unit/core/test_eviction.py", "tests/stateful/test_engine_model.py", "tests/stateful/test_tier_model.py",
             "tests/stateful/test_quota_model.py", "tests/stateful/test_shared_model.py",
         ),
     ),
-    "rpc": Room((f"{_SERVER}/rpc/*.py",), ("tests/unit/test_call_*.py", "tests/contract/test_rpc.py")),
-    "arena": Room((f"{_SERVER}/populate.py",), ("tests/unit/test_populate.py", "tests/unit/test_arena_file.py")),
+    "rpc": Room(
+        (f"{_SERVER}/rpc/*.py",),
+        (f"{_UNIT}/rpc/test_*.py", "tests/unit/client/transports/test_*.py", "tests/process/daemon/test_rpc.py"),
+    ),
+    "arena": Room((f"{_SERVER}/populate.py",), (f"{_UNIT}/test_populate.py", f"{_UNIT}/test_arena_file.py")),
     "io": Room(
         (f"{_SERVER}/io/*.py",),
         (
-            "tests/unit/test_io_*.py", "tests/unit/test_codecs.py", "tests/unit/test_child_stream.py",
-            "tests/unit/test_durable_files.py", "tests/unit/test_file_room.py", "tests/unit/test_lent_extents.py",
-            "tests/unit/test_objectfile.py", "tests/unit/test_tier_trouble.py", "tests/contract/test_io_*.py",
-            "tests/contract/test_hung_*.py", "tests/contract/test_stream_proxy.py",
-            "tests/contract/test_children_of_a_killed_daemon.py",
+            f"{_UNIT}/io/test_*.py", f"{_UNIT}/test_durable_files.py", f"{_UNIT}/test_file_room.py",
+            "tests/unit/core/test_objectfile.py", f"{_UNIT}/tiers/test_*.py", f"{_UNIT}/tiers/disk/test_*.py",
+            f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/test_daemon_exceptions.py", "tests/process/io/test_*.py",
+            "tests/process/daemon/test_hung_files.py", "tests/process/daemon/test_children_of_a_killed_daemon.py",
         ),
     ),
     "disk": Room(
         (f"{_SERVER}/tiers/disk/*.py",),
-        (
-            "tests/unit/test_disk_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py",
-            "tests/contract/test_disk_*.py", "tests/contract/test_tier_*.py",
-        ),
+        (*_TIERS, f"{_UNIT}/tiers/disk/test_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py"),
     ),
     "shared": Room(
         (f"{_SERVER}/tiers/shared/*.py", f"{_SERVER}/tiers/shared/keeper/*.py"),
         (
-            "tests/unit/test_shared_*.py", "tests/unit/test_keeper_*.py", "tests/unit/test_late_janitor.py",
+            *_TIERS, f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/tiers/shared/keeper/test_*.py",
             "tests/stateful/test_keeper*.py", "tests/stateful/test_shared_*.py", "tests/stateful/test_slow_keepers.py",
-            "tests/contract/test_shared_*.py", "tests/contract/test_tier_*.py",
+            "tests/process/tiers/test_shared_*.py",
         ),
     ),
     "tiers": Room(
         (f"{_SERVER}/tiers/*.py",),
-        (
-            "tests/unit/test_disk_*.py", "tests/unit/test_shared_*.py", "tests/unit/test_tier_*.py",
-            "tests/contract/test_tier_*.py",
-        ),
+        (*_TIERS, f"{_UNIT}/tiers/disk/test_*.py", f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/test_config*.py"),
     ),
     "connector": Room(
         (f"{_CLIENT}/vllm/*.py",),
         (
-            "tests/unit/test_vllm_*.py", "tests/unit/test_review_connector.py", "tests/contract/test_connector_*.py",
+            "tests/unit/client/vllm/test_*.py", "tests/contract/connector/test_*.py",
             "tests/stateful/test_connector_orders.py",
         ),
     ),
     "copy": Room(
-        (f"{_CLIENT}/copy/*.py",),
-        ("tests/unit/test_copiers.py", "tests/unit/test_copy_*.py", "tests/contract/test_connector_device.py"),
+        (f"{_CLIENT}/copy/*.py",), ("tests/unit/client/copy/test_*.py", "tests/contract/connector/test_device.py")
     ),
     "client": Room(
         (f"{_CLIENT}/*.py", f"{_CLIENT}/transports/*.py"),
         (
-            "tests/unit/test_client_*.py", "tests/unit/test_call_socket.py", "tests/contract/test_client_*.py",
-            "tests/contract/test_lost_replies.py", "tests/contract/test_operator_export.py",
+            "tests/unit/client/test_*.py", "tests/unit/client/transports/test_*.py",
+            "tests/process/client/test_daemon.py", "tests/process/client/test_streams.py",
+            "tests/process/client/test_lost_replies.py", "tests/process/ctl/test_export.py",
         ),
     ),
 }  # fmt: skip

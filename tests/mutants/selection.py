@@ -9,15 +9,15 @@ from tests.mutants.watching import Noted
 
 
 def chosen(mutation: Mutation, noted: Noted) -> list[str]:
-    """Those that execute its lines, quick modules first; then those that start processes, in which it may be executed.
+    """Those that execute its lines, quick modules first.
 
-    All of the room, where none executes it, or its import does.
+    Where none is seen to, those that start processes, which may. All of the room, where importing does, or none may.
     """
     lines = noted.lines.get(str(mutation.path), {})
     names = {test for line in mutation.lines for test in lines.get(line, ())}
-    executing = names & set(noted.tests) if names and "" not in names else set(noted.tests)
-    children = {test for test in noted.tests if _file(test) in noted.children} - executing
-    return _quick_first(executing, noted) + _quick_first(children, noted)
+    children = {test for test in noted.tests if _file(test) in noted.children}
+    tests = (names & set(noted.tests) if names else children) if "" not in names else set()
+    return _quick_first(tests or set(noted.tests), noted)
 
 
 def _quick_first(tests: set[str], noted: Noted) -> list[str]:

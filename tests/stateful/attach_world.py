@@ -32,8 +32,8 @@ from kvdepot.server.engine.workers import Workers
 from kvdepot.server.streams import StreamProxies
 from kvdepot.server.tiers.base import Loan, Tier, WorkerRegistry
 
-from tests.fakes.engine_rig import BOOT, DENSE, Client, Rig, audit, path, unpack
 from tests.fakes.process_kernel import FakeKernel, FakeProcess, Sight
+from tests.rigs.engine_rig import BOOT, DENSE, Client, Rig, audit, path, unpack
 
 GRACE_SECONDS = 60.0
 _LOG = logging.getLogger("attach-world")

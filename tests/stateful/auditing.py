@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.keys import NamespaceSpec
 
-from tests.fakes.engine_rig import Rig
+from tests.rigs.engine_rig import Rig
 
 
 def elements_of(spec: NamespaceSpec) -> Elements:

@@ -20,7 +20,7 @@ from kvdepot.server.offline.fsck import check_store
 from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Read, Written
 from kvdepot.server.tiers.disk import layout
 
-from tests.fakes.disk_rig import PAGE, DiskRig, Loaned, failing, object_name
+from tests.rigs.disk_rig import PAGE, DiskRig, Loaned, failing, object_name
 
 NAMES = 12
 _SLOT_BYTES = 64 << 10

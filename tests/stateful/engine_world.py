@@ -31,10 +31,10 @@ from kvdepot.server.engine.index import NONE
 from kvdepot.server.engine.types import Quota, TierConfig
 from kvdepot.server.tiers.base import IoOutcome
 
-from tests.fakes.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_of, unpack
 from tests.fakes.memory_tier import Job, MemoryTier
-from tests.fakes.quota_audit import check_within_quotas
 from tests.fakes.shared_memory_tier import File
+from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_of, unpack
+from tests.rigs.quota_audit import check_within_quotas
 from tests.stateful.auditing import compare, elements_of
 from tests.stateful.killing import Killed, killed_after
 

@@ -137,8 +137,9 @@ TestOldKernelModel = OldKernelModel.TestCase
 TestUnnumberedModel = UnnumberedModel.TestCase
 
 
+@pytest.mark.requirement("I6")
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model", [AttachModel, OldKernelModel, UnnumberedModel])
-def test_i6_long_histories_of_processes(model: type[AttachModel]) -> None:
+def test_long_histories_of_processes(model: type[AttachModel]) -> None:
     run_state_machine_as_test(model, settings=settings(QUICK, max_examples=400, stateful_step_count=60))

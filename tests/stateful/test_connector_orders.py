@@ -152,12 +152,13 @@ def _sleep(engine: ScriptedEngine) -> None:
             engine.wake_up()
 
 
+@pytest.mark.requirement("I1", "I3", "I5", "I6")
 @pytest.mark.timeout(300)  # on a busy machine
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_i1_i3_i5_i6_random_requests_in_every_call_order(
+def test_random_requests_in_every_call_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, runs_ahead: bool, hybrid: bool, seed: int
 ) -> None:
     random, depot = Random(f"{order} {runs_ahead} {hybrid} {seed}"), Depot()

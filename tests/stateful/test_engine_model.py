@@ -16,7 +16,7 @@ from kvdepot.core.control import Switch
 from kvdepot.core.errors import NotFound
 from kvdepot.server.engine.types import Quota, TierConfig
 
-from tests.fakes.pin_audit import sweep
+from tests.rigs.pin_audit import sweep
 from tests.stateful.auditing import compare
 from tests.stateful.engine_world import DEPTH, SPECS, World, keys_of
 from tests.stateful.operator_world import Operator
@@ -215,8 +215,9 @@ def _step(world: World, random: Random) -> tuple[str, Callable[[], None]]:
     return action, lambda: act(name, lease, chosen)
 
 
+@pytest.mark.requirement("T1", "I1a", "I1c")
 @pytest.mark.parametrize("seed", range(12))
-def test_t1_i1a_i1c_a_kill_at_any_line_leaves_a_truth_that_can_be_adopted(seed: int) -> None:
+def test_a_kill_at_any_line_leaves_a_truth_that_can_be_adopted(seed: int) -> None:
     """About 40 kills a seed; the tables as they were at that line are all that the next run gets."""
     random = Random(seed)
     world = World()
@@ -327,8 +328,9 @@ def _drift() -> tuple[World, Callable[[], None]]:
 SCENES = (_reserve, _commit, _abandon, _abandon_expired, _evict, _die, _crash, _audit, _audited, _drift)
 
 
+@pytest.mark.requirement("I1a", "T1")
 @pytest.mark.parametrize("scene", SCENES)
-def test_i1a_t1_a_kill_at_each_line_in_turn(scene: Callable[[], tuple[World, Callable[[], None]]]) -> None:
+def test_a_kill_at_each_line_in_turn(scene: Callable[[], tuple[World, Callable[[], None]]]) -> None:
     """Every line of each change to an object of several extents, also of adoption itself."""
     lines, killed = 0, True
     while killed:

@@ -161,8 +161,9 @@ class World:
         self.beat(sleeping)  # before it writes: its daemon's clock has told it so
 
 
+@pytest.mark.requirement("I4", "T3")
 @pytest.mark.parametrize("seed", range(2))
-def test_i4_t3_keepers_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_keepers_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     world = World(tmp_path / "shared", seed, monkeypatch)
     for node in world.nodes:
         world.beat(node)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from kvdepot.server.engine.types import Quota, TierConfig, WritePolicy
 
-from tests.fakes.quota_audit import only_owners_lose
+from tests.rigs.quota_audit import only_owners_lose
 from tests.stateful.engine_world import World
 from tests.stateful.test_tier_model import TierModel, act
 
@@ -41,9 +41,10 @@ QuotaModel.TestCase.settings = settings(
 TestQuotaModel = QuotaModel.TestCase
 
 
+@pytest.mark.requirement("T8", "I4")
 @pytest.mark.parametrize("policy", list(WritePolicy))
 @pytest.mark.parametrize("seed", range(2))
-def test_t8_i4_no_owner_is_ever_above_its_quota_and_no_other_pays_for_it(seed: int, policy: WritePolicy) -> None:
+def test_no_owner_is_ever_above_its_quota_and_no_other_pays_for_it(seed: int, policy: WritePolicy) -> None:
     random = Random(seed)
     world = World(tier=TierConfig(policy), quotas=QUOTAS)
     evicted = refused = dropped = 0.0

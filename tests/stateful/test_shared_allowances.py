@@ -298,8 +298,9 @@ ACTIONS = (
 )  # fmt: skip
 
 
+@pytest.mark.requirement("I4")
 @pytest.mark.parametrize("seed", range(8))
-def test_i4_long_histories_of_a_full_directory(seed: int) -> None:
+def test_long_histories_of_a_full_directory(seed: int) -> None:
     """Where a machine that shrinks examples seldom comes: everything granted, and used."""
     random = Random(seed)
     world = Allowances()

@@ -12,9 +12,10 @@ from tests.stateful.engine_world import DEPTH, SPECS, World
 from tests.stateful.test_tier_model import act
 
 
+@pytest.mark.requirement("T3", "I1", "I6", "I7")
 @pytest.mark.parametrize("policy", list(WritePolicy))
 @pytest.mark.parametrize("seed", range(4))
-def test_t3_i1_i6_i7_two_nodes_on_one_directory_never_get_wrong_bytes(seed: int, policy: WritePolicy) -> None:
+def test_two_nodes_on_one_directory_never_get_wrong_bytes(seed: int, policy: WritePolicy) -> None:
     """Look-ups, hangs, vanished and damaged files, kills and reboots on both; every other time beside a local disk."""
     random = Random(seed)
     disk = TierConfig(WritePolicy.SECOND_USE) if seed % 2 else None

@@ -179,8 +179,9 @@ ROWS = [
 ]
 
 
+@pytest.mark.requirement("I4")
 @pytest.mark.parametrize(("latency", "files"), ROWS)
-def test_i4_the_first_count_takes_about_twice_what_it_needs_alone(
+def test_the_first_count_takes_about_twice_what_it_needs_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, latency: float, files: int
 ) -> None:
     """And as long as a node takes to become janitor: some beats of 14 requests."""
@@ -191,8 +192,9 @@ def test_i4_the_first_count_takes_about_twice_what_it_needs_alone(
         world.server.run_until(world.all_write, 30 + 100 * latency, "room is granted")
 
 
+@pytest.mark.requirement("I4")
 @pytest.mark.parametrize(("latency", "every", "pause"), [(0.02, 20, 30), (0.2, 100, 60), (0.005, 10, 7)])
-def test_i4_a_count_goes_on_after_every_pause_of_the_server(
+def test_a_count_goes_on_after_every_pause_of_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, latency: float, every: float, pause: float
 ) -> None:
     """One count, whichever janitor's lease grew old meanwhile: a janitor alone is late, not another's loser."""
@@ -235,18 +237,20 @@ def play(root: Path, monkeypatch: pytest.MonkeyPatch, seed: int, *, files: int, 
     return world
 
 
+@pytest.mark.requirement("I4", "T3")
 @pytest.mark.parametrize("seed", [0, 2])
-def test_i4_t3_keepers_on_a_slow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_keepers_on_a_slow_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     world = play(tmp_path / "shared", monkeypatch, seed, files=100, rounds=8)
     assert world.most > world.capacity // 2
     assert len(world.terms) > 20
 
 
+@pytest.mark.requirement("I4", "T3")
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("files", [300, 20_000])
 @pytest.mark.parametrize("seed", range(10, 16))
-def test_i4_t3_keepers_on_a_slow_server_with_any_number_of_files(
+def test_keepers_on_a_slow_server_with_any_number_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, files: int
 ) -> None:
     play(tmp_path / "shared", monkeypatch, seed, files=files, rounds=30)

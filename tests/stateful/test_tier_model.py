@@ -93,9 +93,10 @@ TierModel.TestCase.settings = settings(
 TestTierModel = TierModel.TestCase
 
 
+@pytest.mark.requirement("I1", "I6", "I1a")
 @pytest.mark.parametrize("policy", list(WritePolicy))
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_i1_i6_i1a_long_random_histories_over_a_lower_tier(seed: int, policy: WritePolicy) -> None:
+def test_long_random_histories_over_a_lower_tier(seed: int, policy: WritePolicy) -> None:
     """Promotions, demotions, damage, hangs, kills and reboots; patterns in everything a worker may still write to."""
     random = Random(seed)
     world = World(tier=TierConfig(policy))
@@ -126,8 +127,9 @@ def test_loads_whose_room_is_made_object_by_object_are_right_whatever_happens_be
     world.finish()
 
 
+@pytest.mark.requirement("I4", "I7")
 @pytest.mark.parametrize("seed", range(3))
-def test_i4_i7_long_random_histories_of_queues(seed: int) -> None:
+def test_long_random_histories_of_queues(seed: int) -> None:
     """Many requests wait, with a cold RAM again and again: nothing is held for nobody, nor beyond the share."""
     random = Random(seed)
     world = World(tier=TierConfig(WritePolicy.COMMIT))
@@ -141,10 +143,9 @@ def test_i4_i7_long_random_histories_of_queues(seed: int) -> None:
     world.finish()
 
 
+@pytest.mark.requirement("I4", "I7")
 @pytest.mark.parametrize("seed", range(3))
-def test_i4_i7_long_random_histories_of_queues_in_which_half_is_declined(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_random_histories_of_queues_in_which_half_is_declined(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not worth its time is read when its time has come, whatever else happens meanwhile."""
     monkeypatch.setattr(read_rate, "MEASURED_READS", 0)
     random = Random(seed)

@@ -1,0 +1,53 @@
+"""Engines on one depot, a gate in their copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvdepot.client.vllm import connector as connector_module
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
+
+from tests.fakes.direct_session import Depot
+from tests.fakes.scripted_engine import ScriptedEngine, model_folder
+from tests.rigs.connector_rig import Gate, Make
+
+
+@pytest.fixture
+def depot() -> Depot:
+    return Depot()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of all these engines."""
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(depot: Depot, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Starts engines on one depot, and ends them."""
+    monkeypatch.setattr(connector_module, "cache_path", lambda: tmp_path / "digests.json")
+    engines: list[ScriptedEngine] = []
+
+    def start(**options: Any) -> ScriptedEngine:
+        engines.append(ScriptedEngine(depot, folder, monkeypatch, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def own_registry() -> Iterator[None]:
+    """What the test's engines export ends with it."""
+    yield
+    unregister_vllm_metrics()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)

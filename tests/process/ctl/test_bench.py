@@ -1,0 +1,92 @@
+"""`kvdepotctl bench`: the real command against a real daemon. What is asserted is what it says, not how fast."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvdepot.client.ctl.medium import TEMPORARY, measure
+
+from tests.rigs.ctl_process import kvdepotctl
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.raw_client import RawEngine, keys_of, status_of, wait_until
+
+SMALL = ("--object-size", "1MiB", "--bytes", "24MiB")
+
+
+def tier(directory: Path, name: str, write: str) -> str:
+    path = directory / name
+    path.mkdir()
+    return f'[[tier]]\nname = "{name}"\nkind = "disk"\npath = "{path}"\ncapacity = "128MiB"\nwrite = "{write}"\n'
+
+
+@pytest.fixture
+def daemon(directory: Path) -> Iterator[DaemonProcess]:
+    text = "".join(tier(directory, name, write) for name, write in (("used", "second_use"), ("full", "evict")))
+    with DaemonProcess(ram="768MiB", config=text) as running:
+        wait_until(lambda: all(one.state == "ready" for one in status_of(running.socket).tiers[1:]), "disks open")
+        yield running
+
+
+def benched(daemon: DaemonProcess, *options: str, code: int = 0) -> dict[str, Any]:
+    printed = kvdepotctl(daemon, "bench", "--json", *options)
+    assert printed.returncode == code, printed.stdout + printed.stderr
+    found: dict[str, Any] = json.loads(printed.stdout)
+    return found
+
+
+def test_each_tier_both_ways_beside_what_there_is_and_nothing_is_left(daemon: DaemonProcess, directory: Path) -> None:
+    with RawEngine(daemon.socket) as engine:
+        engine.store(keys_of("prompt", 12))
+        found = benched(daemon, *SMALL, "--chunk-tokens", "64")
+        assert (found["bytes"], found["bytes_per_token"]) == (24 << 20, 16384)
+        lines = {(one["tier"], one["way"]): one for one in found["measured"]}
+        assert list(lines) == [
+            ("ram", "store"),
+            ("ram", "load"),
+            ("used", "store"),
+            ("used", "load"),
+            ("full", "store"),
+        ]
+        for (name, _), one in lines.items():
+            if name == "full":
+                assert one["rate"] == 0 and one["note"].startswith("write = evict")
+            else:
+                assert one["rate"] > 0 and one["limit"] > 0 and one["times_prefill"] == 0
+                assert one["limit_name"] == ("memcpy" if name == "ram" else "medium")
+                assert one["share"] == pytest.approx(one["rate"] / one["limit"])
+        wait_until(lambda: [one.objects for one in engine.status().tiers] == [12, 0, 0], "its own are evicted")
+        assert engine.load(keys_of("prompt", 12)) is not None
+    assert not list(directory.rglob(f"{TEMPORARY}*"))
+
+
+def test_the_verdict_is_against_the_prefill_that_is_given(daemon: DaemonProcess) -> None:
+    assert all(one["times_prefill"] > 1 for one in benched(daemon, *SMALL, "--prefill", "0.1")["measured"][:4])
+    assert benched(daemon, *SMALL, "--prefill", "1e12", code=1)["measured"][1]["times_prefill"] < 1
+    printed = kvdepotctl(daemon, "bench", *SMALL, "--prefill", "1e12")
+    assert printed.returncode == 1 and printed.stdout.count("its loads are not worth their time") == 2
+    assert "full, store: write = evict" in printed.stdout
+
+
+def test_what_cannot_be_measured_is_said(daemon: DaemonProcess) -> None:
+    printed = kvdepotctl(daemon, "bench", "--object-size", "900MiB")
+    assert printed.returncode == 2 and "does not fit" in printed.stderr
+    assert kvdepotctl(daemon, "stores", "off").returncode == 0
+    printed = kvdepotctl(daemon, "bench", *SMALL)
+    assert printed.returncode == 1 and "nothing is stored" in printed.stderr and "Traceback" not in printed.stderr
+
+
+def test_a_medium_that_cannot_be_written_has_a_reason(tmp_path: Path) -> None:
+    assert measure(str(tmp_path / "gone"), 8 << 20).why_not == "No such file or directory"
+    found = measure(str(tmp_path), 8 << 20)
+    assert found.write > 0 and found.read > 0 and not found.why_not and not list(tmp_path.iterdir())
+    cached = measure("/dev/shm", 8 << 20)
+    assert cached.read > 0
+
+
+def test_it_goes_on_after_an_epoch_bump(daemon: DaemonProcess) -> None:
+    assert kvdepotctl(daemon, "epoch", "bump", "--yes").returncode == 0
+    assert benched(daemon, *SMALL)["measured"][0]["rate"] > 0

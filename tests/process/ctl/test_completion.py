@@ -1,0 +1,95 @@
+"""What bash completes of a `kvdepotctl` command line: the printed script, sourced by a real bash, beside a daemon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from kvdepot.client.ctl.app import cli
+
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.raw_client import RawEngine, dense_spec, keys_of
+
+KEYS = keys_of("prompt", 3)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def engine(daemon: DaemonProcess) -> Iterator[RawEngine]:
+    with RawEngine(daemon.socket, "engine-0", spec=dense_spec("a-model", 16 << 10)) as one:
+        one.store(KEYS)
+        yield one
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With `kvdepotctl` on the path beside it, as an installation has it."""
+    folder = tmp_path_factory.mktemp("shell")
+    command = folder / "kvdepotctl"
+    command.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom kvdepot.client.ctl.app import main\nsys.argv[0] = 'kvdepotctl'\nmain()\n"
+    )
+    command.chmod(0o755)
+    path = folder / "completion.bash"
+    path.write_text(CliRunner().invoke(cli, ["completion", "bash"], standalone_mode=False).output)
+    return path
+
+
+def completed(script: Path, endpoint: str, *words: str) -> list[str]:
+    """What there is for the last of the words."""
+    bash = shutil.which("bash")
+    assert bash is not None
+    line = f'source {script}; shift; COMP_WORDS=(kvdepotctl "$@"); COMP_CWORD=$#; _kvdepotctl_completion kvdepotctl'
+    done = subprocess.run(
+        [bash, "-c", f'{line}; printf "%s\\n" "${{COMPREPLY[@]}}"', "bash", "", *words],
+        env=os.environ | {"PATH": f"{script.parent}:{os.environ['PATH']}", "KVDEPOT_ENDPOINT": endpoint},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert not done.stderr
+    return done.stdout.split()
+
+
+def test_verbs_and_options_are_completed(script: Path) -> None:
+    nobody = "unix:///nonexistent/kvdepot.sock"
+    assert completed(script, nobody, "st") == ["status", "stores"]
+    assert completed(script, nobody, "pin", "--t") == ["--ttl"]
+    assert completed(script, nobody, "completion", "") == ["bash", "zsh", "fish"]
+
+
+def test_namespaces_and_chunks_are_completed_from_the_daemon(
+    script: Path, daemon: DaemonProcess, engine: RawEngine
+) -> None:
+    namespace = engine.namespace.hex()[:12]
+    for verb in ("ls", "describe", "evict", "pin", "unpin"):
+        assert completed(script, daemon.endpoint, verb, namespace[:3]) == [namespace]
+    assert completed(script, daemon.endpoint, "loads", "off", "") == [namespace]
+    chunks = {f"{namespace[:6]}/{key.hex()[:12]}" for key in KEYS}
+    assert set(completed(script, daemon.endpoint, "describe", f"{namespace[:6]}/")) == chunks
+    assert completed(script, daemon.endpoint, "ls", "nothing-begins-so") == []
+    for verb in ("verify", "prefetch"):
+        assert completed(script, daemon.endpoint, verb, "--namespace", namespace[:3]) == [namespace]
+        keys = completed(script, daemon.endpoint, verb, "--namespace", namespace[:6], "--chunk", "")
+        assert set(keys) == {key.hex()[:12] for key in KEYS}
+    assert completed(script, daemon.endpoint, "verify", "--chunk", "") == [], "of which namespace?"
+    assert completed(script, daemon.endpoint, "verify", "--tier", "") == ["ram"]
+
+
+def test_nothing_is_completed_and_nothing_said_where_no_daemon_answers(script: Path) -> None:
+    assert completed(script, "unix:///nonexistent/kvdepot.sock", "ls", "") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_every_shell_has_its_script(shell: str) -> None:
+    printed = CliRunner().invoke(cli, ["completion", shell], standalone_mode=False).output
+    assert f"_KVDEPOTCTL_COMPLETE={shell}_complete" in printed

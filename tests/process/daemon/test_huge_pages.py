@@ -1,0 +1,72 @@
+"""An arena of huge pages, on a tmpfs that makes them: what it serves, adopts and reads from a disk (I1, T2, T6)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.process.tiers.test_daemon_disk import daemon, ram, reboot, wait_ready, wait_written
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.raw_client import RawEngine, keys_of, payload_of
+
+OBJECTS = 12
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[DaemonProcess]:
+    if os.geteuid():
+        pytest.skip("mounting a tmpfs needs root")
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    options = "huge=within_size,size=2g"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", memory], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"this kernel's tmpfs has no huge pages: {mounted.stderr.strip()}")
+    node = daemon(disk)
+    usual, node.arena_directory = node.arena_directory, memory
+    try:
+        node.start()
+        if not _huge_share(node):
+            pytest.skip("no huge page is free on this host, or tmpfs may not make any (shmem_enabled=deny)")
+        yield node
+    finally:
+        node.close()
+        usual.rmdir()
+        subprocess.run(["umount", "-l", memory], check=True)  # a worker may be ending
+
+
+def _huge_share(node: DaemonProcess) -> float:
+    """Of the arena, as the daemon maps it."""
+    mappings = Path(f"/proc/{node.pid}/smaps").read_text().partition(".arena\n")[2]
+    (line,) = [line for line in mappings.splitlines()[:30] if line.startswith("ShmemPmdMapped")]
+    return (int(line.split()[1]) << 10) / node.arena.stat().st_size
+
+
+def _loaded(node: DaemonProcess, keys: list[bytes]) -> None:
+    with RawEngine(node.socket) as engine:
+        wait_ready(engine)
+        assert engine.load(keys) == [payload_of(key) for key in keys]
+
+
+@pytest.mark.requirement("T2", "T6", "I1")
+def test_objects_are_served_adopted_and_read_from_a_disk(node: DaemonProcess) -> None:
+    keys = keys_of("huge", OBJECTS)
+    with RawEngine(node.socket) as engine:
+        wait_ready(engine)
+        engine.store(keys)
+        wait_written(engine, OBJECTS)
+    _loaded(node, keys)
+
+    node.kill()
+    node.start()
+    with RawEngine(node.socket) as engine:
+        assert ram(engine).objects == OBJECTS
+    _loaded(node, keys)
+
+    reboot(node)
+    _loaded(node, keys)

@@ -1,0 +1,66 @@
+"""A checksum worker that is stopped, or hangs: what it was lent does not stay lent for ever (I5)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvdepot.server import checksums
+from kvdepot.server.checksums import ChecksumService
+
+from tests.rigs.engine_rig import Rig, audit, path
+
+WAIT_SECONDS = 60.0
+OBJECTS = 5
+
+
+async def _until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not reached():  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.requirement("I5")
+def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checksums, "ANSWER_SECONDS_MAX", 0.2)
+    rig = Rig()
+
+    def lent() -> int:
+        return rig.engine.status().tier.lent_bytes
+
+    async def run() -> None:
+        arena: Any = SimpleNamespace(
+            fd=os.memfd_create("arena"), layout=SimpleNamespace(size_bytes=rig.layout.size_bytes)
+        )
+        os.ftruncate(arena.fd, rig.layout.size_bytes)
+        service = ChecksumService(
+            arena=arena, engine=rig.engine, loop=asyncio.get_running_loop(), log=logging.getLogger("hung"),
+            quarantine=lambda _: None,
+        )  # fmt: skip
+        service.start()
+        stopped = service.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        rig.attach().store(path("p", OBJECTS))
+        service.wake()
+        assert lent() == OBJECTS * 8192
+        await _until(lambda: service.pid != stopped)  # its death is proven by then
+        monkeypatch.setattr(checksums, "ANSWER_SECONDS_MAX", WAIT_SECONDS)  # the next one may start slowly
+        await _until(lambda: not rig.engine.unsummed)
+        assert lent() == 0
+        assert service._overdue is None, "a worker that has nothing to do is left alone"
+        service.close()
+        os.close(arena.fd)
+
+    with caplog.at_level(logging.WARNING, "hung"):
+        asyncio.run(run())
+    assert f"{OBJECTS} jobs and no answer" in caplog.text
+    audit(rig.engine)

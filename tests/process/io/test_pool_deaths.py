@@ -1,0 +1,301 @@
+"""Workers of a pool that die, do not start or do not answer: who does their jobs, and when their loans end (I6, T5)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvdepot.server.io import pool as pooling
+from kvdepot.server.io.jobs import Append
+from kvdepot.server.tiers.base import IoOutcome
+
+from tests.rigs.io_pool_rig import Lent, pool_on, stop, until
+from tests.rigs.io_rig import MIB, IoRig, verify_only
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[IoRig]:
+    rig = IoRig(tmp_path)
+    yield rig
+    rig.close()
+
+
+# Workers that die.
+
+
+@pytest.mark.requirement("I6")
+def test_what_a_dead_worker_had_is_done_by_the_next_one(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            first = under.pid
+            stop(first)
+            loans = [under.lent(), under.lent()]
+            asked = [under.ask(rig.read_of(write), loans[0]), under.ask(write, loans[1])]
+            assert [loan.held_by for loan in loans] == [1, 1]
+            os.kill(first, signal.SIGKILL)
+            assert [(await future).outcome for future in asked] == [IoOutcome.OK] * 2
+            assert [loan.begun for loan in loans] == [2, 2]
+            assert under.pid != first
+            assert under.counts["io_workers.crashed"] == 1
+
+    asyncio.run(run())
+
+
+def test_an_append_is_not_tried_again(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            await under.ask(Append("j", 0, b"1", sync=False))
+            stop(under.pid)
+            asked = under.ask(Append("j", 1, b"2", sync=False))
+            os.kill(under.pid, signal.SIGKILL)
+            assert (await asked).outcome is IoOutcome.IO_ERROR
+
+    asyncio.run(run())
+
+
+def test_a_job_that_kills_two_workers_is_given_up(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pooling, "_BACKOFF_SECONDS_MIN", 0.01)
+
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            loan = under.lent(begins=lambda pid: os.kill(pid, signal.SIGKILL))
+            asked = under.ask(rig.read_of(rig.write(1, MIB)), loan)
+            assert (await asked).outcome is IoOutcome.IO_ERROR
+            assert (loan.begun, loan.held_by) == (2, None)
+            assert under.pool.usable
+
+    asyncio.run(run())
+
+
+def test_workers_that_die_at_once_are_not_made_without_end(rig: IoRig) -> None:
+    pipe, other = os.pipe()  # cannot be mapped: every worker ends with an error
+
+    async def run() -> None:
+        async with pool_on(rig, arena_fd=pipe, started=False) as under:
+            read = rig.read_of(rig.write(1, MIB))
+            answers = await asyncio.gather(*[under.ask(read, under.lent()) for _ in range(6)])
+            told = {(answer.outcome, answer.detail) for answer in answers}
+            assert told == {(IoOutcome.CANCELLED, "no worker can be started")}
+            assert under.breaker.closed, "it says nothing about the path"
+            assert under.counts["io_workers.started"] <= 6
+
+    asyncio.run(run())
+    os.close(pipe)
+    os.close(other)
+
+
+@pytest.mark.requirement("I4")
+def test_without_room_in_the_attachment_table_workers_come_later(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            under.registry.full = True
+            os.kill(under.pid, signal.SIGKILL)
+            asked = under.ask(verify_only(rig.read_of(rig.write(1, MIB))), under.lent())
+            await asyncio.sleep(0.5)
+            assert not asked.done()
+            under.registry.full = False
+            assert (await asked).outcome is IoOutcome.MAGIC
+            under.registry.full = True
+            os.kill(under.pid, signal.SIGKILL)
+            given_up = await under.ask(verify_only(rig.read_of(rig.write(1, MIB))), under.lent())
+            assert (given_up.outcome, given_up.detail) == (IoOutcome.CANCELLED, "no worker can be started")
+            under.registry.full = False
+            await until(lambda: under.pool.usable, "a worker could be started")
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_talks_nonsense_is_ended(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvdepot.server.io import worker_process
+
+    async def run() -> None:
+        async with pool_on(rig) as under:
+            first = under.pid
+            with monkeypatch.context() as patch:
+                patch.setattr(worker_process, "take_answers", _no_answer)
+                asked = under.ask(rig.write(1, MIB), under.lent())
+                await until(lambda: first not in under.pool.pids, "the worker is gone")
+            assert (await asked).outcome is IoOutcome.OK
+
+    asyncio.run(run())
+
+
+def _no_answer(received: bytearray) -> None:
+    from kvdepot.server.io.wire import WireError
+
+    raise WireError("nonsense")
+
+
+# Workers that do not answer.
+
+
+@pytest.mark.requirement("I6")
+def test_a_worker_that_misses_a_deadline_is_replaced_and_its_loan_ends_with_it(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, workers=2) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            both = under.pool.pids
+            for pid in both:
+                stop(pid)
+            loans: list[Lent] = [under.lent() for _ in range(4)]
+            started = time.monotonic()
+            late = [under.ask(rig.read_of(write), loan, deadline_seconds=0.5) for loan in loans[:2]]  # one each
+            others = [under.ask(rig.read_of(write), loan) for loan in loans[2:]]
+            assert [(await answer).outcome for answer in late] == [IoOutcome.TIMEOUT] * 2
+            assert 0.4 < time.monotonic() - started < 10
+            assert [(await answer).outcome for answer in others] == [IoOutcome.OK] * 2, "by those in their place"
+            await until(lambda: not set(both) & set(under.pool.pids), "the stopped workers are dead")
+            assert [loan.held_by for loan in loans] == [None] * 4
+            assert under.counts["io_workers.abandoned"] == 2
+            await until(lambda: not under.pool.abandoned, "nobody hangs")
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("T5")
+def test_the_start_of_a_worker_does_not_count_against_the_deadline_of_its_jobs(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, deadline=4.0, started=False) as under:
+            stop(under.pid)
+            loan = under.lent()
+            asked = under.ask(rig.write(1, MIB), loan)
+            await asyncio.sleep(4.5)
+            assert not asked.done()
+            assert not loan.begun, "a worker that may never start was lent something"
+            os.kill(under.pid, signal.SIGCONT)
+            assert (await asked).outcome is IoOutcome.OK
+            assert not under.counts["io_workers.abandoned"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("T5")
+def test_no_job_waits_for_a_worker_that_does_not_start_while_another_can_take_it(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, workers=2) as under:
+            write = rig.write(1, MIB)
+            assert (await under.ask(write)).outcome is IoOutcome.OK
+            under.registry.made = stop
+            os.kill(under.pool.pids[0], signal.SIGKILL)
+            await until(lambda: under.pool.starting, "another one is being started")
+            read = verify_only(rig.read_of(write))
+            answers = await asyncio.gather(*[under.ask(read, under.lent()) for _ in range(8)])
+            assert {answer.outcome for answer in answers} == {IoOutcome.OK}
+            assert under.pool.starting == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("T5")
+def test_a_worker_that_does_not_start_is_abandoned_and_another_does_its_work(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(pooling, "_START_SECONDS", 0.2)
+            under_test = pool_on(rig, started=False)
+            under = await under_test.__aenter__()
+        try:
+            stop(first := under.pid)
+            assert (await under.ask(rig.write(1, MIB), under.lent())).outcome is IoOutcome.OK
+            await until(lambda: first not in under.pool.pids, "the first one is gone")
+            assert (under.counts["io_workers.abandoned"], under.breaker.closed) == (1, True)
+        finally:
+            await under_test.__aexit__(None, None, None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("T5")
+def test_a_probe_whose_worker_does_not_start_has_failed(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with pool_on(rig, failures=1) as under:
+            stop(under.pid)
+            asked = under.ask(rig.write(1, MIB), under.lent(), deadline_seconds=0.1)
+            assert (await asked).outcome is IoOutcome.TIMEOUT
+            with monkeypatch.context() as patch:
+                patch.setattr(pooling, "_START_SECONDS", 0.0)  # none starts so soon
+                await until(lambda: "has not started" in under.pool.why_unusable, "a probe has failed")
+            await until(lambda: under.pool.usable, "a later probe worked")
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("I2")
+def test_a_worker_gives_way_before_it_has_started(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, started=False) as under:
+            assert under.pool.starting
+            assert os.getpriority(os.PRIO_PROCESS, under.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 5, 19)
+
+    asyncio.run(run())
+
+
+def test_a_worker_imports_only_what_it_needs() -> None:
+    """Each one of a mount that hangs is replaced, and engines wait for the CPU that this takes."""
+    unwanted = {"kvdepot.core.calls", "kvdepot.core.report", "kvdepot.server.engine.types", "numpy", "grpc", "asyncio"}
+    script = f"import sys, kvdepot.server.io.worker; print(sorted({unwanted!r} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
+
+
+@pytest.mark.requirement("T5")
+@pytest.mark.parametrize(
+    ("failures", "outcome", "begun"),
+    [pytest.param(3, IoOutcome.OK, 2, id="in-use"), pytest.param(1, IoOutcome.CANCELLED, 1, id="out-of-use")],
+)
+def test_what_a_killed_worker_had_besides_is_done_by_the_next_one_or_cancelled_with_the_path(
+    rig: IoRig, failures: int, outcome: IoOutcome, begun: int
+) -> None:
+    """It was not its job that hung: an I/O error would speak against the object."""
+
+    async def run() -> None:
+        async with pool_on(rig, deadline=20, failures=failures, probe_seconds=20) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+            stop(under.pid)
+            late = under.ask(rig.read_of(write), under.lent(), deadline_seconds=0.2)
+            loan = under.lent()
+            other = under.ask(rig.read_of(write), loan)
+            assert (await late).outcome is IoOutcome.TIMEOUT
+            assert (await other).outcome is outcome
+            assert (loan.begun, loan.held_by) == (begun, None)
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("T5")
+def test_a_job_whose_workers_were_killed_for_others_goes_on_being_tried(rig: IoRig) -> None:
+    async def run() -> None:
+        async with pool_on(rig, deadline=20, failures=5) as under:
+            write = rig.write(1, MIB)
+            await under.ask(write)
+
+            def hang(pid: int) -> None:
+                if loan.begun <= 3:
+                    stop(pid)
+                if loan.begun == 4:  # the first one that crashes
+                    os.kill(pid, signal.SIGKILL)
+
+            async def hangs_again(tries: int) -> None:
+                await until(lambda: loan.begun == tries, "a worker has it, and hangs")
+
+            loan = under.lent(begins=hang)
+            asked = under.ask(rig.read_of(write), loan)
+            for tries in (1, 2, 3):
+                await hangs_again(tries)
+                late = under.ask(rig.read_of(write), under.lent(), deadline_seconds=0.2)
+                assert (await late).outcome is IoOutcome.TIMEOUT
+            assert (await asked).outcome is IoOutcome.OK
+            assert (loan.begun, loan.held_by) == (5, None)
+
+    asyncio.run(run())

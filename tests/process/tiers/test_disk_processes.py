@@ -1,0 +1,304 @@
+"""The disk tier with its real processes: locks, workers, streams, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvdepot.core.errors import ConfigError
+from kvdepot.server.tiers.base import IoOutcome, Read, Written
+from kvdepot.server.tiers.disk.config import DiskConfig
+from kvdepot.server.tiers.disk.layout import FOLDERS, DiskLayout, segment_name
+from kvdepot.server.tiers.disk.making import make_disk_tier
+from kvdepot.server.tiers.disk.messages import Message
+from kvdepot.server.tiers.disk.opener_process import OpenerProcess
+from kvdepot.server.tiers.disk.records import Put, pack_put
+from kvdepot.server.tiers.disk.recovery import SnapshotFacts, make_store, write_generation
+from kvdepot.server.tiers.disk.tier import DiskTier
+from kvdepot.server.tiers.pools import TierMeans
+
+from tests.rigs.disk_rig import Listener, Loaned, object_name
+from tests.rigs.io_pool_rig import Registry
+
+ARENA_BYTES = 1 << 20
+QUARANTINE_BYTES = 1 << 20
+CAPACITY_BYTES = 8 << 30
+PAYLOAD = bytes(range(256)) * 32  # two pages
+
+
+class Live:
+    """A tier with processes of its own, an arena of one object, and its tick."""
+
+    def __init__(self, root: Path, **config: Any) -> None:
+        self.arena_fd = os.memfd_create("arena")
+        os.truncate(self.arena_fd, ARENA_BYTES)
+        self.listener = Listener()
+        settings: dict[str, Any] = {"probe_seconds": 0.2, "deadline_seconds": 10.0, "scrub_bytes_per_second": 0}
+        settings["quarantine_bytes"] = QUARANTINE_BYTES
+        capacity_bytes = config.pop("capacity_bytes", 32 << 20)
+        settings |= config
+        self.tier: DiskTier = make_disk_tier(
+            DiskConfig("disk", root, capacity_bytes, **settings),
+            TierMeans(
+                self.arena_fd, ARENA_BYTES, 1, Registry(), asyncio.get_running_loop(), logging.getLogger("tests.disk"),
+                count=lambda name, amount: None,
+            ),
+        )  # fmt: skip
+        self.ticking = asyncio.get_running_loop().create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            self.tier.tick()
+            await asyncio.sleep(0.02)
+
+    async def until(self, reached: Callable[[], object], what: str, seconds: float = 30.0) -> None:
+        limit = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < limit, f"not within {seconds} s: {what}; {self.tier.status()}"
+            await asyncio.sleep(0.01)
+
+    async def write(self, number: int, payload: bytes = PAYLOAD) -> Written:
+        os.pwrite(self.arena_fd, payload, 0)
+        answers: list[Written] = []
+        name = object_name(number, raw_bytes=len(payload))
+        self.tier.write(name, ((0, len(payload)),), Loaned(), None, answers.append)
+        await self.until(lambda: answers, "written")
+        if answers[0].outcome is IoOutcome.OK:
+            self.listener.held[answers[0].handle] = name
+        return answers[0]
+
+    async def read(self, handle: int) -> tuple[IoOutcome, bytes]:
+        name = self.listener.held[handle]
+        os.pwrite(self.arena_fd, bytes(name.raw_bytes), 0)
+        answers: list[Read] = []
+        self.tier.read(handle, name, ((0, name.raw_bytes),), Loaned(), answers.append)
+        await self.until(lambda: answers, "read")
+        return answers[0].outcome, os.pread(self.arena_fd, name.raw_bytes, 0)
+
+    async def close(self) -> None:
+        self.ticking.cancel()
+        await self.tier.close()
+        opener: Any = self.tier._opener  # holds the directory till it is dead, for a pid that lives on: the test's own
+        await self.until(lambda: not opener._stream._hanging(), "its opening process is dead")
+        os.close(self.arena_fd)
+
+
+@asynccontextmanager
+async def live(root: Path, *, opened: bool = True, **config: Any) -> AsyncIterator[Live]:
+    under_test = Live(root, **config)
+    try:
+        under_test.tier.start(under_test.listener)
+        if opened:
+            await under_test.until(lambda: under_test.tier.writable, "opened")
+        yield under_test
+    finally:
+        await under_test.close()
+
+
+def test_objects_outlive_the_daemon(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with live(tmp_path / "tier") as first:
+            for number in range(20):
+                assert (await first.write(number)).outcome is IoOutcome.OK
+        async with live(tmp_path / "tier") as second:
+            assert len(second.listener.held) == 20
+            for handle in list(second.listener.held):
+                assert await second.read(handle) == (IoOutcome.OK, PAYLOAD)
+
+    asyncio.run(scenario())
+
+
+def test_a_second_daemon_on_the_directory_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdepot.server.tiers.disk.tier._VERDICT_SECONDS", 60.0)  # on a busy machine
+
+    async def scenario() -> None:
+        async with live(tmp_path / "tier"):
+            with pytest.raises(
+                ConfigError, match=rf"tier\.disk\.path: .*/tier is held by the daemon with pid {os.getpid()}"
+            ):
+                async with live(tmp_path / "tier"):
+                    pass
+        async with live(tmp_path / "tier"):
+            pass  # once the first is gone
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.requirement("T5")
+def test_a_directory_that_goes_away_and_comes_back_is_opened_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        root = tmp_path / "tier"
+        async with live(root) as under:
+            first = (await under.write(1)).handle
+            shutil.copytree(root, tmp_path / "copy")
+            second = (await under.write(2)).handle
+            root.rename(tmp_path / "away")
+            await under.until(lambda: not under.tier.readable, "noticed")
+            assert under.tier.status().state == "offline"
+            (tmp_path / "copy").rename(root)
+            await under.until(lambda: under.tier.writable, "recovered")
+            assert second not in under.listener.held
+            assert await under.read(first) == (IoOutcome.OK, PAYLOAD)
+            assert (await under.write(3)).outcome is IoOutcome.OK
+            # A segment that is being made would be a new file in a folder that is being removed.
+            await under.until(lambda: not under.tier._data.in_flight, "nothing is made")  # type: ignore[attr-defined]
+            shutil.rmtree(root)
+            await under.until(lambda: not under.tier.readable, "noticed")
+            root.mkdir()
+            await under.until(lambda: under.tier.writable, "recovered")
+            assert not under.listener.held
+            assert (await under.write(4)).outcome is IoOutcome.OK
+
+    asyncio.run(scenario())
+
+
+def test_an_opening_process_that_dies_before_it_has_read_anything_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon starts, with its tier offline for a moment: memory may have been short."""
+    start = OpenerProcess.start
+    started: list[int] = []
+
+    def starting(opener: OpenerProcess, hear: Callable[[Message], None]) -> None:
+        start(opener, hear)
+        started.append(opener.pid)
+        if len(started) == 1:
+            os.kill(opener.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(OpenerProcess, "start", starting)
+
+    async def scenario() -> None:
+        async with live(tmp_path / "tier") as under:
+            assert len(started) == 2
+            assert (await under.write(1)).outcome is IoOutcome.OK
+
+    asyncio.run(scenario())
+
+
+def test_opening_processes_that_ended_are_reaped_while_others_follow(tmp_path: Path) -> None:
+    """A disk that is not mounted is tried again for as long as the daemon lives."""
+
+    async def scenario() -> set[str]:
+        config = DiskConfig("disk", tmp_path / "missing" / "tier", CAPACITY_BYTES, quarantine_bytes=QUARANTINE_BYTES)
+        opener = OpenerProcess(config, asyncio.get_running_loop())
+        started: set[str] = set()
+        for _ in range(6):
+            opener.start(lambda _: None)
+            started.add(str(opener.pid))
+            opener.end()
+            await asyncio.sleep(0.2)
+        return started
+
+    assert sum(Path("/proc", pid).exists() for pid in asyncio.run(scenario())) <= 1
+
+
+def test_the_opening_process_may_die(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with live(tmp_path / "tier") as under:
+            handle = (await under.write(1)).handle
+            os.kill(under.tier._opener.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            await under.until(lambda: not under.tier.writable, "noticed")
+            assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)  # reading goes on
+            await under.until(lambda: under.tier.writable, "recovered")
+            assert (await under.write(2)).outcome is IoOutcome.OK
+            assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)
+
+    asyncio.run(scenario())
+
+
+def store_of(root: Path, objects: int) -> None:
+    """What a daemon of some days has left, as far as an opening looks: no payload."""
+    layout = DiskLayout.plan(CAPACITY_BYTES, QUARANTINE_BYTES)
+    for folder in FOLDERS:
+        (root / folder).mkdir(parents=True)
+    store = make_store(root, layout, os.urandom)
+    records: list[tuple[int, bytes]] = []
+    for number in range(objects):
+        name = object_name(number, raw_bytes=4 * 4096, boundary=32 * (1 + number % 500))
+        fragments = ((number * 5 * 4096, 5 * 4096),)
+        put = Put(name, (1 << 40) + number, 1, 0, name.raw_bytes, number, number, 1_800_000_000, fragments)
+        records.append((number % 500, pack_put(put)))
+    packed = [record for _, record in sorted(records)]
+    write_generation(root, store, 1, packed, SnapshotFacts((1 << 40) + objects, (1 << 40) + objects, 0, 0, 0))
+    for number in range(-(-objects * 5 * 4096 // layout.segment_bytes)):
+        (root / segment_name(number)).touch()
+        os.truncate(root / segment_name(number), layout.length_of(number))
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.requirement("T2")
+def test_100_000_objects_are_back_in_five_seconds(tmp_path: Path) -> None:
+    """One after the other, so what both take of a CPU is how long it takes where nothing else runs."""
+
+    async def scenario() -> None:
+        store_of(tmp_path / "tier", 100_000)
+        started = time.process_time()
+        async with live(tmp_path / "tier", opened=False, capacity_bytes=CAPACITY_BYTES) as under:
+            await under.until(lambda: under.tier.readable, "opened", 60.0)
+            daemon = time.process_time() - started
+            opener = _cpu_seconds(under.tier._opener.pid)  # type: ignore[attr-defined]
+            assert daemon + opener < 5.0, f"{daemon:.1f} s in the daemon, {opener:.1f} s in the opening process"
+            assert len(under.listener.held) == 100_000
+            boundaries = [name.boundary_tokens for name in under.listener.found_order]
+            assert boundaries == sorted(boundaries)
+
+    asyncio.run(scenario())
+
+
+_WORKER_OF_A_DEAD_DAEMON = """
+import sys, time
+from pathlib import Path
+from kvdepot.server.io.directory_guard import enter, read_token
+path = Path(sys.argv[1])
+assert enter(path, read_token(path)) is not None
+print("in", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.requirement("I6")
+def test_it_waits_for_workers_of_the_last_daemon(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        root = tmp_path / "tier"
+        async with live(root) as first:
+            handle = (await first.write(1)).handle
+            assert handle in first.listener.held
+        arguments = [sys.executable, "-c", _WORKER_OF_A_DEAD_DAEMON, str(root / "workers.lock")]
+        with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:  # noqa: ASYNC220
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"in\n"
+            async with live(root, opened=False) as second:
+                await second.until(lambda: "workers of an earlier daemon" in second.tier.status().reason, "it waits")
+                await asyncio.sleep(0.3)
+                assert not second.tier.readable
+                worker.kill()
+                await second.until(lambda: second.tier.writable, "opened")
+                assert len(second.listener.held) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_with_an_old_token_does_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with live(tmp_path / "tier", deadline_seconds=10.0) as under:
+            assert (await under.write(1)).outcome is IoOutcome.OK
+            under.tier._data.renew("another token")
+            written = await under.write(2)
+            assert written.outcome in (IoOutcome.IO_ERROR, IoOutcome.CANCELLED)
+
+    asyncio.run(scenario())

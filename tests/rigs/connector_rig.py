@@ -1,0 +1,99 @@
+"""What tests of the connector stand on: prompts, what engines answer to them, and a gate in the copies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kvdepot.client.copy.base import CopyBatch, Direction
+from kvdepot.client.copy.cpu import CpuCopier
+
+from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, next_token
+
+Make = Callable[..., ScriptedEngine]
+TRANSPORTS = pytest.mark.parametrize("streams", [False, True], ids=["shm", "stream"])
+
+
+def prompt(blocks: float, seed: int = 0) -> list[int]:
+    return [(seed * 131 + i * 7) % 1000 for i in range(int(blocks * BLOCK))]
+
+
+def cold(tokens: list[int], count: int = 4) -> list[int]:
+    """What any correct engine answers."""
+    known = list(tokens)
+    for _ in range(count):
+        known.append(next_token(known))
+    return known[len(tokens) :]
+
+
+def rank_copier(engine: ScriptedEngine, rank: int) -> CpuCopier:
+    worker: Any = engine.workers[rank].worker_side
+    copier: CpuCopier = worker._copies._copier
+    return copier
+
+
+class Gate:
+    """Stops the copies of one direction between batches until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._tokens = threading.Semaphore(0)
+        self._open = threading.Event()
+        self._open.set()
+        self._reached = threading.Event()
+        self._lock = threading.Lock()
+        self._standing = 0  # threads that are stopped
+        self.copied = 0
+        split, copy = CopyBatch.split, CpuCopier.copy
+        self._bytes = 16 << 20
+        self._direction = Direction.LOAD
+        self._copier: CpuCopier | None = None
+
+        def gated(copier: CpuCopier, arena: Any, batch: Any, direction: Any) -> None:
+            concerned = direction is self._direction and self._copier in (None, copier)
+            if concerned and not self._open.is_set():
+                self._stand(1)
+                self._reached.set()
+                while not self._open.is_set() and not self._tokens.acquire(timeout=0.01):
+                    pass
+                self._stand(-1)
+            self.copied += concerned
+            copy(copier, arena, batch, direction)
+
+        monkeypatch.setattr(CpuCopier, "copy", gated)
+        monkeypatch.setattr(CopyBatch, "split", lambda batch, size=0: split(batch, size or self._bytes))
+
+    def close(
+        self,
+        batch_bytes: int = 16 << 20,
+        direction: Direction = Direction.LOAD,
+        copier: CpuCopier | None = None,
+    ) -> None:
+        """`copier`: of one rank only."""
+        self._direction = direction
+        self._copier = copier
+        self._reached.clear()
+        self._bytes = batch_bytes
+        self.copied = 0
+        self._open.clear()
+
+    def reached(self, seconds: float = 5) -> bool:
+        return self._reached.wait(seconds)
+
+    def _stand(self, change: int) -> None:
+        with self._lock:
+            self._standing += change
+
+    def let_through(self, copies: int) -> None:
+        """Until as many stand at the next one: between two copies a load that is given up may end, and rightly."""
+        before, standing = self.copied, self._standing
+        for _ in range(copies):
+            self._tokens.release()
+        deadline = time.monotonic() + 5
+        while (self.copied < before + copies or self._standing < standing) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def open(self) -> None:
+        self._open.set()

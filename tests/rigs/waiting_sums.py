@@ -1,0 +1,27 @@
+"""A daemon whose checksum workers stop themselves before they begin, until a test continues them (SIGCONT).
+
+`python -m tests.rigs.waiting_sums MODULE ARGUMENTS` is the daemon; with a number first it is such a worker.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+
+from kvdepot.server import checksums
+
+MODULE = "tests.rigs.waiting_sums"
+_WORKER = "kvdepot.server.io.checksum_worker"
+
+
+if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        os.kill(os.getpid(), signal.SIGSTOP)
+        runpy.run_module(_WORKER, run_name="__main__", alter_sys=True)
+    else:
+        checksums._MODULE = MODULE
+        checksums.ANSWER_SECONDS_MAX = 3600.0  # a test may take its time
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,18 @@
+"""docs/kvdepotctl.md lists the checks of `kvdepotctl doctor`, and none that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvdepot.client.ctl.doctor import findings
+
+CODE = Path(findings.__file__).parent
+PAGE = Path(__file__).resolve().parents[5] / "docs" / "kvdepotctl.md"
+
+
+def test_every_check_is_documented_with_its_fix() -> None:
+    made = {name for path in CODE.glob("*.py") for name in re.findall(r"""\bCheck\("([^"]+)",""", path.read_text())}
+    section = PAGE.read_text().split("\n## doctor\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| `([^`]+)` \| [^|]+ \| [^|]+ \|$", section, re.MULTILINE)
+    assert set(rows) == made

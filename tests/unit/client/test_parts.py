@@ -1,0 +1,146 @@
+"""The client's small parts: endpoints, back-off, breaker, packed extents, mapping an arena."""
+
+from __future__ import annotations
+
+import os
+import struct
+
+import pytest
+from kvdepot.client.arena_map import ArenaMap, Population
+from kvdepot.client.backoff import Backoff
+from kvdepot.client.breaker import Breaker
+from kvdepot.client.ctl.printer import size_text
+from kvdepot.client.endpoint import Endpoint, EndpointError
+from kvdepot.client.extents import ExtentError, parse_extents
+from kvdepot.core.arena import ArenaFormatError, ArenaLayout, Superblock
+
+
+def test_an_endpoint_names_both_sockets() -> None:
+    endpoint = Endpoint.parse("unix:///run/kvdepot/kvdepot.sock")
+    assert endpoint.grpc_target == "unix:/run/kvdepot/kvdepot.sock"
+    assert endpoint.attach_path == "/run/kvdepot/kvdepot.sock.attach"
+    assert str(endpoint) == "unix:///run/kvdepot/kvdepot.sock"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("tcp://h:1", "unix://"), ("unix://relative", "absolute"), ("", "unix://"), ("unix:///" + "x" * 100, "107")],
+)
+def test_an_endpoint_that_cannot_be_used_is_refused_with_what_to_write(text: str, says: str) -> None:
+    with pytest.raises(EndpointError, match=says):
+        Endpoint.parse(text)
+
+
+def test_back_off_doubles_to_its_bound_with_jitter_and_starts_again() -> None:
+    draws = iter([0.0, 0.0, 0.0, 0.999, 0.999, 0.0])
+    backoff = Backoff(0.1, 0.5, lambda: next(draws))
+    waits = [backoff.next_seconds() for _ in range(5)]
+    assert waits[:3] == pytest.approx([0.05, 0.1, 0.2])
+    assert all(0.25 <= wait <= 0.5 for wait in waits[3:])
+    backoff.reset()
+    assert backoff.next_seconds() == pytest.approx(0.05)
+
+
+def test_a_breaker_opens_after_several_unanswered_calls_over_some_time_and_any_answer_closes_it() -> None:
+    now = [0.0]
+    breaker = Breaker(3, 1.0, lambda: now[0])
+
+    def unanswered_at(seconds: float) -> bool:
+        now[0] = seconds
+        return breaker.unanswered()
+
+    assert [unanswered_at(seconds) for seconds in (10.0, 10.1, 10.2)] == [False] * 3, "a burst on a busy machine"
+    assert [unanswered_at(seconds) for seconds in (11.1, 11.2)] == [True, False], "it opens once"
+    assert bool(breaker.open) is True
+    breaker.answered()
+    assert bool(breaker.open) is False
+    assert not unanswered_at(20.0)
+    assert bool(breaker.open) is False
+
+
+def packed(*fragments: tuple[int, int, int, int, int]) -> bytes:
+    return b"".join(struct.pack("<5Q", *fragment) for fragment in fragments)
+
+
+def test_packed_extents_become_fragments_by_object() -> None:
+    found = parse_extents(packed((2, 9, 4096, 100, 3), (2, 11, 8192, 50, 5), (4, 1, 0, 10, 7)), 1 << 20)
+    assert found.fragments == {2: (0, 2), 4: (2, 3)}
+    assert found.fragmented
+    assert found.starts.tolist() == [0, 100, 150]
+    assert [found.size_bytes(index) for index in (2, 4)] == [150, 10]
+    assert found.granted([4, 2]) == ([1, 9, 11], [7, 3, 5])
+    assert parse_extents(b"", 1 << 20).fragments == {}
+
+
+@pytest.mark.requirement("I1")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"\0" * 39,
+        packed((0, 0, 1 << 20, 1, 1)),
+        packed((0, 0, (1 << 20) - 1, 2, 1)),
+        packed((0, 0, 1 << 63, 1, 1)),
+        packed((0, 0, 4096, 0, 1)),
+        packed((0, 0, 0, 1, 1), (1, 0, 0, 1, 1), (0, 0, 0, 1, 1)),
+    ],
+)
+def test_extents_that_cannot_be_true_are_refused(wrong: bytes) -> None:
+    with pytest.raises(ExtentError):
+        parse_extents(wrong, 1 << 20)
+
+
+@pytest.fixture
+def descriptor() -> int:
+    return os.memfd_create("arena")
+
+
+LAYOUT = ArenaLayout.plan(8 << 20, rows=64, lent_rows=64)
+
+
+@pytest.mark.requirement("I1")
+def test_what_is_no_arena_is_not_mapped(descriptor: int) -> None:
+    with pytest.raises(ArenaFormatError, match="short"):
+        ArenaMap(descriptor)
+    os.ftruncate(descriptor, LAYOUT.size_bytes)
+    with pytest.raises(ArenaFormatError, match="magic"):
+        ArenaMap(descriptor)
+    os.pwrite(descriptor, Superblock(1, LAYOUT, 1, b"\0" * 16).pack(), 0)
+    os.ftruncate(descriptor, LAYOUT.size_bytes - 4096)
+    with pytest.raises(ArenaFormatError, match="shorter"):
+        ArenaMap(descriptor)
+    os.close(descriptor)
+
+
+@pytest.mark.requirement("T1")
+def test_only_pages_that_the_daemon_has_populated_are_touched(descriptor: int) -> None:
+    os.ftruncate(descriptor, LAYOUT.size_bytes)
+    os.pwrite(descriptor, Superblock(1, LAYOUT, 1, b"\0" * 16).pack(), 0)
+    arena = ArenaMap(descriptor)
+    before = os.fstat(descriptor).st_blocks
+    population = Population(arena, os.dup(descriptor))
+    piece = 1 << 20
+    assert population.step(piece) not in (0.0, None), "one page of eight million bytes: not yet"
+    assert os.fstat(descriptor).st_blocks == before
+    half = LAYOUT.size_bytes // 2
+    os.pwrite(descriptor, b"\0" * (half - 4096), 4096)
+    steps = 0
+    while population.step(piece) == 0.0:
+        steps += 1
+    assert steps == half // piece
+    os.pwrite(descriptor, b"\0" * half, half)
+    while (wait := population.step(piece)) == 0.0:
+        steps += 1
+    assert wait is None
+    assert steps == LAYOUT.size_bytes // piece
+    arena.close()
+    assert population.step(piece) is None
+    population.close()
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (3 << 30, "3.00 GiB"), (1 << 60, "1024.00 PiB")],
+)
+def test_sizes_are_printed_for_people(size_bytes: int, text: str) -> None:
+    assert size_text(size_bytes) == text

@@ -1,0 +1,595 @@
+"""Calls over a socket: both ends with a socketpair between them, a clock to turn, and peers that behave badly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvdepot.client.failures import FailureReason
+from kvdepot.client.inbox import Inbox
+from kvdepot.client.transports import call_socket
+from kvdepot.client.transports.call_socket import CallSocket
+from kvdepot.client.transports.control import METHODS, Confirmed, ProbeCall
+from kvdepot.core.calls import EndRequestCall, LocateCall, LocateReply, ReleaseCall
+from kvdepot.core.errors import (
+    InvalidArgument,
+    KvDepotError,
+    LimitExceeded,
+    NoRoom,
+    NotReady,
+    UnknownNamespace,
+    UnknownSession,
+)
+from kvdepot.proto.call_frames import (
+    FRAME_BYTES_MAX,
+    Frames,
+    decode_request,
+    decode_response,
+    encode_request,
+    encode_response,
+)
+from kvdepot.proto.v1 import depot_pb2 as pb
+from kvdepot.server.attach import AttachListener
+from kvdepot.server.metric_families import METHODS as SERVICE_METHODS
+from kvdepot.server.rpc import call_socket as server_end
+
+TOKEN = b"t" * 16
+LOCATE = LocateCall(TOKEN, b"n" * 16, b"k" * 16, 16, "r")
+LOG = logging.getLogger("call socket")
+
+
+def bodies(data: bytes) -> list[bytes]:
+    frames = Frames()
+    frames.feed(data)
+    return list(frames)
+
+
+# --- frames ---
+
+
+def test_every_method_of_the_service_goes_over_a_call_socket() -> None:
+    for method in SERVICE_METHODS:
+        request, response = getattr(pb, f"{method}Request")(), getattr(pb, f"{method}Response")()
+        assert [decode_request(body) for body in bodies(encode_request(7, method, request))] == [(7, method, request)]
+        assert [decode_response(body) for body in bodies(encode_response(7, method, response))] == [
+            (7, method, response)
+        ]
+    assert {name for name, _, _ in METHODS.values()} == set(SERVICE_METHODS), "and the client makes every one"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("keys: 17 bytes", advice="send whole keys"),
+        UnknownSession("who?"),
+        NoRoom("full"),
+        KvDepotError("the daemon failed on this call"),
+        InvalidArgument("a lone surrogate \ud800"),
+    ],
+)
+def test_a_refusal_says_what_a_status_of_grpc_says(error: KvDepotError) -> None:
+    (body,) = bodies(encode_response(1, "Locate", error))
+    number, method, found = decode_response(body)
+    assert (number, method) == (1, "")
+    assert isinstance(found, KvDepotError)
+    if type(error) is not KvDepotError:
+        assert type(found) is type(error)
+        assert found.advice == error.advice
+    assert error.message.encode("utf-8", "replace").decode() in str(found)
+
+
+@given(st.lists(st.binary(max_size=64), max_size=8), st.data())
+def test_frames_come_out_whole_however_they_are_cut(sent: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(struct.pack("<I", len(body)) + body for body in sent)
+    frames, found = Frames(), []
+    while stream:
+        cut = data.draw(st.integers(1, len(stream)))
+        frames.feed(stream[:cut])
+        stream = stream[cut:]
+        found += list(frames)
+    assert found == sent
+
+
+@pytest.mark.requirement("I4")
+def test_a_frame_that_is_too_long_is_refused_before_it_comes() -> None:
+    with pytest.raises(LimitExceeded):
+        bodies(struct.pack("<I", FRAME_BYTES_MAX + 1))
+    with pytest.raises(LimitExceeded):
+        encode_request(1, "Locate", pb.LocateRequest(keys=bytes(FRAME_BYTES_MAX)))
+
+
+@given(st.binary(max_size=200))
+def test_whatever_comes_in_a_frame_is_decoded_or_refused(body: bytes) -> None:
+    for decode in (decode_request, decode_response):
+        with contextlib.suppress(InvalidArgument):
+            decode(body)
+
+
+# --- the client's end ---
+
+
+class Client:
+    """A client's end whose clock is turned by hand, and the daemon's end as a bare socket."""
+
+    def __init__(self) -> None:
+        ours, self.daemon = socket.socketpair()
+        self.daemon.setblocking(False)
+        self.now = 0.0
+        self.ended: list[str] = []
+        self.answers: list[Any] = []
+        self.channel = CallSocket(
+            ours, lambda: self.now,
+            unwatch=lambda: self.ended.append("unwatch"), broken=lambda: self.ended.append("broken"),
+        )  # fmt: skip
+
+    def start(self, call: Any = LOCATE, seconds: float = 1.0) -> None:
+        self.channel.start(call, seconds, self.answers.append)
+
+    def received(self) -> list[tuple[int, str]]:
+        """Number and method of what the daemon got, as far as it is whole."""
+        data = b""
+        while True:
+            try:
+                data += self.daemon.recv(1 << 20)
+            except BlockingIOError:
+                return [decode_request(body)[:2] for body in bodies(data)]
+
+    def answer(self, number: int, message: Any, method: str = "Locate") -> None:
+        self.daemon.sendall(encode_response(number, method, message))
+        self.channel.work(ready=True)
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+def test_answers_find_their_calls_in_any_order(client: Client) -> None:
+    client.start()
+    client.start(ReleaseCall(TOKEN, (7,)))
+    assert client.received() == [(1, "Locate"), (2, "Release")]
+    client.answer(2, pb.ReleaseResponse(), "Release")
+    client.answer(1, pb.LocateResponse(boundary_tokens=16, tier="ram"))
+    assert client.answers == [Confirmed(), LocateReply(16, "ram")]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "reason", "code"),
+    [
+        (NotReady("the daemon is stopping"), FailureReason.UNAVAILABLE, "not_ready"),
+        (UnknownSession("who?"), FailureReason.LOST, "unknown_session"),
+        (InvalidArgument("what?"), FailureReason.REFUSED, "invalid_argument"),
+    ],
+)
+def test_refusals_are_what_they_are_over_grpc(
+    client: Client, refusal: KvDepotError, reason: FailureReason, code: str
+) -> None:
+    client.start()
+    client.answer(1, refusal)
+    (answer,) = client.answers
+    assert (answer.reason, answer.code) == (reason, code)
+
+
+@pytest.mark.requirement("I1")
+def test_another_method_s_answer_answers_nothing(client: Client) -> None:
+    client.start(ReleaseCall(TOKEN, (7,)))
+    client.answer(1, pb.LocateResponse(boundary_tokens=16, tier="ram"))
+    assert [(answer.reason, answer.code) for answer in client.answers] == [(FailureReason.REFUSED, "malformed_reply")]
+
+
+def test_a_call_fails_at_its_deadline_and_its_answer_is_nobody_s(client: Client) -> None:
+    client.start(seconds=1.0)
+    client.start(seconds=3.0)
+    assert client.channel.deadline == 1.0
+    client.now = 1.0
+    client.channel.work(ready=False)
+    assert [answer.reason for answer in client.answers] == [FailureReason.DEADLINE]
+    assert client.channel.deadline == 3.0
+    client.answer(1, pb.LocateResponse(boundary_tokens=16, tier="ram"))
+    assert len(client.answers) == 1
+
+
+@pytest.mark.requirement("I3", "I4")
+def test_a_daemon_that_takes_nothing_costs_a_bounded_amount_and_gets_nothing_stale(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call_socket, "UNSENT_BYTES_MAX", 1 << 20)
+    large = LocateCall(TOKEN, b"n" * 16, bytes(16) * 4096, 16, "r")
+    for _ in range(64):
+        client.start(large)
+    failed = [answer for answer in client.answers if answer.code == "calls_unsent"]
+    assert 0 < len(failed) < 63, "the socket and the bound took some"
+    client.now = 2.0
+    client.channel.work(ready=False)
+    assert len(client.answers) == 64, "each is answered once"
+    client.start(EndRequestCall(TOKEN, "r"), seconds=9.0)
+    stream = b""
+    while client.channel.unsent:
+        stream += client.daemon.recv(1 << 20)
+        client.channel.work(ready=True)
+    stream += client.daemon.recv(1 << 20)
+    got = [decode_request(body)[:2] for body in bodies(stream)]
+    assert got[-1] == (65, "EndRequest")
+    assert len(got) < 64 - len(failed), "what nobody waited for any more was left out, as far as it was not under way"
+
+
+def test_what_nobody_waits_for_any_more_takes_no_room(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a daemon that hangs for long would be one that takes no calls."""
+    monkeypatch.setattr(call_socket, "UNSENT_BYTES_MAX", 1 << 20)
+    large = LocateCall(TOKEN, b"n" * 16, bytes(16) * 4096, 16, "r")
+    for _ in range(50):
+        for _ in range(4):
+            client.start(large, seconds=0.5)
+        client.now += 1.0
+        client.channel.work(ready=False)
+    assert len(client.answers) == 200
+    assert {answer.reason for answer in client.answers} == {FailureReason.DEADLINE}
+
+
+@pytest.mark.requirement("I5")
+def test_an_answer_that_is_there_is_had_although_sending_fails(client: Client) -> None:
+    """A daemon that has committed and then ended: what it did is known."""
+    client.start(ReleaseCall(TOKEN, (7,)))
+    client.daemon.sendall(encode_response(1, "Release", pb.ReleaseResponse()))
+    client.daemon.close()
+    client.start()
+    client.channel.work(ready=True)
+    client.channel.work(ready=True)
+    assert client.answers[0] == Confirmed()
+    assert [answer.reason for answer in client.answers[1:]] == [FailureReason.UNAVAILABLE]
+    assert client.ended == ["unwatch", "broken"]
+
+
+def test_a_connection_that_ends_fails_what_is_under_way_and_says_so_once(client: Client) -> None:
+    client.start()
+    client.daemon.close()
+    client.channel.work(ready=True)
+    assert [answer.reason for answer in client.answers] == [FailureReason.UNAVAILABLE]
+    assert client.ended == ["unwatch", "broken"], "no descriptor is closed while it is waited for"
+    client.start()
+    assert len(client.answers) == 2
+    client.channel.close()
+    assert client.ended == ["unwatch", "broken"]
+
+
+def test_what_is_no_frame_ends_the_connection(client: Client) -> None:
+    client.start()
+    client.daemon.sendall(struct.pack("<I", 3) + b"\xff\xff\xff")
+    client.channel.work(ready=True)
+    assert client.ended == ["unwatch", "broken"]
+    assert [answer.reason for answer in client.answers] == [FailureReason.UNAVAILABLE]
+
+
+@pytest.mark.requirement("I3")
+def test_what_cannot_be_encoded_is_refused(client: Client) -> None:
+    client.start(EndRequestCall(TOKEN, "\ud800"))
+    client.start(LocateCall(TOKEN, b"n" * 16, bytes(FRAME_BYTES_MAX), 16, "r"))
+    assert [answer.reason for answer in client.answers] == [FailureReason.REFUSED] * 2
+    client.start(ProbeCall())
+    assert [method for _, method in client.received()] == ["GetCapabilities"], "and nothing of it was sent"
+
+
+# --- the inbox ---
+
+
+def test_an_inbox_wakes_for_what_is_put_and_for_its_socket() -> None:
+    inbox: Inbox[int] = Inbox()
+    ours, theirs = socket.socketpair()
+    assert not inbox.wait(0.0)
+    threading.Timer(0.05, inbox.put, (1,)).start()
+    began = time.monotonic()
+    assert not inbox.wait(30.0), "it was no socket"
+    assert time.monotonic() - began < 20
+    assert (inbox.take(), inbox.take()) == (1, None)
+    inbox.watch(ours.fileno())
+    threading.Timer(0.05, theirs.send, (b"x",)).start()
+    assert inbox.wait(30.0)
+    inbox.watch(ours.fileno(), writable=True)
+    assert ours.recv(1) == b"x" and inbox.wait(30.0), "writable"
+    inbox.unwatch()
+    ours.close()
+    theirs.close()
+    assert not inbox.wait(0.0)
+
+
+def test_nothing_that_many_threads_put_is_slept_through() -> None:
+    inbox: Inbox[int] = Inbox()
+    count, threads = 2000, 4
+
+    def put() -> None:
+        for number in range(count):
+            inbox.put(number)
+            if random.random() < 0.02:
+                time.sleep(0.0005)
+
+    for _ in range(threads):
+        threading.Thread(target=put).start()
+    taken, until = 0, time.monotonic() + 60
+    while taken < count * threads:
+        assert time.monotonic() < until, "it sleeps although something was put"
+        inbox.wait(30.0)
+        while inbox.take() is not None:
+            taken += 1
+
+
+# --- the daemon's end ---
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Calls:
+    """Answers at once what the test says, or keeps the call."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.kept: list[Callable[[Any], None]] = []
+        self.keeping: asyncio.Queue[None] = asyncio.Queue()
+        self.answer: Any = pb.LocateResponse(boundary_tokens=16, tier="ram")
+        self.seconds = 0.0
+
+    def start(self, method: str, request: Any, done: Callable[[Any], None]) -> None:
+        del request
+        self.begun.append(method)
+        if self.seconds:
+            time.sleep(self.seconds)
+        if self.answer is None:
+            self.kept.append(done)
+            self.keeping.put_nowait(None)
+        else:
+            done(self.answer)
+
+    def refuse(self, error: KvDepotError, done: Callable[[Any], None]) -> None:
+        done(error)
+
+
+class Daemon:
+    def __init__(self) -> None:
+        self.calls = Calls()
+        calls: Any = self.calls
+        self.end = server_end.CallSocket(calls, loop=asyncio.get_running_loop(), log=LOG)
+        self.client = self.end.open()
+        self.client.setblocking(False)
+        self.frames = Frames()
+
+    def send(self, *numbers: int, method: str = "Locate") -> None:
+        message = getattr(pb, f"{method}Request")()
+        self.client.sendall(b"".join(encode_request(number, method, message) for number in numbers))
+
+    async def kept(self, count: int) -> None:
+        while len(self.calls.kept) < count:
+            await asyncio.wait_for(self.calls.keeping.get(), 30)
+
+    async def answers(self, count: int) -> list[tuple[int, Any]]:
+        found: list[tuple[int, Any]] = []
+        loop = asyncio.get_running_loop()
+        while len(found) < count:
+            data = await asyncio.wait_for(loop.sock_recv(self.client, 1 << 20), 30)
+            if not data:
+                break
+            self.frames.feed(data)
+            found += [(number, answer) for number, _, answer in map(decode_response, self.frames)]
+        return found
+
+
+def test_calls_are_begun_in_order_and_answered_when_they_are_done() -> None:
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.calls.answer = None
+        daemon.send(1, 2)
+        await daemon.kept(2)
+        daemon.calls.answer = pb.ReleaseResponse()
+        daemon.send(3, method="Release")
+        daemon.calls.kept[1](pb.LocateResponse(boundary_tokens=32, tier="ram"))
+        assert [number for number, _ in await daemon.answers(2)] == [2, 3]
+        daemon.calls.kept[0](UnknownNamespace("which?"))
+        ((number, refusal),) = await daemon.answers(1)
+        assert number == 1 and isinstance(refusal, UnknownNamespace)
+        daemon.end.close()
+
+    asyncio.run(run())
+
+
+def test_a_turn_of_the_loop_is_bounded_and_others_have_theirs() -> None:
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.calls.seconds = 0.002
+        turns = 0
+        daemon.send(*range(1, 51))
+        while len(daemon.calls.begun) < 50:
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= 50
+        assert len(await daemon.answers(50)) == 50
+        daemon.end.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("I4")
+def test_too_many_calls_under_way_are_answered_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_end, "_WAITING_MAX", 2)
+
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.calls.answer = None
+        daemon.send(1, 2, 3)
+        ((number, refusal),) = await daemon.answers(1)
+        assert number == 3 and isinstance(refusal, NoRoom)
+        daemon.calls.kept[0](pb.LocateResponse())
+        await daemon.answers(1)
+        daemon.send(4)
+        await daemon.kept(3)
+        daemon.end.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("I4")
+def test_nothing_is_read_from_a_client_that_takes_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_end, "_UNSENT_BYTES_MAX", 1 << 16)
+
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.calls.answer = pb.ReserveResponse(extents=bytes(1 << 15))
+        sent = 0
+        loop = asyncio.get_running_loop()
+        frame = encode_request(1, "Reserve", pb.ReserveRequest(keys=bytes(1 << 12)))
+        for _ in range(2000):
+            try:
+                await asyncio.wait_for(loop.sock_sendall(daemon.client, frame), 0.5)
+            except TimeoutError:
+                break
+            sent += 1
+        begun = len(daemon.calls.begun)
+        assert begun < 100, "it stopped"
+        assert sent < 2000, "and so did what it takes in"
+        monkeypatch.setattr(daemon.calls, "answer", pb.ReserveResponse())
+        assert len(await daemon.answers(sent)) == sent == len(daemon.calls.begun), "it goes on where it stopped"
+        daemon.end.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("sent", "refused"),
+    [
+        (encode_request(1, "Locate", pb.LocateRequest())[:4] + b"\xff" * 100, None),
+        (struct.pack("<I", FRAME_BYTES_MAX + 1), None),
+        (b"GET / HTTP/1.1\r\n\r\n", None),
+        (struct.pack("<I", 2) + pb.CallRequest(number=9).SerializeToString(), InvalidArgument),
+    ],
+    ids=["no request", "too long", "another protocol", "a method of a later version"],
+)
+def test_garbage_ends_the_connection_and_an_unknown_method_is_refused(
+    sent: bytes, refused: type[KvDepotError] | None
+) -> None:
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.client.sendall(sent)
+        answers = await daemon.answers(1)
+        if refused is None:
+            assert answers == []
+        else:
+            ((number, refusal),) = answers
+            assert number == 9 and isinstance(refusal, refused)
+        assert daemon.calls.begun == []
+        daemon.end.close()
+
+    asyncio.run(run())
+
+
+def test_a_stopping_daemon_answers_not_ready_and_finishes_what_is_under_way() -> None:
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.calls.answer = None
+        daemon.send(1)
+        await daemon.kept(1)
+        daemon.end.refuse_new()
+        daemon.send(2)
+        ((number, refusal),) = await daemon.answers(1)
+        assert number == 2 and isinstance(refusal, NotReady)
+        daemon.calls.kept[0](pb.LocateResponse())
+        assert [number for number, _ in await daemon.answers(1)] == [1]
+        daemon.end.close()
+        assert await daemon.answers(1) == [], "closed"
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("I5")
+def test_what_came_on_a_socket_that_is_closed_is_not_begun() -> None:
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.send(1)
+        await asyncio.sleep(0.05)
+        daemon.send(2)
+        daemon.end.close()
+        daemon.end.close()
+        await asyncio.sleep(0.05)
+        assert daemon.calls.begun == ["Locate"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize("turns", range(5))
+def test_an_end_while_it_begins_leaves_no_descriptor(turns: int) -> None:
+    """Where an attachment's answer cannot be sent, as when no descriptor is left: it is tried again and again."""
+
+    async def run() -> None:
+        calls: Any = Calls()
+        gc.disable()
+        try:
+            before = descriptors()
+            for _ in range(50):
+                end = server_end.CallSocket(calls, loop=asyncio.get_running_loop(), log=LOG)
+                client = end.open()
+                client.settimeout(5)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                end.close()
+                end.close()
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                assert client.recv(1) == b"", "closed"
+                client.close()
+            await asyncio.sleep(0.05)
+            assert descriptors() <= before
+        finally:
+            gc.enable()
+
+    asyncio.run(run())
+
+
+def test_a_stop_waits_for_what_was_begun_and_no_longer_than_its_grace() -> None:
+    async def run() -> None:
+        daemon, loop = Daemon(), asyncio.get_running_loop()
+        daemon.calls.answer = None
+        daemon.send(1, 2)
+        await daemon.kept(2)
+        listener: Any = object.__new__(AttachListener)
+        listener._loop, listener._connections = (
+            loop,
+            {1: SimpleNamespace(calls=daemon.end), 2: SimpleNamespace(calls=None)},
+        )
+        began = loop.time()
+        await listener.finish_calls(0.1)
+        assert loop.time() - began >= 0.1, "they are not answered"
+        for kept in daemon.calls.kept:
+            loop.call_later(0.1, kept, pb.LocateResponse())
+        await listener.finish_calls(30.0)
+        assert loop.time() - began < 15
+        assert len(await daemon.answers(2)) == 2
+        daemon.end.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_comes_after_the_end_is_nobody_s() -> None:
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.calls.answer = None
+        daemon.send(1)
+        await daemon.kept(1)
+        daemon.client.close()
+        await asyncio.sleep(0.05)
+        daemon.calls.kept[0](pb.LocateResponse())
+        daemon.end.close()
+
+    asyncio.run(run())

@@ -1,0 +1,104 @@
+"""The house rules that a linter does not know: layout, names, sizes, banned calls."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PRODUCT = ("core", "proto", "server", "client")
+LINES_MAX = 600
+FUNCTION_LINES_MAX = 70
+BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|manager|common|misc|v2)($|_)")
+BANNED_CALLS = {"pickle.loads", "pickle.dumps", "pickle.load", "pickle.dump", "time.sleep", "eval", "exec", "os.system"}
+GENERATED = re.compile(r"_pb2(_grpc)?\.pyi?$")
+
+
+def tracked(*suffixes: str) -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
+    paths = [ROOT / name for name in listed.split("\0") if name.endswith(suffixes)]
+    return [path for path in paths if path.is_file()]
+
+
+def python_files(*folders: str) -> list[Path]:
+    files = [p for p in tracked(".py") if not GENERATED.search(p.name)]
+    return [p for p in files if not folders or p.relative_to(ROOT).parts[0] in folders]
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def called_name(call: ast.Call) -> str:
+    return ast.unparse(call.func)
+
+
+def test_the_namespace_package_has_no_init_file() -> None:
+    for folder in PRODUCT:
+        assert (ROOT / folder / "kvdepot").is_dir()
+        assert not (ROOT / folder / "kvdepot" / "__init__.py").exists()
+        assert [p.name for p in (ROOT / folder).iterdir() if not p.name.startswith((".", "__"))] == ["kvdepot"]
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_modules_and_functions_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= LINES_MAX
+    long = [
+        f.name
+        for f in functions(ast.parse(text))
+        if f.end_lineno is not None and f.end_lineno - f.lineno > FUNCTION_LINES_MAX
+    ]
+    assert long == []
+
+
+def test_no_name_that_says_nothing() -> None:
+    bad = [
+        str(p.relative_to(ROOT))
+        for p in python_files()
+        if any(BANNED_NAMES.search(part) for part in (p.stem, p.parent.name))
+    ]
+    classes = [
+        f"{p.name}:{node.name}"
+        for p in python_files(*PRODUCT)
+        for node in ast.walk(ast.parse(p.read_text()))
+        if isinstance(node, ast.ClassDef) and re.search(r"(Manager|Helper|Util|V2)$", node.name)
+    ]
+    assert bad + classes == []
+
+
+def test_no_banned_call_in_the_product() -> None:
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {called_name(node)}"
+        for path in python_files(*PRODUCT)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and called_name(node) in BANNED_CALLS
+    ]
+    assert bad == []
+
+
+def test_public_modules_say_what_they_are() -> None:
+    bare = [str(p.relative_to(ROOT)) for p in python_files(*PRODUCT) if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert bare == []
+
+
+def test_no_left_over_marks_and_no_machine_paths() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|/home/\w+|/root/|" + re.escape(f"{ROOT}/"))
+    bad = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in tracked(".py", ".md", ".toml", ".proto", ".txt", "Makefile", "run")
+        if path != Path(__file__).resolve()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert bad == []

@@ -1,0 +1,117 @@
+"""The examples under configs/kubernetes: against the API's schemas, the daemon's own checks, and one another."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from kvdepot.client.endpoint import Endpoint
+from kvdepot.client.vllm.settings import parse_settings
+from kvdepot.core.units import parse_size_bytes
+from kvdepot.server import config
+from referencing import Registry, Resource
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "configs" / "kubernetes"
+VERSIONS = ("1.29.0", "1.37.0")
+"""The oldest and the newest that the examples are for."""
+
+
+def _documents() -> Iterator[dict[str, Any]]:
+    for path in sorted(FOLDER.glob("*.yaml")):
+        yield from yaml.safe_load_all(path.read_text())
+
+
+def _only(kind: str) -> dict[str, Any]:
+    (found,) = (document for document in _documents() if document["kind"] == kind)
+    return found
+
+
+def _pod(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = _only(kind)["spec"]["template"]["spec"]
+    return found
+
+
+def _container(kind: str) -> dict[str, Any]:
+    (found,) = _pod(kind)["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+def _host_path(kind: str, mount: str) -> str:
+    """Which directory of the host lies at `mount`."""
+    (name,) = (m["name"] for m in _container(kind)["volumeMounts"] if m["mountPath"] == mount)
+    (path,) = (volume["hostPath"]["path"] for volume in _pod(kind)["volumes"] if volume["name"] == name)
+    return str(path)
+
+
+def _configuration() -> dict[str, Any]:
+    return tomllib.loads(_only("ConfigMap")["data"]["kvdepot.toml"])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_api_s_schemas_accept_every_document(version: str) -> None:
+    spec = find_spec("kubernetes_validate")  # only its schemas: its own code needs more
+    if spec is None and "CI" not in os.environ:
+        pytest.skip("there are no schemas (pip: kubernetes-validate)")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    schemas = Path(spec.submodule_search_locations[0], "kubernetes-json-schema", f"v{version}-local-strict")
+    definitions = Resource.from_contents(json.loads((schemas / "_definitions.json").read_text()))
+    registry = definitions @ Registry()
+    for document in _documents():
+        group, _, release = document["apiVersion"].rpartition("/")
+        name = "-".join(part for part in (document["kind"].lower(), group.split(".")[0], release) if part)
+        schema = json.loads((schemas / f"{name}.json").read_text())
+        assert [error.message for error in Draft202012Validator(schema, registry=registry).iter_errors(document)] == []
+
+
+def test_the_daemon_accepts_its_configuration(tmp_path: Path) -> None:
+    document = _configuration()
+    assert _host_path("DaemonSet", document["ram"]["path"]).startswith("/dev/shm/")  # RAM outlives the pod
+    checked = config.check("kubernetes", document, {"ram": {"path": str(tmp_path)}})
+    limit = parse_size_bytes(_container("DaemonSet")["resources"]["limits"]["memory"] + "B")
+    assert limit > checked.capacity_bytes
+    assert checked.tables.daemon.metrics.endswith(f":{_container('DaemonSet')['ports'][0]['containerPort']}")
+    mounted = {mount["mountPath"] for mount in _container("DaemonSet")["volumeMounts"]}
+    state = str(Path(checked.tables.daemon.state).parent)
+    assert {tier.path for tier in checked.tables.tier} | {document["ram"]["path"], state} <= mounted
+    assert _host_path("DaemonSet", state) == state
+
+
+def test_daemon_and_engine_meet_at_the_host_s_directory() -> None:
+    (url,) = _configuration()["daemon"]["listen"]
+    directory = str(Path(url.removeprefix("unix://")).parent)
+    assert _host_path("DaemonSet", directory) == _host_path("Deployment", directory)
+    (transfer,) = (json.loads(word) for word in _container("Deployment")["args"] if word.startswith("{"))
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert parse_settings(transfer["kv_connector_extra_config"], {}).endpoint == Endpoint.parse(url)
+
+
+def test_who_runs_it_may_do_nothing_else() -> None:
+    pod = _pod("DaemonSet")
+    user = pod["securityContext"]["runAsUser"]
+    assert f"USER {user}:{pod['securityContext']['runAsGroup']}\n" in (ROOT / "Dockerfile").read_text()
+    assert _pod("Deployment")["securityContext"]["supplementalGroups"] == [user]
+    assert pod["securityContext"]["runAsNonRoot"]
+    security = _container("DaemonSet")["securityContext"]
+    assert security == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}
+    }  # fmt: skip
+    for one in (pod, _pod("Deployment")):
+        assert not {"hostIPC", "hostNetwork"} & one.keys()
+    (directories,) = pod["initContainers"]
+    assert directories["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
+    assert directories["image"] == _container("DaemonSet")["image"]
+
+
+def test_two_daemons_never_meet_on_a_node() -> None:
+    assert _only("DaemonSet")["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0

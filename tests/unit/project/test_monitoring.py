@@ -1,0 +1,119 @@
+"""What is shipped for Prometheus and Grafana asks for what exists, and alerts fire on their faults (P10, T4, T5)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvdepot.core.report import DaemonStatus, TierStatus
+from kvdepot.server.metrics import exposition
+
+from tests.rigs.promql import NO_PROMTOOL, promtool, series, why_unknown
+
+ROOT = Path(__file__).parents[3]
+RULES = ROOT / "configs/prometheus/kvdepot.rules.yml"
+RULE_TESTS = ROOT / "tests/prometheus/alerts.yml"
+DASHBOARD = ROOT / "configs/grafana/kvdepot.json"
+ALERTS = re.findall(r"- alert: (\w+)", RULES.read_text())
+needs_promtool = pytest.mark.skipif(bool(NO_PROMTOOL), reason=NO_PROMTOOL)
+
+
+def _rules() -> list[str]:
+    return RULES.read_text().split("- alert: ")[1:]
+
+
+def _panels() -> Iterator[dict[str, Any]]:
+    yield from json.loads(DASHBOARD.read_text())["panels"]
+
+
+def _queries() -> list[str]:
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    return queries + [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+
+
+@pytest.mark.requirement("P10")
+@pytest.mark.parametrize("query", _queries())
+def test_every_query_of_the_dashboard_asks_for_what_exists(query: str) -> None:
+    found = series(query)
+    assert found or query.startswith("rate(process_")
+    assert [why for one in found if (why := why_unknown(one))] == []
+
+
+def test_the_dashboard_fits_together() -> None:
+    panels = list(_panels())
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    places = [panel["gridPos"] for panel in panels]
+    assert all(place["x"] + place["w"] <= 24 for place in places)
+    cells = [
+        (x, y) for place in places
+        for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])
+    ]  # fmt: skip
+    assert len(set(cells)) == len(cells), "panels overlap"
+    variables = {one["name"] for one in json.loads(DASHBOARD.read_text())["templating"]["list"]}
+    for query in _queries():
+        assert set(re.findall(r"\$([a-z]\w*)", query)) <= variables, query
+
+
+@pytest.mark.requirement("P10")
+@pytest.mark.parametrize("rule", _rules(), ids=ALERTS)
+def test_every_alert_asks_for_what_exists_and_says_what_is_wrong(rule: str) -> None:
+    found = series(rule)
+    assert found or "expr: up{" in rule
+    assert [why for one in found if (why := why_unknown(one))] == []
+    assert re.search(r"labels: \{severity: (warning|critical)\}", rule)
+    assert "summary: " in rule
+
+
+def test_every_alert_has_a_test_and_an_entry_in_the_operations_manual() -> None:
+    tests = RULE_TESTS.read_text()
+    named = re.findall(r"- name: (KV\w+)", tests)
+    assert sorted(named) == sorted(ALERTS)
+    quiet = tests[tests.index("- name: what is normal") :]
+    assert sorted(re.findall(r"alertname: (\w+)", quiet)) == sorted(ALERTS)
+    manual = (ROOT / "docs/operations.md").read_text()
+    assert re.findall(r"^\| `(KV\w+)` \|", manual, re.MULTILINE) == ALERTS
+
+
+def test_unknown_metrics_labels_and_values_are_found() -> None:
+    for query, why in (
+        ("rate(kvdepot_nothing_total[5m])", "there is no kvdepot_nothing_total"),
+        ("kvdepot_locates", "there is no kvdepot_locates"),
+        ('kvdepot_misses_total{outcome="ok"}', "kvdepot_misses_total has no label outcome"),
+        ('kvdepot_misses_total{reason=~"unknown|not_intime"}', "kvdepot_misses_total: reason is never ['not_intime']"),
+    ):
+        (one,) = series(query)
+        assert why_unknown(one) == why
+
+
+@pytest.mark.requirement("T4", "T5", "P10")
+@needs_promtool
+def test_promtool_finds_the_rules_right_and_each_alert_fires_on_its_fault() -> None:
+    for checked in (promtool("check", "rules", str(RULES)), promtool("test", "rules", str(RULE_TESTS))):
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@needs_promtool
+def test_the_test_of_the_alerts_would_find_a_deaf_one(tmp_path: Path) -> None:
+    (tmp_path / "configs/prometheus").mkdir(parents=True)
+    (tmp_path / "tests/prometheus").mkdir(parents=True)
+    deaf = RULES.read_text().replace("kvdepot_tier_breaker_open == 1", "kvdepot_tier_breaker_open == 2")
+    (tmp_path / "configs/prometheus" / RULES.name).write_text(deaf)
+    (tmp_path / "tests/prometheus" / RULE_TESTS.name).write_text(RULE_TESTS.read_text())
+    found = promtool("test", "rules", str(tmp_path / "tests/prometheus" / RULE_TESTS.name))
+    assert found.returncode != 0
+    assert "KVDepotTierOutOfUse" in found.stdout + found.stderr
+
+
+@pytest.mark.requirement("P10")
+@needs_promtool
+def test_promtool_can_read_what_the_daemon_exports() -> None:
+    """Its linter too: units last, no counter without `_total`."""
+    tiers = (TierStatus("ram", "ram", 1), TierStatus("pool", "shared", 1, state="ready", breaker="closed"))
+    text = exposition(lambda: DaemonStatus("1", 1, 1.0, True, "", 1, 1, tiers=tiers))().decode()
+    checked = promtool("check", "metrics", text=text)
+    assert checked.returncode == 0, checked.stderr

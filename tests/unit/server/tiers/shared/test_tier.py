@@ -1,0 +1,465 @@
+"""The shared tier over real files, with workers and keeper under a test's control (T3, T5, P6, I4)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvdepot.core.objectfile import HEADER_BYTES, object_bytes
+from kvdepot.server.io.context import Context
+from kvdepot.server.io.jobs import Answer, LookUpFiles, Probe, PublishFile, ReadFile
+from kvdepot.server.io.perform import perform
+from kvdepot.server.tiers.base import IoOutcome, SharedTier, Written
+from kvdepot.server.tiers.conformance import RecordingLoan, name_of, path_of, payload_of
+from kvdepot.server.tiers.health import State
+from kvdepot.server.tiers.shared import layout
+from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE, file_cost_bytes
+from kvdepot.server.tiers.shared.config import SharedConfig
+from kvdepot.server.tiers.shared.links import Ended, Failed
+from kvdepot.server.tiers.shared.tier import NO_ALLOWANCE
+
+from tests.rigs.shared_rig import SharedRig, fails
+
+NAME = name_of(1)
+COST = file_cost_bytes(NAME.raw_bytes)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> SharedRig:
+    return SharedRig(tmp_path / "shared")
+
+
+def _is_a_tier(rig: SharedRig) -> SharedTier:
+    return rig.tier
+
+
+# Two nodes
+
+
+@pytest.mark.requirement("T3")
+def test_two_nodes_exchange_objects(rig: SharedRig) -> None:
+    other = rig.another()
+    assert rig.keeper.node != other.keeper.node
+    names = path_of(20)
+    for name in names:
+        rig.stored(name)
+    found = other.look_up(*names)
+    assert list(found) == names
+    for name, handle in found.items():
+        assert other.read(handle, name) == (IoOutcome.OK, payload_of(name))
+    back = name_of(7)
+    other.stored(back)
+    assert rig.look_up(back).keys() == {back}
+
+
+@pytest.mark.requirement("T3")
+def test_what_another_node_published_is_not_written_again(rig: SharedRig) -> None:
+    other = rig.another()
+    rig.stored(NAME)
+    os.utime(rig.path_of(NAME), (1_000, 1_000))
+    inode = rig.path_of(NAME).stat().st_ino
+    written = other.write(NAME)
+    assert (written.outcome, written.stored_bytes) == (IoOutcome.OK, 0)
+    assert other.read(written.handle, NAME) == (IoOutcome.OK, payload_of(NAME))
+    assert rig.path_of(NAME).stat().st_ino == inode
+    assert rig.path_of(NAME).stat().st_mtime > 2_000
+    assert other.counts["shared_publications.already_there"] == 1
+    assert other.tier.status().written_today_bytes == 0
+
+
+@pytest.mark.requirement("T3")
+def test_what_is_large_beside_the_directory_is_not_written_and_keeps_nothing_from_being_written(
+    rig: SharedRig,
+) -> None:
+    most = rig.config.capacity_bytes // OBJECT_SHARE - file_cost_bytes(0)
+    assert [rig.tier.too_large(most), rig.tier.too_large(most + 1)] == [False, True]
+    answers: list[Written] = []
+    rig.tier.write(replace(NAME, raw_bytes=most + 1), (), RecordingLoan(), None, answers.append)
+    assert answers[0].outcome is IoOutcome.CANCELLED
+    assert rig.tier.writable and not rig.tier._directory.allowance.wanted_bytes
+    rig.stored(NAME)
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize("usable", [True, False], ids=["tried-again", "out-of-use"])
+def test_what_a_worker_wrote_before_it_died_counts_whatever_is_answered(rig: SharedRig, usable: bool) -> None:
+    left_bytes = rig.tier._directory.allowance.left_bytes
+    answers = rig.submit_write(NAME)
+    (task,) = rig.workers.tasks
+    assert task.loan is not None and task.loan.begin(3)
+    with closing(Context(str(rig.root), rig.arena)) as context:
+        assert perform(task.job, context).outcome is IoOutcome.OK
+    task.loan.end()  # it died with its answer
+    rig.workers.why_unusable = "" if usable else "out of use"
+    rig.settle()
+    (answer,) = answers
+    assert answer.outcome is (IoOutcome.OK if usable else IoOutcome.CANCELLED)
+    spent_bytes = left_bytes - rig.tier._directory.allowance.left_bytes
+    assert COST >= spent_bytes >= rig.path_of(NAME).stat().st_size
+
+
+@pytest.mark.requirement("T3")
+def test_a_drop_takes_nothing_away_from_others(rig: SharedRig) -> None:
+    other = rig.another()
+    rig.tier.drop(rig.stored(NAME))
+    ((name, handle),) = other.look_up(NAME).items()
+    assert other.read(handle, name)[0] is IoOutcome.OK
+
+
+@pytest.mark.requirement("I1")
+def test_a_flipped_bit_is_never_served_wherever_it_is(rig: SharedRig) -> None:
+    other = rig.another(negative_ttl_seconds=0.0)
+    rig.stored(NAME)
+    whole = rig.path_of(NAME).read_bytes()
+    for at in [*range(0, 176, 3), *range(HEADER_BYTES, len(whole), 777)]:
+        rig.path_of(NAME).parent.mkdir(exist_ok=True)
+        rig.path_of(NAME).write_bytes(whole[:at] + bytes([whole[at] ^ 8]) + whole[at + 1 :])
+        (handle,) = other.look_up(NAME).values()
+        outcome, _ = other.read(handle, NAME)
+        assert outcome is not IoOutcome.OK, at
+        assert not rig.path_of(NAME).exists(), at
+
+
+# Vanished, stale, unreadable (P6)
+
+
+@pytest.mark.requirement("P6")
+def test_a_vanished_file_is_a_miss_of_this_object_alone(rig: SharedRig) -> None:
+    first, second = path_of(2)
+    handles = [rig.stored(name) for name in (first, second)]
+    rig.path(handles[1]).unlink()
+    assert rig.read(handles[1], second)[0] is IoOutcome.GONE
+    assert rig.tier.readable and rig.tier.writable
+    assert rig.read(handles[1], second)[0] is IoOutcome.CANCELLED, "the handle is dead"
+    assert rig.look_up(second) == {}
+    assert not rig.jobs(LookUpFiles), "and remembered as absent"
+
+
+@pytest.mark.requirement("P6")
+def test_a_stale_handle_is_a_miss(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = rig.stored(NAME)
+
+    def stale(*_: Any) -> int:
+        raise OSError(errno.ESTALE, "injected")
+
+    monkeypatch.setattr(os, "preadv", stale)
+    assert rig.read(handle, NAME)[0] is IoOutcome.GONE
+    assert rig.tier.readable
+
+
+@pytest.mark.requirement("P6")
+def test_an_unreadable_file_is_lost_and_the_tier_is_not(rig: SharedRig) -> None:
+    handle = rig.stored(NAME)
+    rig.workers.fault = fails(ReadFile, IoOutcome.UNREADABLE)
+    assert rig.read(handle, NAME)[0] is IoOutcome.UNREADABLE
+    assert rig.listener.lost_handles == [handle]
+    assert rig.tier.readable
+
+
+@pytest.mark.requirement("P6")
+def test_an_object_that_fails_while_others_can_be_read_is_given_up(rig: SharedRig) -> None:
+    bad, good = rig.stored(NAME), rig.stored(name_of(2))
+    file = layout.object_file(NAME)
+    rig.workers.fault = lambda job: (
+        Answer(IoOutcome.IO_ERROR) if isinstance(job, ReadFile) and job.file == file else None
+    )
+    outcomes = []
+    for _ in range(3):
+        outcomes.append(rig.read(bad, NAME)[0])
+        assert rig.read(good, name_of(2))[0] is IoOutcome.OK
+    assert outcomes == [IoOutcome.IO_ERROR, IoOutcome.IO_ERROR, IoOutcome.BAD_PLACE]
+
+
+def test_a_handle_that_is_another_object_s_by_the_time_of_an_answer_is_left_alone(rig: SharedRig) -> None:
+    handle = rig.stored(NAME)
+    rig.path(handle).unlink()
+    answers = rig.submit_read(handle, NAME)
+    rig.tier.drop(handle)
+    again = rig.submit_write(name_of(2))
+    rig.workers.tasks.rotate(1)
+    rig.settle()
+    assert [one.outcome for one in answers] == [IoOutcome.GONE]
+    assert again[0].handle == handle
+    assert rig.read(handle, name_of(2))[0] is IoOutcome.OK
+
+
+@pytest.mark.requirement("P6")
+def test_what_a_load_and_a_verification_find_damaged_at_once_is_counted_once(rig: SharedRig) -> None:
+    handle = rig.stored(NAME)
+    rig.workers.fault = fails(ReadFile, IoOutcome.CORRUPT)
+    found: list[IoOutcome] = []
+    answers = rig.submit_read(handle, NAME)
+    rig.tier.verify(handle, found.append)
+    rig.settle()
+    assert [one.outcome for one in answers] == found == [IoOutcome.CORRUPT]
+    assert rig.counts["tier_damaged_objects.corrupt"] == 0, "whoever reads counts its own"
+    assert not rig.listener.lost_handles
+
+    handle = rig.stored(name_of(2))
+    rig.tier.verify(handle, found.append)
+    rig.settle()
+    assert rig.counts["tier_damaged_objects.corrupt"] == 1
+    assert rig.listener.lost_handles == [handle]
+
+
+@pytest.mark.requirement("P6")
+def test_a_client_that_says_another_parent_misses_and_nobody_else_does(rig: SharedRig) -> None:
+    """The file stays, its node's handle is good, and the next who asks as its writer did finds it at once."""
+    other, names = rig.another(), path_of(2)
+    for name in names:
+        rig.stored(name)
+    wrong = replace(names[1], parent=name_of(9).key)
+    (handle,) = other.look_up(wrong).values()
+    assert other.read(handle, wrong)[0] is IoOutcome.FOREIGN
+    assert other.read(handle, wrong)[0] is IoOutcome.CANCELLED, "the handle is dead"
+    assert not other.listener.lost_handles, "the answer has said it"
+    left = other.tier._directory.allowance.left_bytes
+    assert other.write(wrong).outcome is IoOutcome.FOREIGN
+    assert other.tier._directory.allowance.left_bytes == left and other.tier.writable
+    ((name, handle),) = other.look_up(names[1]).items()
+    assert other.read(handle, name) == (IoOutcome.OK, payload_of(name))
+    assert not list((rig.root / layout.QUARANTINE).iterdir())
+
+
+# Allowance
+
+
+@pytest.mark.requirement("I4")
+def test_nothing_is_written_beyond_what_the_keeper_allows(rig: SharedRig) -> None:
+    keeper = rig.keeper
+    keeper.say(replace(keeper.report, limit_bytes=2 * COST + COST // 2))
+    assert rig.write(name_of(1)).outcome is IoOutcome.OK
+    both = [rig.submit_write(name_of(2)), rig.submit_write(name_of(3))]
+    assert [len(answers) for answers in both] == [0, 1], "what is under way counts"
+    assert both[1][0].outcome is IoOutcome.NO_SPACE
+    assert not rig.writable() and rig.tier.write_slots == 0
+    assert "no more room" in rig.tier.status().reason
+    rig.settle()
+    assert rig.write(name_of(4)).outcome is IoOutcome.CANCELLED
+    rig.tick(1.1)
+    assert keeper.published == [2 * COST]
+    keeper.say(replace(keeper.report, limit_bytes=3 * COST))
+    assert rig.writable()
+    assert rig.write(name_of(4)).outcome is IoOutcome.OK
+
+
+@pytest.mark.requirement("I4")
+def test_what_was_there_already_and_what_a_codec_saved_is_given_back(rig: SharedRig) -> None:
+    rig.another().stored(NAME)
+    rig.write(NAME)
+    rig.tick(1.1)
+    assert rig.keeper.published == []
+    coded = rig.another(codec=1)
+    coded.stored(replace(name_of(9), raw_bytes=64 * 4096))
+    coded.tick(1.1)
+    assert 0 < coded.keeper.published[0] < file_cost_bytes(64 * 4096) // 2
+
+
+@pytest.mark.requirement("I4")
+def test_a_write_that_hangs_is_over_when_its_worker_is_dead(rig: SharedRig) -> None:
+    rig.workers.fault = fails(PublishFile, IoOutcome.TIMEOUT)
+    left = rig.tier._directory.allowance.left_bytes
+    assert rig.write(NAME).outcome is IoOutcome.TIMEOUT
+    rig.tick(1.1)
+    assert rig.keeper.published == [] and rig.tier._directory.allowance.left_bytes == left - COST
+    _registered_anew(rig, "another")
+    assert rig.keeper.settled == ""
+    rig.workers.end_late()
+    rig.tick(1.1)
+    assert rig.keeper.published == [COST], "it may have come true"
+    assert rig.keeper.settled == "another"
+
+
+def _registered_anew(rig: SharedRig, node: str) -> None:
+    rig.keeper.say(replace(rig.keeper.report, node=node))
+    rig.tick(1.1)
+
+
+@pytest.mark.requirement("I4")
+def test_earlier_nodes_are_settled_when_what_was_begun_under_them_is_over(rig: SharedRig) -> None:
+    rig.tick(1.1)
+    assert rig.keeper.settled == rig.keeper.node
+    answers = rig.submit_write(NAME)
+    rig.tick(1.1)
+    assert rig.keeper.settled == rig.keeper.node, "what this one has begun is no earlier one's"
+    _registered_anew(rig, "second")
+    assert rig.keeper.settled == ""
+    _registered_anew(rig, "third")
+    later = rig.submit_write(name_of(5))
+    assert rig.keeper.settled == ""
+    assert rig.workers.step()
+    assert (len(answers), len(later)) == (1, 0)
+    rig.tick(1.1)
+    assert rig.keeper.settled == "third"
+    rig.settle()
+    rig.tick(1.1)
+    assert rig.keeper.settled == "third"
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize("outcome", [IoOutcome.IO_ERROR, IoOutcome.NO_SPACE])
+def test_a_write_that_failed_is_counted_as_if_it_lay_there(rig: SharedRig, outcome: IoOutcome) -> None:
+    rig.workers.fault = fails(PublishFile, outcome)
+    assert rig.write(NAME).outcome is outcome
+    rig.tick(1.1)
+    assert rig.keeper.published == [COST]
+
+
+def test_the_keeper_is_told_once_a_second_at_most(rig: SharedRig) -> None:
+    for number in range(30):
+        rig.stored(name_of(number))
+        rig.tick(0.1)
+    assert 2 <= len(rig.keeper.published) <= 4
+    assert rig.keeper.published == sorted(rig.keeper.published)
+
+
+def test_the_write_budget_is_counted_by_what_was_written(tmp_path: Path) -> None:
+    rig = SharedRig(tmp_path / "shared", write_budget_bytes=1)
+    rig.stored(NAME)
+    assert rig.tier.budget_spent
+    assert rig.tier.status().written_today_bytes == object_bytes(NAME.raw_bytes)
+    assert rig.write(name_of(2)).outcome is IoOutcome.CANCELLED
+
+
+# What goes wrong (T5)
+
+
+def test_a_tier_is_opening_until_its_keeper_reports(tmp_path: Path) -> None:
+    rig = SharedRig(tmp_path / "shared", opens=False)
+    assert (rig.tier.readable, rig.tier.writable, rig.tier.status().state) == (False, False, "opening")
+    assert rig.look_up(NAME) == {} and rig.write(NAME).outcome is IoOutcome.CANCELLED
+    assert not (tmp_path / "shared").exists()
+    rig.keeper.open()
+    assert (rig.tier.readable, rig.tier.writable, rig.tier.status().state) == (True, True, "ready")
+
+
+@pytest.mark.requirement("T5")
+def test_a_directory_that_is_refused_is_offline_with_the_reason_and_comes_when_it_can(tmp_path: Path) -> None:
+    rig = SharedRig(tmp_path / "shared", opens=False)
+    rig.keeper.say(Failed("it is not empty"))
+    assert (rig.tier.status().state, rig.tier.status().reason) == ("offline", "it is not empty")
+    rig.keeper.open()
+    assert rig.tier.status().state == "ready" and not rig.tier.status().reason
+
+
+def test_a_node_that_waits_for_the_janitors_count_says_since_when_it_runs_and_how_far_it_is(rig: SharedRig) -> None:
+    none = replace(rig.keeper.report, limit_bytes=0)
+    rig.keeper.say(replace(none, counting_seconds=75.5, counted_files=1_234))
+    assert rig.tier.status().reason == "no room granted yet: counting 1234 files since 2027-01-15T07:58:44Z"
+    rig.keeper.say(none)
+    assert rig.tier.status().reason == NO_ALLOWANCE
+    rig.keeper.say(replace(rig.keeper.report, counting_seconds=75.5, counted_files=1_234))
+    assert not rig.tier.status().reason, "it waits for nothing"
+
+
+@pytest.mark.requirement("T5")
+def test_a_keeper_in_trouble_leaves_what_was_granted_and_all_reads(
+    rig: SharedRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = rig.stored(NAME)
+    for word in (Failed("no word from the keeper"), Ended(), Failed("no word from the keeper")):
+        rig.keeper.say(word)
+        assert rig.tier.readable and rig.tier.writable and rig.tier.status().reason
+    assert rig.read(handle, NAME)[0] is IoOutcome.OK
+    assert len([one for one in caplog.records if "no word" in one.message]) == 2
+    rig.keeper.say(rig.keeper.report)
+    assert not rig.tier.status().reason
+
+
+@pytest.mark.requirement("T5")
+def test_a_vanished_directory_is_offline_and_comes_back_with_its_handles(rig: SharedRig) -> None:
+    handle = rig.stored(NAME)
+    rig.keeper.say(replace(rig.keeper.report, marker_ok=False, reason="the marker is gone"))
+    assert (rig.tier.status().state, rig.tier.status().reason) == ("offline", "the marker is gone")
+    assert not rig.tier.readable and not rig.tier.writable
+    assert rig.read(handle, NAME)[0] is IoOutcome.CANCELLED
+    rig.keeper.say(rig.keeper.report)
+    assert rig.read(handle, NAME) == (IoOutcome.OK, payload_of(NAME))
+
+
+@pytest.mark.requirement("T5")
+def test_a_directory_that_comes_back_on_another_device_is_written_to(rig: SharedRig) -> None:
+    keeper, device = rig.keeper, rig.keeper.report.device
+    keeper.say(replace(keeper.report, device=device + 1))
+    assert rig.write(name_of(1)).outcome is IoOutcome.GONE, "it is not what the keeper has seen"
+    keeper.say(replace(keeper.report, device=device))
+    _recover(rig)
+    assert rig.write(name_of(1)).outcome is IoOutcome.OK
+
+
+@pytest.mark.requirement("T5")
+def test_a_read_while_the_directory_is_away_costs_no_handle(rig: SharedRig, tmp_path: Path) -> None:
+    """Before the keeper has noticed."""
+    handle = rig.stored(NAME)
+    rig.root.rename(tmp_path / "away")
+    rig.root.mkdir()
+    assert rig.read(handle, NAME)[0] is IoOutcome.IO_ERROR
+    assert rig.write(name_of(2)).outcome is IoOutcome.GONE
+    assert not list(rig.root.iterdir()), "nothing is written below a mount point"
+    assert rig.tier.status().state == State.READ_ONLY
+    rig.root.rmdir()
+    (tmp_path / "away").rename(rig.root)
+    assert rig.read(handle, NAME) == (IoOutcome.OK, payload_of(NAME))
+    _recover(rig)
+    assert rig.tier.writable
+
+
+@pytest.mark.requirement("T5")
+@pytest.mark.parametrize("outcome", [IoOutcome.NO_SPACE, IoOutcome.READ_ONLY, IoOutcome.UNREADABLE])
+def test_what_refuses_writes_is_read_only_says_so_once_and_recovers(
+    rig: SharedRig, outcome: IoOutcome, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = rig.stored(NAME)
+    rig.workers.fault = lambda job: Answer(outcome, "injected") if isinstance(job, PublishFile | Probe) else None
+    assert rig.write(name_of(2)).outcome is outcome
+    assert rig.tier.status().state == "read-only" and "injected" in rig.tier.status().reason
+    assert rig.tier.readable and not rig.tier.writable
+    assert rig.read(handle, NAME)[0] is IoOutcome.OK
+    for _ in range(100):
+        rig.tick(1.0)
+        rig.settle()
+    assert rig.tier.status().state == "read-only"
+    assert len([one for one in caplog.records if "read-only" in one.message]) == 1
+    rig.workers.fault = lambda _: None
+    _recover(rig)
+    assert rig.write(name_of(2)).outcome is IoOutcome.OK
+
+
+def _recover(rig: SharedRig) -> None:
+    for _ in range(70):
+        rig.tick(1.0)
+        rig.settle()
+
+
+def test_close_answers_what_waits_and_ends_the_keeper(rig: SharedRig) -> None:
+    answers: list[bool] = []
+    rig.stored(NAME)
+    rig.tier.look_up([name_of(2)], lambda: answers.append(True))
+    asyncio.run(rig.tier.close())
+    assert answers == [True]
+    assert rig.workers.closed and not rig.keeper.running
+    assert rig.keeper.published == [COST]
+    assert rig.tier.status().state == "closed" and not rig.tier.readable
+
+
+# The rest
+
+
+def test_handles_follow_the_capacity_within_bounds() -> None:
+    for capacity_bytes, handles in ((16 << 20, 4_096), (2 << 30, 8_192), (1 << 50, 1 << 20)):
+        assert SharedConfig("s", Path("/x"), capacity_bytes).handles_max == handles
+
+
+def test_a_refused_loan_ends_the_write_and_gives_its_allowance_back(rig: SharedRig) -> None:
+    left = rig.tier._directory.allowance.left_bytes
+    answers = rig.submit_write(NAME, RecordingLoan(refuses=True))
+    rig.settle()
+    assert answers[0].outcome is IoOutcome.CANCELLED
+    assert rig.tier._directory.allowance.left_bytes == left
+    assert _is_a_tier(rig).used_bytes == 0
