@@ -140,28 +140,31 @@ class Run:
             self._try(copy, mutation, noted)
             self._free.put(copy)
 
-        with ThreadPoolExecutor(len(self._copies)) as threads:
+        threads = ThreadPoolExecutor(len(self._copies))
+        try:
             list(threads.map(work, changes))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _try(self, copy: Copy, mutation: Mutation, noted: Noted) -> None:
         tests = chosen(mutation, noted)
         began = time.monotonic()
         outcome, by = copy.try_one(mutation, tests, _MORE_SECONDS + 10 * sum(noted.seconds[test] for test in tests))
-        if outcome == "survived" and (str(mutation.path), _change(mutation)) in self._known:
+        if outcome == "survived" and (str(mutation.path), mutation.text, mutation.change) in self._known:
             outcome = "explained"
         self.results.append(Result(mutation, outcome, time.monotonic() - began, by))
-        by = by or f"{len(tests)} tests"
+        by = by or f"{len(tests)} tests: {mutation.text}"
         print(f"{outcome:<10}{self.results[-1].seconds:6.0f} s  {mutation}  [{by}]", flush=True)
 
 
-def explained() -> set[tuple[str, str]]:
-    """(module, change) of those that are listed with a reason."""
-    table = tomllib.loads((ROOT / "tests/mutants/explained.toml").read_text())
-    return {(module, entry["change"]) for module, entries in table.items() for entry in entries["survivors"]}
-
-
-def _change(mutation: Mutation) -> str:
-    return str(mutation).partition(": ")[2]
+def explained() -> set[tuple[str, str, str]]:
+    """(module, line, change) of those that are listed with a reason."""
+    modules = tomllib.loads((ROOT / "tests/mutants/explained.toml").read_text())
+    return {
+        (module, entry["line"], entry["change"])
+        for module, entries in modules.items()
+        for entry in entries["survivors"]
+    }
 
 
 def draw(patterns: Sequence[str], sample: int, seed: int) -> list[Mutation]:

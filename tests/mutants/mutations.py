@@ -36,13 +36,19 @@ class Mutation:
     after: str
     lines: frozenset[int]
     """Of the statement, or of its head where others are within."""
+    text: str
+    """Of the line: it tells changes from each other when lines move."""
 
     def apply(self, source: bytes) -> bytes:
         return source[: self.start] + self.after.encode() + source[self.end :]
 
     def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.change}"
+
+    @property
+    def change(self) -> str:
         before, after = " ".join(self.before.split()), " ".join(self.after.split())
-        return f"{self.path}:{self.line}: {before}  ->  {after}"
+        return f"{before}  ->  {after}"
 
 
 def mutations(path: Path, source: str) -> list[Mutation]:
@@ -58,7 +64,8 @@ def mutations(path: Path, source: str) -> list[Mutation]:
         start, end = lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
         before = source.encode()[start:end].decode()
         if " ".join(before.split()) != after:
-            found.append(Mutation(path, node.lineno, start, end, before, after, _lines(node, statements)))
+            text = source.splitlines()[node.lineno - 1].strip()
+            found.append(Mutation(path, node.lineno, start, end, before, after, _lines(node, statements), text))
     return found
 
 

@@ -36,8 +36,9 @@ ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that name
         (f"{_SERVER}/engine/*.py",),
         (
             _ENGINE, f"{_UNIT}/rpc/test_turns.py", f"{_UNIT}/io/test_lent_extents.py",
-            "tests/unit/core/test_eviction.py", "tests/stateful/test_engine_model.py", "tests/stateful/test_tier_model.py",
-            "tests/stateful/test_quota_model.py", "tests/stateful/test_shared_model.py",
+            "tests/unit/core/test_eviction.py", "tests/stateful/test_engine_model.py",
+            "tests/stateful/test_tier_model.py", "tests/stateful/test_quota_model.py",
+            "tests/stateful/test_shared_model.py",
         ),
     ),
     "rpc": Room(
