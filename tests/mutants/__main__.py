@@ -34,7 +34,7 @@ ROOT: Final = Path(__file__).parents[2]
 _TREE: Final = ("core", "proto", "server", "client", "tests", "configs", "demo", "benchmarks", "docs", "pyproject.toml")
 _PYTEST: Final = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not long")
 _MORE_SECONDS: Final = 120.0
-"""In addition to ten times what the tests need: then a change has made them hang."""
+"""In addition to three times what the tests need: then a change has made them hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Run:
     def _try(self, copy: Copy, mutation: Mutation, noted: Noted) -> None:
         tests = chosen(mutation, noted)
         began = time.monotonic()
-        outcome, by = copy.try_one(mutation, tests, _MORE_SECONDS + 10 * sum(noted.seconds[test] for test in tests))
+        outcome, by = copy.try_one(mutation, tests, _MORE_SECONDS + 3 * sum(noted.seconds[test] for test in tests))
         if outcome == "survived" and (str(mutation.path), mutation.text, mutation.change) in self._known:
             outcome = "explained"
         self.results.append(Result(mutation, outcome, time.monotonic() - began, by))
