@@ -1,11 +1,13 @@
 """Mutation testing: `python -m tests.mutants --sample 60` changes the product a little, many times, and runs its tests.
 
-Prints every change that no test noticed. Changes are drawn: `--seed` repeats a draw. Each runs in a copy of the tree.
+Prints every change that no test noticed. Changes are drawn: `--seed` repeats a draw. Each runs in a copy of the tree,
+with the tests of its room that execute its lines.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import shutil
@@ -13,23 +15,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Final
 
 from tests.mutants.mutations import Mutation, mutations
-from tests.mutants.rooms import files_of, modules
+from tests.mutants.rooms import files_of, modules, room_of
+from tests.mutants.selection import chosen
+from tests.mutants.watching import Noted
 
 ROOT: Final = Path(__file__).parents[2]
 _TREE: Final = ("core", "proto", "server", "client", "tests", "configs", "demo", "benchmarks", "docs", "pyproject.toml")
-_MORE_SECONDS: Final = 60.0
-"""In addition to four times what the tests of a room need: then a change has made them hang."""
+_PYTEST: Final = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not long")
+_MORE_SECONDS: Final = 120.0
+"""In addition to three times what the tests need: then a change has made them hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,53 +42,66 @@ class Result:
     mutation: Mutation
     outcome: str  # "caught", "hangs", "survived", "explained"
     seconds: float
+    by: str  # which test
 
 
 class Copy:
-    """A copy of the tree, in which one change at a time is tried."""
+    """A copy of the tree, in which one change at a time is tried, by a process that forks for each."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, folder: Path, root: Path = ROOT) -> None:
+        self._root = folder / "tree"
+        self._report, self._output = folder / "report", folder / "output"
         for name in _TREE:
-            source = ROOT / name
+            source = root / name
             if source.is_dir():
-                shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-            else:
-                shutil.copy2(source, root / name)
-        parts = [str(root / part) for part in ("core", "proto", "server", "client")]
-        self._environment = {**os.environ, "CI": "true", "PYTHONPATH": os.pathsep.join([*parts, str(root)])}
+                shutil.copytree(source, self._root / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+            elif source.exists():
+                shutil.copy2(source, self._root / name)
+        parts = [str(self._root / part) for part in ("core", "proto", "server", "client")]
+        environment = {**os.environ, "CI": "true", "PYTHONPATH": os.pathsep.join([*parts, str(self._root)])}
+        self._arguments = [*_PYTEST, f"--basetemp={folder / 'temp'}"]
         self._stamp_ns = time.time_ns()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.forks"], cwd=self._root, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
 
     def end(self) -> None:
-        """What is being run ends at once, and whatever it has started."""
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """And what is being run."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
-    def run(self, files: Sequence[str], timeout_seconds: float | None) -> str:
-        """ "caught" when a test fails, "survived" when all pass, "hangs" when they do not end in time."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *files]
-        process = self._process = subprocess.Popen(
-            command, cwd=self.root, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            return "hangs"
-        finally:
-            self.end()
-            process.wait()
-        return "caught" if code else "survived"
+    def note(self, files: Sequence[str]) -> Noted:
+        """Runs all tests of these, without a change."""
+        code = self._ask([*self._arguments, *files], None, None)
+        if code not in (0, 1):
+            raise RuntimeError(f"pytest ends with {code}: {self._output.read_text()[-2000:]}")
+        return Noted.read(self._report)
 
-    def try_one(self, mutation: Mutation, files: Sequence[str], timeout_seconds: float) -> str:
-        path = self.root / mutation.path
+    def try_one(self, mutation: Mutation, tests: Sequence[str], seconds: float) -> tuple[str, str]:
+        """An outcome, and the test that fails."""
+        path = self._root / mutation.path
         source = path.read_bytes()
+        self._report.unlink(missing_ok=True)
+        files = dict.fromkeys(test.partition("::")[0] for test in tests)
         try:
             self._write(path, mutation.apply(source))
-            return self.run(files, timeout_seconds)
+            code = self._ask([*self._arguments, "-x", *files], tests, seconds)
         finally:
             self._write(path, source)
+        by = self._report.read_text() if self._report.exists() else "no test can be run"
+        return ("hangs", "") if code is None else ("survived", "") if code in (0, 5) else ("caught", by)
+
+    def _ask(self, arguments: Sequence[str], tests: Sequence[str] | None, seconds: float | None) -> int | None:
+        task = {
+            "arguments": arguments, "tests": tests, "seconds": seconds, "report": str(self._report),
+            "output": str(self._output),
+        }  # fmt: skip
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(task), file=self._process.stdin, flush=True)
+        code: int | None = json.loads(self._process.stdout.readline())
+        return code
 
     def _write(self, path: Path, source: bytes) -> None:
         """With a time of its own: compiled code is told by it, and two changes of a second may be equally long."""
@@ -92,14 +110,61 @@ class Copy:
         os.utime(path, ns=(self._stamp_ns, self._stamp_ns))
 
 
-def explained() -> set[tuple[str, str]]:
-    """(module, change) of those that are listed with a reason."""
-    table = tomllib.loads((ROOT / "tests/mutants/explained.toml").read_text())
-    return {(module, entry["change"]) for module, entries in table.items() for entry in entries["survivors"]}
+class Run:
+    """All changes, room by room, some at once."""
+
+    def __init__(self, folder: Path, jobs: int) -> None:
+        self.results: list[Result] = []
+        self._known = explained()
+        self._copies = []
+        self._free: SimpleQueue[Copy] = SimpleQueue()
+        for job in range(jobs):
+            self._copies.append(Copy(folder / str(job)))
+            self._free.put(self._copies[-1])
+
+    def end(self) -> None:
+        for copy in self._copies:
+            copy.end()
+
+    def work(self, room: str, changes: Sequence[Mutation]) -> None:
+        began = time.monotonic()
+        for copy in self._copies[1:]:  # each has to import what the tests do
+            copy.note(files_of(ROOT, room))
+        noted = self._copies[0].note(files_of(ROOT, room))
+        print(f"{room}: {len(noted.tests)} tests pass without a change, {time.monotonic() - began:.0f} s", flush=True)
+        for test in noted.failed:
+            print(f"not counted, fails without a change: {test}", flush=True)
+
+        def work(mutation: Mutation) -> None:
+            copy = self._free.get()
+            self._try(copy, mutation, noted)
+            self._free.put(copy)
+
+        threads = ThreadPoolExecutor(len(self._copies))
+        try:
+            list(threads.map(work, changes))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _try(self, copy: Copy, mutation: Mutation, noted: Noted) -> None:
+        tests = chosen(mutation, noted)
+        began = time.monotonic()
+        outcome, by = copy.try_one(mutation, tests, _MORE_SECONDS + 3 * sum(noted.seconds[test] for test in tests))
+        if outcome == "survived" and (str(mutation.path), mutation.text, mutation.change) in self._known:
+            outcome = "explained"
+        self.results.append(Result(mutation, outcome, time.monotonic() - began, by))
+        by = by or f"{len(tests)} tests: {mutation.text}"
+        print(f"{outcome:<10}{self.results[-1].seconds:6.0f} s  {mutation}  [{by}]", flush=True)
 
 
-def _change(mutation: Mutation) -> str:
-    return str(mutation).partition(": ")[2]
+def explained() -> set[tuple[str, str, str]]:
+    """(module, line, change) of those that are listed with a reason."""
+    modules = tomllib.loads((ROOT / "tests/mutants/explained.toml").read_text())
+    return {
+        (module, entry["line"], entry["change"])
+        for module, entries in modules.items()
+        for entry in entries["survivors"]
+    }
 
 
 def draw(patterns: Sequence[str], sample: int, seed: int) -> list[Mutation]:
@@ -108,86 +173,40 @@ def draw(patterns: Sequence[str], sample: int, seed: int) -> list[Mutation]:
     return random.Random(seed).sample(every, min(sample, len(every))) if sample else every
 
 
-class Run:
-    """All changes, some at once."""
-
-    def __init__(self, chosen: Sequence[Mutation]) -> None:
-        self.results: list[Result] = []
-        self._waiting: SimpleQueue[Mutation] = SimpleQueue()
-        for mutation in chosen:
-            self._waiting.put(mutation)
-        self._known = explained()
-        self._seconds: dict[tuple[str, ...], float] = {}  # that tests need without a change
-        self._lock = threading.Lock()
-        self._copies: list[Copy] = []
-
-    def work(self, jobs: int) -> None:
-        """Returns when all are done; a signal ends them, and the process."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in range(jobs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _stop(self, number: int, _: object) -> None:
-        for copy in self._copies:
-            copy.end()
-        sys.exit(128 + number)
-
-    def _work(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="mutants") as folder:
-            copy = Copy(Path(folder) / "tree")
-            self._copies.append(copy)
-            while not self._waiting.empty():
-                try:
-                    mutation = self._waiting.get_nowait()
-                except Empty:  # another took the last one
-                    return
-                self._try(copy, mutation)
-
-    def _try(self, copy: Copy, mutation: Mutation) -> None:
-        files = files_of(ROOT, mutation.path)
-        timeout = 4 * self._baseline(copy, tuple(sorted(files))) + _MORE_SECONDS
-        began = time.monotonic()
-        outcome = copy.try_one(mutation, files, timeout)
-        if outcome == "survived" and (str(mutation.path), _change(mutation)) in self._known:
-            outcome = "explained"
-        self.results.append(Result(mutation, outcome, time.monotonic() - began))
-        print(f"{outcome:<10}{self.results[-1].seconds:6.0f} s  {mutation}", flush=True)
-
-    def _baseline(self, copy: Copy, files: tuple[str, ...]) -> float:
-        with self._lock:
-            if files not in self._seconds:
-                began = time.monotonic()
-                if copy.run(files, None) != "survived":
-                    raise RuntimeError(f"these fail without any change: {' '.join(files)}")
-                self._seconds[files] = time.monotonic() - began
-            return self._seconds[files]
+def table(results: Sequence[Result]) -> str:
+    counts: dict[str, Counter[str]] = {}
+    for result in results:
+        counts.setdefault(room_of(result.mutation.path) or "", Counter())[result.outcome] += 1
+    rows = [f"{'room':<12}{'changes':>8}{'caught':>8}{'explained':>11}{'survived':>10}{'score':>8}"]
+    for name, count in [*sorted(counts.items()), ("all", sum(counts.values(), Counter()))]:
+        caught, total = count["caught"] + count["hangs"], count.total()
+        score = (caught + count["explained"]) / total if total else 1.0
+        rows.append(f"{name:<12}{total:>8}{caught:>8}{count['explained']:>11}{count['survived']:>10}{score:>8.1%}")
+    return "\n".join(rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("modules", nargs="*", help="patterns of paths, e.g. 'server/kvdepot/server/io/*'; none: all")
+    parser.add_argument("modules", nargs="*", help="rooms (tests/mutants/rooms.py), or patterns of paths; none: all")
     parser.add_argument("--sample", type=int, default=60, help="how many changes are drawn (default: 60; 0: all)")
     parser.add_argument("--seed", type=int, default=None, help="of the draw; without it one is drawn, and printed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="copies at work (default: cores)")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1 << 31)
-    chosen = draw(options.modules, options.sample, seed)
-    run = Run(chosen)
-    run.work(options.jobs)
-    counts: dict[str, Counter[str]] = {}
-    for result in run.results:
-        counts.setdefault(str(result.mutation.path.parent), Counter())[result.outcome] += 1
-    print(f"\n{'room':<44}{'changes':>8}{'caught':>8}{'explained':>11}{'survived':>10}{'score':>8}")
-    for name, count in [*sorted(counts.items()), ("all", sum(counts.values(), Counter()))]:
-        caught, total = count["caught"] + count["hangs"], count.total()
-        score = (caught + count["explained"]) / total if total else 1.0
-        print(f"{name:<44}{total:>8}{caught:>8}{count['explained']:>11}{count['survived']:>10}{score:>8.1%}")
-    whole = len(run.results) == len(chosen)  # else tests failed without a change
-    return 0 if whole and all(result.outcome != "survived" for result in run.results) else 1
+    by_room: dict[str, list[Mutation]] = {}
+    for mutation in draw(options.modules, options.sample, seed):
+        by_room.setdefault(room_of(mutation.path) or "", []).append(mutation)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder:
+        run = Run(Path(folder), options.jobs)
+        try:
+            for room, changes in by_room.items():
+                run.work(room, changes)
+        finally:
+            run.end()
+    print(f"\n{table(run.results)}")
+    return 0 if all(result.outcome != "survived" for result in run.results) else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Small changes of a module, one at a time: each of them should make some test fail.
 
 A change is text for a piece of the source, so that everything else stays as it is. Left out is what no test has to
-notice: annotations, docstrings, assertions, log lines, and constants of modules.
+notice: annotations, docstrings, assertions, log lines, `__repr__`, and constants of modules.
 """
 
 from __future__ import annotations
@@ -34,13 +34,21 @@ class Mutation:
     end: int
     before: str
     after: str
+    lines: frozenset[int]
+    """Of the statement, or of its head where others are within."""
+    text: str
+    """Of the line: it tells changes from each other when lines move."""
 
     def apply(self, source: bytes) -> bytes:
         return source[: self.start] + self.after.encode() + source[self.end :]
 
     def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.change}"
+
+    @property
+    def change(self) -> str:
         before, after = " ".join(self.before.split()), " ".join(self.after.split())
-        return f"{self.path}:{self.line}: {before}  ->  {after}"
+        return f"{before}  ->  {after}"
 
 
 def mutations(path: Path, source: str) -> list[Mutation]:
@@ -49,13 +57,28 @@ def mutations(path: Path, source: str) -> list[Mutation]:
     for line in source.encode().splitlines(keepends=True):
         lines.append(lines[-1] + len(line))
     found = []
-    for node, after in _changes(ast.parse(source)):
+    tree = ast.parse(source)
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    for node, after in _changes(tree):
         assert node.end_lineno is not None and node.end_col_offset is not None
         start, end = lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
         before = source.encode()[start:end].decode()
         if " ".join(before.split()) != after:
-            found.append(Mutation(path, node.lineno, start, end, before, after))
+            text = source.splitlines()[node.lineno - 1].strip()
+            found.append(Mutation(path, node.lineno, start, end, before, after, _lines(node, statements), text))
     return found
+
+
+def _lines(node: ast.expr | ast.stmt, statements: list[ast.stmt]) -> frozenset[int]:
+    """Executing any of these may show a change of the node: a statement need not be seen on each of its lines."""
+    around = max((one for one in statements if one.lineno <= node.lineno <= (one.end_lineno or 0)), key=_first)
+    body = getattr(around, "body", None)
+    last = (around.end_lineno or 0) if body is None else max(around.lineno, body[0].lineno - 1)
+    return frozenset(range(around.lineno, last + 1)) | frozenset(range(node.lineno, (node.end_lineno or 0) + 1))
+
+
+def _first(statement: ast.stmt) -> int:
+    return statement.lineno
 
 
 def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -68,7 +91,7 @@ def _within(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """Of what is below a node."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Assert | ast.JoinedStr | ast.arguments | ast.Raise):
-            if isinstance(child, ast.Raise):
+            if isinstance(child, ast.Raise) and not _asserts(child):
                 yield child, "pass"
             continue
         if isinstance(child, ast.AnnAssign):
@@ -77,7 +100,7 @@ def _within(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
             continue
         if child in getattr(node, "decorator_list", ()) or child is getattr(node, "returns", None):
             continue
-        if _tells(child):
+        if _tells(child) or _asserts(child):
             continue
         yield from _of_statement(child)
         yield from _of_expression(child)
@@ -85,7 +108,9 @@ def _within(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def _tells(node: ast.AST) -> bool:
-    """Whether it is a docstring or a line of the log."""
+    """Whether it is a docstring, a line of the log, or what a debugger shows."""
+    if isinstance(node, ast.FunctionDef) and node.name == "__repr__":
+        return True
     if not isinstance(node, ast.Expr):
         return False
     if isinstance(node.value, ast.Constant):
@@ -96,6 +121,14 @@ def _tells(node: ast.AST) -> bool:
     owner = call.func.value
     name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
     return name in _LOGS
+
+
+def _asserts(node: ast.AST) -> bool:
+    """Whether it only says what cannot be: that lengths are equal, or that a place is not reached."""
+    match node:
+        case ast.keyword(arg="strict") | ast.Raise(exc=ast.Call(func=ast.Name(id="AssertionError"))):
+            return True
+    return False
 
 
 def _of_statement(node: ast.AST) -> Iterator[tuple[ast.stmt, str]]:

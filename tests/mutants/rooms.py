@@ -1,78 +1,112 @@
-"""Which tests have to notice a change of which modules. The first pattern that fits a module counts."""
+"""Which tests have to notice a change of which modules."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatch
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-_ENGINE: Final = (
-    "tests/unit/server/engine/test_*.py", "tests/unit/server/rpc/test_turns.py",
-    "tests/unit/server/io/test_lent_extents.py", "tests/stateful/test_engine_model.py",
-    "tests/stateful/test_tier_model.py", "tests/stateful/test_quota_model.py", "tests/stateful/test_shared_model.py",
-)  # fmt: skip
-_PROCESSES: Final = (
-    "tests/process/daemon/test_attach_socket.py", "tests/unit/server/engine/test_watches.py",
-    "tests/unit/server/engine/test_sessions.py", "tests/unit/server/engine/test_departures.py",
-    "tests/stateful/test_attach_model.py",
-)  # fmt: skip
-_CONNECTOR: Final = (
-    "tests/unit/client/vllm/test_*.py", "tests/contract/connector/test_*.py", "tests/process/connector/test_*.py",
-    "tests/stateful/test_connector_orders.py",
-)  # fmt: skip
-_CLIENT: Final = (
-    "tests/unit/client/test_*.py", "tests/unit/client/transports/test_*.py", "tests/process/client/test_daemon.py",
-    "tests/process/client/test_streams.py", "tests/process/client/test_lost_replies.py",
-)  # fmt: skip
-_TIERS: Final = "tests/unit/server/tiers"
-ROOMS: Final[dict[str, Sequence[str]]] = {
-    "server/kvdepot/server/engine/*.py": _ENGINE,
-    "server/kvdepot/server/attach.py": _PROCESSES,
-    "server/kvdepot/server/processes.py": _PROCESSES,
-    "server/kvdepot/server/rpc/*.py": (
-        "tests/unit/server/rpc/test_*.py", "tests/unit/client/transports/test_*.py", "tests/process/daemon/test_rpc.py",
+
+class Room(NamedTuple):
+    """Modules and their tests, as patterns of paths below the root."""
+
+    modules: Sequence[str]
+    tests: Sequence[str]
+
+
+_SERVER: Final = "server/kvdepot/server"
+_CLIENT: Final = "client/kvdepot/client"
+_UNIT: Final = "tests/unit/server"
+_ENGINE: Final = f"{_UNIT}/engine/test_*.py"
+_TIERS: Final = ("tests/contract/tiers/test_*.py", f"{_UNIT}/tiers/test_*.py")
+ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that names it
+    "processes": Room(
+        (
+            f"{_SERVER}/attach.py", f"{_SERVER}/processes.py", f"{_SERVER}/guard.py", f"{_SERVER}/engine/sessions.py",
+            f"{_SERVER}/engine/departures.py",
+        ),
+        (
+            f"{_UNIT}/test_guard.py", f"{_UNIT}/test_accepting.py", f"{_UNIT}/test_arena_file.py",
+            f"{_UNIT}/test_daemon_exceptions.py", _ENGINE, "tests/stateful/test_attach_model.py",
+            "tests/process/daemon/test_attach_socket.py", "tests/process/daemon/test_scarce_descriptors.py",
+            "tests/process/io/test_stream_proxy.py", "tests/process/client/test_streams.py",
+        ),
     ),
-    "server/kvdepot/server/populate.py": (
-        "tests/unit/server/test_populate.py", "tests/unit/server/test_arena_file.py",
+    "engine": Room(
+        (f"{_SERVER}/engine/*.py",),
+        (
+            _ENGINE, f"{_UNIT}/rpc/test_turns.py", f"{_UNIT}/io/test_lent_extents.py",
+            "tests/unit/core/test_eviction.py", "tests/stateful/test_engine_model.py",
+            "tests/stateful/test_tier_model.py", "tests/stateful/test_quota_model.py",
+            "tests/stateful/test_shared_model.py",
+        ),
     ),
-    "server/kvdepot/server/io/*keeper*.py": (
-        f"{_TIERS}/shared/test_*.py", f"{_TIERS}/shared/keeper/test_*.py", "tests/stateful/test_keeper*.py",
+    "rpc": Room(
+        (f"{_SERVER}/rpc/*.py",),
+        (f"{_UNIT}/rpc/test_*.py", "tests/unit/client/transports/test_*.py", "tests/process/daemon/test_rpc.py"),
     ),
-    "server/kvdepot/server/io/*.py": (
-        "tests/unit/server/io/test_*.py", "tests/process/io/test_*.py", "tests/process/daemon/test_hung_files.py",
+    "arena": Room((f"{_SERVER}/populate.py",), (f"{_UNIT}/test_populate.py", f"{_UNIT}/test_arena_file.py")),
+    "io": Room(
+        (f"{_SERVER}/io/*.py",),
+        (
+            f"{_UNIT}/io/test_*.py", f"{_UNIT}/test_durable_files.py", f"{_UNIT}/test_file_room.py",
+            "tests/unit/core/test_objectfile.py", f"{_UNIT}/tiers/test_*.py", f"{_UNIT}/tiers/disk/test_*.py",
+            f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/test_daemon_exceptions.py", "tests/process/io/test_*.py",
+            "tests/process/daemon/test_hung_files.py", "tests/process/daemon/test_children_of_a_killed_daemon.py",
+        ),
     ),
-    "server/kvdepot/server/tiers/disk/*.py": (
-        f"{_TIERS}/disk/test_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py",
+    "disk": Room(
+        (f"{_SERVER}/tiers/disk/*.py",),
+        (*_TIERS, f"{_UNIT}/tiers/disk/test_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py"),
     ),
-    "server/kvdepot/server/tiers/shared/*.py": (
-        f"{_TIERS}/shared/test_*.py", f"{_TIERS}/shared/keeper/test_*.py", "tests/stateful/test_keeper*.py",
-        "tests/stateful/test_shared_*.py", "tests/process/tiers/test_shared_*.py",
+    "shared": Room(
+        (f"{_SERVER}/tiers/shared/*.py", f"{_SERVER}/tiers/shared/keeper/*.py"),
+        (
+            *_TIERS, f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/tiers/shared/keeper/test_*.py",
+            "tests/stateful/test_keeper*.py", "tests/stateful/test_shared_*.py", "tests/stateful/test_slow_keepers.py",
+            "tests/process/tiers/test_shared_*.py",
+        ),
     ),
-    "server/kvdepot/server/tiers/*.py": (
-        f"{_TIERS}/test_*.py", f"{_TIERS}/disk/test_*.py", f"{_TIERS}/shared/test_*.py",
+    "tiers": Room(
+        (f"{_SERVER}/tiers/*.py",),
+        (*_TIERS, f"{_UNIT}/tiers/disk/test_*.py", f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/test_config*.py"),
     ),
-    "client/kvdepot/client/vllm/*.py": _CONNECTOR,
-    "client/kvdepot/client/*.py": _CLIENT,
+    "connector": Room(
+        (f"{_CLIENT}/vllm/*.py",),
+        (
+            "tests/unit/client/vllm/test_*.py", "tests/contract/connector/test_*.py",
+            "tests/stateful/test_connector_orders.py",
+        ),
+    ),
+    "copy": Room(
+        (f"{_CLIENT}/copy/*.py",), ("tests/unit/client/copy/test_*.py", "tests/contract/connector/test_device.py")
+    ),
+    "client": Room(
+        (f"{_CLIENT}/*.py", f"{_CLIENT}/transports/*.py"),
+        (
+            "tests/unit/client/test_*.py", "tests/unit/client/transports/test_*.py",
+            "tests/process/client/test_daemon.py", "tests/process/client/test_streams.py",
+            "tests/process/client/test_lost_replies.py", "tests/process/ctl/test_export.py",
+        ),
+    ),
 }  # fmt: skip
 
 
+def room_of(path: Path) -> str | None:
+    return next((name for name, room in ROOMS.items() if any(map(path.match, room.modules))), None)
+
+
 def modules(root: Path, patterns: Sequence[str]) -> list[Path]:
-    """Modules with a room that fit one of the patterns (none: all of them), relative to the root."""
+    """Modules of rooms that a pattern fits, or a room's name (none: all of them), relative to the root."""
     every = [path.relative_to(root) for top in ("server", "client") for path in (root / top).rglob("*.py")]
-    chosen = [path for path in every if not patterns or any(fnmatch(str(path), pattern) for pattern in patterns)]
-    return sorted(path for path in chosen if room(path) is not None)
+    return sorted(
+        path
+        for path in every
+        if (room := room_of(path)) is not None and (not patterns or room in patterns or any(map(path.match, patterns)))
+    )
 
 
-def room(path: Path) -> Sequence[str] | None:
-    """The patterns of its tests."""
-    return next((tests for pattern, tests in ROOMS.items() if fnmatch(str(path), pattern)), None)
-
-
-def files_of(root: Path, path: Path) -> list[str]:
-    """The files of its tests; those that have its name first, so that most changes are noticed soon."""
-    found = [file for pattern in room(path) or () for file in sorted(root.glob(pattern))]
-    stem = path.stem.removeprefix("_").rstrip("s")
-    return [
-        str(file.relative_to(root)) for file in sorted(dict.fromkeys(found), key=lambda file: stem not in file.stem)
-    ]
+def files_of(root: Path, room: str) -> list[str]:
+    """The files of its tests."""
+    files = {file for pattern in ROOMS[room].tests for file in root.glob(pattern)}
+    return [str(file.relative_to(root)) for file in sorted(files)]

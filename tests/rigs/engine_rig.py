@@ -337,6 +337,7 @@ def audit(engine: Engine) -> None:
         assert state != RowState.RESERVED or pins[head] == len(writers) == 1 or engine._tiering.promotions.reading(head)
         assert state != RowState.DYING or pins[head] > 0, "dying, and nobody is lent it"
     _audit_leases(engine)
+    _audit_sessions(engine)
     audit_tree(space)
     audit_quotas(engine)
     audit_prefetch(engine)
@@ -426,3 +427,24 @@ def _audit_leases(engine: Engine) -> None:
     workers = [slot for slot, session in engine._sessions.by_slot.items() if session.worker and not session.leases]
     loans = used[np.isin(space.lent.sessions[used], workers)].tolist()
     assert sorted(known + loans) == used.tolist()
+
+
+def _audit_sessions(engine: Engine) -> None:
+    """The tables hold what is alive, as the next run will read it, and namespaces know who has registered them."""
+    sessions = engine._sessions
+    assert sessions._used_slots(sessions._session_used) == sessions.by_slot.keys()
+    assert sessions._used_slots(sessions._used) == sessions.attachments.keys()
+    for slot, attachment in sessions.attachments.items():
+        known = ProcessIdentity(sessions._pid[slot], sessions._start[slot], sessions._boots[slot].tobytes())
+        assert (known, sessions._rank[slot]) == (attachment.process, attachment.rank)
+        assert sessions._session[slot] == attachment.session.slot
+        assert attachment.session.attachments[slot] is attachment
+    for slot, session in sessions.by_slot.items():
+        assert sessions._engines[slot].tobytes() == session.engine
+    assert {token: session.slot for token, session in sessions.by_token.items()} == {
+        session.token: slot for slot, session in sessions.by_slot.items() if session.token
+    }
+    assert not any(session.ended for session in sessions.by_token.values())
+    for namespace in engine._space.namespaces.by_slot.values():
+        registered = [one for one in sessions.by_slot.values() if one.namespaces.get(namespace.id) is namespace]
+        assert namespace.sessions == len(registered), "a namespace miscounts the sessions that have registered it"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import shutil
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.mutations import mutations
-from tests.mutants.rooms import ROOMS, files_of, modules, room
+from tests.mutants.__main__ import Copy
+from tests.mutants.mutations import Mutation, mutations
+from tests.mutants.rooms import ROOMS, files_of, modules, room_of
+from tests.mutants.selection import chosen
+from tests.mutants.watching import Noted
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = '''"""A module."""
@@ -33,7 +38,7 @@ class Lease:
 
 
 def changes(source: str) -> set[str]:
-    return {str(one).partition(": ")[2] for one in mutations(Path("lease.py"), source)}
+    return {one.change for one in mutations(Path("lease.py"), source)}
 
 
 def test_operators_operands_constants_and_statements_are_changed() -> None:
@@ -57,26 +62,124 @@ def test_what_no_test_has_to_notice_stays() -> None:
         assert text not in said
 
 
-@pytest.mark.parametrize("pattern", ROOMS)
-def test_every_change_of_a_module_is_python_and_differs_from_it(pattern: str) -> None:
-    path = modules(ROOT, [pattern])[0]
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_change_of_a_module_is_python_and_differs_from_it(room: str) -> None:
+    path = modules(ROOT, [room])[0]
     source = (ROOT / path).read_text()
     before = ast.dump(ast.parse(source))
     for mutation in mutations(path, source)[:100]:
         assert ast.dump(ast.parse(mutation.apply(source.encode()))) != before, str(mutation)
 
 
-def test_every_module_of_a_room_has_tests() -> None:
-    for path in modules(ROOT, []):
-        assert files_of(ROOT, path), path
-    assert room(Path("server/kvdepot/server/engine/store.py")) is not None
-    assert room(Path("core/kvdepot/core/limits.py")) is None
+def test_every_room_has_modules_and_tests() -> None:
+    for name, room in ROOMS.items():
+        assert modules(ROOT, [name])
+        for pattern in room.tests:
+            assert list(ROOT.glob(pattern)), pattern
+        assert files_of(ROOT, name)
+    assert room_of(Path("server/kvdepot/server/engine/store.py")) == "engine"
+    assert room_of(Path("server/kvdepot/server/engine/sessions.py")) == "processes"
+    assert room_of(Path("client/kvdepot/client/ctl/printer.py")) is None
+    assert modules(ROOT, ["server/kvdepot/server/engine/st*.py"]) == [Path("server/kvdepot/server/engine/store.py")]
 
 
 def test_every_explained_survivor_is_still_a_change_of_its_module() -> None:
     table = tomllib.loads((ROOT / "tests/mutants/explained.toml").read_text())
     for module, entries in table.items():
-        made = {str(one).partition(": ")[2] for one in mutations(Path(module), (ROOT / module).read_text())}
+        made = {(one.text, one.change) for one in mutations(Path(module), (ROOT / module).read_text())}
         for entry in entries["survivors"]:
-            assert entry["change"] in made, f"{module}: {entry['change']}"
+            assert (entry["line"], entry["change"]) in made, f"{module}: {entry}"
             assert entry["reason"]
+
+
+def change_of(line: int, *more: int) -> Mutation:
+    return Mutation(Path("m.py"), line, 0, 1, "a", "b", frozenset({line, *more}), "a")
+
+
+def test_a_change_has_the_lines_of_its_statement_or_of_its_head() -> None:
+    source = "def f(a):\n    if (\n        a > 1\n    ):\n        g(\n            2\n        )\n"
+    lines = {one.change: one.lines for one in mutations(Path("m.py"), source)}
+    assert lines["a > 1  ->  a >= 1"] == {2, 3, 4}
+    assert lines["2  ->  3"] == {5, 6, 7}
+
+
+def test_a_change_is_tried_with_tests_that_execute_its_lines_or_may() -> None:
+    seconds = {"a.py::slow": 3.0, "b.py::quick": 0.1, "b.py::other": 0.2, "c.py::child": 0.1, "d.py::more": 0.3}
+    lines = {1: [""], 2: ["a.py::slow", "b.py::quick", "d.py::fails"], 3: ["b.py::other"]}
+    noted = Noted(list(seconds), ["d.py::fails"], {**seconds, "d.py::fails": 1.0}, ["c.py"], {"m.py": lines})
+    assert chosen(change_of(2), noted) == ["b.py::quick", "a.py::slow"]
+    assert chosen(change_of(3, 2), noted) == ["b.py::quick", "b.py::other", "a.py::slow"]
+    assert set(chosen(change_of(1), noted)) == set(seconds), "executed by whatever imports it"
+    assert chosen(change_of(4), noted) == ["c.py::child"], "executed nowhere here, maybe in a process"
+    noted.children.clear()
+    assert set(chosen(change_of(4), noted)) == set(seconds), "executed where it cannot be seen"
+
+
+# In parts: texts name no file that this tree does not have.
+MODULE, TESTS = (f"{folder}/{name}.py" for folder, name in (("server", "small"), ("tests", "test_small")))
+SMALL = """
+def larger(a, b):
+    return a if a > b else b
+
+def wait(seconds):
+    while seconds > 0:
+        seconds -= 1
+    return True
+"""
+SMALL_TESTS = """
+import subprocess, sys
+import small
+
+TRIES = []
+
+def test_larger():
+    assert small.larger(1, 2) == 2
+    assert subprocess.run([sys.executable, "-c", ""]).returncode == 0
+
+def test_wait():
+    assert small.wait(1)
+
+def test_whose_first_try_fails():
+    TRIES.append(small.larger(1, 2))
+    assert sys.gettrace() or len(TRIES) > 1
+
+def test_that_always_fails():
+    assert small.larger(1, 1) == 0
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Copy]:
+    """Of a tree with a module, its tests, and this tool."""
+    root = tmp_path / "root"
+    shutil.copytree(ROOT / "tests/mutants", root / "tests/mutants")
+    (root / "server").mkdir()
+    (root / MODULE).write_text(SMALL)
+    (root / "tests/__init__.py").touch()
+    (root / "tests/conftest.py").write_text("import hypothesis\nhypothesis.settings.register_profile('kvdepot')\n")
+    (root / TESTS).write_text(SMALL_TESTS)
+    (root / "pyproject.toml").write_text("[tool.pytest.ini_options]\nmarkers = ['long: takes long']\n")
+    copy = Copy(tmp_path, root)
+    yield copy
+    copy.end()
+
+
+def test_a_change_is_tried_with_the_tests_that_execute_it(small: Copy) -> None:
+    noted = small.note([TESTS])
+    assert [test.partition("::")[2] for test in noted.tests] == [
+        "test_larger", "test_wait", "test_whose_first_try_fails",
+    ]  # fmt: skip
+    assert [test.partition("::")[2] for test in noted.failed] == ["test_that_always_fails"]
+    assert noted.children == [TESTS]
+    wait = f"{TESTS}::test_wait"
+    assert noted.lines[MODULE][7] == [wait]
+    changes = {one.change: one for one in mutations(Path(MODULE), SMALL)}
+
+    def tried(change: str, seconds: float = 60) -> tuple[str, str]:
+        return small.try_one(changes[change], chosen(changes[change], noted), seconds)
+
+    assert tried("a > b  ->  a >= b") == ("survived", "")
+    assert tried("seconds -= 1  ->  pass", 5) == ("hangs", "")
+    assert tried("return True  ->  return False") == ("caught", wait)
+    broken = Mutation(Path(MODULE), 3, 0, 0, "", "import nothing_there\n", frozenset({3}), "")
+    assert small.try_one(broken, noted.tests, 60) == ("caught", "no test can be run")

@@ -171,8 +171,9 @@ class Departures:
         self._sessions.remove(session)
 
     def _leave_namespaces(self, session: Session) -> None:
-        self._requests.end_session(session.slot)
-        self._prefetch.end_session(session.slot)
+        """Leave them also where a part raises: else each would count the session for ever and keep its slot."""
+        for end in (self._requests.end_session, self._prefetch.end_session):
+            self._guard.call("tick", end, session.slot)
         for namespace in session.namespaces.values():
             namespace.sessions -= 1
         session.namespaces.clear()

@@ -11,6 +11,7 @@ from kvdepot.core.errors import LimitExceeded, NamespaceRefused
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import ELEMENT_PARTS_MAX, ELEMENT_RUNS_MAX
 from kvdepot.core.misses import MissReason
+from kvdepot.server.engine import store as store_module
 from kvdepot.server.engine.audits import AUDITS_MAX, OUTCOMES
 from kvdepot.server.engine.types import Quota, TierConfig, WritePolicy
 
@@ -405,3 +406,13 @@ def test_switched_off_at_run_time_no_more_is_asked_for() -> None:
     client.commit(lease, 0)
     assert compare(rig) == 1
     check_nothing_is_left(rig, 3)
+
+
+@pytest.mark.requirement("I4")
+def test_a_reply_without_room_for_more_pieces_asks_for_no_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = rig_of()
+    client = attach(rig)
+    client.store(KEYS)
+    monkeypatch.setattr(store_module, "_FRAGMENT_WORDS_MAX", 5)
+    assert client.reserve(KEYS)[1].outcomes == bytes([GRANTED, PRESENT, PRESENT])
+    audit(rig.engine)

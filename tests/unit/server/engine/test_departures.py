@@ -7,7 +7,9 @@ from kvdepot.core.calls import AcquireOutcome, ReserveOutcome
 from kvdepot.core.errors import LimitExceeded, NoRoom, UnknownSession
 from kvdepot.server.engine import sessions as sessions_module
 from kvdepot.server.engine.sessions import LENT_SESSIONS_MAX
+from kvdepot.server.engine.store import Stores
 
+from tests.fakes.raising import Faults, Point
 from tests.rigs.engine_rig import Client, Rig, audit, path, process
 
 OBJECT = 8192
@@ -153,4 +155,36 @@ def test_what_a_process_has_left_counts_against_its_next_engines() -> None:
     assert set(client.reserve(path("s", 3))[1].outcomes) == {GRANTED}
     back.abandon(lease)
     rig.engine.disconnected(back.attachment)
+    audit(rig.engine)
+
+
+def test_the_oldest_idle_session_goes_when_one_slot_too_many_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions_module, "SESSIONS_MAX", sessions_module._FREE_SLOTS + 4)
+    rig = Rig(grace_seconds=60.0)
+    for number in range(4):
+        rig.engine.disconnected(rig.attach(f"e{number}", pid=10 + number).attachment)
+        rig.now += 1
+    rig.attach("e4", pid=14)
+    assert len(rig.engine.status().sessions) == 5, "so many slots stay free"
+    rig.attach("e5", pid=15)
+    assert {pid for session in rig.engine.status().sessions for pid in session.pids} == {11, 12, 13, 14, 15}
+    audit(rig.engine)
+
+
+def test_a_session_leaves_its_namespaces_once_although_the_end_of_a_lease_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    client, other = rig.attach(), rig.attach("other", 11)
+    client.reserve(path("p", 1))
+    faults = Faults(Point("drop", 1, after=False))
+    faults.armed = True
+    monkeypatch.setattr(Stores, "drop", faults.of("drop", Stores.drop))
+    rig.engine.process_dead(client.attachment)
+    assert rig.engine.status().tier.lent_bytes == OBJECT
+    audit(rig.engine)
+    rig.engine.tick()
+    assert rig.engine.status().tier.lent_bytes == 0
+    assert len(rig.engine.status().sessions) == 1
+    assert other.reserve(path("p", 1))[1].outcomes == bytes([GRANTED])
     audit(rig.engine)

@@ -203,3 +203,11 @@ def test_a_full_namespace_table_gives_up_the_least_recently_used_idle_one() -> N
     assert {"n0", "n1"} <= labels
     assert "n2" not in labels
     audit(rig.engine)
+
+
+def test_ranks_may_attach_before_the_scheduler() -> None:
+    rig = Rig()
+    rig.engine.attach(process(11), "e", scheduler=False, rank=0, world_size=1)
+    assert not rig.engine.status().sessions[0].scheduler_attached
+    rig.engine.attach(process(10), "e", scheduler=True, rank=-1, world_size=1)
+    assert rig.engine.status().sessions[0].scheduler_attached

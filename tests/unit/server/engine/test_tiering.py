@@ -374,6 +374,7 @@ def test_a_copy_lost_from_the_middle_of_a_path_is_written_again() -> None:
     store(rig.attach(), path("p", 3))
     settle(rig)
     rig.tier.lose(1)
+    assert rig.counter(f"tier_lost_objects.{rig.tier.name}/") == 1
     settle(rig)
     assert in_tier(rig) == 3
     reboot(rig)

@@ -164,6 +164,7 @@ def test_the_length_of_a_frame_is_bounded_before_it_is_read(length: int) -> None
     [
         Append("j", 0, bytes(APPEND_BYTES_MAX + 1), sync=False),
         Append("j", -1, b"", sync=False),
+        Append("j", 1 << 63, b"", sync=False),
         Allocate("s", -1),
         Allocate("s", 1 << 64),
         ReadObject((Part("s", 0, 1),) * (PARTS_MAX + 1), NAME, 0, None),
