@@ -370,7 +370,8 @@ class Node:
     def _tick(self) -> None:
         due, self._tick_handle = self._tick_handle, self._loop.call_later(TICK_SECONDS, self._tick)
         if due is not None:
-            self._guard.call("tick", self._counters.observe, "loop_lag_seconds", self._loop.time() - due.when())
+            lag = self._loop.time() - due.when()
+            self._guard.call("tick", lambda: self._counters.observe("loop_lag_seconds", lag))
         self._guard.each(
             "tick", self._tick_engine, self._checksums.wake, self._spare.refill, lambda: drain(self._log),
             self._tick_readiness, self._notify.alive,

@@ -93,6 +93,16 @@ def wait_clean(daemon: DaemonProcess, engine: LiveEngine) -> None:
     engine.reset()
 
 
+def wait_given_back(daemon: DaemonProcess, name: str) -> None:
+    """This process lives on, so what an engine held stays lent (I6) until it says that it holds nothing any more."""
+    again = DepotSession(Endpoint.parse(daemon.endpoint), name)
+    again.start()
+    try:
+        wait_until(lambda: not status(daemon).tiers[0].lent_bytes, "what it held is free", seconds=60)
+    finally:
+        again.close()
+
+
 def wait_served(daemon: DaemonProcess, engine: LiveEngine, tokens: list[int]) -> None:
     """It stores and loads again: with timeouts as short as these not always at the first attempt."""
 
@@ -163,6 +173,9 @@ def test_no_call_waits_for_a_hung_daemon_when_the_number_of_ranks_changes(
     check_calls(engine)
     wait_until(lambda: not former._attachment._thread.is_alive(), "the former session is detached", seconds=60)
     assert former._loop.state.ended
+    daemon.resume()
+    engine.close()
+    wait_given_back(daemon, engine.name)
 
 
 @pytest.mark.requirement("I2")
@@ -194,13 +207,7 @@ def test_an_engine_ends_in_bounded_time_beside_a_hung_daemon(make_live: MakeLive
     engine.close()
     assert time.monotonic() - began < 30
     daemon.resume()
-    # This process lives on, so what the engine held stays lent (I6) until it says that it holds nothing any more.
-    again = DepotSession(Endpoint.parse(daemon.endpoint), engine.name)
-    again.start()
-    try:
-        wait_until(lambda: not status(daemon).tiers[0].lent_bytes, "what it held is free", seconds=60)
-    finally:
-        again.close()
+    wait_given_back(daemon, engine.name)
 
 
 def test_every_method_that_vllm_calls_is_timed() -> None:
