@@ -18,7 +18,7 @@ from typing import IO
 
 from demo.engine import ROOT, EngineOptions, EngineProcess, EngineProcessError, start_process
 from tests.e2e.fork_server import FRONT, PRELOAD, Client, NoForkError, same_at_import, server_environment
-from tests.rigs.patience import patience
+from tests.rigs.patience import patient
 
 FORK_TIMEOUT_SECONDS = 120.0
 """The first copy waits for the server's own imports."""
@@ -62,7 +62,7 @@ class ForkServer:
         try:
             with log.open("a") as stderr:
                 pid, status, parent = self._client.fork(
-                    [commands, answers, stderr.fileno()], 0, request, FORK_TIMEOUT_SECONDS * patience()
+                    [commands, answers, stderr.fileno()], 0, request, patient(FORK_TIMEOUT_SECONDS)
                 )
         except NoForkError as error:
             os.close(stdin)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from tests.e2e import forked
 from tests.e2e.fleet import FREE_CORES
 from tests.e2e.fork_server import NoForkError, check_forkable, same_at_import, server_environment
 from tests.e2e.forked import ForkServer
-from tests.rigs.patience import patience
+from tests.rigs.patience import wait_until
 
 FRONT = "tests.fakes.scripted_front"
 END_SECONDS = 30.0
@@ -45,10 +44,10 @@ def options(environment: dict[str, str] | None = None, **arguments: Any) -> Engi
 
 
 def await_end(pids: list[int]) -> None:
-    until = time.monotonic() + END_SECONDS * patience()
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < until, f"{left} still there"
-        time.sleep(0.01)
+    def left() -> list[int]:
+        return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+    wait_until(lambda: not left(), lambda: f"{left()} still there", END_SECONDS)
 
 
 def test_each_process_of_an_engine_is_a_copy_in_one_group_with_the_environment_of_who_asked(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from demo.engine import ROOT, EngineOptions, EngineProcess, EngineProcessError
 from demo.toys import DENSE
 from tests.e2e import fleet as fleets
 from tests.e2e.fleet import Fleet, attached
-from tests.rigs.patience import patience
+from tests.rigs.patience import wait_until
 
 SERVES = 'print(\'{"id": 0, "ok": {}}\', flush=True); '
 NEVER_READY = (
@@ -68,10 +67,7 @@ def _stat(folder: Path) -> list[str]:
 
 
 def await_end(process: EngineProcess) -> None:
-    until = time.monotonic() + END_SECONDS * patience()
-    while left := running(process):
-        assert time.monotonic() < until, f"{left} still there"
-        time.sleep(0.01)
+    wait_until(lambda: not running(process), lambda: f"{running(process)} still there", END_SECONDS)
 
 
 def test_an_engine_that_is_late_ends_with_all_it_started_and_those_beside_it_go_on(

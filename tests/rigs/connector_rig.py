@@ -15,6 +15,7 @@ from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, next_token
 from tests.rigs.patience import Deadline
 
 Make = Callable[..., ScriptedEngine]
+PATIENCE_SECONDS = 20.0
 TRANSPORTS = pytest.mark.parametrize("streams", [False, True], ids=["shm", "stream"])
 
 
@@ -34,6 +35,13 @@ def rank_copier(engine: ScriptedEngine, rank: int) -> CpuCopier:
     worker: Any = engine.workers[rank].worker_side
     copier: CpuCopier = worker._copies._copier
     return copier
+
+
+def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object]) -> None:
+    deadline = Deadline(PATIENCE_SECONDS)
+    while not condition():
+        assert not deadline.is_over(), what
+        engine.step()
 
 
 class Gate:

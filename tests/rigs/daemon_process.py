@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from tests.rigs.patience import Deadline, patience
+from tests.rigs.patience import Deadline, patient
 
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
@@ -122,7 +122,7 @@ class DaemonProcess:
     def _end(self, number: signal.Signals) -> int:
         assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(STOP_SECONDS * patience())
+        code = self.process.wait(patient(STOP_SECONDS))
         self.process = None
         return code
 

@@ -9,6 +9,7 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from kvdepot.server.io.jobs import Answer, Job, Priority
 from kvdepot.server.io.pool import IoPool
 from kvdepot.server.io.worker_process import WorkerSettings
 
+from tests.rigs import patience
 from tests.rigs.io_rig import ARENA_BYTES, IoRig
-from tests.rigs.patience import Deadline
 
 
 class Registry:
@@ -139,11 +140,7 @@ async def pool_on(rig: IoRig, directory: Path | None = None, **options: Any) -> 
         await under_test.pool.close(2.0)
 
 
-async def until(reached: Callable[[], object], what: str, seconds: float = 15.0) -> None:
-    limit = Deadline(seconds)
-    while not reached():
-        assert not limit.is_over(), f"not within {seconds} s: {what}"
-        await asyncio.sleep(0.01)
+until = partial(patience.until, seconds=15.0)
 
 
 def state(pid: int) -> str:
@@ -165,6 +162,4 @@ def is_gone(pid: int) -> bool:
 
 def stop(pid: int) -> None:
     os.kill(pid, signal.SIGSTOP)
-    limit = Deadline(5)
-    while state(pid) != "T":
-        assert not limit.is_over()
+    patience.wait_until(lambda: state(pid) == "T", "it stands still", 5)

@@ -5,9 +5,10 @@ No test fails because its machine is busy. Whatever a test waits for, it waits f
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 _LOAD_PER_CPU: Final = 5.0
@@ -59,8 +60,21 @@ def wait_until(
 
     `what` may be a function: it is called only when the time is up.
     """
+    for _ in _looks(condition, what, seconds):
+        time.sleep(pause_seconds)
+
+
+async def until(
+    condition: Callable[..., object], what: object = "", seconds: float = WAIT_SECONDS, *, pause_seconds: float = 0.01
+) -> None:
+    """As `wait_until`, while other tasks of the loop go on."""
+    for _ in _looks(condition, what, seconds):
+        await asyncio.sleep(pause_seconds)
+
+
+def _looks(condition: Callable[..., object], what: object, seconds: float) -> Iterator[None]:
     deadline = Deadline(seconds)
     while not condition():
         if deadline.is_over():
             raise AssertionError(f"not within {seconds:g} s: {what() if callable(what) else what}")
-        time.sleep(pause_seconds)
+        yield

@@ -22,7 +22,7 @@ from kvdepot.server.tiers.shared.layout import PROBE
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 from tests.rigs.io_pool_rig import Lent, Registry
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import until
 from tests.rigs.shared_rig import InlineKeeper
 
 ARENA_BYTES = 4 << 20
@@ -61,10 +61,7 @@ class SharedLive:
             await asyncio.sleep(_TICK_SECONDS)
 
     async def until(self, reached: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-        limit = Deadline(seconds)
-        while not reached():
-            assert not limit.is_over(), f"not within {seconds} s: {what}; {self.tier.status()}"
-            await asyncio.sleep(0.01)
+        await until(reached, lambda: f"{what}; {self.tier.status()}", seconds)
 
     def submit_write(self, name: ObjectName) -> list[Written]:
         os.pwrite(self.arena_fd, payload_of(name), 0)

@@ -21,7 +21,7 @@ from kvdepot.server.tiers.shared.making import make_shared_tier
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 from tests.rigs.io_pool_rig import Lent, Registry
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import until
 
 ARENA_BYTES: Final = 4 << 20
 PATIENCE_SECONDS: Final = 60.0
@@ -57,10 +57,7 @@ class TierLive:
             await asyncio.sleep(_TICK_SECONDS)
 
     async def until(self, reached: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-        limit = Deadline(seconds)
-        while not reached():
-            assert not limit.is_over(), f"not within {seconds} s: {what}; {self.tier.status()}"
-            await asyncio.sleep(_TICK_SECONDS)
+        await until(reached, lambda: f"{what}; {self.tier.status()}", seconds, pause_seconds=_TICK_SECONDS)
 
     async def write(self, name: ObjectName) -> Written:
         os.pwrite(self.arena_fd, payload_of(name), 0)

@@ -11,21 +11,13 @@ import pytest
 from kvdepot.client.vllm.worker import _everything
 
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.rigs.connector_rig import Gate, Make, cold, prompt
+from tests.rigs.connector_rig import PATIENCE_SECONDS, Gate, Make, cold, prompt, step_until
 from tests.rigs.patience import Deadline
 
 PATTERN = 0x5A
 BLOCKS = 12
 BATCH_BYTES = 1024
 """A layer's part of a block, so that a load is at least 24 copies."""
-PATIENCE_SECONDS = 20.0
-
-
-def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object]) -> None:
-    until = Deadline(PATIENCE_SECONDS)
-    while not condition():
-        assert not until.is_over(), what
-        engine.step()
 
 
 def given_up(engine: ScriptedEngine, request_id: str, how: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
 from typing import Any
@@ -18,13 +18,12 @@ from vllm.v1.request import RequestStatus
 
 from tests.fakes.direct_session import Depot
 from tests.fakes.scripted_engine import BLOCK, VOCABULARY, ScriptedEngine, next_token
-from tests.rigs.connector_rig import Gate, Make, cold, prompt
+from tests.rigs.connector_rig import PATIENCE_SECONDS, Gate, Make, cold, prompt, step_until
 from tests.rigs.patience import Deadline
 from tests.rigs.seeds import drawn
 
 OBJECT_BYTES = 4096
 """A chunk of the scripted engine's attention in the arena: two layers of 1024 bytes, in a page."""
-PATIENCE_SECONDS = 20.0
 
 
 @pytest.fixture
@@ -34,13 +33,6 @@ def depot(request: pytest.FixtureRequest) -> Depot:
 
 def of_depot(**config: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("depot", [config], indirect=True, ids=[""])
-
-
-def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object]) -> None:
-    until = Deadline(PATIENCE_SECONDS)
-    while not condition():
-        assert not until.is_over(), what
-        engine.step()
 
 
 @contextmanager

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from kvdepot.client.transports import stream
 from kvdepot.client.transports.stream import StreamArena
 
-from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
-from tests.rigs.connector_rig import Make, cold, prompt
-from tests.rigs.patience import Deadline
-
-PATIENCE_SECONDS = 20.0
-
-
-def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object]) -> None:
-    until = Deadline(PATIENCE_SECONDS)
-    while not condition():
-        assert not until.is_over(), what
-        engine.step()
+from tests.fakes.scripted_engine import BLOCK
+from tests.rigs.connector_rig import PATIENCE_SECONDS, Make, cold, prompt, step_until
 
 
 @pytest.mark.requirement("P5")

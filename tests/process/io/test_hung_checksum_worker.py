@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +14,9 @@ from kvdepot.server import checksums
 from kvdepot.server.checksums import ChecksumService
 
 from tests.rigs.engine_rig import Rig, audit, path
+from tests.rigs.patience import WAIT_SECONDS, until
 
-WAIT_SECONDS = 60.0
 OBJECTS = 5
-
-
-async def _until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not reached():  # noqa: ASYNC110 - of another process
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.requirement("I5")
@@ -52,9 +45,9 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
         rig.attach().store(path("p", OBJECTS))
         service.wake()
         assert lent() == OBJECTS * 8192
-        await _until(lambda: service.pid != stopped)  # its death is proven by then
+        await until(lambda: service.pid != stopped, "another worker")  # its death is proven by then
         monkeypatch.setattr(checksums, "ANSWER_SECONDS_MAX", WAIT_SECONDS)  # the next one may start slowly
-        await _until(lambda: not rig.engine.unsummed)
+        await until(lambda: not rig.engine.unsummed, "all is summed")
         assert lent() == 0
         assert service._overdue is None, "a worker that has nothing to do is left alone"
         service.close()

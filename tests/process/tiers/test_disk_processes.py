@@ -30,7 +30,7 @@ from kvdepot.server.tiers.pools import TierMeans
 
 from tests.rigs.disk_rig import Listener, Loaned, object_name
 from tests.rigs.io_pool_rig import Registry
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import until
 
 ARENA_BYTES = 1 << 20
 QUARANTINE_BYTES = 1 << 20
@@ -64,10 +64,7 @@ class Live:
             await asyncio.sleep(0.02)
 
     async def until(self, reached: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-        limit = Deadline(seconds)
-        while not reached():
-            assert not limit.is_over(), f"not within {seconds} s: {what}; {self.tier.status()}"
-            await asyncio.sleep(0.01)
+        await until(reached, lambda: f"{what}; {self.tier.status()}", seconds)
 
     async def write(self, number: int, payload: bytes = PAYLOAD) -> Written:
         os.pwrite(self.arena_fd, payload, 0)

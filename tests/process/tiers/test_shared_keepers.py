@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,9 @@ from kvdepot.server.tiers.shared.links import Ended, Failed, Report, Word
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.fakes.shared_directory import MIB, NAMESPACE, key_of, lease_of, put
 from tests.rigs import logged_keeper
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import Deadline, until
 
 HEARTBEAT_SECONDS = 0.4
-UNTIL_SECONDS = 60.0
 
 
 class Daemon:
@@ -45,13 +43,6 @@ class Daemon:
     @property
     def is_janitor(self) -> bool:
         return self.report is not None and self.report.is_janitor and isinstance(self.words[-1], Report)
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    give_up = Deadline(UNTIL_SECONDS)
-    while not condition():
-        assert not give_up.is_over(), f"never: {what}"
-        await asyncio.sleep(0.02)
 
 
 def janitor_of(daemons: list[Daemon]) -> Daemon | None:

@@ -31,7 +31,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
-from tests.rigs.patience import Deadline, patient
+from tests.rigs.patience import patient, wait_until
 
 TOKEN = b"t" * 16
 ENDPOINT = Endpoint("/tmp/none.sock")
@@ -84,10 +84,7 @@ class Session:
         return time.monotonic()
 
     def wait(self, what: Callable[[], bool]) -> None:
-        until = Deadline(PATIENCE_SECONDS)
-        while not what():
-            assert not until.is_over()
-            time.sleep(0.002)
+        wait_until(what, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
     def submit(self, call: Any, following: Following | None = None) -> None:
         self.loop.post(self.loop.submit, call, time.monotonic() + 5, print, following)
@@ -211,10 +208,7 @@ class Sockets:
         self.loop.post(self.loop.attachment_changed, None, None)
 
     def wait(self, what: Callable[[], bool]) -> None:
-        until = Deadline(PATIENCE_SECONDS)
-        while not what():
-            assert not until.is_over()
-            time.sleep(0.002)
+        wait_until(what, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
 
 @pytest.fixture
