@@ -1,5 +1,5 @@
 # kvdepotd and kvdepotctl, without an engine and without torch. Build it from the repository's root:
-#   docker build -t kvdepot:0.1.0 .
+#   docker build -t kvdepot:0.2.0 .
 # A site that mirrors images names its own, best by digest: --build-arg BASE=registry.example/python@sha256:...
 ARG BASE=python:3.11.13-slim-bookworm
 
@@ -11,6 +11,7 @@ RUN python -m venv /build \
  && python -m venv --without-pip /opt/kvdepot \
  && /build/bin/pip --python /opt/kvdepot/bin/python install --no-cache-dir --no-deps -r requirements/image.txt
 COPY pyproject.toml README.md LICENSE ./
+COPY configs configs
 COPY core core
 COPY proto proto
 COPY server server
@@ -25,7 +26,7 @@ RUN groupadd --gid 10001 kvdepot \
  && install -d -o kvdepot -g kvdepot -m 0755 /run/kvdepot \
  && install -d -o kvdepot -g kvdepot -m 0700 /var/lib/kvdepot /var/lib/kvdepotd
 COPY --from=build /opt/kvdepot /opt/kvdepot
-COPY configs/kvdepot.toml /etc/kvdepot/kvdepot.toml
+COPY --from=build /opt/kvdepot/share/kvdepot/kvdepot.toml /etc/kvdepot/kvdepot.toml
 ENV PATH=/opt/kvdepot/bin:$PATH KVDEPOT_ENDPOINT=unix:///run/kvdepot/kvdepot.sock
 USER 10001:10001
 STOPSIGNAL SIGTERM

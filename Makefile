@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 PROTO_VENV := .venv-proto
 PROTO_OUT  ?= proto
+DIST_VENV := .venv-dist
+DIST_OUT  ?= dist
 CODE   := core proto server client demo benchmarks tests
 
 # From Debian: what vLLM's CPU build links to (without it the end-to-end tests skip with a reason, and fail in CI),
@@ -27,7 +29,7 @@ NODES ?= 1
 SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak long-life mutants lint image-check docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak long-life mutants lint image-check dist docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -51,13 +53,15 @@ venv: $(VENV)/.ready ## the virtual environment
 demo: venv ## the main job on real input: two models, a daemon, engines, one table
 	$(BIN)/python -m demo
 
-lint: venv proto-check ## ruff, mypy strict, import layers, generated code
+lint: venv proto-check ## ruff, mypy strict, import layers, English of documents, generated code
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.prose
 
-# Most of the time of these goes by in waiting: for processes, deadlines, media.
+# Most of the time of these goes by in waiting: for processes, deadlines, media. Not all of them at once: checksum
+# workers run at the lowest priority, and five workers of pytest on two cores leave them nothing for minutes.
 FOUR_AT_ONCE := tests/unit tests/contract tests/process tests/stateful
 TWO_AT_ONCE := tests/crash tests/chaos
 # Real engines: most of the time of these is their starts, of which each takes one core. A module and its engines go
@@ -87,7 +91,8 @@ test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
 
 test-long: venv test-next ## what takes longer than `make test` may
-	$(AT_MOST) 120m $(PYTEST) -m long -n 3 --dist worksteal $(WATCHED_LONG) $(FOUR_AT_ONCE) $(TWO_AT_ONCE)
+	$(AT_MOST) 120m $(PYTEST) -m long -n 3 --dist worksteal $(WATCHED_LONG) \
+	  $(FOUR_AT_ONCE) $(TWO_AT_ONCE)
 	$(AT_MOST) 180m $(PYTEST) -m long $(WATCHED_LONG) $(ENGINES)
 
 # Which ones, says the seed.
@@ -126,13 +131,26 @@ image-check: venv ## build the Dockerfile without a container engine, and run wh
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; fi
 	$(BIN)/python -m tests.image
 
+$(DIST_VENV)/.ready: requirements/build.txt requirements/dist.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON="; exit 1; }
+	$(PYTHON) -m venv $(DIST_VENV)
+	$(DIST_VENV)/bin/python -m pip --disable-pip-version-check -q install --no-deps -r requirements/build.txt -r requirements/dist.txt
+	@touch $@
+
+# The wheel is built from the sdist, by the pinned backend: no network.
+dist: venv $(DIST_VENV)/.ready ## wheel and sdist, checked: installed without the source tree, and served
+	rm -rf $(DIST_OUT)
+	$(DIST_VENV)/bin/python -m build --no-isolation --outdir $(DIST_OUT)
+	$(DIST_VENV)/bin/python -m twine check --strict $(DIST_OUT)/*
+	$(BIN)/python -m tests.dist $(DIST_OUT)
+
 docs: venv ## the documents that are made from the code
-	$(BIN)/python -m kvdepot.server.metric_docs > docs/metrics.md
-	$(BIN)/python -m kvdepot.server.error_docs > docs/errors.md
+	$(BIN)/python -m kvdepot.server.observe.metric_docs > docs/metrics.md
+	$(BIN)/python -m kvdepot.server.observe.error_docs > docs/errors.md
 	$(BIN)/python -m tests.requirements > docs/requirements-tests.md
 
 site: docs ## the documents as a site, in build/site; a link that leads nowhere ends it
-	$(BIN)/python -m mkdocs build -q -f configs/mkdocs.yml
+	$(BIN)/python -m mkdocs build -f configs/mkdocs.yml
 
 bench: venv ## every benchmark, one table each
 	for b in ram index start connector_overhead codec disk; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
@@ -158,4 +176,4 @@ system-deps: ## Debian packages that vLLM's CPU build and the tests need (as roo
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; fi
 
 clean: ## everything that can be made again
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV) $(PROTO_VENV)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV) $(PROTO_VENV) $(DIST_VENV)

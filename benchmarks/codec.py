@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from kvdepot.core.objectfile import Codec, payload_sum
 from kvdepot.server.io.codecs import SLICE_BYTES, decode, encode
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 from benchmarks.report import Report, arguments, median
 from demo.toys import DENSE, HYBRID, Toy, make_toy, prompt

@@ -17,10 +17,12 @@ from kvdepot.client.attachment import Attachment, EngineProcess, Transport
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.session import DepotSession
 from kvdepot.core.keys import NamespaceSpec
-from kvdepot.core.report import DaemonStatus
-from kvdepot.proto.codec_report import decode_status
+from kvdepot.core.report import DaemonStatus, GetStatusCall
+from kvdepot.proto.methods import BY_CALL
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc
+
+from benchmarks.paths import environment
 
 SHM = Path("/dev/shm")
 START_SECONDS_MAX = 120.0
@@ -48,11 +50,17 @@ def daemon(ram: str, *options: str, config: Path | None = None, memory: Path = S
     directory = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"))
     arena = Path(tempfile.mkdtemp(prefix="kvd", dir=memory))
     socket, log = directory / "d.sock", directory / "log"
-    command = [sys.executable, "-m", "kvdepot.server.app", "serve", *([str(config)] if config else ["--disk", ""])]
+    command = [
+        sys.executable,
+        "-m",
+        "kvdepot.server.daemon.app",
+        "serve",
+        *([str(config)] if config else ["--disk", ""]),
+    ]
     command += ["--socket", str(socket), "--arena-dir", str(arena), "--ram", ram, "--metrics", "127.0.0.1:0", *options]
     started = time.monotonic()
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment())
     try:
         yield Daemon(Endpoint.parse(f"unix://{socket}"), process.pid, arena, started)
         if process.poll() is not None:
@@ -80,7 +88,7 @@ class Status:
 
     def __call__(self) -> DaemonStatus:
         reply = self._stub.GetStatus(pb.GetStatusRequest(), timeout=START_SECONDS_MAX, wait_for_ready=True)
-        return decode_status(reply)
+        return BY_CALL[GetStatusCall].reply.decode(reply)  # type: ignore[no-any-return]
 
     def wait_populated(self, daemon: Daemon) -> None:
         """Returns when the whole arena is populated."""
@@ -89,7 +97,7 @@ class Status:
 
     def wait_summed(self) -> None:
         """Returns when the checksum worker has nothing left to read: it does so beside whatever is measured."""
-        while self().tiers[0].unsummed_objects:
+        while self().tiers[0].pending_checksums:
             time.sleep(_POLL_SECONDS)
 
 

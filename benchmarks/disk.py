@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from kvdepot.client.extents import Extents
 from kvdepot.core.report import DaemonStatus
 
 from benchmarks.acquire_probe import Probe
+from benchmarks.background import in_background
 from benchmarks.depot import SHM, Daemon, Status, daemon, engine
 from benchmarks.ram import OBJECT_BYTES, WORKING_SET_BYTES, Chain, Copies, Depot, spec
 from benchmarks.report import Report, arguments, median
@@ -220,22 +221,13 @@ def measure_acquires(depot: DiskDepot, fio: Fio, probe: Probe, echo: Probe, roun
     report.figure("echo_p99_busy_ms", 1e3 * median(echoed), "ms")
 
 
-@contextmanager
-def _kept_busy(depot: DiskDepot) -> Iterator[None]:
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
+def _kept_busy(depot: DiskDepot) -> AbstractContextManager[None]:
+    def work(over: threading.Event) -> None:
+        while not over.is_set():
             depot.put(SLICE_OBJECTS)
             depot.get(SLICE_OBJECTS)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
+    return in_background(work)
 
 
 @contextmanager

@@ -38,10 +38,9 @@ from kvdepot.core.calls import (
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
-from kvdepot.proto import codec
-from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.server.engine.engine import Engine
-from kvdepot.server.engine.types import EngineConfig, ProcessIdentity
+from kvdepot.proto.methods import BY_CALL
+from kvdepot.server.depot.depot import Depot
+from kvdepot.server.depot.types import DepotConfig, ProcessIdentity
 
 from benchmarks.report import Report, arguments, median
 
@@ -60,8 +59,8 @@ class Index:
         descriptor = os.memfd_create("index")
         os.ftruncate(descriptor, layout.size_bytes)
         self._map = mmap.mmap(descriptor, layout.size_bytes)
-        config = EngineConfig(credit_bytes=layout.size_bytes)
-        self.engine = Engine(
+        config = DepotConfig(credit_bytes=layout.size_bytes)
+        self.engine = Depot(
             ArenaTables(memoryview(self._map), layout),
             arena_id=1,
             run=1,
@@ -95,8 +94,8 @@ class Index:
         )
         kinds = bytes([Kind.ATTENTION]) * count
         call = ReserveCall(self.session, lease, self.namespace, keys, parent + keys[:-16], kinds, boundaries, "r")
-        wire = codec.encode_reserve_call(call).SerializeToString()
-        reply = self.engine.reserve(codec.decode_reserve_call(pb.ReserveRequest.FromString(wire)))
+        method = BY_CALL[ReserveCall]
+        reply = self.engine.reserve(method.call.parse(method.call.encode(call).SerializeToString()))
         assert set(reply.outcomes) == {ReserveOutcome.GRANTED}, reply.reason
         item = CommitItem(lease, struct.pack(f"<{count}I", *range(count)))
         answer = self.engine.commit(CommitCall(self.session, (item,)))
@@ -106,12 +105,11 @@ class Index:
         """The whole way of a call and its answer, but for the socket."""
         lease = self.lease()
         call = AcquireCall(self.session, lease, self.namespace, keys, bytes([Kind.ATTENTION]) * (len(keys) // 16))
-        wire = codec.encode_acquire_call(call).SerializeToString()
+        method = BY_CALL[AcquireCall]
         replies: list[AcquireReply] = []
-        self.engine.acquire(codec.decode_acquire_call(pb.AcquireRequest.FromString(wire)), replies.append)
+        self.engine.acquire(method.call.parse(method.call.encode(call).SerializeToString()), replies.append)
         (reply,) = replies
-        answer = codec.encode_acquire_reply(reply).SerializeToString()
-        return lease, codec.decode_acquire_reply(pb.AcquireResponse.FromString(answer))
+        return lease, method.reply.parse(method.reply.encode(reply).SerializeToString())
 
 
 class Pauses:

@@ -23,7 +23,7 @@ from kvdepot.client.ctl.calls import connect
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.core import limits
 from kvdepot.core.calls import AcquireOutcome, CommitCall, CommitItem, ReleaseCall, ReserveOutcome
-from kvdepot.proto import codec
+from kvdepot.proto.methods import encode
 
 from benchmarks.report import Report, arguments
 from tests.rigs.daemon_process import DaemonProcess
@@ -117,14 +117,14 @@ class Load:
         keys = _keys(16)
         if _store(engine, keys) == len(keys):
             reading = [engine.acquire(keys)[0] for _ in range(_LEASES)]
-            call = codec.encode_release_call(ReleaseCall(engine.session, tuple(reading)))
+            call = encode(ReleaseCall(engine.session, tuple(reading)))
             engine.stub.Release(call, timeout=CALL_SECONDS)
         items = []
         for _ in range(_LEASES):
             lease, outcomes, _ = engine.reserve(_keys(32))
             granted = [at for at, outcome in enumerate(outcomes) if outcome is ReserveOutcome.GRANTED]
             items.append(CommitItem(lease, struct.pack(f"<{len(granted)}I", *granted)))
-        commit = codec.encode_commit_call(CommitCall(engine.session, tuple(items)))
+        commit = encode(CommitCall(engine.session, tuple(items)))
         engine.stub.Commit(commit, timeout=CALL_SECONDS)
 
     def small(self, engine: RawEngine) -> None:

@@ -60,7 +60,7 @@ from kvdepot.core.eviction import NO_NODE, USELESS, CandidateHeap, EvictionPolic
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
-from kvdepot.server.engine.index import NONE
+from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.offline.virtual_engine import VirtualEngine
 
 from benchmarks.report import machine
@@ -204,10 +204,10 @@ class Replay:
         self._geometry = geometry
         rows = capacity_bytes // OBJECT_BYTES + 1
         self._virtual = VirtualEngine(capacity_bytes, rows, clock=lambda: self.now)
-        self.engine, self._session = self._virtual.engine, self._virtual.session
+        self.depot, self._session = self._virtual.depot, self._virtual.session
         # The engine knows policies by name; here it is given one that knows the future, too.
-        self.space = self.engine._space  # noqa: SLF001
-        self.space.policy = self.space.evictor.policy = policy
+        self.tree = self.depot._tree  # noqa: SLF001
+        self.tree.ram.evictor.policy = policy
         self._namespace = self._virtual.register(geometry.spec())
 
     def request(self, keys: Sequence[bytes]) -> int:
@@ -216,15 +216,15 @@ class Replay:
             return 0
         call = LocateCall(self._session, self._namespace, b"".join(keys), len(keys) * BLOCK_TOKENS)
         located: list[LocateReply] = []
-        self.engine.locate(call, located.append)
+        self.depot.locate(call, located.append)
         hit = located[0].boundary_tokens // BLOCK_TOKENS
         if hit:
             self._load(keys[:hit])
         for start in range(hit, len(keys), CHUNKS_PER_CALL):
             self._store(keys, start, min(start + CHUNKS_PER_CALL, len(keys)))
         if self._geometry.states and hit == len(keys):
-            self.space.hit(self.space.index.find(0, keys[-1]))
-        self.engine.end_request(EndRequestCall(self._session, "r"))
+            self.tree.hit(self.tree.index.find(0, keys[-1]))
+        self.depot.end_request(EndRequestCall(self._session, "r"))
         return hit
 
     def _load(self, keys: Sequence[bytes]) -> None:
@@ -232,9 +232,9 @@ class Replay:
         named = b"".join(keys) + (keys[-1] if self._geometry.states else b"")
         lease = self._virtual.new_lease_id()
         replies: list[AcquireReply] = []
-        self.engine.acquire(AcquireCall(self._session, lease, self._namespace, named, kinds), replies.append)
+        self.depot.acquire(AcquireCall(self._session, lease, self._namespace, named, kinds), replies.append)
         assert [reply.outcome for reply in replies] == [AcquireOutcome.GRANTED]
-        self.engine.release(ReleaseCall(self._session, (lease,)))
+        self.depot.release(ReleaseCall(self._session, (lease,)))
 
     def _store(self, keys: Sequence[bytes], start: int, end: int) -> None:
         chunks = list(range(start, end))
@@ -252,9 +252,9 @@ class Replay:
             b"".join(keys[at - 1] if at else ROOT_KEY for at in chunks), bytes(kinds),
             (np.array(chunks, "<u4") * BLOCK_TOKENS + BLOCK_TOKENS).astype("<u4").tobytes(), "r",
         )  # fmt: skip
-        outcomes = np.frombuffer(self.engine.reserve(call).outcomes, np.uint8)
+        outcomes = np.frombuffer(self.depot.reserve(call).outcomes, np.uint8)
         granted = np.flatnonzero(outcomes == ReserveOutcome.GRANTED).astype("<u4")
-        self.engine.commit(CommitCall(self._session, (CommitItem(lease, granted.tobytes()),)))
+        self.depot.commit(CommitCall(self._session, (CommitItem(lease, granted.tobytes()),)))
 
 
 def hit_rate(requests: Sequence[Request], geometry: Geometry, name: str, fraction: float) -> float:
@@ -273,7 +273,7 @@ def hit_rate(requests: Sequence[Request], geometry: Geometry, name: str, fractio
             belady.at = number
         hits += replay.request(keys)
         if belady and keys:
-            nodes = replay.space.index.find_many(0, b"".join(keys)).tolist()
+            nodes = replay.tree.index.find_many(0, b"".join(keys)).tolist()
             for node, use in zip(nodes, future[number], strict=True):
                 if node != NONE:
                     belady.expect(node, use)

@@ -44,27 +44,38 @@ class Report:
             f.key for f in self._figures if f.aim is not None and (f.value < f.aim) == f.at_least and f.value != f.aim
         ]
 
-    def finish(self, json_path: str | None) -> None:
-        """Print the table, and write the JSON where asked."""
+    def lines(self) -> list[str]:
+        """The table, a figure or note a line."""
         missed = self.missed()
-        print(f"\n{self.name}")
+        lines = []
         for f in self._figures:
             aim = (
                 ""
                 if f.aim is None
                 else f"{'>=' if f.at_least else '<='} {f.aim:g}  {'MISSED' if f.key in missed else 'met'}"
             )
-            print(f"  {f.key:<28}{f.value:>12.3f} {f.unit:<8} {aim}")
-        for key, value in self._notes.items():
-            print(f"  {key}: {value}")
+            lines.append(f"{f.key:<28}{f.value:>12.3f} {f.unit:<8} {aim}".rstrip())
+        return lines + [f"{key}: {value}" for key, value in self._notes.items()]
+
+    def record(self) -> dict[str, object]:
+        """What the JSON has of it."""
+        return {f.key: f.value for f in self._figures} | {"missed": self.missed(), "notes": self._notes}
+
+    def finish(self, json_path: str | None) -> None:
+        """Print the table, and write the JSON where asked."""
+        print(f"\n{self.name}")
+        for line in self.lines():
+            print(f"  {line}")
         if json_path:
-            record = {f.key: f.value for f in self._figures} | {
-                "benchmark": self.name, "missed": missed, "notes": self._notes, "machine": machine(),
-                "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            }  # fmt: skip
+            record = self.record() | {"benchmark": self.name, "machine": machine(), "date": now()}
             path = Path(json_path)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def now() -> str:
+    """UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def machine() -> dict[str, object]:

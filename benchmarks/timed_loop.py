@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvdepot.proto.methods import Method
 from kvdepot.server.rpc.depot_calls import DepotCalls
 
 _methods: list[str] = []  # engines' calls that the callback at hand has made
@@ -49,9 +50,9 @@ def _timed() -> None:
         calls, longest, longest_wall, total = _longest.get(name, (0, 0.0, 0.0, 0.0))
         _longest[name] = (calls + 1, max(longest, cpu), max(longest_wall, wall), total + cpu)
 
-    def named(self: DepotCalls, method: str, request: Any, done: Any) -> None:
-        _called.add(method)
-        _methods.append(method)
+    def named(self: DepotCalls, method: Method[Any, Any], request: bytes, done: Any) -> None:
+        _called.add(method.name)
+        _methods.append(method.name)
         start(self, method, request, done)
 
     for owner, name, function in ((asyncio.Handle, "_run", counted), (DepotCalls, "start", named)):

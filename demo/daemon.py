@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
+from kvdepot.client.ctl.calls import Operator
 from kvdepot.core.report import DaemonStatus
-from kvdepot.proto.codec_report import decode_status
-from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 
 START_TIMEOUT_SECONDS = 60.0
 SETTLE_TIMEOUT_SECONDS = 60.0
@@ -50,7 +48,9 @@ class Daemon:
     runtime directory; else `configuration` is TOML that starts inside the `[ram]` table.
     """
 
-    def __init__(self, configuration: str | None = None) -> None:
+    def __init__(self, configuration: str | None = None, patience: Callable[[], float] = lambda: 1.0) -> None:
+        """`patience`: how many times as long as usual things may take now, asked again and again during each wait."""
+        self._patience = patience
         self.directory = Path(tempfile.mkdtemp(prefix="kvd-"))
         self.memory = Path(tempfile.mkdtemp(prefix="kvd-", dir="/dev/shm"))
         self.log = self.directory / "kvdepotd.log"
@@ -100,7 +100,7 @@ class Daemon:
     @property
     def arena(self) -> Path:
         """The arena's file, by the daemon's own rule."""
-        from kvdepot.server.config import embedded
+        from kvdepot.server.config.config import embedded
 
         place: dict[str, dict[str, Any]] = {"daemon": {"listen": [self.endpoint]}}
         if self._arguments:
@@ -114,8 +114,7 @@ class Daemon:
                 f"unix:{self.socket}",
                 options=[("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)],
             )
-        operator: Any = pb_grpc.OperatorStub(self._channel)  # type: ignore[no-untyped-call]
-        return decode_status(operator.GetStatus(pb.GetStatusRequest(), timeout=timeout_seconds))
+        return Operator(self._channel, timeout_seconds).status()
 
     def served(self) -> Served:
         """Up to now. A hit is counted when its load is over, which an engine says a moment behind the request's end.
@@ -135,9 +134,9 @@ class Daemon:
 
     def wait(self, condition: Callable[[DaemonStatus], bool], timeout_seconds: float, what: str) -> DaemonStatus:
         """The first status for which `condition` holds. Raises DaemonProcessError after the timeout."""
-        until = time.monotonic() + timeout_seconds
+        left, seen_at = timeout_seconds, time.monotonic()
         status: DaemonStatus | None = None
-        while time.monotonic() < until:
+        while left > 0:
             if self._process is not None and self._process.poll() is not None:
                 raise DaemonProcessError(f"kvdepotd exited with {self._process.returncode}:\n{self.log_tail()}")
             with contextlib.suppress(grpc.RpcError):
@@ -145,6 +144,9 @@ class Daemon:
                 if condition(status):
                     return status
             time.sleep(_POLL_SECONDS)
+            now = time.monotonic()
+            left -= (now - seen_at) / self._patience()
+            seen_at = now
         raise DaemonProcessError(f"not {what} within {timeout_seconds} s; last status: {status}\n{self.log_tail()}")
 
     def settle(
@@ -161,12 +163,12 @@ class Daemon:
         def settled(status: DaemonStatus) -> bool:
             nonlocal quiet_since
             ram = status.tiers[0]
-            enough = ram.objects >= objects_min and not (summed and ram.unsummed_objects)
+            enough = ram.objects >= objects_min and not (summed and ram.pending_checksums)
             if not enough or not is_idle(status):
                 quiet_since = None
                 return False
             quiet_since = quiet_since or time.monotonic()
-            return time.monotonic() - quiet_since >= QUIET_SECONDS
+            return time.monotonic() - quiet_since >= QUIET_SECONDS * self._patience()
 
         return self.wait(settled, timeout_seconds, f"settled with {objects_min} objects or more")
 
@@ -187,14 +189,14 @@ class Daemon:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait(30)
+            process.wait(30 * self._patience())
 
     def stop(self) -> int:
         """SIGTERM; the exit status."""
         process, self._process = self._process, None
         assert process is not None
         process.terminate()
-        return process.wait(60)
+        return process.wait(60 * self._patience())
 
     def log_tail(self, lines: int = 20) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""

@@ -121,7 +121,7 @@ class EngineOptions:
 
 
 def depot_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
-    """The kv_transfer_config of DESIGN 7 for a daemon at `endpoint`."""
+    """The kv_transfer_config for a daemon at `endpoint`."""
     return {
         "kv_connector": "KVDepotConnector",
         "kv_connector_module_path": "kvdepot.client.vllm.connector",

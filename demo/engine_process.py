@@ -31,7 +31,7 @@ def _uncollected() -> Iterator[None]:
 # The scheduler's process and the ranks' import this module too, one behind the other: of the 20 s of a start on two
 # cores more than three were collections.
 with _uncollected():
-    from kvdepot.client.vllm.stats import KVDepotStats
+    from kvdepot.client.vllm.base.stats import KVDepotStats
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM

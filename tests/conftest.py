@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import random
 import signal
 import threading
@@ -13,11 +15,11 @@ import pytest
 import pytest_timeout
 from hypothesis import HealthCheck, settings
 from kvdepot.core.errors import KvDepotError
-from kvdepot.server.engine.counters import Counters
-from kvdepot.server.guard import Guard
-from kvdepot.server.io.wire import WireError
-from kvdepot.server.metric_families import FAMILIES
-from kvdepot.server.tiers.base import UnknownWorker
+from kvdepot.server.depot.counters import Counters
+from kvdepot.server.io.framing import FrameError
+from kvdepot.server.observe.metric_families import FAMILIES
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.storage.base import UnknownWorker
 
 from tests.fakes.fuse_directory import FuseDirectory
 from tests.rigs.patience import Deadline
@@ -55,6 +57,18 @@ def pytest_report_header() -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     if exitstatus:
         terminalreporter.write_line(pytest_report_header())
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """What tests import is left out of every collection of garbage, now and later: vLLM alone is a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # modules in C complain of what is not freed at the end
 
 
 @pytest.hookimpl(trylast=True)
@@ -116,7 +130,7 @@ def declared_counters() -> Iterator[None]:
 
     def checked(self: Counters, name: str, amount: float = 1) -> None:
         family, _, key = name.partition(".")
-        assert family in declared, f"{name}: declare it in server/kvdepot/server/metric_families.py"
+        assert family in declared, f"{name}: declare it in server/kvdepot/server/observe/metric_families.py"
         label = key.partition("/")[2] if declared[family].tier_kinds else key
         assert label in (declared[family].values or ("",)), f"{name}: not among the labels declared"
         add(self, name, amount)
@@ -153,7 +167,7 @@ def _unexpected(error: Exception) -> bool:
         trace = trace.tb_next
     ours = trace is not None and "/kvdepot/" in trace.tb_frame.f_code.co_filename
     return isinstance(error, AssertionError) or (
-        ours and not isinstance(error, KvDepotError | UnknownWorker | WireError)
+        ours and not isinstance(error, KvDepotError | UnknownWorker | FrameError)
     )  # fmt: skip
 
 

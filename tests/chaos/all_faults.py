@@ -50,18 +50,18 @@ from tests.chaos.faults import (
 )
 from tests.chaos.plan import ALONE
 
-KEEPER: Final = "kvdepot.server.io.shared_keeper"
+COORDINATOR: Final = "kvdepot.server.tiers.shared.coordinator.main"
 SHARED: Final = "shared"
 """The group of faults of the directory that nodes share."""
 LEFT_OUT: Final = "steps of the clock that stamps files: it is the machine's"
 
 
-def keeper_kill(world: World, rng: random.Random) -> Ending:
-    return strike(world, rng, KEEPER, signal.SIGKILL)
+def coordinator_kill(world: World, rng: random.Random) -> Ending:
+    return strike(world, rng, COORDINATOR, signal.SIGKILL)
 
 
-def keeper_stop(world: World, rng: random.Random) -> Ending:
-    return strike(world, rng, KEEPER, signal.SIGSTOP)
+def coordinator_stop(world: World, rng: random.Random) -> Ending:
+    return strike(world, rng, COORDINATOR, signal.SIGSTOP)
 
 
 def shared_bits_flipped(world: World, rng: random.Random) -> Ending:
@@ -97,7 +97,7 @@ GROUPS: Final[dict[str, Sequence[Fault]]] = {
     "damage": (bits_flipped, segment_cut_off, file_deleted, directory_away),
     "socket": (garbage_on_the_sockets,),
     SHARED: (
-        keeper_kill, keeper_stop, shared_bits_flipped, shared_files_cut_off, shared_files_deleted,
+        coordinator_kill, coordinator_stop, shared_bits_flipped, shared_files_cut_off, shared_files_deleted,
         shared_directory_away,
     ),
 }  # fmt: skip

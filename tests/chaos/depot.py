@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -18,7 +19,6 @@ import grpc
 from kvdepot.core.arena import PAGE_BYTES, Superblock
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.core.units import parse_size_bytes
-from kvdepot.proto.codec_report import decode_status
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.offline.fsck import Verdict, check_store
 from kvdepot.server.offline.store_files import OfflineRefusalError, layout_as_found
@@ -252,7 +252,7 @@ class Depot:
         self._expect(up=False)
         process = self.daemon.process
         assert process is not None
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         try:
             code = process.wait(STOP_SECONDS * patience())
         except subprocess.TimeoutExpired:
@@ -272,7 +272,7 @@ class Depot:
         self.expected = Expected(up)
 
     def status(self) -> DaemonStatus:
-        return decode_status(status_of(self.daemon.socket))
+        return status_of(self.daemon.socket)
 
     def tier(self) -> TierStatus:
         return self.status().tiers[1]

@@ -22,7 +22,7 @@ from tests.rigs.patience import patience
 
 IO_WORKER: Final = "kvdepot.server.io.worker"
 SUM_WORKER: Final = "kvdepot.server.io.checksum_worker"
-OPENER: Final = "kvdepot.server.io.disk_opener"
+OPENER: Final = "kvdepot.server.tiers.disk.opener"
 _PAUSE_SECONDS: Final = 10.0
 _ERRORS: Final = {
     "EIO": {"read": errno.EIO, "write": errno.EIO},

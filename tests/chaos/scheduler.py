@@ -17,9 +17,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvdepot.client.calls import Call
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.failures import CallFailure
-from kvdepot.client.session import Call, DepotSession
+from kvdepot.client.session import DepotSession
 from kvdepot.core.calls import (
     AcquireCall,
     AcquireOutcome,

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectDamageError, ObjectHeader, payload_sum
 from kvdepot.core.units import parse_size_bytes
-from kvdepot.server.tiers.shared import layout
+from kvdepot.server.storage import shared_layout as layout
 
 from tests.rigs.disk_daemon import medium_bytes
 

@@ -49,6 +49,8 @@ if __name__ == "__main__":
     time.time = stepped(Path(sys.argv[1]))  # before anything binds it
     from kvdepot.server.tiers.shared import making
 
-    vars(making)["KeeperSettings"] = partial(vars(making)["KeeperSettings"], allowed_seconds=float(sys.argv[2]))
+    vars(making)["CoordinatorSettings"] = partial(
+        vars(making)["CoordinatorSettings"], allowed_seconds=float(sys.argv[2])
+    )
     del sys.argv[:3]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -23,9 +23,9 @@ from kvdepot.client.session import DepotSession
 from kvdepot.core.calls import Kind
 from kvdepot.core.listing import NamespaceContents, TierContents
 from kvdepot.core.report import DaemonStatus, QuotaOwnerStatus, QuotaStatus, SessionStatus, TierStatus
-from kvdepot.server import config
+from kvdepot.server.config import config
 from kvdepot.server.offline.fsck import check_store
-from kvdepot.server.tiers.shared.tier import COUNTING, NO_ALLOWANCE
+from kvdepot.server.tiers.shared.tier import COUNTING, NO_GRANT
 
 from tests.chaos.all_faults import GROUPS, name_of
 from tests.chaos.depot import (
@@ -55,7 +55,7 @@ _END_SECONDS: Final = 90.0
 FAULTS = {name_of(fault): group for group, faults in GROUPS.items() for fault in faults}
 RAM = TierStatus("ram", "ram", capacity_bytes=1 << 20, ready_bytes=1 << 20, used_bytes=131_072, objects=2)
 STATUS = DaemonStatus("", 1, 1.0, True, "", 1, 1, tiers=(RAM,), counters={"hits": 5.0})
-LISTED = (NamespaceContents(bytes(16), "small", tiers=(TierContents("ram", {int(Kind.ATTENTION): 2}),)),)
+LISTED = (NamespaceContents(bytes(16), "small", tiers=(TierContents("ram", {Kind.ATTENTION: 2}),)),)
 
 
 def _run(tmp_path: Path, seconds: int, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
@@ -153,7 +153,7 @@ def test_a_run_that_is_ended_leaves_no_process_no_mount_and_no_directory() -> No
         process.terminate()
         _, err = process.communicate(timeout=_END_SECONDS)
     assert process.returncode == 128 + signal.SIGTERM, err[-2000:]
-    assert any("kvdepot.server.app" in command for command in commands.values())
+    assert any("kvdepot.server.daemon.app" in command for command in commands.values())
     until = time.monotonic() + _END_SECONDS
     while left := [command for pid, command in commands.items() if command and _command(pid) == command]:
         assert time.monotonic() < until, left
@@ -267,7 +267,7 @@ def test_a_tier_that_is_of_no_use_is_found() -> None:
     assert found(replace(disk, breaker="open"), shared)
     assert found(replace(shared, state="offline"))
     assert found(replace(shared, janitor=""))
-    assert found(replace(shared, reason=f"{NO_ALLOWANCE}; of the last count"))
+    assert found(replace(shared, reason=f"{NO_GRANT}; of the last count"))
     assert found(replace(shared, reason=f"{COUNTING} 7 files since 2026-11-25T18:22:10Z"))
 
 

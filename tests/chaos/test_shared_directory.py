@@ -10,7 +10,7 @@ import pytest
 from kvdepot.core.calls import Kind
 from kvdepot.core.objectfile import Codec, ObjectHeader, ObjectName, payload_sum
 from kvdepot.core.units import parse_size_bytes
-from kvdepot.server.tiers.shared import layout
+from kvdepot.server.storage import shared_layout as layout
 
 from tests.chaos.shared_directory import SHARED_CAPACITY, SharedDirectory
 

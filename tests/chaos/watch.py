@@ -18,7 +18,7 @@ from kvdepot.core.calls import Kind
 from kvdepot.core.listing import NamespaceContents
 from kvdepot.core.report import DaemonStatus
 from kvdepot.core.units import parse_size_bytes
-from kvdepot.server.tiers.shared.tier import COUNTING, NO_ALLOWANCE
+from kvdepot.server.tiers.shared.tier import COUNTING, NO_GRANT
 
 from tests.chaos.depot import Depot
 from tests.chaos.models import MODELS
@@ -204,7 +204,7 @@ def degraded(status: DaemonStatus) -> list[str]:
     found = []
     for tier in status.tiers[1:]:
         shared = tier.kind == "shared"
-        refused = NO_ALLOWANCE in tier.reason or COUNTING in tier.reason
+        refused = NO_GRANT in tier.reason or COUNTING in tier.reason
         useless = not tier.janitor or refused if shared else bool(tier.reason)
         if (tier.state, tier.breaker) != ("ready", "closed") or useless:
             found.append(f"{tier.name}: {tier.state}, breaker {tier.breaker}, janitor {tier.janitor}, {tier.reason}")

@@ -35,7 +35,7 @@ def _worker_pid(daemon: DaemonProcess) -> int:
 
 
 def _wait_summed(engine: RawEngine, count: int) -> None:
-    wait_until(lambda: engine.counter("summed_objects") >= count, f"{count} sums")
+    wait_until(lambda: engine.counter("checksummed_objects") >= count, f"{count} sums")
 
 
 def _wait_verified(daemon: DaemonProcess) -> None:
@@ -55,7 +55,7 @@ def test_an_orderly_stop_loses_nothing_committed(daemon: DaemonProcess) -> None:
     assert not daemon.socket.exists()
     assert not daemon.attach_socket.exists()
     daemon.start()
-    assert "adopted: " in daemon.log
+    assert "adopted objects: " in daemon.log
     _wait_verified(daemon)
     with RawEngine(daemon.socket) as again:
         assert again.locate(keys) == 200 * CHUNK_TOKENS

@@ -141,7 +141,10 @@ class Trouble:
     [
         ({"write": errno.ENOSPC, "create": errno.ENOSPC}, "the file system is full", True),
         pytest.param(
-            {"write": errno.EDQUOT, "create": errno.EDQUOT}, "the file system is full", True, marks=pytest.mark.long
+            {"write": errno.EDQUOT, "create": errno.EDQUOT},
+            "the file system is full",
+            True,
+            marks=pytest.mark.long(seconds=8),
         ),
         ({"write": errno.EROFS, "create": errno.EROFS}, "the file system is read-only", True),
         ({"write": errno.EIO, "read": errno.EIO}, "io_error", False),

@@ -9,7 +9,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.disk_daemon import TIER, DiskDaemon, indexed, sampled
 from tests.rigs.disk_load import DiskLoad, serve_all

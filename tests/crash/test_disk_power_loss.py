@@ -13,7 +13,7 @@ from random import Random
 import pytest
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.io.jobs import WriteObject
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome
+from kvdepot.server.storage.base import DAMAGED, IoOutcome
 from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.disk.recovery import read_index, read_store
 

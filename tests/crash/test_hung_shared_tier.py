@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 from kvdepot.core.report import TierStatus
-from kvdepot.proto.codec_report import decode_status
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
@@ -42,7 +41,7 @@ def daemon(fuse: FuseDirectory) -> Iterator[DaemonProcess]:
 
 
 def _tier(daemon: DaemonProcess) -> TierStatus:
-    return decode_status(status_of(daemon.socket)).tiers[1]
+    return status_of(daemon.socket).tiers[1]
 
 
 def _published(fuse: FuseDirectory) -> int:

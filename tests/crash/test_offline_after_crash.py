@@ -29,7 +29,7 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 
 def fsck(root: Path) -> tuple[int, dict[str, Any], str]:
-    command = [sys.executable, "-m", "kvdepot.server.app", "fsck", str(root), "--json"]
+    command = [sys.executable, "-m", "kvdepot.server.daemon.app", "fsck", str(root), "--json"]
     done = subprocess.run(command, capture_output=True, check=False, text=True, timeout=patient(60))
     return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 

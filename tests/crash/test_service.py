@@ -77,7 +77,7 @@ def test_ram_is_kept_over_restarts_though_its_name_is_removed(daemon: DaemonProc
     keys = keys_of("upgraded", 20)
     engine = RawEngine(daemon.socket)
     engine.store(keys)
-    wait_until(lambda: engine.counter("summed_objects") == len(keys), "the sums", 60)
+    wait_until(lambda: engine.counter("checksummed_objects") == len(keys), "the sums", 60)
     for run, end in enumerate((daemon.stop, daemon.kill), 2):
         for path in daemon.arena_directory.iterdir():  # the arena and its lock
             path.unlink()
@@ -133,7 +133,7 @@ on_root_filesystem = true
         def summed() -> bool:
             """The checksum worker takes sums. Of any one object a tier that writes it may be the first to."""
             engine.store(keys_of(f"confined-{next(prompts)}", 1))
-            return engine.counter("summed_objects") > 0
+            return engine.counter("checksummed_objects") > 0
 
         wait_until(summed, "a sum", 60)
         stored = len(keys) + next(prompts)

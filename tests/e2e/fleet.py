@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, wait
@@ -25,7 +24,7 @@ from demo.engine import LOAD_ALWAYS, Answer, Engine, EngineOptions, EngineProces
 from demo.scenarios import await_lookups
 from demo.toys import Toy, make_toy, prompt
 from tests.e2e.forked import start_forked
-from tests.rigs.patience import patience
+from tests.rigs.patience import Deadline, patience
 
 CONFIGURATION = 'capacity = "1GiB"\n'
 """Room for all that the tests of a session store: nothing goes that one of them expects to find."""
@@ -86,11 +85,10 @@ def _launch(engine: Engine) -> Future[Any]:
 
 
 def _wait_ready(engine: Engine, launched: Future[Any]) -> None:
-    began = time.monotonic()
+    deadline = Deadline(START_TIMEOUT_SECONDS)
     while not wait([launched], 1.0).done:
-        seconds = time.monotonic() - began
-        if seconds > START_TIMEOUT_SECONDS * patience():
-            raise EngineProcessError(f"not ready after {seconds:.0f} s (log: {engine.log})")
+        if deadline.is_over():
+            raise EngineProcessError(f"not ready within {START_TIMEOUT_SECONDS:.0f} s (log: {engine.log})")
     engine.wait_ready(launched)
 
 
@@ -99,7 +97,7 @@ class Fleet:
 
     def __init__(self, directory: Path, models: Path, tiers: str = "") -> None:
         """`tiers`: TOML behind the RAM tier's."""
-        self.daemon = Daemon(CONFIGURATION + tiers)
+        self.daemon = Daemon(CONFIGURATION + tiers, patience)
         self.directory = directory
         self._models = models
         self._options: dict[str, EngineOptions] = {}
@@ -218,7 +216,7 @@ class Fleet:
         engines = [set(engine.processes()) for engine in self._running.values()]
         self.daemon.wait(
             lambda status: attached(status.sessions, engines),
-            ATTACH_TIMEOUT_SECONDS * patience(),
+            ATTACH_TIMEOUT_SECONDS,
             f"attached to {engines}",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvdepot.client.vllm.handoffs import PREFIX
+from kvdepot.client.vllm.scheduling.transfer_params import PREFIX
 
 from tests.e2e.fleet import Fleet, Loaded
 

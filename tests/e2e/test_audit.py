@@ -1,4 +1,4 @@
-"""The shadow audit on real engines: wrong bytes of which every checksum is right are found (issue 6, DESIGN 5)."""
+"""The shadow audit on real engines: wrong bytes of which every checksum is right are found (design.md#audit)."""
 
 from __future__ import annotations
 

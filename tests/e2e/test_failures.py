@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
+from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 from kvdepot.core.report import DaemonStatus
 
 from demo.engine import Completion, Engine

@@ -18,12 +18,22 @@ from demo.engine import ROOT, Engine, EngineOptions, EngineProcess, EngineProces
 from demo.toys import DENSE
 from tests.e2e import forked
 from tests.e2e.fleet import FREE_CORES
-from tests.e2e.fork_server import NoForkError, check_forkable, same_at_import, server_environment
+from tests.e2e.fork_server import BY_VLLM, same_at_import, server_environment
 from tests.e2e.forked import ForkServer
+from tests.rigs.fork_server import NoForkError, check_forkable
 from tests.rigs.patience import wait_until
 
 FRONT = "tests.fakes.scripted_front"
 END_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_vllm() -> Iterator[None]:
+    """A test of the connector that ran in this process before has imported vLLM, which sets these."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in BY_VLLM:
+            patch.delenv(name, raising=False)
+        yield
 
 
 @pytest.fixture(scope="module")

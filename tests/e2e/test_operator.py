@@ -126,9 +126,9 @@ def _look(operator: Operator, fleet: Fleet) -> None:
     assert set(described["object_bytes"]) == {"attention", "state"}
     assert "state" in operator.says("describe", f"{name}/{usable['key']}")
     request = fleet.told(1).split()[1]
-    assert (
-        "found" in operator.says("explain", request) and operator.json("explain", request)[0]["request_id"] == request
-    )
+    (explained,) = operator.json("explain", request)
+    assert explained["request_id"] == request and explained["lookup"]["path_chunks"] > 0
+    assert f"hit       {explained['lookup']['path_chunks']} chunks from the start" in operator.says("explain", request)
     verified = operator.json("verify", "--namespace", name)["tiers"][0]
     assert verified["verified"] > 0 and verified["damaged"] == {}
     assert operator.json("prefetch", "--namespace", name)["failed"] == {}

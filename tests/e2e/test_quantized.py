@@ -50,6 +50,7 @@ def quantized(plain: Path, folder: Path) -> Path:
 
 
 @pytest.mark.requirement("P2", "P4")
+@pytest.mark.long(seconds=50)
 def test_a_quantized_engine_that_was_restarted_loads_what_it_stored_and_no_other_s(
     fleet: Fleet, tmp_path: Path
 ) -> None:

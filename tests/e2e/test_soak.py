@@ -29,7 +29,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Soak, Fleet
 
 
 @pytest.mark.requirement("P7")
-@pytest.mark.long
+@pytest.mark.long(seconds=75)
 @pytest.mark.timeout(1200)
 def test_fifty_requests_at_once_that_hit_for_95_percent_complete(soak: tuple[Soak, Fleet]) -> None:
     fleet = soak[1]
@@ -48,7 +48,7 @@ def test_fifty_requests_at_once_that_hit_for_95_percent_complete(soak: tuple[Soa
 
 
 @pytest.mark.requirement("T8")
-@pytest.mark.long
+@pytest.mark.long(seconds=75)
 @pytest.mark.timeout(1200)
 def test_four_engines_of_three_models_are_served_at_once_within_their_quotas(soak: tuple[Soak, Fleet]) -> None:
     fleet = soak[1]

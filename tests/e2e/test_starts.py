@@ -15,7 +15,7 @@ from demo.engine import ROOT, EngineOptions, EngineProcess, EngineProcessError
 from demo.toys import DENSE
 from tests.e2e import fleet as fleets
 from tests.e2e.fleet import Fleet, attached
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import Deadline, wait_until
 
 SERVES = 'print(\'{"id": 0, "ok": {}}\', flush=True); '
 NEVER_READY = (
@@ -75,10 +75,10 @@ def test_an_engine_that_is_late_ends_with_all_it_started_and_those_beside_it_go_
 ) -> None:
     fleet.launch(["hung", "ready"])
     hung, ready = started
-    assert fleet.names_running == {"ready"} and "not ready after" in str(fleet.refused["hung"])
+    assert fleet.names_running == {"ready"} and "not ready within" in str(fleet.refused["hung"])
     await_end(hung)
     assert running(ready)
-    with pytest.raises(EngineProcessError, match="not ready after"):
+    with pytest.raises(EngineProcessError, match="not ready within"):
         fleet.start("other")
     await_end(started[2])
 
@@ -86,10 +86,10 @@ def test_an_engine_that_is_late_ends_with_all_it_started_and_those_beside_it_go_
 def test_a_set_up_that_is_interrupted_ends_every_process_that_it_started(
     fleet: Fleet, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted() -> float:
+    def interrupted(_: float) -> Deadline:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(fleets, "patience", interrupted)  # asked while an engine is waited for
+    monkeypatch.setattr(fleets, "Deadline", interrupted)  # made before an engine is waited for
     with pytest.raises(KeyboardInterrupt):
         fleet.launch(["hung", "other"])
     assert len(started) == 2

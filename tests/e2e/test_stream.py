@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
+from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 
 from demo.engine import Engine
 from demo.scenarios import await_lookups

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
+from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 from kvdepot.core.report import DaemonStatus
 
 from demo.engine import ROOT, Engine, EngineProcessError

@@ -7,7 +7,7 @@ import pytest
 from demo.toys import DENSE
 from tests.e2e.fleet import Fleet
 
-pytestmark = [pytest.mark.long(seconds=120), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long(seconds=50), pytest.mark.timeout(900)]
 CYCLES = 20
 FACTORS = (2.0, 0.5)
 """To other weights, and back to the ones before."""

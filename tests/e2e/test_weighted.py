@@ -15,12 +15,13 @@ from demo.engine import ROOT, Engine, EngineOptions, depot_connector
 from demo.scenarios import await_lookups
 from demo.toys import DENSE, HYBRID, make_toy, prompt
 from tests.e2e.fleet import CONFIGURATION, LOOKUP_TIMEOUT_SECONDS
+from tests.rigs.patience import patience
 
 TOYS = {"dense": (DENSE, {"block_size": 32}, 256), "hybrid": (HYBRID, {}, 384)}
 PROMPTS = 4
 TOKENS = 1300
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long(seconds=75), pytest.mark.timeout(900)]
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Combined:
 def combined(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Combined]:
     toy, arguments, chunk_tokens = TOYS[request.param]
     with ExitStack() as stack:
-        light, heavy = (stack.enter_context(Daemon(CONFIGURATION)) for _ in range(2))
+        light, heavy = (stack.enter_context(Daemon(CONFIGURATION, patience)) for _ in range(2))
         children = [
             depot_connector(daemon.endpoint, lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS, load_weight=weight)
             for daemon, weight in ((light, 1.0), (heavy, 3.0))

@@ -153,6 +153,7 @@ def test_concurrent_requests_get_equal_tokens_from_the_daemon(fleet: Fleet) -> N
 
 
 @pytest.mark.requirement("P4")
+@pytest.mark.long(seconds=100)
 def test_engines_that_were_restarted_load_what_they_stored(fleet: Fleet) -> None:
     prompts = {name: fleet.prompt(2100) for name in ENGINES}
     cold = {name: fleet.engine(name).ask(prompts[name]).tokens for name in ENGINES}

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 import torch
-from kvdepot.client.vllm import compat
+from kvdepot.client.vllm.base import compat
 from kvdepot.client.vllm.connector import KVDepotConnector
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 

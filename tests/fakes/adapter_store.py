@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.adapter_reads import AdapterReads
+from kvdepot.client.vllm.identity.adapter_reads import AdapterReads
 from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 

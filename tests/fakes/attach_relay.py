@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from kvdepot.proto.call_frames import Frames, decode_request, decode_response
+from kvdepot.proto.call_frames import Frame, Frames, encode_frame
+from kvdepot.proto.methods import BY_NUMBER
 from kvdepot.proto.v1 import depot_pb2 as pb
 
 _POLL_SECONDS = 0.05
@@ -103,24 +104,23 @@ class AttachRelay:
                         return
 
     def _forward(
-        self, source: socket.socket, frames: Frames, target: socket.socket, passes: Callable[[bytes], bool | None]
+        self, source: socket.socket, frames: Frames, target: socket.socket, passes: Callable[[Frame], bool | None]
     ) -> bool:
         data = source.recv(1 << 16)
         frames.feed(data)
-        for body in frames:
-            verdict = passes(body)
+        for frame in frames:
+            verdict = passes(frame)
             if verdict is None:
                 return False
             if verdict:
-                target.sendall(len(body).to_bytes(4, "little") + body)
+                target.sendall(encode_frame(*frame))
         return bool(data)
 
-    def _request(self, body: bytes) -> bool:
-        number, method, _ = decode_request(body)
-        return self._passes(method, number)
+    def _request(self, frame: Frame) -> bool:
+        return self._passes(BY_NUMBER[frame.method].name, frame.number)
 
-    def _response(self, body: bytes) -> bool | None:
-        return self._answers(decode_response(body)[0])
+    def _response(self, frame: Frame) -> bool | None:
+        return self._answers(frame.number)
 
     def close(self) -> None:
         self._closing.set()

@@ -1,6 +1,6 @@
 """In which order vLLM's model runners call a connector's worker side in a step, one table each (vLLM 0.32 and 0.33).
 
-`tests/unit/client/vllm/test_call_orders.py` runs the runners' own code with a recorder in the connector's
+`tests/unit/client/vllm/scheduling/test_call_orders.py` runs the runners' own code with a recorder in the connector's
 place, and compares.
 """
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.calls import ChainedAcquire
 from kvdepot.client.copy.base import Arena
 from kvdepot.client.failures import CallFailure, FailureReason
-from kvdepot.client.session_loop import Following
 from kvdepot.core.arena import ArenaLayout, ArenaTables, Superblock
 from kvdepot.core.calls import (
     AbandonCall,
@@ -36,8 +36,8 @@ from kvdepot.core.calls import (
 from kvdepot.core.elements import Elements
 from kvdepot.core.errors import EngineIdInUse, StaleEpoch, UnknownNamespace
 from kvdepot.core.keys import NamespaceSpec
-from kvdepot.server.engine.engine import Engine
-from kvdepot.server.engine.types import Attached, EngineConfig, ProcessIdentity
+from kvdepot.server.depot.depot import Depot
+from kvdepot.server.depot.types import Attached, DepotConfig, ProcessIdentity
 
 from tests.rigs.stream_rig import Proxy
 
@@ -46,7 +46,7 @@ _first_leases = itertools.count(1, 1 << 32)  # of sessions: no two draw the same
 BOOT = b"boot-id-16-bytes"
 
 
-class Depot:
+class DirectDepot:
     """One arena and one engine over it, for any number of sessions."""
 
     def __init__(self, data_bytes: int = 8 << 20, rows: int = 4096, **config: Any) -> None:
@@ -60,13 +60,13 @@ class Depot:
         self.buffer[: len(page)] = page
         self.tables = ArenaTables(self.buffer, self.layout)
         self.now = 0.0
-        self.engine = Engine(
+        self.engine = Depot(
             self.tables,
             arena_id=ARENA_ID,
             run=1,
             clock=lambda: self.now,
             random_bytes=Random(1).randbytes,
-            config=EngineConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config)),
+            config=DepotConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config)),
         )
         self.engine.ready(self.layout.size_bytes)
         self._present = True
@@ -123,7 +123,7 @@ class Depot:
 class DirectSession:
     """Stands in for `DepotSession`. Replies arrive in `poll`, as there."""
 
-    def __init__(self, depot: Depot, engine_id: str, world_size: int) -> None:
+    def __init__(self, depot: DirectDepot, engine_id: str, world_size: int) -> None:
         self.depot = depot
         self.refusal = ""
         self.ranks: list[Attached] = []
@@ -135,7 +135,7 @@ class DirectSession:
         self._registered: set[bytes] = set()
         self._void: dict[bytes, int] = {}
         self._due: deque[tuple[Callable[[Any], None], Any]] = deque()
-        self._waiting: list[tuple[Callable[[Any], None], Any, Following | None]] = []
+        self._waiting: list[tuple[Callable[[Any], None], Any, ChainedAcquire | None]] = []
         self._forgone: set[int] = set()
         self._leases = itertools.count(next(_first_leases))
         self.specs: list[NamespaceSpec] = []
@@ -197,7 +197,7 @@ class DirectSession:
         return next(self._leases)
 
     def submit(
-        self, call: Any, timeout_seconds: float, done: Callable[[Any], None], following: Following | None = None
+        self, call: Any, timeout_seconds: float, done: Callable[[Any], None], then: ChainedAcquire | None = None
     ) -> None:
         del timeout_seconds
         self.depot.calls.append(call)
@@ -214,17 +214,17 @@ class DirectSession:
             self._end_lease(call)
             self._due.append((done, CallFailure(FailureReason.DEADLINE)))
         elif type(call) in self.depot.held:
-            self._waiting.append((done, reply, following))
+            self._waiting.append((done, reply, then))
         else:
-            self._answer(done, reply, following)
+            self._answer(done, reply, then)
 
-    def _answer(self, done: Callable[[Any], None], reply: Any, following: Following | None) -> None:
-        made = following.make(reply) if following is not None and following.lease_id not in self._forgone else None
+    def _answer(self, done: Callable[[Any], None], reply: Any, then: ChainedAcquire | None) -> None:
+        made = then.make(reply) if then is not None and then.lease_id not in self._forgone else None
         self._due.append((done, reply))
-        if following is not None and made is not None:
-            self.submit(made, following.timeout_seconds, following.done)
+        if then is not None and made is not None:
+            self.submit(made, then.timeout_seconds, then.done)
 
-    def forgo(self, lease_id: int) -> None:
+    def cancel(self, lease_id: int) -> None:
         self._forgone.add(lease_id)
         self.release([lease_id], used=False)
 
@@ -249,8 +249,8 @@ class DirectSession:
     def let_go(self) -> None:
         """Deliver the replies that were held back, at the next poll."""
         waiting, self._waiting = self._waiting, []
-        for done, reply, following in waiting:
-            self._answer(done, reply, following)
+        for done, reply, then in waiting:
+            self._answer(done, reply, then)
 
     def release(self, lease_ids: Sequence[int], *, used: bool = True) -> None:
         unused = () if used else tuple(lease_ids)
@@ -285,7 +285,7 @@ class DirectSession:
 class DirectAttachment:
     """Stands in for a rank's `Attachment`. Without a proxy the arena is mapped."""
 
-    def __init__(self, depot: Depot, proxy: Proxy | None = None) -> None:
+    def __init__(self, depot: DirectDepot, proxy: Proxy | None = None) -> None:
         self._depot = depot
         self._proxy = proxy
         self._arena = depot.arena() if proxy is None else proxy.arena

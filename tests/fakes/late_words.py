@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from random import Random
 
-from kvdepot.client.vllm.metadata import RankMeta
+from kvdepot.client.vllm.base.metadata import RankMeta
 
 
 class LateWords:

@@ -22,7 +22,7 @@ from kvdepot.core.objectfile import (
     payload_sum,
 )
 from kvdepot.core.report import TierStatus
-from kvdepot.server.tiers.base import (
+from kvdepot.server.storage.base import (
     DAMAGED,
     NO_HANDLE,
     IoOutcome,
@@ -35,7 +35,7 @@ from kvdepot.server.tiers.base import (
     WorkerRegistry,
     Written,
 )
-from kvdepot.server.tiers.found import FoundObjects
+from kvdepot.server.storage.found import FoundObjects
 
 from tests.fakes.raising import Injected
 
@@ -61,6 +61,7 @@ class Job:
     raw_sum: int | None = None
     cost_bytes: int = 0
     begun: bool = False
+    doubtful: tuple[int, ...] = ()  # sums that the stored bytes must not have
     snapshot: bytes = b""  # of the object when it was asked for: a drop does not change the answer
 
     @property
@@ -68,7 +69,7 @@ class Job:
         return self.handle != NO_HANDLE
 
 
-class _Unlent:
+class Unlent:
     """The loan of a job that touches no extents."""
 
     def begin(self, worker: int) -> bool:
@@ -179,7 +180,7 @@ class MemoryTier:
             done(read.outcome)
 
         snapshot = self.medium.stored.get(handle, b"")
-        self._add(Job(self._named(handle), (), _Unlent(), verified, handle=handle, snapshot=snapshot))
+        self._add(Job(self._named(handle), (), Unlent(), verified, handle=handle, snapshot=snapshot))
 
     def _named(self, handle: int) -> ObjectName:
         return self.medium.names[handle]
@@ -208,6 +209,11 @@ class MemoryTier:
     def handles(self) -> set[int]:
         """In use."""
         return set(self.medium.stored)
+
+    @property
+    def opened(self) -> bool:
+        """Whether it has said so in this run, and was not stopped."""
+        return self._worker >= 0
 
     def open(self) -> None:
         """Say what is there and serve."""
@@ -341,6 +347,8 @@ class MemoryTier:
         payload = payload[: header.stored_bytes]
         if payload_sum([payload]) != header.stored_sum:
             raise ObjectDamageError(Damage.CORRUPT, "payload")
+        if header.raw_sum in job.doubtful:
+            raise ObjectDamageError(Damage.CORRUPT, "doubtful")
         return payload
 
     def _finish_write(self, job: Job) -> None:

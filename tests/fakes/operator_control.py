@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kvdepot.server.config import Config
-from kvdepot.server.config_schema import Tables
-from kvdepot.server.control import Control
-from kvdepot.server.set_quotas import SetQuotas
-from kvdepot.server.state_file import StateFile
+from kvdepot.server.config.config import Config
+from kvdepot.server.config.schema import Tables
+from kvdepot.server.config.set_quotas import SetQuotas
+from kvdepot.server.daemon.control import Control
+from kvdepot.server.daemon.state_file import StateFile
 
 from tests.rigs.engine_rig import Rig
 
@@ -21,7 +21,7 @@ async def _nothing() -> None:
 def control_over(rig: Rig, file: StateFile) -> Control:
     config = Config("none", Tables(), 1 << 30, Path("/none"))
     return Control(
-        rig.engine,
+        rig.depot,
         file,
         config,
         reread=None,

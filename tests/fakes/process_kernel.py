@@ -1,4 +1,4 @@
-"""What a kernel says of processes, behind the functions of `kvdepot.server.processes`: pids, start times, pidfds.
+"""Pids, start times and pidfds of a kernel, behind the functions of `kvdepot.server.platform.processes`.
 
 A process is a pipe and its pidfds are copies of the reading end: readable once the process has ended, as a real one
 is, and with an inode that is the process's alone. So all that watches them is the daemon's own code.
@@ -17,7 +17,7 @@ from enum import Enum
 from pathlib import Path
 from unittest import mock
 
-from kvdepot.server import processes
+from kvdepot.server.platform import processes
 
 PIDS = range(10, 16)
 """So few that pids are used again."""
@@ -31,6 +31,11 @@ class Sight(Enum):
     NOTHING = "nothing"  # another PID namespace
 
 
+def file_of(status: os.stat_result) -> tuple[int, int]:
+    """Device and inode: files of two file systems, such as a pipe and a memfd, may have the same inode."""
+    return status.st_dev, status.st_ino
+
+
 @dataclass(eq=False)
 class FakeProcess:
     pid: int
@@ -40,8 +45,8 @@ class FakeProcess:
     ended: bool = False
 
     @property
-    def inode(self) -> int:
-        return os.fstat(self.ends[0]).st_ino
+    def file(self) -> tuple[int, int]:
+        return file_of(os.fstat(self.ends[0]))
 
     def end(self) -> None:
         if not self.ended:
@@ -94,11 +99,11 @@ class FakeKernel:
 
     def open_pidfds(self) -> Counter[FakeProcess]:
         """How many of each process somebody in this one has, beside the fake itself."""
-        inodes = {one.inode: one for one in self.all}
+        files = {one.file: one for one in self.all}
         found: Counter[FakeProcess] = Counter()
         for path in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # the listing's own
-                one = inodes.get(path.stat().st_ino)
+                one = files.get(file_of(path.stat()))
                 if one is not None:
                     found[one] += 1
         found.subtract(dict.fromkeys(self.all, 2))

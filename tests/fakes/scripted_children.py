@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvdepot.client.vllm import compat
-from kvdepot.client.vllm.metadata import RankMeta, StepMeta
-from kvdepot.client.vllm.stats import KVDepotPromMetrics, KVDepotStats
+from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base.metadata import RankMeta, StepMeta
+from kvdepot.client.vllm.base.stats import KVDepotPromMetrics, KVDepotStats
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
 Offer = tuple[int | None, bool]

@@ -20,12 +20,13 @@ from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from kvdepot.client.vllm import connector as connector_module
-from kvdepot.client.vllm import file_state
+from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.identity import file_state
 from vllm import SamplingParams
 from vllm.config import (
     CacheConfig,
@@ -57,7 +58,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.fakes.adapter_store import AdapterStore, OwnReads, replace_reading
 from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2_LOAD_ARGUMENTS
-from tests.fakes.direct_session import Depot, DirectAttachment, DirectSession
+from tests.fakes.direct_session import DirectAttachment, DirectDepot, DirectSession
+from tests.fakes.rank_memory import RankMemory
 from tests.fakes.sleep_mode import SleepMode
 
 try:
@@ -190,77 +192,20 @@ def stage_layout(layout: KVCacheConfig, stage: int, stages: int) -> KVCacheConfi
     return replace(layout, kv_cache_groups=_project_kv_cache_groups_to_worker(layout.kv_cache_groups, specs))
 
 
-def pattern(
-    kind: str, layer: str, rank: int, tokens: Sequence[int], size_bytes: int, adapter: bytes = b""
-) -> np.ndarray[Any, Any]:
-    """The bytes that a layer holds of a prefix, computed with an adapter of this content."""
-    seed = blake2b(repr((kind, layer, rank, list(tokens))).encode() + adapter, digest_size=8).digest()
-    return np.random.default_rng(int.from_bytes(seed, "little")).integers(0, 256, size_bytes, dtype=np.uint8)
-
-
 def next_token(tokens: Sequence[int]) -> int:
     return int.from_bytes(blake2b(repr(list(tokens)).encode(), digest_size=4).digest(), "little") % VOCABULARY
 
 
-class RankMemory:
-    """The KV tensors of one rank. Layers of different groups overlay each other, as in vLLM."""
-
-    def __init__(self, layout: KVCacheConfig, rank: int) -> None:
-        self.rank = rank
-        self.layout = layout
-        self.weights = 0  # which ones compute what is written here
-        self._alike = {
-            name
-            for group in layout.kv_cache_groups
-            if isinstance(group.kv_cache_spec, MLAAttentionSpec)
-            for name in group.layer_names
-        }
-        page = 2048
-        self.raw = torch.zeros(2 * layout.num_blocks * page, dtype=torch.int8)
-        self.caches: dict[str, torch.Tensor] = {}
-        for group in layout.kv_cache_groups:
-            for place, name in enumerate(group.layer_names):
-                if isinstance(group.kv_cache_spec, MambaSpec):
-                    size, shape = 84, (layout.num_blocks, 1, 1, 84)
-                else:
-                    size, shape = 1024, (layout.num_blocks, 1, BLOCK, 64)
-                self.caches[name] = torch.as_strided(
-                    self.raw, shape, (page, size, shape[3], 1), place * layout.num_blocks * page
-                )
-
-    def block(self, layer: str, block_id: int) -> torch.Tensor:
-        return self.caches[layer][block_id].view(-1)
-
-    def _pattern(
-        self, kind: str, layer: str, tokens: Sequence[int], size_bytes: int, adapter: bytes
-    ) -> np.ndarray[Any, Any]:
-        weights = f"{self.weights}:" if self.weights else ""
-        return pattern(weights + kind, layer, 0 if layer in self._alike else self.rank, tokens, size_bytes, adapter)
-
-    def write(self, kind: str, layer: str, block_id: int, tokens: Sequence[int], adapter: bytes = b"") -> None:
-        block = self.block(layer, block_id)
-        block.copy_(torch.from_numpy(self._pattern(kind, layer, tokens, block.numel(), adapter).view(np.int8)))
-
-    def holds(self, kind: str, layer: str, block_id: int, tokens: Sequence[int], adapter: bytes = b"") -> bool:
-        block = self.block(layer, block_id)
-        return bool((block.numpy().view(np.uint8) == self._pattern(kind, layer, tokens, block.numel(), adapter)).all())
-
-    def fill(self, value: int) -> torch.Tensor:
-        """Every byte but the null block's; returns a copy of it all."""
-        self.raw.fill_(value)
-        for name in self.caches:
-            self.block(name, 0).zero_()
-        return self.raw.clone()
-
-    def null_block_untouched(self) -> bool:
-        return not any(self.block(name, 0).any() for name in self.caches)
+_packages = functools.cache(compat.computing_packages)
+"""They stay the same for all engines of a process, and to look for them takes 15 ms of CPU time."""
 
 
 def _worker(config: VllmConfig, memory: RankMemory) -> Any:
     """The connector of a rank."""
     config.parallel_config.rank = memory.rank
     worker = connector_module.KVDepotConnector(config, KVConnectorRole.WORKER, memory.layout)
-    worker.register_kv_caches(memory.caches)
+    with mock.patch.object(compat, "computing_packages", _packages):
+        worker.register_kv_caches(memory.caches)
     return worker
 
 
@@ -271,7 +216,7 @@ class ScriptedEngine(SleepMode):
 
     def __init__(
         self,
-        depot: Depot,
+        depot: DirectDepot,
         folder: Path,
         monkeypatch: pytest.MonkeyPatch,
         *,
@@ -342,7 +287,7 @@ class ScriptedEngine(SleepMode):
 
     def wait_attached(self) -> None:
         """Step until the connector may load and store."""
-        while self.side is not None and not (self.side.namespaces.usable and self.side.namespaces.ranks_ready):
+        while self.side is not None and not (self.side.namespaces.registered_id and self.side.namespaces.ranks_ready):
             assert not self.side.namespaces.problem, self.side.namespaces.problem
             self.step()
 
@@ -370,12 +315,12 @@ class ScriptedEngine(SleepMode):
             found: DirectSession = engine.session
             return found
 
-        monkeypatch.setattr(connector_module, "DepotSession", session)
+        monkeypatch.setattr("kvdepot.client.vllm.scheduling.sides.DepotSession", session)
         monkeypatch.setattr(connector_module, "Attachment", lambda *_, **__: next(attach))
 
     @property
     def side(self) -> Any:
-        return self.connector.scheduler_side
+        return self.connector.sides.current if self.connector.sides is not None else None
 
     @property
     def copies(self) -> list[Any]:
@@ -477,24 +422,32 @@ class ScriptedEngine(SleepMode):
                     self.handed[output_of_one.request_id] = output_of_one.kv_transfer_params
 
     def _check_and_compute(self, rank: int, scheduled: Any) -> None:
-        memory = self.memories[rank]
-        for copy in scheduled.kv_cache_block_copies or ():
-            for cache in memory.caches.values():
-                cache[copy.dst_block_id] = cache[copy.src_block_id]
-        for block_id in scheduled.new_block_ids_to_zero or ():
-            for name in memory.caches:
-                memory.block(name, block_id).zero_()
         for new in scheduled.scheduled_new_reqs:
             self.hits[new.req_id] = new.num_computed_tokens
         loras = [self.requests[name].lora_request for name in scheduled.num_scheduled_tokens]
         if any(loras):
             self.adapters[rank].activate([lora for lora in loras if lora is not None])
         computed = self._computed(scheduled)
-        for request_id, count in scheduled.num_scheduled_tokens.items():
-            tables = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            before = computed[request_id]
-            for group, table in zip(memory.layout.kv_cache_groups, tables, strict=True):
-                self._visit(memory, group, table, request_id, before, before + count)
+        visits = [
+            self._visit(rank, request_id, computed[request_id], computed[request_id] + count)
+            for request_id, count in scheduled.num_scheduled_tokens.items()
+        ]
+
+        def compute() -> None:
+            memory = self.memories[rank]
+            for copy in scheduled.kv_cache_block_copies or ():
+                for cache in memory.caches.values():
+                    cache[copy.dst_block_id] = cache[copy.src_block_id]
+            for block_id in scheduled.new_block_ids_to_zero or ():
+                for name in memory.caches:
+                    memory.block(name, block_id).zero_()
+            for visit in visits:
+                visit(memory)
+
+        self._launch(rank, scheduled, compute)
+
+    def _launch(self, rank: int, scheduled: Any, compute: Callable[[], None]) -> None:
+        compute()
 
     @staticmethod
     def _computed(scheduled: Any) -> dict[str, int]:
@@ -503,33 +456,41 @@ class ScriptedEngine(SleepMode):
         cached = scheduled.scheduled_cached_reqs
         return computed | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
 
-    def _visit(
-        self, memory: RankMemory, group: Any, table: list[int], request_id: str, before: int, after: int
-    ) -> None:
+    def _visit(self, rank: int, request_id: str, before: int, after: int) -> Callable[[RankMemory], None]:
+        """Computes a request's tokens `before` to `after` in a rank's memory, and checks what that reads."""
+        tables = [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
         tokens = [*self.tokens[request_id], *self._drafts.get(request_id, ())]
         lora = self.requests[request_id].lora_request
-        adapter = b"" if lora is None else self.adapters[memory.rank].content(lora)
+        adapter = b"" if lora is None else self.adapters[rank].content(lora)
         # vLLM's own cache knows an adapter's name alone: what it keeps may be of any content that was loaded by it.
-        former = [b""] if lora is None else self.adapters[memory.rank].contents
+        former = [b""] if lora is None else list(self.adapters[rank].contents)
 
-        def holds(kind: str, name: str, block_id: int, prefix: list[int]) -> bool:
+        def holds(memory: RankMemory, kind: str, name: str, block_id: int, prefix: list[int]) -> bool:
             return any(memory.holds(kind, name, block_id, prefix, content) for content in former)
 
-        window = getattr(group.kv_cache_spec, "sliding_window", None) or before + 1
-        first = max(before - window + 1, 0) // BLOCK
-        for name in group.layer_names:
-            if isinstance(group.kv_cache_spec, MambaSpec):
-                size = group.kv_cache_spec.block_size
-                if before:
-                    found = holds("state", name, table[(before - 1) // size], tokens[:before])
-                    assert found, f"{request_id}: rank {memory.rank} resumes at {before} without the state of {name}"
-                memory.write("state", name, table[(after - 1) // size], tokens[:after], adapter)
-                continue
-            for index in range(first, before // BLOCK):
-                found = holds("kv", name, table[index], tokens[: (index + 1) * BLOCK])
-                assert found, f"{request_id}: rank {memory.rank} reads wrong bytes in block {index} of {name}"
+        def state(memory: RankMemory, name: str, table: list[int], size: int) -> None:
+            if before:
+                found = holds(memory, "state", name, table[(before - 1) // size], tokens[:before])
+                assert found, f"{request_id}: rank {rank} resumes at {before} without the state of {name}"
+            memory.write("state", name, table[(after - 1) // size], tokens[:after], adapter)
+
+        def attention(memory: RankMemory, name: str, table: list[int], window: int) -> None:
+            for index in range(max(before - window + 1, 0) // BLOCK, before // BLOCK):
+                found = holds(memory, "kv", name, table[index], tokens[: (index + 1) * BLOCK])
+                assert found, f"{request_id}: rank {rank} reads wrong bytes in block {index} of {name}"
             for index in range(before // BLOCK, after // BLOCK):
                 memory.write("kv", name, table[index], tokens[: (index + 1) * BLOCK], adapter)
+
+        def visit(memory: RankMemory) -> None:
+            for group, table in zip(memory.layout.kv_cache_groups, tables, strict=True):
+                spec = group.kv_cache_spec
+                for name in group.layer_names:
+                    if isinstance(spec, MambaSpec):
+                        state(memory, name, table, spec.block_size)
+                    else:
+                        attention(memory, name, table, getattr(spec, "sliding_window", None) or before + 1)
+
+        return visit
 
     def _rank_output(self, rank: int, scheduled: Any, sampled: dict[str, list[int]]) -> ModelRunnerOutput:
         worker = self.workers[rank]
@@ -597,4 +558,4 @@ class ScriptedEngine(SleepMode):
             connector.shutdown()
 
 
-__all__ = ["BLOCK", "Depot", "ScriptedEngine", "cache_layout", "engine_config", "model_folder", "next_token"]
+__all__ = ["BLOCK", "DirectDepot", "ScriptedEngine", "cache_layout", "engine_config", "model_folder", "next_token"]

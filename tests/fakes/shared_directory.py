@@ -1,4 +1,4 @@
-"""A shared directory with several nodes' keepers in one process, and objects put into it as a tier would."""
+"""A shared directory with several nodes' coordinators in one process, and objects put into it as a tier would."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Final
 
 from kvdepot.core.calls import ROOT_KEY, Kind
 from kvdepot.core.objectfile import Codec, ObjectHeader, ObjectName, payload_sum
-from kvdepot.server.tiers.shared.keeper.keeper import Keeper
-from kvdepot.server.tiers.shared.keeper.records import JanitorRecord, Lease
-from kvdepot.server.tiers.shared.keeper.settings import Before, KeeperSettings
-from kvdepot.server.tiers.shared.layout import JANITOR, node_file, object_file
+from kvdepot.server.storage.shared_layout import JANITOR, node_file, object_file
+from kvdepot.server.tiers.shared.coordinator.coordinator import Coordinator
+from kvdepot.server.tiers.shared.coordinator.records import JanitorRecord, Lease
+from kvdepot.server.tiers.shared.coordinator.settings import Before, CoordinatorSettings
 from kvdepot.server.tiers.shared.links import Report
 
 from tests.rigs.raw_client import CHUNK_TOKENS, payload_of
@@ -33,39 +33,39 @@ class Clock:
 
 
 class Nodes:
-    """Keepers that beat in turn. Real files have real times, so the test's clock may only run ahead of them."""
+    """Coordinators with heartbeats in turn. Real files have real times, so the test's clock may only be ahead."""
 
     def __init__(self, root: Path, nodes: int, capacity_bytes: int = 64 * MIB, offsets: tuple[float, ...] = ()) -> None:
         self.root = root
         self.clock = Clock()
         self.offsets = list(offsets or (0.0,) * nodes)
         self.stopped: set[int] = set()
-        settings = KeeperSettings(root, capacity_bytes, on_root_filesystem=True)
+        settings = CoordinatorSettings(root, capacity_bytes, on_root_filesystem=True)
         root.mkdir(exist_ok=True)
-        self.keepers = [Keeper(settings, Before(), self._clock(at)) for at in range(nodes)]
-        self.words: list[object] = [None] * nodes
+        self.coordinators = [Coordinator(settings, Before(), self._clock(at)) for at in range(nodes)]
+        self.messages: list[object] = [None] * nodes
 
     def _clock(self, at: int):  # type: ignore[no-untyped-def]
         return lambda: self.clock.seconds + self.offsets[at]
 
     @property
     def reports(self) -> list[Report]:
-        assert all(isinstance(word, Report) for word in self.words), self.words
-        return [word for word in self.words if isinstance(word, Report)]
+        assert all(isinstance(message, Report) for message in self.messages), self.messages
+        return [message for message in self.messages if isinstance(message, Report)]
 
     @property
     def janitor(self) -> int:
-        return next(at for at, keeper in enumerate(self.keepers) if keeper.janitor.holding)
+        return next(at for at, coordinator in enumerate(self.coordinators) if coordinator.janitor.holding)
 
-    def go_on(self, beats: int, each: float = 2.0) -> None:
-        """Each living one beats, and works until it has nothing to do. The lease grows older likewise."""
-        for _ in range(beats):
+    def go_on(self, heartbeats: int, each: float = 2.0) -> None:
+        """Each living one heartbeats, and works until it has nothing to do. The lease grows older likewise."""
+        for _ in range(heartbeats):
             self.clock.seconds += each
             self._grow_older(each)
-            for at, keeper in enumerate(self.keepers):
+            for at, coordinator in enumerate(self.coordinators):
                 if at not in self.stopped:
-                    self.words[at] = keeper.beat()
-                    while keeper.work():
+                    self.messages[at] = coordinator.heartbeat()
+                    while coordinator.work():
                         pass
 
     def listed(self, folder: str = ".") -> list[str]:

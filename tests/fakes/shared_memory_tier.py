@@ -8,13 +8,19 @@ from typing import Any
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectDamageError, ObjectHeader
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, ObjectName, Read, Stored, TierTraits
-from kvdepot.server.tiers.found import FoundObjects
+from kvdepot.server.storage.base import DAMAGED, IoOutcome, Loan, ObjectName, Read, Stored, TierTraits
+from kvdepot.server.storage.found import FoundObjects
 
-from tests.fakes.memory_tier import Job, MemoryTier
+from tests.fakes.memory_tier import Job, MemoryTier, Unlent
 
+_LOOKED_AT = 0xFFFF_FFFE
+"""No handle, of a job that reads a file all the same."""
 File = tuple[bytes, bytes, int]
 """(namespace, key, kind): where an object lies."""
+
+
+def _ignored(_: Read) -> None:
+    """Nobody waits for it."""
 
 
 def file_of(name: ObjectName) -> File:
@@ -98,6 +104,11 @@ class SharedMemoryTier(MemoryTier):
         """Only here."""
         del self._by_file[file_of(self._names.pop(handle))]
         self._used -= 1
+
+    def quarantine(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
+        """A read into nothing that waits as others do. A handle of the file is of no use from then on."""
+        job = Job(name, (), Unlent(), _ignored, handle=_LOOKED_AT, doubtful=tuple(raw_sums))
+        self._add(job)
 
     def stored(self, handle: int) -> Stored:
         return Stored(self._names[handle].raw_bytes, 0, None)

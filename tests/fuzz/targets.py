@@ -12,6 +12,7 @@ import struct
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import xxhash
 from google.protobuf.message import DecodeError, Message
@@ -23,14 +24,16 @@ from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, ObjectName, fields_as_found
 from kvdepot.core.planner import GroupSpec
 from kvdepot.proto import call_frames as call_frames_codec
-from kvdepot.proto import codec, codec_data, codec_namespace
+from kvdepot.proto import codec, codec_data
+from kvdepot.proto.methods import BY_CALL
 from kvdepot.proto.v1 import data_pb2 as data_pb
-from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.server import config
+from kvdepot.server.config import config
+from kvdepot.server.io import checksum_wire, jobs, stream_wire
 from kvdepot.server.io.codecs import decode
+from kvdepot.server.io.framing import FrameError, Framing
 from kvdepot.server.io.lent_extents import LentExtents
-from kvdepot.server.io.wire import WireError, unpack_answer, unpack_job
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.disk import messages
 from kvdepot.server.tiers.disk.layout import Store
 from kvdepot.server.tiers.disk.records import (
     MARK_BYTES,
@@ -41,21 +44,15 @@ from kvdepot.server.tiers.disk.records import (
     pack_snapshot_header,
 )
 from kvdepot.server.tiers.disk.replay import replay
+from kvdepot.server.tiers.shared import links
 
 STORE_ID = bytes(16)
+_FRAMINGS: tuple[Framing[Any], ...] = (
+    jobs.JOBS, jobs.ANSWERS, checksum_wire.JOBS, checksum_wire.ANSWERS, messages.REQUESTS, messages.MESSAGES,
+    links.TO_COORDINATOR, links.FROM_COORDINATOR, stream_wire.OPENING,
+)  # fmt: skip
 _MAGIC_AND_VERSION = struct.pack("<8sII", b"KVDOBJCT", 1, 1)
-_REQUESTS: tuple[tuple[type[Message], Callable[..., object]], ...] = (
-    (pb.RegisterNamespaceRequest, codec_namespace.decode_register),
-    (pb.DeclareRequest, codec.decode_declare_call),
-    (pb.LocateRequest, codec.decode_locate_call),
-    (pb.AcquireRequest, codec.decode_acquire_call),
-    (pb.ReleaseRequest, codec.decode_release_call),
-    (pb.ReserveRequest, codec.decode_reserve_call),
-    (pb.CommitRequest, codec.decode_commit_call),
-    (pb.AbandonRequest, codec.decode_abandon_call),
-    (pb.EndRequestRequest, codec.decode_end_request_call),
-)
-
+_METHODS = tuple(BY_CALL.values())
 _DATA_REQUESTS: tuple[tuple[type[Message], Callable[..., object]], ...] = (
     (data_pb.LoadRequest, codec_data.decode_load_call),
     (data_pb.StoreRequest, codec_data.decode_store_call),
@@ -173,13 +170,12 @@ def configuration(data: bytes) -> None:
 
 
 def request(data: bytes) -> None:
-    """The first byte says which call."""
-    message_class, decode_call = _REQUESTS[data[0] % len(_REQUESTS) if data else 0]
-    message = message_class()
+    """The first byte says which call, of any service, and whether it is the call or its reply."""
+    which, is_reply = divmod(data[0] if data else 0, 2)
+    method = _METHODS[which % len(_METHODS)]
     try:
-        message.ParseFromString(data[1:])
-        decode_call(message)
-    except (DecodeError, KvDepotError):
+        (method.reply if is_reply else method.call).parse(data[1:])
+    except KvDepotError:
         return
 
 
@@ -238,34 +234,29 @@ _DATA_ARENA = _data_arena()
 
 
 def call_frames(data: bytes) -> None:
-    """The first byte says which end takes it in."""
-    decode = call_frames_codec.decode_response if data[:1] > b"\x7f" else call_frames_codec.decode_request
+    """As a client takes them in; `request` has what the daemon does with their bodies."""
     frames = call_frames_codec.Frames()
-    frames.feed(data[1:])
+    frames.feed(data)
     with contextlib.suppress(KvDepotError):
-        for body in frames:
-            decode(body)
+        for frame in frames:
+            if frame.method == call_frames_codec.REFUSAL:
+                call_frames_codec.decode_refusal(frame.body)
 
 
-def worker_job(data: bytes) -> None:
-    try:
-        unpack_job(data)
-    except WireError:
-        return
-
-
-def worker_answer(data: bytes) -> None:
-    try:
-        unpack_answer(data)
-    except WireError:
-        return
+def child_frames(data: bytes) -> None:
+    """As daemon and child processes take them in; the first byte says which types they are, the second which one."""
+    framing = _FRAMINGS[data[0] % len(_FRAMINGS)] if data else _FRAMINGS[0]
+    with contextlib.suppress(FrameError):
+        list(framing.take(bytearray(data[1:])))
+    with contextlib.suppress(FrameError):
+        framing.unpack(data[1] if data[1:] else 0, data[2:])
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         header, lz4, bitshuffle_lz4, journal, snapshot, store, export, configuration, request, attach_datagram,
-        data_request, call_frames, worker_job, worker_answer,
+        data_request, call_frames, child_frames,
     )
 }  # fmt: skip
 CORPORA = {

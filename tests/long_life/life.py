@@ -44,7 +44,9 @@ kind = "disk"
 path = "{disk}"
 capacity = "64MiB"
 write = "second_use"
+io_workers = {io_workers}
 """
+IO_WORKERS: Final = 2
 LABELS: Final = 150
 """Namespaces: more than the daemon has room for, so that they come and go too."""
 PROMPTS: Final = 4
@@ -95,9 +97,10 @@ class LongLife:
     def __enter__(self) -> Self:
         disk = self._daemon.directory / "disk"
         disk.mkdir(mode=0o700)
-        self._daemon.config = CONFIG.format(grace=GRACE_SECONDS, disk=disk)
+        self._daemon.config = CONFIG.format(grace=GRACE_SECONDS, disk=disk, io_workers=IO_WORKERS)
         try:
             self._daemon.start()
+            wait_until(lambda: self._slots() == IO_WORKERS, "the I/O workers have their slots")
         except BaseException:
             self._daemon.close()
             raise

@@ -18,23 +18,23 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final
+from typing import Any, Final
 
 from tests.mutants.mutations import Mutation, mutations
 from tests.mutants.rooms import files_of, modules, room_of
 from tests.mutants.selection import chosen
-from tests.mutants.watching import Noted
+from tests.mutants.watching import Noted, test_due
 
 ROOT: Final = Path(__file__).parents[2]
 _TREE: Final = ("core", "proto", "server", "client", "tests", "configs", "demo", "benchmarks", "docs", "pyproject.toml")
 _PYTEST: Final = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not long")
-_MORE_SECONDS: Final = 120.0
-"""In addition to three times what the tests need: then a change has made them hang."""
+_MORE_SECONDS: Final = 60.0
+"""In addition to three times what a test needs, or all of them do: then a change has made it hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Copy:
 
     def __init__(self, folder: Path, root: Path = ROOT) -> None:
         self._root = folder / "tree"
-        self._report, self._output = folder / "report", folder / "output"
+        self._report, self._output, self._due = folder / "report", folder / "output", folder / "due"
         for name in _TREE:
             source = root / name
             if source.is_dir():
@@ -74,30 +74,42 @@ class Copy:
 
     def note(self, files: Sequence[str]) -> Noted:
         """Runs all tests of these, without a change."""
-        code = self._ask([*self._arguments, *files], None, None)
+        code = self._ask_to_run([*self._arguments, *files], None, None)
         if code not in (0, 1):
             raise RuntimeError(f"pytest ends with {code}: {self._output.read_text()[-2000:]}")
         return Noted.read(self._report)
 
-    def try_one(self, mutation: Mutation, tests: Sequence[str], seconds: float) -> tuple[str, str]:
-        """An outcome, and the test that fails."""
+    def import_as(self, noted: Noted) -> None:
+        """What takes long to import, as another copy has found."""
+        self._ask({"imported": noted.imported})
+
+    def try_one(self, mutation: Mutation, tests: Mapping[str, float], seconds: float) -> tuple[str, str]:
+        """An outcome, and the test that fails or hangs. `tests`: how many seconds each may take; all: `seconds`."""
         path = self._root / mutation.path
         source = path.read_bytes()
         self._report.unlink(missing_ok=True)
         files = dict.fromkeys(test.partition("::")[0] for test in tests)
         try:
             self._write(path, mutation.apply(source))
-            code = self._ask([*self._arguments, "-x", *files], tests, seconds)
+            code = self._ask_to_run([*self._arguments, "-x", *files], tests, seconds)
         finally:
             self._write(path, source)
+        if code is None:
+            return "hangs", test_due(self._due)[1]
         by = self._report.read_text() if self._report.exists() else "no test can be run"
-        return ("hangs", "") if code is None else ("survived", "") if code in (0, 5) else ("caught", by)
+        return ("survived", "") if code in (0, 5) else ("caught", by)
 
-    def _ask(self, arguments: Sequence[str], tests: Sequence[str] | None, seconds: float | None) -> int | None:
-        task = {
-            "arguments": arguments, "tests": tests, "seconds": seconds, "report": str(self._report),
-            "output": str(self._output),
-        }  # fmt: skip
+    def _ask_to_run(
+        self, arguments: Sequence[str], tests: Mapping[str, float] | None, seconds: float | None
+    ) -> int | None:
+        return self._ask(
+            {
+                "arguments": arguments, "tests": tests, "seconds": seconds, "report": str(self._report),
+                "due": str(self._due), "output": str(self._output),
+            }
+        )  # fmt: skip
+
+    def _ask(self, task: dict[str, Any]) -> int | None:
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(task), file=self._process.stdin, flush=True)
         code: int | None = json.loads(self._process.stdout.readline())
@@ -128,9 +140,9 @@ class Run:
 
     def work(self, room: str, changes: Sequence[Mutation]) -> None:
         began = time.monotonic()
-        for copy in self._copies[1:]:  # each has to import what the tests do
-            copy.note(files_of(ROOT, room))
         noted = self._copies[0].note(files_of(ROOT, room))
+        for copy in self._copies[1:]:
+            copy.import_as(noted)
         print(f"{room}: {len(noted.tests)} tests pass without a change, {time.monotonic() - began:.0f} s", flush=True)
         for test in noted.failed:
             print(f"not counted, fails without a change: {test}", flush=True)
@@ -147,9 +159,10 @@ class Run:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _try(self, copy: Copy, mutation: Mutation, noted: Noted) -> None:
-        tests = chosen(mutation, noted)
+        tests = {test: _MORE_SECONDS + 3 * noted.seconds[test] for test in chosen(mutation, noted)}
         began = time.monotonic()
-        outcome, by = copy.try_one(mutation, tests, _MORE_SECONDS + 3 * sum(noted.seconds[test] for test in tests))
+        seconds = _MORE_SECONDS + 3 * sum(noted.seconds[test] for test in tests)
+        outcome, by = copy.try_one(mutation, tests, seconds)
         if outcome == "survived" and (str(mutation.path), mutation.text, mutation.change) in self._known:
             outcome = "explained"
         self.results.append(Result(mutation, outcome, time.monotonic() - began, by))

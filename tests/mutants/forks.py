@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.mutants.watching import Noted, Noting, Trying
+from tests.mutants.watching import Noted, Noting, Trying, test_due
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _REAP_MS: Final = 50
@@ -34,8 +34,12 @@ def serve() -> None:
     os.dup2(null, 1)
     while line := sys.stdin.readline():
         task = json.loads(line)
-        code = _run(task)
-        if task["tests"] is None and code is not None:
+        code: int | None = 0
+        if "imported" in task:
+            _import(task["imported"])
+        else:
+            code = _run(task)
+        if code is not None and task.get("tests", ()) is None:
             _import(Noted.read(Path(task["report"])).imported)
         print(json.dumps(code), file=answers, flush=True)
 
@@ -48,6 +52,8 @@ def _import(names: list[str]) -> None:
 
 
 def _run(task: dict[str, Any]) -> int | None:
+    due = Path(task["due"])
+    due.unlink(missing_ok=True)
     process = os.fork()
     if process == 0:
         _test(task)
@@ -55,7 +61,7 @@ def _run(task: dict[str, Any]) -> int | None:
     poll.register(0, select.POLLHUP)  # nobody waits for an answer any more
     over = math.inf if task["seconds"] is None else time.monotonic() + task["seconds"]
     status = None
-    while status is None and time.monotonic() < over and not poll.poll(_REAP_MS):
+    while status is None and time.monotonic() < min(over, test_due(due)[0]) and not poll.poll(_REAP_MS):
         status = _reap(process)
     _end()
     return None if status is None else os.waitstatus_to_exitcode(status)
@@ -90,7 +96,7 @@ def _test(task: dict[str, Any]) -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         report, tests = Path(task["report"]), task["tests"]
-        plugin = Noting(Path.cwd(), report) if tests is None else Trying(tests, report)
+        plugin = Noting(Path.cwd(), report) if tests is None else Trying(tests, report, Path(task["due"]))
         code = int(pytest.main(task["arguments"], plugins=[plugin]))
         sys.stdout.flush()
     finally:

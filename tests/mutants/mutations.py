@@ -74,7 +74,19 @@ def _lines(node: ast.expr | ast.stmt, statements: list[ast.stmt]) -> frozenset[i
     around = max((one for one in statements if one.lineno <= node.lineno <= (one.end_lineno or 0)), key=_first)
     body = getattr(around, "body", None)
     last = (around.end_lineno or 0) if body is None else max(around.lineno, body[0].lineno - 1)
-    return frozenset(range(around.lineno, last + 1)) | frozenset(range(node.lineno, (node.end_lineno or 0) + 1))
+    lines = frozenset(range(around.lineno, last + 1)) | frozenset(range(node.lineno, (node.end_lineno or 0) + 1))
+    return lines | {
+        decorator.lineno
+        for one in statements
+        if isinstance(one, ast.FunctionDef) and one.lineno <= node.lineno <= (one.end_lineno or 0)
+        for decorator in one.decorator_list
+        if _compiles(decorator)
+    }
+
+
+def _compiles(decorator: ast.expr) -> bool:
+    """Whether numba does. No test is seen to execute what it makes: importing is, and that may be any test."""
+    return isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Name) and decorator.func.id == "njit"
 
 
 def _first(statement: ast.stmt) -> int:

@@ -17,25 +17,26 @@ class Room(NamedTuple):
 _SERVER: Final = "server/kvdepot/server"
 _CLIENT: Final = "client/kvdepot/client"
 _UNIT: Final = "tests/unit/server"
-_ENGINE: Final = f"{_UNIT}/engine/test_*.py"
+_DEPOT: Final = f"{_UNIT}/depot/test_*.py"
 _TIERS: Final = ("tests/contract/tiers/test_*.py", f"{_UNIT}/tiers/test_*.py")
 ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that names it
     "processes": Room(
         (
-            f"{_SERVER}/attach.py", f"{_SERVER}/processes.py", f"{_SERVER}/guard.py", f"{_SERVER}/engine/sessions.py",
-            f"{_SERVER}/engine/departures.py",
+            f"{_SERVER}/attach/attach.py", f"{_SERVER}/platform/processes.py", f"{_SERVER}/platform/guard.py",
+            f"{_SERVER}/depot/sessions/sessions.py", f"{_SERVER}/depot/departures.py",
         ),
         (
-            f"{_UNIT}/test_guard.py", f"{_UNIT}/test_accepting.py", f"{_UNIT}/test_arena_file.py",
-            f"{_UNIT}/test_daemon_exceptions.py", _ENGINE, "tests/stateful/test_attach_model.py",
-            "tests/process/daemon/test_attach_socket.py", "tests/process/daemon/test_scarce_descriptors.py",
+            f"{_UNIT}/platform/test_*.py", f"{_UNIT}/attach/test_attaching.py",
+            f"{_UNIT}/arena/test_arena_file.py", f"{_UNIT}/daemon/test_daemon_exceptions.py", _DEPOT,
+            "tests/stateful/test_attach_model.py", "tests/process/daemon/test_attach_socket.py",
+            "tests/process/daemon/test_scarce_descriptors.py",
             "tests/process/io/test_stream_proxy.py", "tests/process/client/test_streams.py",
         ),
     ),
-    "engine": Room(
-        (f"{_SERVER}/engine/*.py",),
+    "depot": Room(
+        (f"{_SERVER}/depot/*.py", f"{_SERVER}/depot/*/*.py"),
         (
-            _ENGINE, f"{_UNIT}/rpc/test_turns.py", f"{_UNIT}/io/test_lent_extents.py",
+            _DEPOT, f"{_UNIT}/rpc/test_turns.py", f"{_UNIT}/io/test_lent_extents.py",
             "tests/unit/core/test_eviction.py", "tests/stateful/test_engine_model.py",
             "tests/stateful/test_tier_model.py", "tests/stateful/test_quota_model.py",
             "tests/stateful/test_shared_model.py",
@@ -45,14 +46,15 @@ ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that name
         (f"{_SERVER}/rpc/*.py",),
         (f"{_UNIT}/rpc/test_*.py", "tests/unit/client/transports/test_*.py", "tests/process/daemon/test_rpc.py"),
     ),
-    "arena": Room((f"{_SERVER}/populate.py",), (f"{_UNIT}/test_populate.py", f"{_UNIT}/test_arena_file.py")),
+    "arena": Room((f"{_SERVER}/arena/populate.py",), (f"{_UNIT}/arena/test_*.py",)),
     "io": Room(
         (f"{_SERVER}/io/*.py",),
         (
-            f"{_UNIT}/io/test_*.py", f"{_UNIT}/test_durable_files.py", f"{_UNIT}/test_file_room.py",
+            f"{_UNIT}/io/test_*.py", f"{_UNIT}/platform/test_durable_files.py", f"{_UNIT}/platform/test_file_room.py",
             "tests/unit/core/test_objectfile.py", f"{_UNIT}/tiers/test_*.py", f"{_UNIT}/tiers/disk/test_*.py",
-            f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/test_daemon_exceptions.py", "tests/process/io/test_*.py",
-            "tests/process/daemon/test_hung_files.py", "tests/process/daemon/test_children_of_a_killed_daemon.py",
+            f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/daemon/test_daemon_exceptions.py",
+            "tests/process/io/test_*.py", "tests/process/daemon/test_hung_files.py",
+            "tests/process/daemon/test_children_of_a_killed_daemon.py",
         ),
     ),
     "disk": Room(
@@ -60,26 +62,29 @@ ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that name
         (*_TIERS, f"{_UNIT}/tiers/disk/test_*.py", "tests/stateful/test_disk_model.py", "tests/crash/test_disk_*.py"),
     ),
     "shared": Room(
-        (f"{_SERVER}/tiers/shared/*.py", f"{_SERVER}/tiers/shared/keeper/*.py"),
+        (f"{_SERVER}/tiers/shared/*.py", f"{_SERVER}/tiers/shared/coordinator/*.py"),
         (
-            *_TIERS, f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/tiers/shared/keeper/test_*.py",
-            "tests/stateful/test_keeper*.py", "tests/stateful/test_shared_*.py", "tests/stateful/test_slow_keepers.py",
+            *_TIERS, f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/tiers/shared/coordinator/test_*.py",
+            "tests/stateful/test_coordinator*.py", "tests/stateful/test_shared_*.py",
+            "tests/stateful/test_slow_coordinators.py",
             "tests/process/tiers/test_shared_*.py",
         ),
     ),
     "tiers": Room(
-        (f"{_SERVER}/tiers/*.py",),
-        (*_TIERS, f"{_UNIT}/tiers/disk/test_*.py", f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/test_config*.py"),
+        (f"{_SERVER}/tiers/[!c]*.py", f"{_SERVER}/tiers/config.py"),  # conformance.py is tests itself
+        (*_TIERS, f"{_UNIT}/tiers/disk/test_*.py", f"{_UNIT}/tiers/shared/test_*.py", f"{_UNIT}/config/test_*.py"),
     ),
     "connector": Room(
-        (f"{_CLIENT}/vllm/*.py",),
+        (f"{_CLIENT}/vllm/*.py", f"{_CLIENT}/vllm/*/*.py"),
         (
-            "tests/unit/client/vllm/test_*.py", "tests/contract/connector/test_*.py",
+            "tests/unit/client/vllm/test_*.py", "tests/unit/client/vllm/*/test_*.py",
+            "tests/contract/connector/test_*.py", "tests/unit/client/copy/test_device.py",
             "tests/stateful/test_connector_orders.py",
         ),
     ),
     "copy": Room(
-        (f"{_CLIENT}/copy/*.py",), ("tests/unit/client/copy/test_*.py", "tests/contract/connector/test_device.py")
+        (f"{_CLIENT}/copy/[!c]*.py", f"{_CLIENT}/copy/cpu.py"),  # cuda.py: its tests need a GPU
+        ("tests/unit/client/copy/test_*.py", "tests/contract/connector/test_device.py"),
     ),
     "client": Room(
         (f"{_CLIENT}/*.py", f"{_CLIENT}/transports/*.py"),

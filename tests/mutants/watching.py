@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,12 @@ class Noted:
             module: {int(line): names for line, names in lines.items()} for module, lines in noted.lines.items()
         }
         return noted
+
+
+def test_due(path: Path) -> tuple[float, str]:
+    """When the test under way is to be over, of the monotonic clock, and which one it is."""
+    seconds, _, test = path.read_text().partition(" ") if path.exists() else ("", "", "")
+    return float(seconds or math.inf), test
 
 
 class _Quick:
@@ -104,11 +111,16 @@ class Noting(_Quick):
 
 
 class Trying(_Quick):
-    """Runs chosen tests in the order given. One that fails has a second try: it may have been the machine."""
+    """Runs chosen tests in the order given. One that fails has a second try: it may have been the machine.
 
-    def __init__(self, tests: Sequence[str], report: Path) -> None:
+    `tests`: how many seconds a try of each may take. `due` tells others when the test under way is to be over: what
+    hangs in a test cannot be relied on to end it.
+    """
+
+    def __init__(self, tests: Mapping[str, float], report: Path, due: Path) -> None:
+        self._tests = tests
         self._places = {test: place for place, test in enumerate(tests)}
-        self._report = report
+        self._report, self._due = report, due
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -118,6 +130,7 @@ class Trying(_Quick):
 
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         for _ in range(2):
+            self._due.write_text(f"{time.monotonic() + self._tests[item.nodeid]} {item.nodeid}")
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
             if not any(report.failed for report in reports):
                 return True

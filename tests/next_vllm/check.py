@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvdepot.client.vllm import contract
+from kvdepot.client.vllm.base import contract
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORTING = ("client", "demo", "benchmarks", "tests")
@@ -26,7 +26,7 @@ def changes() -> Iterator[str]:
     yield from missing
     if any("/client/" in line.rpartition("(")[2] for line in missing):
         return
-    from kvdepot.client.vllm import compat
+    from kvdepot.client.vllm.base import compat
     from kvdepot.client.vllm.connector import KVDepotConnector
     from kvdepot.client.vllm.weighted import WeightedMultiConnector
 

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from kvdepot.client.vllm import versions
+from kvdepot.client.vllm.base import versions
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDERS: Final = ROOT / "build" / "vllm-next"
@@ -23,7 +23,7 @@ RECIPE: Final = 1
 STAMP: Final = "stamp.json"
 SUPPORTED: Final = """\
 # For tests alone: kvdepot takes this version of vLLM for one that it supports.
-from kvdepot.client.vllm import versions
+from kvdepot.client.vllm.base import versions
 
 versions.VERSION_MIN, versions.VERSION_MAX = {bounds}
 """

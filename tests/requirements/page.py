@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -45,6 +46,7 @@ def rows() -> dict[str, Row]:
     return {row: Row(sentence.strip(), reason) for row, (sentence, _, reason) in found}
 
 
+@cache
 def marked() -> dict[str, list[Shown]]:
     """Return the tests by the ids of their markers, in the order of files and lines."""
     tests: dict[str, list[Shown]] = defaultdict(list)

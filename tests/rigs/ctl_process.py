@@ -4,40 +4,46 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from typing import Any
+import tempfile
+from pathlib import Path
+from typing import IO, Any, Final
 
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
 
-from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs import forked_program
+from tests.rigs.daemon_process import DaemonProcess, Process
 from tests.rigs.patience import patient
+
+_PROGRAM: Final = "kvdepot.client.ctl.app"
 
 
 def kvdepotctl(daemon: DaemonProcess | str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """With the daemon's endpoint, or another one. The table is wide enough to break no line."""
     endpoint = daemon if isinstance(daemon, str) else daemon.endpoint
-    command = [
-        sys.executable,
-        "-m",
-        "kvdepot.client.ctl.app",
-        "--endpoint",
-        endpoint,
-        "--timeout",
-        f"{patient(30):.0f}",
-        *arguments,
-    ]
+    given = ["--endpoint", endpoint, "--timeout", f"{patient(30):.0f}", *arguments]
     environment = os.environ | {"COLUMNS": "200"}
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=patient(90),
-        check=False,
-        env=environment,
-    )
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, Path(os.devnull).open() as nothing:
+        process: Process | None = forked_program.start(
+            _PROGRAM, given, (nothing.fileno(), out.fileno(), errors.fileno()), environment
+        )
+        if process is None:
+            command = [sys.executable, "-m", _PROGRAM, *given]
+            process = subprocess.Popen(command, stdin=nothing, stdout=out, stderr=errors, env=environment)
+        try:
+            code = process.wait(patient(90))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(given, code, _read(out), _read(errors))
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
 
 
 def answered(daemon: DaemonProcess, *arguments: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -10,20 +11,40 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Self
+from typing import Final, Protocol, Self
 
+from tests.rigs import forked_program
 from tests.rigs.patience import Deadline, patient
 
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 _MEMORY = Path("/dev/shm")
+_PROGRAM: Final = "kvdepot.server.daemon.app"
+_SERVERS: Final = 2
+_turns = itertools.count()
+
+
+class Process(Protocol):
+    """The part of `subprocess.Popen` that users of a daemon need."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, number: signal.Signals) -> None: ...
 
 
 class DaemonProcess:
-    """Start, stop, kill and restart one daemon. Sockets and arena live in `directory`, arena pages in memory."""
+    """Start, stop, kill and restart one daemon. Sockets and arena live in `directory`, arena pages in memory.
+
+    A start is a fork (`tests/rigs/forked_program.py`). Two servers take turns, so two nodes have other seeds of
+    `hash()`, and so has a daemon that starts again. `under` and `pass_fds` need a fresh process.
+    """
 
     def __init__(
-        self, *, ram: str = "384MiB", config: str | None = None, options: tuple[str, ...] = (),
+        self, *, ram: str = "320MiB", config: str | None = None, options: tuple[str, ...] = (),
         under: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         """`under`: a module, with arguments, that runs the daemon's in its process.
@@ -39,7 +60,8 @@ class DaemonProcess:
         self.config = config  # written at each start
         self.under = under
         self.pass_fds: tuple[int, ...] = ()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
+        self._turns = itertools.count(next(_turns))
 
     @property
     def endpoint(self) -> str:
@@ -70,6 +92,9 @@ class DaemonProcess:
         return line.split("metrics on ")[1].split("/metrics")[0]
 
     def command(self, *options: str) -> list[str]:
+        return [sys.executable, "-m", *self.under, _PROGRAM, *self._arguments(*options)]
+
+    def _arguments(self, *options: str) -> list[str]:
         config = []
         if self.config is not None:
             path = self.directory / "kvdepot.toml"
@@ -78,8 +103,7 @@ class DaemonProcess:
         own = ["--socket", str(self.socket), "--arena-dir", str(self.arena_directory)]
         own += ["--ram", self.ram, "--metrics", "127.0.0.1:0"]
         own += [] if config else ["--disk", ""]
-        program = ["-m", *self.under, "kvdepot.server.app"]
-        return [sys.executable, *program, "serve", *config, *own, *self._options, *options]
+        return ["serve", *config, *own, *self._options, *options]
 
     def start(self, *, ready: bool = True, options: tuple[str, ...] = ()) -> Self:
         """Returns when the daemon is ready to serve. Raises AssertionError with its log when it is not.
@@ -88,10 +112,15 @@ class DaemonProcess:
         """
         assert self.process is None
         before = len(self.log)
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.command(*options), stdout=log, stderr=log, stdin=subprocess.DEVNULL, pass_fds=self.pass_fds
-            )
+        with self.log_path.open("ab") as log, Path(os.devnull).open() as nothing:
+            streams = (nothing.fileno(), log.fileno(), log.fileno())
+            if not (self.under or self.pass_fds):
+                number = next(self._turns) % _SERVERS
+                self.process = forked_program.start(_PROGRAM, self._arguments(*options), streams, server_number=number)
+            if self.process is None:
+                self.process = subprocess.Popen(
+                    self.command(*options), stdout=log, stderr=log, stdin=nothing, pass_fds=self.pass_fds
+                )
         if ready:
             self.wait_for_log("metrics on http://", before)
             self.wait_for_log("arena populated", before)

@@ -16,7 +16,6 @@ from typing import Final, Self
 from kvdepot.core.calls import Kind
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.core.units import parse_size_bytes
-from kvdepot.proto.codec_report import decode_status
 from kvdepot.server.offline.fsck import Verdict, check_store
 from kvdepot.server.offline.store_files import OfflineRefusalError
 
@@ -33,7 +32,7 @@ _EVENT = re.compile(
     r"(durable|evicted|lost) tier=(\S+) sequence=(\d+) key=([0-9a-f]{32}) kind=(\w+)(?: reason=(\S+))?$"
 )
 _WORKER = b"kvdepot.server.io.worker"
-_OPENER = b"kvdepot.server.io.disk_opener"
+_OPENER = b"kvdepot.server.tiers.disk.opener"
 
 
 class Events:
@@ -120,7 +119,7 @@ probe_every = "200ms"
         return self
 
     def status(self) -> DaemonStatus:
-        return decode_status(status_of(self.daemon.socket))
+        return status_of(self.daemon.socket)
 
     def tier(self) -> TierStatus:
         (tier,) = (tier for tier in self.status().tiers if tier.name == TIER)

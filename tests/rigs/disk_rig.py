@@ -15,18 +15,17 @@ from typing import TypeVarTuple
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, payload_sum
-from kvdepot.server.guard import Guard
 from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.context import Context
-from kvdepot.server.io.jobs import Answer, Job, Priority
+from kvdepot.server.io.jobs import JOBS, Answer, Job, Priority
 from kvdepot.server.io.perform import perform
-from kvdepot.server.io.wire import FRAME, pack_job, unpack_job
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, Read, Tier, Written
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.storage.base import DAMAGED, IoOutcome, Loan, Read, Tier, Written
+from kvdepot.server.storage.found import FoundObjects
 from kvdepot.server.tiers.disk.config import DiskConfig
-from kvdepot.server.tiers.disk.messages import Begin, Compact, Locked, Message, Open, Request, Sync, pack, take_messages
+from kvdepot.server.tiers.disk.messages import MESSAGES, Begin, Compact, Locked, Message, Open, Request, Sync
 from kvdepot.server.tiers.disk.opening import Opener
 from kvdepot.server.tiers.disk.tier import DiskTier
-from kvdepot.server.tiers.found import FoundObjects
 
 from tests.fakes.raising import Injected
 
@@ -79,7 +78,7 @@ class InlineWorkers:
         """Answers what cannot be packed as a pool does: without the daemon's limits a fake knows of no jam."""
         refused = self.why_unusable
         try:
-            job = unpack_job(pack_job(next(self._numbers), job)[FRAME.size :])
+            ((_, job),) = JOBS.take(bytearray(JOBS.pack(job, next(self._numbers))))
         except Exception as error:  # noqa: BLE001
             refused = refused or str(error)
         self.tasks.append(Task(job, priority, done, loan, refused))
@@ -147,18 +146,19 @@ class InlineOpener:
 
     def __init__(self, config: DiskConfig, random: Random) -> None:
         self._opener = Opener(config.path, config.capacity_bytes, config.quarantine_bytes, random.randbytes)
-        self._hear: Callable[[Message], None] = lambda _: None
+        self._on_message: Callable[[Message], None] = lambda _: None
         self._root = config.path
         self.requests: deque[Request] = deque()
         self.messages: deque[Message] = deque()
         self.running = False
         self.starts = 0
         self.openings = 0
+        self.opening: Callable[[], None] = lambda: None  # called before each
 
-    def start(self, hear: Callable[[Message], None]) -> None:
+    def start(self, on_message: Callable[[Message], None]) -> None:
         self.starts += 1
         self.running = True
-        self._hear = hear
+        self._on_message = on_message
 
     def send(self, request: Request) -> None:
         self.requests.append(request)
@@ -171,7 +171,7 @@ class InlineOpener:
         self.requests.clear()
         self.messages.clear()
 
-    def say(self, message: Message) -> None:
+    def send_message(self, message: Message) -> None:
         self.messages.append(message)
 
     def step(self) -> bool:
@@ -181,7 +181,7 @@ class InlineOpener:
             if not self.requests:
                 return False
             self._answer(self.requests.popleft())
-        self._hear(self.messages.popleft())
+        self._on_message(self.messages.popleft())
         return True
 
     def _answer(self, request: Request) -> None:
@@ -190,9 +190,11 @@ class InlineOpener:
                 self._root.mkdir(exist_ok=True)
                 self.messages.append(Locked("token", self._root.stat().st_dev))
             case Open() | Compact() | Sync():
-                self.openings += isinstance(request, Open)
-                sent = bytearray().join(map(pack, self._opener.answer(request)))
-                self.messages.extend(take_messages(sent))
+                if isinstance(request, Open):
+                    self.openings += 1
+                    self.opening()
+                sent = bytearray().join(map(MESSAGES.pack, self._opener.answer(request)))
+                self.messages.extend(message for _, message in MESSAGES.take(sent))
 
 
 @dataclass

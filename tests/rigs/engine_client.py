@@ -8,13 +8,14 @@ from typing import Self
 
 import torch
 from kvdepot.client.attachment import Attachment, EngineProcess, Transport
+from kvdepot.client.calls import Call
 from kvdepot.client.copy.base import Direction, object_pieces
 from kvdepot.client.copy.cpu import CpuCopier
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.extents import parse_extents
 from kvdepot.client.failures import CallFailure
-from kvdepot.client.session import Call, DepotSession, Reply
+from kvdepot.client.session import DepotSession, Reply
 from kvdepot.core.calls import (
     ROOT_KEY,
     AcquireCall,

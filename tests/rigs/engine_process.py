@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from kvdepot.core.calls import AcquireOutcome, ReserveOutcome
-from kvdepot.proto import codec
+from kvdepot.core.calls import AcquireOutcome, LocateCall, ReserveOutcome
+from kvdepot.proto.methods import decode_reply
 
 from tests.rigs.raw_client import RawEngine, keys_of, payload_of
 
@@ -88,7 +88,7 @@ def main(grpc_socket: str, engine_id: str, verb: str, prompt: str, chunks: str) 
         verb, *words = line.split()
         if verb == "locate":
             call = engine.locate_call(keys_of(words[0], int(words[1])), "asked", wait_seconds=float(words[2]))
-            print(codec.decode_locate_reply(engine.stub.Locate(call)).boundary_tokens, flush=True)
+            print(decode_reply(LocateCall, engine.stub.Locate(call)).boundary_tokens, flush=True)
             continue
         assert verb == "check"
         at = dict.fromkeys(range(len(keys)), 0)

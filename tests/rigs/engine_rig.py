@@ -31,11 +31,11 @@ from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec, Planner
-from kvdepot.server.engine.audits import RAM_SHARE_MAX
-from kvdepot.server.engine.engine import Engine
-from kvdepot.server.engine.index import NONE
-from kvdepot.server.engine.types import AdoptionReport, Attached, EngineConfig, Liveness, ProcessIdentity, TierConfig
-from kvdepot.server.tiers.base import Tier, WorkerRegistry
+from kvdepot.server.depot.depot import Depot
+from kvdepot.server.depot.stores.audits import RAM_SHARE_MAX
+from kvdepot.server.depot.tree.index import NONE
+from kvdepot.server.depot.types import AdoptionReport, Attached, DepotConfig, Liveness, ProcessIdentity, TierConfig
+from kvdepot.server.storage.base import Tier, WorkerRegistry
 
 from tests.fakes.memory_tier import Medium, MemoryTier
 from tests.fakes.shared_memory_tier import SharedMedium, SharedMemoryTier
@@ -116,7 +116,7 @@ class Rig:
         self.dead: set[int] = set()
         self.leases = 1 << 40
         self.random = Random(seed)
-        self.config = EngineConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config))  # type: ignore[arg-type]
+        self.config = DepotConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config))  # type: ignore[arg-type]
         self.report = AdoptionReport()
         self.tier_config = tier
         self.tier_bytes = tier_bytes
@@ -129,12 +129,13 @@ class Rig:
         self.audit_share = audit_share
         self.worker_pids = 5000  # each run's tier has a worker process of its own
         self.populated_at_start = True
+        self.tier_opens_at_start = True
         self.places_at_once = True  # what acquires wait for; else `engine.place_some` has to be called
         self.start()
 
     def start(self) -> None:
         self.run += 1
-        self.engine = Engine(
+        self.depot = Depot(
             ArenaTables(self.buffer, self.layout),
             arena_id=ARENA_ID,
             run=self.run,
@@ -144,13 +145,13 @@ class Rig:
             tiers=self._tiers,
             identify=self.identify,
         )
-        self.engine._space.drop_nodes_max = self.drop_nodes_max
-        self.engine._audits.ram_share_max = self.audit_share
-        self.report = self.engine.adopt(self.liveness)
-        self.ready_bytes_after_adoption = self.engine.status().tier.ready_bytes
+        self.depot._tree.drop_nodes_max = self.drop_nodes_max
+        self.depot._audits.ram_share_max = self.audit_share
+        self.report = self.depot.adopt(self.liveness)
+        self.ready_bytes_after_adoption = self.depot.status().tier.ready_bytes
         if self.populated_at_start:
-            self.engine.ready(self.layout.size_bytes)
-        self.engine.start_tiers()
+            self.depot.ready(self.layout.size_bytes)
+        self.depot.start_tiers()
 
     def _tiers(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
         tiers: list[tuple[Tier, TierConfig]] = []
@@ -161,6 +162,7 @@ class Rig:
                 self.buffer, registry, medium=self.medium, capacity_bytes=self.tier_bytes,
                 handles_max=self.tier_handles, pid=self.worker_pids,
             )  # fmt: skip
+            self.tier.opens_at_start = self.tier_opens_at_start
             tiers.append((self.tier, self.tier_config))
             self.lower_tiers.append(self.tier)
         if self.shared_config is not None:
@@ -187,19 +189,19 @@ class Rig:
         self, engine_id: str = "engine", pid: int = 10, spec: NamespaceSpec = DENSE,
         elements: Elements = MappingProxyType({}),
     ) -> Client:  # fmt: skip
-        attached = self.engine.attach(process(pid), engine_id, scheduler=True, rank=0, world_size=1)
+        attached = self.depot.attach(process(pid), engine_id, scheduler=True, rank=0, world_size=1)
         return Client(self, attached, spec, elements)
 
     def sum_all(self, sum_of: Callable[[int], int] = lambda row: row) -> int:
         """The checksum worker's part for everything there is to sum."""
         count = 0
-        while (job := self.engine.next_to_sum()) is not None:
-            self.engine.summed(job.row, job.generation, sum_of(job.extents[0][0]), 1)
+        while (job := self.depot.next_to_sum()) is not None:
+            self.depot.summed(job.row, job.generation, sum_of(job.extents[0][0]), 1)
             count += 1
         return count
 
     def counter(self, name: str) -> float:
-        return self.engine.counters.get(name)
+        return self.depot.counters.get(name)
 
 
 class Client:
@@ -212,7 +214,7 @@ class Client:
         self.session = attached.session
         self.attachment = attached.attachment
         self.spec = spec
-        self.namespace, _ = rig.engine.register_namespace(self.session, spec, elements)
+        self.namespace, _ = rig.depot.register_namespace(self.session, spec, elements)
 
     def lease(self) -> int:
         """Unique over the rig's life, as ids are within a session's."""
@@ -244,14 +246,14 @@ class Client:
             u32(*boundaries),
             request,
         )
-        return lease, self.rig.engine.reserve(call)
+        return lease, self.rig.depot.reserve(call)
 
     def commit(self, lease: int, *indices: int) -> bytes:
         call = CommitCall(self.session, (CommitItem(lease, u32(*indices)),))
-        return self.rig.engine.commit(call).outcomes[0]
+        return self.rig.depot.commit(call).outcomes[0]
 
     def abandon(self, lease: int, *indices: int) -> None:
-        self.rig.engine.abandon(AbandonCall(self.session, (CommitItem(lease, u32(*indices)),)))
+        self.rig.depot.abandon(AbandonCall(self.session, (CommitItem(lease, u32(*indices)),)))
 
     def store(
         self, keys: Sequence[bytes], kinds: Sequence[Kind] = (Kind.ATTENTION,), *,
@@ -277,13 +279,13 @@ class Client:
         """Gets the answer when there is one."""
         answers: list[AcquireReply] = []
         call = AcquireCall(self.session, lease, self.namespace, b"".join(keys), kinds, request)
-        self.rig.engine.acquire(call, answers.append)
-        while self.rig.places_at_once and self.rig.engine.place_some():
+        self.rig.depot.acquire(call, answers.append)
+        while self.rig.places_at_once and self.rig.depot.place_some():
             pass
         return answers
 
     def release(self, *leases: int, unused: tuple[int, ...] = ()) -> None:
-        self.rig.engine.release(ReleaseCall(self.session, leases, unused))
+        self.rig.depot.release(ReleaseCall(self.session, leases, unused))
 
     def locate(
         self, keys: Sequence[bytes], high_tokens: int = 1 << 30, request: str = "", budget_seconds: float = 0.0,
@@ -304,17 +306,17 @@ class Client:
             self.session, self.namespace, b"".join(keys), high_tokens, request, budget_seconds, wait_seconds,
             local_tokens, token_seconds,
         )  # fmt: skip
-        self.rig.engine.locate(call, answers.append)
+        self.rig.depot.locate(call, answers.append)
         return answers
 
     def end_request(self, request: str) -> None:
-        self.rig.engine.end_request(EndRequestCall(self.session, request))
+        self.rig.depot.end_request(EndRequestCall(self.session, request))
 
 
-def audit(engine: Engine) -> None:
+def audit(engine: Depot) -> None:
     """Assert that tables, index, allocator, lent table and figures tell one story. White box on purpose."""
-    space = engine._space
-    rows, lent = space.rows, space.lent
+    tree, ram = engine._tree, engine._ram
+    rows, lent = ram.rows, ram.lent
     heads = [
         int(row) for row in np.flatnonzero((rows.states != RowState.FREE) & (rows.states != RowState.CONTINUATION))
     ]
@@ -338,76 +340,84 @@ def audit(engine: Engine) -> None:
         assert state != RowState.DYING or pins[head] > 0, "dying, and nobody is lent it"
     _audit_leases(engine)
     _audit_sessions(engine)
-    audit_tree(space)
+    audit_tree(tree)
     audit_quotas(engine)
     audit_prefetch(engine)
     audit_pins(engine)
 
 
-def _audit_bytes(engine: Engine, chained: list[int]) -> None:
-    space = engine._space
-    rounded = space.allocator.rounded
-    extents = sorted((space.rows.offset[row], rounded(space.rows.length[row])) for row in chained)
+def _audit_bytes(engine: Depot, chained: list[int]) -> None:
+    ram = engine._ram
+    rounded = ram.allocator.rounded
+    extents = sorted((ram.rows.offset[row], rounded(ram.rows.length[row])) for row in chained)
     for (one, length), (other, _) in pairwise(extents):
         assert one + length <= other, "extents overlap"
-    assert space.allocator.used_bytes == sum(length for _, length in extents)
-    space.allocator.check()
+    assert ram.allocator.used_bytes == sum(length for _, length in extents)
+    ram.allocator.check()
 
 
-def _audit_index(engine: Engine, heads: list[int]) -> None:
-    space = engine._space
-    rows, index = space.rows, space.index
-    indexed = [head for head in heads if rows.state[head] in (RowState.RESERVED, RowState.COMMITTED)]
-    with_rows = {space.node_of(head) for head in indexed}
+def _audit_index(engine: Depot, heads: list[int]) -> None:
+    tree, ram = engine._tree, engine._ram
+    rows, index = ram.rows, tree.index
+    detached = set(np.flatnonzero(ram.detached.flags).tolist())
+    assert len(detached) == len(ram.detached) == sum(map(ram.detached.count, tree.namespaces.by_slot))
+    for head in detached:
+        assert rows.state[head] == RowState.COMMITTED and rows.summed(head) and rows.run_of[head] != rows.run
+        assert head in heads and ram.node_of(head) == NONE, "detached, and in the index"
+        assert not ram.pins.user.pinned[head] and not ram.pins.prefetch.pinned[head]
+    indexed = [
+        head for head in heads if rows.state[head] in (RowState.RESERVED, RowState.COMMITTED) and head not in detached
+    ]
+    with_rows = {ram.node_of(head) for head in indexed}
     assert NONE not in with_rows, "an object that the index does not know"
     nodes = set(index.nodes().tolist())
     assert with_rows <= nodes
     _audit_tiers(engine, nodes)
-    assert index.count == len(nodes) == sum(n.nodes for n in space.namespaces.by_slot.values())
+    assert index.count == len(nodes) == sum(n.nodes for n in tree.namespaces.by_slot.values())
     for node in nodes:
         parent = index.parent(node)
         assert parent == NONE or (parent in nodes and node in index.children(parent))
         for row in index.rows_of(node):
-            assert index.cut_off(node) or rows.parent(row) == (ROOT_KEY if parent == NONE else index.key(parent))
+            assert index.unlinked(node) or rows.parent(row) == (ROOT_KEY if parent == NONE else index.key(parent))
         assert index.in_ram(node) == (node in with_rows)
         assert index.children_in_ram(node) == sum(map(index.in_ram, index.children(node)))
-    committed = [head for head in heads if rows.state[head] == RowState.COMMITTED]
-    assert space.objects == len(committed) == sum(sum(n.objects.values()) for n in space.namespaces.by_slot.values())
-    assert sum(n.bytes for n in space.namespaces.by_slot.values()) == sum(map(space.size_bytes, committed))
-    assert space.unverified == sum(rows.run_of[head] != rows.run for head in committed)
-    assert space.unsummed == sum(rows.run_of[head] == rows.run and not rows.summed(head) for head in committed)
-    evictable = {node for node in nodes if space.evictor.worth(node) is not None}
-    offered = {node for node in nodes if node in space.policy._candidates}  # type: ignore[attr-defined]
-    assert offered | space.evictor.parked >= evictable, "a unit that may go and the policy will never name"
+    committed = [head for head in indexed if rows.state[head] == RowState.COMMITTED]
+    assert ram.objects == len(committed) == sum(sum(n.objects.values()) for n in tree.namespaces.by_slot.values())
+    assert sum(n.bytes for n in tree.namespaces.by_slot.values()) == sum(map(ram.size_bytes, committed))
+    assert ram.unverified == sum(rows.run_of[head] != rows.run for head in committed)
+    assert ram.pending_checksums == sum(rows.run_of[head] == rows.run and not rows.summed(head) for head in committed)
+    evictable = {node for node in nodes if ram.evictor.worth(node) is not None}
+    offered = {node for node in nodes if node in ram.evictor.policy._candidates}  # type: ignore[attr-defined]
+    assert offered | ram.evictor.deferred >= evictable, "a unit that may go and the policy will never name"
     assert offered <= evictable, "the policy would name what may not go"
-    ends = {node for node in nodes if space.evictor._end(node)}
-    noted = {node for nodes_of_slot in space.evictor._ends.values() for node in nodes_of_slot}
+    ends = {node for node in nodes if ram.evictor._orphan_kinds(node)}
+    noted = {node for nodes_of_slot in ram.evictor._orphans.values() for node in nodes_of_slot}
     assert noted == ends, "an end that may go and is not known, or the other way round"
     assert all(row == NO_ROW or row in heads for node in nodes for row in index.rows_of(node))
 
 
-def _audit_tiers(engine: Engine, nodes: set[int]) -> None:
+def _audit_tiers(engine: Depot, nodes: set[int]) -> None:
     """Every node has an object somewhere, and every object of a tier has a node."""
-    space, index = engine._space, engine._space.index
+    tree, index = engine._tree, engine._tree.index
     for node in nodes:
-        assert index.has_objects(node) or index.cut_off(node), "a node without objects"
-        for tier in space.tiers:
+        assert index.has_objects(node) or index.unlinked(node), "a node without objects"
+        for tier in tree.tiers:
             below = sum(index.in_tier(tier.number, child) for child in index.children(node))
             assert index.children_in_tier(tier.number, node) == below
-    for tier in space.tiers:
+    for tier in tree.tiers:
         held = {(node, kind): tier.handle(node, kind) for node in nodes for kind in Kind if tier.has(node, kind)}
         assert tier.objects == len(held) == len(set(held.values()))
-        told = {(slot, kind): n for slot in space.namespaces.by_slot for kind, n in tier.contents(slot).items()}
+        told = {(slot, kind): n for slot in tree.namespaces.by_slot for kind, n in tier.contents(slot).items()}
         assert told == Counter((index.namespace(node), int(kind)) for node, kind in held)
         assert all(tier.owner(handle) == owner for owner, handle in held.items())
         if isinstance(tier.tier, MemoryTier) and tier.tier.readable:
             assert set(held.values()) == tier.tier.handles, "the tier holds something else"
 
 
-def _audit_leases(engine: Engine) -> None:
+def _audit_leases(engine: Depot) -> None:
     """Every entry of the lent table belongs to one lease, and credit is what open reservations hold."""
-    space = engine._space
-    known: list[int] = list(engine._sums._working.values())
+    ram = engine._ram
+    known: list[int] = list(engine._checksums._working.values())
     known += [entry for pair in engine._audits._pairs.values() for entry in (pair.scratch_entry, pair.stored_entry)]
     for session in engine._sessions.by_slot.values():
         credit = 0
@@ -415,21 +425,21 @@ def _audit_leases(engine: Engine) -> None:
             entries = [int(entry) for entry in lease.entries if entry != -1]
             assert entries, "a lease that holds nothing"
             for entry in entries:
-                assert int(space.lent.sessions[entry]) == session.slot
-                assert int(space.lent.leases[entry]) == lease.id
-                row = space.lent.row_of(entry)
-                charged = space.lent.modes[entry] == LentMode.WRITE and not engine._audits.writing(row)
-                credit += space.rounded_bytes(row) * charged
+                assert int(ram.lent.sessions[entry]) == session.slot
+                assert int(ram.lent.leases[entry]) == lease.id
+                row = ram.lent.row_of(entry)
+                charged = ram.lent.modes[entry] == LentMode.WRITE and not engine._audits.writing(row)
+                credit += ram.rounded_bytes(row) * charged
             known += entries
         assert session.credit_used_bytes == credit * (not session.worker)
         assert 0 <= session.attention_used_bytes <= credit
-    used = np.flatnonzero(space.lent.modes != LentMode.FREE)
+    used = np.flatnonzero(ram.lent.modes != LentMode.FREE)
     workers = [slot for slot, session in engine._sessions.by_slot.items() if session.worker and not session.leases]
-    loans = used[np.isin(space.lent.sessions[used], workers)].tolist()
+    loans = used[np.isin(ram.lent.sessions[used], workers)].tolist()
     assert sorted(known + loans) == used.tolist()
 
 
-def _audit_sessions(engine: Engine) -> None:
+def _audit_sessions(engine: Depot) -> None:
     """The tables hold what is alive, as the next run will read it, and namespaces know who has registered them."""
     sessions = engine._sessions
     assert sessions._used_slots(sessions._session_used) == sessions.by_slot.keys()
@@ -445,6 +455,6 @@ def _audit_sessions(engine: Engine) -> None:
         session.token: slot for slot, session in sessions.by_slot.items() if session.token
     }
     assert not any(session.ended for session in sessions.by_token.values())
-    for namespace in engine._space.namespaces.by_slot.values():
+    for namespace in engine._tree.namespaces.by_slot.values():
         registered = [one for one in sessions.by_slot.values() if one.namespaces.get(namespace.id) is namespace]
         assert namespace.sessions == len(registered), "a namespace miscounts the sessions that have registered it"

@@ -29,7 +29,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
-from kvdepot.proto import codec
+from kvdepot.proto.methods import decode_reply, encode
 
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine
@@ -106,7 +106,7 @@ class KnownEngine(RawEngine):
         self._seed = seed
         layout = Superblock.unpack(self.arena[:PAGE_BYTES]).layout
         self._generations = generations(memoryview(self.arena), layout)
-        declare = codec.encode_declare_call(DeclareCall(self.session, ()))  # what a former connection held is over
+        declare = encode(DeclareCall(self.session, ()))  # what a former connection held is over
         self.stub.Declare(declare, timeout=CALL_SECONDS)
 
     def prompt(self, number: int, chunks: int = CHUNKS) -> list[Known]:
@@ -123,7 +123,7 @@ class KnownEngine(RawEngine):
             kinds=bytes(known.kind for known in objects),
             boundaries=b"".join(struct.pack("<I", known.boundary) for known in objects),
         )
-        reply = codec.decode_reserve_reply(self.stub.Reserve(codec.encode_reserve_call(call), timeout=CALL_SECONDS))
+        reply = decode_reply(ReserveCall, self.stub.Reserve(encode(call), timeout=CALL_SECONDS))
         granted = [at for at, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
         if not granted:
             return 0
@@ -131,8 +131,8 @@ class KnownEngine(RawEngine):
             known = objects[index]
             view[:] = content(known, self._length(known))[piece : piece + len(view)]
         item = CommitItem(call.lease_id, b"".join(struct.pack("<I", at) for at in granted))
-        commit = codec.encode_commit_call(CommitCall(self.session, (item,)))
-        outcomes = codec.decode_commit_reply(self.stub.Commit(commit, timeout=CALL_SECONDS)).outcomes[0]
+        commit = encode(CommitCall(self.session, (item,)))
+        outcomes = decode_reply(CommitCall, self.stub.Commit(commit, timeout=CALL_SECONDS)).outcomes[0]
         return sum(outcome == CommitOutcome.COMMITTED for outcome in outcomes)
 
     def put_until(self, objects: Sequence[Known], there: Callable[[], bool], seconds: float) -> None:
@@ -151,7 +151,7 @@ class KnownEngine(RawEngine):
             self.session, lease_id, self.namespace,
             b"".join(known.key for known in objects), bytes(known.kind for known in objects),
         )  # fmt: skip
-        reply = codec.decode_acquire_reply(self.stub.Acquire(codec.encode_acquire_call(call), timeout=_LOAD_SECONDS))
+        reply = decode_reply(AcquireCall, self.stub.Acquire(encode(call), timeout=_LOAD_SECONDS))
         if reply.outcome is AcquireOutcome.GRANTED:
             self._compare(objects, reply.extents)
             self.release(lease_id)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from kvdepot.server.metric_families import FAMILIES, Family
+from kvdepot.server.observe.metric_families import FAMILIES, Family
 
 from tests.rigs.patience import patient
 

@@ -8,49 +8,49 @@ from contextlib import contextmanager
 
 from kvdepot.core.arena import RowState
 from kvdepot.core.calls import Kind
-from kvdepot.server.engine.engine import Engine
-from kvdepot.server.engine.evicting import Evictor
-from kvdepot.server.engine.lower_tier import LowerTier
-from kvdepot.server.engine.quotas import Account, Owner
-from kvdepot.server.engine.space import Space
+from kvdepot.server.depot.depot import Depot
+from kvdepot.server.depot.tree.evicting import Evictor
+from kvdepot.server.depot.tree.lower_tier import LowerTier
+from kvdepot.server.depot.tree.quotas import Account, Owner
+from kvdepot.server.depot.tree.ram import RamTier
 
 
-def accounts(engine: Engine) -> list[Account]:
-    return list(engine._space.accounts)
+def accounts(engine: Depot) -> list[Account]:
+    return [holding.account for holding in engine._tree.holdings]
 
 
-def owners(engine: Engine) -> Iterator[Owner]:
+def owners(engine: Depot) -> Iterator[Owner]:
     return (owner for account in accounts(engine) for owner in account._owners.values())
 
 
-def audit_quotas(engine: Engine) -> None:
+def audit_quotas(engine: Depot) -> None:
     """Assert that the books say what lies where."""
-    space = engine._space
+    tree, ram = engine._tree, engine._ram
     held: Counter[int] = Counter()
-    for row in range(space.rows.count):
-        state = space.rows.state[row]
-        if state not in (RowState.FREE, RowState.CONTINUATION) and row not in space.unreusable:
-            held[space.rows.namespace[row]] += space.rounded_bytes(row)
-    assert {slot: size for slot, size in space.account._held.items() if size} == held
-    for tier in space.tiers:
+    for row in range(ram.rows.count):
+        state = ram.rows.state[row]
+        if state not in (RowState.FREE, RowState.CONTINUATION) and row not in ram.unreusable:
+            held[ram.rows.namespace[row]] += ram.rounded_bytes(row)
+    assert {slot: size for slot, size in ram.account._held.items() if size} == held
+    for tier in tree.tiers:
         if not tier.account.watched:
             assert not any(tier.account._held.values()), "a book that nobody keeps"
             continue
         lies: Counter[int] = Counter()
-        for node in space.index.nodes().tolist():
+        for node in tree.index.nodes().tolist():
             kinds = [kind for kind in Kind if tier.has(node, kind)]
-            lies[space.index.namespace(node)] += sum(tier.cost_bytes(node, kind) for kind in kinds)
-        for slot, namespace in space.namespaces.by_slot.items():
+            lies[tree.index.namespace(node)] += sum(tier.cost_bytes(node, kind) for kind in kinds)
+        for slot, namespace in tree.namespaces.by_slot.items():
             for kind, size_bytes in namespace.object_bytes.items():
                 lies[slot] += tier._writing[slot][kind] * tier.tier.cost_bytes(size_bytes)
         assert {slot: size for slot, size in tier.account._held.items() if size} == +lies
     for account in accounts(engine):
         for owner in account._owners.values():
-            assert owner.slots <= set(space.namespaces.by_slot)
+            assert owner.slots <= set(tree.namespaces.by_slot)
             assert owner.used_bytes == sum(account.held_bytes(slot) for slot in owner.slots)
 
 
-def check_within_quotas(engine: Engine) -> None:
+def check_within_quotas(engine: Depot) -> None:
     """I4: nobody holds more than it may, in any tier."""
     for owner in owners(engine):
         assert owner.used_bytes <= owner.capacity_bytes, f"{owner}: {owner.used_bytes} of {owner.capacity_bytes}"
@@ -78,7 +78,7 @@ def only_owners_lose() -> Iterator[None]:
 
 
 def _objects(holding: object) -> dict[int, int]:
+    assert isinstance(holding, LowerTier | RamTier)
     if isinstance(holding, LowerTier):
-        return {slot: sum(holding.contents(slot).values()) for slot in holding._space.namespaces.by_slot}
-    assert isinstance(holding, Space)
-    return {slot: sum(namespace.objects.values()) for slot, namespace in holding.namespaces.by_slot.items()}
+        return {slot: sum(holding.contents(slot).values()) for slot in holding._namespaces.by_slot}
+    return {slot: sum(namespace.objects.values()) for slot, namespace in holding._namespaces.by_slot.items()}

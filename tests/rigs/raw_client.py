@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 from kvdepot.core.calls import (
@@ -31,11 +31,14 @@ from kvdepot.core.calls import (
     ReserveCall,
     ReserveOutcome,
 )
-from kvdepot.core.elements import Elements
+from kvdepot.core.elements import Elements, KindElements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
-from kvdepot.proto import codec, codec_namespace, codec_report
+from kvdepot.core.registration import RegisterCall, RegisterReply
+from kvdepot.core.report import DaemonStatus, GetStatusCall
+from kvdepot.proto import codec
+from kvdepot.proto.methods import decode_reply, encode
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 
@@ -105,10 +108,19 @@ class RawEngine:
         self.stub = pb_grpc.DepotStub(self.channel)  # type: ignore[no-untyped-call]
         self.operator = pb_grpc.OperatorStub(self.channel)  # type: ignore[no-untyped-call]
         self.spec = spec or dense_spec(label)
-        register = codec_namespace.encode_register(self.session, self.spec, elements)
-        registered = self.stub.RegisterNamespace(register, timeout=CALL_SECONDS)
-        self.namespace, self.ranks_attached = codec_namespace.decode_registered(registered)
+        registered = self.register(self.spec, elements)
+        self.namespace, self.ranks_attached = registered.namespace_id, registered.ranks_attached
         self._lease_id = int.from_bytes(os.urandom(4), "little") << 16
+
+    def register(
+        self, spec: NamespaceSpec, elements: Elements = MappingProxyType({}), *, follows_bumps: bool = False
+    ) -> RegisterReply:
+        by_kind = tuple(KindElements(kind, runs) for kind, runs in elements.items())
+        call = RegisterCall(self.session, spec, by_kind, follows_bumps)
+        reply: RegisterReply = decode_reply(
+            RegisterCall, self.stub.RegisterNamespace(encode(call), timeout=CALL_SECONDS)
+        )
+        return reply
 
     def new_lease_id(self) -> int:
         self._lease_id += 1
@@ -123,26 +135,26 @@ class RawEngine:
         call = ReserveCall(
             session=self.session,
             lease_id=lease_id,
-            namespace=self.namespace,
+            namespace_id=self.namespace,
             keys=b"".join(keys),
             parents=b"".join(parents),
             kinds=bytes([Kind.ATTENTION]) * len(keys),
             boundaries=b"".join(struct.pack("<I", (first + index + 1) * CHUNK_TOKENS) for index in range(len(keys))),
             request_id=request,
         )
-        reply = codec.decode_reserve_reply(self.stub.Reserve(codec.encode_reserve_call(call), timeout=CALL_SECONDS))
+        reply = decode_reply(ReserveCall, self.stub.Reserve(encode(call), timeout=CALL_SECONDS))
         return lease_id, [ReserveOutcome(outcome) for outcome in reply.outcomes], reply.extents
 
     def commit(self, lease_id: int, count: int) -> list[CommitOutcome]:
         indices = b"".join(struct.pack("<I", index) for index in range(count))
         call = CommitCall(self.session, (CommitItem(lease_id, indices),))
-        reply = codec.decode_commit_reply(self.stub.Commit(codec.encode_commit_call(call), timeout=CALL_SECONDS))
+        reply = decode_reply(CommitCall, self.stub.Commit(encode(call), timeout=CALL_SECONDS))
         return [CommitOutcome(outcome) for outcome in reply.outcomes[0]]
 
     def abandon(self, lease_id: int) -> None:
         """All of it."""
         call = AbandonCall(self.session, (CommitItem(lease_id, b""),))
-        self.stub.Abandon(codec.encode_abandon_call(call), timeout=CALL_SECONDS)
+        self.stub.Abandon(encode(call), timeout=CALL_SECONDS)
 
     def store(self, keys: Sequence[bytes], request: str = "") -> None:
         """Reserve, write and commit; everything must be granted."""
@@ -168,7 +180,8 @@ class RawEngine:
         return self._locate(keys, "").tier
 
     def _locate(self, keys: Sequence[bytes], request: str) -> LocateReply:
-        return codec.decode_locate_reply(self.stub.Locate(self.locate_call(keys, request)))
+        reply: LocateReply = decode_reply(LocateCall, self.stub.Locate(self.locate_call(keys, request)))
+        return reply
 
     def locate_call(
         self,
@@ -183,21 +196,22 @@ class RawEngine:
             self.session, self.namespace, b"".join(keys), 1 << 30, request, budget_seconds, wait_seconds,
             token_seconds=token_seconds,
         )  # fmt: skip
-        return codec.encode_locate_call(call)
+        message: pb.LocateRequest = encode(call)
+        return message
 
     def end_request(self, request: str) -> None:
-        call = codec.encode_end_request_call(EndRequestCall(self.session, request))
+        call = encode(EndRequestCall(self.session, request))
         self.stub.EndRequest(call, timeout=CALL_SECONDS)
 
     def acquire(self, keys: Sequence[bytes], request: str = "") -> tuple[int, AcquireOutcome, bytes]:
         lease_id = self.new_lease_id()
         kinds = bytes([Kind.ATTENTION]) * len(keys)
         call = AcquireCall(self.session, lease_id, self.namespace, b"".join(keys), kinds, request)
-        reply = codec.decode_acquire_reply(self.stub.Acquire(codec.encode_acquire_call(call), timeout=CALL_SECONDS))
+        reply = decode_reply(AcquireCall, self.stub.Acquire(encode(call), timeout=CALL_SECONDS))
         return lease_id, reply.outcome, reply.extents
 
     def release(self, lease_id: int) -> None:
-        self.stub.Release(codec.encode_release_call(ReleaseCall(self.session, (lease_id,))), timeout=CALL_SECONDS)
+        self.stub.Release(encode(ReleaseCall(self.session, (lease_id,))), timeout=CALL_SECONDS)
 
     def load(self, keys: Sequence[bytes], request: str = "") -> list[bytes] | None:
         """The objects' bytes; None when they are not served."""
@@ -210,12 +224,11 @@ class RawEngine:
         self.release(lease_id)
         return parts
 
-    def status(self) -> pb.GetStatusResponse:
-        status: pb.GetStatusResponse = self.operator.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS)
-        return status
+    def status(self) -> DaemonStatus:
+        return _status(self.operator)
 
     def counter(self, name: str) -> float:
-        return codec_report.decode_status(self.status()).counters.get(name, 0.0)
+        return self.status().counters.get(name, 0.0)
 
     def close(self) -> None:
         self.connection.close()
@@ -228,8 +241,12 @@ class RawEngine:
         self.close()
 
 
-def status_of(grpc_socket: Path) -> pb.GetStatusResponse:
+def _status(operator: Any) -> DaemonStatus:
+    status: DaemonStatus = decode_reply(GetStatusCall, operator.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS))
+    return status
+
+
+def status_of(grpc_socket: Path) -> DaemonStatus:
     with grpc.insecure_channel(f"unix:{grpc_socket}") as channel:
         stub = pb_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
-        status: pb.GetStatusResponse = stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS)
-        return status
+        return _status(stub)

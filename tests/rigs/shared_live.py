@@ -1,4 +1,4 @@
-"""A shared tier with a real pool of worker processes, its tick, and a keeper under a test's control."""
+"""A shared tier with a real pool of worker processes, its tick, and a coordinator under a test's control."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.io.jobs import Probe
-from kvdepot.server.tiers.base import IoOutcome, Read, Written
-from kvdepot.server.tiers.conformance import RecordingListener, extents_of, payload_of
+from kvdepot.server.storage.base import IoOutcome, Read, Written
+from kvdepot.server.storage.shared_layout import PROBE
+from kvdepot.server.tiers.conformance_harness import RecordingListener, extents_of, payload_of
 from kvdepot.server.tiers.pools import TierMeans
 from kvdepot.server.tiers.shared import making
 from kvdepot.server.tiers.shared.config import SharedConfig
-from kvdepot.server.tiers.shared.layout import PROBE
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 from tests.rigs.io_pool_rig import Lent, Registry
 from tests.rigs.patience import until
-from tests.rigs.shared_rig import InlineKeeper
+from tests.rigs.shared_rig import InlineCoordinator
 
 ARENA_BYTES = 4 << 20
 _TICK_SECONDS = 0.02
@@ -39,17 +39,19 @@ class SharedLive:
         self.registry = Registry()
         self.listener = RecordingListener()
         self.counts: Counter[str] = Counter()
-        self.keeper = InlineKeeper(root)
+        self.coordinator = InlineCoordinator(root)
         settings = {"io_workers": 1, "deadline_seconds": 20.0, "failures": 3, "probe_seconds": 0.2} | config
         self.config = SharedConfig("shared", root, 1 << 30, **settings)
         means = TierMeans(
             self.arena_fd, ARENA_BYTES, 1, self.registry, asyncio.get_running_loop(), logging.getLogger("tests.shared"),
             self._count,
         )  # fmt: skip
-        self.pool = means.data_pool(self.config, probe=Probe(PROBE, write=True), failing=making.FAILING)
-        self.tier = SharedTier(self.config, data=self.pool, keeper=self.keeper, log=means.log, count=self._count)
+        self.pool = means.data_pool(self.config, probe=Probe(PROBE), failing=making.FAILING)
+        self.tier = SharedTier(
+            self.config, data=self.pool, coordinator=self.coordinator, log=means.log, count=self._count
+        )
         self.tier.start(self.listener)
-        self.keeper.open()
+        self.coordinator.open()
         self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     def _count(self, name: str, amount: float) -> None:

@@ -1,4 +1,4 @@
-"""A shared tier whose workers and keeper are calls in this process: real files, no waiting, faults at will."""
+"""A shared tier whose workers and coordinator are calls in this process: real files, no waiting, faults at will."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvdepot.core.objectfile import ObjectName
-from kvdepot.server.guard import Guard
 from kvdepot.server.io.jobs import Answer, Job
-from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Written
-from kvdepot.server.tiers.conformance import RecordingListener, RecordingLoan, extents_of, payload_of
-from kvdepot.server.tiers.shared import layout
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.storage import shared_layout as layout
+from kvdepot.server.storage.base import IoOutcome, Loan, Read, Written
+from kvdepot.server.tiers.conformance_harness import RecordingListener, RecordingLoan, extents_of, payload_of
 from kvdepot.server.tiers.shared.config import SharedConfig
-from kvdepot.server.tiers.shared.links import Report, Word
+from kvdepot.server.tiers.shared.links import Message, Report
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 from tests.rigs.disk_rig import InlineWorkers
@@ -27,12 +27,12 @@ _NODES = count(1)
 _Job = TypeVar("_Job", bound=Job)
 
 
-class InlineKeeper:
+class InlineCoordinator:
     """Makes marker and folders, and says that all is well: once started, and whenever a test has it say something."""
 
     def __init__(self, root: Path, limit_bytes: int = 1 << 40) -> None:
         self._root = root
-        self._hear: Callable[[Word], None] | None = None
+        self._on_message: Callable[[Message], None] | None = None
         self.node = f"node-{next(_NODES)}"
         self.published: list[int] = []
         self.settled = ""
@@ -43,8 +43,8 @@ class InlineKeeper:
             limit_bytes=limit_bytes, marker_ok=True, device=0,
         )  # fmt: skip
 
-    def start(self, hear: Callable[[Word], None]) -> None:
-        self._hear = hear
+    def start(self, on_message: Callable[[Message], None]) -> None:
+        self._on_message = on_message
         self.running = True
 
     def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
@@ -54,7 +54,7 @@ class InlineKeeper:
 
     def end(self) -> None:
         self.running = False
-        self._hear = None
+        self._on_message = None
 
     def open(self) -> None:
         """What the first report says."""
@@ -63,11 +63,11 @@ class InlineKeeper:
             (self._root / folder).mkdir(exist_ok=True)
         (self._root / layout.MARKER).write_bytes(layout.Marker("ab" * 16, "a test").pack())
         self.report = replace(self.report, device=self._root.stat().st_dev)
-        self.say(self.report)
+        self.send_message(self.report)
 
-    def say(self, word: Word) -> None:
-        assert self._hear is not None
-        self._hear(word)
+    def send_message(self, message: Message) -> None:
+        assert self._on_message is not None
+        self._on_message(message)
 
 
 def fails(kind: type[Job], outcome: IoOutcome, detail: str = "injected") -> Callable[[Job], Answer | None]:
@@ -94,16 +94,16 @@ class SharedRig:
 
     def start(self, *, opens: bool = True) -> None:
         self.workers = InlineWorkers(self.root, self.arena, self.clock, self.guard)
-        self.keeper = InlineKeeper(self.root)
+        self.coordinator = InlineCoordinator(self.root)
         self.listener = RecordingListener()
         self.counts: Counter[str] = Counter()
         self.tier = SharedTier(
-            self.config, data=self.workers, keeper=self.keeper, log=logging.getLogger("tests.shared"),
+            self.config, data=self.workers, coordinator=self.coordinator, log=logging.getLogger("tests.shared"),
             count=self._count, clock=self.clock, wall_clock=self.wall_clock, handles_max=self._handles_max,
         )  # fmt: skip
         self.tier.start(self.listener)
         if opens:
-            self.keeper.open()
+            self.coordinator.open()
 
     def another(self, **config: Any) -> Self:
         """A second node on the same directory."""

@@ -15,7 +15,7 @@ from typing import Self
 from kvdepot.client.transports.stream import StreamArena
 from kvdepot.core.calls import STREAM_READY
 from kvdepot.server.io.child import spawn
-from kvdepot.server.io.stream_wire import OPENING
+from kvdepot.server.io.stream_wire import OPENING, Opening
 
 _numbers = itertools.count()
 
@@ -31,7 +31,7 @@ class Proxy:
             lambda socket_fd: (arena_fd, socket_fd, os.getpid(), 0o600, -1, self.path),
             (arena_fd,),
         )
-        lifeline.send(OPENING.pack(attachment, session))
+        lifeline.send(OPENING.pack(Opening(attachment, session)))
         assert select.select([lifeline], [], [], 30)[0], "the proxy does not start"
         assert lifeline.recv(1) == STREAM_READY, "the proxy ended"
         self.arena = StreamArena(

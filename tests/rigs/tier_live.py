@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.core.objectfile import ObjectName
-from kvdepot.server.tiers.base import IoOutcome, Read, Tier, Written
-from kvdepot.server.tiers.conformance import RecordingListener, extents_of, payload_of
+from kvdepot.server.storage.base import IoOutcome, Read, Tier, Written
+from kvdepot.server.tiers.conformance_harness import RecordingListener, extents_of, payload_of
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.making import make_disk_tier
 from kvdepot.server.tiers.pools import TierMeans

@@ -6,7 +6,7 @@ from kvdepot.core.calls import ROOT_KEY, AcquireReply, Kind, ReserveOutcome
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.objectfile import payload_sum
-from kvdepot.server.engine.types import TierConfig, WritePolicy
+from kvdepot.server.depot.types import TierConfig, WritePolicy
 
 from tests.fakes.shared_memory_tier import SharedMedium
 from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, unpack
@@ -54,24 +54,24 @@ def reboot(rig: Rig) -> None:
 
 def verify(rig: Rig) -> None:
     """The checksum worker's part, by the bytes that are there."""
-    while (job := rig.engine.next_to_sum()) is not None:
+    while (job := rig.depot.next_to_sum()) is not None:
         raw_sum = payload_sum([rig.buffer[offset : offset + length] for offset, length in job.extents])
-        rig.engine.summed(job.row, job.generation, raw_sum & (1 << 64) - 1, raw_sum >> 64)
+        rig.depot.summed(job.row, job.generation, raw_sum & (1 << 64) - 1, raw_sum >> 64)
 
 
 def settle(rig: Rig) -> None:
     for _ in range(20):
-        rig.engine.tick()
+        rig.depot.tick()
         rig.tier.run()
-    audit(rig.engine)
+    audit(rig.depot)
 
 
 def in_ram(rig: Rig) -> int:
-    return rig.engine.status().tier.objects
+    return rig.depot.status().tier.objects
 
 
 def in_tier(rig: Rig) -> int:
-    return rig.engine.status().lower_tiers[0].objects
+    return rig.depot.status().lower_tiers[0].objects
 
 
 def published(
@@ -82,7 +82,7 @@ def published(
     node.shared.automatic = True
     store(node.attach(spec=spec), keys, kinds=kinds)
     node.shared.run()
-    audit(node.engine)
+    audit(node.depot)
 
 
 def rig_over(keys: list[bytes], **options: object) -> tuple[Rig, Client]:
@@ -97,6 +97,6 @@ def boundary(client: Client, keys: list[bytes]) -> int:
     """Chunks that are located once the tier has answered."""
     answers = client.locate_later(keys)
     client.rig.shared.run()
-    audit(client.rig.engine)
+    audit(client.rig.depot)
     (reply,) = answers
     return reply.boundary_tokens // CHUNK

@@ -10,7 +10,7 @@ import runpy
 import signal
 import sys
 
-from kvdepot.server import checksums
+from kvdepot.server.daemon import checksums
 
 MODULE = "tests.rigs.waiting_sums"
 _WORKER = "kvdepot.server.io.checksum_worker"

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import grpc
-from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
+from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 from kvdepot.core.report import DaemonStatus
 
 from demo.engine import Engine

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -22,17 +23,18 @@ from unittest import mock
 from kvdepot.core.arena import LentMode
 from kvdepot.core.calls import AttachCall, DeclareCall
 from kvdepot.proto import codec
-from kvdepot.server import processes, streams
-from kvdepot.server.attach import ArenaOffer, AttachListener
-from kvdepot.server.config_schema import ATTACH_SUFFIX
-from kvdepot.server.engine.rows import COMMITTED
-from kvdepot.server.engine.sessions import engine_digest
-from kvdepot.server.engine.types import Attached, Liveness, ProcessIdentity, TierConfig
-from kvdepot.server.engine.workers import Workers
-from kvdepot.server.streams import StreamProxies
-from kvdepot.server.tiers.base import Loan, Tier, WorkerRegistry
+from kvdepot.server.attach import streams
+from kvdepot.server.attach.attach import ArenaOffer, AttachListener
+from kvdepot.server.attach.streams import StreamProxies
+from kvdepot.server.config.schema import ATTACH_SUFFIX
+from kvdepot.server.depot.sessions.session import engine_digest
+from kvdepot.server.depot.sessions.workers import Workers
+from kvdepot.server.depot.tree.rows import COMMITTED
+from kvdepot.server.depot.types import Attached, Liveness, ProcessIdentity, TierConfig
+from kvdepot.server.platform import processes
+from kvdepot.server.storage.base import Loan, Tier, WorkerRegistry
 
-from tests.fakes.process_kernel import FakeKernel, FakeProcess, Sight
+from tests.fakes.process_kernel import FakeKernel, FakeProcess, Sight, file_of
 from tests.rigs.engine_rig import BOOT, DENSE, Client, Rig, audit, path, unpack
 
 GRACE_SECONDS = 60.0
@@ -126,6 +128,7 @@ class AttachWorld:
 
     def __init__(self, kernel: FakeKernel) -> None:
         self._stack = contextlib.ExitStack()
+        gc.collect()  # descriptors that tests of before have dropped
         self._descriptors = _open_descriptors()
         self.kernel = kernel
         self._stack.enter_context(kernel.installed())
@@ -139,7 +142,7 @@ class AttachWorld:
         self.proxies: dict[int, _Proxy] = {}
         self.proxies_hang = False
         self.owners: dict[int, FakeProcess] = {}
-        self.schedulers: dict[bytes, list[FakeProcess]] = {}  # by token
+        self.schedulers: dict[bytes, set[FakeProcess]] = {}  # by token; also those of earlier runs
         self.paths = 0
         self._listen()
 
@@ -148,7 +151,7 @@ class AttachWorld:
             arena_fd=-1, count_max=4, mode=0o600, group_id=-1, loop=self.loop, log=_LOG
         )  # fmt: skip
         self.listener = AttachListener(
-            engine=self.rig.engine, calls=_NO_CALLS, streams=proxies, loop=self.loop, log=_LOG, boot_id=BOOT,
+            depot=self.rig.depot, calls=_NO_CALLS, streams=proxies, loop=self.loop, log=_LOG, boot_id=BOOT,
             offer=ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR)),
         )  # fmt: skip
         self.listener.listen(self.directory / "d", 0o600, -1)
@@ -173,7 +176,7 @@ class AttachWorld:
         self, process: FakeProcess, engine_id: str, *, scheduler: bool, rank: int, stream: bool, calls: bool
     ) -> Link | None:
         """None: it was refused, which is right only where somebody else has the place."""
-        before = {info.attachment for info in self.rig.engine.attachments()}
+        before = {info.attachment for info in self.rig.depot.attachments()}
         connection = self.kernel.connect(process, f"{self.directory / 'd'}{ATTACH_SUFFIX}")
         call = AttachCall(
             1, 1, engine_id, scheduler=scheduler, rank=rank, world_size=1, stream=stream, calls=calls and scheduler
@@ -203,8 +206,8 @@ class AttachWorld:
         client = Client(self.rig, Attached(reply.session, slot), DENSE)
         link = Link(connection, process, holder, slot, reply.session, engine_id, scheduler, client, kept)
         self.links.append(link)
+        self._note_schedulers(reply.session)
         if scheduler:
-            self.schedulers.setdefault(reply.session, []).append(holder)
             self._declare(link)
         self.check()
         return link
@@ -213,16 +216,22 @@ class AttachWorld:
         assert "already" in error or "streams already" in error, error
         others = [
             self.owners[one.slot]
-            for one in self.rig.engine._sessions.attachments.values()
+            for one in self.rig.depot._sessions.attachments.values()
             if one.session.engine == engine_digest(engine_id) and not one.session.ended
         ]
         known = process.sight is Sight.ALL or (self.kernel.numbers and self.kernel.names_peers)
         assert "streams" in error or any(one is not process or not known for one in others), "refused for itself"
 
+    def _note_schedulers(self, token: bytes) -> None:
+        """A session may be of an earlier run, and its scheduler of before have no connection any more."""
+        attachments = self.rig.depot._sessions.of(token).attachments.values()
+        schedulers = {self.owners[one.slot] for one in attachments if one.scheduler}
+        self.schedulers.setdefault(token, set()).update(schedulers)
+
     def _declare(self, link: Link) -> None:
         """It says what it still holds, and is told what of it is lost: nothing, if it is known to have been here."""
         mine = [one for one in self.held if one.engine_id == link.engine_id and one.process is link.process]
-        self.rig.engine.declare(DeclareCall(link.token, tuple(one.lease for one in mine)))
+        self.rig.depot.declare(DeclareCall(link.token, tuple(one.lease for one in mine)))
 
     def store(self, link: Link) -> None:
         self.paths += 1
@@ -247,7 +256,7 @@ class AttachWorld:
 
     def acknowledge(self, held: Held, link: Link) -> None:
         """The engine that was granted it abandons it, if it is this session's."""
-        session = self.rig.engine._sessions.of(link.token)
+        session = self.rig.depot._sessions.of(link.token)
         if held.lease in session.leases:
             link.client.abandon(held.lease)
             self.held.remove(held)
@@ -289,10 +298,10 @@ class AttachWorld:
         if worker.loans:
             worker.loans.pop().end()
             return
-        rows = self.rig.engine._space.rows
+        rows = self.rig.depot._ram.rows
         committed = [row for row in range(rows.count) if rows.state[row] == COMMITTED]
         if committed:
-            loan = self.rig.registry.loan(committed[0], LentMode.READ)
+            loan = self.rig.depot._tiering.promotions._loans.loan(committed[0], LentMode.READ)
             assert loan.begin(worker.number), "refused"
             worker.loans.append(loan)
 
@@ -306,13 +315,14 @@ class AttachWorld:
 
     def tick(self, seconds: float) -> None:
         self.rig.now += seconds
-        self.rig.engine.tick()
+        self.rig.depot.tick()
         self.turn()
-        for session in self.rig.engine._sessions.by_slot.values():
+        for session in self.rig.depot._sessions.by_slot.values():
             idle = not session.connected and not session.leases and not session.worker
             assert not idle or self.rig.now - session.idle_since < GRACE_SECONDS, "a session that nobody needs stays"
 
-    def restart(self, *, workers_live: bool) -> None:
+    def restart(self, *, workers_live: bool, dying: Sequence[FakeProcess]) -> None:
+        """`dying`: these end while no daemon runs."""
         self.listener.close()
         self.turn()
         for link in list(self.links):
@@ -323,26 +333,28 @@ class AttachWorld:
             if not workers_live:
                 worker.process.end()
         self.workers.clear()
+        for process in dying:
+            process.end()
         self.rig.crash()
         self._listen()
 
     # What must hold at any time
 
     def check(self) -> None:
-        attachments = self.rig.engine._sessions.attachments
+        attachments = self.rig.depot._sessions.attachments
         self.owners = {slot: owner for slot, owner in self.owners.items() if slot in attachments}
         assert self.owners.keys() == attachments.keys()
         self._check_watches()
         self._check_links()
-        audit(self.rig.engine)
+        audit(self.rig.depot)
 
     def _check_watches(self) -> None:
         """Whoever owns a slot is watched for it, and every pidfd that is open is such a watch, or a proxy's own."""
         expected = {one.process: 1 for one in self.proxies.values() if not one.process.ended and self._runs(one)}
-        for slot, attachment in self.rig.engine._sessions.attachments.items():
+        for slot, attachment in self.rig.depot._sessions.attachments.items():
             owner, watch = self.owners[slot], attachment.watch
             if watch is not None:
-                assert os.fstat(watch._pidfd).st_ino == owner.inode, "it watches another process"  # type: ignore[attr-defined]
+                assert file_of(os.fstat(watch._pidfd)) == owner.file, "it watches another process"  # type: ignore[attr-defined]
                 assert not owner.ended, "its end went unnoticed"
                 expected[owner] = expected.get(owner, 0) + 1
             ours = any(worker.number == slot for worker in self.workers)
@@ -356,7 +368,7 @@ class AttachWorld:
 
     def _check_links(self) -> None:
         """Nobody loses a connection or a session but by an end of its own, or of its scheduler."""
-        sessions = self.rig.engine._sessions
+        sessions = self.rig.depot._sessions
         for link in list(self.links):
             if self._at_end(link):
                 own = [link.holder, *self.schedulers.get(link.token, ())]
@@ -386,17 +398,21 @@ class AttachWorld:
         for one in self.kernel.all:
             one.end()
         self.turn()
+        self.check()
+        for link in list(self.links):  # its child had the socket, and has ended too
+            assert self.rig.depot._sessions.attachments[link.slot].watch is None, "its end went unnoticed"
+            self.disconnect(link)
         self.tick(0.0)
         self.tick(GRACE_SECONDS + 1)
         self.check()
-        for slot, attachment in self.rig.engine._sessions.attachments.items():
+        for slot, attachment in self.rig.depot._sessions.attachments.items():
             assert self.owners[slot].sight is not Sight.ALL, "it ended, and its slot is taken"
             assert attachment.watch is None
             assert attachment.session.leases
         if not self.owners:
-            status = self.rig.engine.status()
+            status = self.rig.depot.status()
             assert (status.tier.lent_bytes, status.sessions) == (0, ())
-            assert not self.rig.engine._sessions.by_token
+            assert not self.rig.depot._sessions.by_token
 
     def close(self) -> None:
         for link in list(self.links):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.keys import NamespaceSpec
 
@@ -14,9 +16,18 @@ def elements_of(spec: NamespaceSpec) -> Elements:
 
 def compare(rig: Rig) -> None:
     """What is not the same has drifted, as it has whenever two writers made it."""
-    while (pair := rig.engine.next_to_compare()) is not None:
+    while (pair := rig.depot.next_to_compare()) is not None:
         ours, theirs = (
             b"".join(bytes(rig.buffer[offset : offset + length]) for offset, length in extents)
             for extents in (pair.stored, pair.recomputed)
         )
-        rig.engine.compared(pair.row, drifted=ours != theirs)
+        rig.depot.compared(pair.row, drifted=ours != theirs)
+
+
+def flip(stored: dict[Any, bytes], pick: int) -> None:
+    """One bit of what a medium has, by handle or file, is another."""
+    if stored:
+        at = sorted(stored)[pick % len(stored)]
+        data = bytearray(stored[at])
+        data[pick % len(data)] ^= 1 << pick % 8
+        stored[at] = bytes(data)

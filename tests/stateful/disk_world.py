@@ -17,7 +17,7 @@ from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Answer, Append, Job, Part, WriteObject
 from kvdepot.server.io.perform import perform
 from kvdepot.server.offline.fsck import check_store
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Read, Written
+from kvdepot.server.storage.base import DAMAGED, IoOutcome, Read, Written
 from kvdepot.server.tiers.disk import layout
 
 from tests.rigs.disk_rig import PAGE, DiskRig, Loaned, failing, object_name
@@ -96,6 +96,7 @@ class DiskWorld:
                 self.slots.append(slot)
             if written.outcome is IoOutcome.OK:
                 self.rig.listener.held[written.handle] = name
+                self.unsynced_names.add(name)
                 if not self.astray:
                     self.live[name] = payload
 
@@ -265,8 +266,15 @@ class DiskWorld:
     def _opened(self) -> None:
         self.flying: set[ObjectName] = set()
         self.losses = getattr(self, "losses", 0)
-        self.unsynced.clear()
         self.dropped = set()
+        self._opening()
+        self.rig.opener.opening = self._opening
+
+    def _opening(self) -> None:
+        """It syncs what is there. What is written later, even before anybody looks, a power loss may take."""
+        self._note_writes()
+        self.unsynced.clear()
+        self.unsynced_names: set[ObjectName] = set()
 
     def _read_all(self) -> None:
         """Every object that is served is whole, or is found out."""
@@ -288,9 +296,8 @@ class DiskWorld:
             self.live[name] = data
 
     def _synced_now(self) -> None:
-        self._note_writes()
-        self.unsynced.clear()
-        self.synced = dict(self.live)
+        """After an opening."""
+        self.synced = {name: payload for name, payload in self.live.items() if name not in self.unsynced_names}
 
     # What is always true
 

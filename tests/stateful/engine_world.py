@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
 
 import xxhash
 from kvdepot.core.calls import (
@@ -27,16 +26,17 @@ from kvdepot.core.control import Switch
 from kvdepot.core.errors import NotFound
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
-from kvdepot.server.engine.index import NONE
-from kvdepot.server.engine.types import Quota, TierConfig
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.depot.tree.index import NONE
+from kvdepot.server.depot.types import Quota, TierConfig
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.fakes.memory_tier import Job, MemoryTier
 from tests.fakes.shared_memory_tier import File
 from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_of, unpack
 from tests.rigs.quota_audit import check_within_quotas
-from tests.stateful.auditing import compare, elements_of
+from tests.stateful.auditing import compare, elements_of, flip
 from tests.stateful.killing import Killed, killed_after
+from tests.stateful.outliving import check_restart, outliving
 
 Name = tuple[bytes, bytes, int]
 """(namespace, key, kind) of an object."""
@@ -92,7 +92,7 @@ class Ghost:
 
 
 @dataclass
-class Engine:
+class Depot:
     """One engine: its process, its client, and the leases whose extents its ranks may touch."""
 
     spec: NamespaceSpec
@@ -100,7 +100,7 @@ class Engine:
     client: Client | None = None
     writes: dict[int, dict[int, Held]] = field(default_factory=dict)
     reads: dict[int, dict[int, Held]] = field(default_factory=dict)
-    unsettled: dict[int, set[int]] = field(default_factory=dict)  # commits asked whose answer got lost
+    outdated: dict[int, set[int]] = field(default_factory=dict)  # commits asked whose answer got lost
     waiting: dict[int, Waiting] = field(default_factory=dict)  # acquires that are not answered yet
     queued: dict[int, str] = field(default_factory=dict)  # by path: the request that waits in the engine's queue
 
@@ -148,6 +148,7 @@ class World:
         self._first_lease = self.rig.leases
         self.locating: list[Locating] = []
         self.vanished: dict[File, bytes] = {}  # from the shared medium
+        self.contradicted = 0  # objects of this run of which two checksums differed
 
     @property
     def tiers(self) -> list[MemoryTier]:
@@ -157,9 +158,9 @@ class World:
     def jobs(self) -> list[tuple[MemoryTier, Job]]:
         return [(tier, job) for tier in self.tiers for job in tier.jobs]
 
-    def _born(self, spec: NamespaceSpec) -> Engine:
+    def _born(self, spec: NamespaceSpec) -> Depot:
         self.pids += 1
-        return Engine(spec, self.pids)
+        return Depot(spec, self.pids)
 
     # What engines do
 
@@ -168,12 +169,12 @@ class World:
         if engine.client is None:
             engine.client = self.rig.attach(who, engine.pid, engine.spec, elements_of(engine.spec))
             held = (*engine.writes, *engine.reads, *engine.waiting)
-            lost = self.rig.engine.declare(DeclareCall(engine.client.session, held)).lost
+            lost = self.rig.depot.declare(DeclareCall(engine.client.session, held)).lost
             assert engine.waiting.keys() >= set(lost), "a lease that ranks still hold was freed"
             self.give_up(who)  # the calls failed with the connection
-            for lease, indices in list(engine.unsettled.items()):
+            for lease, indices in list(engine.outdated.items()):
                 engine.client.commit(lease, *sorted(indices))
-                del engine.unsettled[lease]
+                del engine.outdated[lease]
         return engine.client
 
     def reserve(self, who: str, path: int, first: int, depth: int, kinds: tuple[Kind, ...]) -> None:
@@ -186,12 +187,12 @@ class World:
         lease, reply = client.reserve(keys, kinds, start=first, parent=parent, request=f"r{path}")
         names = [(client.namespace, key, int(kind)) for key in keys for kind in kinds]
         held = _held(names, reply.extents)
-        if self.rig.engine.switches.refusal(Switch.STORES, client.namespace):
+        if self.rig.depot.switches.refusal(Switch.STORES, client.namespace):
             assert set(reply.outcomes) == {ReserveOutcome.REFUSED}, "reserved while stores are off"
         granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
         assert sorted(held) == granted
         for one in held.values():
-            one.scratch = self.rig.engine._audits.writing(one.fragments[0][0])
+            one.scratch = self.rig.depot._audits.writing(one.fragments[0][0])
         if held:
             engine.writes[lease] = held
             self.split_objects += sum(len(one.fragments) > 1 for one in held.values())
@@ -214,10 +215,10 @@ class World:
                 self.writers.setdefault(written.name, set()).add(lease)
         if not held:
             del engine.writes[lease]
-        engine.unsettled.setdefault(lease, set()).update(indices)
+        engine.outdated.setdefault(lease, set()).update(indices)
         outcomes = client.commit(lease, *indices)
-        del engine.unsettled[lease]
-        if self.rig.engine.switches.off(Switch.STORES, client.namespace):
+        del engine.outdated[lease]
+        if self.rig.depot.switches.off(Switch.STORES, client.namespace):
             assert CommitOutcome.COMMITTED not in outcomes, "committed while stores are off"
         assert CommitOutcome.LOST not in outcomes, "a lease in good order was lost"
         assert client.commit(lease, *indices) == outcomes
@@ -234,29 +235,29 @@ class World:
     def switch(self, switch: Switch, who: str, *, on: bool) -> None:
         """The operator does, for an engine's namespace, or for all (an empty name)."""
         namespace_id = self.attach(who).namespace if who else b""
-        self.rig.engine.switch(switch, namespace_id, on=on)
+        self.rig.depot.switch(switch, namespace_id, on=on)
         self.hear()
         if switch is Switch.LOADS and not on:
             off = [spec for name, spec in SPECS.items() if not who or spec == SPECS[who]]
             assert not any(one.waiting for one in self.engines.values() if one.spec in off), "waits yet"
-            assert not any(wish.namespace.spec in off for wish in self.rig.engine._prefetch._wishes.values())
+            assert not any(wish.namespace.spec in off for wish in self.rig.depot._prefetch._requests.values())
 
     def evict(self, who: str, path: int, depth: int) -> None:
         """The operator drops a chunk with all below it, or all of an engine's namespace (no depth)."""
         namespace_id, keys = self.attach(who).namespace, keys_of(path, depth)
         try:
-            removal = self.rig.engine.removal(namespace_id, keys[-1] if keys else b"")
+            removal = self.rig.depot.deletion(namespace_id, keys[-1] if keys else b"")
         except NotFound:
             return
         for _ in iter(removal.run_once, False):
-            audit(self.rig.engine)
+            audit(self.rig.depot)
         self.hear()
-        slot = self.rig.engine._space.namespaces.by_id[namespace_id].slot
+        slot = self.rig.depot._tree.namespaces.by_id[namespace_id].slot
         for key_ in keys[-1:] or (keys_of(at, 1)[0] for at in range(3)):
-            assert self.rig.engine._space.index.find(slot, key_) == NONE, "evicted, and found"
+            assert self.rig.depot._tree.index.find(slot, key_) == NONE, "evicted, and found"
 
     def drain(self, *, draining: bool) -> None:
-        self.rig.engine.drain(draining=draining)
+        self.rig.depot.drain(draining=draining)
         self.hear()
         # Who has not come back since the daemon's end waits for an answer that ended with it.
         assert not draining or not any(engine.waiting for engine in self.engines.values() if engine.client is not None)
@@ -306,7 +307,7 @@ class World:
         lease = client.lease()
         raised = self.rig.counter("internal_errors.tier")
         answers = client.acquire_later(keys, kinds, lease, located.request)
-        if self.rig.engine.switches.refusal(Switch.LOADS, client.namespace):
+        if self.rig.depot.switches.refusal(Switch.LOADS, client.namespace):
             assert answers and answers[0].outcome is AcquireOutcome.REFUSED, "acquired while loads are off"
         elif answers and answers[0].outcome is AcquireOutcome.REFUSED:
             assert answers[0].reason.startswith("quota")
@@ -351,7 +352,7 @@ class World:
     def check_bytes(self, lease: dict[int, Held]) -> int:
         """I1: wherever the generations still hold, the bytes are a writer's of exactly this object."""
         checked = 0
-        generation = self.rig.engine._space.rows.generation
+        generation = self.rig.depot._ram.rows.generation
         for held in lease.values():
             if all(generation[row] == granted for row, _, _, granted in held.fragments):
                 seen = [bytes(self.rig.buffer[o : o + n]) for _, o, n, _ in held.fragments]
@@ -360,23 +361,23 @@ class World:
         return checked
 
     def end_request(self, who: str, path: int) -> None:
-        self.rig.engine.end_request(EndRequestCall(self.attach(who).session, f"r{path}"))
+        self.rig.depot.end_request(EndRequestCall(self.attach(who).session, f"r{path}"))
 
     def die(self, who: str) -> None:
         engine = self.engines[who]
         self.rig.dead.add(engine.pid)
         if engine.client is not None:
-            self.rig.engine.process_dead(engine.client.attachment)
+            self.rig.depot.process_dead(engine.client.attachment)
         else:
-            for info in self.rig.engine.attachments():
+            for info in self.rig.depot.attachments():
                 if info.process.pid == engine.pid:
-                    self.rig.engine.process_dead(info.attachment)
+                    self.rig.depot.process_dead(info.attachment)
         self.engines[who] = self._born(engine.spec)
 
     def disconnect(self, who: str) -> None:
         engine = self.engines[who]
         if engine.client is not None:
-            self.rig.engine.disconnected(engine.client.attachment)
+            self.rig.depot.disconnected(engine.client.attachment)
             engine.client = None
 
     # What the lower tier does
@@ -402,7 +403,7 @@ class World:
 
     def run(self) -> None:
         """Everything that lower tiers have to do is done."""
-        while self.rig.engine.place_some():
+        while self.rig.depot.place_some():
             pass
         for tier in self.tiers:
             tier.run()
@@ -410,7 +411,7 @@ class World:
 
     def place(self) -> None:
         """A slice of the room that acquires wait for."""
-        self.rig.engine.place_some()
+        self.rig.depot.place_some()
         self.hear()
 
     def search_step(self, pick: int, *, answered: bool) -> None:
@@ -436,11 +437,11 @@ class World:
     def damage(self, pick: int) -> None:
         """A bit of an object flips on a medium; header or payload."""
         before = dict(self.rig.medium.stored)
-        _flip(self.rig.medium.stored, pick)
+        flip(self.rig.medium.stored, pick)
         for _, job in self.jobs:
             if job.snapshot and job.snapshot is before.get(job.handle):
                 job.snapshot = self.rig.medium.stored[job.handle]  # the object is the same yet
-        _flip(self.rig.shared_medium.files, pick)
+        flip(self.rig.shared_medium.files, pick)
 
     def lose(self, pick: int) -> None:
         stored = self.rig.medium.stored
@@ -460,9 +461,9 @@ class World:
         ghosts, self.ghosts = self.ghosts, []
         for ghost in ghosts:
             self.rig.dead.add(ghost.pid)
-            for info in self.rig.engine.attachments():
+            for info in self.rig.depot.attachments():
                 if info.process.pid == ghost.pid:
-                    self.rig.engine.process_dead(info.attachment)
+                    self.rig.depot.process_dead(info.attachment)
 
     def leave_ghost(self, *, alive: bool) -> None:
         """The daemon is about to go; its worker process with it, or not."""
@@ -479,30 +480,41 @@ class World:
     def sum(self, count: int) -> None:
         for _ in range(count):
             compare(self.rig)
-            job = self.rig.engine.next_to_sum()
+            job = self.rig.depot.next_to_sum()
             if job is None:
                 return
             payload = b"".join(bytes(self.rig.buffer[o : o + n]) for o, n in job.extents)
             digest = xxhash.xxh3_128_intdigest(payload)
-            self.rig.engine.summed(job.row, job.generation, digest & (1 << 64) - 1, digest >> 64)
+            self.rig.depot.summed(job.row, job.generation, digest & (1 << 64) - 1, digest >> 64)
 
     def tick(self, seconds: float) -> None:
         self.rig.now += seconds
         for who, engine in self.engines.items():
-            if engine.client is not None and self.rig.engine._sessions.by_token.get(engine.client.session) is None:
+            if engine.client is not None and self.rig.depot._sessions.by_token.get(engine.client.session) is None:
                 self.disconnect(who)
-        self.rig.engine.tick()
+        self.rig.depot.tick()
 
-    def crash(self, *, worker_lives: bool = True) -> None:
+    def open(self) -> None:
+        """All tiers are of use, also those that had not opened or were disabled."""
+        for tier in self.tiers:
+            if not tier.opened:
+                tier.open()
+            tier.readable = tier.writable = True
+
+    def crash(self, *, worker_lives: bool = True, opens: bool = True) -> None:
+        """The next run begins. With `opens`, its disk opens at once; else `open` is still due."""
         self.leave_ghost(alive=worker_lives)
         for engine in self.engines.values():
             engine.client = None
         self.locating.clear()
+        outlives = outliving(self.rig)
+        self.rig.tier_opens_at_start = opens
         self.rig.crash()
-        audit(self.rig.engine)
+        self.contradicted = 0
+        self.rig.tier_opens_at_start = True
+        check_restart(self.rig, outlives if opens else set())
         self.come_back()
         assert self.rig.counter("corrupt_objects") == 0
-        assert not [reason for reason in self.rig.report.dropped if reason in NEVER], self.rig.report
 
     def reboot(self) -> None:
         """The host starts anew: engines, workers and the arena are gone, the medium is not."""
@@ -514,7 +526,8 @@ class World:
         self.rig.buffer[:] = bytes(len(self.rig.buffer))
         self.rig.run = 0
         self.rig.crash()
-        audit(self.rig.engine)
+        self.contradicted = 0
+        audit(self.rig.depot)
         self.come_back()
 
     def come_back(self) -> None:
@@ -536,9 +549,9 @@ class World:
 
     def check(self) -> None:
         self.hear()
-        audit(self.rig.engine)
-        check_within_quotas(self.rig.engine)
-        assert self.rig.counter("corrupt_objects") == 0
+        audit(self.rig.depot)
+        check_within_quotas(self.rig.depot)
+        assert self.rig.counter("corrupt_objects") == self.contradicted
         for engine in self.engines.values():
             for lease, objects in engine.writes.items():
                 for held in objects.values():
@@ -550,31 +563,20 @@ class World:
         if self.tiers:
             self.late_end()
             self.run()
-            assert not self.locating and not len(self.rig.engine._locates._look_ups)
+            assert not self.locating and not len(self.rig.depot._locates._look_ups)
         for who in list(self.engines):
             self.die(who)
-        self.rig.engine.sum_worker_died()
-        status = self.rig.engine.status()
-        assert (status.tier.lent_bytes, status.sessions, len(self.rig.engine._requests)) == (0, (), 0)
+        self.rig.depot.sum_worker_died()
+        status = self.rig.depot.status()
+        assert (status.tier.lent_bytes, status.sessions, len(self.rig.depot._requests)) == (0, (), 0)
         self.run()  # the death of one may have begun a read for another, which died before it was answered
-        status = self.rig.engine.status()
+        status = self.rig.depot.status()
         assert (status.tier.prefetched_bytes, status.tier.prefetching_requests) == (0, 0)
-        self.rig.engine.tick()
-        assert not any(self.rig.engine._space.kept_rows), "kept for nobody"
-        assert self.rig.engine._stores._attention_reserved_bytes == 0
-        audit(self.rig.engine)
-
-
-NEVER = ("overlap", "repeated", "unknown_namespace", "torn_fields", "torn_extent", "torn_links", "namespace_repeated")
-"""No kill makes such rows: they would mean that the order of stores is wrong."""
-
-
-def _flip(stored: dict[Any, bytes], pick: int) -> None:
-    if stored:
-        at = sorted(stored)[pick % len(stored)]
-        data = bytearray(stored[at])
-        data[pick % len(data)] ^= 1 << pick % 8
-        stored[at] = bytes(data)
+        self.rig.depot.tick()
+        pins = self.rig.depot._ram.pins
+        assert not any(pins.prefetch.pinned) and not any(pins.user.pinned), "kept for nobody"
+        assert self.rig.depot._stores._attention_reserved_bytes == 0
+        audit(self.rig.depot)
 
 
 def _held(names: list[Name], extents: bytes) -> dict[int, Held]:

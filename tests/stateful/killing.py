@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-WRITERS = tuple(
-    f"/server/engine/{name}.py" for name in ("rows", "lent", "sessions", "namespaces", "adoption", "workers")
-)
+from kvdepot.server.depot import adoption
+from kvdepot.server.depot.sessions import sessions, workers
+from kvdepot.server.depot.tree import lent, namespaces, rows
+
+WRITERS = {module.__file__ for module in (rows, lent, sessions, namespaces, adoption, workers)}
 """The modules that store into the tables: between two lines of any other nothing changes that outlives a kill."""
 
 
@@ -24,7 +26,7 @@ def killed_after(lines: int) -> Iterator[None]:
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith(WRITERS):
+        if frame.f_code.co_filename not in WRITERS:
             return None
         if event == "line":
             left -= 1

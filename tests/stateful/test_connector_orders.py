@@ -14,12 +14,12 @@ from random import Random
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm import connector as connector_module
+from kvdepot.client.vllm.scheduling import sides
 from kvdepot.core.calls import AcquireCall, LocateCall, ReserveCall
 from kvdepot.core.keys import chunk_key
 
 from tests.fakes.call_orders import ORDERS
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.late_words import LateWords
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, model_folder, next_token
 from tests.rigs.seeds import drawn, steps_until
@@ -104,7 +104,7 @@ class Watch:
         engine.assert_clean()
 
 
-def _act(engine: ScriptedEngine, depot: Depot, random: Random, live: list[str]) -> None:
+def _act(engine: ScriptedEngine, depot: DirectDepot, random: Random, live: list[str]) -> None:
     scheduler = engine.scheduler
     match random.randrange(24):
         case 0 | 1 | 2 | 3 if len(live) < LIVE_MAX:
@@ -154,15 +154,15 @@ def _sleep(engine: ScriptedEngine) -> None:
 
 @pytest.mark.requirement("I1", "I3", "I5", "I6")
 @pytest.mark.timeout(300)  # on a busy machine
-@pytest.mark.parametrize("seed", [*drawn([0]), *drawn([1, 2], [pytest.mark.long])])
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn([1, 2], [pytest.mark.long(seconds=2)])])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])
 @pytest.mark.parametrize("runs_ahead", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_random_requests_in_every_call_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str, runs_ahead: bool, hybrid: bool, seed: int
 ) -> None:
-    random, depot = Random(f"{order} {runs_ahead} {hybrid} {seed}"), Depot()
-    monkeypatch.setattr(connector_module, "cache_path", lambda: tmp_path / "digests.json")
+    random, depot = Random(f"{order} {runs_ahead} {hybrid} {seed}"), DirectDepot()
+    monkeypatch.setattr(sides, "cache_path", lambda: tmp_path / "digests.json")
     engine = ScriptedEngine(
         depot, model_folder(tmp_path / "model"), monkeypatch, order=ORDERS[order], runs_ahead=runs_ahead, hybrid=hybrid,
         blocks=60 if hybrid else 28, retention=BLOCK if hybrid else None, ranks=random.randint(1, 2), step_tokens=64,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.stateful.disk_world import DiskWorld
 
@@ -73,7 +73,7 @@ TestDiskModel.settings = settings(
 )
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=140)
 @pytest.mark.timeout(900)
 class TestDiskModelLong(DiskModel.TestCase):  # type: ignore[misc,valid-type]
     settings = settings(

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvdepot.core.calls import Kind
 from kvdepot.core.control import Switch
 from kvdepot.core.errors import NotFound
-from kvdepot.server.engine.types import Quota, TierConfig
+from kvdepot.server.depot.types import Quota, TierConfig
 
 from tests.rigs.pin_audit import sweep
 from tests.rigs.seeds import drawn, steps_until
@@ -91,30 +91,30 @@ class EngineModel(RuleBasedStateMachine):
         """The operator pins a path, or all of an engine's namespace (no depth)."""
         client, keys = self.world.attach(who), keys_of(path, depth)
         with suppress(NotFound):
-            self.world.rig.engine.pins.pin(client.namespace, keys[-1] if keys else b"", seconds)
-        sweep(self.world.rig.engine)
+            self.world.rig.depot.pins.pin(client.namespace, keys[-1] if keys else b"", seconds)
+        sweep(self.world.rig.depot)
 
     @rule(who=who, path=paths, depth=st.integers(0, DEPTH))
     def unpin(self, who: str, path: int, depth: int) -> None:
         client, keys = self.world.attach(who), keys_of(path, depth)
         with suppress(NotFound):
-            self.world.rig.engine.pins.unpin(client.namespace, keys[-1] if keys else b"")
-        sweep(self.world.rig.engine)
+            self.world.rig.depot.pins.unpin(client.namespace, keys[-1] if keys else b"")
+        sweep(self.world.rig.depot)
 
     @rule(who=who, path=paths, depth=st.integers(0, DEPTH))
     def verify(self, who: str, path: int, depth: int) -> None:
         world, namespace_id = self.world, self.world.attach(who).namespace
-        self.operator.verify(world.rig.engine, namespace_id, keys_of(path, depth))
+        self.operator.verify(world.rig.depot, namespace_id, keys_of(path, depth))
 
     @rule(who=who, path=paths, depth=st.integers(0, DEPTH))
     def warm(self, who: str, path: int, depth: int) -> None:
         world, namespace_id = self.world, self.world.attach(who).namespace
-        self.operator.warm(world.rig.engine, namespace_id, keys_of(path, depth))
+        self.operator.warm(world.rig.depot, namespace_id, keys_of(path, depth))
 
     @rule(count=st.integers(1, 4))
     def go_on(self, count: int) -> None:
         for _ in range(count):
-            self.operator.go_on(self.world.rig.engine)
+            self.operator.go_on(self.world.rig.depot)
 
     @rule(draining=st.booleans())
     def drain(self, draining: bool) -> None:
@@ -176,7 +176,11 @@ class EngineModel(RuleBasedStateMachine):
         self.world.check()
 
     def teardown(self) -> None:
-        self.operator.cancel(self.world.rig.engine)
+        depot = self.world.rig.depot
+        for pin in depot.pins.statuses():
+            depot.pins.unpin(pin.namespace_id, pin.key)
+        sweep(depot)
+        self.operator.cancel(self.world.rig.depot)
         self.world.finish()
 
 
@@ -184,6 +188,17 @@ EngineModel.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineModel = EngineModel.TestCase
+
+
+def test_the_model_ends_with_what_an_operator_has_pinned() -> None:
+    """`World.finish` says that nothing is kept, and a pin outlives the engines."""
+    model = EngineModel()
+    model.reserve("a", 0, 0, 2, (Kind.ATTENTION,))
+    model.commit(0, True)
+    model.pin("a", 0, 2, 30.0)
+    assert any(model.world.rig.depot._ram.pins.user.pinned)
+    model.teardown()
+
 
 LINES_MAX = {"reserve": 200, "commit": 60, "abandon": 60, "acquire": 20, "release": 10, "sum": 30, "die": 60}
 
@@ -300,7 +315,7 @@ def _crash() -> tuple[World, Callable[[], None]]:
 def _present() -> World:
     """`a` has a chunk in RAM, which `b` computes too."""
     world = World(data_pages=48)
-    world.rig.engine.configure(replace(world.rig.config, audit_sample=1.0), {})
+    world.rig.depot.configure(replace(world.rig.config, audit_sample=1.0), {})
     world.reserve("a", 0, 0, 1, (Kind.ATTENTION,))
     world.commit("a", next(iter(world.engines["a"].writes)), [0])
     world.attach("b")

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 from hypothesis import HealthCheck, settings
-from kvdepot.server.engine.types import Quota, TierConfig, WritePolicy
+from kvdepot.server.depot.types import Quota, TierConfig, WritePolicy
 
 from tests.rigs.quota_audit import only_owners_lose
 from tests.rigs.seeds import drawn, steps_until
@@ -62,6 +62,6 @@ def test_no_owner_is_ever_above_its_quota_and_no_other_pays_for_it(seed: int, po
 
 
 def _figures(world: World) -> tuple[float, float, float]:
-    counter, ram = world.rig.counter, world.rig.engine._space.account
+    counter, ram = world.rig.counter, world.rig.depot._ram.account
     refused = sum(quota.refused_objects for quota in ram.statuses())
     return (counter("evicted_objects.quota"), refused, counter("tier_writes_dropped.memory/quota"))

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from kvdepot.core.calls import Kind
-from kvdepot.server.engine.types import TierConfig, WritePolicy
+from kvdepot.server.depot.types import TierConfig, WritePolicy
 
 from tests.rigs.seeds import drawn, steps_until
 from tests.stateful.engine_world import DEPTH, SPECS, World

@@ -11,18 +11,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from kvdepot.core.calls import Kind
-from kvdepot.server.engine import acquires, read_rate
-from kvdepot.server.engine.types import TierConfig, WritePolicy
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.depot.loads import acquires
+from kvdepot.server.depot.tree import read_rate
+from kvdepot.server.depot.types import TierConfig, WritePolicy
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.seeds import drawn, steps_until
+from tests.stateful.contradicting import contradict
 from tests.stateful.engine_world import DEPTH, SPECS, World
 from tests.stateful.test_engine_model import EngineModel
 
 FAILURES = (IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.CORRUPT, IoOutcome.NO_SPACE, IoOutcome.UNREADABLE)
 ACTIONS = (
     "reserve", "commit", "commit", "acquire", "acquire", "release", "step", "step", "step", "run", "run", "tick", "sum",
-    "late", "scribble", "rare", "queue",
+    "late", "scribble", "rare", "queue", "contradict",
 )  # fmt: skip
 QUEUE_ACTIONS = (
     *["queue"] * 5, "acquire", "acquire", "release", "step", "step", "step", "run", "reserve", "commit", "commit",
@@ -59,6 +61,11 @@ class TierModel(EngineModel):
     def lose(self, pick: int) -> None:
         self.world.lose(pick)
 
+    @rule(pick=picks)
+    def contradict(self, pick: int) -> None:
+        contradict(self.world, pick)
+
+    @precondition(lambda self: self.world.rig.tier.opened)
     @rule(readable=st.booleans(), writable=st.booleans())
     def breaker(self, readable: bool, writable: bool) -> None:
         self.world.rig.tier.readable, self.world.rig.tier.writable = readable, writable
@@ -78,6 +85,14 @@ class TierModel(EngineModel):
     @rule()
     def crash_with_worker(self) -> None:
         self.world.crash(worker_lives=False)
+
+    @rule()
+    def crash_and_open_late(self) -> None:
+        self.world.crash(opens=False)
+
+    @rule()
+    def open(self) -> None:
+        self.world.open()
 
     @rule()
     def reboot(self) -> None:
@@ -122,7 +137,7 @@ def test_loads_whose_room_is_made_object_by_object_are_right_whatever_happens_be
             world.run()
             world.reboot()
         act(world, random, PLACE_ACTIONS)
-        seen["between"] += bool(world.rig.engine._loads._pending._placing)
+        seen["between"] += bool(world.rig.depot._loads._pending._placing)
         world.check()
     world.finish()
 
@@ -155,10 +170,10 @@ def test_long_random_histories_of_queues_in_which_half_is_declined(seed: int, mo
             world.run()
             world.reboot()
         world.token_seconds = random.choice((0.0, 1e-9))
-        before = world.rig.counter("prefetch_wasted_objects.declined")
+        before = world.rig.counter("prefetch_wasted_objects.rejected")
         act(world, random, QUEUE_ACTIONS)
         seen["read"] += max(
-            int(world.rig.counter("prefetch_wasted_objects.declined") - before), 0
+            int(world.rig.counter("prefetch_wasted_objects.rejected") - before), 0
         )  # a new run begins at 0
         world.check()
     world.finish()
@@ -186,6 +201,8 @@ def act(world: World, random: Random, actions: Sequence[str] = ACTIONS) -> None:
         world.tick(random.choice([0.1, 0.1, 4.0]))
     elif action == "sum":
         world.sum(8)
+    elif action == "contradict":
+        contradict(world, pick)
     elif action == "late" and random.random() < 0.5:
         world.late_end()
     elif action == "rare":
@@ -205,7 +222,7 @@ def _ask(world: World, random: Random, who: str, *, acquire: bool) -> None:
 def _rare(world: World, random: Random, who: str, pick: int) -> None:
     match random.randrange(12):
         case 0:
-            world.crash(worker_lives=random.random() < 0.5)
+            world.crash(worker_lives=random.random() < 0.5, opens=random.random() < 0.5)
         case 1:
             world.reboot()
         case 2:
@@ -220,9 +237,8 @@ def _rare(world: World, random: Random, who: str, pick: int) -> None:
             world.killed(random.randrange(40), lambda: world.tier_step(pick, None))
         case 7:
             tier = random.choice(world.tiers)
-            tier.readable = not tier.readable
+            tier.readable = tier.opened and not tier.readable
         case 8:
             world.raise_next(pick)
         case _:
-            for tier in world.tiers:
-                tier.readable = tier.writable = True
+            world.open()

@@ -69,7 +69,7 @@ class ArenaMap:
         return self._buffer[: self._populated_bytes] if self._buffer is not None else memoryview(b"")
 
     def populated(self, size_bytes: int) -> None:
-        """The first `size_bytes` have their pages. For `Population`."""
+        """Note that the first `size_bytes` have their pages. For `Population`."""
         self._populated_bytes = size_bytes
 
     def load(
@@ -82,6 +82,10 @@ class ArenaMap:
         """Start copying; `copier.wait` and `check` say whether it was right. No copy here takes long."""
         copier.copy(self, batch, Direction.LOAD)
         return True
+
+    def verify(self, copier: BlockCopier, batch: CopyBatch) -> bool:
+        """See Arena."""
+        return copier.verify(self, batch)
 
     def store(
         self,
@@ -99,7 +103,7 @@ class ArenaMap:
         return self._buffer is None
 
     def generation(self, row: int) -> int:
-        """The generation of an extent row, by one aligned load. 0 (never granted) once closed or out of range."""
+        """Return the generation of an extent row, by one aligned load; 0 (never granted) if closed or out of range."""
         column = self._generations
         if column is None or not 0 <= row < len(column):
             return 0
@@ -130,7 +134,7 @@ class Population:
     """
 
     def __init__(self, arena: ArenaMap, descriptor: int) -> None:
-        """Takes over `descriptor`, of the arena's file."""
+        """Take over `descriptor`, of the arena's file."""
         self._arena = arena
         self._descriptor = descriptor
         self._at_bytes = 0
@@ -145,7 +149,7 @@ class Population:
             return None
         try:
             populated = os.lseek(self._descriptor, self._at_bytes, os.SEEK_HOLE)
-        except OSError:  # hugetlbfs knows no holes, and its pages are few
+        except OSError:  # a file system that cannot say where its holes are
             return None
         length = min(populated - self._at_bytes, piece_bytes)
         if length < min(piece_bytes, size_bytes - self._at_bytes):

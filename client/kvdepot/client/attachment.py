@@ -37,6 +37,8 @@ POPULATE_PIECE_BYTES = 32 << 20
 PROXY_START_SECONDS_MAX = 30.0
 """Half a second of a free core."""
 PROXY_END_SECONDS_MAX = 1.0
+ABSENCE_REPEAT_SECONDS = 60.0
+"""At least so long between two log lines about an absent daemon: a daemon in a crash loop must not fill the log."""
 
 
 class Transport(StrEnum):
@@ -69,6 +71,36 @@ class _State:
     refusal: str = ""
 
 
+class Absence:
+    """Logs that no daemon is reachable, once per absence and at most once a minute, and that it is back."""
+
+    def __init__(self, endpoint: Endpoint, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._endpoint = endpoint
+        self._log = log
+        self._clock = clock
+        self._logged = False  # this absence
+        self._logged_at = -ABSENCE_REPEAT_SECONDS
+
+    def missed(self, reason: str) -> None:
+        """Note an attempt that met no daemon."""
+        now = self._clock()
+        if self._logged or now - self._logged_at < ABSENCE_REPEAT_SECONDS:
+            return
+        self._logged, self._logged_at = True, now
+        self._log.warning(
+            "kvdepot: no daemon answers at %s: prompts are recomputed and nothing is stored until one does; "
+            "the connection is retried every second (%s)",
+            self._endpoint,
+            reason,
+        )
+
+    def ended(self) -> None:
+        """Note that a daemon has answered."""
+        if self._logged:
+            self._logged = False
+            self._log.warning("kvdepot: daemon is back at %s: loads and stores resume", self._endpoint)
+
+
 class Attachment:
     """Keeps a process attached, by a thread of its own. Never raises into the engine.
 
@@ -86,11 +118,22 @@ class Attachment:
         client_version: str = "",
         backoff: Backoff | None = None,
         log: logging.Logger | None = None,
+        log_absence: bool = False,
     ) -> None:
-        """`on_change` is called on the attachment's thread after each attach and each loss: with the session's token,
-        or None, and of an attach a call socket, to be closed by who is told, if the daemon gave one.
+        """Prepare an attachment; `start` begins it.
 
-        Without `map_arena` this process reaches no extents, whatever the transport.
+        Args:
+            endpoint: where the daemon listens.
+            process: which process of which engine attaches.
+            map_arena: whether this process reaches extents, by whatever transport.
+            transport: how it reaches them.
+            on_change: called on the attachment's thread after each attach and each loss, with the session's token or
+                None. After an attach it also gets a call socket, if the daemon gave one, which the callee closes.
+            client_version: for the daemon's records.
+            backoff: between attempts.
+            log: of refusals.
+            log_absence: whether to log also that no daemon is there, and that it is back. One process of an engine
+                is enough.
         """
         self._endpoint = endpoint
         self._call = process.call(client_version)
@@ -100,6 +143,7 @@ class Attachment:
         self._on_change = on_change
         self._backoff = backoff or Backoff(BACKOFF_FIRST_SECONDS, BACKOFF_MAX_SECONDS, random.random)
         self._log = log or logging.getLogger(__name__)
+        self._absence = Absence(endpoint, self._log) if log_absence else None
         self._state = _State()  # replaced as a whole by the thread, read by anybody
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
@@ -109,7 +153,7 @@ class Attachment:
         self._thread = threading.Thread(target=self._run, name="kvdepot-attachment", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Returns at once."""
+        """Start the thread. Return at once."""
         self._thread.start()
 
     @property
@@ -131,7 +175,7 @@ class Attachment:
         return self._state.refusal
 
     def renew(self, session: bytes) -> None:
-        """The daemon does not know `session` any more: attach again, unless that has happened already."""
+        """Attach again, because the daemon no longer knows `session`. Nothing happens if that is done already."""
         self._stale = session
         self._signal()
 
@@ -141,7 +185,7 @@ class Attachment:
         self._signal()
 
     def end(self) -> None:
-        """Have the thread end, and with it the connection (the daemon sees the end of file). Returns at once."""
+        """Have the thread end, and with it the connection. The daemon sees the end of file. Return at once."""
         self._closing = True
         self._signal()
 
@@ -186,7 +230,7 @@ class Attachment:
             os.close(wake)
 
     def _try_attach(self) -> socket.socket | None:
-        """This thread is all that ever attaches again: nothing that goes wrong in an attempt may end it."""
+        """Make one attempt. An exception must not end this thread, because no other one attaches again."""
         try:
             return self._attach()
         except Exception as error:  # noqa: BLE001 - whatever it is
@@ -194,14 +238,18 @@ class Attachment:
             return None
 
     def _attach(self) -> socket.socket | None:
-        """One attempt. None if it failed; why is in `refusal` or, for a missing daemon, nowhere."""
+        """Attach once. Return None if that failed; `refusal` has the reason if there is a daemon."""
         self._again = False
         call = replace(self._call, stream=self._streams, calls=self._call.scheduler and self._on_change is not None)
         try:
             accepted = attach(self._endpoint.attach_path, call, HANDSHAKE_SECONDS_MAX)
         except AttachError as error:
             self._refused(str(error) if error.by_daemon else "")
+            if self._absence is not None and not error.by_daemon:
+                self._absence.missed(str(error))
             return None
+        if self._absence is not None:
+            self._absence.ended()
         try:
             arena = self._connect_proxy(accepted) if self._streams else self._adopt(accepted)
         except (ArenaFormatError, OSError) as error:
@@ -222,7 +270,7 @@ class Attachment:
             self._publish(_State(None, self._state.arena, reason))
 
     def _adopt(self, accepted: Attached) -> Arena | None:
-        """The mapping to use from now on: the one there is if it is of the same arena. Takes over the descriptor."""
+        """Return the mapping to use: the present one if it is of the same arena. Take over the descriptor."""
         known, arena_id = self._state.arena, accepted.reply.arena_id
         if not self._map_arena or (known is not None and known.arena_id == arena_id):
             if accepted.descriptor is not None:
@@ -243,7 +291,7 @@ class Attachment:
         return arena  # the old mapping goes with the last copy that uses it
 
     def _connect_proxy(self, accepted: Attached) -> StreamArena:
-        """Wait until the proxy serves, and connect. Takes over the descriptor. Raises OSError."""
+        """Wait until the proxy serves, and connect. Take over the descriptor. Raise OSError."""
         if accepted.descriptor is None:
             raise OSError("the lifeline's descriptor did not arrive")
         if not accepted.reply.stream:
@@ -291,7 +339,7 @@ class Attachment:
             poller.poll(PROXY_END_SECONDS_MAX * 1000)
 
     def _hold(self, connection: socket.socket) -> None:
-        """Return when the connection or the proxy has ended, is to be renewed, or this is closing."""
+        """Wait until the connection or the proxy has ended, is to be renewed, or this is closing."""
         stream = self._state.arena if isinstance(self._state.arena, StreamArena) else None
         poller = select.poll()
         poller.register(connection, select.POLLIN | select.POLLHUP)
@@ -307,7 +355,7 @@ class Attachment:
                 return  # neither daemon nor proxy say anything after their first words: this is the end of file
 
     def _populate(self) -> float | None:
-        """A piece of the mapping; milliseconds until the next one is due, None when it is complete."""
+        """Populate a piece of the mapping. Return the milliseconds until the next one, or None when it is complete."""
         if self._population is None:
             return None
         seconds = self._population.step(POPULATE_PIECE_BYTES)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 from kvdepot.client.attachment import Attachment, EngineProcess, Transport
-from kvdepot.client.copy.base import BATCH_BYTES, Bounds, CopyBatch, CopyError, Direction, InDoubt
+from kvdepot.client.copy.base import BATCH_BYTES, Bounds, CopyBatch, CopyError, Direction, IndeterminateError
 from kvdepot.client.extents import ExtentError, Extents, parse_extents
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.session import DepotSession
@@ -70,6 +70,19 @@ class _MemoryCopier:
             else:
                 there[offset : offset + length] = self._memory[at : at + length]
 
+    def enter(self) -> None:
+        """Nothing to set up."""
+
+    def prove(self, mark: object) -> None:
+        """Nothing to prove: the native copy is tested on every platform that it runs on."""
+
+    def verify(self, arena: CopyMemory, batch: CopyBatch) -> bool:  # noqa: ARG002
+        """Likewise."""
+        return True
+
+    def leave(self) -> None:
+        """Likewise."""
+
     def mark(self) -> None:
         """Nothing: it is done."""
 
@@ -79,10 +92,10 @@ class _MemoryCopier:
     def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
         raise CopyError(f"{len(sources)} blocks of {len(layers)} layers to {len(targets)} others: there is one block")
 
-    def wait(self) -> None:
+    def wait(self, direction: Direction | None = None) -> None:
         """Likewise."""
 
-    def prepare(self, arena: Arena | None) -> None:
+    def prepare(self, arena: Arena | None, *, at_once: bool = False) -> None:
         """Likewise."""
 
 
@@ -118,7 +131,7 @@ class BulkEngine:
         self.close()
 
     def close(self) -> None:
-        """The daemon ends what is left when it sees the connections end."""
+        """Close the connections. The daemon then ends what is left."""
         self._session.close(self._timeout_seconds)
         self._worker.close()
 
@@ -143,7 +156,7 @@ class BulkEngine:
             self._session.wait(_WAIT_SECONDS)
 
     def pause(self, seconds: float) -> None:
-        """While the daemon's answers go on being taken."""
+        """Wait, and take the daemon's answers meanwhile."""
         self._session.wait(seconds)
 
     # Out of the depot
@@ -170,7 +183,7 @@ class BulkEngine:
         return self._granted(lease_id, reply, range(len(names)))
 
     def read(self, granted: Granted, index: int, memory: bytearray | None = None) -> bytearray | None:
-        """The bytes of one object, in `memory` where that is given; None when they were given to others meanwhile."""
+        """Return the bytes of one object, in `memory` if given, or None if its extents were reused meanwhile."""
         if memory is None:
             memory = bytearray(granted.extents.size_bytes(index))
         arena = self._arena(granted)
@@ -217,11 +230,11 @@ class BulkEngine:
             return stored and arena.check(*held)
         except CopyError as error:
             raise KvDepotError(f"what was granted does not fit: {error}") from error
-        except InDoubt as error:  # the lease is left as it is: the daemon ends it when the proxy is dead
+        except IndeterminateError as error:  # the lease is left as it is: the daemon ends it when the proxy is dead
             raise KvDepotError(str(error), advice="run it again: what is there is passed over") from error
 
     def commit(self, granted: Granted, indices: Sequence[int]) -> list[CommitOutcome]:
-        """Of these, written; the rest of the lease is given back."""
+        """Commit the written objects, and end the rest of the lease."""
         rest = sorted(set(granted.indices) - set(indices))
         if rest:
             self._session.abandon(granted.lease_id, rest)
@@ -263,7 +276,7 @@ class BulkEngine:
 
 
 def _batches(extents: Extents, index: int) -> Iterable[CopyBatch]:
-    """The fragments of one object, in pieces of at most BATCH_BYTES, as copies of one block."""
+    """Yield the fragments of one object, in pieces of at most BATCH_BYTES, as copies of one block."""
     fragments = slice(*extents.fragments[index])
     starts = extents.starts[fragments]
     columns = (starts - starts[0], extents.offsets[fragments], extents.lengths[fragments])

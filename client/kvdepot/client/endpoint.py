@@ -1,4 +1,4 @@
-"""Where the daemon listens: the gRPC socket and the attachment socket beside it."""
+"""Where the daemon listens: the gRPC socket and the attachment socket next to it."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class Endpoint:
 
 
 def _grpc_address(path: str) -> str:
-    """gRPC reads a URI."""
+    """Return the path as the URI that gRPC reads."""
     return f"unix:{quote(os.fsencode(path))}"

@@ -38,16 +38,16 @@ class Extents:
         return len(self.fragments) != len(self.rows)
 
     def size_bytes(self, index: int) -> int:
-        """Of one object. Raises KeyError for one that the grant does not name."""
+        """Return the size of one object. Raise KeyError for an object that the grant does not name."""
         first, end = self.fragments[index]
         return int(self.starts[end - 1] + self.lengths[end - 1] - self.starts[first])
 
     def firsts(self, indices: Iterable[int]) -> Words:
-        """The first fragment of each of these objects."""
+        """Return the first fragment of each of these objects."""
         return np.array([self.fragments[index][0] for index in indices], dtype=np.int64)
 
     def granted(self, indices: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Rows and generations of these objects, for `ArenaMap.check`."""
+        """Return the rows and generations of these objects, for `ArenaMap.check`."""
         rows: list[int] = []
         generations: list[int] = []
         for index in indices:
@@ -58,7 +58,7 @@ class Extents:
 
 
 def parse_extents(packed: bytes | memoryview, arena_bytes: int) -> Extents:
-    """Raises ExtentError for anything outside the arena."""
+    """Unpack extents. Raise ExtentError for anything outside the arena."""
     if len(packed) % (8 * EXTENT_WORDS):
         raise ExtentError(f"packed extents: {len(packed)} bytes are no multiple of {8 * EXTENT_WORDS}")
     table = np.frombuffer(packed, dtype="<i8").reshape(-1, EXTENT_WORDS)

@@ -7,6 +7,8 @@ from enum import Enum
 
 
 class FailureReason(Enum):
+    """Why a call failed."""
+
     UNAVAILABLE = "unavailable"  # not attached, no connection, closed, or too many calls in flight
     DEADLINE = "deadline"  # no answer in time; the daemon may or may not have acted
     REFUSED = "refused"  # the daemon said no: `code` says which rule, asking again does not help

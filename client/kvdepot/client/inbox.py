@@ -1,4 +1,4 @@
-"""What other threads have one thread do, and a socket of that thread's: it waits for both at once."""
+"""A queue of events for one thread, and a socket of that thread: it waits for both at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Inbox(Generic[Item]):
     """A queue. `put` may be called on any thread, everything else on the one that owns it."""
 
     def __init__(self) -> None:
-        """Raises OSError without descriptors."""
+        """Open the descriptors. Raise OSError if there are none left."""
         self._items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         # Not closed before nobody can put any more: another descriptor would have its number.
@@ -29,7 +29,7 @@ class Inbox(Generic[Item]):
         self._asleep = False
 
     def put(self, item: Item) -> None:
-        """Never blocks. A system call where the owner sleeps."""
+        """Add an item. Never block; wake the owner by a system call if it sleeps."""
         self._items.put(item)
         if self._asleep:
             os.eventfd_write(self._wake, 1)
@@ -41,11 +41,11 @@ class Inbox(Generic[Item]):
             return None
 
     def __len__(self) -> int:
-        """At least so many are there to be taken."""
+        """Return a number of items that are there at least."""
         return self._items.qsize()
 
     def watch(self, descriptor: int, *, writable: bool = False) -> None:
-        """Wait for this descriptor to be readable, or writable, too. `unwatch` comes before it is closed."""
+        """Let `wait` also wait for this descriptor to be readable, or writable. Call `unwatch` before it is closed."""
         events = select.EPOLLIN | (select.EPOLLOUT if writable else 0)
         if self._watched == _NONE:
             self._poller.register(descriptor, events)
@@ -59,7 +59,7 @@ class Inbox(Generic[Item]):
             self._watched = _NONE
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Until something was put, or the watched descriptor is ready: True."""
+        """Wait until an item was put, or the watched descriptor is ready. Return whether the descriptor is."""
         self._asleep = True
         try:
             found = self._poller.poll(0 if len(self) else timeout_seconds)

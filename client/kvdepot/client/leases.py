@@ -1,4 +1,4 @@
-"""Which leases this session owes the daemon an end for: from the asking to the daemon's confirmation."""
+"""The leases that a session has to end: from the first call for a lease to the daemon's confirmation of its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LeaseIds:
         self._next = start
 
     def draw(self) -> int:
-        """Never 0 (the protocol's "none")."""
+        """Return the next id. Never 0, which is the protocol's "none"."""
         self._next = (self._next + 1) % (1 << LEASE_BITS) or 1
         return self._next
 
@@ -42,15 +42,15 @@ class LeaseBook:
         return tuple(self._open)
 
     def ask(self, lease_id: int) -> None:
-        """A call that may make this lease is about to be sent."""
+        """Open a lease: a call that may make it is about to be sent."""
         self._open[lease_id] = None
 
     def granted(self, lease_id: int, indices: Iterable[int]) -> None:
-        """The reservation's answer: these objects, one at least, are ours to write."""
+        """Note the objects, at least one, that the answer to a reservation granted."""
         self._open[lease_id] = set(indices)
 
-    def settled(self, lease_id: int, indices: Iterable[int]) -> None:
-        """The daemon has confirmed the end of these objects of a reservation."""
+    def confirmed(self, lease_id: int, indices: Iterable[int]) -> None:
+        """Note that the daemon has confirmed the end of these objects of a reservation."""
         outstanding = self._open.get(lease_id)
         if outstanding is not None:
             outstanding.difference_update(indices)
@@ -58,5 +58,5 @@ class LeaseBook:
                 self.ended(lease_id)
 
     def ended(self, lease_id: int) -> None:
-        """The daemon has confirmed the end of the whole lease, or never made it."""
+        """Close a lease: the daemon has confirmed its end, or never made it."""
         self._open.pop(lease_id, None)

@@ -1,16 +1,18 @@
-"""The namespaces a session wants known, and how many ranks the daemon has seen: kept true across re-attachments."""
+"""The namespaces that a session registers, and the ranks that the daemon has seen, across re-attachments."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdepot.client.failures import CallFailure, FailureReason
-from kvdepot.client.transports.control import Answer, RegisterCall, RegisterReply
+from kvdepot.core.elements import KindElements
+from kvdepot.core.registration import RegisterCall, RegisterReply
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvdepot.client.backoff import Backoff
+    from kvdepot.client.transports.control import Answer
     from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
@@ -24,7 +26,7 @@ class Caller(Protocol):
 
 
 class Registrations:
-    """Registers each namespace after every attach, and asks again until all ranks are there."""
+    """Registers each namespace after every attach, and repeats that until all ranks are there."""
 
     def __init__(self, caller: Caller, world_size: int, backoff: Backoff) -> None:
         self.accepted: frozenset[bytes] = frozenset()
@@ -34,7 +36,7 @@ class Registrations:
         self._world_size = world_size
         self._backoff = backoff
         self._specs: dict[bytes, tuple[NamespaceSpec, Elements]] = {}
-        self.void: dict[bytes, int] = {}  # by namespace: the bump counter that the daemon wants instead
+        self.bumps_wanted: dict[bytes, int] = {}  # by namespace: the bump counter that the daemon wants instead
         self._token: bytes | None = None
         self._armed = False
 
@@ -45,7 +47,7 @@ class Registrations:
 
     def remove(self, namespace: bytes) -> None:
         self._specs.pop(namespace, None)
-        self.void.pop(namespace, None)
+        self.bumps_wanted.pop(namespace, None)
         self.accepted -= {namespace}
 
     def attached(self, token: bytes, ranks_attached: int) -> None:
@@ -62,7 +64,7 @@ class Registrations:
         self.ranks_attached = 0
 
     def again(self) -> None:
-        """Something the daemon answered says that it knows less than we thought."""
+        """Register all namespaces again soon: an answer shows that the daemon knows fewer."""
         if not self._armed and self._specs:
             self._armed = True
             self._caller.after(self._backoff.next_seconds(), self._ask_all)
@@ -75,19 +77,21 @@ class Registrations:
     def _ask(self, namespace: bytes) -> None:
         token = self._token
         if token is not None:
-            call = RegisterCall(token, *self._specs[namespace])
+            spec, elements = self._specs[namespace]
+            by_kind = tuple(KindElements(kind, runs) for kind, runs in elements.items())
+            call = RegisterCall(token, spec, by_kind, follows_bumps=True)
             self._caller.call(call, lambda answer: self._answered(token, namespace, answer))
 
     def _answered(self, token: bytes, namespace: bytes, answer: Answer) -> None:
         if token != self._token or namespace not in self._specs:
             return
-        self.void.pop(namespace, None)
-        if isinstance(answer, RegisterReply) and not answer.namespace:
+        self.bumps_wanted.pop(namespace, None)
+        if isinstance(answer, RegisterReply) and not answer.namespace_id:
             self.accepted -= {namespace}
             if answer.bumps == self._specs[namespace][0].bumps:
                 self.again()  # no sense
             else:
-                self.void[namespace] = answer.bumps
+                self.bumps_wanted[namespace] = answer.bumps
         elif isinstance(answer, RegisterReply):
             self.accepted |= {namespace}
             self.refusal = ""

@@ -1,4 +1,4 @@
-"""The scheduler side's session with the daemon. No call here waits for the daemon; none raises for its sake."""
+"""The scheduler side's session with the daemon. No call here waits for the daemon, or raises because of it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvdepot.client.attachment import Attachment, EngineProcess
+from kvdepot.client.calls import Call, ChainedAcquire
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.leases import LEASE_BITS, LeaseIds
-from kvdepot.client.session_loop import CONFIRM_SECONDS_MAX, Completion, Following, LoopState, SessionLoop
+from kvdepot.client.session_loop import CONFIRM_SECONDS_MAX, Completion, LoopState, SessionLoop
 from kvdepot.core.calls import (
-    AcquireCall,
     AcquireReply,
     LocateCall,
     LocateReply,
     RequestEnd,
-    ReserveCall,
     ReserveReply,
 )
 from kvdepot.core.limits import LEASES_PER_SESSION_MAX
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
 
-Call = LocateCall | AcquireCall | ReserveCall
 Reply = LocateReply | AcquireReply | ReserveReply
 Done = Callable[[Reply | CallFailure], None]
 CommitDone = Callable[[bytes], None]
@@ -59,10 +57,21 @@ class DepotSession:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         log: logging.Logger | None = None,
+        log_absence: bool = False,
     ) -> None:
-        """`rng` draws lease ids and jitter (default: seeded by the system).
+        """Prepare a session; `start` begins it.
 
-        A release, commit, abandon or end of a request not confirmed within `confirm_timeout_seconds` is sent again.
+        Args:
+            endpoint: where the daemon listens.
+            engine_id: the same for all processes of an engine.
+            world_size: workers of the engine.
+            client_version: for the daemon's records.
+            open_leases_max: with more open leases, a call that asks for another one fails at once.
+            confirm_timeout_seconds: after this time a release, commit, abandon or end of a request is sent again.
+            clock: monotonic, in seconds.
+            rng: draws lease ids and jitter (default: seeded by the system).
+            log: for warnings.
+            log_absence: whether to log that no daemon is there, and that it is back.
         """
         rng = rng or random.SystemRandom()
         self._clock = clock
@@ -76,6 +85,7 @@ class DepotSession:
             on_change=self._attachment_changed,
             client_version=client_version,
             log=log,
+            log_absence=log_absence,
         )
         self._loop = SessionLoop(
             endpoint, self._attachment, self._completions, world_size, clock, rng, confirm_timeout_seconds, log
@@ -87,7 +97,7 @@ class DepotSession:
         self._loop.post(self._loop.attachment_changed, token, connection)
 
     def start(self) -> None:
-        """Start the threads. Returns at once; `attached` turns True when the daemon was reached."""
+        """Start the threads. Return at once; `attached` turns True when the daemon was reached."""
         self._loop.start()
         self._attachment.start()
 
@@ -116,7 +126,7 @@ class DepotSession:
         return self._loop.state
 
     def register(self, spec: NamespaceSpec, elements: Elements = MappingProxyType({})) -> None:
-        """Make a namespace known, now and after every re-attach, until `forget`. Returns at once."""
+        """Register a namespace, now and after every attach, until `forget`. Return at once."""
         self._loop.post(self._loop.register, spec, elements)
 
     def forget(self, namespace: bytes) -> None:
@@ -128,17 +138,17 @@ class DepotSession:
         return namespace in self._state.registered
 
     def bumps_wanted(self, namespace: bytes) -> int | None:
-        """The bump counter with which to register it instead: an operator has made it void. None: none has."""
-        return self._state.void.get(namespace)
+        """Return the bump counter to register it with instead, if an operator has invalidated it, or None."""
+        return self._state.bumps_wanted.get(namespace)
 
     def new_lease_id(self) -> int:
-        """A lease id no other session of this engine draws (63 bits, random start)."""
+        """Return a lease id that no other session of this engine draws (63 bits, random start)."""
         return self._lease_ids.draw()
 
-    def submit(self, call: Call, timeout_seconds: float, done: Done, following: Following | None = None) -> None:
+    def submit(self, call: Call, timeout_seconds: float, done: Done, then: ChainedAcquire | None = None) -> None:
         """Start a Locate, Acquire or Reserve; `done` gets the reply or a CallFailure within the timeout, in `poll`.
 
-        `following`: the Acquire that a Locate's answer may lead to at once; see `forgo`.
+        `then`: the Acquire that a Locate's answer may lead to at once; see `cancel`.
 
         An Acquire or Reserve is repeated with the same lease id while time is left.
         After a failure its lease is ended here: the caller owes nothing for it. The same
@@ -153,35 +163,35 @@ class DepotSession:
         if self._closed:
             self._fail(done, "closed", "the session is closed")
             return
-        self._loop.post(self._loop.submit, call, self._clock() + timeout_seconds, done, following)
+        self._loop.post(self._loop.calls.submit, call, self._clock() + timeout_seconds, done, then)
 
     def _fail(self, done: Done, code: str, message: str) -> None:
         self._completions.put((done, CallFailure(FailureReason.UNAVAILABLE, code, message)))
 
     def release(self, lease_ids: Sequence[int], *, used: bool = True) -> None:
-        """Every rank is done with these reader leases. Repeated until the daemon confirms.
+        """End reader leases that every rank is done with. Repeated until the daemon confirms.
 
         `used`: whether they brought the engine something; else the daemon does not count them as hits.
         """
         self._loop.post(self._loop.release, tuple(lease_ids), used)
 
-    def forgo(self, lease_id: int) -> None:
-        """The Acquire that was to follow a lookup is of no use any more: it is not made, or its lease is released."""
-        self._loop.post(self._loop.forgo, lease_id)
+    def cancel(self, lease_id: int) -> None:
+        """Cancel a chained Acquire: it is not made, or its lease is released."""
+        self._loop.post(self._loop.calls.cancel, lease_id)
 
     def commit(self, lease_id: int, indices: Sequence[int], done: CommitDone | None = None) -> None:
-        """All ranks have written these objects of a reservation. `done` gets one CommitOutcome an index, in `poll`.
+        """Commit objects that all ranks have written. `done` gets one CommitOutcome per index, in `poll`.
 
         Repeated until the daemon answers, in the order of the calls; LOST if the daemon lost the lease.
         """
         self._loop.post(self._loop.commit, lease_id, tuple(indices), done)
 
     def abandon(self, lease_id: int, indices: Sequence[int] = ()) -> None:
-        """No rank touches these granted objects any more (none named: the whole lease). Repeated until confirmed."""
+        """End granted objects that no rank touches any more, or the whole lease. Repeated until confirmed."""
         self._loop.post(self._loop.abandon, lease_id, tuple(indices))
 
     def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
-        """The request is over: sent after the commits asked for before it."""
+        """End a request. The call is sent after the commits before it."""
         self._loop.post(self._loop.end_request, request_id, end)
 
     def call_soon(self, done: Callable[[None], None]) -> None:
@@ -189,7 +199,7 @@ class DepotSession:
         self._completions.put((done, None))
 
     def poll(self) -> int:
-        """Run the callbacks that are due, on this thread. Returns how many."""
+        """Run the callbacks that are due, on this thread. Return how many."""
         count = 0
         for _ in range(self._completions.qsize()):
             done, value = self._completions.get_nowait()
@@ -198,7 +208,7 @@ class DepotSession:
         return count
 
     def wait(self, timeout_seconds: float) -> int:
-        """For tools and tests: wait until a callback is due, then `poll`. An engine never calls this."""
+        """Wait until a callback is due, then `poll`. For tools and tests: an engine never calls this."""
         try:
             done, value = self._completions.get(timeout=timeout_seconds)
         except queue.Empty:
@@ -221,7 +231,7 @@ class DepotSession:
         return dict(self._state.counters)
 
     def end(self, timeout_seconds: float = 1.0) -> None:
-        """Have the threads send what is queued for at most `timeout_seconds`, then detach. Returns at once.
+        """Have the threads send what is queued for at most `timeout_seconds`, then detach. Return at once.
 
         The daemon ends what is left.
         """
@@ -230,7 +240,7 @@ class DepotSession:
             self._loop.end(timeout_seconds)
 
     def close(self, timeout_seconds: float = 1.0) -> None:
-        """As `end`, and wait for the threads, for a bounded time. An engine that goes on never calls this."""
+        """Do as `end`, and wait for the threads for a bounded time. A running engine never calls this."""
         self.end(timeout_seconds)
         self._loop.join(timeout_seconds + 1.0)
         self._attachment.close()

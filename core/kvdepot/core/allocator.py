@@ -65,31 +65,31 @@ class ExtentAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that `allocate` can hand out now."""
+        """Return the bytes that `allocate` can hand out now."""
         return self._free * self.granule_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Bytes handed out, rounded to granules."""
+        """Return the bytes handed out, rounded to granules."""
         return (self._ready - self._first - self._free) * self.granule_bytes
 
     @property
     def ready_bytes(self) -> int:
-        """Bytes made usable by `grow` so far, free or used."""
+        """Return the bytes made usable by `grow` so far, free or used."""
         return (self._ready - self._first) * self.granule_bytes
 
     @property
     def free_runs(self) -> int:
-        """Number of free runs; no two of them touch."""
+        """Return the number of free runs. No two of them touch."""
         return len(self._length_at)
 
     @property
     def largest_free_bytes(self) -> int:
-        """What one extent can hold at most now."""
+        """Return the bytes that one extent can have at most now."""
         return self._lengths[-1] * self.granule_bytes if self._lengths else 0
 
     def rounded(self, size_bytes: int) -> int:
-        """What an object of `size_bytes` takes of `free_bytes`."""
+        """Return the bytes of `free_bytes` that an object of `size_bytes` takes."""
         return -(-size_bytes // self.granule_bytes) * self.granule_bytes
 
     def grow(self, upto_bytes: int) -> None:
@@ -100,10 +100,10 @@ class ExtentAllocator:
             self._add(start, upto - start)
 
     def allocate(self, size_bytes: int) -> list[Extent] | None:
-        """Extents of together exactly `size_bytes`; None only if fewer bytes are free than `rounded(size_bytes)`.
+        """Return extents of exactly `size_bytes` in total; None only if fewer than `rounded(size_bytes)` are free.
 
-        One extent wherever a free run holds it, else the fewest. Each starts on a granule;
-        only the last one's length may be no multiple of it.
+        Returns one extent if a free run has room for it, and otherwise the fewest possible. Each extent starts
+        on a granule. Only the length of the last one may be no multiple of a granule.
         """
         if size_bytes <= 0:
             raise ValueError(f"cannot allocate {size_bytes} bytes")
@@ -168,7 +168,7 @@ class ExtentAllocator:
         return self._ready - self._first - self._free
 
     def _granules(self, offset_bytes: int, length_bytes: int) -> Extent:
-        """First granule and number of granules of a range; ExtentError unless it lies in the usable region."""
+        """Return first granule and number of granules of a range. Raise ExtentError outside the usable region."""
         start, inside = divmod(offset_bytes, self.granule_bytes)
         length = -(-length_bytes // self.granule_bytes)
         if inside or length <= 0 or start < self._first or start + length > self._ready:
@@ -176,7 +176,7 @@ class ExtentAllocator:
         return start, length
 
     def _run_with(self, start: int, length: int) -> int | None:
-        """First granule of the free run that holds the range."""
+        """Return the first granule of the free run that contains the range."""
         end = start + length
         at = self._claimed_to
         if at <= start < at + self._length_at.get(at, 0):

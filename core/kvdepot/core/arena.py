@@ -51,11 +51,15 @@ class RowState(IntEnum):
 
 
 class RowFlag(IntEnum):
+    """Bits of a row in the extent table."""
+
     SUMMED = 1  # `sum_lo`, `sum_hi` hold XXH3-128 of the payload
     VERIFIED = 2  # summed or checked by the daemon whose run is in `run`
 
 
 class LentMode(IntEnum):
+    """What a process of a loan may do with the extents."""
+
     FREE = 0
     READ = 1
     WRITE = 2
@@ -94,9 +98,9 @@ ATTACHMENT_COLUMNS: Columns = (
     ("boot", "V16"),  # the kernel's boot id
     ("start", "<u8"),  # start time of the process, clock ticks since boot; with pid 0 the kernel's number of it
     ("pid", "<u4"),  # in the daemon's PID namespace, 0 when unknown
-    ("rank", "<i4"),  # -1: scheduler only
+    ("rank", "<i4"),  # -1: none
     ("session", "<u2"),
-    ("used", "u1"),
+    ("used", "u1"),  # 1: by a worker, 2: by the scheduler
 )
 NAMESPACE_COLUMNS: Columns = (
     ("id", "V16"),
@@ -126,7 +130,7 @@ def _column_bytes(dtype: str, rows: int) -> int:
 
 
 def _table_bytes(columns: Columns, rows: int) -> int:
-    """Whole pages, so that the next table starts on one."""
+    """Return the size of a table in whole pages, so that the next table starts on a page."""
     return _round_up(sum(_column_bytes(dtype, rows) for _, dtype in columns), PAGE_BYTES)
 
 
@@ -155,7 +159,7 @@ class ArenaLayout:
 
     @staticmethod
     def plan(size_bytes: int, rows: int | None = None, lent_rows: int | None = None) -> ArenaLayout:
-        """Layout of an arena file of `size_bytes`, rounded down to pages: a capacity is never exceeded."""
+        """Return the layout of an arena file of `size_bytes`, rounded down to pages."""
         if rows is None:
             rows = min(max(size_bytes // ROW_BYTES_MEAN, 1024), ROWS_MAX)
         if lent_rows is None:
@@ -202,10 +206,10 @@ class Superblock:
     boot: bytes  # boot id, 16 bytes
 
     def pack(self) -> bytes:
-        """SUPERBLOCK_BYTES, to be written at offset 0.
+        """Return the SUPERBLOCK_BYTES to write at offset 0.
 
-        The run stands behind the sum, as an aligned word of its own: writing a later run
-        over an earlier one can be cut short anywhere and still leaves a sound superblock.
+        The run follows the checksum, in an aligned word of its own. So a write of a later run over an earlier
+        one can be cut short anywhere, and the superblock stays valid.
         """
         layout = self.layout
         identity = _IDENTITY.pack(
@@ -216,7 +220,7 @@ class Superblock:
 
     @staticmethod
     def unpack(page: bytes | memoryview) -> Superblock:
-        """Raises ArenaFormatError naming the first field that is wrong."""
+        """Return the superblock in a page. Raise ArenaFormatError, which names the first field that is wrong."""
         if len(page) < SUPERBLOCK_BYTES:
             raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
         identity = bytes(page[: _IDENTITY.size])
@@ -266,6 +270,6 @@ class ArenaTables:
 
 
 def generations(buffer: Buffer, layout: ArenaLayout) -> memoryview:
-    """The generation column as u64s, for readers: `generations(...)[row]` is one aligned load."""
+    """Return the generation column as u64s, for readers: `generations(...)[row]` is one aligned load."""
     start = layout.extents_offset
     return buffer[start : start + 8 * layout.rows].cast("Q")

@@ -16,17 +16,42 @@ Packed forms (all little-endian):
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Annotated
 
+import numpy as np
+from kvdepot.core import limits
+from kvdepot.core.bounds import KEY_BYTES as KEY_BYTES
+from kvdepot.core.bounds import (
+    Count,
+    EngineId,
+    Exactly,
+    Kinds,
+    LeaseId,
+    NamespaceId,
+    OneOf,
+    Packed,
+    Reason,
+    RequestId,
+    Seconds,
+    SessionToken,
+    Version,
+    bad,
+)
 from kvdepot.core.kinds import Kind as Kind  # part of these calls
 
-KEY_BYTES = 16
 EXTENT_WORDS = 5
 ROOT_KEY = b"\0" * KEY_BYTES
 """The parent of a prompt's first chunk."""
 STREAM_READY = b"\1"
 """The one thing a proxy says on its lifeline: it serves."""
+_STREAM = re.compile(r"stream-[0-9]{1,4}")
+_INDEX_BYTES = 4
+_BOUNDARY_BYTES = 4
+_LIMIT_NAMES_MAX = 256
 
 
 class ReserveOutcome(IntEnum):
@@ -42,6 +67,8 @@ class ReserveOutcome(IntEnum):
 
 
 class AcquireOutcome(IntEnum):
+    """The daemon's answer to an Acquire."""
+
     GRANTED = 1
     MISSING = 2  # an object went away since the lookup
     LATER = 3  # too many loads in flight
@@ -49,10 +76,25 @@ class AcquireOutcome(IntEnum):
 
 
 class CommitOutcome(IntEnum):
+    """The daemon's answer for one committed object."""
+
     COMMITTED = 1
     LOST = 2  # the lease is unknown: the daemon restarted, or it was given back
     EXPIRED = 3  # the deadline has passed; the extents were taken back at this call
     NO_PARENT = 4  # its parent is not resident
+
+
+Extents = Annotated[bytes, Packed(8 * EXTENT_WORDS, limits.FRAGMENTS_PER_REPLY_MAX)]
+ObjectKeys = Annotated[bytes, Packed(KEY_BYTES, limits.OBJECTS_PER_LEASE_MAX)]
+ReserveOutcomes = Annotated[bytes, OneOf(bytes(ReserveOutcome), limits.OBJECTS_PER_LEASE_MAX)]
+CommitOutcomes = Annotated[bytes, OneOf(bytes(CommitOutcome), limits.OBJECTS_PER_LEASE_MAX)]
+LeaseIds = Annotated[tuple[int, ...], Count(limits.LEASES_PER_CALL_MAX)]
+AllLeaseIds = Annotated[tuple[int, ...], Count(limits.LEASES_PER_SESSION_MAX)]
+
+
+def _check_length(field_name: str, value: bytes, length: int) -> None:
+    if len(value) != length:
+        raise bad(field_name, f"{len(value)} bytes, not {length}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,29 +103,33 @@ class RequestEnd:
 
     local_tokens: int = 0  # that it had itself when it was last asked
     loaded_tokens: int = 0
-    miss: str = ""  # a `core.misses.MissReason`: why it loaded nothing, or not what it was offered
+    miss: Reason = ""  # a `core.misses.MissReason`: why it loaded nothing, or not what it was offered
 
 
 @dataclass(frozen=True, slots=True)
 class LocateCall:
-    session: bytes
-    namespace: bytes
-    keys: bytes  # chunks 0..n-1 of the prompt, in order
+    """Asks how far a prompt is stored. The answer is an offer, without a lease."""
+
+    session: SessionToken
+    namespace_id: NamespaceId
+    keys: Annotated[bytes, Packed(KEY_BYTES, limits.KEYS_PER_CALL_MAX)]  # chunks 0..n-1 of the prompt, in order
     high_tokens: int  # a boundary above this is of no use (the engine computes the last token itself)
-    request_id: str = ""
-    budget_seconds: float = 0.0  # only what can be in RAM by then is of use; 0: whenever it is
-    wait_seconds: float = 0.0  # the engine does without an answer after that; 0: it does not say
+    request_id: RequestId = ""
+    budget_seconds: Seconds = 0.0  # only what can be in RAM by then is of use; 0: whenever it is
+    wait_seconds: Seconds = 0.0  # the engine does without an answer after that; 0: it does not say
     local_tokens: int = 0  # that the engine has itself, and would not load; as far as it knows yet
-    token_seconds: float = 0.0  # in which it computes one, so that longer loads are of no use; 0: it does not know
+    token_seconds: Seconds = 0.0  # in which it computes one, so that longer loads are of no use; 0: it does not know
 
 
 @dataclass(frozen=True, slots=True)
 class LocateReply:
+    """The offer: the boundary at which the request can resume."""
+
     boundary_tokens: int  # 0: nothing
-    tier: str = ""  # the slowest that has to give something for it
+    tier: Reason = ""  # the slowest that has to give something for it
     attention_tokens: int = 0  # how far attention alone reaches (for `explain`)
-    estimate_seconds: float = 0.0  # until all of the boundary's objects are in RAM, if they are acquired now
-    miss: str = ""  # a `core.misses.MissReason`: why it is 0
+    estimate_seconds: Seconds = 0.0  # until all of the boundary's objects are in RAM, if they are acquired now
+    miss: Reason = ""  # a `core.misses.MissReason`: why it is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,69 +141,96 @@ class AcquireCall:
     ever arrived.
     """
 
-    session: bytes
-    lease_id: int
-    namespace: bytes
-    keys: bytes  # one an object, in plan order
-    kinds: bytes
-    request_id: str = ""
+    session: SessionToken
+    lease_id: LeaseId
+    namespace_id: NamespaceId
+    keys: ObjectKeys  # one an object, in plan order
+    kinds: Kinds
+    request_id: RequestId = ""
     no_use: bool = False  # it is no request that loads: nothing is kept, or written to a tier, for its sake
+
+    def check_fields(self) -> None:
+        _check_length("kinds", self.kinds, len(self.keys) // KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class AcquireReply:
+    """Extents of the leased objects, or the reason of a refusal."""
+
     outcome: AcquireOutcome
-    extents: bytes = b""
+    extents: Extents = b""
     arena_id: int = 0
-    reason: str = ""
+    reason: Reason = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseCall:
     """Every rank is done with these reader leases (or never saw them)."""
 
-    session: bytes
-    lease_ids: tuple[int, ...]
-    unused: tuple[int, ...] = ()  # those of them that no engine has got anything from: they were no hits
+    session: SessionToken
+    lease_ids: LeaseIds
+    unused: LeaseIds = ()  # those of them that no engine has got anything from: they were no hits
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveCall:
     """Ask for room for objects; parents before children. Idempotent by `lease_id`."""
 
-    session: bytes
-    lease_id: int
-    namespace: bytes
-    keys: bytes
+    session: SessionToken
+    lease_id: LeaseId
+    namespace_id: NamespaceId
+    keys: ObjectKeys
     parents: bytes
-    kinds: bytes
+    kinds: Kinds
     boundaries: bytes  # u32 each: the boundary, in tokens, that ends the object's chunk
-    request_id: str = ""
+    request_id: RequestId = ""
+
+    def check_fields(self) -> None:
+        count = len(self.keys) // KEY_BYTES
+        _check_length("parents", self.parents, count * KEY_BYTES)
+        _check_length("boundaries", self.boundaries, count * _BOUNDARY_BYTES)
+        _check_length("kinds", self.kinds, count)
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveReply:
-    outcomes: bytes  # one `ReserveOutcome` an object
-    extents: bytes = b""  # of the granted ones
+    """One outcome per object, and the extents of the granted objects."""
+
+    outcomes: ReserveOutcomes  # one an object
+    extents: Extents = b""  # of the granted ones
     arena_id: int = 0
-    reason: str = ""
+    reason: Reason = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CommitItem:
-    lease_id: int
-    indices: bytes  # u32 each: which objects of the reservation are completely written by all ranks
+    """Objects of one reservation, by index."""
+
+    lease_id: LeaseId
+    indices: Annotated[bytes, Packed(_INDEX_BYTES, limits.OBJECTS_PER_LEASE_MAX)]
+    """u32 each: which objects of the reservation are completely written by all ranks."""
+
+    def check_fields(self) -> None:
+        if self.indices and int(np.frombuffer(self.indices, "<u4").max()) >= limits.OBJECTS_PER_LEASE_MAX:
+            raise bad("indices", f"an index is not below {limits.OBJECTS_PER_LEASE_MAX}, the most objects of a call")
+
+
+CommitItems = Annotated[tuple[CommitItem, ...], Count(limits.LEASES_PER_CALL_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
 class CommitCall:
-    session: bytes
-    items: tuple[CommitItem, ...]
+    """Says that all ranks have written these objects completely."""
+
+    session: SessionToken
+    items: CommitItems
 
 
 @dataclass(frozen=True, slots=True)
 class CommitReply:
-    outcomes: tuple[bytes, ...]  # per item, one `CommitOutcome` an index
+    """The outcomes of a Commit."""
+
+    outcomes: Annotated[tuple[CommitOutcomes, ...], Count(limits.LEASES_PER_CALL_MAX)]  # per item, one an index
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +240,16 @@ class AbandonCall:
     Empty `indices` means the whole lease, known to the daemon or not (a lost reply).
     """
 
-    session: bytes
-    items: tuple[CommitItem, ...]
+    session: SessionToken
+    items: CommitItems
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequestCall:
-    session: bytes
-    request_id: str
+    """Ends a request: its prefetch stops, and its provisional nodes may be dropped."""
+
+    session: SessionToken
+    request_id: RequestId
     end: RequestEnd = RequestEnd()
 
 
@@ -182,24 +257,42 @@ class EndRequestCall:
 class DeclareCall:
     """After a re-attach: the only leases this engine still holds. All others are freed."""
 
-    session: bytes
-    lease_ids: tuple[int, ...]
+    session: SessionToken
+    lease_ids: AllLeaseIds
 
 
 @dataclass(frozen=True, slots=True)
 class DeclareReply:
-    lost: tuple[int, ...]  # declared, but the daemon does not know them
+    """The leases that the daemon does not know."""
+
+    lost: AllLeaseIds  # declared, but the daemon does not know them
     ranks_attached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Capabilities:
+class Confirmed:
+    """The answer of a call whose answer says nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetCapabilitiesCall:
+    """The range of protocol versions that the caller speaks."""
+
     protocol_min: int
     protocol_max: int
-    version: str
+    client_version: Version = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """The daemon's versions, arena and limits."""
+
+    protocol_min: int
+    protocol_max: int
+    daemon_version: Version
     arena_id: int
     ready_bytes: int
-    limits: dict[str, int] = field(default_factory=dict)
+    limits: Annotated[Mapping[str, int], Count(_LIMIT_NAMES_MAX)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,34 +301,60 @@ class AttachCall:
 
     protocol_min: int
     protocol_max: int
-    engine_id: str
+    engine_id: EngineId
     scheduler: bool  # this process runs the engine's scheduler
     rank: int  # its worker's rank, -1: no worker in this process
     world_size: int  # workers of the engine
-    client_version: str = ""
+    client_version: Version = ""
     stream: bool = False  # it cannot map the arena: a proxy is to move its payload
     calls: bool = False  # it makes the scheduler's calls over a call socket, if it gets one
+
+    def check_fields(self) -> None:
+        if not self.engine_id:
+            raise bad("engine_id", "it is empty")
+        if not 1 <= self.world_size <= limits.RANKS_MAX:
+            raise bad("world_size", f"{self.world_size} is not between 1 and {limits.RANKS_MAX}")
+        if not -1 <= self.rank < self.world_size:
+            raise bad("rank", f"{self.rank} is not between -1 and world_size - 1 = {self.world_size - 1}")
+        if not self.scheduler and self.rank < 0:
+            raise bad("rank", "a process that is neither scheduler nor worker has nothing to attach")
+        if self.stream and self.scheduler:
+            raise bad("stream", "a scheduler attaches by itself: the proxy stands for the rank alone")
+        if self.calls and not self.scheduler:
+            raise bad("calls", "only a scheduler makes calls")
 
 
 @dataclass(frozen=True, slots=True)
 class AttachReply:
-    """The answer; an accepted one carries descriptors (SCM_RIGHTS): the arena's, or that of the proxy's lifeline, and
-    the call socket's.
+    """The answer to an attachment.
+
+    An accepted one carries descriptors (SCM_RIGHTS): that of the arena or of the proxy's lifeline, and then that of the
+    call socket.
     """
 
     protocol: int  # 0: refused
-    error: str = ""
-    session: bytes = b""
+    error: Reason = ""
+    session: Annotated[bytes, Exactly(limits.SESSION_TOKEN_BYTES, or_empty=True)] = b""
     arena_id: int = 0
     arena_bytes: int = 0
-    daemon_version: str = ""
+    daemon_version: Version = ""
     stream: str = ""  # what the proxy's socket has behind the daemon's; empty: there is no proxy
     calls: bool = False  # a call socket comes with it
+
+    def check_fields(self) -> None:
+        if self.protocol and not self.session:
+            raise bad("session", f"0 bytes, not {limits.SESSION_TOKEN_BYTES}")
+        if self.stream and not _STREAM.fullmatch(self.stream):
+            raise bad("stream", f"{self.stream[:32]!r} is no name of a proxy's socket")
 
 
 @dataclass(frozen=True, slots=True)
 class DataCall:
     """Begins a `Load` or a `Store` with the proxy. `extents` are parts of granted ones: each within its row."""
 
-    session: bytes
-    extents: bytes
+    session: SessionToken
+    extents: Extents
+
+    def check_fields(self) -> None:
+        if not self.extents:
+            raise bad("extents", "there are none")

@@ -1,11 +1,10 @@
-"""Every error kvdepot raises on purpose: a closed set.
+"""Every error that kvdepot raises on purpose: a closed set.
 
-Each says who is wrong, whether repeating helps, and what to do; `code` is stable
-and travels in gRPC statuses, counters and `--json` output. `kvdepot.proto.status`
-is the only place that maps the set to gRPC codes.
+Each error says who must fix it, whether a repeated call can succeed, and what to do. `code` is stable, and is part of
+gRPC statuses, counters and `--json` output. Only `kvdepot.proto.status` maps the set to gRPC codes.
 """
 
-# The names say what happened; an "Error" behind each would not say more.
+# The names say what happened; the suffix "Error" would add nothing.
 # ruff: noqa: N818
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ class Fault(Enum):
     CLIENT = "client"  # the engine's side: its call or its settings
     OPERATOR = "operator"  # the daemon's configuration or host
     DAEMON = "daemon"  # kvdepotd itself, or its momentary state
-    MEDIUM = "medium"  # memory, disk or file system
+    MEDIUM = "medium"  # memory, device or file system
 
 
 class Retry(Enum):
-    """Whether the same call can succeed when repeated."""
+    """Whether the same call can succeed if it is repeated."""
 
     NEVER = "never"
     LATER = "later"
@@ -32,9 +31,9 @@ class Retry(Enum):
 
 
 class KvDepotError(Exception):
-    """Base of the closed set. `message` has the facts and numbers, `advice` says what to do.
+    """Base of the closed set. `message` has facts and numbers, and `advice` says what to do.
 
-    A caller that knows better than the class overrides `advice`; `str()` has both.
+    A caller with better advice than the class passes its own. `str()` has both.
     """
 
     code: ClassVar[str] = "internal"
@@ -52,7 +51,7 @@ class KvDepotError(Exception):
 
 
 class InvalidArgument(KvDepotError, ValueError):
-    """A value that no state of the daemon would make acceptable."""
+    """A value that is wrong in every state of the daemon."""
 
     code = "invalid_argument"
     fault = Fault.CLIENT
@@ -60,16 +59,16 @@ class InvalidArgument(KvDepotError, ValueError):
 
 
 class UnknownSession(KvDepotError):
-    """The session token is not one of this daemon run."""
+    """The session token is not of this run of the daemon."""
 
     code = "unknown_session"
     fault = Fault.CLIENT
     retry = Retry.AFTER_REATTACH
-    default_advice = "attach first: connect to the attachment socket and use the token it answers"
+    default_advice = "attach first: connect to the attachment socket and use the token of its answer"
 
 
 class UnknownNamespace(KvDepotError):
-    """The namespace was not registered with this daemon run."""
+    """The namespace is not registered with this run of the daemon."""
 
     code = "unknown_namespace"
     fault = Fault.CLIENT
@@ -82,7 +81,7 @@ class NotFound(KvDepotError):
 
     code = "not_found"
     fault = Fault.CLIENT
-    default_advice = "`kvdepotctl ls` shows what there is"
+    default_advice = "`kvdepotctl ls` lists namespaces and chunks"
 
 
 class ProtocolMismatch(KvDepotError):
@@ -106,7 +105,7 @@ class EngineIdInUse(KvDepotError):
 
     code = "engine_id_in_use"
     fault = Fault.OPERATOR
-    default_advice = "give every engine an engine_id of its own, or end the other process"
+    default_advice = "give each engine its own engine_id, or stop the other process"
 
 
 class NamespaceRefused(KvDepotError):
@@ -118,11 +117,11 @@ class NamespaceRefused(KvDepotError):
 
 
 class StaleEpoch(KvDepotError):
-    """A namespace that an operator has made void. `bumps` is the counter to register it with."""
+    """A namespace that an operator has invalidated. `bumps` is the counter to register it with."""
 
     code = "stale_epoch"
     fault = Fault.CLIENT
-    default_advice = "register it with the counter that the daemon says; a client that cannot needs an upgrade"
+    default_advice = "register it with the counter that the daemon names; upgrade a client that cannot"
 
     def __init__(self, bumps: int, *, advice: str | None = None) -> None:
         super().__init__(
@@ -136,7 +135,7 @@ class LimitExceeded(KvDepotError):
 
     code = "limit_exceeded"
     fault = Fault.CLIENT
-    default_advice = "split the call or hold less at once"
+    default_advice = "split the call, or use less at once"
 
     def __init__(self, limit: str, value: int, maximum: int, *, advice: str | None = None) -> None:
         super().__init__(f"{limit}: {value} is more than {maximum}", advice=advice)
@@ -146,15 +145,15 @@ class LimitExceeded(KvDepotError):
 
 
 class NotLent(KvDepotError):
-    """A process asked its proxy for extents that it is not lent, not in this way, or not any more."""
+    """A process asked its proxy for extents that are not lent to it, or not any more."""
 
     code = "not_lent"
     fault = Fault.CLIENT
-    default_advice = "count it as a miss: the lease has ended, or was another's"
+    default_advice = "count it as a miss: the lease has ended, or belongs to another process"
 
 
 class NoRoom(KvDepotError):
-    """A table or the arena is full and nothing in it can be evicted at the moment."""
+    """A table or the arena is full, and nothing in it can be evicted now."""
 
     code = "no_room"
     fault = Fault.MEDIUM
@@ -168,7 +167,7 @@ class LoadsOff(KvDepotError):
     code = "loads_off"
     fault = Fault.OPERATOR
     retry = Retry.LATER
-    default_advice = "recompute; the operator switches loads on again"
+    default_advice = "compute the prompt, until an operator runs `kvdepotctl loads on`"
 
 
 class StoresOff(KvDepotError):
@@ -177,7 +176,7 @@ class StoresOff(KvDepotError):
     code = "stores_off"
     fault = Fault.OPERATOR
     retry = Retry.LATER
-    default_advice = "store nothing; the operator switches stores on again"
+    default_advice = "store nothing, until an operator runs `kvdepotctl stores on`"
 
 
 class NotReady(KvDepotError):
@@ -190,7 +189,7 @@ class NotReady(KvDepotError):
 
 
 class ConfigError(KvDepotError):
-    """A refused setting: `file` (or what stands for it), dotted `key`, and `reason`."""
+    """A refused setting: `file` (or its substitute), dotted `key`, and `reason`."""
 
     code = "config_error"
     fault = Fault.OPERATOR

@@ -1,6 +1,6 @@
 """Which part of the chunk tree goes first when room is needed.
 
-The engine owns the tree, knows which of its units may go (DESIGN 5, Eviction) and what
+The engine owns the tree, knows which of its units may go (design.md#eviction) and what
 each is worth, and tells the policy in the calls of `EvictionPolicy` what happened. A
 unit is named by one node: an integer, dense from 0 and reused after `on_removed`. A
 policy keeps its knowledge in arrays indexed by it, never an object a node.
@@ -36,36 +36,36 @@ class EvictionPolicy(Protocol):
     """
 
     def on_commit(self, node: int, now: float, parent: int = NO_NODE, mark: int = 0) -> None:
-        """An object of `node` was committed, or adopted.
+        """Note that an object of `node` was committed or adopted.
 
-        `mark`: 64 bits of the chunk's key, by which it is known again after it was evicted; 0: none.
+        `mark` is 64 bits of the chunk's key. They identify the node after an eviction. 0: none.
         """
 
     def on_hit(self, node: int, now: float) -> None:
-        """A request resumed at `node`: the end node of an acquire, not its ancestors."""
+        """Note that a request resumed at `node`: the end node of an acquire, not its ancestors."""
 
     def on_end(self, node: int) -> None:
-        """A request ended at `node`: what continues it resumes there."""
+        """Note that a request ended at `node`. Its continuation will resume there."""
 
     def on_candidate(self, node: int, worth: float, group: int = 0) -> None:
-        """The node's unit may go. `worth`: seconds that it saves each time it is used, per byte that it takes.
+        """Add the node's unit to the candidates. `worth`: seconds that each use saves, per byte of the unit.
 
-        `group`, below 65,536, stays the same until `on_removed`.
+        `group` is below 65,536, and stays the same until `on_removed`.
         """
 
     def on_not_candidate(self, node: int) -> None:
-        """It may not: descendants need it, or something of it is lent or reserved."""
+        """Remove the node's unit from the candidates: descendants need it, or a part is lent or reserved."""
 
     def on_evicted(self, node: int, heir: int) -> None:
-        """Its unit goes, and requests that would have resumed there resume at `heir` (NO_NODE: nowhere)."""
+        """Note that the unit was evicted. Requests that would have resumed there resume at `heir`, or NO_NODE."""
 
     def on_removed(self, node: int) -> None:
-        """`node` is gone, evicted or otherwise; its number may come back as another node."""
+        """Forget `node`. Its number may be reused for another node."""
 
     def victim(self, groups: Iterable[int] | None = None) -> int | None:
-        """The node whose unit goes next, of these groups or of all; None if there is none.
+        """Return the node whose unit goes next, of these groups or of all; None without a candidate.
 
-        It stays until another call takes it away.
+        The node stays a candidate until another call removes it.
         """
 
 
@@ -91,7 +91,7 @@ class CandidateHeap:
         return sum(column.itemsize * len(column) for column in columns) + 4 * len(self)
 
     def first(self, groups: Iterable[int] | None = None) -> int | None:
-        """The least of these groups, or of all. O(groups)."""
+        """Return the least entry of these groups, or of all. O(groups)."""
         heaps = self._heaps
         held = heaps.values() if groups is None else [heaps[group] for group in groups if group in heaps]
         return min((heap[0] for heap in held), key=self._score.__getitem__, default=None)
@@ -114,7 +114,7 @@ class CandidateHeap:
         self._rise(heap, len(heap) - 1, node)
 
     def change(self, node: int, score: float) -> None:
-        """A candidate's score."""
+        """Change a candidate's score."""
         before = self._score[node]
         if score != before:
             self._score[node] = score
@@ -337,7 +337,7 @@ class GreedyDualSizeFrequency:
         return self._candidates.first(groups)
 
     def _enter(self, node: int, parent: int, mark: int) -> None:
-        """A new node: what it is known to have been used, or its parent's uses."""
+        """Add a node, with its remembered uses or those of its parent."""
         self._marks[node] = mark
         self._children[node] = 0
         self._uses[node] = 0
@@ -354,7 +354,7 @@ class GreedyDualSizeFrequency:
         self._continue(parent, returned)
 
     def _continue(self, node: int, returned: bool) -> None:
-        """Something new lies below the node: it is inside a path now, or paths part there."""
+        """Note a new node below this one: the node is inside a path now, or paths branch there."""
         if not self._roles[node]:
             self._inside.saw()
         self._roles[node] |= _CONTINUED
@@ -411,7 +411,7 @@ class GreedyDualSizeFrequency:
 
 
 def _missing(node: int, column: array[float] | array[int]) -> int:
-    """By how much to lengthen a column so that it has `node`; in steps, so that it costs little a node."""
+    """Return by how much to lengthen a column so that it has `node`, in steps that make the cost per node small."""
     missing = node + 1 - len(column)
     return max(missing, len(column) // 8, 1024) if missing > 0 else 0
 
@@ -423,12 +423,12 @@ _POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
 
 
 def policy_names() -> tuple[str, ...]:
-    """Names that `policy_by_name` knows (`[policy].eviction`)."""
+    """Return the names that `policy_by_name` knows (`[policy].eviction`)."""
     return tuple(sorted(_POLICIES))
 
 
 def policy_by_name(name: str, ghosts: int = GHOSTS_DEFAULT) -> EvictionPolicy:
-    """A new policy, which may remember so many evicted nodes. InvalidArgument for an unknown name."""
+    """Return a new policy that remembers at most so many evicted nodes. Raise InvalidArgument for an unknown name."""
     if name not in _POLICIES:
         raise InvalidArgument(
             f"there is no eviction policy {name!r}", advice=f"choose one of: {', '.join(policy_names())}"

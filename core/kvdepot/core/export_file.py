@@ -1,7 +1,7 @@
 """The file that `kvdepotctl export` writes and `import` reads: docs/formats/export.md.
 
-A stream from beginning to end: nothing is sought in it, so it can be a pipe, and nothing that it says
-makes the reader take more memory than the largest object of the namespace that it names.
+The file is a stream without seeks, so that it can be a pipe. A reader never takes more memory than the largest object
+of the namespace that the file names, whatever the file says.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class ExportEnd:
 
 @dataclass(frozen=True, slots=True)
 class ExportedObject:
+    """An object in an export, with its payload."""
+
     name: ObjectName
     payload: bytes | bytearray | memoryview  # raw
 
@@ -73,7 +75,7 @@ class ExportWriter:
     """Objects have to come with parents before their children, or `import` cannot place them."""
 
     def __init__(self, file: BinaryIO, head: ExportHead) -> None:
-        """Writes the head. Raises OSError, as all methods do."""
+        """Write the head of the file. Raise OSError, as all methods do."""
         self._file = file
         self._created_at = head.created_at
         self.objects = 0
@@ -86,7 +88,7 @@ class ExportWriter:
         file.write(head.spec + bytes(-len(head.spec) % PAGE_BYTES))
 
     def add(self, one: ExportedObject, raw_sum: int) -> None:
-        """`raw_sum`: XXH3-128 of the payload."""
+        """Append an object. `raw_sum` is the XXH3-128 of the payload."""
         size_bytes = len(one.payload)
         header = ObjectHeader(one.name, Codec.NONE, size_bytes, raw_sum, raw_sum, 0, self._created_at)
         self._file.write(header.pack())
@@ -107,7 +109,7 @@ class ExportReader:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        """Reads the head. Raises InvalidArgument where the file is not an export, or one of a later format."""
+        """Read the head. Raise InvalidArgument if the file is no export, or has a later format."""
         self._file = file
         self.head = self._read_head()
         self.end: ExportEnd | None = None
@@ -126,7 +128,10 @@ class ExportReader:
         return ExportHead(namespace_id, spec, created_at, objects, raw_bytes)
 
     def objects(self, object_bytes_of: Mapping[Kind, int]) -> Iterator[ExportedObject]:
-        """Each whole, and with its sum. `object_bytes_of`: by kind; nothing of another size is read into memory."""
+        """Yield each whole object whose checksum holds.
+
+        `object_bytes_of` has the size of each kind. A payload of another size is not read into memory.
+        """
         while True:
             page = self._read(HEADER_BYTES)
             if not page:
@@ -152,7 +157,7 @@ class ExportReader:
             yield ExportedObject(header.name, payload)
 
     def _checked_bytes(self, header: ObjectHeader, object_bytes_of: Mapping[Kind, int]) -> int:
-        """Raises ObjectDamageError for a header that is not one of this file's."""
+        """Return the payload's size. Raise ObjectDamageError for a header that is not one of this file's."""
         name = header.name
         if name.namespace != self.head.namespace_id:
             raise ObjectDamageError(Damage.IDENTITY, f"an object of namespace {name.namespace.hex()}")
@@ -171,7 +176,7 @@ class ExportReader:
             self.cut_short = error.message
 
     def _read(self, size_bytes: int) -> bytes:
-        """All of it, or what there is: a pipe gives less at a time."""
+        """Return `size` bytes, or fewer at the end of the file. A pipe may give less at a time."""
         parts: list[bytes] = []
         while size_bytes > 0 and (part := self._file.read(size_bytes)):
             parts.append(part)
@@ -186,7 +191,7 @@ def _page(magic: bytes, body: bytes) -> bytes:
 
 
 def _unpage(magic: bytes, page: bytes) -> bytes:
-    """What is behind the checksum. Raises InvalidArgument."""
+    """Return what follows the checksum. Raise InvalidArgument."""
     if len(page) < PAGE_BYTES or not page.startswith(magic):
         raise InvalidArgument("this is no export", advice="`kvdepotctl export` writes one")
     _, version, compatible = _PREFIX.unpack(page[: _PREFIX.size])

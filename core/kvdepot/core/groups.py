@@ -1,17 +1,19 @@
-"""The KV-cache groups of an engine, and what is refused about them (DESIGN 3). Tokens unless named otherwise."""
+"""Describe and check the KV-cache groups of an engine (design.md#chunk-size). Tokens unless named otherwise."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Final
+from typing import Annotated, Final
 
 from kvdepot.core import limits
+from kvdepot.core.bounds import AtMost, Count
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import PlannerError
 from kvdepot.core.limits import check_limit
 
 DEFAULT_CHUNK_TOKENS_MIN: Final = 256
+BlockBytes = Annotated[int, AtMost(limits.OBJECT_BYTES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +28,27 @@ class GroupSpec:
     kind: Kind
     block_tokens: int
     window_tokens: int = 0  # WINDOW only: a token attends to itself and window_tokens - 1 before it
-    rank_block_bytes: tuple[int, ...] = ()
+    rank_block_bytes: Annotated[tuple[BlockBytes, ...], Count(limits.RANKS_MAX)] = ()
     replicated: bool = False
-    layers: tuple[str, ...] = ()
+    layers: Annotated[tuple[str, ...], Count(limits.LAYERS_PER_GROUP_MAX)] = ()
 
 
 def tail_tokens(group: GroupSpec) -> int:
-    """How far before a boundary a window group reaches, rounded up to its blocks; 0 for the other kinds."""
+    """Return how far before a boundary a window group reaches, rounded up to its blocks; 0 for other kinds."""
     if group.kind is not Kind.WINDOW:
         return 0
     return -(-(group.window_tokens - 1) // group.block_tokens) * group.block_tokens
 
 
 def default_chunk(scheduler_block: int, recurrent: bool) -> int:
-    """Default `chunk_tokens` of an engine, with or without recurrent groups."""
+    """Return the default `chunk_tokens` of an engine, with or without recurrent groups."""
     if recurrent:
         return scheduler_block
     return -(-DEFAULT_CHUNK_TOKENS_MIN // scheduler_block) * scheduler_block
 
 
 def check_groups(groups: tuple[GroupSpec, ...], context_tokens: int | None) -> None:
-    """Raises PlannerError or LimitExceeded for groups that cannot be stored; `context_tokens` None: not known."""
+    """Raise PlannerError or LimitExceeded for groups that cannot be stored. `context_tokens` None: unknown."""
     if not groups:
         raise PlannerError("the engine has no KV-cache groups: there is nothing to store")
     check_limit("KV-cache groups of an engine", len(groups), limits.GROUPS_MAX)
@@ -83,7 +85,7 @@ def _check_group(index: int, group: GroupSpec) -> None:
 
 
 def scheduler_block(groups: tuple[GroupSpec, ...], given: int | None) -> int:
-    """The engine's scheduler block in tokens: `given`, or the LCM of the groups' blocks. Raises PlannerError."""
+    """Return the engine's scheduler block in tokens: `given`, or the LCM of the groups' blocks. Raise PlannerError."""
     blocks = sorted({group.block_tokens for group in groups})
     common = lcm(*blocks)
     if given is None:
@@ -96,7 +98,7 @@ def scheduler_block(groups: tuple[GroupSpec, ...], given: int | None) -> int:
 
 
 def check_chunk(chunk_tokens: int, scheduler_block: int, retention_interval: int | None) -> None:
-    """Raises PlannerError or LimitExceeded. `retention_interval` is None without recurrent groups."""
+    """Raise PlannerError or LimitExceeded for a bad chunk size. `retention_interval` None: no recurrent groups."""
     if chunk_tokens <= 0:
         raise PlannerError(f"chunk_tokens {chunk_tokens} is not positive")
     if chunk_tokens % scheduler_block:

@@ -1,8 +1,7 @@
-"""What identifies bytes: chunk keys, and the namespace that says whose bytes they are (DESIGN 2).
+"""The identity of bytes: chunk keys, and the namespace that says whose bytes they are (design.md#identity).
 
-Deny by default: a namespace is a digest over everything that was put into its spec, and a value
-that has no canonical form is an error, never left out. Python's `hash` is never used: it differs
-from process to process.
+Deny by default: a namespace is a digest of everything in its spec, and a value without a canonical form is an error,
+never left out. Python's `hash` is never used, because it differs from process to process.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from hashlib import blake2b
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Annotated, Any, Final, Protocol, runtime_checkable
 
 from kvdepot.core import limits
+from kvdepot.core.bounds import AtMost, Count, Epoch, Label, MessageBytes, Tenant
 from kvdepot.core.calls import KEY_BYTES, Kind
 from kvdepot.core.errors import InvalidArgument, NamespaceError, NamespaceRefused, PlannerError
 from kvdepot.core.limits import check_limit
@@ -36,10 +36,10 @@ class _PathLike(Protocol):
 
 
 def chunk_key(block_hash: bytes, salt: bytes = b"") -> bytes:
-    """The key (16 bytes) of the chunk that ends at the block with this chained hash.
+    """Return the key (16 bytes) of the chunk that ends at the block with this chained hash.
 
-    `salt` is the content digest of a LoRA adapter, empty without one: the engine's hash covers
-    only the adapter's name. Raises InvalidArgument for an empty or overlong hash.
+    `salt` is the content digest of a LoRA adapter, empty without one: the engine's hash covers only the adapter's
+    name. Raise InvalidArgument for an empty or overlong hash.
     """
     if not 0 < len(block_hash) <= limits.BLOCK_HASH_BYTES_MAX:
         raise InvalidArgument(f"a block hash has 1 to {limits.BLOCK_HASH_BYTES_MAX} bytes, not {len(block_hash)}")
@@ -48,7 +48,7 @@ def chunk_key(block_hash: bytes, salt: bytes = b"") -> bytes:
 
 
 def bumped_id(base_id: bytes, bumps: int) -> bytes:
-    """The id of the namespace whose id with a bump counter of 0 is `base_id`."""
+    """Return the id after `bumps` bumps of the namespace whose id with a counter of 0 is `base_id`."""
     if not bumps:
         return base_id
     digested = base_id + bumps.to_bytes(4, "little")
@@ -146,7 +146,7 @@ def _empty(value: object) -> str:
 
 
 def _leaf(path: str, value: object) -> str | None:
-    """Canonical text of a value without parts, None for any other. Exact types: a subclass may hold more."""
+    """Return the canonical text of a value without parts; None for others, and for subclasses, which may hold more."""
     if value is None or value is True or value is False:
         return json.dumps(value)
     if isinstance(value, Enum):
@@ -183,23 +183,23 @@ class NamespaceSpec:
     daemon says (`kvdepot.core.epochs`).
     """
 
-    identity: Mapping[str, str]
-    chunk_tokens: int
-    groups: tuple[GroupSpec, ...]
+    identity: Annotated[Mapping[str, str], Count(limits.IDENTITY_ENTRIES_MAX)]
+    chunk_tokens: Annotated[int, AtMost(limits.CHUNK_TOKENS_MAX)]
+    groups: Annotated[tuple[GroupSpec, ...], Count(limits.GROUPS_MAX)]
     object_bytes: Mapping[Kind, int]
-    label: str = ""
-    tenant: str = ""
-    epoch: str = ""
+    label: Label = ""
+    tenant: Tenant = ""
+    epoch: Epoch = ""
     bumps: int = 0
 
     def planner(self) -> Planner:
-        """Raises PlannerError or LimitExceeded when the groups cannot work."""
+        """Return the planner of the spec. Raise PlannerError or LimitExceeded if the groups cannot work."""
         return Planner(self.groups, self.chunk_tokens)
 
     def canonical(self) -> bytes:
-        """The bytes that `base_id` digests: every field but `bumps`, sorted by path, with lengths.
+        """Return the bytes that `base_id` digests: every field except `bumps`, sorted by path, with lengths.
 
-        Raises LimitExceeded.
+        Raise LimitExceeded.
         """
         parts = [NAMESPACE_FORMAT]
         for path, text in sorted(_flat(replace(self, bumps=0)).items()):
@@ -210,19 +210,19 @@ class NamespaceSpec:
         return encoded
 
     def base_id(self) -> bytes:
-        """The id before anything was bumped, 16 bytes."""
+        """Return the id with a bump counter of 0, 16 bytes."""
         return blake2b(self.canonical(), digest_size=limits.NAMESPACE_ID_BYTES).digest()
 
     def namespace_id(self) -> bytes:
-        """16 bytes; equal exactly when every field is."""
+        """Return the id, 16 bytes. Two ids are equal exactly when all fields are equal."""
         return bumped_id(self.base_id(), self.bumps)
 
     def fields_by_path(self) -> dict[str, str]:
-        """Canonical text of every field that the id digests; the engine's own ones begin with `identity.`."""
+        """Return the canonical text of each field that the id digests. Fields of the engine begin with `identity.`."""
         return _flat(self)
 
     def differences(self, other: NamespaceSpec) -> list[str]:
-        """One line a differing path, `path: ours != theirs`, sorted; empty when the ids are equal."""
+        """Return one line per differing path, `path: ours != theirs`, sorted; empty if the ids are equal."""
         ours, theirs = _flat(self), _flat(other)
         return [
             f"{path}: {ours.get(path, '(absent)')} != {theirs.get(path, '(absent)')}"
@@ -231,8 +231,12 @@ class NamespaceSpec:
         ]
 
 
+SpecField = Annotated[NamespaceSpec, MessageBytes(limits.SPEC_BYTES_MAX)]
+"""As part of a message."""
+
+
 def _flat(spec: NamespaceSpec) -> dict[str, str]:
-    """By reflection, so that no field can be forgotten; without class names, so that code can move."""
+    """Flatten a value by reflection, so that no field is forgotten, and without class names, so that code can move."""
     plain = {field.name: getattr(spec, field.name) for field in fields(spec) if field.name != "identity"}
     plain["groups"] = [
         {field.name: getattr(group, field.name) for field in fields(group)} | {"kind": int(group.kind)}
@@ -246,7 +250,7 @@ def _flat(spec: NamespaceSpec) -> dict[str, str]:
 
 
 def check_sizes(spec: NamespaceSpec) -> None:
-    """Raises NamespaceRefused, with numbers, when the spec contradicts itself, LimitExceeded beyond a limit."""
+    """Raise NamespaceRefused, with numbers, if the spec contradicts itself, and LimitExceeded beyond a limit."""
     check_limit("identity entries of a namespace spec", len(spec.identity), limits.IDENTITY_ENTRIES_MAX)
     for name, text, maximum in (
         ("label", spec.label, limits.LABEL_BYTES_MAX),

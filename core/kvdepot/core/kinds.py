@@ -1,4 +1,7 @@
-"""What an object holds. By itself: I/O workers need it of all that `kvdepot.core.calls` has, and start often."""
+"""The kinds of objects.
+
+This is a module of its own, because I/O workers need nothing else of `kvdepot.core.calls`, and start often.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """What an object holds (DESIGN 2)."""
+    """What an object holds (design.md#words)."""
 
     ATTENTION = 1
     WINDOW = 2

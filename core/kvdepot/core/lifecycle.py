@@ -43,6 +43,8 @@ class BrokenLifecycle(AssertionError):  # noqa: N818 - the house names errors by
 
 
 class ObjectEvent(Enum):
+    """What can happen to an object."""
+
     RESERVE = auto()
     EXTEND = auto()
     SCRATCH = auto()
@@ -52,6 +54,8 @@ class ObjectEvent(Enum):
 
 
 class LeaseState(Enum):
+    """The states of a lease."""
+
     PENDING = auto()
     HELD = auto()
     EXPIRED = auto()
@@ -59,6 +63,8 @@ class LeaseState(Enum):
 
 
 class LeaseEvent(Enum):
+    """What can happen to a lease."""
+
     GRANT = auto()
     EXPIRE = auto()
     END = auto()
@@ -91,12 +97,15 @@ _Event = TypeVar("_Event", ObjectEvent, LeaseEvent)
 
 
 def next_state(state: RowState, event: ObjectEvent) -> RowState:
-    """The state after `event`. BrokenLifecycle for a pair that the table does not have; nothing changed then."""
+    """Return the state after `event`.
+
+    Raise BrokenLifecycle, before any change, for a pair that the table does not have.
+    """
     return _next(OBJECT_TRANSITIONS, state, event)
 
 
 def next_lease_state(state: LeaseState, event: LeaseEvent) -> LeaseState:
-    """Likewise for a lease."""
+    """Return the state of a lease after `event`. Raise BrokenLifecycle, as `next_state` does."""
     return _next(LEASE_TRANSITIONS, state, event)
 
 

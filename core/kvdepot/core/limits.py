@@ -1,8 +1,7 @@
-"""Every limit of the protocol and the engine, with its unit and its reason (DESIGN I4).
+"""Every limit of the protocol and the depot, with its unit and its reason (I4).
 
-Over a limit is an answer (`LimitExceeded`, "later", "no room"), never growth. The
-sizes of the arena's fixed tables (sessions, attachments, namespaces) are part of its
-format and stand in `kvdepot.core.arena`.
+Beyond a limit a call gets an answer (`LimitExceeded`, "later", "no room"); nothing grows. The sizes of the arena's
+fixed tables (sessions, attachments, namespaces) are part of its format, and are in `kvdepot.core.arena`.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ EPOCH_BYTES_MAX: Final = 128
 """UTF-8. A random hex value, or the user's name of a weights version."""
 BUMPS_MAX: Final = (1 << 32) - 1
 """The operator's bump counter of a namespace."""
-VOID_NAMESPACES_MAX: Final = 1024
-"""That were bumped by themselves since all were."""
+INVALIDATED_NAMESPACES_MAX: Final = 1024
+"""Namespaces that may be bumped individually between two bumps of all."""
 BLOCK_HASH_BYTES_MAX: Final = 64
 """An engine's block hash: SHA-512 is the longest digest in use."""
 
@@ -91,13 +90,13 @@ REQUESTS_PER_SESSION_MAX: Final = 65_536
 
 
 def check_limit(limit: str, value: int, maximum: int) -> None:
-    """Raises LimitExceeded naming `limit` when `value` is above `maximum`."""
+    """Raise LimitExceeded, which names `limit`, if `value` is above `maximum`."""
     if value > maximum:
         raise LimitExceeded(limit, value, maximum)
 
 
 def advertised() -> dict[str, int]:
-    """The limits a client may want to know, by name (Capabilities.limits)."""
+    """Return the limits that a client may need, by name (Capabilities.limits)."""
     return {
         "keys_per_call": KEYS_PER_CALL_MAX,
         "objects_per_lease": OBJECTS_PER_LEASE_MAX,

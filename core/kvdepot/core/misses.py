@@ -1,7 +1,7 @@
-"""Why a request, or the rest of its prompt, was not served from the depot.
+"""The reasons why a request, or the rest of its prompt, was not served from the depot.
 
-One vocabulary for the daemon's counters, its answers, `kvdepotctl explain` and the engine's
-metrics, so that the label of a counter is bounded and means the same everywhere.
+The daemon's counters, its answers, `kvdepotctl explain` and the engine's metrics share this vocabulary. So each label
+of a counter is bounded, and means the same everywhere.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import Final
 
 
 class MissReason(StrEnum):
-    """The values are labels of counters. About the first chunk that was not served."""
+    """Why the first missing chunk was not served. The values are labels of counters."""
 
     # The daemon's, of a lookup.
-    UNKNOWN = "unknown"  # nobody has stored it, as far as is remembered
-    LOOKED_UP_ABSENT = "looked_up_absent"  # likewise, and no shared tier has it
-    LOOK_UP_LATE = "look_up_late"  # a shared tier did not say in time
-    LOOK_UP_REFUSED = "look_up_refused"  # too many lookups in shared tiers at once
+    UNKNOWN = "unknown"  # no engine has stored it, as far as the daemon remembers
+    PROBE_ABSENT = "probe_absent"  # no engine has stored it here, and no shared tier has it
+    PROBE_LATE = "probe_late"  # a shared tier did not answer in time
+    PROBE_REFUSED = "probe_refused"  # too many probes of shared tiers at once
     EVICTED = "evicted"
-    LOST = "lost"  # a tier has lost it, or could not read it
+    LOST = "lost"  # its tier lost it, or could not read it
     CORRUPT = "corrupt"
-    DRIFT = "drift"  # an engine that computed it again found something else: dropped, with what followed it
-    NO_GRANT = "no_grant"  # the daemon had no room or no credit for it when it was to be stored
-    ABANDONED = "abandoned"  # its store was begun and given up
-    PRUNED = "pruned"  # stored without what a request could resume at
-    OTHER_NAMESPACE = "other_namespace"  # another one has it: the engines differ in something that changes bytes
-    UNVERIFIED = "unverified"  # adopted, its checksum was not compared yet
+    DRIFT = "drift"  # an audit found a difference to recomputed data; dropped with every chunk after it
+    NO_GRANT = "no_grant"  # there was no room or no credit to store it
+    ABANDONED = "abandoned"  # the engine abandoned its store
+    PRUNED = "pruned"  # its store left nothing that a request can resume at
+    OTHER_NAMESPACE = "other_namespace"  # another namespace has it: the engines differ in something that changes bytes
+    UNVERIFIED = "unverified"  # adopted, and its checksum is not verified yet
     BEING_WRITTEN = "being_written"
-    TIER_UNAVAILABLE = "tier_unavailable"  # only a tier that is out of use has it, or one that has not opened may
+    TIER_UNAVAILABLE = "tier_unavailable"  # only a disabled tier has it, or a tier that has not opened may have it
     NO_CHECKPOINT = "no_checkpoint"  # attention without a state to resume from
-    INCOMPLETE = "incomplete"  # a kind that the boundary needs is not there
+    INCOMPLETE = "incomplete"  # it lacks a kind that the boundary needs
     NOT_IN_TIME = "not_in_time"  # cannot be in RAM within the load's budget
     NOT_WORTH_IT = "not_worth_it"  # computing it is faster, or it is shorter than min_load_tokens
-    NO_ROOM = "no_room"  # the daemon had none for the load, or too many were in flight
-    LOADS_OFF = "loads_off"  # an operator lets nothing be loaded
-    DRAINING = "draining"  # likewise, as the daemon drains
-    STORES_OFF = "stores_off"  # one let nothing be stored, or drained the daemon, when it was to be
-    REMOVED = "removed"  # one had it evicted, with what followed it
-    EPOCH_BUMPED = "epoch_bumped"  # one has made void all that was stored before
+    NO_ROOM = "no_room"  # RAM had no room for the load, or too many loads were in flight
+    LOADS_OFF = "loads_off"  # an operator switched loads off
+    DRAINING = "draining"  # the daemon drains
+    STORES_OFF = "stores_off"  # stores were off, or the daemon drained, when an engine wanted to store it
+    DELETED = "deleted"  # an operator evicted it, with every chunk after it
+    EPOCH_BUMPED = "epoch_bumped"  # an operator bumped the epoch: earlier stores are invalid
     # The engine's.
     UNREACHABLE = "unreachable"  # no daemon, or not attached to it
-    NOT_READY = "not_ready"  # namespace or ranks were not known yet
+    NOT_READY = "not_ready"  # the engine has no namespace yet, or not all of its ranks
     TIMED_OUT = "timed_out"  # the daemon did not answer in time
     FAILED_LATELY = "failed_lately"  # a load of this boundary has just failed
     TOO_MANY_LOADS = "too_many_loads"  # in flight
@@ -57,12 +57,12 @@ class MissReason(StrEnum):
 
 
 LOOKUP_REASONS: Final = tuple(takewhile(lambda reason: reason is not MissReason.UNREACHABLE, MissReason))
-"""Those of the daemon."""
+"""The reasons of the daemon."""
 UNASKED_REASONS: Final = frozenset({MissReason.EXCLUDED, MissReason.READS_NO_CACHE})
-"""Those of requests for which the daemon is asked nothing; it is told of them when they are over, to explain them."""
+"""Reasons of requests that never call the daemon. It gets them at the end of the request, for `explain`."""
 _KNOWN: Final = {reason.value: reason for reason in MissReason}
 
 
 def miss_reason(text: str) -> MissReason:
-    """The reason that another process names; OTHER for one that this version does not know."""
+    """Return the reason that another process names; OTHER for one that this version does not know."""
     return _KNOWN.get(text, MissReason.OTHER)

@@ -1,8 +1,7 @@
-"""The on-medium format of an object: its header, and what a reader checks (docs/formats/object.md).
+"""The format of an object on a device: its header, and what a reader checks (docs/formats/object.md).
 
-The same wherever bytes are written: in a segment of the disk tier, in a file of a shared
-one. Pure: nothing here reads a medium, and nothing it is given can make it allocate more
-than a header.
+A segment of a disk tier and a file of a shared tier have the same format. Pure: this module reads no device, and no
+input makes it allocate more than a header.
 """
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Final
+from typing import Annotated, Final
 
 import xxhash
+from kvdepot.core.bounds import AtMost, Between, ChunkKey, NamespaceId
 from kvdepot.core.limits import OBJECT_BYTES_MAX
 
 MAGIC: Final = b"KVDOBJCT"
@@ -72,12 +72,12 @@ class ObjectDamageError(ValueError):
 class ObjectName:
     """Identity of an object wherever it lies; also what its header on a medium must say."""
 
-    namespace: bytes  # namespace id, 16 bytes
-    key: bytes  # chunk key, 16 bytes
-    parent: bytes  # chunk key of the parent chunk, zeros for a first chunk
-    kind: int  # a `kvdepot.core.calls.Kind`
-    boundary_tokens: int
-    raw_bytes: int  # of the payload in RAM
+    namespace: NamespaceId
+    key: ChunkKey
+    parent: ChunkKey  # zeros for a first chunk
+    kind: Annotated[int, AtMost(0xFF)]  # a `kvdepot.core.calls.Kind`
+    boundary_tokens: Annotated[int, AtMost(0xFFFF_FFFF)]
+    raw_bytes: Annotated[int, Between(1, OBJECT_BYTES_MAX)]  # of the payload in RAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class ObjectHeader:
     parts_digest: bytes = NOT_STATED
 
     def pack(self) -> bytes:
-        """HEADER_BYTES."""
+        """Return the HEADER_BYTES of the header."""
         name = self.name
         prefix = _PREFIX.pack(MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE)
         body = _BODY.pack(
@@ -106,7 +106,7 @@ class ObjectHeader:
 
     @staticmethod
     def unpack(page: bytes | memoryview) -> ObjectHeader:
-        """Checks 1 to 6: all that a header shows by itself. Raises ObjectDamageError."""
+        """Return the header of a page, after checks 1 to 6, which need the header alone. Raise ObjectDamageError."""
         if len(page) < HEADER_BYTES:
             raise ObjectDamageError(Damage.TOO_SHORT, f"header: {len(page)} of {HEADER_BYTES} bytes")
         prefix, body = bytes(page[: _PREFIX.size]), page[_BODY_AT:HEADER_BYTES]
@@ -122,7 +122,10 @@ class ObjectHeader:
         return _parsed(body)
 
     def check(self, expected: ObjectName, sequence: int = 0) -> None:
-        """Checks 7 and 8: it is the object that was asked for. `sequence` 0: any. Raises ObjectDamageError."""
+        """Check that the header is that of the requested object (checks 7 and 8).
+
+        `sequence` 0: any. Raise ObjectDamageError.
+        """
         name = self.name
         for field, found, wanted in (
             ("namespace", name.namespace, expected.namespace),
@@ -144,7 +147,7 @@ class ObjectHeader:
 
 
 def fields_as_found(page: bytes | memoryview) -> dict[str, int | str]:
-    """What stands in a header that is not believed, for people: ids and sums in hexadecimal; empty when it is cut."""
+    """Return the fields of a damaged header as text, ids and checksums in hexadecimal; empty if it is cut short."""
     if len(page) < _BODY_AT + _BODY.size:
         return {}
     magic, version, compatible = _PREFIX.unpack(page[: _PREFIX.size])
@@ -162,17 +165,17 @@ def fields_as_found(page: bytes | memoryview) -> dict[str, int | str]:
 
 
 def object_bytes(stored_bytes: int) -> int:
-    """What an object takes on a medium: header, payload, padding."""
+    """Return the bytes of an object on a device: header, payload, padding."""
     return HEADER_BYTES + -(-stored_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def worth_bytes_max(raw_bytes: int) -> int:
-    """The longest stored payload for which a codec is used at all; 0: none is."""
+    """Return the longest stored payload for which a codec is used; 0: none."""
     return max(raw_bytes - PAGE_BYTES, 0)
 
 
 def payload_sum(parts: Iterable[bytes | bytearray | memoryview]) -> int:
-    """XXH3-128 of a payload's parts in order."""
+    """Return the XXH3-128 of a payload's parts in order."""
     state = xxhash.xxh3_128()
     for part in parts:
         view = memoryview(part)
@@ -182,14 +185,14 @@ def payload_sum(parts: Iterable[bytes | bytearray | memoryview]) -> int:
 
 
 def header_sum(prefix: bytes, body: bytes | memoryview) -> int:
-    """XXH3-64 of a page without the eight bytes between these two, in which it stands."""
+    """Return the XXH3-64 of a page without the eight bytes of the checksum itself."""
     state = xxhash.xxh3_64(prefix)
     state.update(body)
     return state.intdigest()
 
 
 def _parsed(body: bytes | memoryview) -> ObjectHeader:
-    """The header behind a checksum that held."""
+    """Return the header of a page whose checksum holds."""
     (
         namespace, key, parent, kind, codec, _, boundary, sequence, created_at, raw_bytes, stored_bytes,
         raw_sum, stored_sum, digest,

@@ -1,4 +1,4 @@
-"""Which objects and blocks a boundary needs (DESIGN 3). Pure: counts and sets in, plans out.
+"""Which objects and blocks a boundary needs (design.md#planner). Pure: counts and sets in, plans out.
 
 Client and daemon use the same code, so that what one stores is what the other offers.
 
@@ -88,9 +88,9 @@ class StorePlan:
 
 
 def per_boundary(kind: Kind, amounts: npt.NDArray[np.float64], window_chunks: int) -> npt.NDArray[np.float64]:
-    """Of objects of one kind, an amount a chunk: what the boundary at the end of each chunk needs of it together.
+    """Return, for the boundary at the end of each chunk, the amount that it needs of objects of one kind.
 
-    `window_chunks`: at least 1 where the kind is `window`.
+    `window_chunks` is at least 1 for windows.
     """
     if kind is Kind.STATE:
         return amounts
@@ -103,7 +103,7 @@ def per_boundary(kind: Kind, amounts: npt.NDArray[np.float64], window_chunks: in
 class Planner:
     """The geometry of one engine's groups. Immutable; all counts are tokens unless named otherwise.
 
-    `chunk_tokens` None takes the default of DESIGN 3. `scheduler_block_tokens` is the engine's
+    `chunk_tokens` None takes the default of design.md#chunk-size. `scheduler_block_tokens` is the engine's
     (the LCM of the groups' blocks when None). `retention_interval` is the engine's
     `prefix_cache_retention_interval` and `context_tokens` its longest request; None where they
     are not known, as in the daemon, which plans what a client has already checked.
@@ -112,7 +112,7 @@ class Planner:
     boundary (attention where there is any); `ranks` is 0 when every group is replicated;
     `window_chunks` is how many chunks the windows that end at a boundary reach into.
 
-    Raises PlannerError, with the numbers, for what DESIGN 3 refuses, and LimitExceeded.
+    Raises PlannerError, with the numbers, for what design.md#chunk-size refuses, and LimitExceeded.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Planner:
         return tokens // spec.block_tokens
 
     def _lay_out(self) -> tuple[tuple[tuple[tuple[int, int], ...], ...], dict[Kind, int]]:
-        """Per group the byte range of each rank's part, and the bytes of an object of each kind."""
+        """Return the byte range of each rank's part for each group, and the bytes of an object of each kind."""
         at = dict.fromkeys(self.kinds, 0)
         parts = []
         for spec, blocks in zip(self.groups, self._blocks, strict=True):
@@ -165,21 +165,23 @@ class Planner:
         return tuple(parts), at
 
     def groups_of(self, kind: Kind) -> tuple[int, ...]:
-        """Indices of the groups of `kind`, in object order."""
+        """Return the indices of the groups of `kind`, in object order."""
         return self._members[kind]
 
     def object_bytes(self, kind: Kind) -> int:
-        """Bytes of one object of `kind`; 0 when the engine has no group of it."""
+        """Return the bytes of one object of `kind`; 0 if the engine has no group of it."""
         return self._object_bytes.get(kind, 0)
 
     def blocks_in_object(self, group: int) -> int:
-        """Blocks of the group in one object of its kind."""
+        """Return the blocks of the group in one object of its kind."""
         return self._blocks[group]
 
     def part_range(self, kind: Kind, group: int, rank: int) -> tuple[int, int]:
-        """Byte range, within an object of `kind`, of the rank's part of the group. Every rank shares a replicated part.
+        """Return the byte range of a rank's part of a group, within an object of `kind`.
 
-        Raises PlannerError for a group of another kind or a rank that the group does not have.
+        All ranks share a replicated part.
+
+        Raise PlannerError for a group of another kind, or for a rank that the group does not have.
         """
         spec = self.groups[group]
         if spec.kind is not kind:
@@ -192,13 +194,13 @@ class Planner:
         return parts[rank]
 
     def high_boundary(self, num_tokens: int) -> int:
-        """The deepest boundary that may be offered for a prompt: the last token is always computed (C2)."""
+        """Return the deepest boundary that may be offered for a prompt: the last token is always computed."""
         return max(num_tokens - 1, 0) // self.chunk_tokens * self.chunk_tokens
 
     def objects(self, boundary_tokens: int) -> list[tuple[int, Kind]]:
-        """(chunk, kind) of everything needed to resume at the boundary from nothing.
+        """Return (chunk, kind) of each object that is needed to resume at the boundary from nothing.
 
-        Raises PlannerError when it is not a boundary.
+        Raise PlannerError if it is not a boundary.
         """
         chunks = self._chunks(boundary_tokens)
         if not chunks:
@@ -212,10 +214,10 @@ class Planner:
         return needed
 
     def longest_boundary(self, presence: Presence, low_tokens: LocalTokens, high_tokens: int) -> int:
-        """The deepest boundary up to `high_tokens` whose load plan is all present; 0 when there is none.
+        """Return the deepest boundary up to `high_tokens` whose load plan is all present; 0 if there is none.
 
-        `low_tokens` is what the engine has already: the answer is deeper than the least of it, and
-        only what the engine lacks has to be present. Linear in the chunks.
+        `low_tokens` is what the engine has already. The answer is deeper than the least of it, and only objects
+        that the engine lacks must be present. Linear in the chunks.
         """
         local = self._local(low_tokens)
         end = self._attention_end(presence, local, max(high_tokens, 0) // self.chunk_tokens)
@@ -237,7 +239,7 @@ class Planner:
             chunk = gap - 1  # the windows of every boundary from the gap to here have the gap in them
 
     def legal_boundaries(self, presence: Presence, chunks: int) -> npt.NDArray[np.bool_]:
-        """For the end of each of so many chunks, whether `objects` of it are all present. Nothing is local."""
+        """Return for the end of each chunk whether all `objects` of it are present. Nothing counts as local."""
         legal = np.ones(chunks, np.bool_)
         for kind in self.kinds:
             if kind is not Kind.WINDOW or self.window_chunks:
@@ -246,7 +248,7 @@ class Planner:
         return legal
 
     def _attention_end(self, presence: Presence, local: Mapping[Kind, int], end: int) -> int:
-        """Chunks, at most `end`, up to which no attention is missing."""
+        """Return the number of chunks, at most `end`, up to which no attention is missing."""
         if Kind.ATTENTION not in local:
             return end
         start = local[Kind.ATTENTION] // self.chunk_tokens
@@ -257,7 +259,7 @@ class Planner:
         return missing if missing >= 0 else min(end, max(len(flags), start))
 
     def _lowest_chunk(self, local: Mapping[Kind, int]) -> int:
-        """The first chunk whose end lies beyond what the engine can resume at by itself.
+        """Return the first chunk whose end lies beyond what the engine can resume at alone.
 
         Windows and states that are local at a depth say nothing about a shallower one.
         """
@@ -266,21 +268,21 @@ class Planner:
         return max(least, -(-deepest // self.chunk_tokens) - 1)
 
     def _window_gap(self, windows: bytes | bytearray, local: Mapping[Kind, int], chunk: int) -> int:
-        """The last chunk whose window object is needed at the end of `chunk` and missing; -1 when there is none."""
+        """Return the last chunk whose window is needed at the end of `chunk` and is missing; -1 if there is none."""
         if Kind.WINDOW not in local:
             return -1
         first = max(local[Kind.WINDOW], (chunk + 1) * self.chunk_tokens - self._tail_max) // self.chunk_tokens
         return windows.rfind(0, max(first, 0), chunk + 1)
 
     def load_plan(self, local_tokens: LocalTokens, boundary_tokens: int) -> LoadPlan:
-        """What to fetch so that an engine with `local_tokens` in its own cache resumes at the boundary.
+        """Return the objects to fetch so that an engine with `local_tokens` in its own cache resumes at the boundary.
 
-        Only missing blocks are named: the first attention object may be used from its middle on,
-        and of windows only what lies within `window - 1` tokens before the boundary. A local hit at
-        or beyond the boundary plans nothing.
+        The plan names only missing blocks: the first attention object may be used from its middle on, and of
+        windows only the last `window - 1` tokens before the boundary. A local hit at or beyond the boundary
+        plans nothing.
 
-        Raises PlannerError when the boundary is none, when local tokens are no multiple of a group's
-        block, or when windows or states alone are local beyond the boundary (they would not serve it).
+        Raise PlannerError if it is not a boundary, if local tokens are no multiple of a group's block, or if
+        windows or states alone are local beyond the boundary, because they would not serve it.
         """
         chunks = self._chunks(boundary_tokens)
         if isinstance(local_tokens, int) and local_tokens >= boundary_tokens:
@@ -314,7 +316,7 @@ class Planner:
         return planned
 
     def object_spans(self, chunk: int, kind: Kind) -> tuple[BlockSpan, ...]:
-        """Every block of the object, group by group: what a store of it reads."""
+        """Return each block of the object, group by group: what a store of the object reads."""
         return self._planned(chunk, kind, 0).spans
 
     def _planned(self, chunk: int, kind: Kind, from_tokens: int) -> PlannedObject:
@@ -322,7 +324,7 @@ class Planner:
         return PlannedObject(chunk, kind, spans)
 
     def _span(self, group: int, chunk: int, from_tokens: int) -> BlockSpan:
-        """The group's blocks in the object of `chunk` that begin at `from_tokens` or later."""
+        """Return the group's blocks in the object of `chunk` that begin at `from_tokens` or later."""
         block_tokens = self.groups[group].block_tokens
         end = (chunk + 1) * self.chunk_tokens // block_tokens
         start = end - self._blocks[group]
@@ -338,12 +340,12 @@ class Planner:
         alive_from: Mapping[int, int] | None = None,
         first_chunk: int = 0,
     ) -> StorePlan:
-        """What can be stored of a request whose first `computed_tokens` tokens are computed.
+        """Return what can be stored of a request whose first `computed_tokens` tokens are computed.
 
-        `stored` is what needs no copy (stored, pending or given up), and nothing before `first_chunk`
-        is considered. `alive_from` gives, per window group, the first index of its block table from
-        which on all computed blocks are alive; a window group that is not named has none. A state is
-        stored exactly where every state group was offered (C1); interior chunks go without.
+        `stored` needs no copy (stored, pending or abandoned), and nothing before `first_chunk` is considered.
+        `alive_from` has, for each window group, the first index of its block table from which on all computed
+        blocks are alive. A window group without an entry has none. A state is stored exactly where every state
+        group was offered; interior chunks have none.
         """
         chunks = max(computed_tokens, 0) // self.chunk_tokens
         checkpoints, unused = self._checkpoints(offers, chunks)
@@ -359,7 +361,7 @@ class Planner:
         return StorePlan(tuple(planned), unused)
 
     def _checkpoints(self, offers: Offers, chunks: int) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
-        """Offered block ids by chunk, in the order of the state groups, and the boundaries of useless offers."""
+        """Return offered block ids by chunk, in the order of the state groups, and boundaries of useless offers."""
         members = self._members[Kind.STATE]
         usable: dict[int, tuple[int, ...]] = {}
         unused = []
@@ -372,7 +374,7 @@ class Planner:
         return usable, tuple(unused)
 
     def _alive_chunk(self, alive_from: Mapping[int, int]) -> int | None:
-        """The first chunk whose window object is wholly alive; None when there never is one."""
+        """Return the first chunk whose window object is wholly alive; None if there is none."""
         members = self._members[Kind.WINDOW]
         if not members or any(group not in alive_from for group in members):
             return None
@@ -390,7 +392,7 @@ class Planner:
         return chunks
 
     def _local(self, local_tokens: LocalTokens) -> dict[Kind, int]:
-        """Local tokens of every kind the engine has."""
+        """Return the local tokens of every kind that the engine has."""
         if isinstance(local_tokens, int):
             local = dict.fromkeys(self.kinds, local_tokens)
         else:

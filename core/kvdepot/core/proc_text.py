@@ -1,8 +1,8 @@
-"""What the kernel's texts say: mountinfo and the files of memory cgroups (proc(5), cgroups(7)).
+"""Parsers of the kernel's texts: mountinfo and the files of memory cgroups (proc(5), cgroups(7)).
 
-The kernel writes bytes, not text. A name may have any byte: what is not UTF-8 is kept by `surrogateescape`, as in all
-paths of Python. Lines end with a newline and fields with a blank, and with nothing else that `str.split` takes for one.
-A line that is not as proc(5) defines it says nothing. Nothing here raises.
+The kernel writes bytes, not text. A name may have any byte; bytes that are not UTF-8 are kept by `surrogateescape`, as
+in all paths of Python. Lines end with a newline and fields with a blank, not with the other characters at which
+`str.split` splits. A line that proc(5) does not define is ignored. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class Mount:
     parent: int = 0
 
     def value(self, name: str) -> str:
-        """Empty where the option is not there, or has none."""
+        """Return the value of a mount option; empty without the option or without a value."""
         return next((one.partition("=")[2] for one in self.options if one.startswith(f"{name}=")), "")
 
     @property
     def place_is_told(self) -> bool:
-        """Whether `root` is what it says: the kernel writes "/" for every mount by NFS (`nfs_show_path`)."""
+        """Return whether `root` can be trusted: the kernel writes "/" for every NFS mount (`nfs_show_path`)."""
         return self.kind not in ("nfs", "nfs4")
 
     @property
     def may_hang(self) -> bool:
-        """Whether a look at it may wait for somebody without an end. On the one at / everything waits anyway."""
+        """Return whether access to the mount may wait for ever. If the mount at / hangs, everything waits anyway."""
         return self.point != "/" and (self.kind in (*NETWORK_KINDS, "autofs") or self.kind.startswith("fuse"))
 
 
@@ -65,14 +65,15 @@ class CgroupFiles(NamedTuple):
 
 
 def mounts(mountinfo: bytes) -> list[Mount]:
-    """Those of /proc/PID/mountinfo, in its order."""
+    """Return the mounts of /proc/PID/mountinfo, in its order."""
     return [mount for line in mountinfo.split(b"\n") if (mount := _mount(line)) is not None]
 
 
 def mount_of(path: str, found: Sequence[Mount]) -> Mount | None:
-    """The mount that holds an absolute path without links.
+    """Return the mount that holds an absolute path without links.
 
-    The kernel goes from mount to mount, as here: a mount on a folder covers what was mounted below that folder before.
+    The kernel goes from mount to mount, and so does this: a mount on a folder covers what was mounted below that
+    folder before.
     """
     numbers = {mount.number for mount in found}
     below = [mount for mount in found if mount.parent not in numbers or mount.parent == mount.number]
@@ -85,19 +86,19 @@ def mount_of(path: str, found: Sequence[Mount]) -> Mount | None:
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Whether it is the folder, or in it."""
+    """Return whether the path is the folder, or in it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def place_on_device(path: str, mount: Mount) -> str:
-    """Where the path lies in the mount's file system: the same for all mounts of it."""
+    """Return the path within the mount's file system. It is the same for all mounts of that file system."""
     rest = path.removeprefix(mount.point.rstrip("/")).strip("/")
     root = mount.root.removesuffix(_DELETED).rstrip("/")
     return f"{root}/{rest}" if rest else root or "/"
 
 
 def memory_cgroups(cgroup: bytes) -> Iterator[CgroupFiles]:
-    """The memory cgroups of /proc/PID/cgroup, each with all above it, of versions 1 and 2."""
+    """Return the memory cgroups of /proc/PID/cgroup, of versions 1 and 2, each with all its ancestors."""
     for line in cgroup.split(b"\n"):
         fields = line.split(b":", 2)
         if len(fields) < 3 or (b"memory" not in fields[1].split(b",") and fields[1]):
@@ -112,13 +113,13 @@ def memory_cgroups(cgroup: bytes) -> Iterator[CgroupFiles]:
 
 
 def number(text: bytes | None) -> int | None:
-    """None where it is none: no such file, or "max"."""
+    """Return the number in a file's text; None without a file, or for "max"."""
     text = (text or b"").strip()
     return int(text) if text.isdigit() else None
 
 
 def labelled(text: bytes | None, label: str) -> str | None:
-    """What follows the label and its colon or blank in the first line that begins with them; None: there is none."""
+    """Return the text after a label and its colon or blank, in the first such line; None if there is none."""
     for line in (text or b"").split(b"\n"):
         rest = line.removeprefix(label.encode())
         if rest != line and rest[:1] in (b":", b" "):
@@ -127,7 +128,7 @@ def labelled(text: bytes | None, label: str) -> str | None:
 
 
 def amount(text: bytes | None, label: str) -> int | None:
-    """The number of a line such as `MemTotal:  16 kB`. None: there is no such line."""
+    """Return the number of a line such as `MemTotal:  16 kB`; None if there is no such line."""
     return number((labelled(text, label) or "").partition(" ")[0].encode("utf-8", "surrogateescape"))
 
 

@@ -1,11 +1,12 @@
-"""What the daemon remembers of one request, for `kvdepotctl explain`. Plain values."""
+"""What the daemon remembers of one request, for `kvdepotctl explain`, as plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Annotated, Final
 
+from kvdepot.core.bounds import ChunkKey, Count, EngineId, NamespaceId, NamespaceIdOrNone, RequestId, Seconds, Text
 from kvdepot.core.calls import KEY_BYTES, RequestEnd
 
 RECORDS_MAX: Final = 4096
@@ -16,16 +17,29 @@ RECORDS_PER_ANSWER_MAX: Final = 16
 DIFFERENCES_MAX: Final = 8
 UNUSED: Final = "unused"
 """Outcome of a load that was granted, and given back without having brought anything."""
+DIFFERENCE_BYTES_MAX: Final = 1 << 16
+_NAMES_MAX: Final = 64
+"""Tiers, or outcomes."""
+
+Name = Annotated[str, Text(256)]
+Difference = Annotated[str, Text(DIFFERENCE_BYTES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainCall:
+    """Asks what the daemon remembers of a request."""
+
+    request_id: RequestId  # or its beginning
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRecord:
     """One Acquire, and its answer."""
 
-    outcome: str  # an `AcquireOutcome`, lower case, or UNUSED; "waiting" until there is one
+    outcome: Name  # an `AcquireOutcome`, lower case, or UNUSED; "waiting" until there is one
     objects: int
-    asked_seconds_ago: float
-    seconds: float = 0.0  # until the answer
+    asked_seconds_ago: Seconds
+    seconds: Seconds = 0.0  # until the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +50,40 @@ class Lookup:
     chunk_tokens: int
     high_tokens: int  # what ends behind it is of no use to the engine
     path_chunks: int  # from the first on without a gap, in any tier
-    held: Mapping[str, int]  # by tier: how many of those it has; several may have the same
+    chunks_by_tier: Annotated[Mapping[Name, int], Count(_NAMES_MAX)]
+    """By tier: how many of those it has. Several may have the same."""
     boundary_tokens: int  # the longest that could be resumed at
     offered_tokens: int
-    offered_tier: str = ""  # the slowest that has to give something for it
-    estimate_seconds: float = 0.0
-    miss: str = ""  # a `MissReason`: why no more was offered
+    offered_tier: Name = ""  # the slowest that has to give something for it
+    estimate_seconds: Seconds = 0.0
+    miss: Name = ""  # a `MissReason`: why no more was offered
     missing_chunk: int = 0  # that it is about, with a reason
-    missing_key: bytes = b"\0" * KEY_BYTES
-    other_namespace: bytes = b""  # that has the chunk
+    missing_key: ChunkKey = b"\0" * KEY_BYTES
+    other_namespace: NamespaceIdOrNone = b""  # that has the chunk
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """Times are seconds before the answer."""
 
-    engine_id: str
-    request_id: str
-    namespace_id: bytes
-    began_seconds_ago: float
+    engine_id: EngineId
+    request_id: RequestId
+    namespace_id: NamespaceId
+    began_seconds_ago: Seconds
     lookups: int = 0
-    looked_up_seconds_ago: float = 0.0
+    looked_up_seconds_ago: Seconds = 0.0
     lookup: Lookup | None = None
-    differences: tuple[str, ...] = ()  # from the other namespace that has the missing chunk, as far as both are known
-    loads: tuple[LoadRecord, ...] = ()
-    reserved: Mapping[str, int] = field(default_factory=dict)  # objects by `ReserveOutcome`, lower case
-    ended_seconds_ago: float | None = None
+    differences: Annotated[tuple[Difference, ...], Count(DIFFERENCES_MAX)] = ()
+    """From the other namespace that has the missing chunk, as far as both are known."""
+    loads: Annotated[tuple[LoadRecord, ...], Count(LOADS_PER_RECORD_MAX)] = ()
+    reserved: Annotated[Mapping[str, int], Count(_NAMES_MAX)] = field(default_factory=dict)
+    """Objects by `ReserveOutcome`, lower case."""
+    ended_seconds_ago: Seconds | None = None
     end: RequestEnd | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainReply:
+    """The records of the requests that match."""
+
+    records: Annotated[tuple[RequestRecord, ...], Count(RECORDS_PER_ANSWER_MAX)]  # the latest first

@@ -1,6 +1,6 @@
-"""What an operator is told about a running daemon, as plain values.
+"""What operators see of a running daemon, as plain values.
 
-The engine fills these, `kvdepot.proto.codec_report` carries them, `kvdepotctl` prints them.
+The depot fills them, `kvdepot.proto.codec` carries them, and `kvdepotctl` prints them.
 """
 
 from __future__ import annotations
@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvdepot.core.bounds import Version
 from kvdepot.core.epochs import Epochs
+from kvdepot.core.kinds import Kind
 
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
+    """The state of one tier."""
+
     name: str
     kind: str
     capacity_bytes: int
@@ -30,15 +34,15 @@ class TierStatus:
     written_today_bytes: int = 0  # since midnight UTC, against the write budget
     quarantined_bytes: int = 0
     # Of RAM:
-    unsummed_objects: int = 0  # committed, and without a checksum yet: a kill now would lose them
-    prefetched_objects: int = 0  # held for requests that have not come for them yet, or on their way there
+    pending_checksums: int = 0  # committed objects without a checksum: a kill now would lose them
+    prefetched_objects: int = 0  # pinned for requests that wait, or in flight
     prefetched_bytes: int = 0
-    prefetching_requests: int = 0  # for which that is done or waits
-    pinned_objects: int = 0  # not evicted, by an operator's word
-    pinned_bytes: int = 0  # what they take of the arena
+    prefetching_requests: int = 0  # with a prefetch in progress or queued
+    pinned_objects: int = 0  # protected from eviction by an operator
+    pinned_bytes: int = 0  # in the arena
     # Of shared tiers:
     node: str = ""  # this daemon's id in the directory
-    janitor: str = ""  # the node that counts and evicts there; empty: none is known
+    janitor: str = ""  # the node that counts and evicts; empty: unknown
 
     @property
     def is_janitor(self) -> bool:
@@ -47,6 +51,8 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True)
 class SessionStatus:
+    """The state of one engine's session."""
+
     engine_id: str
     world_size: int = 0
     ranks_attached: int = 0
@@ -60,45 +66,47 @@ class SessionStatus:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceStatus:
+    """The state of one namespace in RAM."""
+
     namespace_id: bytes
     label: str = ""
     tenant: str = ""
     epoch: str = ""
     chunk_tokens: int = 0
-    objects: Mapping[int, int] = field(default_factory=dict)  # number of objects by kind
-    bytes: int = 0
+    objects: Mapping[Kind, int] = field(default_factory=dict)  # number of objects
+    size_bytes: int = 0
     identity: Mapping[str, str] = field(default_factory=dict)
     bumps: int = 0  # the operator's bump counter of it
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaOwnerStatus:
-    """A tenant or a namespace that a quota holds to its capacity."""
+    """A tenant or a namespace that a quota limits."""
 
-    tenant: str | None  # None: not known, because no engine has registered its namespace since the daemon started
-    namespace: str = ""  # empty: the total of the tenant's; an id, where the quota is each namespace's
+    tenant: str | None  # None: unknown, because no engine has registered its namespace in this run
+    namespace: str = ""  # empty: the total of the tenant; otherwise the id of the namespace
     used_bytes: int = 0
-    refused_objects: int = 0  # that were not taken for its sake
+    refused_objects: int = 0  # refused because of the quota
     evicted_objects: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaStatus:
-    """One quota of the configuration in one tier. Its counts never fall, also where owners vanish."""
+    """One quota in one tier. Its counters never fall, even if owners vanish."""
 
     tenant: str
     namespace: str
     tier: str
     capacity_bytes: int
     owners_count: int = 0
-    owners: tuple[QuotaOwnerStatus, ...] = ()  # the fullest first, not all where there are many
+    owners: tuple[QuotaOwnerStatus, ...] = ()  # the fullest first, at most a limited number
     refused_objects: int = 0
     evicted_objects: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchesStatus:
-    """What operators have switched off: for all, and by id for single namespaces."""
+    """The switches of operators: for all namespaces, and by id for single ones."""
 
     loads_off: bool = False
     loads_off_namespaces: tuple[bytes, ...] = ()
@@ -116,12 +124,35 @@ class PinStatus:
     seconds_left: float = 0.0
     chunks: int = 0  # of the path, or of the namespace, in all tiers
     objects: int = 0  # of them, those in RAM and within the share of pins
-    bytes: int = 0  # what these take of the arena
+    size_bytes: int = 0  # what these take of the arena
+
+
+@dataclass(frozen=True, slots=True)
+class GetStatusCall:
+    """Asks for the daemon's status."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListNamespacesCall:
+    """Asks for a page of namespaces with their identities."""
+
+    page_size: int = 0  # 0: as many as a page has
+    page_token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStatusPage:
+    """One page of namespaces with their identities."""
+
+    namespaces: tuple[NamespaceStatus, ...]
+    next_page_token: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonStatus:
-    version: str
+    """The state of the daemon as a whole."""
+
+    daemon_version: Version
     pid: int
     uptime_seconds: float
     ready: bool

@@ -1,8 +1,8 @@
-"""Ids of requests: what engines make of those that users and gateways know.
+"""Ids of requests: how engines build theirs from the ids that users and gateways know.
 
-vLLM 0.32 and 0.33 put a verb's name before the id that a user sends (X-Request-Id), the number of a prompt or of a beam
-behind it, then 8 digits of its own, and for more than one answer (n) the answer's number before all of it:
-`1_cmpl-my-id-0-1a2b3c4d`.
+vLLM 0.32 and 0.33 put the name of the endpoint before the id that a user sends (X-Request-Id). After it they put the
+number of a prompt or of a beam, and 8 digits. For more than one answer (n), the answer's number comes before
+everything: `1_cmpl-my-id-0-1a2b3c4d`.
 """
 
 from __future__ import annotations

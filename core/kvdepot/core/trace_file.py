@@ -48,7 +48,7 @@ class TraceWriter:
 
     @property
     def chunks(self) -> int:
-        """Different ones."""
+        """Return the number of different chunks."""
         return len(self._numbers)
 
     def head(self) -> str:
@@ -56,14 +56,15 @@ class TraceWriter:
 
     def lines(self, part: TracePart) -> list[str]:
         found = []
-        for namespace_id, spec in part.namespaces:
-            self._chunk_tokens[namespace_id] = spec.chunk_tokens
+        for traced in part.namespaces:
+            spec = traced.spec
+            self._chunk_tokens[traced.namespace_id] = spec.chunk_tokens
             groups = [
                 {"kind": one.kind.name.lower(), "block_tokens": one.block_tokens, "window_tokens": one.window_tokens,
                  "block_bytes": sum(one.rank_block_bytes)}
                 for one in spec.groups
             ]  # fmt: skip
-            named = {"namespace": namespace_id.hex(), "label": spec.label, "chunk_tokens": spec.chunk_tokens}
+            named = {"namespace": traced.namespace_id.hex(), "label": spec.label, "chunk_tokens": spec.chunk_tokens}
             found.append(_line(named | {"groups": groups}))
         return found + [self._request(request) for request in part.requests]
 
@@ -81,7 +82,7 @@ class TraceWriter:
 
 
 def read_trace(lines: Iterable[str]) -> Trace:
-    """Raises InvalidArgument with the line's number."""
+    """Return the trace in these lines. Raise InvalidArgument, with the line's number."""
     namespaces: dict[str, NamespaceSpec] = {}
     requests: list[Request] = []
     number = 0

@@ -1,7 +1,7 @@
 """Sizes, durations and rates as people write them: always with a unit ("64GiB", "120s", "50MiB/s").
 
-A number without a unit is refused, except 0, because nobody can see whether 512 means bytes or MiB.
-All parsers raise InvalidArgument (a ValueError), saying what is accepted.
+A number without a unit is refused, except 0, because a reader cannot tell whether 512 means bytes or MiB.
+All parsers raise InvalidArgument (a ValueError) that says what is accepted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DURATION_UNITS_SECONDS: Final[dict[str, Fraction]] = {
     "d": Fraction(86400),
 }
 _SIZE_BYTES_END: Final = 1 << 63
-"""What files, messages and Prometheus' tools have room for."""
+"""First size that files, messages and Prometheus cannot represent."""
 _NUMBER = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", re.ASCII)
 _SIZES = 'a size such as "64GiB", "4MiB" or "512KiB" (B, KiB, MiB, GiB, TiB, PiB)'
 _DURATIONS = 'a duration such as "50ms", "120s", "5m" or "7d" (us, ms, s, m, h, d)'
@@ -37,33 +37,35 @@ _RATES = 'a rate such as "50MiB/s" (a size, then /s)'
 
 
 def parse_size_bytes(text: str | int) -> int:
-    """`text` in bytes. "1.5GiB" is fine as long as it is a whole number of bytes."""
+    """Return `text` in bytes. Fractions are accepted ("1.5GiB") if the result is a whole number of bytes."""
     number, unit = _split(text, _SIZES)
     if not unit:
         return 0
     if unit not in SIZE_UNITS_BYTES:
-        raise InvalidArgument(f"{text!r}: unit {unit!r} is not known", advice=f"write {_SIZES}")
+        raise InvalidArgument(f"{text!r}: unknown unit {unit!r}", advice=f"write {_SIZES}")
     size_bytes = number * SIZE_UNITS_BYTES[unit]
     if size_bytes != int(size_bytes) or size_bytes >= _SIZE_BYTES_END:
-        wrong = "is more than can be" if size_bytes >= _SIZE_BYTES_END else "is no whole number of bytes"
+        wrong = "is too large" if size_bytes >= _SIZE_BYTES_END else "is not a whole number of bytes"
         raise InvalidArgument(f"{text!r} {wrong}", advice=f"write {_SIZES}")
     return int(size_bytes)
 
 
 def parse_duration_seconds(text: str | int) -> float:
+    """Return `text` in seconds."""
     number, unit = _split(text, _DURATIONS)
     if not unit:
         return 0.0
     if unit not in DURATION_UNITS_SECONDS:
-        raise InvalidArgument(f"{text!r}: unit {unit!r} is not known", advice=f"write {_DURATIONS}")
+        raise InvalidArgument(f"{text!r}: unknown unit {unit!r}", advice=f"write {_DURATIONS}")
     return float(number * DURATION_UNITS_SECONDS[unit])
 
 
 def parse_rate_bytes_per_second(text: str | int) -> int:
+    """Return `text` in bytes per second; 0 for "0"."""
     if isinstance(text, str) and text.strip() != "0":
         size, slash, second = text.strip().partition("/")
         if not slash or second.strip() != "s":
-            raise InvalidArgument(f"{text!r} is no rate", advice=f"write {_RATES}")
+            raise InvalidArgument(f"{text!r} is not a rate", advice=f"write {_RATES}")
         text = size.rstrip()
         if text == "0":
             return 0
@@ -71,7 +73,7 @@ def parse_rate_bytes_per_second(text: str | int) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """The largest unit that keeps the value exact ("64GiB", "1000B"); `parse_size_bytes` takes it back."""
+    """Return a size in the largest unit that keeps it exact ("64GiB", "1000B"); `parse_size_bytes` reads it back."""
     if size_bytes < 0:
         raise InvalidArgument(f"a size of {size_bytes} bytes is negative")
     for unit, unit_bytes in reversed(SIZE_UNITS_BYTES.items()):
@@ -80,16 +82,16 @@ def format_size(size_bytes: int) -> str:
     return "0B"
 
 
-def format_size_rounded(size_bytes: float) -> str:
-    """For people: at most one decimal in the largest unit that leaves at least 1 ("3.7GiB")."""
+def size_text(size_bytes: float) -> str:
+    """Return a size for people: two decimals in the largest unit that leaves at least 1 ("3.70 GiB", "512 B")."""
     for unit, unit_bytes in reversed(SIZE_UNITS_BYTES.items()):
-        if abs(size_bytes) >= unit_bytes:
-            return f"{size_bytes / unit_bytes:.1f}".removesuffix(".0") + unit
-    return f"{size_bytes:.0f}B"
+        if unit_bytes > 1 and abs(size_bytes) >= unit_bytes:
+            return f"{size_bytes / unit_bytes:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
 
 
 def format_duration(seconds: float) -> str:
-    """The largest unit in which the value is whole, to the microsecond ("120s" is "2m")."""
+    """Return a duration in the largest unit in which it is whole, rounded to the microsecond ("2m" for 120 s)."""
     if seconds < 0:
         raise InvalidArgument(f"a duration of {seconds} seconds is negative")
     exact = Fraction(round(seconds * 1_000_000), 1_000_000)
@@ -100,14 +102,15 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(bytes_per_second: int) -> str:
+    """Return a rate in the largest unit that keeps it exact ("50MiB/s")."""
     return f"{format_size(bytes_per_second)}/s"
 
 
 def _split(text: str | int, accepted: str) -> tuple[Fraction, str]:
-    """Number and unit; the unit is empty for 0 only."""
+    """Return number and unit. The unit is empty only for 0."""
     match = None if isinstance(text, bool) else _NUMBER.fullmatch(str(text).strip())
     if match is None:
-        raise InvalidArgument(f"{text!r} is not understood", advice=f"write {accepted}")
+        raise InvalidArgument(f"{text!r} is not a number with a unit", advice=f"write {accepted}")
     number, unit = Fraction(match[1]), match[2]
     if number and not unit:
         raise InvalidArgument(f"{text!r} has no unit", advice=f"write {accepted}")

@@ -1,13 +1,13 @@
-"""The translator of the data service's messages (`data_pb2`): payload between a process and its proxy."""
+"""The messages of the data service (`data_pb2`): payload between a process and its proxy."""
 
 from __future__ import annotations
 
 from kvdepot.core import limits
-from kvdepot.core.calls import EXTENT_WORDS, DataCall
-from kvdepot.proto.bounds import bad, check_at_most, check_bytes, check_packed
+from kvdepot.core.bounds import bad
+from kvdepot.core.calls import DataCall
+from kvdepot.core.limits import check_limit
+from kvdepot.proto.codec import codec_of
 from kvdepot.proto.v1 import data_pb2 as pb
-
-_EXTENT_BYTES = 8 * EXTENT_WORDS
 
 
 def encode_load_call(call: DataCall) -> pb.LoadRequest:
@@ -15,7 +15,7 @@ def encode_load_call(call: DataCall) -> pb.LoadRequest:
 
 
 def decode_load_call(message: pb.LoadRequest) -> DataCall:
-    return _call(message)
+    return codec_of(DataCall, pb.LoadRequest).decode(message)
 
 
 def encode_store_call(call: DataCall) -> pb.StoreRequest:
@@ -23,10 +23,10 @@ def encode_store_call(call: DataCall) -> pb.StoreRequest:
 
 
 def decode_store_call(message: pb.StoreRequest) -> DataCall:
-    """Of the first message of a store."""
+    """Return the call in the first message of a store."""
     if message.data:
         raise bad("data", "the first message of a store has none")
-    return _call(message)
+    return decode_load_call(pb.LoadRequest(session=message.session, extents=message.extents))
 
 
 def encode_store_piece(data: bytes) -> pb.StoreRequest:
@@ -34,7 +34,7 @@ def encode_store_piece(data: bytes) -> pb.StoreRequest:
 
 
 def decode_store_piece(message: pb.StoreRequest) -> bytes:
-    """Of the messages after the first one."""
+    """Return the data in a later message of a store."""
     if message.session or message.extents:
         raise bad("extents", "only the first message of a store names any")
     return _piece(message.data)
@@ -49,7 +49,7 @@ def encode_load_end() -> pb.LoadResponse:
 
 
 def decode_load_piece(message: pb.LoadResponse) -> bytes | None:
-    """None: the end, and every byte before it is right."""
+    """Return the data in a message of a load; None at the end, when all bytes before it are valid."""
     if not message.complete:
         return _piece(message.data)
     if message.data:
@@ -57,15 +57,8 @@ def decode_load_piece(message: pb.LoadResponse) -> bytes | None:
     return None
 
 
-def _call(message: pb.LoadRequest | pb.StoreRequest) -> DataCall:
-    check_bytes("session", message.session, limits.SESSION_TOKEN_BYTES)
-    if not check_packed("extents", message.extents, _EXTENT_BYTES, limits.FRAGMENTS_PER_REPLY_MAX):
-        raise bad("extents", "there are none")
-    return DataCall(message.session, message.extents)
-
-
 def _piece(data: bytes) -> bytes:
     if not data:
         raise bad("data", "there is none")
-    check_at_most("bytes of a piece", len(data), limits.PIECE_BYTES_MAX)
+    check_limit("bytes of a piece", len(data), limits.PIECE_BYTES_MAX)
     return data

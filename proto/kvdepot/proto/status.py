@@ -63,7 +63,7 @@ class RefusedByDaemon(errors.KvDepotError):
 
 
 def to_status(error: errors.KvDepotError) -> tuple[grpc.StatusCode, str, Metadata]:
-    """Status code, details and trailing metadata of a refused call."""
+    """Return status code, details and trailing metadata of a refused call."""
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), grpc.StatusCode.INTERNAL)
     metadata: Metadata = (
         (CODE_KEY, error.code),
@@ -76,10 +76,10 @@ def to_status(error: errors.KvDepotError) -> tuple[grpc.StatusCode, str, Metadat
 def from_status(
     status: grpc.StatusCode, details: str | None, metadata: Iterable[tuple[str, str | bytes]] | None
 ) -> errors.KvDepotError:
-    """The error a refused call stands for; never raises.
+    """Return the error of a refused call; never raise.
 
-    Returns the class the daemon named, built from message and advice alone (attributes
-    that its constructor would set are absent), or `RefusedByDaemon`.
+    The error has the class that the daemon named, with message and advice alone: attributes that its constructor
+    would set are absent. Without a known name it is `RefusedByDaemon`.
     """
     found = dict(metadata or ())
     message = details or ""
@@ -92,7 +92,7 @@ def from_status(
 
 
 def to_refusal(error: errors.KvDepotError) -> pb.CallRefusal:
-    """As `to_status`, for a call socket."""
+    """Return the refusal of a call socket, as `to_status` does for gRPC."""
     status, message, _ = to_status(error)
     return pb.CallRefusal(
         status=status.name,
@@ -103,13 +103,13 @@ def to_refusal(error: errors.KvDepotError) -> pb.CallRefusal:
 
 
 def from_refusal(refusal: pb.CallRefusal) -> errors.KvDepotError:
-    """As `from_status`; never raises."""
+    """Return the error of a refusal, as `from_status` does; never raise."""
     status = grpc.StatusCode.__members__.get(refusal.status, grpc.StatusCode.UNKNOWN)
     return from_status(status, refusal.message, ((CODE_KEY, refusal.code), (ADVICE_KEY, refusal.advice)))
 
 
 def retry_of(error: errors.KvDepotError) -> errors.Retry:
-    """Whether the refused call can succeed when repeated."""
+    """Return whether the refused call can succeed if repeated."""
     return error.how_to_retry if isinstance(error, RefusedByDaemon) else error.retry
 
 

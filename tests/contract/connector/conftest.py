@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm import connector as connector_module
+from kvdepot.client.vllm.scheduling import sides
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import ScriptedEngine, model_folder
 from tests.rigs.connector_rig import Gate, Make
 
 
 @pytest.fixture
-def depot() -> Depot:
-    return Depot()
+def depot() -> DirectDepot:
+    return DirectDepot()
 
 
 @pytest.fixture(scope="session")
@@ -27,13 +27,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make(depot: Depot, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make(depot: DirectDepot, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Starts engines on one depot, and ends them."""
-    monkeypatch.setattr(connector_module, "cache_path", lambda: tmp_path / "digests.json")
+    monkeypatch.setattr(sides, "cache_path", lambda: tmp_path / "digests.json")
     engines: list[ScriptedEngine] = []
 
-    def start(**options: Any) -> ScriptedEngine:
-        engines.append(ScriptedEngine(depot, folder, monkeypatch, **options))
+    def start(kind: type[ScriptedEngine] = ScriptedEngine, **options: Any) -> ScriptedEngine:
+        engines.append(kind(depot, folder, monkeypatch, **options))
         return engines[-1]
 
     yield start

@@ -18,16 +18,17 @@ from typing import Any
 
 import pytest
 from kvdepot.client.vllm import connector as connector_module
-from kvdepot.client.vllm import scheduler as scheduler_module
-from kvdepot.client.vllm import weights
-from kvdepot.client.vllm.compat import KVConnectorRole
-from kvdepot.client.vllm.metadata import RankMeta
+from kvdepot.client.vllm.base.compat import KVConnectorRole
+from kvdepot.client.vllm.base.metadata import RankMeta
+from kvdepot.client.vllm.identity import weights
+from kvdepot.client.vllm.scheduling import scheduler as scheduler_module
+from kvdepot.client.vllm.scheduling import sides
 from kvdepot.core.errors import ConfigError
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 from tests.fakes import adapter_store, scripted_engine
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, engine_config, model_folder
 from tests.rigs.connector_rig import Make, prompt
 from tests.rigs.patience import Deadline
@@ -222,7 +223,7 @@ def test_files_that_change_under_an_adapter_end_what_is_served_and_stored_of_it(
     change(tmp_path / "x", b"2")
     state = engine.side._requests[running]
     until = Deadline(5)
-    while not state.void:
+    while not state.invalid:
         assert not until.is_over()
         engine.step()
         time.sleep(0.002)
@@ -233,6 +234,23 @@ def test_files_that_change_under_an_adapter_end_what_is_served_and_stored_of_it(
     assert ask(engine, x) == 0, "it is in the depot, and is not served"
     assert engine.side.counters["stored_objects"] == stored
     assert served_rightly(make, change, tmp_path / "x", b"1", PROMPT) == [HIT]
+
+
+def test_files_of_adapters_are_not_looked_at_with_each_step(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_place(tmp_path / "x", b"1")
+    engine, x = make(), loaded(tmp_path / "x")
+    warm(engine, x)
+    looks: list[float] = []
+    monkeypatch.setattr(engine.side, "_look_at_adapters", lambda: looks.append(engine.side._looked_at))
+    monkeypatch.setattr(scheduler_module, "ADAPTERS_SECONDS", engine.side._clock() / 2)
+    engine.add(OTHER, max_tokens=BLOCK, lora_request=x)
+    engine.run()
+    assert not looks, "the last look was seconds ago"
+    monkeypatch.setattr(scheduler_module, "ADAPTERS_SECONDS", 0.0)
+    engine.step()
+    assert looks
 
 
 def test_copies_in_progress_of_a_replaced_adapter_are_not_committed(make: Make, tmp_path: Path) -> None:
@@ -269,7 +287,7 @@ def test_an_unknown_content_after_a_known_one_makes_nothing_sound(make: Make, tm
     assert served_rightly(make, in_place, tmp_path / "x", b"1", PROMPT) == [0]
 
 
-@pytest.mark.parametrize("seed", [*drawn([0]), *drawn(range(1, 20), [pytest.mark.long])])
+@pytest.mark.parametrize("seed", [*drawn([0]), *drawn(range(1, 20), [pytest.mark.long(seconds=4)])])
 def test_whatever_changes_when_no_engine_is_served_another_content(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -321,7 +339,7 @@ def test_whatever_changes_when_no_engine_is_served_another_content(
 
 
 def test_a_model_that_is_replaced_while_an_engine_starts_gives_no_namespace(
-    depot: Depot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    depot: DirectDepot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its workers have read it, and its scheduler is made afterwards."""
     model, worker = model_folder(tmp_path / "model"), scripted_engine._worker
@@ -334,7 +352,7 @@ def test_a_model_that_is_replaced_while_an_engine_starts_gives_no_namespace(
         return made
 
     monkeypatch.setattr(scripted_engine, "_worker", replacing)
-    monkeypatch.setattr(connector_module, "cache_path", lambda: None)
+    monkeypatch.setattr(sides, "cache_path", lambda: None)
     engine = ScriptedEngine(depot, model, monkeypatch, wait=False)
     until = Deadline(5)
     while not engine.side.namespaces.problem and not until.is_over():
@@ -347,7 +365,7 @@ def test_a_model_that_is_replaced_while_an_engine_starts_gives_no_namespace(
 
 
 def test_an_engine_without_a_cache_of_digests_stores_and_loads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connector_module, "cache_path", lambda: None)
+    monkeypatch.setattr(sides, "cache_path", lambda: None)
     make().generate(PROMPT)
     assert make().generate(PROMPT)
 

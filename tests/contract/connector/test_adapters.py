@@ -88,6 +88,24 @@ def test_what_a_former_content_computed_is_not_stored_as_the_new_one(
 
 
 @pytest.mark.requirement("P2")
+@SHAPES
+def test_a_request_of_a_content_that_is_not_digested_makes_nothing_of_the_former_one_sound(
+    make: Make, adapter: Adapter, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """It is not stored itself, and is computed on what the engine's cache has of the former content."""
+    engine = make(**options)
+    longer = [*PROMPT, *prompt(3, seed=4)]
+    ask(engine, adapter.loaded(b"former"))
+    new = adapter.loaded(b"new")
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.side._adapters, "salt", lambda _: None)
+        assert ask(engine, new, longer, known=False) > 0, "vLLM's own cache"
+    assert ask(engine, new, longer) > 0
+    assert ask(make(**options), new, longer) == 0
+    engine.assert_clean()
+
+
+@pytest.mark.requirement("P2")
 def test_attention_of_a_former_content_is_not_used_beside_a_state_of_the_new_one(make: Make, adapter: Adapter) -> None:
     engine = make(hybrid=True, blocks=128)
     tokens = prompt(CHUNKS + 0.5)
@@ -96,7 +114,7 @@ def test_attention_of_a_former_content_is_not_used_beside_a_state_of_the_new_one
     new = adapter.loaded(b"new")
     ask(make(hybrid=True, blocks=128), new, tokens)
     assert ask(engine, new, tokens) == CHUNKS * BLOCK, "all of it loaded"
-    assert engine.side.counters["kept_tokens"] == 0
+    assert engine.side.counters["local_reuse_tokens"] == 0
     engine.assert_clean()
 
 

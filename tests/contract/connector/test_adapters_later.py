@@ -10,7 +10,7 @@ from vllm.lora.request import LoRARequest
 from tests.contract.connector.test_adapter_files import PROMPT, in_place, known, loaded
 from tests.contract.connector.test_handshake import turn_layout
 from tests.contract.connector.test_sleep import let_go, under_way
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, prompt
 
@@ -47,7 +47,7 @@ def stored(engine: ScriptedEngine) -> int:
 
 
 def test_what_is_read_again_while_a_former_side_ends_is_heard_by_the_present_one(
-    make: Make, depot: Depot, gate: Gate, tmp_path: Path
+    make: Make, depot: DirectDepot, gate: Gate, tmp_path: Path
 ) -> None:
     engine = make(max_cpu_loras=1)
     engine.abort(under_way(engine, depot, gate, "reserving"))
@@ -58,7 +58,7 @@ def test_what_is_read_again_while_a_former_side_ends_is_heard_by_the_present_one
     compute(engine, x, PROMPT)
     compute(engine, y, prompt(1.5))  # vLLM drops x
     compute(engine, x, prompt(1.5, seed=9))  # and reads it again
-    assert engine.connector._former
+    assert engine.connector.sides.former
     let_go(engine, depot, gate)
     engine.run()
     assert known(engine, x)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.vllm.loads import RENEWALS_MAX
-from kvdepot.client.vllm.metadata import StepMeta
+from kvdepot.client.vllm.base.metadata import StepMeta
+from kvdepot.client.vllm.scheduling.offers import RENEWALS_MAX
 from kvdepot.core.calls import (
     AcquireCall,
     AcquireOutcome,
@@ -118,7 +118,7 @@ class Ageing:
 
     def __init__(self, engine: ScriptedEngine) -> None:
         self.ahead = 0.0
-        engine.side.loads._clock = lambda: time.monotonic() + self.ahead
+        engine.side.offers._clock = lambda: time.monotonic() + self.ahead
 
 
 def _waits(engine: ScriptedEngine, tokens: list[int]) -> tuple[str, Ageing]:
@@ -220,7 +220,7 @@ def test_a_queue_of_old_answers_is_not_asked_for_all_at_once(make: Make) -> None
     assert 0 < engine.depot.count(LocateCall) - before <= RENEWALS_MAX
     engine.run()
     assert all(engine.outputs[request_id] for request_id in ids)
-    assert engine.side.loads._renewals == 0
+    assert engine.side.offers._renewals == 0
     engine.assert_clean()
 
 

@@ -8,25 +8,27 @@ import pytest
 from kvdepot.client.copy.base import Direction
 from kvdepot.core.calls import AcquireCall, CommitCall, CommitOutcome, LocateCall, ReserveCall
 
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt
 
 SHAPES = pytest.mark.parametrize("options", [{}, {"hybrid": True}, {"ranks": 2}], ids=["dense", "hybrid", "two ranks"])
 
 
-def bump(depot: Depot, engine: ScriptedEngine | None = None) -> None:
+def bump(depot: DirectDepot, engine: ScriptedEngine | None = None) -> None:
     """Of all namespaces, or of the one that an engine has now."""
-    voiding = depot.engine.voiding
+    voiding = depot.engine.invalidation
     epochs = voiding.epochs
-    voiding.begin(epochs.with_void(engine.session.specs[-1].namespace_id()) if engine else epochs.with_all_void())
+    voiding.begin(
+        epochs.with_invalidated(engine.session.specs[-1].namespace_id()) if engine else epochs.with_all_invalidated()
+    )
 
 
-def committed(depot: Depot) -> int:
+def committed(depot: DirectDepot) -> int:
     return int(depot.engine.counters.get("committed_objects.committed"))
 
 
-def poison(depot: Depot) -> None:
+def poison(depot: DirectDepot) -> None:
     """What lies in the arena is wrong from now on: whoever is served it answers wrongly."""
     start = depot.layout.data_offset
     depot.buffer[start : start + depot.layout.data_bytes] = bytes([0xA5]) * depot.layout.data_bytes
@@ -53,7 +55,7 @@ def test_an_engine_that_is_sent_weights_has_an_epoch_of_its_own_from_the_start(m
 @SHAPES
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all", "one"])
 def test_engines_from_before_and_after_are_served_nothing_of_before(
-    make: Make, depot: Depot, options: dict[str, Any], everywhere: bool
+    make: Make, depot: DirectDepot, options: dict[str, Any], everywhere: bool
 ) -> None:
     before = make(**options)
     tokens = prompt(5.5)
@@ -77,7 +79,7 @@ def test_engines_from_before_and_after_are_served_nothing_of_before(
 
 @pytest.mark.requirement("P2")
 @pytest.mark.parametrize("step", ["reserving", "granted", "dispatched", "after"])
-def test_a_request_alive_across_it_stores_nothing(make: Make, depot: Depot, gate: Gate, step: str) -> None:
+def test_a_request_alive_across_it_stores_nothing(make: Make, depot: DirectDepot, gate: Gate, step: str) -> None:
     engine = make()
     gate.close(direction=Direction.STORE)
     if step != "dispatched":
@@ -111,7 +113,7 @@ def test_a_request_alive_across_it_stores_nothing(make: Make, depot: Depot, gate
 @pytest.mark.requirement("P2")
 @SHAPES
 def test_a_request_that_has_loaded_before_it_does_not_store_that_anew(
-    make: Make, depot: Depot, options: dict[str, Any]
+    make: Make, depot: DirectDepot, options: dict[str, Any]
 ) -> None:
     """Where the parent of what it stores is gone, a request stores from its first chunk on: here it must not."""
     tokens = prompt(5.5)
@@ -134,7 +136,7 @@ def test_a_request_that_has_loaded_before_it_does_not_store_that_anew(
 @pytest.mark.requirement("P2")
 @SHAPES
 def test_a_load_under_way_fails_and_its_tokens_are_computed(
-    make: Make, depot: Depot, gate: Gate, options: dict[str, Any]
+    make: Make, depot: DirectDepot, gate: Gate, options: dict[str, Any]
 ) -> None:
     tokens = prompt(9.5)
     make(**options).generate(tokens)
@@ -156,7 +158,7 @@ def test_a_load_under_way_fails_and_its_tokens_are_computed(
 
 @pytest.mark.requirement("P2")
 @pytest.mark.parametrize("held", [LocateCall, AcquireCall])
-def test_an_answer_from_before_leads_nowhere(make: Make, depot: Depot, held: type) -> None:
+def test_an_answer_from_before_leads_nowhere(make: Make, depot: DirectDepot, held: type) -> None:
     tokens = prompt(9.5)
     make().generate(tokens)
     engine = make()
@@ -174,7 +176,7 @@ def test_an_answer_from_before_leads_nowhere(make: Make, depot: Depot, held: typ
 
 
 @pytest.mark.requirement("P10")
-def test_the_engine_says_why(make: Make, depot: Depot, gate: Gate) -> None:
+def test_the_engine_says_why(make: Make, depot: DirectDepot, gate: Gate) -> None:
     """Where it has heard of the bump while the load was under way."""
     tokens = prompt(9.5)
     make().generate(tokens)
@@ -196,7 +198,7 @@ def test_the_engine_says_why(make: Make, depot: Depot, gate: Gate) -> None:
     engine.assert_clean()
 
 
-def test_an_engine_that_starts_after_it_begins_no_other_epoch(make: Make, depot: Depot) -> None:
+def test_an_engine_that_starts_after_it_begins_no_other_epoch(make: Make, depot: DirectDepot) -> None:
     bump(depot)
     engine = make()
     engine.generate(prompt(5.5))
@@ -207,7 +209,7 @@ def test_an_engine_that_starts_after_it_begins_no_other_epoch(make: Make, depot:
 
 @pytest.mark.requirement("P2")
 @pytest.mark.parametrize("settings", [{"keep_across_sleep": True}, {"weights_version": "7"}])
-def test_also_where_the_user_names_the_weights(make: Make, depot: Depot, settings: dict[str, Any]) -> None:
+def test_also_where_the_user_names_the_weights(make: Make, depot: DirectDepot, settings: dict[str, Any]) -> None:
     engine = make(settings=settings)
     tokens = prompt(5.5)
     engine.generate(tokens)
@@ -225,7 +227,7 @@ def test_also_where_the_user_names_the_weights(make: Make, depot: Depot, setting
     ids=["dense", "hybrid", "windows", "runs ahead"],
 )  # fmt: skip
 def test_what_the_engine_s_own_cache_has_of_before_does_not_come_back(
-    make: Make, depot: Depot, options: dict[str, Any]
+    make: Make, depot: DirectDepot, options: dict[str, Any]
 ) -> None:
     """The engine has loaded it, goes on to have it, and computes on it."""
     tokens, settings = prompt(6.5), {"chunk_tokens": 2 * BLOCK}
@@ -259,7 +261,7 @@ def test_what_the_engine_s_own_cache_has_of_before_does_not_come_back(
 
 
 @pytest.mark.requirement("P2")
-def test_what_is_loaded_after_it_counts_as_much_as_what_is_computed(make: Make, depot: Depot) -> None:
+def test_what_is_loaded_after_it_counts_as_much_as_what_is_computed(make: Make, depot: DirectDepot) -> None:
     engine, other = make(), make()
     bump(depot)
     for one in (engine, other):
@@ -276,7 +278,7 @@ def test_what_is_loaded_after_it_counts_as_much_as_what_is_computed(make: Make, 
 
 @pytest.mark.requirement("I1d")
 def test_what_the_engine_keeps_where_its_own_reset_fails_is_not_stored_as_of_the_new_weights(
-    make: Make, depot: Depot
+    make: Make, depot: DirectDepot
 ) -> None:
     """vLLM tells connectors of new weights although a running request keeps its blocks, and answers False."""
     engine = make()
@@ -300,7 +302,7 @@ def test_what_the_engine_keeps_where_its_own_reset_fails_is_not_stored_as_of_the
 
 
 @pytest.mark.requirement("I1d")
-def test_also_where_the_connector_s_own_holds_let_it_fail(make: Make, depot: Depot, gate: Gate) -> None:
+def test_also_where_the_connector_s_own_holds_let_it_fail(make: Make, depot: DirectDepot, gate: Gate) -> None:
     engine = make()
     tokens = prompt(6.5)
     gate.close(direction=Direction.STORE)
@@ -317,7 +319,7 @@ def test_also_where_the_connector_s_own_holds_let_it_fail(make: Make, depot: Dep
 
 
 @pytest.mark.requirement("P2")
-def test_a_tail_within_a_block_counts_as_the_rest_does(make: Make, depot: Depot) -> None:
+def test_a_tail_within_a_block_counts_as_the_rest_does(make: Make, depot: DirectDepot) -> None:
     """The connector is told of whole blocks (here of 64 tokens), and the engine resumes behind them."""
     engine = make(hybrid=True, state_block=4 * BLOCK, blocks=256)
     tokens = prompt(3.5)
@@ -341,7 +343,7 @@ def test_a_tail_within_a_block_counts_as_the_rest_does(make: Make, depot: Depot)
 @pytest.mark.requirement("I1d")
 @SHAPES
 def test_a_copy_that_ends_after_weights_have_changed_is_never_committed(
-    make: Make, depot: Depot, gate: Gate, options: dict[str, Any]
+    make: Make, depot: DirectDepot, gate: Gate, options: dict[str, Any]
 ) -> None:
     """Its lease is of the former namespace, which other engines with the former weights may still be served from."""
     engine = make(**options)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm import events as events_module
+from kvdepot.client.vllm.scheduling import events as events_module
 from kvdepot.core.control import Switch
 from kvdepot.core.misses import MissReason
-from kvdepot.server.engine.lost_keys import LostKeys
+from kvdepot.server.depot.tree.lost_keys import LostKeys
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
@@ -90,10 +90,10 @@ def test_what_a_lookup_finds_gone_is_announced_as_removed(make: Make, by: str) -
     engine.reset()
     depot_engine = engine.depot.engine
     if by == "eviction":
-        depot_engine._space.evict_to(0, 1 << 20)
+        depot_engine._ram.evictor.evict_to(0, 1 << 20, "watermark")
     else:
-        (namespace_id,) = depot_engine._space.namespaces.by_id
-        assert not depot_engine.removal(namespace_id, b"").run_once()
+        (namespace_id,) = depot_engine._tree.namespaces.by_id
+        assert not depot_engine.deletion(namespace_id, b"").run_once()
     request_id = engine.add(tokens, max_tokens=1)
     seen = [router.depth()]
     while engine.scheduler.has_requests():
@@ -120,11 +120,11 @@ def test_what_was_evicted_and_met_by_another_engine_is_announced_as_removed(
     engine.reset()
     depot_engine = engine.depot.engine
     full = replace(depot_engine._config, credit_bytes=1)
-    depot_engine._space.evict_to(0, 1 << 20)
+    depot_engine._ram.evictor.evict_to(0, 1 << 20, "watermark")
     if reason is MissReason.NO_GRANT:
         depot_engine.configure(full, {})
     else:
-        depot_engine._space.lost_keys = LostKeys()
+        vars(depot_engine._tree.lost_keys).update(vars(LostKeys()))
     other.generate(tokens)
     depot_engine.configure(full, {})
     assert router.depth() == 6

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from kvdepot.client.vllm.metadata import LayerFacts, RankFacts
+from kvdepot.client.vllm.base.metadata import RankFacts, RankMeta
+from kvdepot.client.vllm.base.operations import LayerFacts
 from kvdepot.core.errors import PlannerError
 from vllm.v1.core.block_pool import BlockPool
 
 from tests.contract.connector.test_sleep import belongings, let_go, threads, under_way
-from tests.fakes.direct_session import Depot
-from tests.fakes.scripted_engine import BLOCK, RankMemory, ScriptedEngine
+from tests.fakes.direct_session import DirectDepot
+from tests.fakes.rank_memory import RankMemory
+from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt
 
 Facts = dict[Any, Any]
 
 
-def committed(depot: Depot) -> int:
+def committed(depot: DirectDepot) -> int:
     return int(depot.engine.counters.get("committed_objects.committed"))
 
 
@@ -53,7 +56,7 @@ def turn_while_copying(engine: ScriptedEngine, gate: Gate) -> None:
 @pytest.mark.parametrize("options", [{}, {"hybrid": True}, {"ranks": 2}], ids=["dense", "hybrid", "two ranks"])
 @pytest.mark.parametrize("phase", ["reserving", "storing"])
 def test_other_facts_close_the_side_and_the_next_one_keeps_the_epoch(
-    make: Make, depot: Depot, gate: Gate, phase: str, options: dict[str, Any]
+    make: Make, depot: DirectDepot, gate: Gate, phase: str, options: dict[str, Any]
 ) -> None:
     engine = make(**options)
     assert engine.connector.reset_cache()
@@ -70,7 +73,7 @@ def test_other_facts_close_the_side_and_the_next_one_keeps_the_epoch(
     assert engine.session is session and len(depot.engine._sessions.by_slot) == 1
     assert engine.session.specs[-1].epoch == epoch
     assert engine.session.specs[-1].namespace_id() != engine.session.specs[-2].namespace_id()
-    assert not engine.connector._former
+    assert not engine.connector.sides.former
     assert former.over and not former.holds.pinned_blocks
     assert engine.outputs[request_id] == cold(prompt(5.5, seed=3), 2 * BLOCK)
     works(engine)
@@ -93,7 +96,7 @@ def works(engine: ScriptedEngine) -> None:
 @pytest.mark.parametrize("phase", ["looked up", "acquiring", "loading"])
 @pytest.mark.parametrize(("ranks", "streams"), [(1, False), (2, False), (1, True)], ids=["one", "two", "stream"])
 def test_a_load_of_the_former_side_is_reported_once(
-    make: Make, depot: Depot, gate: Gate, phase: str, ranks: int, streams: bool
+    make: Make, depot: DirectDepot, gate: Gate, phase: str, ranks: int, streams: bool
 ) -> None:
     make(ranks=ranks).generate(prompt(9.5))
     engine = make(ranks=ranks, streams=streams)
@@ -110,7 +113,7 @@ def test_a_load_of_the_former_side_is_reported_once(
 
 
 def test_the_former_side_s_answers_acknowledgements_and_watchers_change_nothing(
-    make: Make, depot: Depot, gate: Gate
+    make: Make, depot: DirectDepot, gate: Gate
 ) -> None:
     engine = make()
     request_id = under_way(engine, depot, gate, "reserving")
@@ -133,7 +136,7 @@ def test_the_former_side_s_answers_acknowledgements_and_watchers_change_nothing(
     works(engine)
 
 
-def test_engines_of_both_layouts_share_nothing(make: Make, depot: Depot) -> None:
+def test_engines_of_both_layouts_share_nothing(make: Make, depot: DirectDepot) -> None:
     engine, other = make(), make()
     tokens = prompt(5.5)
     engine.generate(tokens)
@@ -145,7 +148,7 @@ def test_engines_of_both_layouts_share_nothing(make: Make, depot: Depot) -> None
     assert (list(engine.hits.values()), list(other.hits.values())) == ([0, 0], [5 * BLOCK])
 
 
-def test_an_epoch_that_began_while_there_was_no_side_is_not_forgotten(make: Make, depot: Depot) -> None:
+def test_an_epoch_that_began_while_there_was_no_side_is_not_forgotten(make: Make, depot: DirectDepot) -> None:
     """Facts that serve nobody, then sleep, new weights, and the right facts again."""
     engine = make()
     tokens = prompt(5.5)
@@ -162,7 +165,7 @@ def test_an_epoch_that_began_while_there_was_no_side_is_not_forgotten(make: Make
     works(engine)
 
 
-def test_a_session_stays_as_long_as_ranks_copy_for_any_side_of_it(make: Make, depot: Depot, gate: Gate) -> None:
+def test_a_session_stays_as_long_as_ranks_copy_for_any_side_of_it(make: Make, depot: DirectDepot, gate: Gate) -> None:
     """The second side has nothing in hand when it ends, and the first one's copy is still under way."""
     engine = make()
     request_id = under_way(engine, depot, gate, "storing")
@@ -173,18 +176,18 @@ def test_a_session_stays_as_long_as_ranks_copy_for_any_side_of_it(make: Make, de
         engine.connector.set_xfer_handshake_metadata_pp_aware(facts)
     assert engine.side is None
     engine.step()
-    assert engine.connector._former and engine.connector._session == engine.session, "it is not closed"
+    assert engine.connector.sides.former and engine.connector.sides.session == engine.session, "it is not closed"
     gate.open()
     engine.run()
     assert engine.outputs[request_id] == cold(prompt(5.5, seed=3), 2 * BLOCK)
     engine.settle()
-    assert not engine.connector._former and engine.connector._session is None
+    assert not engine.connector.sides.former and engine.connector.sides.session is None
     engine.shake_hands()
     engine.wait_attached()
     works(engine)
 
 
-def test_what_is_cached_from_before_the_epoch_is_not_stored_by_the_next_side(make: Make, depot: Depot) -> None:
+def test_what_is_cached_from_before_the_epoch_is_not_stored_by_the_next_side(make: Make, depot: DirectDepot) -> None:
     """The engine's own reset fails where a request runs, and what it keeps is of the former weights."""
     engine = make()
     tokens = prompt(6.5)
@@ -241,7 +244,7 @@ NONSENSE: dict[str, Callable[[Facts], Any]] = {
 
 @pytest.mark.parametrize("nonsense", NONSENSE)
 def test_a_wrong_repetition_serves_and_stores_nothing_wrong_and_raises_nothing(
-    make: Make, depot: Depot, nonsense: str
+    make: Make, depot: DirectDepot, nonsense: str
 ) -> None:
     engine, other = make(ranks=2), make(ranks=2)
     tokens = prompt(5.5)
@@ -288,7 +291,8 @@ def test_weights_that_change_before_the_first_word_begin_an_epoch(make: Make) ->
 
 def test_at_the_start_a_geometry_that_cannot_work_is_still_refused(make: Make) -> None:
     engine = make(wait=False)
-    engine.connector._heard = None
+    engine.connector.sides._facts = None
+    engine.connector._shook_hands = False
     facts = {place: thinner(replace(found, layers=())) for place, found in engine.facts().items()}
     with pytest.raises(PlannerError):
         engine.connector.set_xfer_handshake_metadata_pp_aware(facts)
@@ -315,7 +319,7 @@ def test_other_tensors_of_the_same_layout_are_copied_from_then_on(make: Make, st
 
 @pytest.mark.parametrize("phase", ["loading", "storing"])
 def test_copies_of_tensors_that_are_replaced_end_and_are_reported_once(
-    make: Make, depot: Depot, gate: Gate, phase: str
+    make: Make, depot: DirectDepot, gate: Gate, phase: str
 ) -> None:
     make().generate(prompt(9.5))
     engine = make()
@@ -357,7 +361,7 @@ def test_caches_that_cannot_be_copied_are_a_problem_and_no_exception(make: Make)
     works(engine)
 
 
-def test_another_block_pool_ends_the_side_and_the_same_one_does_not(make: Make, depot: Depot, gate: Gate) -> None:
+def test_another_block_pool_ends_the_side_and_the_same_one_does_not(make: Make, depot: DirectDepot, gate: Gate) -> None:
     engine = make()
     assert engine.connector.reset_cache()
     request_id = under_way(engine, depot, gate, "reserving")
@@ -376,7 +380,7 @@ def test_another_block_pool_ends_the_side_and_the_same_one_does_not(make: Make, 
 
 @pytest.mark.parametrize("known", [1, 2])
 def test_facts_that_are_known_are_other_ones_where_the_number_of_ranks_is_another_one(
-    make: Make, depot: Depot, known: int
+    make: Make, depot: DirectDepot, known: int
 ) -> None:
     """One rank that says what it said is all of an engine of one, and a part of an engine of two."""
     engine = make(ranks=known)
@@ -419,7 +423,9 @@ def test_what_ends_twice_has_ended(make: Make) -> None:
         assert not connector.failures.counts
 
 
-def test_a_scheduler_side_whose_engine_has_no_kv_memory_offers_and_stores_nothing(make: Make, depot: Depot) -> None:
+def test_a_scheduler_side_whose_engine_has_no_kv_memory_offers_and_stores_nothing(
+    make: Make, depot: DirectDepot
+) -> None:
     make().generate(prompt(5.5))
     engine = make()
     engine.connector.unregister_kv_caches()
@@ -432,3 +438,37 @@ def test_a_scheduler_side_whose_engine_has_no_kv_memory_offers_and_stores_nothin
     assert engine.generate(prompt(5.5)) == cold(prompt(5.5))
     assert list(engine.hits.values())[-1] == 5 * BLOCK
     works(engine)
+
+
+@pytest.mark.requirement("I3")
+@pytest.mark.parametrize("error", [OSError("no thread"), RuntimeError("can't start new thread"), PlannerError("no")])
+def test_a_start_without_threads_or_sockets_ends_no_engine(
+    make: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    connector = make().connector
+
+    def fails(_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(connector.sides, "handshake", fails)
+    connector._shook_hands = False
+    with pytest.raises(PlannerError) if isinstance(error, PlannerError) else nullcontext():
+        connector.set_xfer_handshake_metadata_pp_aware({})
+    assert bool(connector.failures.counts) != isinstance(error, PlannerError)
+
+
+@pytest.mark.requirement("I3")
+def test_an_acknowledgement_that_fails_loses_no_other_of_its_message(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, heard = make().side, list[int]()
+
+    def fails(op_id: int, *_: Any, **__: Any) -> None:
+        heard.append(op_id)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(side.loads, "acknowledged", fails)
+    monkeypatch.setattr(side.stores, "acknowledged", fails)
+    with pytest.raises(RuntimeError):
+        side.output(RankMeta(loads={1: (1, 0), 2: (1, 0)}, stores={3: (1, frozenset()), 4: (1, frozenset())}))
+    assert heard == [1, 2, 3, 4]

@@ -27,6 +27,10 @@ def evict(engine: ScriptedEngine, attention_from: int = CHUNKS) -> None:
     engine.pool.evict_blocks({block.block_id for block in gone})
 
 
+def broken(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a bug")
+
+
 def last_acquired(engine: ScriptedEngine) -> list[int]:
     return list([call for call in engine.depot.calls if isinstance(call, AcquireCall)][-1].kinds)
 
@@ -46,7 +50,7 @@ def test_of_a_prompt_whose_attention_is_kept_only_the_rest_is_loaded(
     assert engine.generate(tokens) == cold(tokens)
     assert list(engine.hits.values()) == [0, CHUNKS * BLOCK], "it resumes at the deep boundary"
     assert last_acquired(engine) == [Kind.ATTENTION] * (CHUNKS - kept) + [Kind.STATE]
-    assert engine.side.counters["kept_tokens"] == kept * BLOCK
+    assert engine.side.counters["local_reuse_tokens"] == kept * BLOCK
     assert engine.side.counters["stored_objects"] == CHUNKS + 1, "nothing is stored a second time (A3)"
     engine.assert_clean()
 
@@ -140,6 +144,28 @@ def test_what_is_kept_is_copied_no_sooner_than_the_step_after_it_was_found(make:
 
 
 @pytest.mark.requirement("A1")
+@pytest.mark.parametrize("unpins", [True, False])
+def test_what_is_kept_is_not_copied_if_another_connector_brought_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch, unpins: bool
+) -> None:
+    """Another one loads it in the step that finds it: whose it is, that step's end says."""
+    engine = make(hybrid=True, blocks=128)
+    tokens = prompt(CHUNKS + 0.5)
+    engine.generate(tokens)
+    evict(engine)
+    request_id = engine.add(tokens)
+    engine.step()
+    kept = engine.side.loads._active[request_id].reused.block_ids
+    engine.side.provenance.foreign([kept] * len(engine.layout.kv_cache_groups), 0, len(kept) * BLOCK)
+    if not unpins:
+        monkeypatch.setattr(engine.side.loads.local_reuse, "release", broken)
+    engine.run()
+    assert engine.failed_reports == [request_id], "reported, whatever fails besides"
+    assert engine.outputs[request_id] == cold(tokens)
+    assert engine.depot.lent() == 0
+    assert sum(engine.connector.failures.counts.values()) == (not unpins)
+
+
 def test_no_more_is_pinned_than_copies_may_pin(make: Make) -> None:
     engine = make(hybrid=True, blocks=128, settings={"max_pinned_blocks": 4})
     tokens = prompt(CHUNKS + 0.5)
@@ -191,7 +217,7 @@ def test_of_a_dense_model_nothing_is_looked_for_behind_its_hit(make: Make) -> No
     evict(engine, attention_from=3)
     assert engine.generate(tokens) == cold(tokens)
     assert last_acquired(engine) == [Kind.ATTENTION] * (CHUNKS - 3)
-    assert not engine.side.counters["kept_tokens"]
+    assert not engine.side.counters["local_reuse_tokens"]
     engine.assert_clean()
 
 
@@ -224,7 +250,7 @@ def test_of_many_small_blocks_only_the_state_is_loaded(make: Make) -> None:
     assert engine.generate(tokens) == cold(tokens)
     assert list(engine.hits.values()) == [0, 5 * 64]
     assert last_acquired(engine) == [Kind.STATE]
-    assert engine.side.counters["kept_tokens"] == 5 * 64
+    assert engine.side.counters["local_reuse_tokens"] == 5 * 64
     engine.assert_clean()
 
 

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.worker import _everything
+from kvdepot.client.vllm.worker.copy_thread import CopyOutcome
 
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.rigs.connector_rig import PATIENCE_SECONDS, Gate, Make, cold, prompt, step_until
@@ -119,7 +119,7 @@ def test_control_a_rank_that_reports_before_its_last_byte_is_found_out(make: Mak
     engine = make()
     (copies,) = engine.copies
     begin = copies._do
-    copies._do = lambda op, mark: (copies._done.append(_everything(op)), begin(op, mark))
+    copies._do = lambda op, mark: (copies._done.append(CopyOutcome.all_failed(op)), begin(op, mark))
     request_id = loading(engine, gate, tokens, 5)
     step_until(engine, "reported", lambda: reported(engine))
     engine.abort(request_id)

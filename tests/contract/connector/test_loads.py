@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.namespaces import WORD_SECONDS
-from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
+from kvdepot.client.vllm.scheduling.namespaces import REPORT_SECONDS
+from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 from kvdepot.core.calls import AcquireCall, LocateCall
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
@@ -155,7 +155,7 @@ def _vanish_before_acquire(engine: ScriptedEngine) -> None:
 
     def forget_first(call: Any) -> Any:
         if isinstance(call, AcquireCall):
-            call = AcquireCall(b"", call.lease_id, call.namespace, b"\1" * len(call.keys), call.kinds)
+            call = AcquireCall(b"", call.lease_id, call.namespace_id, b"\1" * len(call.keys), call.kinds)
         return serve(call)
 
     engine.session._serve = forget_first  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def test_the_first_request_behind_a_daemons_return_is_served(make: Make, ranks: 
 def pass_time(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """So much that what a rank said is old."""
     clock = engine.side.namespaces._clock
-    monkeypatch.setattr(engine.side.namespaces, "_clock", lambda: clock() + 2 * WORD_SECONDS)
+    monkeypatch.setattr(engine.side.namespaces, "_clock", lambda: clock() + 2 * REPORT_SECONDS)
 
 
 @pytest.mark.requirement("T6")

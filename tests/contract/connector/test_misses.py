@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.vllm import negative as negative_module
+from kvdepot.client.vllm.scheduling import negative as negative_module
 from kvdepot.core.calls import AcquireCall, LocateCall, LocateReply
 from kvdepot.core.control import Switch
 from kvdepot.core.errors import NotFound
@@ -61,11 +61,11 @@ def before_load(engine: ScriptedEngine, action: Callable[[], object]) -> None:
     """Do this between the next lookup and its load."""
     submit = engine.session.submit
 
-    def disturbed(call: Any, timeout_seconds: float, done: Any, following: Any = None) -> None:
+    def disturbed(call: Any, timeout_seconds: float, done: Any, then: Any = None) -> None:
         if isinstance(call, AcquireCall):
             engine.session.submit = submit  # type: ignore[method-assign]
             action()
-        submit(call, timeout_seconds, done, following)
+        submit(call, timeout_seconds, done, then)
 
     engine.session.submit = disturbed  # type: ignore[method-assign]
 
@@ -81,7 +81,7 @@ def unreachable(scene: Scene) -> Iterator[Asked]:
 def not_ready(scene: Scene) -> Iterator[Asked]:
     """As while the weights are hashed."""
     engine = scene.engine()
-    engine.session.forget(engine.side.namespaces.usable)
+    engine.session.forget(engine.side.namespaces.registered_id)
     yield Asked(engine, recorded=False)
 
 
@@ -131,7 +131,7 @@ def reads_no_cache(scene: Scene) -> Iterator[Asked]:
 @contextmanager
 def gone(scene: Scene) -> Iterator[Asked]:
     engine = scene.engine()
-    before_load(engine, lambda: engine.depot.engine._space.evict_to(0, 1 << 20))
+    before_load(engine, lambda: engine.depot.engine._ram.evictor.evict_to(0, 1 << 20, "watermark"))
     yield Asked(engine, also={("stale_total", "missing"): 1, ("failed_loads_total", "missing"): 1})
 
 

@@ -7,24 +7,24 @@ from collections import Counter
 import pytest
 from kvdepot.core.calls import EndRequestCall, LocateCall
 
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK
 from tests.rigs.connector_rig import Make, cold, prompt
 
 
-def ended(depot: Depot) -> Counter[str]:
+def ended(depot: DirectDepot) -> Counter[str]:
     return Counter(call.request_id for call in depot.calls if isinstance(call, EndRequestCall))
 
 
 @pytest.mark.requirement("P5")
-def test_a_lookup_says_what_is_left_of_the_load_timeout_beside_the_copies(make: Make, depot: Depot) -> None:
+def test_a_lookup_says_what_is_left_of_the_load_timeout_beside_the_copies(make: Make, depot: DirectDepot) -> None:
     make(settings={"load_timeout_seconds": 8}).add(prompt(4.5))
     (call,) = [call for call in depot.calls if isinstance(call, LocateCall)]
     assert call.budget_seconds == 6.0
     assert call.request_id
 
 
-def test_the_daemon_hears_of_a_request_that_was_aborted_in_the_queue(make: Make, depot: Depot) -> None:
+def test_the_daemon_hears_of_a_request_that_was_aborted_in_the_queue(make: Make, depot: DirectDepot) -> None:
     engine = make()
     request_id = engine.add(prompt(4.5))
     engine.abort(request_id)
@@ -33,7 +33,7 @@ def test_the_daemon_hears_of_a_request_that_was_aborted_in_the_queue(make: Make,
     engine.assert_clean()
 
 
-def test_the_daemon_hears_once_of_every_request_whatever_became_of_it(make: Make, depot: Depot) -> None:
+def test_the_daemon_hears_once_of_every_request_whatever_became_of_it(make: Make, depot: DirectDepot) -> None:
     first, second = make(), make()
     tokens = prompt(6.5)
     assert first.generate(tokens) == cold(tokens)  # stored
@@ -43,7 +43,7 @@ def test_the_daemon_hears_once_of_every_request_whatever_became_of_it(make: Make
     assert ended(depot) == dict.fromkeys([*first.tokens, *second.tokens], 1)
 
 
-def test_a_request_that_was_never_looked_up_is_not_heard_of(make: Make, depot: Depot) -> None:
+def test_a_request_that_was_never_looked_up_is_not_heard_of(make: Make, depot: DirectDepot) -> None:
     engine = make()
     engine.generate(prompt(0.5), max_tokens=1)
     assert not ended(depot)

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.vllm import stores as stores_module
-from kvdepot.client.vllm.pins import PINNED_PART
+from kvdepot.client.vllm.scheduling import stores as stores_module
+from kvdepot.client.vllm.scheduling.pins import PINNED_PART
 from kvdepot.core.calls import ReserveCall
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, VOCABULARY, ScriptedEngine, next_token
 from tests.rigs.connector_rig import PATIENCE_SECONDS, Gate, Make, cold, prompt, step_until
 from tests.rigs.patience import Deadline
@@ -27,8 +27,8 @@ OBJECT_BYTES = 4096
 
 
 @pytest.fixture
-def depot(request: pytest.FixtureRequest) -> Depot:
-    return Depot(**getattr(request, "param", {}))
+def depot(request: pytest.FixtureRequest) -> DirectDepot:
+    return DirectDepot(**getattr(request, "param", {}))
 
 
 def of_depot(**config: Any) -> pytest.MarkDecorator:
@@ -54,7 +54,7 @@ def stalled(engine: ScriptedEngine) -> Iterator[None]:
 @pytest.mark.requirement("P7")
 @of_depot(credit_bytes=2 * OBJECT_BYTES)
 def test_stores_without_credit_are_dropped_and_counted_and_delay_nobody(
-    make: Make, depot: Depot, monkeypatch: pytest.MonkeyPatch
+    make: Make, depot: DirectDepot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores_module, "RETRY_SECONDS", 0.001)
     engine = make()
@@ -72,7 +72,7 @@ def test_stores_without_credit_are_dropped_and_counted_and_delay_nobody(
 
 @pytest.mark.requirement("P7")
 @of_depot(credit_bytes=4 * OBJECT_BYTES, loads_in_flight=2)
-def test_an_engine_that_holds_all_it_may_takes_nothing_from_its_neighbour(make: Make, depot: Depot) -> None:
+def test_an_engine_that_holds_all_it_may_takes_nothing_from_its_neighbour(make: Make, depot: DirectDepot) -> None:
     prompts = [prompt(5.5, seed) for seed in range(4)]
     first = make()
     for tokens in prompts:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from kvdepot.client.copy.base import Direction
 from kvdepot.client.copy.cpu import CpuCopier
-from kvdepot.client.vllm.negative import NEGATIVE_SECONDS
+from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 from kvdepot.core.calls import AcquireCall
 
 from tests.fakes.scripted_engine import BLOCK

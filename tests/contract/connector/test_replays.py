@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.vllm.metadata import RankArena, RankMeta
+from kvdepot.client.vllm.base.metadata import RankArena, RankMeta
 from kvdepot.core.calls import AbandonCall, CommitCall
 from vllm.v1.outputs import KVConnectorOutput
 
 from tests.contract.connector.test_handshake import turn_layout, works
 from tests.fakes.call_orders import V1
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.late_words import LateWords
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt, rank_copier
@@ -38,14 +38,14 @@ def heard(engine: ScriptedEngine) -> list[RankMeta]:
     return metas
 
 
-def ends(depot: Depot) -> tuple[int, int]:
+def ends(depot: DirectDepot) -> tuple[int, int]:
     """Commits and abandons that the daemon was sent."""
     return depot.count(CommitCall), depot.count(AbandonCall)
 
 
 @pytest.mark.parametrize("direction", Direction)
 def test_one_rank_that_is_heard_twice_does_not_end_what_the_other_one_still_copies(
-    make: Make, depot: Depot, gate: Gate, direction: Direction
+    make: Make, depot: DirectDepot, gate: Gate, direction: Direction
 ) -> None:
     make(ranks=2).generate(prompt(5.5))
     engine = make(ranks=2)
@@ -70,7 +70,9 @@ def test_one_rank_that_is_heard_twice_does_not_end_what_the_other_one_still_copi
 
 
 @pytest.mark.parametrize("options", [{}, {"hybrid": True}, {"ranks": 2}], ids=["dense", "hybrid", "two ranks"])
-def test_all_that_ranks_ever_said_said_again_changes_nothing(make: Make, depot: Depot, options: dict[str, Any]) -> None:
+def test_all_that_ranks_ever_said_said_again_changes_nothing(
+    make: Make, depot: DirectDepot, options: dict[str, Any]
+) -> None:
     engine = make(**options)
     metas = heard(engine)
     tokens = prompt(5.5)
@@ -89,7 +91,7 @@ def test_all_that_ranks_ever_said_said_again_changes_nothing(make: Make, depot: 
     works(engine)
 
 
-def test_words_for_a_former_side_and_for_nobody_change_nothing(make: Make, depot: Depot) -> None:
+def test_words_for_a_former_side_and_for_nobody_change_nothing(make: Make, depot: DirectDepot) -> None:
     engine = make()
     metas = heard(engine)
     engine.generate(prompt(5.5))
@@ -114,7 +116,7 @@ def test_an_older_word_about_the_arena_is_none(make: Make) -> None:
 @pytest.mark.parametrize("seed", drawn(range(3)))
 @pytest.mark.parametrize("options", [{}, {"hybrid": True}, {"ranks": 2}], ids=["dense", "hybrid", "two ranks"])
 def test_messages_twice_late_and_out_of_order_end_everything_once(
-    make: Make, depot: Depot, options: dict[str, Any], seed: int
+    make: Make, depot: DirectDepot, options: dict[str, Any], seed: int
 ) -> None:
     engine = make(**options, blocks=96)
     engine.deliver = words = LateWords(Random(seed), late=0.5, twice=0.5)
@@ -132,7 +134,7 @@ def test_messages_twice_late_and_out_of_order_end_everything_once(
 
 
 def test_a_step_that_a_rank_is_told_twice_is_done_once(
-    make: Make, depot: Depot, monkeypatch: pytest.MonkeyPatch
+    make: Make, depot: DirectDepot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twice = {"start_load_kv": 2, "wait_for_save": 2}
     order = tuple(call for call in V1 for _ in range(twice.get(call, 1)))
@@ -155,7 +157,7 @@ def test_a_step_that_a_rank_is_told_twice_is_done_once(
     works(engine)
 
 
-def test_a_failed_load_that_a_rank_is_told_twice_is_reported_once(make: Make, depot: Depot) -> None:
+def test_a_failed_load_that_a_rank_is_told_twice_is_reported_once(make: Make, depot: DirectDepot) -> None:
     """vLLM ends the engine for a request that is reported twice."""
     engine = make()
     (worker,) = engine.workers

@@ -14,7 +14,7 @@ import pytest
 from kvdepot.client.copy.base import Direction
 from kvdepot.core.calls import AcquireCall, CommitCall, LocateCall, ReserveCall
 
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt
 
@@ -39,7 +39,7 @@ def belongings(engine: ScriptedEngine) -> dict[str, Any]:
         "pins": holds.pinned_blocks,
         "watched": holds.held_blocks,
         "requests": len(engine.side._requests) + engine.side.stores.open_requests,
-        "former": len(engine.connector._former),
+        "former": len(engine.connector.sides.former),
     }
 
 
@@ -52,9 +52,11 @@ def belongings(engine: ScriptedEngine) -> dict[str, Any]:
         pytest.param("sleep", False, {"ranks": 2}, id="two ranks"),
         pytest.param("sleep", True, {}, id="stream"),
         pytest.param("release", False, {}, id="release"),
-        pytest.param("sleep", True, {"hybrid": True, "ranks": 2}, id="stream to two ranks", marks=pytest.mark.long),
-        pytest.param("release", True, {"hybrid": True}, id="release by stream", marks=pytest.mark.long),
-        pytest.param("sleep", False, {"windows": [3 * BLOCK]}, id="windows", marks=pytest.mark.long),
+        pytest.param(
+            "sleep", True, {"hybrid": True, "ranks": 2}, id="stream to two ranks", marks=pytest.mark.long(seconds=3)
+        ),
+        pytest.param("release", True, {"hybrid": True}, id="release by stream", marks=pytest.mark.long(seconds=3)),
+        pytest.param("sleep", False, {"windows": [3 * BLOCK]}, id="windows", marks=pytest.mark.long(seconds=3)),
     ],
 )
 def test_twenty_cycles_serve_nothing_of_before_and_keep_nothing(
@@ -111,7 +113,7 @@ def test_a_wake_up_in_parts_copies_again_only_with_kv_memory(make: Make) -> None
     assert list(engine.hits.values()) == [0, 0, 5 * BLOCK]
 
 
-PHASES: dict[str, Callable[[Depot, Gate], object]] = {
+PHASES: dict[str, Callable[[DirectDepot, Gate], object]] = {
     "looked up": lambda depot, _: depot.held.add(LocateCall),
     "acquiring": lambda depot, _: depot.held.add(AcquireCall),
     "loading": lambda _, gate: gate.close(batch_bytes=2048),
@@ -120,7 +122,7 @@ PHASES: dict[str, Callable[[Depot, Gate], object]] = {
 }
 
 
-def under_way(engine: ScriptedEngine, depot: Depot, gate: Gate, phase: str) -> str:
+def under_way(engine: ScriptedEngine, depot: DirectDepot, gate: Gate, phase: str) -> str:
     """A request that stands still there."""
     PHASES[phase](depot, gate)
     loads = phase in ("looked up", "acquiring", "loading")
@@ -132,14 +134,16 @@ def under_way(engine: ScriptedEngine, depot: Depot, gate: Gate, phase: str) -> s
     return request_id
 
 
-def let_go(engine: ScriptedEngine, depot: Depot, gate: Gate) -> None:
+def let_go(engine: ScriptedEngine, depot: DirectDepot, gate: Gate) -> None:
     depot.held.clear()
     engine.session.let_go()
     gate.open()
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_the_same_facts_change_nothing_whatever_is_under_way(make: Make, depot: Depot, gate: Gate, phase: str) -> None:
+def test_the_same_facts_change_nothing_whatever_is_under_way(
+    make: Make, depot: DirectDepot, gate: Gate, phase: str
+) -> None:
     make().generate(prompt(9.5))
     engine = make()
     request_id = under_way(engine, depot, gate, phase)
@@ -164,7 +168,7 @@ def test_the_same_facts_change_nothing_whatever_is_under_way(make: Make, depot: 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 @pytest.mark.parametrize("phase", PHASES)
 def test_kv_memory_is_not_touched_once_it_is_taken_away(
-    make: Make, depot: Depot, gate: Gate, phase: str, transport: str
+    make: Make, depot: DirectDepot, gate: Gate, phase: str, transport: str
 ) -> None:
     """Whatever is under way: a load is reported once, what was not stored is given up, then both work again."""
     make().generate(prompt(9.5))

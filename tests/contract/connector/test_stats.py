@@ -7,7 +7,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.stats import COUNTERS, GAUGES, LOAD_SECONDS, OTHER_SOURCE, SOURCES_MAX, KVDepotStats, Sources
+from kvdepot.client.vllm.base.stats import (
+    COUNTERS,
+    GAUGES,
+    LOAD_SECONDS,
+    OTHER_SOURCE,
+    SOURCES_MAX,
+    KVDepotStats,
+    Sources,
+)
 from kvdepot.core.calls import AcquireCall
 from kvdepot.core.misses import MissReason
 from prometheus_client import REGISTRY, Gauge, Histogram

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.vllm import stores as stores_module
-from kvdepot.client.vllm.requests import exclusion
+from kvdepot.client.vllm.scheduling import stores as stores_module
+from kvdepot.client.vllm.scheduling.requests import exclusion
 from kvdepot.core.calls import (
     AbandonCall,
     AcquireCall,
@@ -25,7 +25,7 @@ from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt
 
@@ -349,7 +349,7 @@ def test_chunks_hit_locally_and_unknown_to_the_depot_are_stored(make: Make) -> N
     engine.assert_clean()
 
 
-def test_a_parent_that_vanished_after_the_lookup_is_stored_anew(make: Make, depot: Depot) -> None:
+def test_a_parent_that_vanished_after_the_lookup_is_stored_anew(make: Make, depot: DirectDepot) -> None:
     """The lookup says that the chunks are there; then the depot forgets them; the store begins at the root."""
     tokens = prompt(8.5)
     make().generate(tokens[: 5 * BLOCK + 1])
@@ -382,7 +382,7 @@ DIGESTS = [MultiModalHasher.hash_kwargs(name, model_id="m", image="x") for name 
     ("identifier", "excluded"),
     [
         *((digest, "") for digest in DIGESTS),
-        ("adapter:" + DIGESTS[0], ""),
+        ("adapter:" + DIGESTS[0], "multimodal_id"),  # of the vision tower with an adapter, whatever its content
         ("other:" + DIGESTS[0], "multimodal_id"),
         ("renderer0-mm-1-image-0", "multimodal_id"),  # with neither cache: vLLM's count of its requests
         ("picture-1", "multimodal_id"),  # multi_modal_uuids of a client

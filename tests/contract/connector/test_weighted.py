@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from kvdepot.client.vllm.stats import KVDepotStats
+from kvdepot.client.vllm.base.stats import KVDepotStats
+from kvdepot.client.vllm.connector import KVDepotConnector
 from kvdepot.client.vllm.weighted import OWN, RankHandshakes, WeightedMultiConnector
 from kvdepot.core.errors import ConfigError
 from prometheus_client import REGISTRY
@@ -89,12 +90,41 @@ def combine(folder: Path) -> Iterator[Combine]:
 def test_of_children_that_are_all_asked_none_leases_ahead(folder: Path) -> None:
     """Each would lease, and its daemon count, what another one loads (docs/adr/0041)."""
     own = {"kv_connector_module_path": "kvdepot.client.vllm.connector", "kind": "KVDepotConnector"}
-    children = [child(**own, extra=extra) for extra in ({"endpoint": "unix:///a"}, {"lease_ahead": True})]
+    children = [child(**own, extra=extra) for extra in ({"endpoint": "unix:///a"}, {"speculative_acquire": True})]
     config = configured(folder, [*children, child()])
     found = WeightedMultiConnector._get_connector_classes_and_configs(config)
     extras = [own.kv_transfer_config.kv_connector_extra_config for _, own in found]
-    assert [extra.get("lease_ahead") for extra in extras] == [False, True, None]
+    assert [extra.get("speculative_acquire") for extra in extras] == [False, True, None]
     assert extras[0]["endpoint"] == "unix:///a"
+
+
+@pytest.mark.requirement("P9")
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_kvdepot_vouches_for_its_load_to_the_other_ones(
+    combine: Combine, monkeypatch: pytest.MonkeyPatch, chosen: int
+) -> None:
+    """What any other child loads is foreign to them: they store nothing of it."""
+    heard: list[tuple[Any, str, int]] = []
+    monkeypatch.setattr(
+        KVDepotConnector, "sibling_loads", lambda own, asked, tokens: heard.append((own, asked.request_id, tokens))
+    )
+    own = {"kv_connector_module_path": "kvdepot.client.vllm.connector", "kind": "KVDepotConnector"}
+    combined = combine(*(child(**own, extra={"endpoint": f"unix:///{name}"}) for name in "ab"), child())
+    first, second, other = combined.children
+    asked: Any = SimpleNamespace(request_id="r")
+    monkeypatch.setattr(first, "get_num_new_matched_tokens", lambda *_: (0 if chosen else 64, not chosen))
+    monkeypatch.setattr(second, "get_num_new_matched_tokens", lambda *_: (64 if chosen else 0, bool(chosen)))
+    other.offers["r"] = (0, False)
+    assert combined.connector.get_num_new_matched_tokens(asked, 0) == (64, True)
+    combined.connector.update_state_after_alloc(asked, None, 64)
+    combined.connector.update_state_after_alloc(asked, None, 0)
+    assert heard == [((second, first)[chosen], "r", 64)]
+    monkeypatch.setattr((first, second)[chosen], "get_num_new_matched_tokens", lambda *_: (0, False))
+    other.offers["r"] = (128, True)
+    assert combined.connector.get_num_new_matched_tokens(asked, 0) == (128, True)
+    combined.connector.update_state_after_alloc(asked, None, 128)
+    assert len(heard) == 1
+    combined.connector.shutdown()
 
 
 @pytest.mark.requirement("P9")

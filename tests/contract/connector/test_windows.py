@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kvdepot.client.copy.base import Direction
 from kvdepot.client.copy.cpu import CpuCopier
-from kvdepot.client.vllm.worker import CopyThread
+from kvdepot.client.vllm.worker.copy_thread import CopyThread
 from kvdepot.core.calls import AcquireCall, Kind
 
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine

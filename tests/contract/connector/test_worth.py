@@ -6,16 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.pace import REQUESTS_MIN, TOKENS_MIN
+from kvdepot.client.vllm.scheduling.prefill_rate import REQUESTS_MIN, TOKENS_MIN
 from kvdepot.core.calls import LocateCall, LocateReply
 from kvdepot.core.misses import MissReason
 
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, cold, prompt
 
 
-def asked(depot: Depot) -> list[LocateCall]:
+def asked(depot: DirectDepot) -> list[LocateCall]:
     return [call for call in depot.calls if isinstance(call, LocateCall)]
 
 
@@ -37,18 +37,18 @@ def costly(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, miss: str = 
 
 
 def test_the_engines_own_speed_is_told_once_it_is_measured_by_the_setting_that_scales_it(
-    make: Make, depot: Depot
+    make: Make, depot: DirectDepot
 ) -> None:
     engine = make(blocks=256, settings={"load_weight": 2.0})
     blocks = TOKENS_MIN / BLOCK + 0.5
     for seed in range(REQUESTS_MIN):
         engine.generate(prompt(blocks, seed))
     assert [call.token_seconds for call in asked(depot)] == [0.0] * REQUESTS_MIN
-    assert engine.side.pace.token_seconds > 0
+    assert engine.side.prefill_rate.token_seconds > 0
     engine.generate(prompt(blocks, 99))
     assert asked(depot)[-1].token_seconds > 0
-    pace = engine.side.pace
-    pace.token_seconds = 0.25
+    prefill_rate = engine.side.prefill_rate
+    prefill_rate.token_seconds = 0.25
     engine.generate(prompt(blocks, 100))
     assert asked(depot)[-1].token_seconds == 0.5
     engine.assert_clean()
@@ -56,13 +56,13 @@ def test_the_engines_own_speed_is_told_once_it_is_measured_by_the_setting_that_s
 
 @pytest.mark.parametrize("miss", ["", MissReason.NOT_WORTH_IT])
 def test_what_the_engine_has_itself_is_told_where_it_decides(
-    make: Make, depot: Depot, monkeypatch: pytest.MonkeyPatch, miss: str
+    make: Make, depot: DirectDepot, monkeypatch: pytest.MonkeyPatch, miss: str
 ) -> None:
     tokens = prompt(10.5)
     make().generate(tokens)
     engine = make()
     engine.generate(prompt(3.5))
-    engine.side.pace.token_seconds = 1e-3
+    engine.side.prefill_rate.token_seconds = 1e-3
     costly(engine, monkeypatch, miss)
     del depot.calls[:]
     assert engine.generate(tokens) == cold(tokens)
@@ -72,14 +72,14 @@ def test_what_the_engine_has_itself_is_told_where_it_decides(
 
 
 def test_nobody_asks_twice_where_there_is_nothing_to_weigh(
-    make: Make, depot: Depot, monkeypatch: pytest.MonkeyPatch
+    make: Make, depot: DirectDepot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = prompt(10.5)
     make().generate(tokens)
     engine = make()
     engine.generate(prompt(3.5))
     del depot.calls[:]
-    engine.side.pace.token_seconds = 1e-3
+    engine.side.prefill_rate.token_seconds = 1e-3
     engine.generate(tokens)
     assert len(asked(depot)) == 1, "all of it is in RAM"
     del depot.calls[:]
@@ -91,7 +91,7 @@ def test_nobody_asks_twice_where_there_is_nothing_to_weigh(
 
 
 def test_declined_for_its_cost_is_a_miss_with_its_reason(
-    make: Make, depot: Depot, monkeypatch: pytest.MonkeyPatch
+    make: Make, depot: DirectDepot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = prompt(10.5)
     make().generate(tokens)

@@ -12,14 +12,9 @@ from random import Random
 import pytest
 from kvdepot.core.objectfile import object_bytes
 from kvdepot.server.io.jobs import Part
-from kvdepot.server.tiers.base import Tier
-from kvdepot.server.tiers.conformance import (
-    ARENA_BYTES_MIN,
-    RecordingListener,
-    RecordingRegistry,
-    TierConformance,
-    TierHarness,
-)
+from kvdepot.server.storage.base import Tier
+from kvdepot.server.tiers.conformance import TierConformance
+from kvdepot.server.tiers.conformance_harness import ARENA_BYTES_MIN, RecordingListener, RecordingRegistry, TierHarness
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.tier import DiskTier
 
@@ -158,7 +153,7 @@ class SharedMemoryHarness:
 
 
 class SharedHarness:
-    """The shared tier's own code over real files; its workers and its keeper are calls in this process."""
+    """The shared tier's own code over real files; its workers and its coordinator are calls in this process."""
 
     tier: Tier
 

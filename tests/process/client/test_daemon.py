@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import queue
 import resource
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +19,9 @@ from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.session import Reply
 from kvdepot.client.transports.attach import Attached, attach
-from kvdepot.client.transports.control import Answer, ControlChannel, ProbeCall
 from kvdepot.core.calls import (
     AcquireOutcome,
     AcquireReply,
-    Capabilities,
     CommitOutcome,
     LocateCall,
     LocateReply,
@@ -36,7 +32,7 @@ from kvdepot.core.calls import (
 from tests.rigs.ctl_process import kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
-from tests.rigs.patience import patient, wait_until
+from tests.rigs.patience import wait_until
 
 COUNT = 3
 SUBMIT_SECONDS_MAX = 0.001
@@ -91,26 +87,6 @@ def test_without_a_daemon_calls_fail_at_once_and_a_late_daemon_is_found(
         client.wait_nothing_owed()
     finally:
         client.close()
-
-
-def test_calls_that_follow_one_another_are_answered_by_one_thread(daemon: DaemonProcess) -> None:
-    """Else each one waits until a new thread runs."""
-    daemon.start()
-    channel = ControlChannel(Endpoint.parse(daemon.endpoint))
-    answers: queue.SimpleQueue[tuple[Answer, threading.Thread]] = queue.SimpleQueue()
-    try:
-        threads = set()
-        for _ in range(5):
-            channel.start(
-                ProbeCall(), 30.0, lambda answer: answers.put((answer, threading.current_thread())), wait_for_ready=True
-            )
-            answer, thread = answers.get(timeout=patient(60))
-            assert isinstance(answer, Capabilities)
-            threads.add(thread)
-    finally:
-        channel.close()
-    assert len(threads) == 1
-    wait_until(lambda: not any(thread.is_alive() for thread in threads), "the thread ends with its channel")
 
 
 @pytest.mark.requirement("I8")

@@ -20,7 +20,7 @@ import pytest
 from kvdepot.client import attachment
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.attachment import Attachment, EngineProcess, Transport
-from kvdepot.client.copy.base import Direction, InDoubt
+from kvdepot.client.copy.base import Direction, IndeterminateError
 from kvdepot.client.transports import attach, stream
 from kvdepot.client.transports.stream import StreamArena
 from kvdepot.core.arena import ArenaFormatError
@@ -199,7 +199,7 @@ def test_a_proxy_killed_in_a_store_is_a_doubt_that_its_death_ends(
         yield from messages(arena, *of)
 
     monkeypatch.setattr(StreamArena, "_messages", killed_in_it)
-    with pytest.raises(InDoubt) as doubt:
+    with pytest.raises(IndeterminateError) as doubt:
         client.copy(granted, 0, Direction.STORE)
     wait_until(lambda: doubt.value.over)
     client.session.abandon(lease)
@@ -218,7 +218,7 @@ def test_a_proxy_that_hangs_in_a_store_is_ended_by_the_daemon_before_the_doubt_i
     (proxy,) = proxies(daemon)
     daemon.suspend()  # nobody can end it now
     os.kill(proxy, signal.SIGSTOP)
-    with pytest.raises(InDoubt) as doubt:
+    with pytest.raises(IndeterminateError) as doubt:
         client.copy(granted, 0, Direction.STORE)
     assert not doubt.value.over
     daemon.resume()

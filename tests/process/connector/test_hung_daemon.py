@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.session import DepotSession
-from kvdepot.client.vllm import connector as connector_module
-from kvdepot.client.vllm import loads as loads_module
-from kvdepot.client.vllm import stores as stores_module
+from kvdepot.client.vllm.scheduling import loads as loads_module
+from kvdepot.client.vllm.scheduling import sides
+from kvdepot.client.vllm.scheduling import stores as stores_module
 from kvdepot.core.report import DaemonStatus
-from kvdepot.proto import codec_report
 
 from tests.chaos.process_clock import ProcessClock
 from tests.fakes.scripted_engine import BLOCK
@@ -48,7 +47,7 @@ def make_live(
     daemon: DaemonProcess, folder: Path, clock: ProcessClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[MakeLive]:
     """Starts engines on the daemon. What would keep an idle engine stepping for a dead daemon is cut short."""
-    monkeypatch.setattr(connector_module, "cache_path", lambda: tmp_path / "digests.json")
+    monkeypatch.setattr(sides, "cache_path", lambda: tmp_path / "digests.json")
     monkeypatch.setattr(stores_module, "PENDING_SECONDS_MAX", 1.0)
     monkeypatch.setattr(loads_module, "PENDING_SECONDS_MAX", 1.0)
     engines: list[LiveEngine] = []
@@ -66,7 +65,7 @@ def make_live(
 
 
 def status(daemon: DaemonProcess) -> DaemonStatus:
-    return codec_report.decode_status(status_of(daemon.socket))
+    return status_of(daemon.socket)
 
 
 def check_calls(engine: LiveEngine) -> None:
@@ -168,7 +167,7 @@ def test_no_call_waits_for_a_hung_daemon_when_the_number_of_ranks_changes(
     connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts, (0, 1): replace(facts, rank=1)})
     assert engine.side.session is not former
     engine.run()
-    wait_until(lambda: bool(engine.step()) and not connector._former, "the former side is forgotten", seconds=60)
+    wait_until(lambda: bool(engine.step()) and not connector.sides.former, "the former side is forgotten", seconds=60)
     assert engine.outputs[request_id] == cold(tokens, 8)
     check_calls(engine)
     wait_until(lambda: not former._attachment._thread.is_alive(), "the former session is detached", seconds=60)

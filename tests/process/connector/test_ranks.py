@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.vllm import connector as connector_module
+from kvdepot.client.vllm.scheduling import sides
 
-from tests.fakes.direct_session import Depot
+from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.rigs.connector_rig import Gate, cold, prompt, rank_copier
 from tests.rigs.daemon_process import DaemonProcess
@@ -47,8 +47,8 @@ def test_what_one_rank_never_acknowledges_is_never_published(
     hybrid: bool,
 ) -> None:
     """Two ranks over a real daemon: rank 0 has written its part and said so, rank 1 says nothing for good."""
-    depot, gate = Depot(), Gate(monkeypatch)
-    monkeypatch.setattr(connector_module, "cache_path", lambda: tmp_path / "digests.json")
+    depot, gate = DirectDepot(), Gate(monkeypatch)
+    monkeypatch.setattr(sides, "cache_path", lambda: tmp_path / "digests.json")
     daemon.start()
     tokens = prompt(4.5)
     with (

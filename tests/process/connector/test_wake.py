@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm import connector as connector_module
+from kvdepot.client.vllm.scheduling import sides
 
 from tests.chaos.process_clock import ProcessClock
 from tests.contract.connector.test_handshake import turn_layout
@@ -35,7 +35,7 @@ def daemon() -> Iterator[DaemonProcess]:
 def engine(
     daemon: DaemonProcess, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LiveEngine]:
-    monkeypatch.setattr(connector_module, "cache_path", lambda: tmp_path / "digests.json")
+    monkeypatch.setattr(sides, "cache_path", lambda: tmp_path / "digests.json")
     settings = {"lookup_timeout_seconds": 5.0}  # a busy machine is no miss
     with closing(LiveEngine(daemon.endpoint, folder, monkeypatch, ProcessClock(), settings=settings)) as made:
         yield made

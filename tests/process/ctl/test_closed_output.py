@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from kvdepot.client.ctl.app import EXIT_PIPE, cli
 from kvdepot.core.objectfile import Codec
-from kvdepot.server.config import load
+from kvdepot.server.config.config import load
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
@@ -95,10 +95,10 @@ def test_the_verbs_of_a_look_into_a_closed_pipe(daemon: DaemonProcess, tmp_path:
     check("kvdepot.client.ctl.app", [[*where, "status"], [*where, "ls", "--json"]], ("closed pipe",))
     config = tmp_path / "kvdepot.toml"
     config.write_text(CONFIG.format(tmp_path))
-    check("kvdepot.server.app", [["check-config", str(config)], ["inspect", str(FILES[Codec.NONE])]], OUTPUTS)
+    check("kvdepot.server.daemon.app", [["check-config", str(config)], ["inspect", str(FILES[Codec.NONE])]], OUTPUTS)
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=15)
 def test_every_verb_of_kvdepotctl(daemon: DaemonProcess) -> None:
     assert OF_THE_DAEMON.keys() == cli.commands.keys()
     where = ["--endpoint", daemon.endpoint, "--timeout", "30"]
@@ -107,7 +107,7 @@ def test_every_verb_of_kvdepotctl(daemon: DaemonProcess) -> None:
     check("kvdepot.client.ctl.app", verbs, OUTPUTS)
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=10)
 def test_every_verb_of_kvdepotd(tmp_path: Path, daemon: DaemonProcess) -> None:
     config, trace = tmp_path / "kvdepot.toml", tmp_path / "trace"
     config.write_text(CONFIG.format(tmp_path))
@@ -122,7 +122,7 @@ def test_every_verb_of_kvdepotd(tmp_path: Path, daemon: DaemonProcess) -> None:
         )
         for options in ([], ["--json"])
     ]  # fmt: skip
-    check("kvdepot.server.app", [*verbs, ["--help"], ["serve", "--help"], ["--version"]], OUTPUTS)
+    check("kvdepot.server.daemon.app", [*verbs, ["--help"], ["serve", "--help"], ["--version"]], OUTPUTS)
 
 
 CONFIG = '[daemon]\nlisten = ["unix://{}/k.sock"]\nmetrics = ""\n[ram]\ncapacity = "384MiB"\n'

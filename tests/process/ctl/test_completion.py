@@ -1,4 +1,4 @@
-"""What bash completes of a `kvdepotctl` command line: the printed script, sourced by a real bash, beside a daemon."""
+"""What is completed of a `kvdepotctl` command line, beside a daemon, and that a real bash completes it so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.shell_completion import BashComplete
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
 
@@ -60,6 +61,12 @@ def completed(script: Path, endpoint: str, *words: str) -> list[str]:
     return done.stdout.split()
 
 
+def completions(*words: str) -> list[str]:
+    """What the script is told there is, in this process: bash takes half a second for each."""
+    completer = BashComplete(cli, {}, "kvdepotctl", "_KVDEPOTCTL_COMPLETE")
+    return [item.value for item in completer.get_completions([*words[:-1]], words[-1])]
+
+
 def test_verbs_and_options_are_completed(script: Path) -> None:
     nobody = "unix:///nonexistent/kvdepot.sock"
     assert completed(script, nobody, "st") == ["status", "stores"]
@@ -71,18 +78,28 @@ def test_namespaces_and_chunks_are_completed_from_the_daemon(
     script: Path, daemon: DaemonProcess, engine: RawEngine
 ) -> None:
     namespace = engine.namespace.hex()[:12]
-    for verb in ("ls", "describe", "evict", "pin", "unpin"):
-        assert completed(script, daemon.endpoint, verb, namespace[:3]) == [namespace]
-    assert completed(script, daemon.endpoint, "loads", "off", "") == [namespace]
+    assert completed(script, daemon.endpoint, "ls", namespace[:3]) == [namespace]
     chunks = {f"{namespace[:6]}/{key.hex()[:12]}" for key in KEYS}
     assert set(completed(script, daemon.endpoint, "describe", f"{namespace[:6]}/")) == chunks
-    assert completed(script, daemon.endpoint, "ls", "nothing-begins-so") == []
-    for verb in ("verify", "prefetch"):
-        assert completed(script, daemon.endpoint, verb, "--namespace", namespace[:3]) == [namespace]
-        keys = completed(script, daemon.endpoint, verb, "--namespace", namespace[:6], "--chunk", "")
-        assert set(keys) == {key.hex()[:12] for key in KEYS}
+    keys = completed(script, daemon.endpoint, "verify", "--namespace", namespace[:6], "--chunk", "")
+    assert set(keys) == {key.hex()[:12] for key in KEYS}
     assert completed(script, daemon.endpoint, "verify", "--chunk", "") == [], "of which namespace?"
-    assert completed(script, daemon.endpoint, "verify", "--tier", "") == ["ram"]
+
+
+def test_every_verb_of_a_namespace_or_chunk_completes_them(
+    monkeypatch: pytest.MonkeyPatch, daemon: DaemonProcess, engine: RawEngine
+) -> None:
+    monkeypatch.setenv("KVDEPOT_ENDPOINT", daemon.endpoint)
+    namespace = engine.namespace.hex()[:12]
+    for verb in ("ls", "describe", "evict", "pin", "unpin"):
+        assert completions(verb, namespace[:3]) == [namespace]
+    assert completions("loads", "off", "") == [namespace]
+    assert completions("ls", "nothing-begins-so") == []
+    for verb in ("verify", "prefetch"):
+        assert completions(verb, "--namespace", namespace[:3]) == [namespace]
+        keys = completions(verb, "--namespace", namespace[:6], "--chunk", "")
+        assert set(keys) == {key.hex()[:12] for key in KEYS}
+    assert completions("verify", "--tier", "") == ["ram"]
 
 
 def test_nothing_is_completed_and_nothing_said_where_no_daemon_answers(script: Path) -> None:

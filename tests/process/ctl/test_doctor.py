@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from kvdepot.client.ctl.doctor.probe import TEMPORARY
-from kvdepot.proto.codec_report import decode_status
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
@@ -34,7 +33,7 @@ def tier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def daemon(tier: Path) -> Iterator[DaemonProcess]:
     with DaemonProcess(ram="512MiB", config=tiers(nvme=tier)) as running:
-        wait_until(lambda: decode_status(status_of(running.socket)).tiers[1].state == "ready", "the tier is open", 60)
+        wait_until(lambda: status_of(running.socket).tiers[1].state == "ready", "the tier is open", 60)
         yield running
 
 
@@ -71,7 +70,7 @@ def doctor(*arguments: str, before: tuple[str, ...] = ()) -> tuple[int, dict[tup
 
 
 def engines(daemon: DaemonProcess) -> set[str]:
-    return {one.engine_id for one in decode_status(status_of(daemon.socket)).sessions}
+    return {one.engine_id for one in status_of(daemon.socket).sessions}
 
 
 def test_a_daemon_that_is_well_passes_and_nothing_is_left(daemon: DaemonProcess, file: Path, tier: Path) -> None:

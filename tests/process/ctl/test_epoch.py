@@ -17,7 +17,8 @@ from kvdepot.client.ctl.app import cli
 from kvdepot.core.arena import PAGE_BYTES, Superblock, generations
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
 from kvdepot.core.keys import NamespaceSpec
-from kvdepot.proto import codec_namespace
+from kvdepot.core.registration import RegisterCall
+from kvdepot.proto.methods import encode
 from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
 
 from tests.rigs.ctl_process import answered, kvdepotctl, record, text
@@ -68,10 +69,9 @@ def bumped(spec: NamespaceSpec, bumps: int) -> NamespaceSpec:
 
 def wanted(engine: RawEngine, spec: NamespaceSpec) -> int:
     """The bump counter with which the daemon wants it registered."""
-    call = codec_namespace.encode_register(engine.session, spec, follows_bumps=True)
-    reply = engine.stub.RegisterNamespace(call, timeout=CALL_SECONDS)
-    assert codec_namespace.decode_registered(reply) == (b"", 0)
-    return int(reply.bumps)
+    reply = engine.register(spec, follows_bumps=True)
+    assert (reply.namespace_id, reply.ranks_attached) == (b"", 0)
+    return reply.bumps
 
 
 def refused(call: object, *arguments: object) -> str:
@@ -88,34 +88,34 @@ def test_what_was_stored_is_served_to_no_engine_from_before_or_after(daemon: Dae
         one.store(KEYS)
         other.store(KEYS)
         assert bump(daemon, None if everywhere else one.namespace) == {
-            "bump": int(everywhere), "void_namespaces": [] if everywhere else [SPEC.namespace_id().hex()],
+            "bump": int(everywhere), "invalidated_namespaces": [] if everywhere else [SPEC.namespace_id().hex()],
             "changed": True, "namespaces": 1 + everywhere, "chunks": 3 * (1 + everywhere), "leases": 0, "shared": [],
-            "not_kept": "",
+            "not_persisted": "",
         }  # fmt: skip
         for call in (one.locate, one.acquire, one.reserve):
             assert "has not registered namespace" in refused(call, KEYS)
         assert wanted(one, SPEC) == 1
         # A client that knows of no counters is told so, and goes on without.
-        register = codec_namespace.encode_register(one.session, SPEC)
+        register = encode(RegisterCall(one.session, SPEC))
         assert "bump counter has to be 1" in refused(one.stub.RegisterNamespace, register)
         if not everywhere:
             assert other.locate(KEYS) == WHOLE
     with RawEngine(daemon.socket, "late", spec=bumped(SPEC, 1)) as late:
         assert late.locate(KEYS, request="asks") == 0
         assert late.load(KEYS) is None
-        assert "an operator has bumped the epoch" in answered(daemon, "explain", "asks")
+        assert "an operator bumped the epoch" in answered(daemon, "explain", "asks")
         late.store(KEYS)
         assert late.load(KEYS) == [payload_of(key) for key in KEYS]
         described = json.loads(answered(daemon, "describe", late.namespace.hex(), "--json"))
         assert (described["bumps"], described["fields"]["bumps"]) == (1, "1")
         assert "epoch bump 1" in answered(daemon, "describe", late.namespace.hex())
     shown = answered(daemon, "status")
-    assert "bump counter 1" in shown if everywhere else "1 namespaces void by themselves" in shown
+    assert "bump counter 1" in shown if everywhere else "1 namespaces invalidated individually" in shown
     assert json.loads(answered(daemon, "status", "--json"))["epochs"]["bump"] == int(everywhere)
     with urllib.request.urlopen(f"{daemon.metrics}/metrics") as answer:
         metrics = answer.read().decode()
     assert f"kvdepot_epoch_bump {float(everywhere)}" in metrics
-    assert f"kvdepot_epoch_void_namespaces {float(not everywhere)}" in metrics
+    assert f"kvdepot_epoch_invalidated_namespaces {float(not everywhere)}" in metrics
     assert "kvdepot_stale_registrations_total 2.0" in metrics
 
 
@@ -157,13 +157,13 @@ def test_nothing_comes_back_from_arena_or_disk_with_the_next_run(tmp_path: Path,
             one.store(KEYS)
             other.store(KEYS)
             wait_until(lambda: one.status().tiers[1].objects == 6, "they are on the disk", 30)
-            assert bump(daemon, None if everywhere else one.namespace)["not_kept"] == ""
+            assert bump(daemon, None if everywhere else one.namespace)["not_persisted"] == ""
         for reboot in (False, True):
             daemon.kill() if end == "kill" else daemon.stop()
             if reboot:
                 daemon.arena.unlink()
             daemon.start()
-            assert "epoch, as before: bump counter" in daemon.log
+            assert "restored epoch: " in daemon.log
             with (
                 RawEngine(daemon.socket, "one", spec=bumped(SPEC, 1)) as one,
                 RawEngine(daemon.socket, "other", spec=bumped(OTHER, int(everywhere))) as other,
@@ -181,7 +181,7 @@ def test_what_a_reboot_would_forget_is_said(tmp_path: Path) -> None:
     config = TIER.format(kind="disk", path=tmp_path / "disk")
     with DaemonProcess(ram="456MiB", config=config) as daemon:
         done = kvdepotctl(daemon, "epoch", "bump", "--yes")
-        assert (done.returncode, "kept until the node reboots" in done.stderr) == (0, True)
+        assert (done.returncode, "saved until the node reboots" in done.stderr) == (0, True)
 
 
 @pytest.mark.requirement("P6")
@@ -243,11 +243,11 @@ def test_the_verb_asks_first_and_says_what_is_wrong_by_exit_code(daemon: DaemonP
         one.store(KEYS)
         name = one.namespace.hex()
         asked = CliRunner().invoke(cli, ["--endpoint", daemon.endpoint, "epoch", "bump"], input="n\n")
-        assert "never serve again what was stored of all namespaces?" in asked.output
+        assert "invalidate all stored objects of all namespaces?" in asked.output
         assert one.locate(KEYS) == WHOLE
         shown = text(daemon, "epoch", "bump", "--namespace", name[:6], "--yes")
-        assert f"void from now on: what was stored of namespace {name[:12]} (3 chunks here)" in shown
-        assert "is void already" in text(daemon, "epoch", "bump", "--namespace", name, "--yes")
+        assert f"invalidated: namespace {name[:12]} (3 chunks on this node)" in shown
+        assert "is invalidated already" in text(daemon, "epoch", "bump", "--namespace", name, "--yes")
         # One that this daemon knows nothing of, as where only a shared directory has it.
         assert bump(daemon, bytes(16))["changed"]
         unknown = kvdepotctl(daemon, "epoch", "bump", "--namespace", "0" * 8, "--yes")
@@ -266,8 +266,8 @@ def test_a_bump_says_what_it_is_about(daemon: DaemonProcess) -> None:
         stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         for call in (
             control_pb2.BumpEpochRequest(),
-            control_pb2.BumpEpochRequest(all=True, namespace=bytes(16)),
-            control_pb2.BumpEpochRequest(namespace=bytes(16), to=2),
+            control_pb2.BumpEpochRequest(all=True, namespace_id=bytes(16)),
+            control_pb2.BumpEpochRequest(namespace_id=bytes(16), to=2),
         ):
             with pytest.raises(grpc.RpcError) as error:
                 stub.BumpEpoch(call, timeout=CALL_SECONDS)

@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import pytest
 from kvdepot.core.listing import CHUNKS_PER_PAGE_MAX
-from kvdepot.proto.codec_report import decode_status
 
 from tests.rigs.ctl_process import kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
@@ -60,11 +59,12 @@ def engine(daemon: DaemonProcess) -> Iterator[RawEngine]:
         one.store(keys_of("long", MANY))
         other.store(SHORT[:1])
         wait_until(lambda: _tier(daemon).objects == len(SHORT) + MANY + 1, "everything is written", 60)
+        wait_until(lambda: not status_of(daemon.socket).tiers[0].lent_bytes, "no worker reads the objects", 60)
         yield one
 
 
 def _tier(daemon: DaemonProcess) -> Any:
-    return decode_status(status_of(daemon.socket)).tiers[1]
+    return status_of(daemon.socket).tiers[1]
 
 
 def test_ls_shows_the_namespaces_with_what_each_tier_holds(daemon: DaemonProcess, engine: RawEngine) -> None:
@@ -107,9 +107,9 @@ def test_explain_tells_what_became_of_a_request(daemon: DaemonProcess, engine: R
     (explained,) = record(daemon, "explain", "cmpl-1")
     assert (explained["engine_id"], explained["request_id"]) == ("engine-0", "cmpl-1-0-abc")
     lookup = explained["lookup"]
-    assert lookup["held"] == {"ram": 3, "nvme": 3}
+    assert lookup["chunks_by_tier"] == {"ram": 3, "nvme": 3}
     assert (lookup["missing_chunk"], lookup["missing_key"]) == (3, asked[3].hex())
-    assert "missing   chunk 3" in text(daemon, "explain", "cmpl-1")
+    assert "miss      chunk 3" in text(daemon, "explain", "cmpl-1")
     done = kvdepotctl(daemon, "explain", "no-such")
     assert done.returncode == 1 and "no-such" in done.stderr
 
@@ -227,7 +227,7 @@ def test_fields_that_no_engine_has_registered_are_said_to_be_unknown(tmp_path: P
     with DaemonProcess() as restarted:
         with RawEngine(restarted.socket, "engine-0", spec=SPEC) as one:
             one.store(SHORT)
-            wait_until(lambda: one.counter("summed_objects") == len(SHORT), "the sums", 60)
+            wait_until(lambda: one.counter("checksummed_objects") == len(SHORT), "the sums", 60)
             name = one.namespace.hex()
         restarted.stop()
         restarted.start()

@@ -42,11 +42,11 @@ def test_a_pinned_path_stays_while_all_else_goes_and_ends_when_it_is_unpinned(da
     with RawEngine(daemon.socket, "engine-0", spec=SPEC) as engine:
         engine.store(kept)
         engine.store(other)
-        wait_until(lambda: engine.counter("summed_objects") == 2 * CHUNKS, "the sums: till then none may go", 60)
+        wait_until(lambda: engine.counter("checksummed_objects") == 2 * CHUNKS, "the sums: till then none may go", 60)
         name, tip = engine.namespace.hex(), kept[-1].hex()
         found = record(daemon, "pin", f"{name[:8]}/{tip}", "--ttl", "1h")
         assert (found["namespace_id"], found["key"], found["chunks"], found["objects"]) == (name, tip, CHUNKS, CHUNKS)
-        assert found["bytes"] >= CHUNKS * (256 << 10) and found["not_kept"] == ""
+        assert found["size_bytes"] >= CHUNKS * (256 << 10) and found["not_persisted"] == ""
         press(engine)
         assert (held_chunks(engine, kept), held_chunks(engine, other)) == (CHUNKS, 0)
         shown = answered(daemon, "status")
@@ -66,7 +66,7 @@ def test_a_pinned_namespace_takes_its_share_and_no_more(daemon: DaemonProcess) -
         long = keys_of("long", 120)
         engine.store(long)
         shown = text(daemon, "pin", engine.namespace.hex()[:6])
-        assert "pinned namespace" in shown and "of its 120 chunks" in shown
+        assert "pinned namespace" in shown and "of 120 chunks" in shown
         tier = status_of(daemon.socket).tiers[0]
         assert 40 <= tier.pinned_objects < 120 and tier.pinned_bytes <= tier.capacity_bytes / 8
         press(engine)
@@ -79,12 +79,12 @@ def test_a_pin_outlives_the_daemon_and_ends_by_itself(daemon: DaemonProcess) -> 
     kept = keys_of("system-prompt", CHUNKS)
     with RawEngine(daemon.socket, "engine-0", spec=SPEC) as engine:
         engine.store(kept)
-        wait_until(lambda: engine.counter("summed_objects") == CHUNKS, "the sums", 60)
+        wait_until(lambda: engine.counter("checksummed_objects") == CHUNKS, "the sums", 60)
         name = engine.namespace.hex()
     answered(daemon, "pin", name, "--ttl", "1h")
     daemon.kill()
     daemon.start()
-    assert "pinned, as before, for 3" in daemon.log and name in daemon.log
+    assert "restored pin: " in daemon.log and ", for 3" in daemon.log and name in daemon.log
     with RawEngine(daemon.socket, "engine-0", spec=SPEC) as engine:
         wait_until(lambda: held_chunks(engine, kept) == CHUNKS, "verification", 60)
         wait_until(lambda: status_of(daemon.socket).tiers[0].pinned_objects == CHUNKS, "they are pinned again", 60)

@@ -65,7 +65,7 @@ def prefetched(daemon: DaemonProcess, *arguments: str, code: int = 0) -> dict[st
     printed = kvdepotctl(daemon, "prefetch", *arguments, "--json")
     assert printed.returncode == code, printed.stdout + printed.stderr
     last: dict[str, Any] = json.loads(printed.stdout.splitlines()[-1])
-    assert last["over"]
+    assert last["finished"]
     return last
 
 
@@ -73,20 +73,20 @@ def test_a_path_and_then_a_namespace_are_in_ram_before_an_engine_asks(daemon: Da
     name = fill(daemon)
     found = prefetched(daemon, "--namespace", name[:8], "--chunk", KEYS[3].hex())
     assert found == {
-        "chunks": 0, "looked_at": 4, "there": 0, "read": 4, "read_bytes": 4 * OBJECT_BYTES, "refused": {}, "failed": {},
-        "over": True, "reason": "",
+        "chunks": 0, "examined": 4, "present": 0, "read": 4, "read_bytes": 4 * OBJECT_BYTES, "refused": {},
+        "failed": {}, "finished": True, "reason": "",
     }  # fmt: skip
     assert tier_objects(daemon, 0) == 4
     found = prefetched(daemon, "--namespace", name)
-    assert (found["chunks"], found["looked_at"], found["there"], found["read"]) == (16, 16, 4, 12)
+    assert (found["chunks"], found["examined"], found["present"], found["read"]) == (16, 16, 4, 12)
     assert "16" in answered(daemon, "prefetch", "--namespace", name), "all of it is there"
     with RawEngine(daemon.socket, spec=SPEC) as engine:
         assert engine.tier_of(KEYS) == engine.tier_of(OTHER) == "ram"
         assert engine.load(KEYS) == [payload_of(key) for key in KEYS]
         assert engine.counter("tier_reads.nvme/ok") == 16
         assert engine.counter("prefetch_wasted_objects.operator") == 16
-    assert f"reading ahead namespace {name}" in daemon.log
-    assert "read ahead 12 objects, 3145728 bytes; 4 were there" in daemon.log
+    assert f"operator prefetch started: namespace {name}" in daemon.log
+    assert "operator prefetch ended: 12 objects read, 3145728 bytes; 4 already in RAM" in daemon.log
 
 
 @pytest.mark.requirement("I4")
@@ -101,7 +101,7 @@ def test_within_the_share_and_neither_pins_nor_leases_are_evicted_for_it(directo
             lease, outcome, _ = engine.acquire(KEYS[:2])
             assert outcome is AcquireOutcome.GRANTED
             found = prefetched(daemon, "--namespace", name, code=1)
-            assert found["there"] == 6 and 1 <= found["read"] <= at_most
+            assert found["present"] == 6 and 1 <= found["read"] <= at_most
             assert found["refused"] == {"share": CHUNKS - 2 - found["read"]}
             assert engine.tier_of(OTHER) == "ram"
             assert status_of(daemon.socket).tiers[0].pinned_objects == len(OTHER)
@@ -153,7 +153,7 @@ class TestHungMount:
                 [*command, "--namespace", name, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
             assert slow.stdout is not None
-            assert not json.loads(slow.stdout.readline())["over"]
+            assert not json.loads(slow.stdout.readline())["finished"]
             refused = kvdepotctl(daemon, "prefetch", "--namespace", name)
             assert (refused.returncode, "prefetches at once" in refused.stderr) == (1, True)
             slow.send_signal(signal.SIGINT)

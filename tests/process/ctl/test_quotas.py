@@ -13,7 +13,6 @@ import pytest
 from kvdepot.core.calls import ReserveOutcome
 from kvdepot.core.errors import InvalidArgument, LimitExceeded, NotFound
 from kvdepot.core.report import DaemonStatus, QuotaStatus, TierStatus
-from kvdepot.proto import codec_report
 
 from tests.rigs.ctl_process import answered, kvdepotctl, text
 from tests.rigs.daemon_process import DaemonProcess
@@ -57,7 +56,7 @@ def held_bytes(daemon: DaemonProcess, tenant: str, tier: str) -> int:
 
 
 def status(daemon: DaemonProcess) -> DaemonStatus:
-    return codec_report.decode_status(status_of(daemon.socket))
+    return status_of(daemon.socket)
 
 
 def disk(found: DaemonStatus) -> TierStatus:
@@ -80,7 +79,7 @@ def test_a_quota_that_is_set_holds_at_once_and_ends_with_it(daemon: DaemonProces
         one.store(keys_of("one", 8))
         other.store(keys_of("other", 8))
         capacity = 4 * OBJECT_BYTES
-        assert quota(daemon, "set", f"{capacity // 1024}KiB", *TENANT_A)["not_kept"] == ""
+        assert quota(daemon, "set", f"{capacity // 1024}KiB", *TENANT_A)["not_persisted"] == ""
         fresh = keys_of("fresh", 5)  # more than the tenant may hold now
         assert ReserveOutcome.GRANTED not in one.reserve(fresh[:5])[1][4:]
         wait_until(lambda: held_bytes(daemon, "a", "ram") <= capacity, "it is evicted to what was set", 60)
@@ -131,7 +130,7 @@ def test_quotas_outlive_the_daemon_and_a_reload_and_then_hold(daemon: DaemonProc
     ]
     daemon.kill()
     daemon.start()
-    assert "quota is set, as before: tenant 'b' in tier 'ram'" in daemon.log
+    assert "restored operator quota: tenant 'b' in tier 'ram'" in daemon.log
     assert quota(daemon, "list") == shown
     with attached(daemon, "a") as unlimited, attached(daemon, "b") as limited:
         unlimited.store(keys_of("many", 20))
@@ -141,7 +140,7 @@ def test_quotas_outlive_the_daemon_and_a_reload_and_then_hold(daemon: DaemonProc
     start = len(daemon.log)
     (change,) = json.loads(answered(daemon, "reload", "--json"))["changes"]
     assert change["key"] == "quota[tenant=a,namespace=(total),tier=ram].capacity"
-    assert "stay in place of the file's" in daemon.log[start:]
+    assert "operator quotas stay in effect" in daemon.log[start:]
     assert quota(daemon, "list") == shown
     assert not [one for one in status_of(daemon.socket).quotas if one.tenant == "a"], "no limit any more"
     answered(daemon, "quota", "delete", *TENANT_A)

@@ -57,7 +57,7 @@ def test_loads_off_and_on_for_one_namespace(daemon: DaemonProcess, engine: RawEn
     name = engine.namespace.hex()
     assert record(daemon, "loads", "off", name[:8]) == {
         "loads_off": False, "loads_off_namespaces": [name], "stores_off": False, "stores_off_namespaces": [],
-        "draining": False, "leases": 0, "not_kept": "",
+        "draining": False, "leases": 0, "not_persisted": "",
     }  # fmt: skip
     assert engine.locate(KEYS) == 0
     assert engine.acquire(KEYS)[1] is AcquireOutcome.REFUSED
@@ -81,7 +81,7 @@ def test_stores_off_for_all_drops_what_is_in_progress(
     assert set(outcomes) == {ReserveOutcome.GRANTED}
     shown = text(daemon, "stores", "off")
     assert "stores are off for all namespaces" in shown
-    assert "going on until they end: 1" in shown
+    assert "leases granted before, still in progress: 1" in shown
     assert set(engine.commit(lease, 2)) == {CommitOutcome.EXPIRED}
     assert set(other.reserve(fresh)[1]) == {ReserveOutcome.REFUSED}
     assert status_of(daemon.socket).counters["refused_stores.stores_off"] == 4
@@ -95,15 +95,15 @@ def test_switches_outlive_the_daemon_and_all_is_told_apart_from_one() -> None:
     with DaemonProcess() as daemon:
         with RawEngine(daemon.socket, "engine-0", spec=SPEC) as one:
             one.store(KEYS)
-            wait_until(lambda: one.counter("summed_objects") == len(KEYS), "the sums", 60)
+            wait_until(lambda: one.counter("checksummed_objects") == len(KEYS), "the sums", 60)
             name = one.namespace.hex()
         answered(daemon, "loads", "off", name)
         answered(daemon, "loads", "off")
         daemon.kill()
         daemon.start()
-        assert "loads are off, as before, for all namespaces" in daemon.log
+        assert "restored switch: loads off for all namespaces" in daemon.log
         shown = answered(daemon, "loads", "on")
-        assert f"still off by themselves: {name[:12]}" in shown
+        assert f"still off by name: {name[:12]}" in shown
         with RawEngine(daemon.socket, "engine-0", spec=SPEC) as one:
             assert (one.locate(KEYS), one.counter("misses.loads_off")) == (0, 1)
             answered(daemon, "loads", "on", name[:6])
@@ -130,7 +130,7 @@ def test_a_reload_changes_limits_and_drops_no_lease(daemon: DaemonProcess, engin
     assert [one.leases for one in status_of(daemon.socket).sessions if one.engine_id == "engine-0"] == [2]
     engine.release(lease)
     engine.release(second)
-    assert "says nothing new" in answered(daemon, "reload")
+    assert "configuration unchanged: " in answered(daemon, "reload")
     shown = json.loads(answered(daemon, "config", "show", "--json"))["values"]
     assert (shown["policy.loads_in_flight"], shown["daemon.listen"]) == ("2", daemon.endpoint)
 
@@ -140,7 +140,7 @@ def test_sighup_reloads_and_what_takes_a_restart_is_refused_with_all_the_rest(da
     _rewrite(daemon, 'level = "info"', 'level = "debug"')
     start = len(daemon.log)
     os.kill(daemon.pid, signal.SIGHUP)
-    daemon.wait_for_log("reloaded: log.level is debug, was info", start)
+    daemon.wait_for_log("configuration changed: log.level is debug, was info", start)
     _rewrite(daemon, "[policy]", '[policy]\neviction = "lru"')
     _rewrite(daemon, 'level = "debug"', 'level = "error"')
     refused = kvdepotctl(daemon, "reload")
@@ -149,12 +149,12 @@ def test_sighup_reloads_and_what_takes_a_restart_is_refused_with_all_the_rest(da
     assert "log.level" not in refused.stderr
     assert answered(daemon, "config", "diff").splitlines() == [
         "log.level: debug -> error",
-        "policy.eviction: gdsf -> lru (takes a restart)",
+        "policy.eviction: gdsf -> lru (needs a restart)",
     ]
     assert "log.level = debug" in answered(daemon, "config", "show")
     start = len(daemon.log)
     os.kill(daemon.pid, signal.SIGHUP)
-    daemon.wait_for_log("not reloaded", start)
+    daemon.wait_for_log("configuration not reloaded", start)
     _rewrite(daemon, 'eviction = "lru"', "")
     _rewrite(daemon, 'level = "error"', 'level = "info"')
     answered(daemon, "reload")
@@ -164,13 +164,13 @@ def test_evict_drops_a_chunk_with_what_follows_and_then_the_rest(daemon: DaemonP
     name = other.namespace.hex()[:8]
     lease, _, _ = other.acquire(KEYS)
     done = record(daemon, "evict", f"{name}/{KEYS[1].hex()}")
-    assert (done["key"], done["chunks"], done["spared"]) == (KEYS[1].hex(), 2, [])
+    assert (done["key"], done["chunks"], done["unchanged_tiers"]) == (KEYS[1].hex(), 2, [])
     assert other.locate(KEYS) == CHUNK_TOKENS
     other.release(lease)
     asked = CliRunner().invoke(cli, ["--endpoint", daemon.endpoint, "evict", name], input="n\n")
-    assert "drop everything of namespace" in asked.output and "nothing was done" in asked.output
+    assert "delete all objects of namespace" in asked.output and "nothing was changed" in asked.output
     unasked = kvdepotctl(daemon, "evict", name)  # nobody is there to answer
-    assert (unasked.returncode, unasked.stderr.splitlines()[-1]) == (130, "nothing was done")
+    assert (unasked.returncode, unasked.stderr.splitlines()[-1]) == (130, "cancelled: nothing was changed")
     assert other.locate(KEYS) == CHUNK_TOKENS
     assert "evicted" in answered(daemon, "evict", name, "--yes")
     assert other.locate(KEYS) == 0
@@ -183,12 +183,12 @@ def test_drain_refuses_waits_and_resumes(daemon: DaemonProcess, engine: RawEngin
     lease, outcome, _ = engine.acquire(KEYS)
     assert outcome is AcquireOutcome.GRANTED
     waiting = kvdepotctl(daemon, "drain", "--wait", "0.2")
-    assert (waiting.returncode, "1 leases have not ended" in waiting.stdout) == (1, True)
+    assert (waiting.returncode, "1 leases in progress" in waiting.stdout) == (1, True)
     assert engine.locate(KEYS) == 0
     with pytest.raises(HTTPError, match="503"):
         urllib.request.urlopen(f"{daemon.metrics}/healthz")
     engine.release(lease)
-    assert "drained: nothing is lent" in answered(daemon, "drain", "--wait", "10")
+    assert "drained: no leases" in answered(daemon, "drain", "--wait", "10")
     assert "an operator drains it" in answered(daemon, "status")
     answered(daemon, "resume")
     assert engine.locate(KEYS) > 0
@@ -217,7 +217,7 @@ def test_who_may_not_open_the_socket_is_refused(daemon: DaemonProcess, engine: R
         command = [sys.executable, "-c", program, "--endpoint", daemon.endpoint, *verb]
         refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert refused.returncode == 4, refused.stderr
-        assert "not for this user" in refused.stderr
+        assert "may not open the daemon's socket" in refused.stderr
     assert not json.loads(answered(daemon, "status", "--json"))["switches"]["loads_off"]
     assert record(daemon, "quota", "list") == []
 

@@ -67,7 +67,7 @@ def verified(daemon: DaemonProcess, *arguments: str, code: int = 0) -> dict[str,
     printed = kvdepotctl(daemon, "verify", *arguments, "--json")
     assert printed.returncode == code, printed.stdout + printed.stderr
     lines = [json.loads(line) for line in printed.stdout.splitlines()]
-    assert all(tier["over"] for tier in lines[-1]["tiers"])
+    assert all(tier["finished"] for tier in lines[-1]["tiers"])
     return {tier["tier"]: tier for tier in lines[-1]["tiers"]}
 
 
@@ -111,7 +111,10 @@ def test_everything_is_read_in_every_tier_or_what_is_named(daemon: DaemonProcess
     assert {tier: sound(found[tier]) for tier in found} == {"nvme": 3}, "the chunk and what follows it"
     shown = text(daemon, "verify", "--tier", "ram")
     assert "verified" in shown and "nvme" not in shown
-    assert "verifying everything in tier ram" in daemon.log and "verified 11 objects of tier ram" in daemon.log
+    assert (
+        "verification started: all namespaces in tier ram" in daemon.log
+        and "11 objects verified in tier ram" in daemon.log
+    )
 
 
 @pytest.mark.requirement("I1")
@@ -138,7 +141,7 @@ def test_what_was_changed_in_ram_and_on_the_disk_is_found_and_served_from_where_
 def test_damage_that_nobody_has_whole_takes_what_is_below_it() -> None:
     with DaemonProcess() as daemon, RawEngine(daemon.socket, spec=SPEC) as engine:
         engine.store(KEYS)
-        wait_until(lambda: engine.counter("summed_objects") == CHUNKS, "the sums", 60)
+        wait_until(lambda: engine.counter("checksummed_objects") == CHUNKS, "the sums", 60)
         damage_in_ram(engine, KEYS[3])
         printed = kvdepotctl(daemon, "verify", "--namespace", engine.namespace.hex())
         assert (printed.returncode, "1 corrupt" in printed.stdout) == (1, True)
@@ -173,7 +176,7 @@ def test_an_interrupt_ends_it_in_the_daemon_too_and_there_is_one_at_a_time(
     )
     assert slow.stdout is not None
     first = json.loads(slow.stdout.readline())
-    assert [tier["over"] for tier in first["tiers"]] == [False, False]
+    assert [tier["finished"] for tier in first["tiers"]] == [False, False]
     refused = kvdepotctl(daemon, "verify")
     assert (refused.returncode, "verifications at once" in refused.stderr) == (1, True)
     with pytest.raises(LimitExceeded):

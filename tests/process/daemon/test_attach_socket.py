@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from kvdepot.core import limits
 from kvdepot.core.calls import AttachCall
+from kvdepot.core.report import SessionStatus
 from kvdepot.proto import codec
-from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.server.attach import STRANGERS_MAX
+from kvdepot.server.attach.attach import PENDING_CONNECTIONS_MAX
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
@@ -116,13 +116,13 @@ def test_descriptors_sent_to_the_daemon_are_not_kept(daemon: DaemonProcess) -> N
 
 
 @pytest.mark.requirement("I4")
-def test_silent_strangers_are_bounded(daemon: DaemonProcess) -> None:
-    strangers = [attach_socket(daemon.attach_socket) for _ in range(STRANGERS_MAX + 1)]
-    assert strangers[0].recv(1) == b""  # the oldest made room
-    with RawEngine(daemon.socket, "after-strangers") as engine:
+def test_silent_connections_are_bounded(daemon: DaemonProcess) -> None:
+    pending = [attach_socket(daemon.attach_socket) for _ in range(PENDING_CONNECTIONS_MAX + 1)]
+    assert pending[0].recv(1) == b""  # the oldest made room
+    with RawEngine(daemon.socket, "after-pending") as engine:
         assert engine.ranks_attached == 1
-    for stranger in strangers:
-        stranger.close()
+    for connection in pending:
+        connection.close()
 
 
 def test_a_live_engine_keeps_its_id(daemon: DaemonProcess) -> None:
@@ -258,6 +258,6 @@ def test_the_sockets_have_the_configured_mode(daemon: DaemonProcess) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600  # the embedded default's
 
 
-def _session(daemon: DaemonProcess, engine_id: str) -> pb.SessionStatus:
+def _session(daemon: DaemonProcess, engine_id: str) -> SessionStatus:
     (session,) = [one for one in status_of(daemon.socket).sessions if one.engine_id == engine_id]
     return session

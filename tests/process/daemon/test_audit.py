@@ -1,4 +1,4 @@
-"""The shadow audit of a whole daemon: a stored object that is wrong, with a right checksum, is found (DESIGN 5, I1)."""
+"""The shadow audit of a whole daemon: a wrong object with a right checksum is found (design.md#audit, I1)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvdepot.core.calls import CommitOutcome, Kind, ReserveOutcome
+from kvdepot.core.calls import CommitOutcome, Kind, LocateCall, ReserveOutcome
 from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.misses import MissReason
 from kvdepot.core.report import DaemonStatus
-from kvdepot.proto import codec
-from kvdepot.proto.codec_report import decode_status
+from kvdepot.proto.methods import decode_reply
 
 from tests.rigs.ctl_process import answered
 from tests.rigs.daemon_process import DaemonProcess
@@ -60,7 +59,7 @@ def daemon(directory: Path) -> Iterator[DaemonProcess]:
 
 
 def status(daemon: DaemonProcess) -> DaemonStatus:
-    return decode_status(status_of(daemon.socket))
+    return status_of(daemon.socket)
 
 
 def audits(daemon: DaemonProcess) -> dict[str, float]:
@@ -87,7 +86,7 @@ def store(daemon: DaemonProcess, engine: RawEngine, payload: object) -> list[Res
 
 
 def miss(engine: RawEngine, keys: list[bytes] = KEYS) -> tuple[int, str]:
-    reply = codec.decode_locate_reply(engine.stub.Locate(engine.locate_call(keys)))
+    reply = decode_reply(LocateCall, engine.stub.Locate(engine.locate_call(keys)))
     return reply.boundary_tokens, reply.miss
 
 
@@ -123,7 +122,7 @@ def test_wrong_bytes_with_a_right_checksum_are_found_dropped_everywhere_and_neve
         assert miss(sound) == (0, MissReason.LOADS_OFF), "the namespace is in quarantine"
         answered(daemon, "loads", "on", sound.namespace.hex())
         assert sound.locate(KEYS) == CHUNK_TOKENS
-        (line,) = [line for line in daemon.log.splitlines() if "is not what an engine computed again" in line]
+        (line,) = [line for line in daemon.log.splitlines() if "differs from what an engine computed again" in line]
         assert KEYS[1].hex() in line and sound.namespace.hex() in line and "attention" in line
         assert store(daemon, sound, numbers)[1:] == [ReserveOutcome.GRANTED] * 3
         assert sound.load(KEYS) == [numbers(key) for key in KEYS]

@@ -10,18 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvdepot.server.io import checksum_wire
-from kvdepot.server.io.jobs import Probe
-from kvdepot.server.io.wire import pack_job
-from kvdepot.server.tiers.disk.messages import Begin, pack
+from kvdepot.server.io import checksum_wire, jobs
+from kvdepot.server.tiers.disk.messages import REQUESTS, Begin
 
 from tests.rigs.patience import patient
 
 ARENA_BYTES = 1 << 20
 CHILDREN = {
-    "worker": pack_job(1, Probe(".probe", write=True)),
-    "checksum_worker": checksum_wire.pack_job(1, 2, [(0, 4096)]),
-    "disk_opener": pack(Begin()),
+    "io.worker": jobs.JOBS.pack(jobs.Probe(".probe"), 1),
+    "io.checksum_worker": checksum_wire.JOBS.pack(checksum_wire.Sum(2, ((0, 4096),)), 1),
+    "tiers.disk.opener": REQUESTS.pack(Begin()),
 }
 
 
@@ -32,11 +30,11 @@ def test_a_child_of_a_killed_daemon_ends_without_a_traceback(module: str, tmp_pa
     os.truncate(arena_fd, ARENA_BYTES)
     ours, theirs = socket.socketpair()
     arguments = {
-        "worker": (arena_fd, ARENA_BYTES, theirs.fileno(), os.getpid(), tmp_path, ""),
-        "checksum_worker": (arena_fd, theirs.fileno(), ARENA_BYTES, os.getpid()),
-        "disk_opener": (theirs.fileno(), os.getpid(), tmp_path / "tier", 16 << 20, 1 << 20),
+        "io.worker": (arena_fd, ARENA_BYTES, theirs.fileno(), os.getpid(), tmp_path, ""),
+        "io.checksum_worker": (arena_fd, theirs.fileno(), ARENA_BYTES, os.getpid()),
+        "tiers.disk.opener": (theirs.fileno(), os.getpid(), tmp_path / "tier", 16 << 20, 1 << 20, 10),
     }[module]
-    command = [sys.executable, "-m", f"kvdepot.server.io.{module}", *map(str, arguments)]
+    command = [sys.executable, "-m", f"kvdepot.server.{module}", *map(str, arguments)]
     with theirs:
         process = subprocess.Popen(command, pass_fds=(arena_fd, theirs.fileno()), stderr=subprocess.PIPE)
     try:

@@ -16,9 +16,10 @@ import pytest
 from kvdepot.core.control import Switch, SwitchCall
 from kvdepot.proto.v1 import control_pb2 as pb
 from kvdepot.proto.v1 import control_pb2_grpc as pb_grpc
-from kvdepot.server import durable_files, state_file
-from kvdepot.server.rpc.control_service import ControlService
-from kvdepot.server.state_file import StateFile
+from kvdepot.server.daemon import state_file
+from kvdepot.server.daemon.state_file import StateFile
+from kvdepot.server.platform import durable_files
+from kvdepot.server.rpc.control_service import control_service
 
 from tests.fakes.operator_control import control_over
 from tests.rigs.daemon_process import DaemonProcess
@@ -54,7 +55,7 @@ def test_a_bump_whose_caller_gave_up_is_done_and_not_only_kept(tmp_path: Path, m
         control = control_over(rig, state)
         control.restore()
         server = grpc.aio.server()
-        pb_grpc.add_ControlServicer_to_server(ControlService(control, logging.getLogger("tests")), server)  # type: ignore[no-untyped-call]
+        server.add_generic_rpc_handlers((control_service(control, logging.getLogger("tests")),))
         server.add_insecure_port(f"unix:{tmp_path}/s")
         await server.start()
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
@@ -65,8 +66,8 @@ def test_a_bump_whose_caller_gave_up_is_done_and_not_only_kept(tmp_path: Path, m
             goes_on.set()
             await control.close(HUNG_SECONDS)
         await server.stop(0)
-        assert state.read().epochs == rig.engine.voiding.epochs
-        assert rig.engine.voiding.epochs.bump == 1
+        assert state.read().epochs == rig.depot.invalidation.epochs
+        assert rig.depot.invalidation.epochs.bump == 1
 
     with first_write_hangs(monkeypatch) as goes_on:
         asyncio.run(scenario(goes_on))
@@ -88,7 +89,7 @@ def test_what_was_told_last_is_kept_although_an_earlier_caller_gave_up(
         await asyncio.sleep(0.1)
         assert not second.done(), "one after the other"
         goes_on.set()
-        assert not (await second).not_kept
+        assert not (await second).not_persisted
         await control.close(HUNG_SECONDS)
         assert not state.read().switches.loads_off
 

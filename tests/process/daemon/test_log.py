@@ -70,7 +70,7 @@ def test_a_daemon_whose_log_nobody_reads_serves_and_stops(full_pipe: tuple[int, 
             os.set_blocking(writer, False)
             while True:
                 os.write(writer, b"\n" * 4096)
-        daemon.process.terminate()
+        daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(patient(STOP_SECONDS)) == 0
     finally:
         daemon.close()

@@ -11,9 +11,7 @@ from itertools import pairwise
 import pytest
 from kvdepot.core import limits
 from kvdepot.core.report import DaemonStatus, TierStatus
-from kvdepot.proto import codec_namespace
-from kvdepot.proto.codec_report import decode_status
-from kvdepot.server.metric_families import FAMILIES
+from kvdepot.server.observe.metric_families import FAMILIES
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
@@ -22,7 +20,7 @@ from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
 from tests.rigs.known_objects import Known, KnownEngine, dense
 from tests.rigs.patience import wait_until
-from tests.rigs.raw_client import CALL_SECONDS, RawEngine, status_of
+from tests.rigs.raw_client import RawEngine, status_of
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 WAIT_SECONDS = 60.0
@@ -75,7 +73,7 @@ class Depot:
 
     @property
     def status(self) -> DaemonStatus:
-        return decode_status(status_of(self.daemon.socket))
+        return status_of(self.daemon.socket)
 
     @property
     def disk(self) -> TierStatus:
@@ -179,9 +177,7 @@ def many_namespaces(depot: Depot) -> None:
             spec = replace(dense(OBJECT_BYTES, f"engine-{number}"), tenant="t")
             engine = stack.enter_context(RawEngine(depot.daemon.socket, spec.label, spec=spec))
             for epoch in range(limits.NAMESPACES_PER_SESSION_MAX - 1):
-                call = codec_namespace.encode_register(engine.session, replace(spec, epoch=f"{epoch}"))
-                registered = engine.stub.RegisterNamespace(call, timeout=CALL_SECONDS)
-                engine.namespace, _ = codec_namespace.decode_registered(registered)
+                engine.namespace = engine.register(replace(spec, epoch=f"{epoch}")).namespace_id
                 assert engine.locate([bytes(16)]) == 0
 
 

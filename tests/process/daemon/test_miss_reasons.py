@@ -20,15 +20,14 @@ from types import MappingProxyType
 from typing import Final
 
 import pytest
-from kvdepot.core.calls import Kind, ReserveOutcome
+from kvdepot.core.calls import Kind, LocateCall, ReserveOutcome
 from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.misses import LOOKUP_REASONS, MissReason
 from kvdepot.core.planner import GroupSpec
 from kvdepot.core.report import DaemonStatus
-from kvdepot.proto import codec
-from kvdepot.proto.codec_report import decode_status
-from kvdepot.server.engine.lookups import WALKS_MAX
+from kvdepot.proto.methods import decode_reply
+from kvdepot.server.depot.loads.lookups import WALKS_MAX
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.fakes.shared_directory import publish
@@ -98,7 +97,7 @@ class Depot:
 
     @property
     def status(self) -> DaemonStatus:
-        return decode_status(status_of(self.daemon.socket))
+        return status_of(self.daemon.socket)
 
     @property
     def fuse(self) -> FuseDirectory:
@@ -140,7 +139,7 @@ def check(depot: Depot, asked: Asked, reason: MissReason) -> None:
         asked.keys, request, budget_seconds=asked.budget_seconds, token_seconds=asked.token_seconds,
         wait_seconds=asked.wait_seconds,
     )  # fmt: skip
-    reply = codec.decode_locate_reply(engine.stub.Locate(call, timeout=WAIT_SECONDS))
+    reply = decode_reply(LocateCall, engine.stub.Locate(call, timeout=WAIT_SECONDS))
     assert (reply.boundary_tokens, reply.miss) == (0, reason)
     assert depot.misses() - before == {reason: 1}, "of this reason, and of no other"
     (record,) = json.loads(answered(depot.daemon, "explain", request, "--json"))
@@ -283,7 +282,7 @@ def stores_off(depot: Depot) -> Iterator[Asked]:
 
 
 @contextmanager
-def removed(depot: Depot) -> Iterator[Asked]:
+def deleted(depot: Depot) -> Iterator[Asked]:
     with depot.engine() as engine:
         keys = depot.keys()
         engine.store(keys)
@@ -345,25 +344,25 @@ def unverified(depot: Depot) -> Iterator[Asked]:
 
 
 @contextmanager
-def looked_up_absent(depot: Depot) -> Iterator[Asked]:
+def probe_absent(depot: Depot) -> Iterator[Asked]:
     with depot.engine() as engine:
         yield Asked(engine, depot.keys())
 
 
 @contextmanager
-def look_up_late(depot: Depot) -> Iterator[Asked]:
+def probe_late(depot: Depot) -> Iterator[Asked]:
     with depot.engine() as engine:
         depot.fuse.hang()
         yield Asked(engine, depot.keys(), wait_seconds=0.1)
 
 
 @contextmanager
-def look_up_refused(depot: Depot) -> Iterator[Asked]:
+def probe_refused(depot: Depot) -> Iterator[Asked]:
     with depot.engine() as engine:
         depot.fuse.hang()
         calls = [engine.stub.Locate.future(engine.locate_call(depot.keys(1))) for _ in range(WALKS_MAX)]
-        misses = {codec.decode_locate_reply(call.result(WAIT_SECONDS)).miss for call in calls}
-        assert misses <= {"look_up_late", "look_up_refused"}, "a walk of before may still be going"
+        misses = {decode_reply(LocateCall, call.result(WAIT_SECONDS)).miss for call in calls}
+        assert misses <= {"probe_late", "probe_refused"}, "a walk of before may still be going"
         yield Asked(engine, depot.keys())
 
 
@@ -420,16 +419,16 @@ OF_RAM: Final[dict[MissReason, Cause]] = {
     MissReason.LOADS_OFF: loads_off,
     MissReason.DRAINING: draining,
     MissReason.STORES_OFF: stores_off,
-    MissReason.REMOVED: removed,
+    MissReason.DELETED: deleted,
     MissReason.EPOCH_BUMPED: epoch_bumped,
     MissReason.CORRUPT: corrupt,
     MissReason.DRIFT: drift,
     MissReason.UNVERIFIED: unverified,
 }
 OF_POOL: Final[dict[MissReason, Cause]] = {
-    MissReason.LOOKED_UP_ABSENT: looked_up_absent,
-    MissReason.LOOK_UP_LATE: look_up_late,
-    MissReason.LOOK_UP_REFUSED: look_up_refused,
+    MissReason.PROBE_ABSENT: probe_absent,
+    MissReason.PROBE_LATE: probe_late,
+    MissReason.PROBE_REFUSED: probe_refused,
     MissReason.LOST: lost,
     MissReason.TIER_UNAVAILABLE: tier_unavailable,
     MissReason.NOT_IN_TIME: not_in_time,

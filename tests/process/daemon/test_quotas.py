@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from kvdepot.core.calls import CommitCall, CommitItem, ReserveOutcome
 from kvdepot.core.report import DaemonStatus, QuotaStatus
-from kvdepot.proto import codec, codec_report
+from kvdepot.proto.methods import encode
 
 from tests.rigs.ctl_process import record, text
 from tests.rigs.daemon_process import DaemonProcess
@@ -50,7 +50,7 @@ def attach(stack: ExitStack, node: DaemonProcess) -> list[RawEngine]:
 
 
 def status(node: DaemonProcess) -> DaemonStatus:
-    return codec_report.decode_status(status_of(node.socket))
+    return status_of(node.socket)
 
 
 def store(engine: RawEngine, keys: list[bytes]) -> None:
@@ -62,7 +62,7 @@ def store(engine: RawEngine, keys: list[bytes]) -> None:
         engine.write(keys, extents)
         granted = np.flatnonzero(np.array(outcomes) == ReserveOutcome.GRANTED).astype("<u4")
         call = CommitCall(engine.session, (CommitItem(lease, granted.tobytes()),))
-        engine.stub.Commit(codec.encode_commit_call(call), timeout=CALL_SECONDS)
+        engine.stub.Commit(encode(call), timeout=CALL_SECONDS)
         return ReserveOutcome.LATER not in outcomes
 
     wait_until(stored, "there is room", seconds=30)

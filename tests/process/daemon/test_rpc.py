@@ -18,11 +18,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from kvdepot.core import errors, limits
 from kvdepot.core.calls import CommitOutcome, Kind, ReserveOutcome
-from kvdepot.proto import codec_namespace
+from kvdepot.core.registration import RegisterCall
+from kvdepot.proto.methods import encode
 from kvdepot.proto.status import from_status
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
-from kvdepot.server.metric_families import FAMILIES
+from kvdepot.server.observe.metric_families import FAMILIES
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
@@ -56,7 +57,7 @@ def test_what_is_stored_comes_back(engine: RawEngine) -> None:
 
 
 def test_an_unknown_session_is_told_to_attach(engine: RawEngine) -> None:
-    request = pb.LocateRequest(session=os.urandom(16), namespace=engine.namespace)
+    request = pb.LocateRequest(session=os.urandom(16), namespace_id=engine.namespace)
     error = _refusal(lambda: engine.stub.Locate(request))
     assert isinstance(error, errors.UnknownSession)
     assert "attach first" in error.advice
@@ -64,7 +65,7 @@ def test_an_unknown_session_is_told_to_attach(engine: RawEngine) -> None:
 
 
 def test_an_unknown_namespace_is_told_to_register(engine: RawEngine) -> None:
-    request = pb.LocateRequest(session=engine.session, namespace=os.urandom(16))
+    request = pb.LocateRequest(session=engine.session, namespace_id=os.urandom(16))
     assert isinstance(_refusal(lambda: engine.stub.Locate(request)), errors.UnknownNamespace)
 
 
@@ -72,7 +73,7 @@ def test_an_unknown_namespace_is_told_to_register(engine: RawEngine) -> None:
     ("field", "value", "found"),
     [
         ("session", b"short", "session: 5 bytes, not 16"),
-        ("namespace", b"", "namespace: 0 bytes, not 16"),
+        ("namespace_id", b"", "namespace_id: 0 bytes, not 16"),
         ("lease_id", 0, "lease_id: 0 is not a lease id"),
         ("keys", b"x" * 17, "keys: 17 bytes are no multiple"),
         ("keys", b"x" * 16 * (limits.OBJECTS_PER_LEASE_MAX + 1), "more than 16384"),
@@ -87,7 +88,7 @@ def test_malformed_fields_are_named(engine: RawEngine, field: str, value: object
     good: dict[str, Any] = {
         "session": engine.session,
         "lease_id": 1,
-        "namespace": engine.namespace,
+        "namespace_id": engine.namespace,
         "keys": b"k" * 16,
         "parents": bytes(16),
         "kinds": bytes([Kind.ATTENTION]),
@@ -101,7 +102,7 @@ def test_malformed_fields_are_named(engine: RawEngine, field: str, value: object
 def test_oversized_messages_are_refused_and_nothing_is_lost(daemon: DaemonProcess, engine: RawEngine) -> None:
     keys = keys_of("before size", 1)
     engine.store(keys)
-    request = pb.LocateRequest(session=engine.session, namespace=engine.namespace, keys=bytes(5 << 20))
+    request = pb.LocateRequest(session=engine.session, namespace_id=engine.namespace, keys=bytes(5 << 20))
     with pytest.raises(grpc.RpcError) as raised:
         engine.stub.Locate(request)
     assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -127,7 +128,7 @@ def test_garbage_on_the_grpc_socket_harms_nobody(daemon: DaemonProcess, engine: 
 def test_a_spec_that_lies_about_sizes_is_refused_with_the_numbers(engine: RawEngine) -> None:
     honest = dense_spec("liar")
     lie = replace(honest, object_bytes={Kind.ATTENTION: honest.object_bytes[Kind.ATTENTION] - 4096})
-    register = codec_namespace.encode_register(engine.session, lie)
+    register = encode(RegisterCall(engine.session, lie))
     error = _refusal(lambda: engine.stub.RegisterNamespace(register))
     assert isinstance(error, errors.NamespaceRefused)
     assert str(honest.object_bytes[Kind.ATTENTION]) in error.message
@@ -136,7 +137,7 @@ def test_a_spec_that_lies_about_sizes_is_refused_with_the_numbers(engine: RawEng
 
 
 def test_a_spec_of_an_unknown_kind_is_refused(engine: RawEngine) -> None:
-    request = codec_namespace.encode_register(engine.session, dense_spec("odd"))
+    request = encode(RegisterCall(engine.session, dense_spec("odd")))
     request.spec.groups[0].kind = 9
     error = _refusal(lambda: engine.stub.RegisterNamespace(request))
     assert "groups[0].kind: 9 is none of" in error.message
@@ -178,15 +179,15 @@ def test_health_and_reflection_answer(engine: RawEngine) -> None:
 
 
 @pytest.mark.requirement("T4")
-def test_a_stop_waits_for_no_engine_s_watch() -> None:
+def test_a_stop_waits_for_no_watch_of_an_unknown_service() -> None:
     status = health_pb2.HealthCheckResponse
     with DaemonProcess() as process, grpc.insecure_channel(process.endpoint) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        engine = stub.Watch(health_pb2.HealthCheckRequest(service="engine"), timeout=60)
-        assert next(engine).status == status.SERVICE_UNKNOWN
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="engine"), timeout=60)
+        assert next(watch).status == status.SERVICE_UNKNOWN
         assert process.stop() == 0
-        assert list(engine) == []
-        assert engine.code() is grpc.StatusCode.OK, "it was ended, not broken off at the end of the grace"
+        assert list(watch) == []
+        assert watch.code() is grpc.StatusCode.OK, "it was ended, not broken off at the end of the grace"
 
 
 def test_everybody_who_watches_the_health_is_told_of_a_stop() -> None:
@@ -201,7 +202,7 @@ def test_everybody_who_watches_the_health_is_told_of_a_stop() -> None:
 
 def test_namespaces_are_listed_by_pages(daemon: DaemonProcess, engine: RawEngine) -> None:
     for label in ("page-a", "page-b", "page-c"):
-        engine.stub.RegisterNamespace(codec_namespace.encode_register(engine.session, dense_spec(label)))
+        engine.stub.RegisterNamespace(encode(RegisterCall(engine.session, dense_spec(label))))
     labels, token = [], ""
     while True:
         page = engine.operator.ListNamespaces(pb.ListNamespacesRequest(page_size=2, page_token=token))
@@ -220,7 +221,7 @@ def test_namespaces_are_listed_by_pages(daemon: DaemonProcess, engine: RawEngine
 def test_identities_of_any_size_break_neither_status_nor_listing(engine: RawEngine) -> None:
     for number in range(6):
         spec = replace(dense_spec(f"big-{number}"), identity={"model": f'"{"x" * 900_000}"'})
-        engine.stub.RegisterNamespace(codec_namespace.encode_register(engine.session, spec))
+        engine.stub.RegisterNamespace(encode(RegisterCall(engine.session, spec)))
     labels = {namespace.label for namespace in engine.status().namespaces}
     listed: dict[str, int] = {}
     token = ""
@@ -243,7 +244,7 @@ def test_metrics_and_health_over_http(daemon: DaemonProcess, engine: RawEngine) 
     figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(figures["kvdepot_ready"]) == 1
     assert float(figures['kvdepot_tier_objects{tier="ram"}']) >= 1
-    assert float(figures['kvdepot_tier_capacity_bytes{tier="ram"}']) == 384 << 20
+    assert float(figures['kvdepot_tier_capacity_bytes{tier="ram"}']) == 320 << 20
     for name, value in status_of(daemon.socket).counters.items():
         family, _, key = name.partition(".")
         (declared,) = [one for one in FAMILIES if one.name == family]

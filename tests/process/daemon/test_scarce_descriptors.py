@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from kvdepot.core.calls import AttachCall
 from kvdepot.proto import codec
-from kvdepot.server import attach, processes
-from kvdepot.server.attach import ArenaOffer, AttachListener
-from kvdepot.server.checksums import ChecksumService
-from kvdepot.server.processes import peer_pidfd, read_boot_id
+from kvdepot.server.attach import attach
+from kvdepot.server.attach.attach import ArenaOffer, AttachListener
+from kvdepot.server.daemon.checksums import ChecksumService
+from kvdepot.server.platform import processes
+from kvdepot.server.platform.processes import peer_pidfd, read_boot_id
 
 from tests.fakes.scarce_descriptors import no_descriptor_left
 from tests.rigs.engine_rig import Rig
@@ -67,7 +68,7 @@ def test_without_descriptors_the_listener_waits_instead_of_spinning(
         offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
         log = logging.getLogger("scarce")
         listener = AttachListener(
-            engine=Rig().engine,
+            depot=Rig().depot,
             calls=_NO_CALLS,
             offer=offer,
             streams=_NO_STREAMS,
@@ -101,7 +102,7 @@ def test_an_attachment_without_a_descriptor_for_it_ends() -> None:
         offer = ArenaOffer(1, 4096, "1", none_left)
         log = logging.getLogger("scarce")
         listener = AttachListener(
-            engine=rig.engine,
+            depot=rig.depot,
             calls=_NO_CALLS,
             offer=offer,
             streams=_NO_STREAMS,
@@ -116,7 +117,7 @@ def test_an_attachment_without_a_descriptor_for_it_ends() -> None:
         return answer
 
     assert asyncio.run(run()) == b""
-    assert [info.connections for info in rig.engine.attachments()] == [0]
+    assert [info.connections for info in rig.depot.attachments()] == [0]
 
 
 @pytest.mark.requirement("I6")
@@ -139,7 +140,7 @@ def test_a_process_that_could_be_watched_is_not_attached_unwatched(
         loop = asyncio.get_running_loop()
         offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
         listener = AttachListener(
-            engine=rig.engine, calls=_NO_CALLS, offer=offer, streams=_NO_STREAMS, loop=loop,
+            depot=rig.depot, calls=_NO_CALLS, offer=offer, streams=_NO_STREAMS, loop=loop,
             log=logging.getLogger("scarce"), boot_id=read_boot_id(),
         )  # fmt: skip
         listener.listen(path, 0o600, -1)
@@ -150,7 +151,7 @@ def test_a_process_that_could_be_watched_is_not_attached_unwatched(
 
     reply = codec.decode_attach_reply(asyncio.run(run()))
     assert reply.protocol == 0 and "cannot be watched: Too many open files" in reply.error
-    assert list(rig.engine.attachments()) == []
+    assert list(rig.depot.attachments()) == []
 
 
 @pytest.mark.parametrize("failing", ["Popen", "pidfd_open"])
@@ -165,7 +166,7 @@ def test_a_checksum_worker_that_cannot_start_is_tried_again(monkeypatch: pytest.
     with _none_given_back():
         before = len(list(Path("/proc/self/fd").iterdir()))
         service = ChecksumService(
-            arena=arena, engine=Rig().engine, loop=loop, log=logging.getLogger("scarce"), quarantine=lambda _: None
+            arena=arena, depot=Rig().depot, loop=loop, log=logging.getLogger("scarce"), quarantine=lambda _: None
         )
         service.start()
         service.start()

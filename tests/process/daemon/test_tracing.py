@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.records import RequestRecord
-from kvdepot.server.tracing import COMPLAINT_SECONDS, Complaints, Tracing
+from kvdepot.server.observe.tracing import COMPLAINT_SECONDS, Complaints, Tracing
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import KeyValue
 

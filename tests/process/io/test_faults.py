@@ -15,7 +15,7 @@ from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Allocate, Append, Part, Priority, Probe, Quarantine
 from kvdepot.server.io.perform import perform
 from kvdepot.server.io.pool import processes_max
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.io_pool_rig import Lent, is_gone, pool_on, until
@@ -307,7 +307,7 @@ def test_a_full_file_system_is_told_apart_and_left_as_it_was(tiny: Path) -> None
             assert (
                 await under.ask(Quarantine((Part("segments/00000.seg", 0, MIB),), "q"))
             ).outcome is IoOutcome.NO_SPACE
-            assert (await under.ask(Probe(".probe", write=True))).outcome is IoOutcome.NO_SPACE
+            assert (await under.ask(Probe(".probe"))).outcome is IoOutcome.NO_SPACE
             assert under.pool.usable
             os.truncate(rig.segment, 0)
             assert (await under.ask(Append("j", 6, b"more", sync=True))).outcome is IoOutcome.OK
@@ -327,7 +327,7 @@ def test_a_read_only_file_system_is_told_apart_and_still_read(tiny: Path) -> Non
     assert perform(write, context).outcome is IoOutcome.OK
     context.close()
     subprocess.run(["mount", "-o", "remount,ro", str(tiny)], check=True)
-    for job in (write, Append("j", 0, b"x", sync=True), Allocate("s", 1), Probe(".probe", write=True)):
+    for job in (write, Append("j", 0, b"x", sync=True), Allocate("s", 1), Probe(".probe")):
         assert perform(job, context).outcome is IoOutcome.READ_ONLY
     assert perform(rig.read_of(write), context).outcome is IoOutcome.OK
     context.close()

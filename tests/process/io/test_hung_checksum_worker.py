@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvdepot.server import checksums
-from kvdepot.server.checksums import ChecksumService
+from kvdepot.server.daemon import checksums
+from kvdepot.server.daemon.checksums import ChecksumService
 
 from tests.rigs.engine_rig import Rig, audit, path
 from tests.rigs.patience import WAIT_SECONDS, until
@@ -27,7 +27,7 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
     rig = Rig()
 
     def lent() -> int:
-        return rig.engine.status().tier.lent_bytes
+        return rig.depot.status().tier.lent_bytes
 
     async def run() -> None:
         arena: Any = SimpleNamespace(
@@ -35,7 +35,7 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
         )
         os.ftruncate(arena.fd, rig.layout.size_bytes)
         service = ChecksumService(
-            arena=arena, engine=rig.engine, loop=asyncio.get_running_loop(), log=logging.getLogger("hung"),
+            arena=arena, depot=rig.depot, loop=asyncio.get_running_loop(), log=logging.getLogger("hung"),
             quarantine=lambda _: None,
         )  # fmt: skip
         service.start()
@@ -47,7 +47,7 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
         assert lent() == OBJECTS * 8192
         await until(lambda: service.pid != stopped, "another worker")  # its death is proven by then
         monkeypatch.setattr(checksums, "ANSWER_SECONDS_MAX", WAIT_SECONDS)  # the next one may start slowly
-        await until(lambda: not rig.engine.unsummed, "all is summed")
+        await until(lambda: not rig.depot.unsummed, "all is summed")
         assert lent() == 0
         assert service._overdue is None, "a worker that has nothing to do is left alone"
         service.close()
@@ -55,5 +55,5 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
 
     with caplog.at_level(logging.WARNING, "hung"):
         asyncio.run(run())
-    assert f"{OBJECTS} jobs and no answer" in caplog.text
-    audit(rig.engine)
+    assert f"{OBJECTS} jobs, no answer" in caplog.text
+    audit(rig.depot)

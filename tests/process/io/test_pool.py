@@ -21,13 +21,13 @@ from kvdepot.server.io.jobs import (
     Allocate,
     Answer,
     Append,
-    LookUpFiles,
     Priority,
     Probe,
     Remove,
+    StatFiles,
 )
 from kvdepot.server.io.pool import processes_max
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.io_pool_rig import Lent, pool_on, state, stop, until
 from tests.rigs.io_rig import MIB, IoRig, pattern, verify_only
@@ -70,7 +70,7 @@ def test_every_kind_of_job_is_done(rig: IoRig) -> None:
             for job in (
                 Allocate("segments/1.seg", MIB),
                 Append("journal/1.log", 0, b"record", sync=True),
-                Probe(".probe", write=True),
+                Probe(".probe"),
                 Remove(("segments/1.seg",)),
             ):
                 assert (await under.ask(job, priority=Priority.TEND)).outcome is IoOutcome.OK
@@ -86,7 +86,7 @@ def test_a_name_that_cannot_be_looked_up_costs_neither_a_worker_nor_the_path(rig
 
     async def run() -> None:
         async with pool_on(rig) as under:
-            answer = await under.ask(LookUpFiles(("good", "folder/bad", "absent")))
+            answer = await under.ask(StatFiles(("good", "folder/bad", "absent")))
             assert (answer.outcome, answer.lengths) == (IoOutcome.OK, (MIB, UNKNOWN, ABSENT))
             assert under.counts["io_workers.crashed"] == 0
 
@@ -96,7 +96,7 @@ def test_a_name_that_cannot_be_looked_up_costs_neither_a_worker_nor_the_path(rig
 def test_loads_go_before_stores_and_both_before_tending(rig: IoRig) -> None:
     async def run() -> None:
         async with pool_on(rig) as under:
-            await under.ask(Probe(".probe", write=True))
+            await under.ask(Probe(".probe"))
             stop(under.pid)
             order: list[str] = []
             read = rig.read_of(rig.write(1, MIB))
@@ -123,7 +123,7 @@ def test_a_worker_whose_objects_are_quick_is_handed_more_than_it_has_threads_for
     async def run() -> None:
         async with pool_on(rig, quick_seconds=quick_seconds) as under:
             write = rig.write(1, MIB)
-            await under.ask(Probe(".probe", write=True))
+            await under.ask(Probe(".probe"))
             for handed in (2, in_hand):  # a probe says nothing about objects
                 stop(under.pid)
                 order: list[str] = []
@@ -144,16 +144,16 @@ def test_a_quick_worker_that_begins_to_hang_is_handed_nothing_ahead(rig: IoRig) 
             write = rig.write(1, MIB)
             for _ in range(8):
                 await asyncio.gather(*(under.ask(write) for _ in range(4)))
-            hanging, serving = under.pool._serving
+            hanging, serving = under.pool._crew.serving
             assert hanging.quick and serving.quick
             stop(hanging.process.pid)
             first = [under.ask(write) for _ in range(4)]
-            await until(lambda: not serving.hand, "the other one has done its part")
-            assert len(hanging.hand) == 2
+            await until(lambda: not serving.inflight, "the other one has done its part")
+            assert len(hanging.inflight) == 2
             await asyncio.sleep(0.6)
             others = [under.ask(write) for _ in range(20)]
             assert {answer.outcome for answer in await asyncio.gather(*others)} == {IoOutcome.OK}
-            assert len(hanging.hand) == 2 and sum(answer.done() for answer in first) == 2
+            assert len(hanging.inflight) == 2 and sum(answer.done() for answer in first) == 2
             os.kill(hanging.process.pid, signal.SIGCONT)
             await asyncio.gather(*first)
 
@@ -170,8 +170,8 @@ def test_what_a_stopped_worker_had_not_begun_is_done_by_the_next_one(rig: IoRig)
             order: list[str] = []
             loans = [under.lent(log=order, name=name) for name in "abcd"]
             asked = [under.ask(rig.read_of(write), loan, deadline_seconds=0.3) for loan in loans]
-            (worker,) = under.pool._serving
-            assert [task.timer is not None for task in worker.hand.values()] == [True, True, False, False]
+            (worker,) = under.pool._crew.serving
+            assert [task.timer is not None for task in worker.inflight.values()] == [True, True, False, False]
             assert [(await answer).outcome for answer in asked] == [IoOutcome.TIMEOUT] * 2 + [IoOutcome.OK] * 2
             assert order == [*"abcd", *"cd"]
             await until(lambda: [loan.held_by for loan in loans] == [None] * 4, "the stopped worker is dead")
@@ -197,7 +197,7 @@ def test_a_callback_that_raises_keeps_no_other_job_from_its_answer(rig: IoRig) -
 
     async def run() -> None:
         async with pool_on(rig) as under:
-            probe = Probe(".probe", write=True)
+            probe = Probe(".probe")
             await under.ask(probe)
             stop(under.pid)
             for _ in range(3):
@@ -258,7 +258,7 @@ def test_failures_in_a_row_take_the_path_out_of_use_until_a_probe_works(rig: IoR
             assert set(outcomes) == {IoOutcome.GONE, IoOutcome.CANCELLED}
             assert 3 <= outcomes.count(IoOutcome.GONE) <= 6
             assert (await under.ask(read)).outcome is IoOutcome.CANCELLED
-            assert under.pool.why_unusable.startswith("out of use: gone")
+            assert under.pool.why_unusable.startswith("disabled: gone")
             await asyncio.sleep(0.7)  # several probes fail
             assert under.pool.why_unusable
 
@@ -289,7 +289,7 @@ def test_what_is_wrong_with_objects_does_not_take_the_path_out_of_use(rig: IoRig
 def test_close_lets_jobs_in_hand_finish_and_cancels_the_others(rig: IoRig) -> None:
     async def run() -> None:
         async with pool_on(rig) as under:
-            await under.ask(Probe(".probe", write=True))
+            await under.ask(Probe(".probe"))
             pid = under.pid
             stop(pid)
             asked = [under.ask(replace(rig.write(seed, MIB), raw_sum=None), under.lent()) for seed in range(4)]
@@ -300,7 +300,7 @@ def test_close_lets_jobs_in_hand_finish_and_cancels_the_others(rig: IoRig) -> No
             outcomes = [(await future).outcome for future in asked]
             assert outcomes == [IoOutcome.OK] * 2 + [IoOutcome.CANCELLED] * 2
             assert state(pid) == ""
-            assert (await under.ask(Probe(".probe", write=True))).outcome is IoOutcome.CANCELLED
+            assert (await under.ask(Probe(".probe"))).outcome is IoOutcome.CANCELLED
             assert not under.registry.pids
 
     asyncio.run(run())
@@ -309,7 +309,7 @@ def test_close_lets_jobs_in_hand_finish_and_cancels_the_others(rig: IoRig) -> No
 def test_close_does_not_wait_for_workers_that_do_not_answer(rig: IoRig) -> None:
     async def run() -> None:
         async with pool_on(rig) as under:
-            await under.ask(Probe(".probe", write=True))
+            await under.ask(Probe(".probe"))
             stop(under.pid)
             loan = under.lent()
             asked = under.ask(rig.write(1, MIB), loan)
@@ -333,7 +333,7 @@ def test_a_guarded_directory_is_changed_hands_only_when_the_last_worker_is_dead(
             assert renew_token(lock, "another daemon's") is None
             before = set(under.pool.pids)
             under.pool.renew("mine")  # new workers, same right
-            assert (await under.ask(Probe(".probe", write=True))).outcome is IoOutcome.OK
+            assert (await under.ask(Probe(".probe"))).outcome is IoOutcome.OK
             await until(lambda: not before & set(under.pool.pids), "the workers of before have ended")
         assert renew_token(lock, "another daemon's") == "another daemon's"
         async with pool_on(rig, guard="mine") as under:

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.server.io import pool as pooling
-from kvdepot.server.io.jobs import Append
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.io import crew
+from kvdepot.server.io.framing import FrameError
+from kvdepot.server.io.jobs import ANSWERS, Append
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.io_pool_rig import Lent, pool_on, stop, until
 from tests.rigs.io_rig import MIB, IoRig, verify_only
@@ -63,7 +64,7 @@ def test_an_append_is_not_tried_again(rig: IoRig) -> None:
 
 
 def test_a_job_that_kills_two_workers_is_given_up(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooling, "_BACKOFF_SECONDS_MIN", 0.01)
+    monkeypatch.setattr(crew, "_BACKOFF_SECONDS_MIN", 0.01)
 
     async def run() -> None:
         async with pool_on(rig) as under:
@@ -115,13 +116,11 @@ def test_without_room_in_the_attachment_table_workers_come_later(rig: IoRig) -> 
 
 
 def test_a_worker_that_talks_nonsense_is_ended(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvdepot.server.io import worker_process
-
     async def run() -> None:
         async with pool_on(rig) as under:
             first = under.pid
             with monkeypatch.context() as patch:
-                patch.setattr(worker_process, "take_answers", _no_answer)
+                patch.setattr(ANSWERS, "take", _no_answer)
                 asked = under.ask(rig.write(1, MIB), under.lent())
                 await until(lambda: first not in under.pool.pids, "the worker is gone")
             assert (await asked).outcome is IoOutcome.OK
@@ -130,9 +129,7 @@ def test_a_worker_that_talks_nonsense_is_ended(rig: IoRig, monkeypatch: pytest.M
 
 
 def _no_answer(received: bytearray) -> None:
-    from kvdepot.server.io.wire import WireError
-
-    raise WireError("nonsense")
+    raise FrameError("nonsense")
 
 
 # Workers that do not answer.
@@ -202,7 +199,7 @@ def test_a_worker_that_does_not_start_is_abandoned_and_another_does_its_work(
 ) -> None:
     async def run() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(pooling, "_START_SECONDS", 0.2)
+            patch.setattr(crew, "START_SECONDS", 0.2)
             under_test = pool_on(rig, started=False)
             under = await under_test.__aenter__()
         try:
@@ -224,7 +221,7 @@ def test_a_probe_whose_worker_does_not_start_has_failed(rig: IoRig, monkeypatch:
             asked = under.ask(rig.write(1, MIB), under.lent(), deadline_seconds=0.1)
             assert (await asked).outcome is IoOutcome.TIMEOUT
             with monkeypatch.context() as patch:
-                patch.setattr(pooling, "_START_SECONDS", 0.0)  # none starts so soon
+                patch.setattr(crew, "START_SECONDS", 0.0)  # none starts so soon
                 await until(lambda: "has not started" in under.pool.why_unusable, "a probe has failed")
             await until(lambda: under.pool.usable, "a later probe worked")
 
@@ -243,7 +240,7 @@ def test_a_worker_gives_way_before_it_has_started(rig: IoRig) -> None:
 
 def test_a_worker_imports_only_what_it_needs() -> None:
     """Each one of a mount that hangs is replaced, and engines wait for the CPU that this takes."""
-    unwanted = {"kvdepot.core.calls", "kvdepot.core.report", "kvdepot.server.engine.types", "numpy", "grpc", "asyncio"}
+    unwanted = {"kvdepot.core.calls", "kvdepot.core.report", "kvdepot.server.depot.types", "numpy", "grpc", "asyncio"}
     script = f"import sys, kvdepot.server.io.worker; print(sorted({unwanted!r} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", script], text=True) == "[]\n"
 

@@ -14,9 +14,17 @@ from typing import Any
 import pytest
 from kvdepot.core.limits import OBJECT_BYTES_MAX
 from kvdepot.server.io import pool as pooling
-from kvdepot.server.io.jobs import Answer, Append, Job, Priority, Remove
-from kvdepot.server.io.wire import APPEND_BYTES_MAX, EXTENTS_MAX, FILES_MAX
-from kvdepot.server.tiers.base import IoOutcome, UnknownWorker
+from kvdepot.server.io.jobs import (
+    APPEND_BYTES_MAX,
+    EXTENTS_MAX,
+    FILES_MAX,
+    Answer,
+    Append,
+    Job,
+    Priority,
+    Remove,
+)
+from kvdepot.server.storage.base import IoOutcome, UnknownWorker
 
 from tests.fakes.raising import Faults, Point, points
 from tests.rigs.io_pool_rig import Lent, PoolRig, pool_on, stop, until
@@ -274,7 +282,7 @@ def lazily(plain: Faults) -> Iterator[Point]:
     yield from points(plain.calls, after=has_effect)
 
 
-@pytest.mark.long
+@pytest.mark.long(seconds=20)
 @pytest.mark.timeout(1800)
 def test_an_exception_at_any_callback_of_a_pool_jams_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Faults()

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from kvdepot.client.copy.base import InDoubt, object_pieces
+from kvdepot.client.copy.base import IndeterminateError, object_pieces
 from kvdepot.client.copy.cpu import CpuCopier
 from kvdepot.client.extents import parse_extents
 from kvdepot.client.transports.stream import StreamArena
@@ -24,7 +24,7 @@ from kvdepot.proto.status import RefusedByDaemon
 from kvdepot.proto.v1 import data_pb2 as pb
 from kvdepot.proto.v1 import data_pb2_grpc as pb_grpc
 
-from tests.fakes.direct_session import Depot, DirectSession
+from tests.fakes.direct_session import DirectDepot, DirectSession
 from tests.rigs.engine_client import BLOCK_BYTES, CHUNK_TOKENS, IN_OBJECT, LAYERS, OBJECT_BYTES, prompt_keys, spec
 from tests.rigs.patience import patient, wait_until
 
@@ -37,7 +37,7 @@ class Rank:
     """A proxy and its session, with one lease of each kind. `written` and `read` are packed extents."""
 
     def __init__(self) -> None:
-        self.depot = Depot()
+        self.depot = DirectDepot()
         self.session = DirectSession(self.depot, "e", 1)
         self.session.register(spec())
         self.namespace = spec().namespace_id()
@@ -242,7 +242,7 @@ def test_whatever_interrupts_a_store_leaves_it_in_doubt_until_the_proxy_is_dead(
     extents = parse_extents(rank.written, arena.size_bytes)
     blocks = [[index * IN_OBJECT + block for block in range(IN_OBJECT)] for index in range(COUNT)]
     batch = object_pieces(extents, range(COUNT), 0, range(LAYERS), [BLOCK_BYTES] * LAYERS, IN_OBJECT, blocks)
-    with pytest.raises(InDoubt) as doubt:
+    with pytest.raises(IndeterminateError) as doubt:
         arena.store(CpuCopier(layers), extents, batch, interrupt)
     assert arena.ended
     wait_until(lambda: doubt.value.over)
@@ -251,7 +251,7 @@ def test_whatever_interrupts_a_store_leaves_it_in_doubt_until_the_proxy_is_dead(
 
 
 def test_the_proxy_ends_with_its_lifeline_and_leaves_no_word(capfd: pytest.CaptureFixture[str]) -> None:
-    depot = Depot()
+    depot = DirectDepot()
     (attached,) = depot.attach("e", 1)
     proxy = depot.proxy(attached)
     proxy.arena.end()

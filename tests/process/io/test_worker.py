@@ -14,17 +14,18 @@ from pathlib import Path
 
 import pytest
 from kvdepot.server.io.context import SCRATCH_KEPT_BYTES
-from kvdepot.server.io.jobs import Job, Probe
+from kvdepot.server.io.framing import HEAD
+from kvdepot.server.io.jobs import ANSWERS, JOBS, STARTED, Job, Probe
 from kvdepot.server.io.pool import worker_reserve_bytes
-from kvdepot.server.io.wire import FRAME, STARTED, pack_job, take_answers
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.io_pool_rig import is_gone
 from tests.rigs.io_rig import ARENA_BYTES, MIB, IoRig, verify_only
 from tests.rigs.patience import Deadline, patient
 
 MODULE = "kvdepot.server.io.worker"
-PROBE = Probe(".probe", write=True)
+PROBE = Probe(".probe")
+STRANGE = [bytes(HEAD.size), HEAD.pack(1 << 31, 0, 1), HEAD.pack(3, 0, 1) + b"abc", HEAD.pack(0, 99, 1)]
 
 
 class Worker:
@@ -42,9 +43,9 @@ class Worker:
             )
 
     def ask(self, job: Job, number: int = 1) -> IoOutcome:
-        self.socket.sendall(pack_job(number, job))
+        self.socket.sendall(JOBS.pack(job, number))
         received = bytearray()
-        while not (answers := [answer for answer in take_answers(received) if answer[0] != STARTED]):
+        while not (answers := [answer for answer in ANSWERS.take(received) if answer[0] != STARTED]):
             data = self.socket.recv(1 << 16)
             assert data, "the worker ended"
             received += data
@@ -134,13 +135,13 @@ def test_signals_for_the_daemon_do_not_end_it(worker: Worker) -> None:
 
 
 @pytest.mark.requirement("I4")
-@pytest.mark.parametrize("frame", [b"\0" * 12, FRAME.pack(1 << 31, 1), FRAME.pack(FRAME.size + 3, 1) + b"abc"])
+@pytest.mark.parametrize("frame", STRANGE)
 def test_bytes_that_are_no_job_end_it(worker: Worker, frame: bytes) -> None:
     assert worker.ask(PROBE) is IoOutcome.OK
     worker.socket.sendall(frame)
     _, log = worker.process.communicate(timeout=patient(10))
     assert worker.process.returncode == 1
-    assert b"WireError" in log
+    assert b"FrameError" in log
 
 
 def test_a_job_that_raises_ends_it(rig: IoRig) -> None:
@@ -152,7 +153,7 @@ def test_a_job_that_raises_ends_it(rig: IoRig) -> None:
     )
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE)
     theirs.close()
-    ours.sendall(pack_job(1, PROBE))
+    ours.sendall(JOBS.pack(PROBE, 1))
     _, log = process.communicate(timeout=patient(10))
     assert process.returncode == 1
     assert b"ZeroDivisionError" in log
@@ -172,7 +173,7 @@ def test_it_ends_with_the_process_that_made_it(rig: IoRig) -> None:
     parent = subprocess.Popen([sys.executable, "-c", code], pass_fds=(theirs.fileno(),), stdout=subprocess.PIPE)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    ours.sendall(pack_job(1, PROBE))
+    ours.sendall(JOBS.pack(PROBE, 1))
     ours.settimeout(10)
     assert ours.recv(100)
     parent.kill()

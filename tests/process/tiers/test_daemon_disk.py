@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 from kvdepot.client.failures import CallFailure
-from kvdepot.core.calls import AcquireOutcome, ReserveReply
+from kvdepot.core.calls import AcquireOutcome, Kind, ReserveReply
 from kvdepot.core.report import TierStatus
-from kvdepot.proto import codec_report
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
@@ -34,15 +33,15 @@ def daemon(path: Path, **keys: str) -> DaemonProcess:
 
 
 def tier(engine: RawEngine) -> TierStatus:
-    return codec_report.decode_status(engine.status()).tiers[1]
+    return engine.status().tiers[1]
 
 
 def ram(engine: RawEngine) -> TierStatus:
-    return codec_report.decode_status(engine.status()).tiers[0]
+    return engine.status().tiers[0]
 
 
 def writes_answered(engine: RawEngine) -> float:
-    counters = codec_report.decode_status(engine.status()).counters
+    counters = engine.status().counters
     return sum(value for name, value in counters.items() if name.startswith("tier_writes.nvme/"))
 
 
@@ -85,7 +84,7 @@ def test_objects_survive_a_reboot_and_come_back_verified(directory: Path, kill: 
 
 
 def counters(engine: RawEngine) -> Mapping[str, float]:
-    return codec_report.decode_status(engine.status()).counters
+    return engine.status().counters
 
 
 def test_requests_that_wait_find_everything_in_ram_and_the_share_is_respected(directory: Path) -> None:
@@ -132,7 +131,7 @@ def test_a_daemon_restart_keeps_ram_and_disk_together(directory: Path) -> None:
             wait_ready(engine)
             wait_until(lambda: tier(engine).objects == 8, "the disk's objects find RAM's")
             assert engine.load(keys) == [payload_of(key) for key in keys]
-            assert engine.status().namespaces[0].objects[1] == 8
+            assert engine.status().namespaces[0].objects[Kind.ATTENTION] == 8
 
 
 @pytest.mark.requirement("T2")

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectHeader, payload_sum
 from kvdepot.core.report import TierStatus
-from kvdepot.proto.codec_report import decode_status
-from kvdepot.server.tiers.shared import layout
+from kvdepot.server.storage import shared_layout as layout
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_daemon import children
@@ -64,7 +63,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def _tier(daemon: DaemonProcess) -> TierStatus:
-    return decode_status(status_of(daemon.socket)).tiers[1]
+    return status_of(daemon.socket).tiers[1]
 
 
 def _store(nodes: Nodes, daemon: DaemonProcess, keys: list[bytes]) -> None:
@@ -192,15 +191,15 @@ def test_a_daemon_that_is_killed_again_and_again_holds_nothing_of_what_its_earli
 
 
 @pytest.mark.requirement("T3", "I4")
-def test_a_keeper_that_is_killed_again_and_again_holds_nothing_once_what_was_begun_under_it_is_over(
+def test_a_coordinator_that_is_killed_again_and_again_holds_nothing_once_what_was_begun_under_it_is_over(
     nodes: Nodes,
 ) -> None:
     steady, daemon = nodes.start(), nodes.start()
     for number in range(2):
-        _store(nodes, daemon, keys_of(f"keeper{number}", 3))
+        _store(nodes, daemon, keys_of(f"coordinator{number}", 3))
         earlier = _tier(daemon).node
-        (keeper,) = children(daemon.pid, b"io.shared_keeper")
-        os.kill(keeper, signal.SIGKILL)
+        (coordinator,) = children(daemon.pid, b"shared.coordinator.main")
+        os.kill(coordinator, signal.SIGKILL)
         wait_until(lambda: _tier(daemon).node not in ("", earlier), "it is a node again", WAIT_SECONDS)  # noqa: B023
     folder = nodes.root / layout.NODES
     wait_until(lambda: len(list(folder.iterdir())) == 2, "its earlier nodes are forgotten", WAIT_SECONDS)

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from kvdepot.core.errors import ConfigError
-from kvdepot.server.tiers.base import IoOutcome, Read, Written
+from kvdepot.server.io.child_stream import NICENESS
+from kvdepot.server.storage.base import IoOutcome, Read, Written
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.layout import FOLDERS, DiskLayout, segment_name
 from kvdepot.server.tiers.disk.making import make_disk_tier
@@ -87,7 +88,9 @@ class Live:
     async def close(self) -> None:
         self.ticking.cancel()
         await self.tier.close()
-        opener: Any = self.tier._opener  # holds the directory till it is dead, for a pid that lives on: the test's own
+        opener: Any = (
+            self.tier._openings.link
+        )  # holds the directory till it is dead, for a pid that lives on: the test's own
         await self.until(lambda: not opener._stream._hanging(), "its opening process is dead")
         os.close(self.arena_fd)
 
@@ -187,25 +190,46 @@ def test_an_opening_process_that_dies_before_it_has_read_anything_is_followed_by
 def test_opening_processes_that_ended_are_reaped_while_others_follow(tmp_path: Path) -> None:
     """A disk that is not mounted is tried again for as long as the daemon lives."""
 
-    async def scenario() -> set[str]:
+    async def scenario() -> None:
         config = DiskConfig("disk", tmp_path / "missing" / "tier", CAPACITY_BYTES, quarantine_bytes=QUARANTINE_BYTES)
         opener = OpenerProcess(config, asyncio.get_running_loop())
-        started: set[str] = set()
+        started: list[Path] = []
         for _ in range(6):
             opener.start(lambda _: None)
-            started.add(str(opener.pid))
+            assert not any(process.exists() for process in started), "the one before was reaped"
+            started.append(Path("/proc", str(opener.pid)))
             opener.end()
-            await asyncio.sleep(0.2)
-        return started
+            await until(lambda: state_of(started[-1]) == "Z", "the process has ended")
 
-    assert sum(Path("/proc", pid).exists() for pid in asyncio.run(scenario())) <= 1
+    asyncio.run(scenario())
+
+
+def state_of(process: Path) -> str:
+    """As the kernel calls it; Z also for one that is gone."""
+    try:
+        return (process / "stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return "Z"
+
+
+@pytest.mark.requirement("P5")
+def test_the_opening_process_lets_others_go_first_once_it_has_the_directory(tmp_path: Path) -> None:
+    """A start waits for its word on who holds the directory; the index is read beside everything else."""
+
+    async def scenario() -> None:
+        async with live(tmp_path / "tier") as under:
+            here = os.getpriority(os.PRIO_PROCESS, 0)
+            pid = under.tier._openings.link.pid  # type: ignore[attr-defined]
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(here + NICENESS, 19)
+
+    asyncio.run(scenario())
 
 
 def test_the_opening_process_may_die(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with live(tmp_path / "tier") as under:
             handle = (await under.write(1)).handle
-            os.kill(under.tier._opener.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(under.tier._openings.link.pid, signal.SIGKILL)  # type: ignore[attr-defined]
             await under.until(lambda: not under.tier.writable, "noticed")
             assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)  # reading goes on
             await under.until(lambda: under.tier.writable, "recovered")
@@ -249,7 +273,7 @@ def test_100_000_objects_are_back_in_five_seconds(tmp_path: Path) -> None:
         async with live(tmp_path / "tier", opened=False, capacity_bytes=CAPACITY_BYTES) as under:
             await under.until(lambda: under.tier.readable, "opened", 60.0)
             daemon = time.process_time() - started
-            opener = _cpu_seconds(under.tier._opener.pid)  # type: ignore[attr-defined]
+            opener = _cpu_seconds(under.tier._openings.link.pid)  # type: ignore[attr-defined]
             assert daemon + opener < 5.0, f"{daemon:.1f} s in the daemon, {opener:.1f} s in the opening process"
             assert len(under.listener.held) == 100_000
             boundaries = [name.boundary_tokens for name in under.listener.found_order]

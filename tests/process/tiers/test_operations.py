@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from kvdepot.core.objectfile import ObjectName
-from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.conformance import name_of
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.conformance_harness import name_of
 from kvdepot.server.tiers.health import State
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
@@ -172,7 +172,10 @@ def test_a_tier_that_opens_while_a_call_is_refused_serves_or_names_it(
 @needs_fuse
 @pytest.mark.parametrize(
     ("kind", "fault"),
-    [("disk", "open_write segments/"), pytest.param("shared", "rename .attention.kvd", marks=pytest.mark.long)],
+    [
+        ("disk", "open_write segments/"),
+        pytest.param("shared", "rename .attention.kvd", marks=pytest.mark.long(seconds=6)),
+    ],
 )
 def test_a_fault_of_the_files_of_jobs_alone_is_seen_all_the_while(fuse: FuseDirectory, kind: str, fault: str) -> None:
     """Also while nobody writes; and a shared tier, whose probe renames another file, from its second return on."""
@@ -216,7 +219,7 @@ def immutable(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_root
-@pytest.mark.long
+@pytest.mark.long(seconds=5)
 def test_segments_that_are_immutable_are_named_until_they_are_not(immutable: Path) -> None:
     async def run() -> None:
         root = immutable / "tier"

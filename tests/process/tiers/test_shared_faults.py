@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from kvdepot.core.objectfile import ObjectName, object_bytes
 from kvdepot.server.io.pool import processes_max
-from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.conformance import name_of, path_of, payload_of
-from kvdepot.server.tiers.shared.layout import TEMPORARIES, object_file
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.shared_layout import TEMPORARIES, object_file
+from kvdepot.server.tiers.conformance_harness import name_of, path_of, payload_of
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.patience import Deadline
@@ -265,7 +265,7 @@ def test_a_read_only_file_system_is_read(tiny: Path) -> None:
 @pytest.mark.requirement("T5")
 @needs_root
 def test_a_mount_that_went_away_is_not_written_below(tmp_path: Path) -> None:
-    """Before the keeper has noticed: what is there by then is the empty folder that it was mounted on."""
+    """Before the coordinator has noticed: what is there by then is the empty folder that it was mounted on."""
     _mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path))
 
     async def run() -> None:

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from itertools import cycle
 
 import pytest
-from kvdepot.core.calls import LocateReply
+from kvdepot.core.calls import LocateCall, LocateReply
 from kvdepot.core.report import TierStatus
-from kvdepot.proto import codec
-from kvdepot.proto.codec_report import decode_status
-from kvdepot.server.engine.offers import WORTH_SHARE
+from kvdepot.proto.methods import decode_reply
+from kvdepot.server.depot.loads.offers import WORTH_SHARE
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
@@ -52,7 +51,7 @@ class Slow:
     _others: Iterator[int] = field(default_factory=lambda: cycle((3, 4)))
 
     def tier(self) -> TierStatus:
-        return decode_status(self.engine.status()).tiers[1]
+        return self.engine.status().tiers[1]
 
     def load(self, number: int) -> None:
         wait_until(lambda: self.engine.get_prompt(number) > 0, "it is read", WAIT_SECONDS)
@@ -66,7 +65,8 @@ class Slow:
         keys = [known.key for known in self.engine.prompt(0, CHUNKS)]
         token_seconds = OBJECT_BYTES / CHUNK_TOKENS / bytes_per_second if bytes_per_second else 0.0
         call = self.engine.locate_call(keys, token_seconds=token_seconds)
-        return codec.decode_locate_reply(self.engine.stub.Locate(call, timeout=WAIT_SECONDS))
+        reply: LocateReply = decode_reply(LocateCall, self.engine.stub.Locate(call, timeout=WAIT_SECONDS))
+        return reply
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ import struct
 import pytest
 from kvdepot.client.arena_map import ArenaMap, Population
 from kvdepot.client.backoff import Backoff
-from kvdepot.client.breaker import Breaker
-from kvdepot.client.ctl.printer import size_text
 from kvdepot.client.endpoint import Endpoint, EndpointError
 from kvdepot.client.extents import ExtentError, parse_extents
+from kvdepot.client.liveness import LivenessBreaker
 from kvdepot.core.arena import ArenaFormatError, ArenaLayout, Superblock
+from kvdepot.core.units import size_text
 
 
 def test_an_endpoint_names_both_sockets() -> None:
@@ -43,7 +43,7 @@ def test_back_off_doubles_to_its_bound_with_jitter_and_starts_again() -> None:
 
 def test_a_breaker_opens_after_several_unanswered_calls_over_some_time_and_any_answer_closes_it() -> None:
     now = [0.0]
-    breaker = Breaker(3, 1.0, lambda: now[0])
+    breaker = LivenessBreaker(3, 1.0, lambda: now[0])
 
     def unanswered_at(seconds: float) -> bool:
         now[0] = seconds

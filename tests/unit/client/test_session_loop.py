@@ -8,20 +8,23 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kvdepot.client import session_loop
+from kvdepot.client.calls import ChainedAcquire
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.failures import CallFailure, FailureReason
-from kvdepot.client.session_loop import Following, SessionLoop
+from kvdepot.client.session_loop import SessionLoop
 from kvdepot.client.transports.call_socket import CALLS_UNSENT
-from kvdepot.client.transports.control import Confirmed, ControlChannel
+from kvdepot.client.transports.control import ControlChannel
 from kvdepot.core.calls import (
     AcquireCall,
     AcquireOutcome,
     AcquireReply,
+    Confirmed,
     DeclareCall,
     DeclareReply,
     EndRequestCall,
@@ -45,7 +48,7 @@ class Channel:
         self.answers = answers
         self.calls: list[Any] = []
 
-    def start(self, call: Any, timeout_seconds: float, done: Callable[[Any], None], **_: Any) -> None:
+    def start(self, call: Any, timeout_seconds: float, done: Callable[[Any], None]) -> None:
         del timeout_seconds
         self.calls.append(call)
         answer = self.answers.get(type(call))
@@ -53,6 +56,12 @@ class Channel:
             raise answer
         if answer is not None:
             done(answer)
+
+    def watch(self, inbox: Any) -> float:
+        del inbox
+        return inf
+
+    def work(self, ready: bool) -> None: ...
 
     def close(self) -> None: ...
 
@@ -86,8 +95,8 @@ class Session:
     def wait(self, what: Callable[[], bool]) -> None:
         wait_until(what, seconds=PATIENCE_SECONDS, pause_seconds=0.002)
 
-    def submit(self, call: Any, following: Following | None = None) -> None:
-        self.loop.post(self.loop.submit, call, time.monotonic() + 5, print, following)
+    def submit(self, call: Any, then: ChainedAcquire | None = None) -> None:
+        self.loop.post(self.loop.calls.submit, call, time.monotonic() + 5, print, then)
 
     def answer(self) -> Any:
         """What the next callback gets."""
@@ -174,14 +183,10 @@ class Sockets:
         found = self
 
         class Socket(Channel):
-            open = False  # there is no descriptor to wait for
-
             def __init__(self, connection: Any, *_: Any, broken: Callable[[], None], **__: Any) -> None:
                 super().__init__({})
                 found.broken = broken
                 found.made.append((f"socket {connection.name}", self))
-
-            def work(self, ready: bool) -> None: ...
 
         monkeypatch.setattr(session_loop, "CallSocket", Socket)
         monkeypatch.setattr(session_loop, "ControlChannel", self._grpc)
@@ -335,7 +340,7 @@ def test_an_acquire_that_waits_for_a_disk_is_no_sign_of_a_dead_daemon(session: S
     session.channel.answers[ReleaseCall] = Confirmed()
     for lease in (1, 2, 3, 4):
         call = AcquireCall(b"", lease, b"n" * 16, b"k" * 16, b"\0", "r")
-        session.loop.post(session.loop.submit, call, time.monotonic() + 1.3, print)
+        session.loop.post(session.loop.calls.submit, call, time.monotonic() + 1.3, print)
     session.loop.post(session.loop.after, 1.2, lambda: None)
     for _ in range(4):
         assert session.answer().reason is FailureReason.DEADLINE
@@ -348,8 +353,8 @@ FOLLOWING = AcquireCall(b"", 7, b"n" * 16, b"k" * 16, b"\1", "r")
 GRANTED = AcquireReply(AcquireOutcome.GRANTED, b"", 1)
 
 
-def follow(make: Callable[[LocateReply], AcquireCall | None] = lambda _: FOLLOWING) -> Following:
-    return Following(7, make, 5.0, print)
+def follow(make: Callable[[LocateReply], AcquireCall | None] = lambda _: FOLLOWING) -> ChainedAcquire:
+    return ChainedAcquire(7, make, 5.0, print)
 
 
 def acquired(session: Session) -> int:
@@ -363,7 +368,7 @@ def test_what_follows_a_lookup_is_asked_for_when_it_is_answered(session: Session
     assert session.answer() == GRANTED
     assert session.loop.state.leases_asked == 1
     session.channel.answers[ReleaseCall] = Confirmed()
-    session.loop.post(session.loop.forgo, 7)
+    session.loop.post(session.loop.calls.cancel, 7)
     session.wait(lambda: session.loop.state.leases_ended == 1)
     assert ReleaseCall(TOKEN, (7,), unused=(7,)) in session.channel.calls
 
@@ -378,7 +383,7 @@ def test_nothing_follows_a_lookup_whose_answer_is_not_worth_it_or_where_leases_a
     session.loop.post(session.loop._leases._open.update, dict.fromkeys(range(100, 100 + LEASES_PER_SESSION_MAX)))
     session.submit(locate(), follow())
     assert session.answer() == LocateReply(16, "ram", 16)
-    session.loop.post(session.loop.forgo, 7)
+    session.loop.post(session.loop.calls.cancel, 7)
     session.submit(locate())  # all before it is done when it is answered
     session.answer()
     assert session.loop.state.leases_asked == acquired(session) == 0
@@ -389,8 +394,8 @@ def test_what_is_forgone_before_the_answer_is_never_asked_for(session: Session) 
     answer = session.channel.answers.pop(LocateCall)
     session.submit(locate(), follow())
     session.wait(lambda: any(isinstance(call, LocateCall) for call in session.channel.calls))
-    session.loop.post(session.loop.forgo, 7)
-    session.loop.post(session.loop._call_answered, 0, answer)
+    session.loop.post(session.loop.calls.cancel, 7)
+    session.loop.post(session.loop.calls._answered, 0, answer)
     assert session.answer() == answer
     assert session.loop.state.leases_asked == acquired(session) == 0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvdepot.core.epochs import Epochs
 from kvdepot.core.errors import InvalidArgument, LimitExceeded
 from kvdepot.core.keys import bumped_id
-from kvdepot.core.limits import BUMPS_MAX, VOID_NAMESPACES_MAX
+from kvdepot.core.limits import BUMPS_MAX, INVALIDATED_NAMESPACES_MAX
 
 from tests.rigs.engine_rig import DENSE
 
@@ -31,30 +31,30 @@ def test_one_namespace_is_bumped_by_itself_again_and_again() -> None:
     epochs, other = Epochs(), bytes(16)
     for bumps in range(3):
         assert (epochs.counter(BASE), epochs.counter(other)) == (bumps, 0)
-        epochs = epochs.with_void(bumped_id(BASE, bumps))
-        assert epochs.with_void(bumped_id(BASE, bumps)) is epochs
-    epochs = epochs.with_all_void()
+        epochs = epochs.with_invalidated(bumped_id(BASE, bumps))
+        assert epochs.with_invalidated(bumped_id(BASE, bumps)) is epochs
+    epochs = epochs.with_all_invalidated()
     assert epochs == Epochs(4), "above every counter in use"
     assert (epochs.counter(BASE), epochs.counter(other)) == (4, 4)
 
 
 def test_nodes_of_a_directory_come_to_one_counter() -> None:
-    assert Epochs(3).with_all_void(7) == Epochs(7)
-    assert Epochs(7).with_all_void(7) == Epochs(7)
-    assert Epochs(9).with_all_void(7) == Epochs(9)
+    assert Epochs(3).with_all_invalidated(7) == Epochs(7)
+    assert Epochs(7).with_all_invalidated(7) == Epochs(7)
+    assert Epochs(9).with_all_invalidated(7) == Epochs(9)
     with pytest.raises(InvalidArgument, match=r"may be in use.*bump to 5 or more"):
-        Epochs(3, (BASE,)).with_all_void(4)
-    assert Epochs(3, (BASE,)).with_all_void(5) == Epochs(5)
+        Epochs(3, (BASE,)).with_all_invalidated(4)
+    assert Epochs(3, (BASE,)).with_all_invalidated(5) == Epochs(5)
 
 
 @pytest.mark.requirement("I4")
 def test_counters_and_lists_have_ends() -> None:
-    full = Epochs(0, tuple(number.to_bytes(16, "little") for number in range(VOID_NAMESPACES_MAX)))
+    full = Epochs(0, tuple(number.to_bytes(16, "little") for number in range(INVALIDATED_NAMESPACES_MAX)))
     with pytest.raises(LimitExceeded, match="bump all"):
-        full.with_void(b"x" * 16)
-    assert full.with_all_void() == Epochs(VOID_NAMESPACES_MAX + 1)
+        full.with_invalidated(b"x" * 16)
+    assert full.with_all_invalidated() == Epochs(INVALIDATED_NAMESPACES_MAX + 1)
     with pytest.raises(LimitExceeded):
-        Epochs(BUMPS_MAX).with_all_void()
+        Epochs(BUMPS_MAX).with_all_invalidated()
 
 
 @given(st.lists(st.sampled_from(["all", "one", "other", "to"]), max_size=12))
@@ -65,9 +65,11 @@ def test_no_id_that_was_void_is_ever_valid_again(bumps: list[str]) -> None:
         now = {name: bumped_id(base, epochs.counter(base)) for name, base in bases.items()}
         assert not void.intersection(now.values())
         if bump in bases:
-            epochs = epochs.with_void(now[bump])
+            epochs = epochs.with_invalidated(now[bump])
             void.add(now[bump])
         else:
-            epochs = epochs.with_all_void(epochs.bump + len(epochs.void) + 3 if bump == "to" else 0)
+            epochs = epochs.with_all_invalidated(
+                epochs.bump + len(epochs.invalidated_namespaces) + 3 if bump == "to" else 0
+            )
             void.update(now.values())
     assert not void.intersection(bumped_id(base, epochs.counter(base)) for base in bases.values())

@@ -20,7 +20,7 @@ from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.listing import Chunk, ChunkPage
 from kvdepot.core.objectfile import ObjectHeader, ObjectName, payload_sum
-from kvdepot.proto import codec_namespace
+from kvdepot.proto import codec
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "export-v1" / "hybrid.kvdx"
 """Written once by `golden_export` and never rewritten."""
@@ -30,7 +30,7 @@ GROUPS = (GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4096,)), GroupSpec(Kin
 SPEC = NamespaceSpec(
     {"model": '"golden"'}, 16, GROUPS, {Kind.ATTENTION: 4096, Kind.STATE: 6000}, label="golden", tenant="a", bumps=3
 )
-FIELDS = codec_namespace.encode_namespace_spec(SPEC).SerializeToString(deterministic=True)
+FIELDS = codec.encode_spec(SPEC)
 KEYS = [bytes([number] * 16) for number in (1, 2, 3)]
 
 

@@ -28,7 +28,7 @@ from kvdepot.core.objectfile import (
     worth_bytes_max,
 )
 from kvdepot.server.io.codecs import decode
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome
+from kvdepot.server.storage.base import DAMAGED, IoOutcome
 
 from tests.rigs.golden_objects import FILES, golden_name, golden_object, golden_payload
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.core import proc_text
-from kvdepot.server import memory_room
+from kvdepot.server.config import memory_room
 
 NAMES = st.one_of(
     st.binary(min_size=1, max_size=12),

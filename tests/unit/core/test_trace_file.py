@@ -14,7 +14,7 @@ from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import Planner
 from kvdepot.core.trace_file import TraceWriter, read_trace
-from kvdepot.core.traces import TracedRequest, TracePart
+from kvdepot.core.traces import TracedNamespace, TracedRequest, TracePart
 
 GROUPS = (
     GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4096, 4096)),
@@ -26,7 +26,7 @@ SPEC = NamespaceSpec({}, 64, GROUPS, {kind: PLANNER.object_bytes(kind) for kind 
 ID = bytes(range(16))
 A, B, C = (bytes([one]) * 16 for one in b"abc")
 PART = TracePart(
-    ((ID, SPEC),),
+    (TracedNamespace(ID, SPEC),),
     (TracedRequest(0.25, ID, A + B, 64), TracedRequest(1.5, ID, A + C, 64), TracedRequest(2.0, ID, b"", 0)),
 )
 

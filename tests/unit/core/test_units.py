@@ -97,9 +97,9 @@ def test_formats_take_the_largest_fitting_unit() -> None:
     assert units.format_duration(120) == "2m"
     assert units.format_duration(0.05) == "50ms"
     assert units.format_duration(0) == "0s"
-    assert units.format_size_rounded(3_972_844_748) == "3.7GiB"
-    assert units.format_size_rounded(2 << 20) == "2MiB"
-    assert units.format_size_rounded(0) == "0B"
+    assert units.size_text(3_972_844_748) == "3.70 GiB"
+    assert units.size_text(2 << 20) == "2.00 MiB"
+    assert units.size_text(0) == "0 B"
 
 
 def test_negative_values_are_not_formatted() -> None:

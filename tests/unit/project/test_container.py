@@ -75,7 +75,7 @@ def test_daemon_and_tool_import_nothing_that_is_not_in_the_image() -> None:
     """No torch, no engine: every module of them, in a process of its own."""
     folders = [(ROOT / folder, ROOT / folder.split("/")[0]) for folder in IN_THE_IMAGE]
     names = [".".join(p.relative_to(base).with_suffix("").parts) for f, base in folders for p in f.rglob("*.py")]
-    assert "kvdepot.server.app" in names
+    assert "kvdepot.server.daemon.app" in names
     assert "kvdepot.client.ctl.app" in names
     found = subprocess.run(
         [sys.executable, "-c", IMPORT_ALL], input=json.dumps(names), capture_output=True, text=True, check=True

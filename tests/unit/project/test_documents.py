@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from kvdepot.server import error_docs, metric_docs
+from kvdepot.server.observe import error_docs, metric_docs
 
 from tests.requirements import page
+from tests.rigs.manual import anchor
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("docs", "configs", "tests", "benchmarks", "core", "proto", "server", "client", "demo")
@@ -18,14 +20,24 @@ SUFFIXES = {".md", ".py", ".toml", ".yml", ".yaml", ".service", ".proto"}
 GENERATED = ("_pb2", "_pb2_grpc")
 PATH = re.compile(rf"(?<![\w/.-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
 DECISION = re.compile(r"docs/adr/(\d{4})\b")
-BY_NAME = re.compile(r"\bADR (\d{4})\b")
+BY_NAME = re.compile(r"\bADR (\d{1,4})\b")
 MADE = {
     "docs/metrics.md": metric_docs.markdown,
     "docs/errors.md": error_docs.markdown,
     "docs/requirements-tests.md": page.markdown,
 }
+SITE = ROOT / "configs/mkdocs.yml"
 DECISIONS = "docs/adr/"
 """Never rewritten: they name what was there on their day."""
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+SECTION = re.compile(r"\bdesign\.md#([\w-]+)")
+FORMER = re.compile(r"\bDESIG[N]\b((?:(?:,|\s+and)?\s+\d+\b|\s+\([^)]*\))*)")
+"""The first design, which is not in the repository, and the sections cited. [N]: this file does not cite it."""
+OLD_ROW = re.compile(r"^\| (I?\d+)[^|]*\|(.*)\|$", re.MULTILINE)
+CODE_NAME = re.compile(r"^\| `(\w+)`", re.MULTILINE)
+PRODUCT = ("core/", "proto/", "server/", "client/")
+RULES_OF_RUFF = "pyproject.toml"
+"""Their codes look like ids of requirements."""
 
 
 def _texts() -> dict[str, str]:
@@ -63,13 +75,113 @@ def test_what_texts_name_is_there() -> None:
 def test_decisions_that_texts_name_are_there() -> None:
     there = {path.name[:4] for path in (ROOT / "docs/adr").glob("[0-9]*.md")}
     for name, text in _texts().items():
-        assert {*DECISION.findall(text), *BY_NAME.findall(text)} <= there, name
+        assert {number.zfill(4) for number in DECISION.findall(text) + BY_NAME.findall(text)} <= there, name
+
+
+def _old_names() -> dict[str, list[str]]:
+    """Sections of the first design, and ids that only it had, with the sections that replace them."""
+    names: dict[str, list[str]] = {}
+    for old, sections in OLD_ROW.findall((ROOT / "docs/adr/README.md").read_text()):
+        names.setdefault(old, []).extend(re.findall(r"\(\.\./([\w/]+\.md#[\w-]+)\)", sections))
+    return names
+
+
+def _dangling_sections(texts: dict[str, str]) -> set[str]:
+    headings = HEADING.findall((ROOT / "docs/design.md").read_text())
+    sections = {re.sub(r"\W+", "-", heading.lower()).strip("-") for heading in headings}
+    return {
+        f"{name}: {cited}" for name, text in texts.items() for cited in SECTION.findall(text) if cited not in sections
+    }
+
+
+def _dangling_requirements(texts: dict[str, str]) -> set[str]:
+    known = page.rows().keys() | {old for old in _old_names() if not old.isdigit()}
+    letters = "".join({row[0] for row in known})
+    named = re.compile(rf"\b[{letters}]\d{{1,2}}[a-z]?\b|(?<=\b[Rr]ow )[A-Z]\d+[a-z]?\b")
+    return {
+        f"{name}: {cited}"
+        for name, text in texts.items()
+        for cited in named.findall(text)
+        if name != RULES_OF_RUFF and cited not in known
+    }
+
+
+def _dangling_former(texts: dict[str, str]) -> set[str]:
+    known = _old_names()
+    return {
+        f"{name}: {cited or 'the first design'}"
+        for name, text in texts.items()
+        for numbers in FORMER.findall(text)
+        for cited in re.findall(r"\b\d+\b", re.sub(r"\([^)]*\)", "", numbers)) or [""]
+        if not name.startswith(DECISIONS) or (cited and cited not in known)
+    }
+
+
+def test_sections_of_the_design_that_texts_name_are_there() -> None:
+    texts = _texts()
+    assert sum(len(SECTION.findall(text)) for text in texts.values()) > 50
+    assert not _dangling_sections(texts)
+
+
+def test_requirements_that_texts_name_are_there() -> None:
+    assert not _dangling_requirements(_texts())
+
+
+def test_only_decisions_cite_the_first_design_and_each_section_that_they_cite_has_a_successor() -> None:
+    assert all(_old_names().values())
+    assert not _dangling_former(_texts())
+
+
+def test_references_that_lead_nowhere_are_found() -> None:
+    marked = {  # without the marks, this file would have them too
+        "a.py": "(design.md~#no-such-section), row ~Q7, (I~77)",
+        f"{DECISIONS}x.md": "DESIG~N 5 (Audit), 99 and 98; DESIG~N",
+        "x.md": "DESIG~N 5 and DESIG~N",
+    }
+    wrong = {name: text.replace("~", "") for name, text in marked.items()}
+    assert _dangling_sections(wrong) == {"a.py: no-such-section"}
+    assert _dangling_requirements(wrong) == {f"a.py: {letter}{number}" for letter, number in (("Q", 7), ("I", 77))}
+    assert _dangling_former(wrong) == {
+        f"{DECISIONS}x.md: 99", f"{DECISIONS}x.md: 98", "x.md: 5", "x.md: the first design",
+    }  # fmt: skip
+
+
+def test_names_that_the_glossary_has_of_the_code_are_in_the_code() -> None:
+    names = CODE_NAME.findall((ROOT / "docs/design.md").read_text())
+    code = "\n".join(text for name, text in _texts().items() if name.startswith(PRODUCT))
+    assert names
+    assert [name for name in names if not re.search(rf"\b{name}", code, re.IGNORECASE)] == []
+
+
+def build_site(configuration: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """Without `-q`, with which mkdocs counts no warning: `strict` would refuse nothing."""
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(configuration), "-d", str(site)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_site_is_built_without_a_link_that_leads_nowhere_and_has_every_page(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-f", "configs/mkdocs.yml", "-d", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    done = build_site(SITE, tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
     made = {path.relative_to(tmp_path / "site") for path in (tmp_path / "site").rglob("*.html")}
     assert {Path(str(page).replace("README", "index")) for page in pages} <= made
+
+
+def test_links_of_the_readme_lead_to_sections_that_are_there() -> None:
+    """No page of the site, so mkdocs does not check it."""
+    linked = re.findall(r"\]\((docs/[\w./-]+\.md|CHANGELOG\.md)(?:#([\w-]+))?\)", (ROOT / "README.md").read_text())
+    assert len(linked) >= 5
+    for name, section in linked:
+        titles = HEADING.findall((ROOT / name).read_text())
+        assert not section or section in {anchor(title) for title in titles}, f"{name}#{section}"
+
+
+def test_a_link_to_a_section_that_is_not_there_ends_the_build(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    (tmp_path / "configs").mkdir()
+    shutil.copy(SITE, tmp_path / "configs")
+    with (tmp_path / "docs/index.md").open("a") as index:
+        index.write("\n[nowhere](operations.md#no-such-section)\n")
+    done = build_site(tmp_path / "configs" / SITE.name, tmp_path / "site")
+    assert done.returncode != 0
+    assert "operations.md#no-such-section" in done.stdout + done.stderr

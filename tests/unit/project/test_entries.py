@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kvdepot.client.ctl import entry as ctl
-from kvdepot.server import entry as server
+from kvdepot.server.daemon import entry as server
 
 from tests.rigs.patience import patient
 
@@ -44,7 +44,8 @@ def test_a_command_without_its_extra_says_in_a_line_what_to_install(extra: str, 
 
 
 @pytest.mark.parametrize(
-    ("extra", "blocked"), [("server", "grpc"), ("server", "kvdepot.server.node"), ("ctl", "kvdepot.client.ctl.calls")]
+    ("extra", "blocked"),
+    [("server", "grpc"), ("server", "kvdepot.server.daemon.node"), ("ctl", "kvdepot.client.ctl.calls")],
 )
 def test_what_should_be_there_in_any_case_is_a_bug(extra: str, blocked: str) -> None:
     done = run(extra, blocked)

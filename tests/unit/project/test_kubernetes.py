@@ -14,9 +14,9 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 from kvdepot.client.endpoint import Endpoint
-from kvdepot.client.vllm.settings import parse_settings
+from kvdepot.client.vllm.base.settings import parse_settings
 from kvdepot.core.units import parse_size_bytes
-from kvdepot.server import config
+from kvdepot.server.config import config
 from referencing import Registry, Resource
 
 ROOT = Path(__file__).resolve().parents[3]

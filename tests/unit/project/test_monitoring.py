@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from kvdepot.core.report import DaemonStatus, TierStatus
-from kvdepot.server.metrics import exposition
+from kvdepot.server.observe.metrics import exposition
 
+from tests.rigs.manual import anchor, sections
 from tests.rigs.promql import NO_PROMTOOL, promtool, series, why_unknown
 
 ROOT = Path(__file__).parents[3]
@@ -19,6 +20,7 @@ RULES = ROOT / "configs/prometheus/kvdepot.rules.yml"
 RULE_TESTS = ROOT / "tests/prometheus/alerts.yml"
 DASHBOARD = ROOT / "configs/grafana/kvdepot.json"
 ALERTS = re.findall(r"- alert: (\w+)", RULES.read_text())
+ENTRY = ["Symptom", "Cause", "Effect", "Fix"]
 needs_promtool = pytest.mark.skipif(bool(NO_PROMTOOL), reason=NO_PROMTOOL)
 
 
@@ -69,14 +71,38 @@ def test_every_alert_asks_for_what_exists_and_says_what_is_wrong(rule: str) -> N
     assert "summary: " in rule
 
 
-def test_every_alert_has_a_test_and_an_entry_in_the_operations_manual() -> None:
+def test_every_alert_has_a_test() -> None:
     tests = RULE_TESTS.read_text()
     named = re.findall(r"- name: (KV\w+)", tests)
     assert sorted(named) == sorted(ALERTS)
     quiet = tests[tests.index("- name: what is normal") :]
     assert sorted(re.findall(r"alertname: (\w+)", quiet)) == sorted(ALERTS)
-    manual = (ROOT / "docs/operations.md").read_text()
-    assert re.findall(r"^\| `(KV\w+)` \|", manual, re.MULTILINE) == ALERTS
+
+
+@pytest.mark.requirement("P10")
+def test_every_alert_links_to_an_entry_of_the_operations_manual() -> None:
+    linked = {
+        rule.split()[0]: re.findall(r'runbook_url: "docs/operations\.md#([\w-]+)"$', rule, re.MULTILINE)
+        for rule in _rules()
+    }
+    entries = {anchor(title): text for title, text in sections("operations.md", 3).items()}
+    assert list(linked) == ALERTS
+    for alert, anchors in linked.items():
+        assert len(anchors) == 1 and anchors[0] in entries, alert
+        assert re.findall(r"^- \*\*(\w+):\*\*", entries[anchors[0]], re.MULTILINE) == ENTRY, alert
+    listed = re.findall(
+        r"^\| `(KV\w+)` \| (\w+) \| \[.+\]\(#([\w-]+)\) \|$", sections("operations.md", 2)["Alerts"], re.MULTILINE
+    )
+    severities = [re.findall(r"severity: (\w+)", rule)[0] for rule in _rules()]
+    assert listed == [(*known, linked[known[0]][0]) for known in zip(ALERTS, severities, strict=True)]
+
+
+def test_every_failure_in_the_operations_manual_has_symptom_cause_effect_and_fix() -> None:
+    for group in ("Daemon", "Operator settings", "RAM", "Engines", "Tiers below RAM", "Shared tiers"):
+        entries = re.split(r"^### ", sections("operations.md", 2)[group], flags=re.MULTILINE)[1:]
+        assert len(entries) >= 3
+        for entry in entries:
+            assert re.findall(r"^- \*\*(\w+):\*\*", entry, re.MULTILINE) == ENTRY, entry.splitlines()[0]
 
 
 def test_unknown_metrics_labels_and_values_are_found() -> None:

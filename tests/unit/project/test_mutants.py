@@ -77,10 +77,12 @@ def test_every_room_has_modules_and_tests() -> None:
         for pattern in room.tests:
             assert list(ROOT.glob(pattern)), pattern
         assert files_of(ROOT, name)
-    assert room_of(Path("server/kvdepot/server/engine/store.py")) == "engine"
-    assert room_of(Path("server/kvdepot/server/engine/sessions.py")) == "processes"
+    assert room_of(Path("server/kvdepot/server/depot/stores/store.py")) == "depot"
+    assert room_of(Path("server/kvdepot/server/depot/sessions/sessions.py")) == "processes"
     assert room_of(Path("client/kvdepot/client/ctl/printer.py")) is None
-    assert modules(ROOT, ["server/kvdepot/server/engine/st*.py"]) == [Path("server/kvdepot/server/engine/store.py")]
+    assert modules(ROOT, ["server/kvdepot/server/depot/stores/st*.py"]) == [
+        Path("server/kvdepot/server/depot/stores/store.py")
+    ]
 
 
 def test_every_explained_survivor_is_still_a_change_of_its_module() -> None:
@@ -101,6 +103,13 @@ def test_a_change_has_the_lines_of_its_statement_or_of_its_head() -> None:
     lines = {one.change: one.lines for one in mutations(Path("m.py"), source)}
     assert lines["a > 1  ->  a >= 1"] == {2, 3, 4}
     assert lines["2  ->  3"] == {5, 6, 7}
+
+
+def test_a_change_of_a_compiled_function_may_be_seen_by_whatever_imports_it() -> None:
+    compiled = "from numba import njit\n\n@njit('int64(int64)')\ndef f(a):\n    if a > 1:\n        return 2\n"
+    lines = {one.change: one.lines for one in mutations(Path("m.py"), compiled)}
+    assert lines["a > 1  ->  a >= 1"] == {3, 5}
+    assert lines["2  ->  3"] == {3, 6}
 
 
 def test_a_change_is_tried_with_tests_that_execute_its_lines_or_may() -> None:
@@ -175,11 +184,12 @@ def test_a_change_is_tried_with_the_tests_that_execute_it(small: Copy) -> None:
     assert noted.lines[MODULE][7] == [wait]
     changes = {one.change: one for one in mutations(Path(MODULE), SMALL)}
 
-    def tried(change: str, seconds: float = 60) -> tuple[str, str]:
-        return small.try_one(changes[change], chosen(changes[change], noted), seconds)
+    def tried(change: str, each: float = 60, seconds: float = 60) -> tuple[str, str]:
+        return small.try_one(changes[change], dict.fromkeys(chosen(changes[change], noted), each), seconds)
 
     assert tried("a > b  ->  a >= b") == ("survived", "")
-    assert tried("seconds -= 1  ->  pass", 5) == ("hangs", "")
+    assert tried("seconds -= 1  ->  pass", each=5, seconds=600) == ("hangs", wait)
+    assert tried("seconds -= 1  ->  pass", each=600, seconds=5)[0] == "hangs"
     assert tried("return True  ->  return False") == ("caught", wait)
     broken = Mutation(Path(MODULE), 3, 0, 0, "", "import nothing_there\n", frozenset({3}), "")
-    assert small.try_one(broken, noted.tests, 60) == ("caught", "no test can be run")
+    assert small.try_one(broken, dict.fromkeys(noted.tests, 60), 60) == ("caught", "no test can be run")

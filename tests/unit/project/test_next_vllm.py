@@ -87,7 +87,7 @@ def test_a_folder_that_was_left_half_made_is_made_again(downloads: list[str]) ->
 def test_tests_run_on_versions_that_kvdepot_refuses(downloads: list[str], version: str, widened: bool) -> None:
     folder = sources.ready(version)
     assert (folder / "sitecustomize.py").exists() is widened
-    check = f"from kvdepot.client.vllm import versions; versions.check_version({version!r})"
+    check = f"from kvdepot.client.vllm.base import versions; versions.check_version({version!r})"
     subprocess.run([sys.executable, "-c", check], env=sources.environment(folder), check=True)
 
 

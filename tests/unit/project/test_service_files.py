@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
-from kvdepot.server import attach, config_schema
-from kvdepot.server.config import DEFAULT_ARENA_DIRECTORY
-from kvdepot.server.node import CLOSE_SECONDS, DRAIN_SECONDS, GRACE_SECONDS
+from kvdepot.server.attach import attach
+from kvdepot.server.config import schema as config_schema
+from kvdepot.server.config.config import DEFAULT_ARENA_DIRECTORY
+from kvdepot.server.daemon.node import CLOSE_SECONDS, DRAIN_SECONDS, GRACE_SECONDS
 
 from tests.fakes.confined import settings
 from tests.rigs.systemd import NEEDS_SYSTEMD

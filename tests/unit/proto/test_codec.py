@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.core import calls, errors, limits
-from kvdepot.core.elements import ElementRun
+from kvdepot.core.elements import ElementRun, KindElements
 from kvdepot.core.epochs import Epochs
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
+from kvdepot.core.registration import RegisterCall, RegisterReply
 from kvdepot.core.report import (
     DaemonStatus,
     NamespaceStatus,
@@ -25,7 +27,10 @@ from kvdepot.core.report import (
     SwitchesStatus,
     TierStatus,
 )
-from kvdepot.proto import codec, codec_namespace, codec_records, codec_report, codec_trace, status
+from kvdepot.proto import codec, status
+from kvdepot.proto.codec import Codec, codec_of
+from kvdepot.proto.methods import BY_CALL, CONTROL, DEPOT, OPERATOR, Method
+from kvdepot.proto.v1 import control_pb2 as control_pb
 from kvdepot.proto.v1 import depot_pb2 as pb
 
 _TOKEN = st.binary(min_size=16, max_size=16)
@@ -72,7 +77,7 @@ _RESERVE = st.integers(0, 4).flatmap(
         calls.ReserveCall,
         session=_TOKEN,
         lease_id=_LEASE,
-        namespace=_TOKEN,
+        namespace_id=_TOKEN,
         keys=_packed(n, 16),
         parents=_packed(n, 16),
         kinds=_of(calls.Kind, n),
@@ -90,23 +95,28 @@ _U32 = st.integers(0, 2**32 - 1)
 
 _END = st.builds(calls.RequestEnd, _U64, _U64, _TEXT)
 
-_ROUND_TRIPS: list[tuple[str, st.SearchStrategy[Any]]] = [
-    ("locate_call", _LOCATE),
-    ("locate_reply", st.builds(calls.LocateReply, _U64, _TEXT, _U64, _SECONDS, _TEXT)),
-    ("acquire_call", _ACQUIRE),
-    ("acquire_reply", st.builds(calls.AcquireReply, st.sampled_from(calls.AcquireOutcome), _EXTENTS, _U64)),
-    ("release_call", st.builds(calls.ReleaseCall, _TOKEN, _LEASES, _LEASES)),
-    ("reserve_call", _RESERVE),
-    ("reserve_reply", _RESERVE_REPLY),
-    ("commit_call", st.builds(calls.CommitCall, _TOKEN, _ITEMS)),
-    ("commit_reply", _COMMIT_REPLY),
-    ("abandon_call", st.builds(calls.AbandonCall, _TOKEN, _ITEMS)),
-    ("end_request_call", st.builds(calls.EndRequestCall, _TOKEN, _TEXT, _END)),
-    ("declare_call", st.builds(calls.DeclareCall, _TOKEN, _LEASES)),
-    ("declare_reply", st.builds(calls.DeclareReply, _LEASES, _U32)),
-    ("capabilities", st.builds(calls.Capabilities, _U32, _U32, _TEXT, _U64, _U64, st.dictionaries(_TEXT, _U64))),
+_ROUND_TRIPS: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
+    (DEPOT["Locate"].call, _LOCATE),
+    (DEPOT["Locate"].reply, st.builds(calls.LocateReply, _U64, _TEXT, _U64, _SECONDS, _TEXT)),
+    (DEPOT["Acquire"].call, _ACQUIRE),
+    (DEPOT["Acquire"].reply, st.builds(calls.AcquireReply, st.sampled_from(calls.AcquireOutcome), _EXTENTS, _U64)),
+    (DEPOT["Release"].call, st.builds(calls.ReleaseCall, _TOKEN, _LEASES, _LEASES)),
+    (DEPOT["Release"].reply, st.builds(calls.Confirmed)),
+    (DEPOT["Reserve"].call, _RESERVE),
+    (DEPOT["Reserve"].reply, _RESERVE_REPLY),
+    (DEPOT["Commit"].call, st.builds(calls.CommitCall, _TOKEN, _ITEMS)),
+    (DEPOT["Commit"].reply, _COMMIT_REPLY),
+    (DEPOT["Abandon"].call, st.builds(calls.AbandonCall, _TOKEN, _ITEMS)),
+    (DEPOT["EndRequest"].call, st.builds(calls.EndRequestCall, _TOKEN, _TEXT, _END)),
+    (DEPOT["Declare"].call, st.builds(calls.DeclareCall, _TOKEN, _LEASES)),
+    (DEPOT["Declare"].reply, st.builds(calls.DeclareReply, _LEASES, _U32)),
+    (DEPOT["GetCapabilities"].call, st.builds(calls.GetCapabilitiesCall, _U32, _U32, _TEXT)),
     (
-        "attach_call",
+        DEPOT["GetCapabilities"].reply,
+        st.builds(calls.Capabilities, _U32, _U32, _TEXT, _U64, _U64, st.dictionaries(_TEXT, _U64)),
+    ),
+    (
+        codec_of(calls.AttachCall, pb.AttachRequest),
         st.builds(
             calls.AttachCall,
             protocol_min=_U32,
@@ -117,59 +127,29 @@ _ROUND_TRIPS: list[tuple[str, st.SearchStrategy[Any]]] = [
             world_size=st.just(4),
         ),
     ),
-    ("attach_reply", st.builds(calls.AttachReply, _U32, _TEXT, _TOKEN, _U64, _U64, _TEXT)),
+    (
+        codec_of(calls.AttachReply, pb.AttachResponse),
+        st.builds(calls.AttachReply, _U32, _TEXT, _TOKEN, _U64, _U64, _TEXT),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "values"), _ROUND_TRIPS, ids=[name for name, _ in _ROUND_TRIPS])
-def test_what_is_encoded_comes_back_equal(name: str, values: st.SearchStrategy[Any]) -> None:
-    encode, decode = getattr(codec, f"encode_{name}"), getattr(codec, f"decode_{name}")
-
+@pytest.mark.parametrize(("wire", "values"), _ROUND_TRIPS, ids=[str(wire) for wire, _ in _ROUND_TRIPS])
+def test_what_is_encoded_comes_back_equal(wire: Codec[Any], values: st.SearchStrategy[Any]) -> None:
     @given(values)
     def check(value: Any) -> None:
-        wire = encode(value)
-        if isinstance(wire, Message):
-            wire = type(wire).FromString(wire.SerializeToString())
-        assert decode(wire) == value
+        assert wire.parse(wire.encode(value).SerializeToString()) == value
 
     check()
 
 
-_DECODERS: list[tuple[Callable[[Any], object], type[Message]]] = [
-    (codec.decode_locate_call, pb.LocateRequest),
-    (codec.decode_locate_reply, pb.LocateResponse),
-    (codec.decode_acquire_call, pb.AcquireRequest),
-    (codec.decode_acquire_reply, pb.AcquireResponse),
-    (codec.decode_release_call, pb.ReleaseRequest),
-    (codec.decode_reserve_call, pb.ReserveRequest),
-    (codec.decode_reserve_reply, pb.ReserveResponse),
-    (codec.decode_commit_call, pb.CommitRequest),
-    (codec.decode_commit_reply, pb.CommitResponse),
-    (codec.decode_abandon_call, pb.AbandonRequest),
-    (codec.decode_declare_call, pb.DeclareRequest),
-    (codec.decode_declare_reply, pb.DeclareResponse),
-    (codec.decode_end_request_call, pb.EndRequestRequest),
-    (codec_records.decode_explain, pb.ExplainRequestRequest),
-    (codec_records.decode_records, pb.ExplainRequestResponse),
-    (codec_trace.decode_part, pb.RecordTraceResponse),
-    (codec.decode_capabilities, pb.GetCapabilitiesResponse),
-    (codec_namespace.decode_register, pb.RegisterNamespaceRequest),
-    (codec_namespace.decode_registered, pb.RegisterNamespaceResponse),
-    (codec_report.decode_status, pb.GetStatusResponse),
-]
+_ALL = [codec for method in BY_CALL.values() for codec in (method.call, method.reply)]
 
 
-@given(st.sampled_from(_DECODERS), st.binary(max_size=200))
-def test_any_bytes_are_a_value_or_a_named_refusal(
-    decoder: tuple[Callable[[Any], object], type[Message]], data: bytes
-) -> None:
-    decode, kind = decoder
+@given(st.sampled_from(_ALL), st.binary(max_size=200))
+def test_any_bytes_are_a_value_or_a_named_refusal(wire: Codec[Any], data: bytes) -> None:
     try:
-        message = kind.FromString(data)
-    except DecodeError:
-        return
-    try:
-        decode(message)
+        wire.parse(data)
     except (errors.InvalidArgument, errors.LimitExceeded) as error:
         assert ":" in error.message
 
@@ -184,28 +164,138 @@ def test_any_datagram_is_a_value_or_a_named_refusal(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decode", "message", "found"),
+    ("wire", "message", "found"),
     [
-        (codec.decode_acquire_reply, pb.AcquireResponse(outcome=9), "outcome: 9 is none of"),
-        (codec.decode_acquire_reply, pb.AcquireResponse(outcome=1, extents=b"x" * 41), "extents: 41 bytes"),
-        (codec.decode_reserve_reply, pb.ReserveResponse(outcomes=b"\x00"), "outcomes: 0 is none of"),
-        (codec.decode_commit_reply, pb.CommitResponse(outcomes=[b"\x01", b"\x09"]), "outcomes[]: 9"),
+        (DEPOT["Acquire"].reply, pb.AcquireResponse(outcome=9), "outcome: 9 is none of"),
+        (DEPOT["Acquire"].reply, pb.AcquireResponse(outcome=1, extents=b"x" * 41), "extents: 41 bytes"),
+        (DEPOT["Reserve"].reply, pb.ReserveResponse(outcomes=b"\x00"), "outcomes: 0 is none of"),
+        (DEPOT["Commit"].reply, pb.CommitResponse(outcomes=[b"\x01", b"\x09"]), "outcomes[]: 9"),
         (
-            codec.decode_commit_call,
+            DEPOT["Commit"].call,
             pb.CommitRequest(session=bytes(16), items=[pb.CommitItem(lease_id=1, indices=b"\xff" * 4)]),
             "indices: an index is not below 16384",
         ),
         (
-            codec.decode_release_call,
+            DEPOT["Release"].call,
             pb.ReleaseRequest(session=bytes(16), lease_ids=range(limits.LEASES_PER_CALL_MAX + 1)),
             "lease_ids: 4097 is more than 4096",
         ),
+        (
+            DEPOT["Reserve"].call,
+            pb.ReserveRequest(session=bytes(16), lease_id=1, namespace_id=bytes(16), keys=bytes(32), parents=bytes(16)),
+            "parents: 16 bytes, not 32",
+        ),
+        (
+            DEPOT["Reserve"].call,
+            pb.ReserveRequest(session=bytes(16), lease_id=0, namespace_id=bytes(16)),
+            "lease_id: 0 is not a lease id",
+        ),
+        (
+            DEPOT["Acquire"].call,
+            pb.AcquireRequest(session=bytes(16), lease_id=1, namespace_id=bytes(16), keys=bytes(32), kinds=b"\1"),
+            "kinds: 1 bytes, not 2",
+        ),
+        (
+            DEPOT["Locate"].call,
+            pb.LocateRequest(session=bytes(16), namespace_id=bytes(16), wait_seconds=float("nan")),
+            "wait_seconds: nan",
+        ),
+        (DEPOT["Locate"].call, pb.LocateRequest(session=b"short"), "session: 5 bytes, not 16"),
     ],
 )
-def test_refusals_name_field_and_bound(decode: Callable[[Any], object], message: Message, found: str) -> None:
+def test_refusals_name_field_and_bound(wire: Codec[Any], message: Message, found: str) -> None:
     with pytest.raises((errors.InvalidArgument, errors.LimitExceeded)) as refusal:
-        decode(message)
+        wire.decode(message)
     assert found in refusal.value.message
+
+
+def test_bytes_that_are_no_message_are_refused_by_its_name() -> None:
+    with pytest.raises(errors.InvalidArgument, match="its 1 bytes are no LocateRequest"):
+        DEPOT["Locate"].call.parse(b"\xff")
+
+
+# --- what a value and its message have to have in common ---
+
+
+@dataclass(frozen=True)
+class _Misses:
+    session: bytes
+
+
+@dataclass(frozen=True)
+class _TextForBytes:
+    session: str
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _OneForMany:
+    session: bytes
+    lease_ids: int
+
+
+@dataclass(frozen=True)
+class _ManyForOne:
+    session: tuple[bytes, ...]
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _MaybeForAlways:
+    session: bytes | None
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _AlwaysForMaybe:
+    tenant: str
+    namespace: str
+    tier: str
+
+
+@pytest.mark.parametrize(
+    ("value_type", "message_type"),
+    [
+        (_Misses, pb.DeclareRequest),
+        (_TextForBytes, pb.DeclareRequest),
+        (_OneForMany, pb.DeclareRequest),
+        (_ManyForOne, pb.DeclareRequest),
+        (_MaybeForAlways, pb.DeclareRequest),
+        (_AlwaysForMaybe, control_pb.QuotaSubject),
+    ],
+)
+def test_a_value_that_does_not_fit_its_message_has_no_codec(value_type: type, message_type: type[Message]) -> None:
+    with pytest.raises(TypeError):
+        Codec(value_type, message_type)
+
+
+# --- the table of methods ---
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "methods"),
+    [(pb, "Depot", DEPOT), (pb, "Operator", OPERATOR), (control_pb, "Control", CONTROL)],
+)
+def test_the_table_has_every_method_of_the_service_once(
+    file: Any, name: str, methods: Mapping[str, Method[Any, Any]]
+) -> None:
+    service = file.DESCRIPTOR.services_by_name[name]
+    assert sorted(methods) == sorted(method.name for method in service.methods)
+    for method in methods.values():
+        assert method.path == f"/kvdepot.v1.{name}/{method.name}"
+        assert str(method.call) == method.descriptor.input_type.name
+        assert str(method.reply) == method.descriptor.output_type.name
+    assert len({method.number for method in methods.values()}) == len(methods)
+
+
+def test_the_numbers_of_methods_on_a_call_socket_never_change() -> None:
+    assert {name: method.number for name, method in DEPOT.items()} == {
+        "GetCapabilities": 1, "RegisterNamespace": 2, "Declare": 3, "Locate": 4, "Acquire": 5, "Release": 6,
+        "Reserve": 7, "Commit": 8, "Abandon": 9, "EndRequest": 10,
+    }  # fmt: skip
+
+
+# --- namespaces ---
 
 
 _SPEC = NamespaceSpec(
@@ -224,12 +314,20 @@ _SPEC = NamespaceSpec(
 )
 
 
+REGISTER = DEPOT["RegisterNamespace"]
+
+
+def _registered(call: RegisterCall) -> RegisterCall:
+    found = REGISTER.call.parse(REGISTER.call.encode(call).SerializeToString())
+    assert isinstance(found, RegisterCall)
+    return found
+
+
 def test_a_namespace_spec_comes_back_equal_and_so_does_its_id() -> None:
-    message = codec_namespace.encode_register(bytes(16), _SPEC)
-    found = codec_namespace.decode_register(pb.RegisterNamespaceRequest.FromString(message.SerializeToString()))
-    assert found == (bytes(16), _SPEC, {})
-    _, spec, _ = found
-    assert spec.namespace_id() == _SPEC.namespace_id()
+    call = RegisterCall(bytes(16), _SPEC)
+    assert _registered(call) == call
+    assert _registered(call).spec.namespace_id() == _SPEC.namespace_id()
+    assert codec.decode_spec(codec.encode_spec(_SPEC)) == _SPEC
 
 
 def test_elements_come_back_equal_and_are_no_part_of_the_id() -> None:
@@ -237,37 +335,36 @@ def test_elements_come_back_equal_and_are_no_part_of_the_id() -> None:
         calls.Kind.ATTENTION: (ElementRun("bfloat16", 4096, 8), ElementRun("", 64)),
         calls.Kind.STATE: (ElementRun("float32", 128),),
     }
-    message = codec_namespace.encode_register(bytes(16), _SPEC, elements)
-    assert codec_namespace.decode_register(message) == (bytes(16), _SPEC, elements)
+    call = RegisterCall(bytes(16), _SPEC, tuple(KindElements(kind, runs) for kind, runs in elements.items()))
+    assert _registered(call) == call
+    assert _registered(call).elements_by_kind() == elements
 
 
 @pytest.mark.parametrize(
-    ("run", "found"),
+    ("elements", "found"),
     [
-        (pb.ElementRun(kind=9), "elements[0].kind"),
-        (pb.ElementRun(kind=1, dtype="x" * 33), "elements[0].dtype"),
-        (pb.ElementRun(kind=1, part_bytes=2**63), "elements[0].part_bytes"),
-        (pb.ElementRun(kind=1, parts=2**31), "elements[0].parts"),
+        ([pb.KindElements(kind=9)], "elements[0].kind"),
+        ([pb.KindElements(kind=1, runs=[pb.ElementRun(dtype="x" * 33)])], "elements[0].runs[0].dtype"),
+        ([pb.KindElements(kind=1, runs=[pb.ElementRun(part_bytes=2**63)])], "elements[0].runs[0].part_bytes"),
+        ([pb.KindElements(kind=1, runs=[pb.ElementRun(parts=2**31)])], "elements[0].runs[0].parts"),
+        ([pb.KindElements(kind=1, runs=[pb.ElementRun()] * (limits.ELEMENT_RUNS_MAX + 1))], "elements[0].runs: 513"),
+        ([pb.KindElements(kind=1)] * 4, "elements: 4"),
+        ([pb.KindElements(kind=1)] * 2, "elements: a kind comes twice"),
     ],
 )
-def test_elements_over_a_bound_are_refused_by_name(run: pb.ElementRun, found: str) -> None:
-    message = codec_namespace.encode_register(bytes(16), _SPEC)
-    message.elements.append(run)
+def test_elements_over_a_bound_are_refused_by_name(elements: list[pb.KindElements], found: str) -> None:
+    message = REGISTER.call.encode(RegisterCall(bytes(16), _SPEC))
+    message.elements.extend(elements)
     with pytest.raises((errors.InvalidArgument, errors.LimitExceeded)) as refusal:
-        codec_namespace.decode_register(message)
+        REGISTER.call.decode(message)
     assert found in refusal.value.message
-    del message.elements[:]
-    message.elements.extend([pb.ElementRun(kind=1)] * (limits.ELEMENT_RUNS_MAX + 1))
-    with pytest.raises(errors.LimitExceeded):
-        codec_namespace.decode_register(message)
 
 
 def test_an_answer_without_an_id_says_the_counter_to_register_with() -> None:
-    assert not codec_namespace.encode_register(bytes(16), _SPEC).follows_bumps
-    answer = codec_namespace.encode_stale_epoch(7)
-    assert (codec_namespace.decode_registered(answer), answer.bumps) == ((b"", 0), 7)
-    with pytest.raises(errors.InvalidArgument, match="namespace"):
-        codec_namespace.decode_registered(pb.RegisterNamespaceResponse(namespace=b"short"))
+    stale = RegisterReply(b"", bumps=7)
+    assert REGISTER.reply.parse(REGISTER.reply.encode(stale).SerializeToString()) == stale
+    with pytest.raises(errors.InvalidArgument, match="namespace_id"):
+        REGISTER.reply.decode(pb.RegisterNamespaceResponse(namespace_id=b"short"))
 
 
 @pytest.mark.parametrize(
@@ -285,17 +382,17 @@ def test_an_answer_without_an_id_says_the_counter_to_register_with() -> None:
     ],
 )
 def test_specs_over_a_bound_are_refused_by_name(change: Callable[[pb.NamespaceSpec], None], found: str) -> None:
-    message = codec_namespace.encode_namespace_spec(_SPEC)
-    change(message)
+    message = REGISTER.call.encode(RegisterCall(bytes(16), _SPEC))
+    change(message.spec)
     with pytest.raises((errors.InvalidArgument, errors.LimitExceeded)) as refusal:
-        codec_namespace.decode_namespace_spec(message)
+        REGISTER.call.decode(message)
     assert found in refusal.value.message
 
 
 def test_a_status_comes_back_equal() -> None:
-    namespace = NamespaceStatus(bytes(16), "l", "t", "e", 256, {1: 7}, 99, {"model": "toy"}, 3)
+    namespace = NamespaceStatus(bytes(16), "l", "t", "e", 256, {calls.Kind.ATTENTION: 7}, 99, {"model": "toy"}, 3)
     value = DaemonStatus(
-        version="1", pid=2, uptime_seconds=3.5, ready=True, reason="r", arena_id=2**64 - 1, run=4,
+        daemon_version="1", pid=2, uptime_seconds=3.5, ready=True, reason="r", arena_id=2**64 - 1, run=4,
         tiers=(
             TierStatus(
                 "nvme", "disk", 1, 2, 3, 4, 5, 6, "ready", "why", "open", 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, "n", "o"
@@ -311,8 +408,8 @@ def test_a_status_comes_back_equal() -> None:
         pins=(PinStatus(bytes(16), b"k" * 16, 1.5, 2, 3, 4), PinStatus(b"n" * 16)),
         epochs=Epochs(3, (bytes(16),)),
     )  # fmt: skip
-    message = codec_report.encode_status(value)
-    assert codec_report.decode_status(pb.GetStatusResponse.FromString(message.SerializeToString())) == value
+    wire = OPERATOR["GetStatus"].reply
+    assert wire.parse(wire.encode(value).SerializeToString()) == value
 
 
 def test_the_status_table_covers_the_closed_set() -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
-from google.protobuf.message import DecodeError, Message
-from hypothesis import given
-from hypothesis import strategies as st
+from google.protobuf.message import Message
 from kvdepot.core import errors, limits
-from kvdepot.core.calls import ROOT_KEY, Kind
+from kvdepot.core.calls import ROOT_KEY, Kind, RequestEnd
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.listing import (
     CHUNKS_PER_PAGE_MAX,
     LOANS_MAX,
-    NAMESPACES_PER_PAGE_MAX,
     PATH_KEYS_MAX,
     Chunk,
     ChunkDescription,
     ChunkPage,
+    DescribeChunkCall,
+    DescribeNamespaceCall,
+    ListChunksCall,
+    ListContentsCall,
     LoanDescription,
     NamespaceContents,
     NamespaceDescription,
@@ -28,17 +29,21 @@ from kvdepot.core.listing import (
     prefix_range,
 )
 from kvdepot.core.planner import GroupSpec
-from kvdepot.proto import codec_listing
+from kvdepot.core.records import ExplainCall, ExplainReply, LoadRecord, Lookup, RequestRecord
+from kvdepot.core.report import GetStatusCall, ListNamespacesCall, NamespaceStatus, NamespaceStatusPage
+from kvdepot.core.traces import RecordTraceCall, TracedNamespace, TracedRequest, TracePart
+from kvdepot.proto.codec import Codec
+from kvdepot.proto.methods import BY_CALL, OPERATOR
 from kvdepot.proto.v1 import depot_pb2 as pb
 
 ID = bytes(range(16))
 CONTENTS = NamespaceContents(
     ID, "label", "tenant", "epoch", 256, 7, 2, 1.5,
-    (TierContents("ram", {1: 3, 3: 1}, 99), TierContents("nvme", {}, 0)), 3,
+    (TierContents("ram", {Kind.ATTENTION: 3, Kind.STATE: 1}, 99), TierContents("nvme", {}, 0)), 3,
 )  # fmt: skip
 CHUNK = Chunk(ID, ROOT_KEY, 512, True, (b"\x01\x03", b""), (12345, 0), b"\x02")
 OBJECT = ObjectDescription(
-    "ram", 1, 4096, "complete", bytes(15) + b"\x01", 4000, 17, 42, 2,
+    "ram", Kind.ATTENTION, 4096, "complete", bytes(15) + b"\x01", 4000, 17, 42, 2,
     (LoanDescription("engine-0", (12, 13), "read", 2**63),),
 )  # fmt: skip
 SPEC = NamespaceSpec(
@@ -46,39 +51,55 @@ SPEC = NamespaceSpec(
 )
 
 
-def test_pages_and_descriptions_come_back_equal() -> None:
-    page = NamespacePage((CONTENTS,), "ff")
-    message = codec_listing.encode_namespace_page(page).SerializeToString()
-    assert codec_listing.decode_namespace_page(pb.ListContentsResponse.FromString(message)) == page
-    chunks = ChunkPage(("ram", "nvme"), (CHUNK, CHUNK), "1.5")
-    message = codec_listing.encode_chunk_page(chunks).SerializeToString()
-    assert codec_listing.decode_chunk_page(pb.ListChunksResponse.FromString(message)) == chunks
-    for spec in (None, SPEC):
-        namespace = NamespaceDescription(CONTENTS, spec, ("engine-0",))
-        message = codec_listing.encode_namespace_description(namespace).SerializeToString()
-        decoded = codec_listing.decode_namespace_description(pb.DescribeNamespaceResponse.FromString(message))
-        assert decoded == namespace
-    chunk = ChunkDescription(CHUNK, ("ram", "nvme"), (OBJECT,), (ID, ID), 9, 3, True)
-    message = codec_listing.encode_chunk_description(chunk).SerializeToString()
-    assert codec_listing.decode_chunk_description(pb.DescribeChunkResponse.FromString(message)) == chunk
+CALLS: list[object] = [
+    ListContentsCall("0a", 3, "t"),
+    ListChunksCall(ID, "0a", 3, "t"),
+    DescribeNamespaceCall(ID),
+    DescribeChunkCall(ID, ROOT_KEY),
+    GetStatusCall(),
+    ListNamespacesCall(3, "t"),
+    ExplainCall("request"),
+    RecordTraceCall(),
+]
+LOOKUP = Lookup(9, 16, 100, 7, {"ram": 3, "nvme": 7}, 64, 32, "nvme", 0.5, "later", 7, ID, ID)
+RECORD = RequestRecord(
+    "e", "r", ID, 3.5, 2, 1.5, LOOKUP, ("a != b",), (LoadRecord("granted", 3, 1.0, 0.25),), {"granted": 2}, 0.5,
+    RequestEnd(16, 32, "later"),
+)  # fmt: skip
+REPLIES: list[tuple[str, object]] = [
+    ("ListContents", NamespacePage((CONTENTS,), "ff")),
+    ("ListChunks", ChunkPage(("ram", "nvme"), (CHUNK, CHUNK), "1.5")),
+    ("DescribeNamespace", NamespaceDescription(CONTENTS, None, ("engine-0",))),
+    ("DescribeNamespace", NamespaceDescription(CONTENTS, SPEC, ("engine-0",))),
+    ("DescribeChunk", ChunkDescription(CHUNK, ("ram", "nvme"), (OBJECT,), (ID, ID), 9, 3, True)),
+    (
+        "ListNamespaces",
+        NamespaceStatusPage((NamespaceStatus(ID, "l", objects={Kind.ATTENTION: 7}, size_bytes=9),), "ff"),
+    ),
+    ("ExplainRequest", ExplainReply((RECORD, RequestRecord("e", "r", ID, 3.5)))),
+    ("RecordTrace", TracePart((TracedNamespace(ID, SPEC),), (TracedRequest(1.5, ID, ID * 2, 512),), 3)),
+]
 
 
-def test_calls_come_back_equal_and_ask_for_no_more_than_a_page() -> None:
-    def asked(page_size: int) -> tuple[int, int]:
-        contents = codec_listing.decode_list_contents(codec_listing.encode_list_contents("0a", page_size, "t"))
-        chunks = codec_listing.decode_list_chunks(codec_listing.encode_list_chunks(ID, "0a", page_size, "t"))
-        assert (contents[0], contents[2]) == ("0a", "t")
-        assert (chunks[0], chunks[1], chunks[3]) == (ID, "0a", "t")
-        return contents[1], chunks[2]
+@pytest.mark.parametrize("call", CALLS, ids=repr)
+def test_a_call_comes_back_equal(call: object) -> None:
+    wire = BY_CALL[type(call)].call
+    assert wire.parse(wire.encode(call).SerializeToString()) == call
 
-    assert asked(3) == (3, 3)
-    assert asked(0) == asked(2**32 - 1) == (NAMESPACES_PER_PAGE_MAX, CHUNKS_PER_PAGE_MAX)
-    assert codec_listing.decode_describe_namespace(codec_listing.encode_describe_namespace(ID)) == ID
-    assert codec_listing.decode_describe_chunk(codec_listing.encode_describe_chunk(ID, ROOT_KEY)) == (ID, ROOT_KEY)
+
+@pytest.mark.parametrize(("method", "reply"), REPLIES)
+def test_pages_and_descriptions_come_back_equal(method: str, reply: object) -> None:
+    wire = OPERATOR[method].reply
+    assert wire.parse(wire.encode(reply).SerializeToString()) == reply
+
+
+def test_every_call_and_every_reply_was_tried() -> None:
+    assert {type(call) for call in CALLS} == {method.call_type for method in OPERATOR.values()}
+    assert {method for method, _ in REPLIES} == set(OPERATOR) - {"GetStatus"}, "test_codec.py has that one"
 
 
 def _chunk(**changed: object) -> pb.Chunk:
-    fields: dict[str, object] = {"key": ID, "parent": ID, "kinds": [b"\x01"], "bytes": [1]} | changed
+    fields: dict[str, object] = {"key": ID, "parent": ID, "kinds": [b"\x01"], "size_bytes": [1]} | changed
     return pb.Chunk(**fields)  # type: ignore[arg-type]
 
 
@@ -97,89 +118,62 @@ def _stored(**changed: object) -> pb.DescribeChunkResponse:
 
 
 def _contents(**changed: object) -> pb.ListContentsResponse:
-    fields: dict[str, object] = {"namespace": ID} | changed
+    fields: dict[str, object] = {"namespace_id": ID} | changed
     return pb.ListContentsResponse(namespaces=[pb.NamespaceContents(**fields)])  # type: ignore[arg-type]
 
 
 @pytest.mark.requirement("I4")
 @pytest.mark.parametrize(
-    ("decode", "message", "named"),
+    ("wire", "message", "named"),
     [
-        (codec_listing.decode_list_contents, pb.ListContentsRequest(prefix="0" * 33), "prefix bytes: 33"),
-        (codec_listing.decode_list_contents, pb.ListContentsRequest(page_token="0" * 65), "page_token bytes: 65"),
-        (codec_listing.decode_list_chunks, pb.ListChunksRequest(namespace=b"short"), "namespace: 5 bytes"),
-        (codec_listing.decode_list_chunks, pb.ListChunksRequest(namespace=ID, prefix="0" * 33), "prefix bytes: 33"),
-        (codec_listing.decode_list_chunks, pb.ListChunksRequest(namespace=ID, page_token="0" * 65), "page_token"),
-        (codec_listing.decode_describe_namespace, pb.DescribeNamespaceRequest(), "namespace: 0 bytes"),
-        (codec_listing.decode_describe_chunk, pb.DescribeChunkRequest(namespace=ID, key=b"1"), "key: 1 bytes"),
-        (codec_listing.decode_chunk_page, _chunks(key=b""), "key: 0 bytes"),
-        (codec_listing.decode_chunk_page, _chunks(parent=b"2" * 17), "parent: 17 bytes"),
-        (codec_listing.decode_chunk_page, _chunks(kinds=[b"\x09"]), "kinds[]: 9 is none"),
-        (codec_listing.decode_chunk_page, _chunks(kinds=[b"\x01" * 4]), "kinds[]: 4"),
-        (codec_listing.decode_chunk_page, _chunks(kinds=[]), "kinds of 0 and bytes of 1 tiers, not of 1"),
-        (codec_listing.decode_chunk_page, _chunks(bytes=[1, 2]), "bytes of 2 tiers"),
-        (codec_listing.decode_chunk_page, _chunks(incomplete=b"\x00"), "incomplete: 0 is none"),
+        (OPERATOR["ListContents"].call, pb.ListContentsRequest(prefix="0" * 33), "prefix bytes: 33"),
+        (OPERATOR["ListContents"].call, pb.ListContentsRequest(page_token="0" * 65), "page_token bytes: 65"),
+        (OPERATOR["ListChunks"].call, pb.ListChunksRequest(namespace_id=b"short"), "namespace_id: 5 bytes"),
+        (OPERATOR["ListChunks"].call, pb.ListChunksRequest(namespace_id=ID, prefix="0" * 33), "prefix bytes: 33"),
+        (OPERATOR["ListChunks"].call, pb.ListChunksRequest(namespace_id=ID, page_token="0" * 65), "page_token"),
+        (OPERATOR["DescribeNamespace"].call, pb.DescribeNamespaceRequest(), "namespace_id: 0 bytes"),
+        (OPERATOR["DescribeChunk"].call, pb.DescribeChunkRequest(namespace_id=ID, key=b"1"), "key: 1 bytes"),
+        (OPERATOR["ListChunks"].reply, _chunks(key=b""), "key: 0 bytes"),
+        (OPERATOR["ListChunks"].reply, _chunks(parent=b"2" * 17), "parent: 17 bytes"),
+        (OPERATOR["ListChunks"].reply, _chunks(kinds=[b"\x09"]), "kinds[]: 9 is none"),
+        (OPERATOR["ListChunks"].reply, _chunks(kinds=[b"\x01" * 4]), "kinds[]: 4"),
+        (OPERATOR["ListChunks"].reply, _chunks(kinds=[]), "kinds of 0 and size_bytes of 1 tiers, not of 1"),
+        (OPERATOR["ListChunks"].reply, _chunks(size_bytes=[1, 2]), "size_bytes of 2 tiers"),
+        (OPERATOR["ListChunks"].reply, _chunks(incomplete=b"\x00"), "incomplete: 0 is none"),
         (
-            codec_listing.decode_chunk_page,
+            OPERATOR["ListChunks"].reply,
             pb.ListChunksResponse(chunks=[pb.Chunk()] * (CHUNKS_PER_PAGE_MAX + 1)),
             f"chunks: {CHUNKS_PER_PAGE_MAX + 1}",
         ),
-        (codec_listing.decode_chunk_page, pb.ListChunksResponse(tiers=["t"] * 65), "tiers: 65"),
-        (codec_listing.decode_chunk_page, pb.ListChunksResponse(tiers=["t" * 257]), "tier bytes: 257"),
-        (codec_listing.decode_chunk_description, _described(path=[ID] * (PATH_KEYS_MAX + 1)), "path: 257"),
-        (codec_listing.decode_chunk_description, _described(path=[b""]), "path[]: 0 bytes"),
-        (codec_listing.decode_chunk_description, _described(objects=[pb.StoredObject()] * 193), "objects: 193"),
-        (codec_listing.decode_chunk_description, _stored(kind=9), "kind: 9 is none"),
-        (codec_listing.decode_chunk_description, _stored(state="x" * 65), "state bytes: 65"),
-        (codec_listing.decode_chunk_description, _stored(checksum=b"1"), "checksum: 1 bytes"),
-        (codec_listing.decode_chunk_description, _stored(loans=[pb.Loan()] * (LOANS_MAX + 1)), "loans: 65"),
-        (codec_listing.decode_chunk_description, _stored(loans=[pb.Loan(pids=[1] * 129)]), "pids: 129"),
-        (codec_listing.decode_chunk_description, _stored(loans=[pb.Loan(engine_id="x" * 257)]), "engine_id bytes"),
-        (codec_listing.decode_namespace_page, _contents(namespace=b""), "namespace: 0 bytes"),
-        (codec_listing.decode_namespace_page, _contents(label="x" * 97), "label bytes: 97"),
-        (codec_listing.decode_namespace_page, _contents(tenant="x" * 129), "tenant bytes: 129"),
-        (codec_listing.decode_namespace_page, _contents(epoch="x" * 129), "epoch bytes: 129"),
-        (codec_listing.decode_namespace_page, _contents(chunk_tokens=limits.CHUNK_TOKENS_MAX + 1), "chunk_tokens"),
-        (codec_listing.decode_namespace_page, _contents(tiers=[pb.TierContents(objects={9: 1})]), "kind: 9"),
-        (codec_listing.decode_namespace_page, _contents(tiers=[pb.TierContents()] * 65), "tiers: 65"),
+        (OPERATOR["ListChunks"].reply, pb.ListChunksResponse(tiers=["t"] * 65), "tiers: 65"),
+        (OPERATOR["ListChunks"].reply, pb.ListChunksResponse(tiers=["t" * 257]), "tiers[] bytes: 257"),
+        (OPERATOR["DescribeChunk"].reply, _described(path=[ID] * (PATH_KEYS_MAX + 1)), "path: 257"),
+        (OPERATOR["DescribeChunk"].reply, _described(path=[b""]), "path[]: 0 bytes"),
+        (OPERATOR["DescribeChunk"].reply, _described(objects=[pb.StoredObject()] * 193), "objects: 193"),
+        (OPERATOR["DescribeChunk"].reply, _stored(kind=9), "kind: 9 is none"),
+        (OPERATOR["DescribeChunk"].reply, _stored(state="x" * 65), "state bytes: 65"),
+        (OPERATOR["DescribeChunk"].reply, _stored(checksum=b"1"), "checksum: 1 bytes"),
+        (OPERATOR["DescribeChunk"].reply, _stored(loans=[pb.Loan()] * (LOANS_MAX + 1)), "loans: 65"),
+        (OPERATOR["DescribeChunk"].reply, _stored(loans=[pb.Loan(pids=[1] * 129)]), "pids: 129"),
+        (OPERATOR["DescribeChunk"].reply, _stored(loans=[pb.Loan(engine_id="x" * 257)]), "engine_id bytes"),
+        (OPERATOR["ListContents"].reply, _contents(namespace_id=b""), "namespace_id: 0 bytes"),
+        (OPERATOR["ListContents"].reply, _contents(label="x" * 97), "label bytes: 97"),
+        (OPERATOR["ListContents"].reply, _contents(tenant="x" * 129), "tenant bytes: 129"),
+        (OPERATOR["ListContents"].reply, _contents(epoch="x" * 129), "epoch bytes: 129"),
+        (OPERATOR["ListContents"].reply, _contents(chunk_tokens=limits.CHUNK_TOKENS_MAX + 1), "chunk_tokens"),
+        (OPERATOR["ListContents"].reply, _contents(tiers=[pb.TierContents(objects={9: 1})]), "objects: 9"),
+        (OPERATOR["ListContents"].reply, _contents(tiers=[pb.TierContents()] * 65), "tiers: 65"),
         (
-            codec_listing.decode_namespace_description,
-            pb.DescribeNamespaceResponse(contents=pb.NamespaceContents(namespace=ID), engines=["e"] * 1025),
+            OPERATOR["DescribeNamespace"].reply,
+            pb.DescribeNamespaceResponse(contents=pb.NamespaceContents(namespace_id=ID), engines=["e"] * 1025),
             "engines: 1025",
         ),
     ],
 )
-def test_what_is_malformed_or_too_much_is_refused_by_name(
-    decode: Callable[[Message], object], message: Message, named: str
-) -> None:
+def test_what_is_malformed_or_too_much_is_refused_by_name(wire: Codec[Any], message: Message, named: str) -> None:
     with pytest.raises((errors.InvalidArgument, errors.LimitExceeded)) as refused:
-        decode(message)
+        wire.decode(message)
     assert named in refused.value.message
-
-
-DECODERS = [
-    (codec_listing.decode_list_contents, pb.ListContentsRequest),
-    (codec_listing.decode_list_chunks, pb.ListChunksRequest),
-    (codec_listing.decode_describe_namespace, pb.DescribeNamespaceRequest),
-    (codec_listing.decode_describe_chunk, pb.DescribeChunkRequest),
-    (codec_listing.decode_namespace_page, pb.ListContentsResponse),
-    (codec_listing.decode_chunk_page, pb.ListChunksResponse),
-    (codec_listing.decode_namespace_description, pb.DescribeNamespaceResponse),
-    (codec_listing.decode_chunk_description, pb.DescribeChunkResponse),
-]
-
-
-@given(data=st.binary(max_size=300), which=st.sampled_from(DECODERS))
-def test_garbage_is_a_refusal_of_ours(data: bytes, which: tuple[Callable[[Message], object], type[Message]]) -> None:
-    decode, message = which
-    try:
-        parsed = message.FromString(data)
-    except DecodeError:
-        return
-    try:
-        decode(parsed)
-    except errors.KvDepotError:
-        return
 
 
 def test_a_prefix_is_the_range_of_ids_that_begin_so() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +27,8 @@ BATCH_BYTES = 32 << 20
 
 
 class Direction(Enum):
+    """Of a copy."""
+
     STORE = "store"  # layers -> arena
     LOAD = "load"  # arena -> layers
 
@@ -48,8 +50,12 @@ class CopyBatch:
     def size_bytes(self) -> int:
         return int(self.lengths.sum())
 
+    def end_to_end(self) -> CopyBatch:
+        """Return the same pieces in order, packed in memory of `size_bytes`."""
+        return replace(self, offsets=np.cumsum(self.lengths) - self.lengths)
+
     def split(self, batch_bytes: int = BATCH_BYTES) -> Iterator[CopyBatch]:
-        """The same pieces in order, in batches of about `batch_bytes` (at least one piece each)."""
+        """Yield the same pieces in order, in batches of about `batch_bytes` (at least one piece each)."""
         group = (np.cumsum(self.lengths) - 1) // batch_bytes
         cuts = [0, *(np.flatnonzero(np.diff(group)) + 1).tolist(), len(self)]
         for start, end in itertools.pairwise(cuts):
@@ -73,11 +79,23 @@ class CopyMemory(Protocol):
 class BlockCopier(Protocol):
     """Made with the layers of one rank; used by one copying thread, except `mark`."""
 
+    def enter(self) -> None:
+        """Make the calling thread that thread. Called before anything but `mark`."""
+
+    def prove(self, mark: object) -> None:
+        """Copy a test pattern through layers that hold nothing yet. Raise CopyError if a byte is wrong."""
+
+    def verify(self, arena: CopyMemory, batch: CopyBatch) -> bool:
+        """Return whether the layers hold what the arena holds, after a load of this batch and a wait."""
+
+    def leave(self) -> None:
+        """End the copying of this thread. To take back what was prepared for it may take minutes."""
+
     def mark(self) -> object:
-        """What the engine has given its device to do until now. On the engine's thread."""
+        """Return a mark of the work that the engine has given its device until now. Called on the engine's thread."""
 
     def after(self, mark: object) -> None:
-        """Copies started from now on wait for what was marked."""
+        """Let copies that start from now on wait for marked work."""
 
     def copy(self, arena: CopyMemory, batch: CopyBatch, direction: Direction) -> None:
         """Start copying one batch. CPU: done on return.
@@ -91,11 +109,17 @@ class BlockCopier(Protocol):
         No block is among both. Raises CopyError before any byte moved if one is out of range.
         """
 
-    def wait(self) -> None:
-        """Return when everything started before has been copied. Raises if the device cannot say that any more."""
+    def wait(self, direction: Direction | None = None) -> None:
+        """Wait until all that was started in this direction, or in both, has been copied. Moves count as loads.
 
-    def prepare(self, arena: Arena | None) -> float | None:
-        """Use idle time to make copies to this arena fast. Seconds until there is more to do; None: never."""
+        Raise if the device can no longer tell.
+        """
+
+    def prepare(self, arena: Arena | None, *, at_once: bool = False) -> float | None:
+        """Make copies to this arena fast, a step at a time. Seconds until there is more to do; None: never.
+
+        `at_once`: without pauses, because the engine does not serve yet. None: no more of that.
+        """
 
 
 class Arena(Protocol):
@@ -118,21 +142,26 @@ class Arena(Protocol):
     def load(self, copier: BlockCopier, extents: Extents, batch: CopyBatch, timeout_seconds: float = ...) -> bool:
         """Copy a batch of pieces within `extents` into the layers. False: it did not get there in time."""
 
+    def verify(self, copier: BlockCopier, batch: CopyBatch) -> bool:
+        """Return whether the layers hold what the last `load`, of this batch, brought here. It has been waited for."""
+
     def store(
         self, copier: BlockCopier, extents: Extents, batch: CopyBatch, meanwhile: Callable[[], None] = ...
     ) -> bool:
         """Copy a batch out of the layers. False: not all of it is in the arena, and none will come late.
 
-        `meanwhile` is called now and then where this takes long. Raises InDoubt.
+        `meanwhile` is called now and then where this takes long. Raises IndeterminateError.
         """
 
 
 class PossibleWriter(Protocol):
+    """A proxy or device that may still write."""
+
     @property
     def proxy_dead(self) -> bool: ...
 
 
-class InDoubt(Exception):  # noqa: N818 - a state, not an error
+class IndeterminateError(Exception):
     """Somebody may still write into the extents of a store that failed: it is not acknowledged before `over`."""
 
     def __init__(self, writer: PossibleWriter) -> None:
@@ -148,6 +177,10 @@ class CopyError(ValueError):
     """The pieces do not fit the layers or the arena: a broken plan, never copied in part."""
 
 
+class WrongBytesError(CopyError):
+    """A copy was made, and its bytes are wrong: this machine cannot be trusted with more of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """What pieces may name: for each layer its number of blocks and the bytes of one."""
@@ -156,7 +189,7 @@ class Bounds:
     block_bytes: Column
 
     def check(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> None:
-        """Raises CopyError."""
+        """Raise CopyError for a piece out of bounds."""
         # Seen as unsigned, a negative number is a large one: one comparison for both bounds.
         layers = batch.layers.view(np.uint64)
         if (layers >= len(self.blocks)).any():
@@ -171,7 +204,7 @@ class Bounds:
             raise CopyError(self.what_is_wrong(batch, data_offset, arena_bytes))
 
     def check_move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
-        """Raises CopyError."""
+        """Raise CopyError for a block out of bounds."""
         if len(sources) != len(targets):
             raise CopyError(f"{len(sources)} blocks to {len(targets)} others")
         blocks = np.concatenate([sources, targets])
@@ -205,6 +238,11 @@ class Bounds:
             yield start, end, bool(whole[start])
 
 
+def heads(together: npt.NDArray[np.bool_]) -> Column:
+    """Return where runs begin; `together[i]` says that item i + 1 belongs to the run of item i. There is an item."""
+    return np.flatnonzero(np.concatenate([[True], ~together]))
+
+
 EMPTY = CopyBatch(*(np.empty(0, dtype=np.int64) for _ in range(5)))
 
 
@@ -231,7 +269,7 @@ def object_pieces(
     block_ids: Sequence[Sequence[int]] | npt.NDArray[np.int64],
     first_block: int = 0,
 ) -> CopyBatch:
-    """The pieces of one group's part of some objects on one rank, object after object.
+    """Return the pieces of one group's part of some objects on one rank, object after object.
 
     `objects` are indices within the grant; `block_ids`, [objects, n], are the engine's blocks
     for the objects' blocks `first_block`, `first_block + 1`, ... The part begins `part_offset`

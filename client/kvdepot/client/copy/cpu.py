@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from kvdepot.client.copy import native
-from kvdepot.client.copy.base import Bounds, CopyError, Direction
+from kvdepot.client.copy.base import CopyError, Direction
+from kvdepot.client.copy.table import LayerTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from kvdepot.client.copy.base import Arena, Column, CopyBatch, CopyMemory
-
-
-def _runs(layer: torch.Tensor) -> tuple[int, Column]:
-    """Bytes of the runs in which a block lies, all alike, and where in it they begin, in the view's order."""
-    run = layer.element_size()
-    dims = [(n, s * layer.element_size()) for n, s in zip(layer.shape[1:], layer.stride()[1:], strict=True) if n != 1]
-    while dims and dims[-1][1] == run:
-        run *= dims.pop()[0]
-    begins: Column = np.zeros(1, dtype=np.int64)
-    for n, stride in dims:
-        begins = (begins[:, None] + np.arange(n) * stride).ravel()
-    return run, begins
 
 
 class CpuCopier:
@@ -36,28 +24,16 @@ class CpuCopier:
     """
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
-        """Raises CopyError for a tensor that is not on the CPU."""
+        """Take a rank's layers. Raise CopyError for a tensor that is not on the CPU."""
         self._tensors = tuple(layers)  # their memory is reached by address
-        self._layers: Column = np.zeros((len(layers), native.LAYER_WORDS), dtype=np.int64)
-        begins: list[Column] = []
-        for tensor, words in zip(layers, self._layers, strict=True):
-            if tensor.device.type != "cpu" or tensor.dim() < 1:
-                raise CopyError(
-                    f"a layer on {tensor.device} with {tensor.dim()} dimensions; this copies [num_blocks, ...] on cpu"
-                )
-            words[native.ADDRESS] = tensor.data_ptr()
-            words[native.BLOCKS] = tensor.shape[0]
-            words[native.STRIDE_BYTES] = tensor.stride(0) * tensor.element_size()
-            words[native.BLOCK_BYTES] = tensor.element_size() * math.prod(tensor.shape[1:])
-            words[native.FIRST_RUN] = sum(map(len, begins))
-            words[native.RUN_BYTES], run_begins = _runs(tensor)
-            begins.append(run_begins)
-        self._runs: Column = np.concatenate([*begins, np.zeros(0, dtype=np.int64)])
-        self._bounds = Bounds(self._layers[:, native.BLOCKS], self._layers[:, native.BLOCK_BYTES])
+        for tensor in layers:
+            if tensor.device.type != "cpu":
+                raise CopyError(f"a layer on {tensor.device}: this copies layers in host memory")
+        self._table = LayerTable(layers)
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of one block of a layer, without padding."""
-        return int(self._bounds.block_bytes[layer])
+        return int(self._table.bounds.block_bytes[layer])
 
     def copy(self, arena: CopyMemory, batch: CopyBatch, direction: Direction) -> None:
         """Copy one batch on this thread. Raises CopyError before any byte moved if a piece is out of range."""
@@ -66,13 +42,30 @@ class CpuCopier:
         memory = np.frombuffer(arena.buffer, dtype=np.uint8)
         pieces = np.array((batch.layers, batch.blocks, batch.skips, batch.offsets, batch.lengths), np.int64)
         base, size_bytes, store = memory.ctypes.data, len(memory), direction is Direction.STORE
-        if native.copy(self._layers, self._runs, pieces, base, arena.data_offset, size_bytes, store) >= 0:
-            raise CopyError(self._bounds.what_is_wrong(batch, arena.data_offset, size_bytes))
+        if native.copy(self._table.words, self._table.begins, pieces, base, arena.data_offset, size_bytes, store) >= 0:
+            raise CopyError(self._table.bounds.what_is_wrong(batch, arena.data_offset, size_bytes))
 
     def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
         """On this thread. Raises CopyError before any byte moved for a block out of range."""
-        self._bounds.check_move(layers, sources, targets)
-        native.move(self._layers, self._runs, *(np.array(column, np.int64) for column in (layers, sources, targets)))
+        self._table.bounds.check_move(layers, sources, targets)
+        native.move(
+            self._table.words,
+            self._table.begins,
+            *(np.array(column, np.int64) for column in (layers, sources, targets)),
+        )
+
+    def enter(self) -> None:
+        """Nothing to set up."""
+
+    def prove(self, mark: object) -> None:
+        """Nothing to prove: the native copy is tested on every platform that it runs on."""
+
+    def verify(self, arena: CopyMemory, batch: CopyBatch) -> bool:  # noqa: ARG002
+        """Likewise."""
+        return True
+
+    def leave(self) -> None:
+        """Likewise."""
 
     def mark(self) -> None:
         """Nothing: what was given to a CPU is done."""
@@ -80,8 +73,8 @@ class CpuCopier:
     def after(self, mark: object) -> None:
         """Likewise."""
 
-    def wait(self) -> None:
+    def wait(self, direction: Direction | None = None) -> None:
         """Nothing is ever left running."""
 
-    def prepare(self, arena: Arena | None) -> None:
+    def prepare(self, arena: Arena | None, *, at_once: bool = False) -> None:
         """Nothing to prepare."""

@@ -1,106 +1,145 @@
 """Copies for KV tensors on a device with memory of its own.
 
-A batch goes by way of scratch memory on the device, in which its pieces lie in the arena's order: blocks are gathered
-into it (or scattered out of it) by one indexed operation for each run of a layer's blocks, and all that lies end to
-end in the arena too is one transfer. The device's queue alone orders them. There are two pieces of scratch memory: one
-batch is worked out and queued here while the one before travels, and no more than two are ever on their way.
+A batch becomes one table of runs (`LayerTable`), and goes one of three ways. Long runs go straight between the layers
+and the arena, by one call of the driver. Short runs are gathered in scratch memory on the device by one launch, and
+travel as one transfer for each run of the arena. Where a device has neither, torch's indexed operations do the same.
+
+Each direction has a queue of its own: a load does not wait for a store. At most two batches are on their way in each.
+States: nothing queued; one or two batches queued. `wait` returns to the first.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections import deque
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
-from kvdepot.client.copy.base import Bounds, CopyError, Direction
+from kvdepot.client.copy.base import BATCH_BYTES, CopyError, Direction, heads
+from kvdepot.client.copy.indexed import IndexedCopies
+from kvdepot.client.copy.pinning import PIECE_BYTES, Pinnable, Pins
+from kvdepot.client.copy.runs import Runs, address_of
+from kvdepot.client.copy.self_test import self_test
+from kvdepot.client.copy.table import RUN_BYTES, LayerTable
 
 if TYPE_CHECKING:
-    from kvdepot.client.copy.base import Arena, Column, CopyBatch, CopyMemory
+    from collections.abc import Callable, Sequence
 
-PIN_PIECE_BYTES: Final = 32 << 20
-"""Pinned at once, some milliseconds in which the engine's thread may wait for the driver. No transfer crosses the end
-of a piece: a driver refuses a transfer over memory that was pinned in two calls."""
-PREPARE_AGAIN_SECONDS: Final = 0.5
-_BUFFERS: Final = 2
+    from kvdepot.client.copy.base import Column, CopyBatch, CopyMemory
+    from kvdepot.client.copy.table import CopyTable
+
+BATCH_RUN_BYTES: Final = 28 << 10
+"""Runs of this length and more go straight: below, a gather is faster than the driver's batch call (vLLM PR 42212)."""
+_IN_FLIGHT_MAX: Final = 2
 _ALIGNED_BYTES: Final = 16
-_NUMBERS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
+
+
+class Way(StrEnum):
+    """How a batch travels."""
+
+    BATCH = "batch"
+    GATHER = "gather"
+    TORCH = "torch"
 
 
 class Device(Protocol):
-    """A device and a queue of it that only copies use. One thread, except `engine_mark`."""
+    """A device, and two queues of it that only copies use. One thread, except `engine_mark`."""
+
+    @property
+    def ways(self) -> frozenset[Way]:
+        """Return the ways that the device has: `Way.TORCH` always, the others after `enter`."""
+
+    def enter(self) -> None:
+        """Make the calling thread the one that copies."""
+
+    def leave(self) -> None:
+        """End the copying of this thread, which has waited for all copies."""
 
     def engine_mark(self) -> object:
-        """What the engine has queued until now, on the calling thread's queue."""
+        """Return a mark of what the engine has queued until now, on the calling thread's queue."""
 
     def run_after(self, mark: object) -> None:
-        """What is run from now on begins after `mark`."""
+        """Let all that is queued from now on, in both directions, begin after `mark`."""
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, direction: Direction, work: Callable[[], None]) -> None:
         """Queue the tensor operations of `work`; they may happen after the return."""
 
-    def mark(self) -> object:
-        """What was run until now."""
+    def transfer(self, direction: Direction, runs: Runs, *, pinned: bool) -> None:
+        """Queue copies between the device and the host. `pinned`: the device reaches all of this host memory."""
+
+    def shuffle(self, direction: Direction, runs: Runs) -> None:
+        """Queue copies within the device, by one launch."""
+
+    def mark(self, direction: Direction) -> object:
+        """Return a mark of what was queued until now in one direction."""
 
     def wait(self, mark: object) -> None:
         """Return when it is done. Raises when the device cannot say so any more."""
 
-    def memory(self, size_bytes: int) -> torch.Tensor:
-        """uint8 [size_bytes] on the device, for use in `run`; `wait` before it is dropped."""
+    def memory(self, direction: Direction, size_bytes: int) -> torch.Tensor:
+        """Return uint8 [size_bytes] on the device, for use in this queue. `wait` before it is dropped."""
 
     def numbers(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        """int64 on the device. Within `run`; the values are taken at once."""
+        """Return int64 on the device. Called within `run`. The values are copied at once."""
 
     def pin(self, host: memoryview) -> bool:
-        """Let the device reach whole pages of host memory by itself. False: it will not."""
+        """Let the device reach whole pages of host memory directly. Return False if it cannot."""
 
     def unpin(self, host: memoryview) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One indexed operation. Places in scratch memory, bytes."""
+class _Queue:
+    """Batches on their way in one direction, and the scratch memory that they take in turn."""
 
-    layer: int
-    first: int  # pieces of the batch whose blocks it is about
-    end: int
-    at: int
-    whole: bool  # or some parts of one block
+    def __init__(self, device: Device, direction: Direction) -> None:
+        self._device = device
+        self._direction = direction
+        self._marks: deque[object] = deque()
+        self._used = False  # since the last wait
+        self._scratch: list[torch.Tensor | None] = [None] * _IN_FLIGHT_MAX
+        self._turn = 0
+        self._hosts: list[memoryview] = []  # what the batches are copied from or to
 
+    def begin(self, host: memoryview | None = None) -> None:
+        """Return when one more batch may be queued, from or to `host`."""
+        while len(self._marks) >= _IN_FLIGHT_MAX:
+            self._device.wait(self._marks[0])
+            self._marks.popleft()
+        self._used = True
+        if host is not None:
+            self._hosts.append(host)
+        self._turn = (self._turn + 1) % _IN_FLIGHT_MAX
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    at: int  # in scratch memory
-    offset: int  # in the arena
-    length: int
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        """Return memory that no batch on its way uses. Called in a batch that has begun."""
+        memory = self._scratch[self._turn]
+        if memory is None or len(memory) < size_bytes:
+            self._scratch[self._turn] = None  # its memory may serve again
+            memory = self._scratch[self._turn] = self._device.memory(self._direction, size_bytes)
+        return memory
 
+    def resize(self, size_bytes: int) -> None:
+        """Take scratch memory of this size, or none. Nothing is on its way."""
+        for turn in range(_IN_FLIGHT_MAX):
+            self._scratch[turn] = None
+            if size_bytes:
+                self._scratch[turn] = self._device.memory(self._direction, size_bytes)
 
-def _as_numbers(layer: torch.Tensor) -> torch.Tensor:
-    """The same bytes as the largest whole numbers that fit: an indexed operation changes no bit, and has fewer to move.
+    def end(self) -> None:
+        """Mark the batch as queued."""
+        self._marks.append(self._device.mark(self._direction))
 
-    Raises CopyError.
-    """
-    own = layer.element_size()
-    if layer.dim() < 1 or own not in _NUMBERS:
-        raise CopyError(f"a layer of {layer.dtype} with {layer.dim()} dimensions; this copies [num_blocks, ...]")
-    if layer.dim() > 1 and layer.stride(-1) == 1:
-        places = (layer.shape[-1], layer.storage_offset(), *layer.stride()[:-1])
-        for size, dtype in _NUMBERS.items():
-            if size > own and not layer.data_ptr() % size and not any(place * own % size for place in places):
-                return layer.view(dtype)
-    return layer.view(_NUMBERS[own])
-
-
-class _Scratch:
-    """Device memory for one batch; `busy` is the mark after which it is free."""
-
-    def __init__(self) -> None:
-        self.tensor: torch.Tensor | None = None
-        self.busy: object = None
+    def wait(self) -> None:
+        """Return when everything has been copied, a batch of which only a part could be queued included."""
+        if self._used:
+            self._device.wait(self._device.mark(self._direction))
+            self._used = False
+            self._marks.clear()
+            self._hosts.clear()
 
 
 class DeviceCopier:
@@ -110,30 +149,115 @@ class DeviceCopier:
     nor written. The tensors must outlive the copier.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], device: Device, log: logging.Logger | None = None) -> None:
-        """Raises CopyError for a layer that is none."""
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        device: Device,
+        log: logging.Logger | None = None,
+        *,
+        way: Way | None = None,
+        pin_in_background: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take a rank's layers. Raise CopyError for a tensor that is not made of blocks.
+
+        With `way` None batches travel by the length of their runs, and by what the device has.
+        """
         self._device = device
+        self._layers = layers
         self._log = log or logging.getLogger(__name__)
-        self._layers = [_as_numbers(layer) for layer in layers]
-        self._bounds = Bounds(
-            np.array([len(layer) for layer in layers], dtype=np.int64),
-            np.array([layer.element_size() * math.prod(layer.shape[1:]) for layer in layers], dtype=np.int64),
-        )
-        self._scratch = itertools.cycle([_Scratch() for _ in range(_BUFFERS)])
-        self._started = False  # something may be on its way,
-        self._hosts: list[memoryview] = []  # to or from this memory
-        self._pinned: list[memoryview] = []  # pieces of the arena with this id, in order
-        self._pinned_arena: int | None = None
-        self._refused = False  # another piece of it
+        self.way = way
+        self._refused: set[Way] = set()
+        self._table = LayerTable(layers)
+        self._indexed = IndexedCopies(layers, self._table.bounds, device)
+        self._queues = {direction: _Queue(device, direction) for direction in Direction}
+        self._pins = Pins(device, self._log, clock, background=pin_in_background)
 
     def block_bytes(self, layer: int) -> int:
         """Bytes of one block of a layer, without padding."""
-        return int(self._bounds.block_bytes[layer])
+        return int(self._table.bounds.block_bytes[layer])
+
+    def overlap(self, layers: Sequence[int], blocks: Column) -> bool:
+        """See LayerTable."""
+        return self._table.overlap(layers, blocks)
+
+    def enter(self) -> None:
+        """See BlockCopier."""
+        self._device.enter()
+
+    def prove(self, mark: object) -> None:
+        """See BlockCopier: by each way that a batch may take here. A way that the device refuses is not used."""
+        self.after(mark)
+        self._device.wait(self._device.mark(Direction.LOAD))  # torch's own copies use another stream
+        for way in Way:
+            if not self._may_take(way):
+                continue
+            try:
+                self_test(self, self._layers, way)
+            except CopyError:
+                raise
+            except Exception as error:
+                if self.way is not None or way is Way.TORCH:
+                    raise
+                self._refused.add(way)
+                self._log.warning("kvdepot: copies on this device do not use %s, which failed: %s", way, error)
+        self._take_scratch()
 
     @property
-    def pinned_bytes(self) -> int:
-        """How much of the arena the device reaches by itself."""
-        return sum(map(len, self._pinned))
+    def ways(self) -> frozenset[Way]:
+        """Return the ways that the device has and has not refused."""
+        return self._device.ways - self._refused
+
+    def _may_take(self, way: Way) -> bool:
+        """Return whether a batch may go this way, by the setting and what the device has."""
+        if way not in self.ways:
+            return False
+        if way is Way.TORCH:
+            return self.way is Way.TORCH or Way.GATHER not in self.ways
+        return self.way in (None, way) or (way is Way.GATHER and self.way is Way.BATCH)
+
+    def _take_scratch(self) -> None:
+        """Take scratch memory at its final size where batches go by it: not in the middle of a request."""
+        block_bytes = int(self._table.bounds.block_bytes.max())
+        short = int(np.median(self._table.words[:, RUN_BYTES])) < BATCH_RUN_BYTES
+        needed = Way.BATCH not in self.ways or self.way in (Way.GATHER, Way.TORCH) or (short and self.way is None)
+        for queue in self._queues.values():
+            queue.resize(BATCH_BYTES + block_bytes if needed else 0)
+
+    def verify(self, arena: CopyMemory, batch: CopyBatch) -> bool:
+        """See BlockCopier. Reads back by torch's indexed operations, which share no address with the other ways."""
+        read = np.empty(batch.size_bytes, dtype=np.uint8)
+        there = np.frombuffer(arena.buffer, dtype=np.uint8)
+        queue = self._queues[Direction.LOAD]
+        queue.begin(read.data)
+        packed = batch.end_to_end()
+        self._run(Direction.LOAD, *self._indexed.copy(read.data, packed, Direction.STORE))
+        queue.end()
+        queue.wait()
+        first = heads(batch.offsets[1:] == (batch.offsets + batch.lengths)[:-1])
+        sizes = np.add.reduceat(batch.lengths, first)
+        places = zip(packed.offsets[first].tolist(), batch.offsets[first].tolist(), sizes.tolist(), strict=True)
+        return all(np.array_equal(read[at : at + size], there[offset : offset + size]) for at, offset, size in places)
+
+    def zero(self, layers: Sequence[int], blocks: Column) -> None:
+        """Zero these blocks of these layers, and wait for it."""
+        queue = self._queues[Direction.LOAD]
+        queue.begin()
+        self._device.run(Direction.LOAD, self._indexed.zero(layers, blocks))
+        queue.end()
+        queue.wait()
+
+    def release(self) -> None:
+        """Wait, and unpin everything at the rate of the background: minutes for a large arena."""
+        self.wait()
+        never = threading.Event()
+        while (pause := self._pins.prepare(None)) is not None and self._pins.has_former:
+            never.wait(pause)
+
+    def leave(self) -> None:
+        """See BlockCopier."""
+        self.release()
+        self._device.leave()
 
     def mark(self) -> object:
         """See BlockCopier."""
@@ -148,148 +272,88 @@ class DeviceCopier:
         if not len(batch):
             return
         host = arena.buffer
-        self._bounds.check(batch, arena.data_offset, len(host))
-        runs, transfers, size_bytes = self._plan(batch)
-        target = torch.frombuffer(host, dtype=torch.uint8)
-        in_parts = [run for run in runs if not run.whole]
-
-        def store(memory: torch.Tensor) -> None:
-            blocks = self._device.numbers(batch.blocks)
-            for run in runs:
-                self._gather(run, blocks, memory)
-            for one in transfers:
-                target[one.offset : one.offset + one.length].copy_(
-                    memory[one.at : one.at + one.length], non_blocking=True
-                )
-
-        def load(memory: torch.Tensor) -> None:
-            blocks = self._device.numbers(batch.blocks)
-            for run in in_parts:  # the rest of their blocks stays
-                self._gather(run, blocks, memory)
-            for one in transfers:
-                memory[one.at : one.at + one.length].copy_(
-                    target[one.offset : one.offset + one.length], non_blocking=True
-                )
-            for run in runs:
-                self._scatter(run, blocks, memory)
-
-        self._hosts.append(host)
-        self._run(store if direction is Direction.STORE else load, size_bytes)
+        self._table.bounds.check(batch, arena.data_offset, len(host))
+        table = self._table.table(batch, PIECE_BYTES)
+        pinned = self._pins.touch(host, table.offsets)
+        queue = self._queues[direction]
+        queue.begin(host)
+        match self._way_of(table, pinned=pinned):
+            case Way.BATCH:
+                places = table.offsets + address_of(host)
+                self._device.transfer(direction, _runs(direction, table.addresses, places, table.lengths), pinned=True)
+            case Way.GATHER:
+                self._gather(table, address_of(host), direction, pinned=pinned)
+            case Way.TORCH:
+                work, size_bytes = self._indexed.copy(host, batch, direction)
+                self._run(direction, work, size_bytes)
+        queue.end()
 
     def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
-        """See BlockCopier. By way of scratch memory, layer after layer."""
-        self._bounds.check_move(layers, sources, targets)
-        if not layers or not len(sources):
+        """See BlockCopier. In the queue of loads."""
+        self._table.bounds.check_move(layers, sources, targets)
+        if not len(layers) or not len(sources):
             return
-        runs = [_Run(layer, 0, len(sources), 0, whole=True) for layer in layers]
-
-        def work(memory: torch.Tensor) -> None:
-            from_blocks, to_blocks = self._device.numbers(sources), self._device.numbers(targets)
-            for run in runs:
-                self._gather(run, from_blocks, memory)
-                self._scatter(run, to_blocks, memory)
-
-        self._run(work, len(sources) * max(map(self.block_bytes, layers)))
-
-    def wait(self) -> None:
-        """See BlockCopier."""
-        if self._started:
-            self._device.wait(self._device.mark())
-            self._started = False
-            self._hosts.clear()
-
-    def prepare(self, arena: Arena | None) -> float | None:
-        """Pin a piece of the arena. What is not pinned is copied too, by way of memory of the driver."""
-        if arena is None or arena.arena_id != self._pinned_arena:
-            self._unpin()
-        if arena is None:
-            return PREPARE_AGAIN_SECONDS
-        there = arena.pinnable
-        begin = len(self._pinned) * PIN_PIECE_BYTES
-        end = min(begin + PIN_PIECE_BYTES, arena.size_bytes)
-        if self._refused or begin >= end or len(there) < end:
-            return PREPARE_AGAIN_SECONDS  # or there is another arena by then
-        piece = there[begin:end]
-        self._pinned_arena = arena.arena_id
-        self._refused = not self._device.pin(piece)
-        if self._refused:
-            pinned, all_bytes = self.pinned_bytes, arena.size_bytes
-            self._log.warning("kvdepot: %d of the arena's %d bytes can be pinned; copies are slower", pinned, all_bytes)
+        queue = self._queues[Direction.LOAD]
+        queue.begin()
+        if self.way in (None, Way.GATHER) and Way.GATHER in self.ways:
+            self._device.shuffle(Direction.LOAD, self._table.moves(layers, sources, targets))
         else:
-            self._pinned.append(piece)
-        return 0.0
+            self._run(Direction.LOAD, *self._indexed.move(layers, sources, targets))
+        queue.end()
 
-    def _unpin(self) -> None:
-        """Let go of what is pinned, once nothing travels to or from it."""
-        if self._pinned:
-            self.wait()
-        while self._pinned:
-            self._device.unpin(self._pinned.pop())
-        self._pinned_arena, self._refused = None, False
+    def wait(self, direction: Direction | None = None) -> None:
+        """See BlockCopier."""
+        for one, queue in self._queues.items():
+            if direction in (None, one):
+                queue.wait()
 
-    def _run(self, work: Callable[[torch.Tensor], None], size_bytes: int) -> None:
-        """Queue `work` on the next scratch memory, once that is free."""
-        scratch = next(self._scratch)
-        if scratch.busy is not None:
-            self._device.wait(scratch.busy)
-        if scratch.tensor is None or len(scratch.tensor) < size_bytes:
-            scratch.tensor = None  # its memory may serve again
-            scratch.tensor = self._device.memory(size_bytes)
-        memory = scratch.tensor
-        self._started = True
+    def prepare(self, arena: Pinnable | None, *, at_once: bool = False) -> float | None:
+        """Pin or unpin a piece of the arena. What is not pinned is copied too, by way of memory of the driver."""
+        return self._pins.pin_at_once(arena) if at_once else self._pins.prepare(arena)
+
+    def _way_of(self, table: CopyTable, *, pinned: bool) -> Way:
+        """Return how a batch travels. A batch call takes pinned memory only."""
+        ways = self.ways
+        wanted = self.way
+        if wanted is None:
+            middle = len(table) // 2
+            long = np.partition(table.lengths, middle)[middle] >= BATCH_RUN_BYTES
+            wanted = Way.BATCH if long and pinned and Way.BATCH in ways else Way.GATHER
+        if wanted is Way.BATCH and not (pinned and Way.BATCH in ways):
+            wanted = Way.GATHER
+        return wanted if wanted in ways else Way.TORCH
+
+    def _gather(self, table: CopyTable, base: int, direction: Direction, *, pinned: bool) -> None:
+        """Copy by way of scratch memory, in which runs that follow each other in the arena do so too."""
+        ends = table.offsets + table.lengths
+        first = heads((table.offsets[1:] == ends[:-1]) & (table.offsets[1:] % PIECE_BYTES != 0))
+        sizes = np.add.reduceat(table.lengths, first)
+        room = -(-sizes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        begins = np.cumsum(room) - room
+        memory = self._queues[direction].scratch(int(room.sum()))
+        begins += memory.data_ptr()
+        shifts = np.repeat(begins - table.offsets[first], np.diff([*first, len(table)]))
+        there = table.offsets + shifts
+        transfers = _runs(direction, begins, table.offsets[first] + base, sizes)
+        shuffled = _runs(direction, table.addresses, there, table.lengths)
+        if direction is Direction.STORE:
+            self._device.shuffle(direction, shuffled)
+            self._device.transfer(direction, transfers, pinned=pinned)
+        else:
+            self._device.transfer(direction, transfers, pinned=pinned)
+            self._device.shuffle(direction, shuffled)
+
+    def _run(self, direction: Direction, work: Callable[[torch.Tensor], None], size_bytes: int) -> None:
+        """Queue tensor operations on scratch memory."""
+        memory = self._queues[direction].scratch(size_bytes)
 
         def run() -> None:
             with torch.inference_mode():  # the engine's tensors may have been made in it, and only in it be written
                 work(memory)
 
-        self._device.run(run)
-        scratch.busy = self._device.mark()
+        self._device.run(direction, run)
 
-    def _plan(self, batch: CopyBatch) -> tuple[list[_Run], list[_Transfer], int]:
-        """Where everything goes, and how many bytes of scratch memory that takes."""
-        runs: list[_Run] = []
-        transfers: list[_Transfer] = []
-        in_parts: dict[tuple[int, int], int] = {}  # where a block of a layer lies, of which more than one piece comes
-        end_at = 0
-        layers, blocks, skips, offsets, lengths = (
-            column.tolist() for column in (batch.layers, batch.blocks, batch.skips, batch.offsets, batch.lengths)
-        )
-        for first, end, whole in self._bounds.runs(batch):
-            block = (layers[first], blocks[first])
-            at = -1 if whole else in_parts.get(block, -1)
-            if at < 0:
-                at = end_at
-                if not whole or at % self._layers[block[0]].element_size():
-                    at = -(-at // _ALIGNED_BYTES) * _ALIGNED_BYTES
-                runs.append(_Run(block[0], first, end, at, whole))
-                end_at = at + (end - first) * self.block_bytes(block[0])
-                if not whole:
-                    in_parts[block] = at
-            self._add(transfers, at + skips[first], offsets[first], sum(lengths[first:end]))
-        return runs, transfers, end_at
 
-    @staticmethod
-    def _add(transfers: list[_Transfer], at: int, offset: int, length: int) -> None:
-        """One more transfer, or the last one longer; cut where a pinned piece ends."""
-        if transfers:
-            last = transfers[-1]
-            if last.at + last.length == at and last.offset + last.length == offset:
-                transfers.pop()
-                at, offset, length = last.at, last.offset, last.length + length
-        while length:
-            part = min(length, PIN_PIECE_BYTES - offset % PIN_PIECE_BYTES)
-            transfers.append(_Transfer(at, offset, part))
-            at, offset, length = at + part, offset + part, length - part
-
-    def _place(self, run: _Run, memory: torch.Tensor) -> torch.Tensor:
-        """The run's blocks in scratch memory, [n, ...] as in the layer."""
-        layer = self._layers[run.layer]
-        count = run.end - run.first
-        flat = memory[run.at : run.at + count * self.block_bytes(run.layer)]
-        return flat.view(layer.dtype).view(count, *layer.shape[1:])
-
-    def _gather(self, run: _Run, blocks: torch.Tensor, memory: torch.Tensor) -> None:
-        torch.index_select(self._layers[run.layer], 0, blocks[run.first : run.end], out=self._place(run, memory))
-
-    def _scatter(self, run: _Run, blocks: torch.Tensor, memory: torch.Tensor) -> None:
-        self._layers[run.layer].index_copy_(0, blocks[run.first : run.end], self._place(run, memory))
+def _runs(direction: Direction, device: Column, other: Column, lengths: Column) -> Runs:
+    """Return runs from `device` to `other` for a store, and the other way round for a load."""
+    return Runs(device, other, lengths) if direction is Direction.STORE else Runs(other, device, lengths)

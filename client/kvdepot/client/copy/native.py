@@ -1,8 +1,8 @@
 """The bytes of a batch, moved by one native call that does not hold the GIL.
 
 A call a piece is as fast while nobody else runs Python in the process. Where an engine's own threads
-do, each of these calls waits on its return for whoever has the GIL: with 0.2 ms of Python a
-millisecond beside it, a fifth of the time (docs/adr/0044). numba is there wherever vLLM is, which requires it.
+do, each of these calls waits on its return for the thread that has the GIL: with 0.2 ms of Python a
+millisecond in other threads, a fifth of the time (docs/adr/0044). numba is there wherever vLLM is, which requires it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from kvdepot.client.copy.table import ADDRESS, BLOCK_BYTES, BLOCKS, FIRST_RUN, RUN_BYTES, STRIDE_BYTES
 from numba import njit
 
 Words = npt.NDArray[np.int64]
 
 MOVE_BYTES_MAX: Final = 64 << 10
 """Of one memmove: above half a MiB or so glibc takes other instructions on some processors, a tenth slower."""
-
-ADDRESS, BLOCKS, STRIDE_BYTES, BLOCK_BYTES, RUN_BYTES, FIRST_RUN, LAYER_WORDS = range(7)
-"""A layer: where its first block lies; how many there are, and from one to the next; a block's bytes, which are runs
-of `RUN_BYTES`, and where in the table of runs its first one is, whose entries say where in the block they lie."""
 
 LAYER, BLOCK, SKIP, OFFSET, LENGTH = range(5)
 """A piece: the columns of CopyBatch."""
@@ -33,7 +30,7 @@ _memmove.restype = None
 
 @njit("int64(int64[:, ::1], int64[:, ::1], int64, int64)")
 def _first_wrong(layers: Words, pieces: Words, data_offset: int, arena_bytes: int) -> int:
-    """The first of `pieces`, [5, n], that is not within its block and within the arena's data; -1: there is none."""
+    """Return the first of `pieces`, [5, n], that lies outside its block or the arena's data, or -1."""
     for i in range(pieces.shape[1]):
         layer, block, skip = pieces[LAYER, i], pieces[BLOCK, i], pieces[SKIP, i]
         offset, length = pieces[OFFSET, i], pieces[LENGTH, i]

@@ -1,7 +1,7 @@
 """KV memory that can be taken away from the copies: before sleep, or when the engine has other tensors.
 
 All copies reach the engine's memory through a copier, whatever the device and the transport. Here another thread
-closes that way for good: what was begun is waited for, and every later use raises `Revoked` before a byte has moved.
+closes that way permanently: what was begun is waited for, and every later use raises `Revoked` before a byte has moved.
 """
 
 from __future__ import annotations
@@ -40,11 +40,28 @@ class RevocableCopier:
 
     @contextmanager
     def use(self) -> Iterator[None]:
-        """For whoever reads or writes KV memory beside the copier. Raises Revoked."""
+        """Let the caller read or write KV memory without the copier. Raise Revoked."""
         with self._using:
             if self.revoked:
                 raise Revoked
             yield
+
+    def enter(self) -> None:
+        """See BlockCopier."""
+        self._copier.enter()
+
+    def prove(self, mark: object) -> None:
+        """See BlockCopier."""
+        self._copier.prove(mark)
+
+    def verify(self, arena: CopyMemory, batch: CopyBatch) -> bool:
+        """See BlockCopier. Raise Revoked."""
+        with self.use():
+            return self._copier.verify(arena, batch)
+
+    def leave(self) -> None:
+        """See BlockCopier."""
+        self._copier.leave()
 
     def mark(self) -> object:
         """See BlockCopier."""
@@ -64,11 +81,11 @@ class RevocableCopier:
         with self.use():
             self._copier.move(layers, sources, targets)
 
-    def wait(self) -> None:
+    def wait(self, direction: Direction | None = None) -> None:
         """See BlockCopier."""
         with self._using:
-            self._copier.wait()
+            self._copier.wait(direction)
 
-    def prepare(self, arena: Arena | None) -> float | None:
+    def prepare(self, arena: Arena | None, *, at_once: bool = False) -> float | None:
         """See BlockCopier: it concerns the arena alone."""
-        return self._copier.prepare(arena)
+        return self._copier.prepare(arena, at_once=at_once)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from kvdepot.client.copy.base import CopyError
+from kvdepot.client.copy.base import CopyError, heads
 from kvdepot.core.calls import EXTENT_WORDS
 from kvdepot.core.limits import FRAGMENTS_PER_REPLY_MAX
 
@@ -24,7 +24,7 @@ class Staging:
         self.buffer = memoryview(bytearray())
 
     def reserve(self, size_bytes: int) -> memoryview:
-        """The first `size_bytes` of it. Whoever has the memory of before keeps that."""
+        """Return the first `size_bytes` of the memory. Former memory stays valid for those who have it."""
         if len(self.buffer) < size_bytes:
             self.buffer = np.empty(size_bytes, dtype=np.uint8).data
         return self.buffer[:size_bytes]
@@ -39,7 +39,7 @@ class StagedBatch:
 
 
 def staged(batch: CopyBatch, extents: Extents) -> StagedBatch:
-    """Raises CopyError for a piece outside the granted extents, and for a batch in too many parts."""
+    """Stage a batch: its pieces end to end. Raise CopyError for pieces outside the extents, or too many parts."""
     by_offset = np.argsort(extents.offsets)
     found = by_offset[np.searchsorted(extents.offsets[by_offset], batch.offsets, side="right") - 1]
     ends = batch.offsets + batch.lengths
@@ -56,10 +56,10 @@ def staged(batch: CopyBatch, extents: Extents) -> StagedBatch:
     table[:, 2] = batch.offsets[first]
     table[:, 3] = np.add.reduceat(batch.lengths, first)
     table[:, 4] = extents.generations[row]
-    return StagedBatch(replace(batch, offsets=np.cumsum(batch.lengths) - batch.lengths), table.tobytes())
+    return StagedBatch(batch.end_to_end(), table.tobytes())
 
 
 def _firsts(batch: CopyBatch, found: Column) -> Column:
-    """The pieces with which a run of bytes begins that lies together in one extent."""
+    """Return the pieces that begin a run of bytes which lies together in one extent."""
     together = (batch.offsets[1:] == batch.offsets[:-1] + batch.lengths[:-1]) & (found[1:] == found[:-1])
-    return np.flatnonzero(np.concatenate([[True], ~together]))
+    return heads(together)

@@ -1,9 +1,4 @@
-"""kvdepotctl: what an operator asks a running daemon.
-
-Exit codes: 0 ok, 1 the daemon is not ready, has nothing by that name or refuses it, a check of `doctor` fails, `verify`
-finds damage, `export` or `import` not all, `bench` a tier that is slower than computing,
-2 wrong usage, 3 no daemon answers, 4 its socket is not for this user.
-"""
+"""kvdepotctl: inspect and control a running daemon."""
 
 from __future__ import annotations
 
@@ -35,6 +30,8 @@ from kvdepot.client.ctl.commands.switches import loads, stores
 from kvdepot.client.ctl.commands.top import top
 from kvdepot.client.ctl.commands.trace import trace
 from kvdepot.client.ctl.commands.verify import verify
+from kvdepot.client.ctl.sections import SectionedGroup
+from kvdepot.client.ctl.texts import say
 from kvdepot.client.endpoint import Endpoint, EndpointError
 from kvdepot.core import runtime
 from kvdepot.core.errors import (
@@ -49,6 +46,10 @@ from kvdepot.core.errors import (
     StoresOff,
 )
 
+EXIT_CODES = (
+    "Exit codes: 0 ok; 1 the daemon refuses, or the result is negative (see the help of each verb); 2 wrong usage; "
+    "3 the daemon does not answer; 4 this user may not open the socket; 141 nobody reads the output."
+)
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_FORBIDDEN = 1, 2, 3, 4
 EXIT_PIPE = 141
 """As a shell says of what SIGPIPE ended."""
@@ -57,19 +58,21 @@ _WIDE = 250
 
 
 def default_endpoint() -> str:
-    """The socket of this user's `kvdepotd serve` without a file, if there is one, else the packaged daemon's.
+    """Return the URL of this user's own `kvdepotd serve`, if it exists, or else that of the packaged daemon.
 
-    Where somebody else could have put it there it is nobody's: the daemon makes none in such a directory either.
+    A socket in a directory to which another user may write is ignored: that user could have put it there.
     """
     with suppress(OSError):  # among them: no temporary directory
-        own = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
-        found = own.lstat()
-        if runtime.only_writer(os.geteuid(), found.st_mode, found.st_uid) and (own / "kvdepot.sock").exists():
-            return f"unix://{own / 'kvdepot.sock'}"
+        directory = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
+        status = directory.lstat()
+        if runtime.only_writer(os.geteuid(), status.st_mode, status.st_uid) and (directory / "kvdepot.sock").exists():
+            return f"unix://{directory / 'kvdepot.sock'}"
     return "unix:///run/kvdepot/kvdepot.sock"
 
 
 class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """An option with the daemon's endpoint."""
+
     name = "url"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Endpoint:
@@ -81,10 +84,10 @@ class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since 
             self.fail(str(error), param, ctx)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=(__doc__ or "").split("\n\n")[1])
+@click.group(cls=SectionedGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
 @click.option(
     "--endpoint", type=EndpointType(), envvar="KVDEPOT_ENDPOINT", default=default_endpoint, show_envvar=True,
-    help="The daemon's socket, as unix:///run/kvdepot/kvdepot.sock.",
+    help="URL of the daemon's socket: unix:///run/kvdepot/kvdepot.sock.",
 )  # fmt: skip
 @click.version_option(package_name="kvdepot", message="kvdepotctl %(version)s")
 @click.option(
@@ -92,19 +95,18 @@ class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since 
 )
 @click.pass_context
 def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
-    """Look into a running kvdepotd, and steer it."""
+    """Inspect and control a running kvdepotd."""
     context.obj = (endpoint, timeout)
 
 
-for command in (
-    status, top, ls, describe, explain, doctor, loads, stores, drain, resume, pin, unpin, quota, evict, epoch, verify,
-    prefetch, export, import_, trace, bench, reload, config, completion,
-):  # fmt: skip
-    cli.add_command(command)
+cli.add_section("Inspect", status, top, ls, describe, config, completion)
+cli.add_section("Control", loads, stores, pin, unpin, evict, epoch, quota, drain, resume, reload)
+cli.add_section("Move", prefetch, export, import_)
+cli.add_section("Diagnose", doctor, explain, verify, bench, trace)
 
 
 def main() -> None:
-    """The `kvdepotctl` command."""
+    """Run the `kvdepotctl` command."""
     _prepare_output()
     if not sys.stdout.isatty():
         os.environ.setdefault("COLUMNS", str(_WIDE))
@@ -120,25 +122,23 @@ def main() -> None:
         sys.exit(EXIT_PIPE)
     except grpc.RpcError as error:
         if "Permission denied" in (error.details() or ""):
-            click.echo(
-                "kvdepotctl: the daemon's socket is not for this user; [daemon] mode and group say for whom", err=True
-            )
+            say("kvdepotctl: this user may not open the daemon's socket; add the user to [daemon] group", err=True)
             sys.exit(EXIT_FORBIDDEN)
-        click.echo(f"kvdepotctl: no answer: {error.code().name}: {error.details()}", err=True)
-        click.echo("Is kvdepotd running, and does --endpoint name its socket?", err=True)
+        say(f"kvdepotctl: no answer: {error.code().name}: {error.details()}", err=True)
+        say("Start kvdepotd, or name its socket with --endpoint.", err=True)
         sys.exit(EXIT_UNREACHABLE)
     except KvDepotError as error:
-        click.echo(f"kvdepotctl: {error}", err=True)
+        say(f"kvdepotctl: {error}", err=True)
         sys.exit(_exit_code(error))
     except OSError as error:  # what is printed cannot be written; files that verbs write are told of by them
         _drop_output()
-        click.echo(f"kvdepotctl: {error.strerror or error}", err=True)
+        say(f"kvdepotctl: {error.strerror or error}", err=True)
         sys.exit(EXIT_REFUSED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _prepare_output() -> None:
-    """Names may have any byte, and whoever starts this may have closed what is printed to."""
+    """Let names have any byte, and open closed streams: the caller may have closed them."""
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):
@@ -147,7 +147,7 @@ def _prepare_output() -> None:
 
 
 def _drop_output() -> None:
-    """What is left in the buffer: the interpreter would try to write it at its end, and complain."""
+    """Drop what is left in the buffer: the interpreter would try to write it at its end, and complain."""
     with suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

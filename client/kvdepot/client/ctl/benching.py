@@ -1,4 +1,4 @@
-"""How fast the daemon's RAM and tiers are, by the paths that engines use, beside what memory and media can do."""
+"""How fast the daemon's RAM and tiers are, by the paths that engines use, compared with memory and devices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _RAM: Final = "ram"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes a second. `limit_name` and `limit`: what it is beside; 0 where that is not known. `note`: why not."""
+    """Bytes a second. `limit_name` and `limit`: what it is compared with, 0 if not known. `note`: why not."""
 
     tier: str
     way: str  # load or store
@@ -63,7 +63,7 @@ class Measured:
 
 
 def bench_spec(object_bytes: int, chunk_tokens: int, bumps: int) -> NamespaceSpec:
-    """A namespace that nobody else has. `bumps`: the daemon's counter of all. Raises InvalidArgument."""
+    """Return a namespace that nobody else has. `bumps`: the daemon's counter of all. Raise InvalidArgument."""
     if object_bytes < OBJECT_BYTES_MIN:
         raise InvalidArgument(f"an object of {object_bytes} bytes is less than {OBJECT_BYTES_MIN}")
     if object_bytes % chunk_tokens:
@@ -88,7 +88,7 @@ class Bench:
     """One bench, of one namespace. What it stored stays: the caller evicts it."""
 
     def __init__(self, engine: BulkEngine, operator: Operator, settings: Mapping[str, str], total_bytes: int) -> None:
-        """`settings`: the daemon's configuration, as `config show` has it."""
+        """Prepare a bench. `settings`: the daemon's configuration, as `config show` has it."""
         self._engine = engine
         self._operator = operator
         self._settings = settings
@@ -101,7 +101,7 @@ class Bench:
         self._targets = [bytearray(self._object_bytes) for _ in range(count)]
 
     def run(self, tiers: Sequence[TierStatus]) -> Iterator[Measured]:
-        """Raises KvDepotError where nothing can be stored or loaded."""
+        """Measure. Raise KvDepotError if nothing can be stored or loaded."""
         self._store()
         self._evict()
         stored = self._bytes / self._store()  # into pages that this process has touched before
@@ -224,7 +224,7 @@ class Bench:
         return found / seconds
 
     def _medium(self, tier: str) -> Medium:
-        """By a process of its own; it writes beside the tier's files, as the daemon's user or root."""
+        """Measure in a process of its own. It writes next to the tier's files, as the daemon's user or root."""
         path = self._settings.get(f"tier.{tier}.path", "")
         if not path:
             return Medium(why_not="the daemon does not say its path")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from threading import Event, Timer
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -12,17 +12,29 @@ from kvdepot.client.transports.control import CHANNEL_OPTIONS
 from kvdepot.core.control import (
     BumpCall,
     BumpReply,
+    ChangeReply,
     ConfigReply,
+    DeleteQuotaCall,
+    DrainCall,
+    DrainReply,
+    EvictCall,
     EvictReply,
+    GetConfigCall,
+    ListQuotasCall,
     PinCall,
     PinReply,
+    PrefetchCall,
     PrefetchReply,
     QuotaEntry,
+    QuotasReply,
     QuotaSubject,
+    ReloadCall,
     ReloadReply,
+    SetQuotaCall,
     Switch,
     SwitchCall,
     SwitchReply,
+    UnpinCall,
     VerifyCall,
     VerifyReply,
     switch_states,
@@ -34,22 +46,28 @@ from kvdepot.core.listing import (
     Chunk,
     ChunkDescription,
     ChunkPage,
+    DescribeChunkCall,
+    DescribeNamespaceCall,
+    ListChunksCall,
+    ListContentsCall,
     NamespaceContents,
     NamespaceDescription,
     NamespacePage,
     prefix_range,
 )
-from kvdepot.proto import codec_control, codec_listing, codec_records, codec_report, codec_trace
+from kvdepot.core.records import ExplainCall, ExplainReply
+from kvdepot.core.report import DaemonStatus, GetStatusCall
+from kvdepot.core.traces import RecordTraceCall, TracePart
+from kvdepot.proto.methods import BY_CALL, Method
 from kvdepot.proto.status import CODE_KEY, from_status
-from kvdepot.proto.v1 import control_pb2, control_pb2_grpc, depot_pb2, depot_pb2_grpc
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
     from kvdepot.core.records import RequestRecord
-    from kvdepot.core.report import DaemonStatus, PinStatus
-    from kvdepot.core.traces import TracePart
+    from kvdepot.core.report import PinStatus
 
 _CANDIDATES_SHOWN: Final = 8
+
 
 Reply = TypeVar("Reply")
 
@@ -58,130 +76,131 @@ Reply = TypeVar("Reply")
 def connect(endpoint: Endpoint, timeout_seconds: float) -> Iterator[Operator]:
     """`timeout_seconds` is each call's."""
     with grpc.insecure_channel(endpoint.grpc_target, options=CHANNEL_OPTIONS) as channel:
-        operator = depot_pb2_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
-        control = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
-        yield Operator(operator, control, timeout_seconds)
+        yield Operator(channel, timeout_seconds)
 
 
 class Operator:
     """All methods raise NotFound, InvalidArgument, or grpc.RpcError when the daemon does not answer."""
 
-    def __init__(self, stub: Any, control: Any, timeout_seconds: float) -> None:
-        self._stub = stub
-        self._control = control
+    def __init__(self, channel: grpc.Channel, timeout_seconds: float) -> None:
+        self._channel = channel
         self._timeout_seconds = timeout_seconds
 
     def status(self) -> DaemonStatus:
-        return codec_report.decode_status(self._call(self._stub.GetStatus, depot_pb2.GetStatusRequest()))
+        return self._ask(GetStatusCall(), DaemonStatus)
 
     def namespaces(self, prefix: str, limit: int, cursor: str = "") -> NamespacePage:
-        """At most `limit`, and where to go on."""
+        """Return at most `limit` entries, and where to continue."""
         found: list[NamespaceContents] = []
         while len(found) < limit:
-            request = codec_listing.encode_list_contents(prefix, limit - len(found), cursor)
-            page = codec_listing.decode_namespace_page(self._call(self._stub.ListContents, request))
+            page = self._ask(ListContentsCall(prefix, limit - len(found), cursor), NamespacePage)
             found += page.namespaces
-            cursor = page.next_token
+            cursor = page.next_page_token
             if not cursor:
                 break
         return NamespacePage(tuple(found), cursor)
 
     def chunks(self, namespace_id: bytes, prefix: str, limit: int, cursor: str = "") -> ChunkPage:
-        """At most `limit`, and where to go on."""
+        """Return at most `limit` entries, and where to continue."""
         found: list[Chunk] = []
         tiers: tuple[str, ...] = ()
         while len(found) < limit:
-            request = codec_listing.encode_list_chunks(namespace_id, prefix, limit - len(found), cursor)
-            page = codec_listing.decode_chunk_page(self._call(self._stub.ListChunks, request))
+            page = self._ask(ListChunksCall(namespace_id, prefix, limit - len(found), cursor), ChunkPage)
             found += page.chunks
-            tiers, cursor = page.tiers, page.next_token
+            tiers, cursor = page.tiers, page.next_page_token
             if not cursor:
                 break
         return ChunkPage(tiers, tuple(found), cursor)
 
     def describe_namespace(self, namespace_id: bytes) -> NamespaceDescription:
-        request = codec_listing.encode_describe_namespace(namespace_id)
-        return codec_listing.decode_namespace_description(self._call(self._stub.DescribeNamespace, request))
+        return self._ask(DescribeNamespaceCall(namespace_id), NamespaceDescription)
 
     def describe_chunk(self, namespace_id: bytes, key: bytes) -> ChunkDescription:
-        request = codec_listing.encode_describe_chunk(namespace_id, key)
-        return codec_listing.decode_chunk_description(self._call(self._stub.DescribeChunk, request))
+        return self._ask(DescribeChunkCall(namespace_id, key), ChunkDescription)
 
     def explain(self, request_id: str) -> tuple[RequestRecord, ...]:
-        """What is remembered of the requests of this id, or with this beginning; the latest first."""
-        request = codec_records.encode_explain(request_id)
-        return codec_records.decode_records(self._call(self._stub.ExplainRequest, request))
+        """Return the records of requests with this id, or with this beginning of an id; the latest first."""
+        return self._ask(ExplainCall(request_id), ExplainReply).records
 
     def record_trace(self) -> Generator[TracePart, None, None]:
-        """What requests look up from now on, as it comes; without end."""
-        for message in self._stream(self._stub.RecordTrace, depot_pb2.RecordTraceRequest()):
-            yield codec_trace.decode_part(message)
+        """Yield what requests look up from now on, without end."""
+        return self._follow(RecordTraceCall(), TracePart)
 
     # What changes something
 
     def switch(self, call: SwitchCall) -> SwitchReply:
-        request = codec_control.encode_switch_call(call)
-        return codec_control.decode_switch_reply(self._call(self._control.SetSwitch, request))
+        return self._ask(call, SwitchReply)
 
     def bump(self, call: BumpCall) -> BumpReply:
-        return codec_control.decode_bump_reply(
-            self._call(self._control.BumpEpoch, codec_control.encode_bump_call(call))
-        )
+        return self._ask(call, BumpReply)
 
     def drain(self, *, draining: bool) -> int:
         """How many leases were granted before and have not ended."""
-        return int(self._call(self._control.SetDraining, control_pb2.SetDrainingRequest(draining=draining)).leases)
+        return self._ask(DrainCall(draining), DrainReply).leases
 
     def pin(self, call: PinCall) -> PinReply:
-        return codec_control.decode_pin_reply(self._call(self._control.Pin, codec_control.encode_pin_call(call)))
+        return self._ask(call, PinReply)
 
     def unpin(self, namespace_id: bytes, key: bytes) -> str:
         """Empty, or why the next run of the daemon will not know."""
-        request = control_pb2.UnpinRequest(namespace=namespace_id, key=key)
-        return str(self._call(self._control.Unpin, request).not_kept)
+        return self._ask(UnpinCall(namespace_id, key), ChangeReply).not_persisted
 
-    def set_quota(self, entry: QuotaEntry) -> str:
+    def set_quota(self, subject: QuotaSubject, capacity_bytes: int | None) -> str:
         """Empty, or why the next run of the daemon will not know."""
-        return str(self._call(self._control.SetQuota, codec_control.encode_set_quota(entry)).not_kept)
+        return self._ask(SetQuotaCall(subject, capacity_bytes), ChangeReply).not_persisted
 
     def delete_quota(self, subject: QuotaSubject) -> str:
-        """Likewise."""
-        request = control_pb2.DeleteQuotaRequest(subject=codec_control.encode_quota_subject(subject))
-        return str(self._call(self._control.DeleteQuota, request).not_kept)
+        """Empty, or why the next run of the daemon will not know."""
+        return self._ask(DeleteQuotaCall(subject), ChangeReply).not_persisted
 
     def quotas(self, subject: QuotaSubject | None = None) -> tuple[QuotaEntry, ...]:
         """Those in effect: all, or the one about the subject where there is one."""
-        return codec_control.decode_quotas(
-            self._call(self._control.ListQuotas, codec_control.encode_list_quotas(subject))
-        )
+        return self._ask(ListQuotasCall(subject), QuotasReply).quotas
 
     def evict(self, namespace_id: bytes, key: bytes) -> EvictReply:
-        request = codec_control.encode_evict_call(namespace_id, key)
-        return codec_control.decode_evict_reply(self._call(self._control.Evict, request))
+        return self._ask(EvictCall(namespace_id, key), EvictReply)
 
     def verify(self, call: VerifyCall) -> Generator[VerifyReply, None, None]:
         """How far it is, now and then, and at its end. Closed before that it ends in the daemon too."""
-        for message in self._stream(self._control.Verify, codec_control.encode_verify_call(call)):
-            yield codec_control.decode_verify_reply(message)
+        return self._follow(call, VerifyReply)
 
     def prefetch(self, namespace_id: bytes, key: bytes) -> Generator[PrefetchReply, None, None]:
-        """Likewise."""
-        for message in self._stream(self._control.Prefetch, codec_control.encode_prefetch_call(namespace_id, key)):
-            yield codec_control.decode_prefetch_reply(message)
+        """How far it is, as with `verify`."""
+        return self._follow(PrefetchCall(namespace_id, key), PrefetchReply)
 
     def reload(self, *, dry_run: bool = False) -> ReloadReply:
-        """Raises ConfigError for a file that is wrong or, unless it is a dry run, says what takes a restart."""
-        request = control_pb2.ReloadRequest(dry_run=dry_run)
-        return codec_control.decode_reload_reply(self._call(self._control.Reload, request))
+        """Reload. Raise ConfigError for a wrong file or, unless it is a dry run, for keys that need a restart."""
+        return self._ask(ReloadCall(dry_run), ReloadReply)
 
     def configuration(self) -> ConfigReply:
-        request = control_pb2.GetConfigRequest()
-        return codec_control.decode_config_reply(self._call(self._control.GetConfig, request))
+        return self._ask(GetConfigCall(), ConfigReply)
+
+    # How
+
+    def _ask(self, call: object, reply_type: type[Reply]) -> Reply:
+        """Make a call that has one reply."""
+        method = _method(call, reply_type)
+        answering = self._channel.unary_unary(method.path, None, None)
+        try:
+            message = answering(method.call.encode(call).SerializeToString(), timeout=self._timeout_seconds)
+        except grpc.RpcError as error:
+            raise _refusal(error) or error from None
+        return method.reply.parse(message)
+
+    def _follow(self, call: object, reply_type: type[Reply]) -> Generator[Reply, None, None]:
+        """Make a call that has many replies, and yield them. Closed before the end, it ends in the daemon too.
+
+        Raises KvDepotError also where no reply comes for `timeout_seconds`.
+        """
+        method = _method(call, reply_type)
+        replies = self._channel.unary_stream(method.path, None, None)(method.call.encode(call).SerializeToString())
+        for message in self._watched(replies):
+            yield method.reply.parse(message)
 
     # Names
 
     def find_namespace(self, prefix: str) -> bytes:
-        """The one id that begins with these digits. Raises NotFound or InvalidArgument, naming candidates."""
+        """Return the one id that begins with these digits. Raise NotFound or InvalidArgument, with candidates."""
         prefix = _digits("NAMESPACE", prefix)
         found = self.namespaces(prefix, _CANDIDATES_SHOWN + 1).namespaces
         if len(found) == 1:
@@ -208,7 +227,7 @@ class Operator:
         return found[0] if found else self.find_namespace(prefix)
 
     def find_pin(self, namespace: str, key: str) -> PinStatus:
-        """The one pin whose names begin with these digits; without a key a whole namespace's. Raises likewise."""
+        """Return the one pin with these beginnings; without a key, of a whole namespace. Raise as `namespace`."""
         namespace = _digits("NAMESPACE", namespace)
         found = [
             one
@@ -225,7 +244,7 @@ class Operator:
         return found[0]
 
     def find_chunk(self, namespace_id: bytes, prefix: str) -> bytes:
-        """The one key that begins with these digits. Raises NotFound or InvalidArgument, naming candidates."""
+        """Return the one key that begins with these digits. Raise NotFound or InvalidArgument, with candidates."""
         prefix = _digits("KEY", prefix)
         if len(prefix) == PREFIX_DIGITS_MAX:
             return bytes.fromhex(prefix)
@@ -240,15 +259,9 @@ class Operator:
             advice=f"`kvdepotctl ls {shown}` shows what there is",
         )
 
-    def _call(self, method: Callable[..., Reply], request: object) -> Reply:
-        try:
-            return method(request, timeout=self._timeout_seconds)
-        except grpc.RpcError as error:
-            raise _refusal(error) or error from None
-
-    def _stream(self, method: Callable[..., Any], request: object) -> Iterator[Any]:
-        """The answers of a call that goes on. Raises KvDepotError also where none comes for `timeout_seconds`."""
-        call, silent = method(request), Event()
+    def _watched(self, call: Any) -> Iterator[bytes]:
+        """Yield the messages of a streaming call."""
+        silent = Event()
 
         def give_up() -> None:
             silent.set()
@@ -276,8 +289,14 @@ class Operator:
             call.cancel()
 
 
+def _method(call: object, reply_type: type[Reply]) -> Method[Any, Reply]:
+    method = BY_CALL[type(call)]
+    assert method.reply_type is reply_type
+    return method
+
+
 def _refusal(error: grpc.RpcError) -> KvDepotError | None:
-    """What the daemon said; None where it is not the daemon's word."""
+    """Return the daemon's error, or None if the error is not the daemon's."""
     metadata = [(entry.key, entry.value) for entry in error.trailing_metadata() or ()]
     if CODE_KEY in dict(metadata):
         return from_status(error.code(), error.details(), metadata)

@@ -60,6 +60,8 @@ class Key(_Asked):
 
 
 class TierName(_Asked):
+    """The name of a tier, completed from the daemon's."""
+
     name = "name"
 
     def _found(self, operator: Operator, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

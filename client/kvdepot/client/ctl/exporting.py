@@ -40,14 +40,20 @@ class ExportProgress:
     exported: int = 0
     exported_bytes: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
-    over: bool = False
+    finished: bool = False
 
 
 def planned(page: ChunkPage, spec: NamespaceSpec, key: bytes, tier: str) -> list[list[ObjectName]]:
-    """The objects to export, a chunk after the other: parents first, one path after the other, and what makes paths
-    first of each.
+    """Return the objects to export, chunk by chunk: parents first, path by path, and path objects first.
 
-    `key`: of the chunk that ends the path; empty: all. `tier`: what this one has; empty: what any has. Raises NotFound.
+    Args:
+        page: the namespace's chunks.
+        spec: of the namespace.
+        key: of the chunk that ends the path; empty: all paths.
+        tier: export what this tier has; empty: what any tier has.
+
+    Raises:
+        NotFound: there is no such tier or chunk.
     """
     namespace_id, path_kind = spec.namespace_id(), spec.planner().path_kind
     if tier and tier not in page.tiers:
@@ -75,7 +81,7 @@ def _path(chunks: Sequence[Chunk], key: bytes) -> list[Chunk]:
 
 
 def _depth_first(chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-    """What has no path to a first chunk is left out: it is just being dropped."""
+    """Yield the chunks, parents first. Leave out what has no path to a first chunk: it is just being dropped."""
     below: dict[bytes, list[Chunk]] = {}
     for chunk in chunks:
         below.setdefault(chunk.parent, []).append(chunk)
@@ -101,19 +107,20 @@ class Exporter:
         self._late = 0
 
     def run(self, chunks: Iterable[list[ObjectName]], pathless: int = 0) -> Generator[ExportProgress, None, None]:
-        """`pathless`: chunks that were listed without a path to them. Raises OSError of the file, KvDepotError and
-        grpc.RpcError of the daemon.
+        """Export the chunks, and yield the progress. Raise OSError, KvDepotError or grpc.RpcError.
+
+        `pathless`: chunks that were listed without a path to them.
         """
         if pathless:
             self._leave_out("path", pathless)
         for group in _groups(chunks):
             yield from self._export(group)
         self._writer.end(sum(self._progress.left_out.values()))
-        self._progress = replace(self._progress, over=True)
+        self._progress = replace(self._progress, finished=True)
         yield self._progress
 
     def _export(self, group: list[list[ObjectName]]) -> Iterator[ExportProgress]:
-        """A group that is not lent as a whole is asked for chunk by chunk."""
+        """Export a group. If it is not lent as a whole, ask for it chunk by chunk."""
         names = [name for chunk in group for name in chunk]
         granted = self._acquire(names)
         if isinstance(granted, Granted):
@@ -208,7 +215,7 @@ def _groups(chunks: Iterable[list[ObjectName]]) -> Iterator[list[list[ObjectName
 
 
 def export_spec(operator: Operator, namespace_id: bytes) -> NamespaceSpec:
-    """Raises NotFound where the daemon does not know what the namespace is."""
+    """Return the namespace's spec. Raise NotFound if the daemon does not know it."""
     spec = operator.describe_namespace(namespace_id).spec
     if spec is None:
         raise NotFound(

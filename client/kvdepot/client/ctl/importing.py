@@ -7,14 +7,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from google.protobuf.message import DecodeError
 from kvdepot.client.ctl.exporting import GROUP_BYTES, LATER_SECONDS, TOLD_SECONDS
 from kvdepot.core.calls import CommitOutcome, ReserveOutcome
 from kvdepot.core.errors import InvalidArgument, KvDepotError, StoresOff
 from kvdepot.core.keys import check_sizes
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
-from kvdepot.proto import codec_namespace
-from kvdepot.proto.v1 import depot_pb2
+from kvdepot.proto import codec
 
 if TYPE_CHECKING:
     from kvdepot.client.bulk import BulkEngine, Granted
@@ -29,31 +27,31 @@ _PAUSE_SECONDS: Final = 0.05
 class ImportProgress:
     """Objects, and bytes of the payloads of what was imported.
 
-    `there`: the daemon has them, or they were just being written. `refused` and `damaged`: by reason; `cut_short`: why
-    the file has no end.
+    `present`: the daemon has them, or they were just being written. `refused` and `damaged`: by reason; `cut_short`:
+    why the file has no end.
     """
 
     planned: int  # that the export began with
     imported: int = 0
     imported_bytes: int = 0
-    there: int = 0
+    present: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     damaged: dict[str, int] = field(default_factory=dict)
     cut_short: str = ""
-    over: bool = False
+    finished: bool = False
     reason: str = ""  # the daemon's, of the latest refusal
 
     @property
     def whole(self) -> bool:
-        return self.over and not (self.refused or self.damaged or self.cut_short)
+        return self.finished and not (self.refused or self.damaged or self.cut_short)
 
 
 def spec_of(reader: ExportReader) -> NamespaceSpec:
-    """The namespace that the file is of. Raises KvDepotError where it contradicts itself."""
+    """Return the file's namespace. Raise KvDepotError if the file contradicts itself."""
     try:
-        spec = codec_namespace.decode_namespace_spec(depot_pb2.NamespaceSpec.FromString(reader.head.spec))
+        spec = codec.decode_spec(reader.head.spec)
         check_sizes(spec)
-    except (DecodeError, KvDepotError) as error:
+    except KvDepotError as error:
         raise InvalidArgument(f"the file's head: {error}") from error
     if spec.namespace_id() != reader.head.namespace_id:
         raise InvalidArgument(
@@ -64,11 +62,11 @@ def spec_of(reader: ExportReader) -> NamespaceSpec:
 
 
 def check(reader: ExportReader, spec: NamespaceSpec) -> Generator[ImportProgress, None, None]:
-    """Reads the file and compares its sums, and asks no daemon. `there` is what is whole."""
+    """Read the file and compare its checksums, without a daemon. `present` counts whole objects."""
     progress = ImportProgress(reader.head.objects)
     told = time.monotonic()
     for _ in reader.objects(spec.object_bytes):
-        progress = replace(progress, there=progress.there + 1)
+        progress = replace(progress, present=progress.present + 1)
         if time.monotonic() - told >= TOLD_SECONDS:
             told = time.monotonic()
             yield progress
@@ -84,7 +82,7 @@ class Importer:
         self._progress = ImportProgress(reader.head.objects)
 
     def run(self) -> Generator[ImportProgress, None, None]:
-        """Raises OSError of the file, KvDepotError of the daemon."""
+        """Import the file. Raise OSError of the file, KvDepotError of the daemon."""
         told = time.monotonic()
         for group in _groups(self._reader.objects(self._engine.spec.object_bytes)):
             self._place(group)
@@ -94,7 +92,7 @@ class Importer:
         yield _ended(self._progress, self._reader)
 
     def _place(self, group: list[ExportedObject]) -> None:
-        """What credit, or room, does not reach for is asked for again when what was granted is committed."""
+        """Store a group. Ask again for objects beyond credit or room after the granted ones are committed."""
         until = time.monotonic() + LATER_SECONDS
         while group:
             outcomes, granted, reason = self._engine.reserve([one.name for one in group])
@@ -115,7 +113,7 @@ class Importer:
     def _note(self, outcomes: list[ReserveOutcome], reason: str) -> None:
         there = outcomes.count(ReserveOutcome.PRESENT) + outcomes.count(ReserveOutcome.PENDING)
         progress = self._progress
-        self._progress = replace(progress, there=progress.there + there, reason=reason or progress.reason)
+        self._progress = replace(progress, present=progress.present + there, reason=reason or progress.reason)
         for outcome in outcomes:
             if outcome in (ReserveOutcome.NO_ROOM, ReserveOutcome.NO_PARENT, ReserveOutcome.REFUSED):
                 self._refuse(outcome.name.lower())
@@ -143,7 +141,7 @@ class Importer:
 def _ended(progress: ImportProgress, reader: ExportReader) -> ImportProgress:
     damaged = {damage.value: count for damage, count in reader.damaged.items()}
     cut_short = reader.cut_short or ("" if reader.end is not None else "it ends before its end")
-    return replace(progress, damaged=damaged, cut_short=cut_short, over=True)
+    return replace(progress, damaged=damaged, cut_short=cut_short, finished=True)
 
 
 def _groups(objects: Iterator[ExportedObject]) -> Iterator[list[ExportedObject]]:

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.ctl.printer import (
-    duration_text,
-    epoch_text,
-    kind_text,
-    new_table,
-    pin_record,
-    pins_table,
-    show,
-    size_text,
-)
+from kvdepot.client.ctl.as_json import kind_names, to_json
+from kvdepot.client.ctl.printer import duration_text, epoch_text, kind_text, new_table, pins_table, show
+from kvdepot.client.ctl.texts import escape
 from kvdepot.core.calls import ROOT_KEY
-from rich.markup import escape
+from kvdepot.core.units import size_text
 
 if TYPE_CHECKING:
     from kvdepot.core.keys import NamespaceSpec
@@ -27,9 +20,7 @@ if TYPE_CHECKING:
         NamespaceContents,
         NamespaceDescription,
         NamespacePage,
-        ObjectDescription,
     )
-    from kvdepot.core.planner import GroupSpec
     from kvdepot.core.report import PinStatus
     from rich.console import Console
     from rich.table import Table
@@ -41,40 +32,13 @@ _IDENTITY: Final = "identity."
 # --- records ---
 
 
-def namespace_record(namespace: NamespaceContents) -> dict[str, Any]:
-    return {
-        "namespace_id": namespace.namespace_id.hex(),
-        "label": namespace.label,
-        "tenant": namespace.tenant,
-        "epoch": namespace.epoch,
-        "bumps": namespace.bumps,
-        "chunk_tokens": namespace.chunk_tokens,
-        "chunks": namespace.chunks,
-        "sessions": namespace.sessions,
-        "idle_seconds": namespace.idle_seconds,
-        "tiers": [
-            {
-                "tier": one.tier,
-                "objects": {kind_text(kind): count for kind, count in sorted(one.objects.items())},
-                "size_bytes": one.size_bytes,
-            }
-            for one in namespace.tiers
-        ],
-    }
-
-
 def chunk_record(chunk: Chunk, tiers: tuple[str, ...]) -> dict[str, Any]:
+    """By tier what the chunk has by the number of a tier."""
     held = zip(tiers, chunk.kinds, chunk.size_bytes, strict=True)
-    return {
-        "key": chunk.key.hex(),
-        "parent": None if chunk.parent == ROOT_KEY else chunk.parent.hex(),
-        "boundary_tokens": chunk.boundary_tokens,
-        "usable": chunk.usable,
-        "tiers": {
-            tier: {"kinds": _kinds(kinds), "size_bytes": size_bytes} for tier, kinds, size_bytes in held if kinds
-        },
-        "incomplete": _kinds(chunk.incomplete),
-    }
+    by_tier = {tier: {"kinds": kind_names(kinds), "size_bytes": size} for tier, kinds, size in held if kinds}
+    parent = None if chunk.parent == ROOT_KEY else chunk.parent.hex()
+    plain = {name: item for name, item in to_json(chunk).items() if name not in ("kinds", "size_bytes")}
+    return plain | {"parent": parent, "tiers": by_tier}
 
 
 def chunk_page_record(namespace_id: bytes, page: ChunkPage) -> dict[str, Any]:
@@ -82,75 +46,27 @@ def chunk_page_record(namespace_id: bytes, page: ChunkPage) -> dict[str, Any]:
         "namespace_id": namespace_id.hex(),
         "tiers": list(page.tiers),
         "chunks": [chunk_record(chunk, page.tiers) for chunk in page.chunks],
-        "next_cursor": page.next_token,
+        "next_cursor": page.next_page_token,
     }
 
 
 def namespace_description_record(found: NamespaceDescription, pins: Sequence[PinStatus]) -> dict[str, Any]:
     spec = found.spec
-    return namespace_record(found.contents) | {
-        "engines": list(found.engines),
-        "pins": [pin_record(one) for one in pins],
+    return to_json(found.contents) | {  # type: ignore[no-any-return]
+        "engines": to_json(found.engines),
+        "pins": to_json(pins),
         "registered": spec is not None,
-        "object_bytes": _sizes(spec) if spec else {},
-        "groups": [_group_record(group) for group in spec.groups] if spec else [],
+        "object_bytes": to_json(spec.object_bytes) if spec else {},
+        "groups": to_json(spec.groups) if spec else [],
         "fields": spec.fields_by_path() if spec else {},
     }
 
 
 def chunk_description_record(namespace_id: bytes, found: ChunkDescription) -> dict[str, Any]:
-    return {
-        "namespace_id": namespace_id.hex(),
-        **chunk_record(found.chunk, found.tiers),
-        "depth": found.depth,
-        "path": [key.hex() for key in found.path],
-        "children": found.children,
-        "more_children": found.more_children,
-        "objects": [_object_record(one) for one in found.objects],
-    }
-
-
-def _object_record(found: ObjectDescription) -> dict[str, Any]:
-    return {
-        "tier": found.tier,
-        "kind": kind_text(found.kind),
-        "state": found.state,
-        "size_bytes": found.size_bytes,
-        "stored_bytes": found.stored_bytes,
-        "checksum": found.checksum.hex() or None,
-        "sequence": found.sequence or None,
-        "generation": found.generation,
-        "extents": found.extents,
-        "pinned": found.pinned,
-        "loans": [
-            {
-                "engine_id": loan.engine_id,
-                "pids": list(loan.pids),
-                "mode": loan.mode,
-                "lease_id": f"{loan.lease_id:016x}" if loan.lease_id else None,
-            }
-            for loan in found.loans
-        ],
-    }
-
-
-def _group_record(group: GroupSpec) -> dict[str, Any]:
-    return {
-        "kind": kind_text(group.kind),
-        "block_tokens": group.block_tokens,
-        "window_tokens": group.window_tokens,
-        "rank_block_bytes": list(group.rank_block_bytes),
-        "replicated": group.replicated,
-        "layers": list(group.layers),
-    }
-
-
-def _sizes(spec: NamespaceSpec) -> dict[str, int]:
-    return {kind_text(kind): size_bytes for kind, size_bytes in sorted(spec.object_bytes.items())}
-
-
-def _kinds(kinds: bytes) -> list[str]:
-    return [kind_text(kind) for kind in kinds]
+    plain = {name: item for name, item in to_json(found).items() if name not in ("chunk", "tiers")}
+    for one in plain["objects"]:
+        one["sequence"] = one["sequence"] or None  # none in the arena
+    return {"namespace_id": namespace_id.hex(), **chunk_record(found.chunk, found.tiers), **plain}
 
 
 # --- tables ---
@@ -164,11 +80,11 @@ def print_namespaces(page: NamespacePage, console: Console) -> None:
     for namespace in page.namespaces:
         _add_namespace(table, namespace)
     show(console, table)
-    _print_cursor(page.next_token, console)
+    _print_cursor(page.next_page_token, console)
 
 
 def _add_namespace(table: Table, namespace: NamespaceContents) -> None:
-    """A row a tier."""
+    """Add a row per tier."""
     first = [
         namespace.namespace_id.hex()[:_ID_DIGITS], escape(namespace.label), escape(namespace.tenant),
         str(namespace.chunks),
@@ -195,16 +111,16 @@ def print_chunks(namespace_id: bytes, page: ChunkPage, console: Console) -> None
                 size_text(sum(chunk.size_bytes)),
             )
         show(console, table)
-    elif not page.next_token:
+    elif not page.next_page_token:
         console.print("no chunk is there")
-    _print_cursor(page.next_token, console)
+    _print_cursor(page.next_page_token, console)
 
 
 def _held(chunk: Chunk) -> list[str]:
     """By tier; what is incomplete stands in parentheses."""
-    texts = [" ".join(_kinds(kinds)) for kinds in chunk.kinds]
+    texts = [" ".join(kind_names(kinds)) for kinds in chunk.kinds]
     if chunk.incomplete:
-        texts[0] = f"{texts[0]} ({' '.join(_kinds(chunk.incomplete))})".strip()
+        texts[0] = f"{texts[0]} ({' '.join(kind_names(chunk.incomplete))})".strip()
     return texts
 
 
@@ -226,7 +142,9 @@ def print_namespace_description(found: NamespaceDescription, pins: Sequence[PinS
         return
     epoch = epoch_text(spec.epoch, spec.bumps) or "(none)"
     console.print(f"tenant {escape(spec.tenant) or '(none)'}, epoch {epoch}", soft_wrap=True)
-    sizes = ", ".join(f"{kind} {size_text(size_bytes)}" for kind, size_bytes in _sizes(spec).items())
+    sizes = ", ".join(
+        f"{kind_text(kind)} {size_text(size_bytes)}" for kind, size_bytes in sorted(spec.object_bytes.items())
+    )
     console.print(f"chunks of {spec.chunk_tokens} tokens; object sizes: {sizes}", soft_wrap=True)
     show(console, _groups(spec))
     table = new_table("identity", "field", "value")
@@ -283,7 +201,7 @@ def _print_loans(found: ChunkDescription, console: Console) -> None:
 
 def _print_cursor(cursor: str, console: Console) -> None:
     if cursor:
-        console.print(f"there may be more: go on with --cursor {escape(cursor)}", soft_wrap=True)
+        console.print(f"there may be more: continue with --cursor {escape(cursor)}", soft_wrap=True)
 
 
 def _digits_that_tell_apart(keys: Iterable[bytes]) -> int:

@@ -21,7 +21,7 @@ from pathlib import Path
 REQUEST_BYTES = 4 << 20
 THREADS = 2
 ROOM = 4
-"""Times the file's size: what is beside it is a live tier's."""
+"""Free space that has to be left, as a multiple of the file's size: a live tier is in the same file system."""
 TEMPORARY = ".probe-bench-"
 """How the file's name begins: as those of the daemon's probes do, which the opening of a tier passes over."""
 
@@ -66,7 +66,7 @@ def measure(directory: str, size_bytes: int) -> Medium:
 
 
 def _rate(move: Callable[[mmap.mmap, int], int], requests: int, finish: Callable[[], None]) -> float:
-    """Raises OSError as the first of the threads did."""
+    """Return the bytes per second of moves by threads. Raise OSError if a thread failed."""
     failed: list[OSError] = []
 
     def half(first: int) -> None:

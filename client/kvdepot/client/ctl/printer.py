@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from kvdepot.client.ctl.texts import escape
 from kvdepot.core.calls import Kind
 from kvdepot.core.control import switch_states
-from rich.markup import escape
+from kvdepot.core.units import size_text
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -17,19 +17,9 @@ if TYPE_CHECKING:
     from kvdepot.core.report import DaemonStatus, PinStatus, QuotaStatus, SwitchesStatus
     from rich.console import Console
 
-_STEP = 1024
 _IDS = frozenset({"engine", "namespace", "tenant", "tier", "path to", "key", "parent", "lease", "to"})
-"""Columns of what people copy."""
+"""Columns whose texts people copy."""
 _WIDTH_MAX = 1000
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def size_text(size_bytes: int) -> str:
-    """Three digits are enough for people: 1.50 GiB."""
-    value, unit = float(size_bytes), 0
-    while value >= _STEP and unit < len(_UNITS) - 1:
-        value, unit = value / _STEP, unit + 1
-    return f"{size_bytes} B" if not unit else f"{value:.2f} {_UNITS[unit]}"
 
 
 def kind_text(kind: int) -> str:
@@ -37,7 +27,7 @@ def kind_text(kind: int) -> str:
 
 
 def new_table(title: str, *columns: str) -> Table:
-    """The first column is text, the others stand to the right. What is too wide goes on below: ids are for copying."""
+    """Make a table: text in the first column, the others aligned right. Wide cells wrap, so that ids stay whole."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
@@ -59,34 +49,6 @@ def show(console: Console, *tables: Table | str) -> None:
         console.width = width
 
 
-def status_record(status: DaemonStatus) -> dict[str, Any]:
-    """The same fields as `DaemonStatus`, JSON-safe: ids in hexadecimal, kinds by name."""
-    record = asdict(status)
-    record["arena_id"] = f"{status.arena_id:016x}"
-    record["switches"] = switches_record(status.switches)
-    record["epochs"] = epochs_record(status.epochs)
-    record["pins"] = [pin_record(one) for one in status.pins]
-    for namespace, found in zip(record["namespaces"], status.namespaces, strict=True):
-        namespace["namespace_id"] = found.namespace_id.hex()
-        namespace["objects"] = {kind_text(kind): count for kind, count in found.objects.items()}
-    return record
-
-
-def switches_record(switches: SwitchesStatus) -> dict[str, Any]:
-    return {
-        name: [one.hex() for one in value] if isinstance(value, tuple) else value
-        for name, value in asdict(switches).items()
-    }
-
-
-def epochs_record(epochs: Epochs) -> dict[str, Any]:
-    return {"bump": epochs.bump, "void_namespaces": [one.hex() for one in epochs.void]}
-
-
-def pin_record(pin: PinStatus) -> dict[str, Any]:
-    return asdict(pin) | {"namespace_id": pin.namespace_id.hex(), "key": pin.key.hex() or None}
-
-
 def pin_text(pin: PinStatus) -> str:
     namespace = f"namespace {pin.namespace_id.hex()[:12]}"
     return f"the path to chunk {pin.key.hex()[:12]} of {namespace}" if pin.key else namespace
@@ -96,7 +58,7 @@ def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> N
     """One table a subject; empty ones are a line."""
     state = "[green]ready[/]" if status.ready else f"[red]not ready[/]: {escape(status.reason) or 'no reason given'}"
     console.print(
-        f"kvdepotd {escape(status.version)}, pid {status.pid}, up {status.uptime_seconds:.0f} s, {state}",
+        f"kvdepotd {escape(status.daemon_version)}, pid {status.pid}, up {status.uptime_seconds:.0f} s, {state}",
         soft_wrap=True,
     )
     console.print(f"arena {status.arena_id:016x}, run {status.run}")
@@ -126,9 +88,10 @@ def _print_switches(switches: SwitchesStatus, console: Console) -> None:
 
 def _print_epochs(epochs: Epochs, console: Console) -> None:
     """Nothing where none was bumped."""
-    if epochs.bump or epochs.void:
-        by_themselves = f", {len(epochs.void)} namespaces void by themselves" if epochs.void else ""
-        console.print(f"bump counter {epochs.bump}{by_themselves}")
+    if epochs.bump or epochs.invalidated_namespaces:
+        count = len(epochs.invalidated_namespaces)
+        individually = f", {count} namespaces invalidated individually" if count else ""
+        console.print(f"bump counter {epochs.bump}{individually}")
 
 
 def _tiers(status: DaemonStatus) -> Table:
@@ -142,7 +105,7 @@ def _tiers(status: DaemonStatus) -> Table:
 
 
 def _media(status: DaemonStatus) -> Table:
-    """What only tiers below RAM have."""
+    """Return the table of what only tiers below RAM have."""
     table = new_table("media", "tier", "breaker", "queued objects", "queued", "written today", "quarantined", "role")
     for tier in status.tiers:
         if tier.kind != "ram":
@@ -155,7 +118,7 @@ def _media(status: DaemonStatus) -> Table:
 
 
 def _prefetch(status: DaemonStatus) -> Table:
-    """What is read ahead into RAM for requests that wait, and what came of it since the daemon started."""
+    """Return the table of prefetch, and of what came of it since the daemon started."""
     table = new_table("prefetch", "requests", "objects", "held", "read ahead", "used", "wasted")
     ram = next(tier for tier in status.tiers if tier.kind == "ram")
     wasted = sum(value for name, value in status.counters.items() if name.startswith("prefetch_wasted_bytes."))
@@ -168,12 +131,12 @@ def _prefetch(status: DaemonStatus) -> Table:
 
 
 def pins_table(pins: Iterable[PinStatus]) -> Table:
-    """What is kept in RAM of each, as of some seconds ago."""
+    """Return the table of pins: what RAM holds of each, as of some seconds ago."""
     table = new_table("pins", "namespace", "path to", "ends in", "chunks", "objects kept", "size")
     for pin in pins:
         table.add_row(
             pin.namespace_id.hex()[:12], pin.key.hex()[:12] or "(all)", duration_text(pin.seconds_left),
-            str(pin.chunks), str(pin.objects), size_text(pin.bytes),
+            str(pin.chunks), str(pin.objects), size_text(pin.size_bytes),
         )  # fmt: skip
     return table
 
@@ -186,7 +149,7 @@ def duration_text(seconds: float) -> str:
 
 
 def quotas_table(quotas: Iterable[QuotaStatus]) -> Table:
-    """A line for each who is held to a quota, or for the quota where there is nobody."""
+    """Return the table of quotas: a line per holder, or one for a quota that nobody uses."""
     table = new_table("quotas", "tenant", "namespace", "tier", "used", "capacity", "objects refused", "objects evicted")
     for quota in quotas:
         for owner in quota.owners:
@@ -235,7 +198,7 @@ def _namespaces(status: DaemonStatus) -> Table:
             epoch_text(namespace.epoch, namespace.bumps),
             str(namespace.chunk_tokens),
             objects or "0",
-            size_text(namespace.bytes),
+            size_text(namespace.size_bytes),
         )
     return table
 

@@ -31,6 +31,6 @@ class Rates:
         return self.grown.get(name, 0.0) / self.seconds if self.seconds > 0 else 0.0
 
     def by_label(self, beginning: str) -> dict[str, float]:
-        """By what stands behind this beginning of counters' names, the fastest first."""
+        """Return rates by the rest of the name, of counters with this beginning, the fastest first."""
         found = {name.removeprefix(beginning): self.of(name) for name in self.grown if name.startswith(beginning)}
         return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))

@@ -7,15 +7,18 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.failures import CallFailure, FailureReason
-from kvdepot.client.transports.control import METHODS, decoded, not_encodable, refused
+from kvdepot.client.transports.control import decoded, not_encodable, refused
 from kvdepot.core.errors import KvDepotError
-from kvdepot.proto.call_frames import Frames, decode_response, encode_request
+from kvdepot.proto.call_frames import REFUSAL, Frame, Frames, decode_refusal, encode_frame
+from kvdepot.proto.methods import BY_CALL, Method
 
 if TYPE_CHECKING:
-    from kvdepot.client.transports.control import Answer, ControlCall
+    from kvdepot.client.inbox import Inbox
+    from kvdepot.client.transports.control import Answer
 
 UNSENT_BYTES_MAX: Final = 8 << 20
 """Of calls that the daemon does not take: with more, a call fails at once."""
@@ -27,14 +30,13 @@ _ENDED: Final = CallFailure(FailureReason.UNAVAILABLE, "channel_closed", "the ca
 
 @dataclass(slots=True)
 class _InFlight:
-    method: str
-    decode: Callable[[Any], Any]
+    method: Method[Any, Any]
     done: Callable[[Answer], None]
     deadline: float
 
 
 class CallSocket:
-    """A `Channel`. Everything runs on one thread, which waits for `fileno` and `deadline` in between."""
+    """A `Channel`. Everything runs on one thread, which waits in between."""
 
     def __init__(
         self,
@@ -59,54 +61,44 @@ class CallSocket:
         self._sends = True  # it has not failed to
         self._open = True
 
-    def start(
-        self, call: ControlCall, timeout_seconds: float, done: Callable[[Answer], None], *, wait_for_ready: bool = False
-    ) -> None:
-        del wait_for_ready  # it is connected, or over
-        method, encode, decode = METHODS[type(call)]
+    def start(self, call: object, timeout_seconds: float, done: Callable[[Answer], None]) -> None:
+        method = BY_CALL[type(call)]
         if not self._open or not self._sends:
             done(_ENDED)
             return
         self._number += 1
         try:
-            frame = encode_request(self._number, method, encode(call))
+            frame = encode_frame(self._number, method.number, method.call.encode(call).SerializeToString())
         except (ValueError, KvDepotError) as error:
             done(not_encodable(call, error))
             return
         if self._unsent_bytes + len(frame) > UNSENT_BYTES_MAX:
             done(CallFailure(FailureReason.UNAVAILABLE, CALLS_UNSENT, "the daemon takes no calls"))
             return
-        self._in_flight[self._number] = _InFlight(method, decode, done, self._clock() + timeout_seconds)
+        self._in_flight[self._number] = _InFlight(method, done, self._clock() + timeout_seconds)
         self._unsent.append((self._number, memoryview(frame)))
         self._unsent_bytes += len(frame)
         self._send()
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    @property
-    def open(self) -> bool:
-        return self._open
-
-    @property
-    def unsent(self) -> bool:
-        """The daemon has not taken everything yet: `work` when the socket is writable."""
-        return bool(self._unsent)
-
-    @property
-    def deadline(self) -> float | None:
-        """Of the next call that will have waited for long enough: `work` then."""
-        return min((call.deadline for call in self._in_flight.values()), default=None)
+    def watch(self, inbox: Inbox[Any]) -> float:
+        """Return when the next call has waited for long enough."""
+        if not self._open:
+            return inf
+        try:
+            inbox.watch(self._socket.fileno(), writable=bool(self._unsent))
+        except OSError:  # the kernel has no memory for it
+            self.end()
+            return inf
+        return min((call.deadline for call in self._in_flight.values()), default=inf)
 
     def work(self, ready: bool) -> None:
-        """`ready`: the socket is."""
         if ready:
             self._receive()
             self._send()
         self._expire()
 
     def _send(self) -> None:
-        """As much as the socket takes. Where it fails, answers that are there are still to be had, up to the end."""
+        """Send as much as the socket takes. After a failure, answers can still be received up to the end."""
         while self._unsent:
             number, frame = self._unsent[0]
             try:
@@ -141,21 +133,23 @@ class CallSocket:
             return
         self._frames.feed(data)
         try:
-            for body in self._frames:
-                self._answered(*decode_response(body))
-        except KvDepotError:  # what is no frame leaves no place to go on at
+            for frame in self._frames:
+                self._answered(frame)
+        except KvDepotError:  # after bytes that are no frame, there is no place to continue
             self.end()
 
-    def _answered(self, number: int, method: str, answer: Any) -> None:
-        call = self._in_flight.pop(number, None)
+    def _answered(self, frame: Frame) -> None:
+        """Complete a call. Raise InvalidArgument for a refusal that cannot be read."""
+        refusal = decode_refusal(frame.body) if frame.method == REFUSAL else None
+        call = self._in_flight.pop(frame.number, None)
         if call is None:  # nobody waits for it any more
             return
-        if isinstance(answer, KvDepotError):
-            call.done(refused(answer))
-        elif method != call.method:
-            call.done(CallFailure(FailureReason.REFUSED, "malformed_reply", f"{method or 'nothing known'} is answered"))
+        if refusal is not None:
+            call.done(refused(refusal))
+        elif frame.method != call.method.number:
+            call.done(CallFailure(FailureReason.REFUSED, "malformed_reply", f"method {frame.method} is answered"))
         else:
-            call.done(decoded(answer, call.decode))
+            call.done(decoded(frame.body, call.method))
 
     def _expire(self) -> None:
         """Fail the calls whose deadline has come. What of them has not been sent never is."""
@@ -182,7 +176,7 @@ class CallSocket:
             self._in_flight.popitem()[1].done(_ENDED)
 
     def end(self) -> None:
-        """It is of no use any more: as `close`, and `broken` is told."""
+        """Close a socket that has failed, and call `broken`."""
         if self._open:
             self.close()
             self._broken()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from math import inf
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 from kvdepot.client.failures import CallFailure, FailureReason
-from kvdepot.core import calls
 from kvdepot.core.errors import KvDepotError, Retry
-from kvdepot.core.limits import MESSAGE_BYTES_MAX, PROTOCOL_MAX, PROTOCOL_MIN
-from kvdepot.proto import codec, codec_namespace, status
-from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.proto.v1 import depot_pb2_grpc
+from kvdepot.core.limits import MESSAGE_BYTES_MAX
+from kvdepot.proto import status
+from kvdepot.proto.methods import BY_CALL, DEPOT, Method, encode
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
-    from kvdepot.core.elements import Elements
-    from kvdepot.core.keys import NamespaceSpec
+    from kvdepot.client.inbox import Inbox
 
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -32,157 +29,82 @@ CHANNEL_OPTIONS = (
 )
 
 
-_WATCH = "/grpc.health.v1.Health/Watch"
-"""A call that lasts as long as its channel, or until the daemon is killed."""
-_WATCHED = b"\n\x06engine"
-"""Its request: the health of a service that has none. What is sent is one answer, which nobody reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegisterCall:
-    session: bytes
-    spec: NamespaceSpec
-    elements: Elements
-
-
-@dataclass(frozen=True, slots=True)
-class RegisterReply:
-    namespace: bytes  # empty: it is void, and to be registered with ...
-    ranks_attached: int
-    bumps: int = 0  # ... this bump counter
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeCall:
-    """Asks for the capabilities: any answer will do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Confirmed:
-    """The answer of a call whose answer says nothing more."""
-
-
-ControlCall = (
-    calls.LocateCall
-    | calls.AcquireCall
-    | calls.ReleaseCall
-    | calls.ReserveCall
-    | calls.CommitCall
-    | calls.AbandonCall
-    | calls.EndRequestCall
-    | calls.DeclareCall
-    | RegisterCall
-    | ProbeCall
-)
-ControlReply = (
-    calls.LocateReply
-    | calls.AcquireReply
-    | calls.ReserveReply
-    | calls.CommitReply
-    | calls.DeclareReply
-    | calls.Capabilities
-    | RegisterReply
-    | Confirmed
-)
-Answer = ControlReply | CallFailure
-Method = tuple[str, Callable[[Any], Any], Callable[[Any], ControlReply]]
-
-
-def _confirmed(_: object) -> Confirmed:
-    return Confirmed()
-
-
-METHODS: Final[dict[type[Any], Method]] = {
-    calls.LocateCall: ("Locate", codec.encode_locate_call, codec.decode_locate_reply),
-    calls.AcquireCall: ("Acquire", codec.encode_acquire_call, codec.decode_acquire_reply),
-    calls.ReserveCall: ("Reserve", codec.encode_reserve_call, codec.decode_reserve_reply),
-    calls.ReleaseCall: ("Release", codec.encode_release_call, _confirmed),
-    calls.CommitCall: ("Commit", codec.encode_commit_call, codec.decode_commit_reply),
-    calls.AbandonCall: ("Abandon", codec.encode_abandon_call, _confirmed),
-    calls.EndRequestCall: ("EndRequest", codec.encode_end_request_call, _confirmed),
-    calls.DeclareCall: ("Declare", codec.encode_declare_call, codec.decode_declare_reply),
-    RegisterCall: (
-        "RegisterNamespace",
-        lambda call: codec_namespace.encode_register(call.session, call.spec, call.elements, follows_bumps=True),
-        lambda message: RegisterReply(*codec_namespace.decode_registered(message), message.bumps),
-    ),
-    ProbeCall: (
-        "GetCapabilities",
-        lambda _: pb.GetCapabilitiesRequest(protocol_min=PROTOCOL_MIN, protocol_max=PROTOCOL_MAX),
-        codec.decode_capabilities,
-    ),
-}
+Answer = object
+"""The reply of a call, a value of the type that its method names, or a CallFailure."""
 
 
 class Channel(Protocol):
     """One connection's worth of calls. Nothing here blocks or raises for the daemon's sake."""
 
-    def start(
-        self, call: ControlCall, timeout_seconds: float, done: Callable[[Answer], None], *, wait_for_ready: bool = False
-    ) -> None:
-        """Start a call; `done` gets the answer, on any thread, at the deadline at the latest.
+    def start(self, call: object, timeout_seconds: float, done: Callable[[Answer], None]) -> None:
+        """Start a call; `done` gets the answer, on any thread, at the deadline at the latest."""
 
-        `wait_for_ready`: a missing connection is waited for, instead of failing the call.
-        """
+    def watch(self, inbox: Inbox[Any]) -> float:
+        """Have `inbox` wait for this channel, too. Return when `work` is due at the latest."""
+
+    def work(self, ready: bool) -> None:
+        """Send, receive and expire, on the thread that waits. `ready`: the inbox said that the channel is."""
 
     def close(self) -> None:
         """End the connection; calls in flight fail as unavailable."""
 
 
 class ControlChannel:
-    """A `Channel` over gRPC: of daemons that have no call sockets, and where none can be had.
+    """A `Channel` over gRPC: of daemons that have no call sockets, and where none can be had. gRPC has its own threads.
 
-    One call is always under way: grpc makes a thread for a call that begins beside no other, and waits
-    until it runs, which takes an engine without work longer than the call (docs/adr/0041, 8).
+    An idle engine's call takes 0.2 ms more than it would beside another one: grpc makes a thread for a call that begins
+    alone (docs/adr/0056).
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._channel = grpc.insecure_channel(endpoint.grpc_target, options=CHANNEL_OPTIONS)
-        stub = depot_pb2_grpc.DepotStub(self._channel)  # type: ignore[no-untyped-call]
-        self._methods = {
-            kind: (getattr(stub, name), encode, decode) for kind, (name, encode, decode) in METHODS.items()
+        self._calls = {
+            method.call_type: self._channel.unary_unary(method.path, None, None) for method in DEPOT.values()
         }
-        # Ends with the channel, and when nobody holds it any more.
-        self._watch = self._channel.unary_stream(_WATCH, None, None)(_WATCHED, wait_for_ready=True)
 
-    def start(
-        self, call: ControlCall, timeout_seconds: float, done: Callable[[Answer], None], *, wait_for_ready: bool = False
-    ) -> None:
-        method, encode, decode = self._methods[type(call)]
+    def start(self, call: object, timeout_seconds: float, done: Callable[[Answer], None]) -> None:
+        method = BY_CALL[type(call)]
         try:
-            message = encode(call)
+            message = encode(call).SerializeToString()
         except ValueError as error:
             done(not_encodable(call, error))
             return
         try:
-            future = method.future(message, timeout=timeout_seconds, wait_for_ready=wait_for_ready)
+            future = self._calls[type(call)].future(message, timeout=timeout_seconds)
         except ValueError as error:  # the channel was closed
             done(CallFailure(FailureReason.UNAVAILABLE, "channel_closed", str(error)))
             return
-        future.add_done_callback(lambda ended: done(_answer(ended, decode)))
+        future.add_done_callback(lambda ended: done(_answer(ended, method)))
+
+    def watch(self, inbox: Inbox[Any]) -> float:
+        del inbox
+        return inf
+
+    def work(self, ready: bool) -> None:
+        pass
 
     def close(self) -> None:
         self._channel.close()
 
 
-def _answer(future: Any, decode: Callable[[Any], ControlReply]) -> Answer:
+def _answer(future: Any, method: Method[Any, Any]) -> Answer:
     code = future.code()
     if code is grpc.StatusCode.OK:
-        return decoded(future.result(), decode)
+        return decoded(future.result(), method)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CallFailure(FailureReason.DEADLINE, code.name)
     return refused(status.from_status(code, future.details(), future.trailing_metadata()))
 
 
-def decoded(message: Any, decode: Callable[[Any], ControlReply]) -> Answer:
+def decoded(message: bytes, method: Method[Any, Any]) -> Answer:
     try:
-        return decode(message)
+        return method.reply.parse(message)
     except KvDepotError as error:
         return CallFailure(FailureReason.REFUSED, "malformed_reply", str(error))
 
 
 def refused(refusal: KvDepotError) -> CallFailure:
-    """What a refusal of the daemon's means for the call."""
+    """Return what a refusal of the daemon means for the call."""
     retry = status.retry_of(refusal)
     if retry is Retry.AFTER_REATTACH:
         return CallFailure(FailureReason.LOST, refusal.code, str(refusal))
@@ -190,6 +112,6 @@ def refused(refusal: KvDepotError) -> CallFailure:
     return CallFailure(reason, refusal.code, str(refusal))
 
 
-def not_encodable(call: ControlCall, error: Exception) -> CallFailure:
-    """A field does not fit the wire, and will not at the next attempt."""
+def not_encodable(call: object, error: Exception) -> CallFailure:
+    """Return the failure of a call that does not fit the wire, now or at the next attempt."""
     return CallFailure(FailureReason.REFUSED, "not_encodable", f"{type(call).__name__}: {error}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
-from kvdepot.client.copy.base import CopyBatch, Direction, InDoubt
+from kvdepot.client.copy.base import CopyBatch, Direction, IndeterminateError
 from kvdepot.client.copy.staging import Staging, staged
 from kvdepot.client.transports.control import CHANNEL_OPTIONS
 from kvdepot.core.calls import DataCall
@@ -54,7 +54,7 @@ class StreamArena:
         on_end: Callable[[], None],
         log: logging.Logger,
     ) -> None:
-        """Takes over `lifeline`, whose other end only the proxy has."""
+        """Take over `lifeline`, whose other end only the proxy has."""
         self.arena_id = arena_id
         self.size_bytes = size_bytes
         self.lifeline = lifeline
@@ -69,7 +69,7 @@ class StreamArena:
         self._told = False
 
     def connect(self, timeout_seconds: float) -> None:
-        """Raises OSError when the proxy's socket cannot be reached, as where only the daemon's was mounted."""
+        """Connect. Raise OSError if the proxy's socket cannot be reached, as if only the daemon's socket is mounted."""
         try:
             grpc.channel_ready_future(self._channel).result(timeout_seconds)
         except grpc.FutureTimeoutError as error:
@@ -96,12 +96,17 @@ class StreamArena:
         copier.wait()  # the next batch comes into the same memory
         return True
 
+    def verify(self, copier: BlockCopier, batch: CopyBatch) -> bool:
+        """See Arena: compared with the memory by way of which the bytes came."""
+        return copier.verify(self._loading, batch.end_to_end())
+
     def store(
         self, copier: BlockCopier, extents: Extents, batch: CopyBatch, meanwhile: Callable[[], None] = lambda: None
     ) -> bool:
         """Copy a batch and send it. True once the proxy has every byte in place; False: it has not, and will not.
 
-        `meanwhile` is called now and then while the bytes travel. Raises InDoubt when the proxy may still write.
+        `meanwhile` is called now and then while the bytes travel. Raises IndeterminateError if the proxy may still
+        write.
         """
         if not len(batch):
             return True
@@ -120,11 +125,11 @@ class StreamArena:
                 meanwhile()
         except Exception as error:
             self.end()
-            raise InDoubt(self) from error
+            raise IndeterminateError(self) from error
         return self._stored(call)
 
     def end(self) -> None:
-        """Give the proxy up. It ends by itself; where it does not run, the daemon ends it. Any thread."""
+        """Give up the proxy. It ends on its own; if it does not run, the daemon ends it. On any thread."""
         if self.ended:
             return
         self.ended = True
@@ -178,7 +183,7 @@ class StreamArena:
         refused = self._failed("store", call)
         if not refused:
             self.end()
-            raise InDoubt(self)
+            raise IndeterminateError(self)
         return False
 
     def _failed(self, what: str, call: Any) -> bool:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
-from kvdepot.client.vllm import compat
-from kvdepot.client.vllm.stats import PREFIX, KVDepotStats
+from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base.stats import PREFIX, KVDepotStats
+from kvdepot.client.vllm.connector import KVDepotConnector
 from kvdepot.core.errors import ConfigError
 
 WHERE: Final = "WeightedMultiConnector"
@@ -42,7 +43,7 @@ class WeightedMultiConnector(compat.MultiConnector):
     """`kv_connector_extra_config`: `connectors`, the children's KV transfer configs, as for MultiConnector."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Raises ConfigError for children that cannot be combined, by name."""
+        """Make the children. Raise ConfigError for children that cannot be combined, by name."""
         compat.check_version()
         compat.check_interface(WeightedMultiConnector)
         self._weights = check_children(vllm_config)
@@ -52,9 +53,9 @@ class WeightedMultiConnector(compat.MultiConnector):
 
     @classmethod
     def _get_connector_classes_and_configs(cls, vllm_config: Any) -> list[tuple[type[Any], Any]]:
-        """The children follow the outer failure policy: it is the one that vLLM looks at."""
+        """Let the children follow the outer failure policy, which is the one that vLLM reads."""
         outer = vllm_config.kv_transfer_config
-        found = []
+        children = []
         for child in children_of(outer):
             config = copy.copy(vllm_config)
             config.kv_transfer_config = compat.KVTransferConfig(
@@ -62,25 +63,33 @@ class WeightedMultiConnector(compat.MultiConnector):
             )
             connector = compat.KVConnectorFactory.get_connector_class(config.kv_transfer_config)
             if connector.__name__ == DEPOT:  # of several lookups one at most is followed by a load
-                config.kv_transfer_config.kv_connector_extra_config = {"lease_ahead": False} | child.get(
+                config.kv_transfer_config.kv_connector_extra_config = {"speculative_acquire": False} | child.get(
                     "kv_connector_extra_config", {}
                 )
             compat.register(connector)
-            found.append((connector, config))
-        return found
+            children.append((connector, config))
+        return children
 
     # --- the ranks' facts, each child's its own
 
     def get_handshake_metadata(self) -> RankHandshakes | None:
-        said = tuple(child.get_handshake_metadata() for child in self._connectors)
-        return RankHandshakes(said) if any(one is not None for one in said) else None
+        handshakes = tuple(child.get_handshake_metadata() for child in self._connectors)
+        return RankHandshakes(handshakes) if any(handshake is not None for handshake in handshakes) else None
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        said = {place: one.of_children for place, one in metadata.items() if isinstance(one, RankHandshakes)}
+        handshakes = {
+            place: handshake.of_children
+            for place, handshake in metadata.items()
+            if isinstance(handshake, RankHandshakes)
+        }
         for number, child in enumerate(self._connectors):
-            own = {place: one[number] for place, one in said.items() if one[number : number + 1] not in ((), (None,))}
-            if own:
-                child.set_xfer_handshake_metadata_pp_aware(own)
+            of_child = {
+                place: parts[number]
+                for place, parts in handshakes.items()
+                if parts[number : number + 1] not in ((), (None,))
+            }
+            if of_child:
+                child.set_xfer_handshake_metadata_pp_aware(of_child)
 
     # --- sleep (vLLM 0.33): 0.32's children may not know of it, and are not asked
 
@@ -105,7 +114,7 @@ class WeightedMultiConnector(compat.MultiConnector):
     # --- the choice
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """The offer that is worth the most, the first one of equals; None while there is none and one may come."""
+        """Return the offer that is worth the most, or the first of equals; None while one may still come."""
         best, offer, chosen, unready = 0.0, (0, False), None, []
         for number, (child, weight) in enumerate(zip(self._connectors, self._weights, strict=True)):
             tokens, load_async = (
@@ -129,21 +138,30 @@ class WeightedMultiConnector(compat.MultiConnector):
             self._counted.add("child_loads", self._labels[chosen], 1)
             self._counted.add("child_load_tokens", self._labels[chosen], num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if chosen is not None and num_external_tokens > 0:
+            self._vouch(self._connectors[chosen], request, num_external_tokens)
+
+    def _vouch(self, chosen: Any, request: Any, tokens: int) -> None:
+        """Tell the other kvdepots of a kvdepot's load. What any other child loads they do not store."""
+        if isinstance(chosen, KVDepotConnector):
+            for child in self._connectors:
+                if child is not chosen and isinstance(child, KVDepotConnector):
+                    child.sibling_loads(request, tokens)
 
     # --- statistics, each child's its own
 
     def get_kv_connector_stats(self) -> Any:
-        found = dict(zip(self._labels, (child.get_kv_connector_stats() for child in self._connectors), strict=True))
-        found = {label: stats for label, stats in found.items() if stats is not None}
+        collected = dict(zip(self._labels, (child.get_kv_connector_stats() for child in self._connectors), strict=True))
+        collected = {label: stats for label, stats in collected.items() if stats is not None}
         if not self._counted.is_empty():
-            found[OWN], self._counted = self._counted, KVDepotStats()
-        return compat.MultiKVConnectorStats(data=found) if found else None
+            collected[OWN], self._counted = self._counted, KVDepotStats()
+        return compat.MultiKVConnectorStats(data=collected) if collected else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:
         """Of children whose class this process does not know, nothing."""
-        built = {label: _child_stats(label, one) for label, one in (data or {}).items()}
-        return compat.MultiKVConnectorStats(data={label: one for label, one in built.items() if one is not None})
+        built = {label: _child_stats(label, child_data) for label, child_data in (data or {}).items()}
+        return compat.MultiKVConnectorStats(data={label: stats for label, stats in built.items() if stats is not None})
 
     @classmethod
     def build_prom_metrics(
@@ -177,14 +195,14 @@ class ChildrenPromMetrics(compat.KVConnectorPromMetrics):
         self._of_child: dict[str, Any] = {}
         names = [*labelnames, CHILD]
         for kind in dict.fromkeys(connector for connector, _ in children):
-            own = [number for number, (connector, _) in enumerate(children) if connector is kind]
+            numbers = [number for number, (connector, _) in enumerate(children) if connector is kind]
             values = {
                 self._engine(engine, number): [*given, labels[number]]
                 for engine, given in per_engine_labelvalues.items()
-                for number in own
+                for number in numbers
             }
-            metrics = kind.build_prom_metrics(children[own[0]][1], metric_types, names, values)
-            self._of_child |= {labels[number]: metrics for number in own if metrics is not None}
+            metrics = kind.build_prom_metrics(children[numbers[0]][1], metric_types, names, values)
+            self._of_child |= {labels[number]: metrics for number in numbers if metrics is not None}
         self._counters = {
             family: self._counter_cls(name=PREFIX + family, documentation=text, labelnames=names)
             for family, text in COUNTERS.items()
@@ -194,7 +212,7 @@ class ChildrenPromMetrics(compat.KVConnectorPromMetrics):
         return engine * len(self._numbers) + child
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """What cannot be placed is left out."""
+        """Give each child its part, and leave out what cannot be placed."""
         for label, data in transfer_stats_data.items():
             if label in self._of_child:
                 self._of_child[label].observe(data, self._engine(engine_idx, self._numbers[label]))
@@ -205,7 +223,7 @@ class ChildrenPromMetrics(compat.KVConnectorPromMetrics):
 
 
 def children_of(transfer: Any) -> list[dict[str, Any]]:
-    """The children's KV transfer configs. Raises ConfigError where there are none."""
+    """Return the children's KV transfer configs. Raise ConfigError if there are none."""
     children = transfer.kv_connector_extra_config.get("connectors")
     if not isinstance(children, list) or not children or not all(isinstance(child, dict) for child in children):
         raise ConfigError(WHERE, "connectors", "no list of KV transfer configs", advice="name at least one connector")
@@ -219,7 +237,7 @@ def child_labels(vllm_config: Any) -> list[str]:
 
 
 def check_children(vllm_config: Any) -> list[float]:
-    """The children's weights. Raises ConfigError for the first child that cannot work beside the others, by name."""
+    """Return the children's weights. Raise ConfigError for the first child that cannot be combined, by name."""
     outer = vllm_config.kv_transfer_config
     hybrid_allocator = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     weights, endpoints = [], set()

@@ -19,20 +19,20 @@ class SetSwitchRequest(google.protobuf.message.Message):
 
     SWITCH_FIELD_NUMBER: builtins.int
     ON_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     switch: builtins.str
     """loads | stores"""
     on: builtins.bool
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     """empty: all"""
     def __init__(
         self,
         *,
         switch: builtins.str = ...,
         on: builtins.bool = ...,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "on", b"on", "switch", b"switch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace_id", b"namespace_id", "on", b"on", "switch", b"switch"]) -> None: ...
 
 global___SetSwitchRequest = SetSwitchRequest
 
@@ -42,24 +42,24 @@ class SetSwitchResponse(google.protobuf.message.Message):
 
     SWITCHES_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
-    NOT_KEPT_FIELD_NUMBER: builtins.int
+    NOT_PERSISTED_FIELD_NUMBER: builtins.int
     leases: builtins.int
-    """granted before and not ended: loads, or stores, in progress"""
-    not_kept: builtins.str
-    """why the next run of the daemon will not know; empty: it will"""
+    """granted before, still in progress"""
+    not_persisted: builtins.str
+    """why the next run will not know the change; empty: it will"""
     @property
     def switches(self) -> kvdepot.proto.v1.depot_pb2.Switches:
-        """as they are now"""
+        """after the call"""
 
     def __init__(
         self,
         *,
         switches: kvdepot.proto.v1.depot_pb2.Switches | None = ...,
         leases: builtins.int = ...,
-        not_kept: builtins.str = ...,
+        not_persisted: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["switches", b"switches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["leases", b"leases", "not_kept", b"not_kept", "switches", b"switches"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["leases", b"leases", "not_persisted", b"not_persisted", "switches", b"switches"]) -> None: ...
 
 global___SetSwitchResponse = SetSwitchResponse
 
@@ -67,23 +67,23 @@ global___SetSwitchResponse = SetSwitchResponse
 class BumpEpochRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     ALL_FIELD_NUMBER: builtins.int
     TO_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     """this one,"""
     all: builtins.bool
     """or all"""
     to: builtins.int
-    """of all: the counter, where it is not there yet; 0: the next one"""
+    """with `all`: the counter to reach; 0: the next one"""
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         all: builtins.bool = ...,
         to: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["all", b"all", "namespace", b"namespace", "to", b"to"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all", b"all", "namespace_id", b"namespace_id", "to", b"to"]) -> None: ...
 
 global___BumpEpochRequest = BumpEpochRequest
 
@@ -97,24 +97,24 @@ class BumpEpochResponse(google.protobuf.message.Message):
     CHUNKS_FIELD_NUMBER: builtins.int
     LEASES_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
-    NOT_KEPT_FIELD_NUMBER: builtins.int
+    NOT_PERSISTED_FIELD_NUMBER: builtins.int
     changed: builtins.bool
-    """false: it was void already"""
+    """false: it was invalidated already"""
     namespaces: builtins.int
-    """that became void, of those the daemon knew"""
+    """that were invalidated, of the known ones"""
     chunks: builtins.int
-    """that they had"""
+    """of these namespaces"""
     leases: builtins.int
-    """of loads and stores in progress there; nothing comes of them"""
-    not_kept: builtins.str
-    """why the next run of the daemon will not know; empty: it will"""
+    """of loads and stores in progress, which are discarded"""
+    not_persisted: builtins.str
+    """why the next run will not know the change; empty: it will"""
     @property
     def epochs(self) -> kvdepot.proto.v1.depot_pb2.Epochs:
-        """as they are now"""
+        """after the call"""
 
     @property
     def shared(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tiers that other nodes have too, which have counters of their own"""
+        """shared tiers: their other nodes have their own counters"""
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class BumpEpochResponse(google.protobuf.message.Message):
         chunks: builtins.int = ...,
         leases: builtins.int = ...,
         shared: collections.abc.Iterable[builtins.str] | None = ...,
-        not_kept: builtins.str = ...,
+        not_persisted: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["epochs", b"epochs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["changed", b"changed", "chunks", b"chunks", "epochs", b"epochs", "leases", b"leases", "namespaces", b"namespaces", "not_kept", b"not_kept", "shared", b"shared"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed", b"changed", "chunks", b"chunks", "epochs", b"epochs", "leases", b"leases", "namespaces", b"namespaces", "not_persisted", b"not_persisted", "shared", b"shared"]) -> None: ...
 
 global___BumpEpochResponse = BumpEpochResponse
 
@@ -138,7 +138,7 @@ class ReloadRequest(google.protobuf.message.Message):
 
     DRY_RUN_FIELD_NUMBER: builtins.int
     dry_run: builtins.bool
-    """say what is different, also what a reload would be refused for, and change nothing"""
+    """return the differences, also those that a reload refuses, and change nothing"""
     def __init__(
         self,
         *,
@@ -160,7 +160,7 @@ class ConfigChange(google.protobuf.message.Message):
     before: builtins.str
     after: builtins.str
     live: builtins.bool
-    """false: it takes a restart"""
+    """false: it needs a restart"""
     def __init__(
         self,
         *,
@@ -260,7 +260,7 @@ class SetDrainingResponse(google.protobuf.message.Message):
 
     LEASES_FIELD_NUMBER: builtins.int
     leases: builtins.int
-    """granted before and not ended"""
+    """granted before, still open"""
     def __init__(
         self,
         *,
@@ -274,18 +274,18 @@ global___SetDrainingResponse = SetDrainingResponse
 class EvictRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     key: builtins.bytes
-    """of a chunk, which goes with all below it; empty: everything of the namespace"""
+    """of a chunk, deleted with every chunk after it; empty: the whole namespace"""
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace_id", b"namespace_id"]) -> None: ...
 
 global___EvictRequest = EvictRequest
 
@@ -295,22 +295,22 @@ class EvictResponse(google.protobuf.message.Message):
 
     CHUNKS_FIELD_NUMBER: builtins.int
     MORE_FIELD_NUMBER: builtins.int
-    SPARED_FIELD_NUMBER: builtins.int
+    UNCHANGED_TIERS_FIELD_NUMBER: builtins.int
     chunks: builtins.int
     more: builtins.bool
     """than were counted"""
     @property
-    def spared(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """tiers that keep what they have: shared ones, and those out of use"""
+    def unchanged_tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """tiers that were not changed: shared and disabled ones"""
 
     def __init__(
         self,
         *,
         chunks: builtins.int = ...,
         more: builtins.bool = ...,
-        spared: collections.abc.Iterable[builtins.str] | None = ...,
+        unchanged_tiers: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "more", b"more", "spared", b"spared"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "more", b"more", "unchanged_tiers", b"unchanged_tiers"]) -> None: ...
 
 global___EvictResponse = EvictResponse
 
@@ -318,14 +318,14 @@ global___EvictResponse = EvictResponse
 class VerifyRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     TIER_FIELD_NUMBER: builtins.int
     BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     """empty: all"""
     key: builtins.bytes
-    """of a chunk, meant with all below it; empty: all of the namespace"""
+    """of a chunk, read with every chunk after it; empty: the whole namespace"""
     tier: builtins.str
     """empty: each"""
     bytes_per_second: builtins.int
@@ -333,12 +333,12 @@ class VerifyRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         key: builtins.bytes = ...,
         tier: builtins.str = ...,
         bytes_per_second: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_per_second", b"bytes_per_second", "key", b"key", "namespace", b"namespace", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_second", b"bytes_per_second", "key", b"key", "namespace_id", b"namespace_id", "tier", b"tier"]) -> None: ...
 
 global___VerifyRequest = VerifyRequest
 
@@ -384,21 +384,21 @@ class VerifiedTier(google.protobuf.message.Message):
     VERIFIED_BYTES_FIELD_NUMBER: builtins.int
     DAMAGED_FIELD_NUMBER: builtins.int
     SKIPPED_FIELD_NUMBER: builtins.int
-    OVER_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     tier: builtins.str
     objects: builtins.int
-    """that there were at the beginning; 0: not counted, of a chunk"""
+    """objects at the start; 0: not counted, for a chunk"""
     verified: builtins.int
-    """these, too, are objects"""
+    """objects"""
     verified_bytes: builtins.int
-    """that were read of them"""
-    over: builtins.bool
+    """bytes read of them"""
+    finished: builtins.bool
     reason: builtins.str
-    """why it was over before its end"""
+    """why it stopped before its end"""
     @property
     def damaged(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """by what was found; they are in quarantine, or dropped"""
+        """by outcome; in quarantine, or dropped"""
 
     @property
     def skipped(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -413,10 +413,10 @@ class VerifiedTier(google.protobuf.message.Message):
         verified_bytes: builtins.int = ...,
         damaged: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         skipped: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
-        over: builtins.bool = ...,
+        finished: builtins.bool = ...,
         reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["damaged", b"damaged", "objects", b"objects", "over", b"over", "reason", b"reason", "skipped", b"skipped", "tier", b"tier", "verified", b"verified", "verified_bytes", b"verified_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["damaged", b"damaged", "finished", b"finished", "objects", b"objects", "reason", b"reason", "skipped", b"skipped", "tier", b"tier", "verified", b"verified", "verified_bytes", b"verified_bytes"]) -> None: ...
 
 global___VerifiedTier = VerifiedTier
 
@@ -440,18 +440,18 @@ global___VerifyResponse = VerifyResponse
 class PrefetchRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     key: builtins.bytes
-    """of the chunk that ends a path; empty: all of the namespace"""
+    """of the chunk that ends a prefix; empty: the whole namespace"""
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace_id", b"namespace_id"]) -> None: ...
 
 global___PrefetchRequest = PrefetchRequest
 
@@ -492,29 +492,29 @@ class PrefetchResponse(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     CHUNKS_FIELD_NUMBER: builtins.int
-    LOOKED_AT_FIELD_NUMBER: builtins.int
-    THERE_FIELD_NUMBER: builtins.int
+    EXAMINED_FIELD_NUMBER: builtins.int
+    PRESENT_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     READ_BYTES_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
-    OVER_FIELD_NUMBER: builtins.int
+    FINISHED_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     chunks: builtins.int
-    """that there were at the beginning; 0: not counted, of a path"""
-    looked_at: builtins.int
+    """chunks at the start; 0: not counted, for a prefix"""
+    examined: builtins.int
     """of these"""
-    there: builtins.int
+    present: builtins.int
     """objects in RAM before"""
     read: builtins.int
     """objects"""
     read_bytes: builtins.int
-    over: builtins.bool
+    finished: builtins.bool
     reason: builtins.str
-    """why it was over before its end"""
+    """why it stopped before its end"""
     @property
     def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """objects, for want of room: share, quota, room"""
+        """objects, for lack of room: share, quota, room"""
 
     @property
     def failed(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -524,16 +524,16 @@ class PrefetchResponse(google.protobuf.message.Message):
         self,
         *,
         chunks: builtins.int = ...,
-        looked_at: builtins.int = ...,
-        there: builtins.int = ...,
+        examined: builtins.int = ...,
+        present: builtins.int = ...,
         read: builtins.int = ...,
         read_bytes: builtins.int = ...,
         refused: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         failed: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
-        over: builtins.bool = ...,
+        finished: builtins.bool = ...,
         reason: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "failed", b"failed", "looked_at", b"looked_at", "over", b"over", "read", b"read", "read_bytes", b"read_bytes", "reason", b"reason", "refused", b"refused", "there", b"there"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "examined", b"examined", "failed", b"failed", "finished", b"finished", "present", b"present", "read", b"read", "read_bytes", b"read_bytes", "reason", b"reason", "refused", b"refused"]) -> None: ...
 
 global___PrefetchResponse = PrefetchResponse
 
@@ -541,22 +541,22 @@ global___PrefetchResponse = PrefetchResponse
 class PinRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     key: builtins.bytes
-    """of the chunk that ends a path; empty: all of the namespace, now and later"""
+    """of the chunk that ends a prefix; empty: the whole namespace, now and later"""
     seconds: builtins.float
-    """from now on, also where it is pinned already"""
+    """from now on; replaces the time of an earlier pin"""
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         key: builtins.bytes = ...,
         seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace", b"namespace", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace_id", b"namespace_id", "seconds", b"seconds"]) -> None: ...
 
 global___PinRequest = PinRequest
 
@@ -565,19 +565,19 @@ class PinResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     PIN_FIELD_NUMBER: builtins.int
-    NOT_KEPT_FIELD_NUMBER: builtins.int
-    not_kept: builtins.str
-    """why the next run of the daemon will not know; empty: it will"""
+    NOT_PERSISTED_FIELD_NUMBER: builtins.int
+    not_persisted: builtins.str
+    """why the next run will not know the change; empty: it will"""
     @property
     def pin(self) -> kvdepot.proto.v1.depot_pb2.Pin: ...
     def __init__(
         self,
         *,
         pin: kvdepot.proto.v1.depot_pb2.Pin | None = ...,
-        not_kept: builtins.str = ...,
+        not_persisted: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["pin", b"pin"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["not_kept", b"not_kept", "pin", b"pin"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_persisted", b"not_persisted", "pin", b"pin"]) -> None: ...
 
 global___PinResponse = PinResponse
 
@@ -585,17 +585,17 @@ global___PinResponse = PinResponse
 class UnpinRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     key: builtins.bytes
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace_id", b"namespace_id"]) -> None: ...
 
 global___UnpinRequest = UnpinRequest
 
@@ -603,20 +603,20 @@ global___UnpinRequest = UnpinRequest
 class UnpinResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NOT_KEPT_FIELD_NUMBER: builtins.int
-    not_kept: builtins.str
+    NOT_PERSISTED_FIELD_NUMBER: builtins.int
+    not_persisted: builtins.str
     def __init__(
         self,
         *,
-        not_kept: builtins.str = ...,
+        not_persisted: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["not_kept", b"not_kept"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_persisted", b"not_persisted"]) -> None: ...
 
 global___UnpinResponse = UnpinResponse
 
 @typing.final
 class QuotaSubject(google.protobuf.message.Message):
-    """What an entry is about, as in [[quota]]."""
+    """The subject of a quota, as in [[quota]]."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -650,9 +650,9 @@ class Quota(google.protobuf.message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: builtins.int
     BY_OPERATOR_FIELD_NUMBER: builtins.int
     capacity_bytes: builtins.int
-    """absent: no limit, also where a wider entry has one"""
+    """absent: no limit, even if a less specific entry has one"""
     by_operator: builtins.bool
-    """set by SetQuota, in place of what the configuration says about the subject"""
+    """set by SetQuota, overrides the entry of the configuration"""
     @property
     def subject(self) -> global___QuotaSubject: ...
     def __init__(
@@ -693,15 +693,15 @@ global___SetQuotaRequest = SetQuotaRequest
 class SetQuotaResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NOT_KEPT_FIELD_NUMBER: builtins.int
-    not_kept: builtins.str
-    """why the next run of the daemon will not know; empty: it will"""
+    NOT_PERSISTED_FIELD_NUMBER: builtins.int
+    not_persisted: builtins.str
+    """why the next run will not know the change; empty: it will"""
     def __init__(
         self,
         *,
-        not_kept: builtins.str = ...,
+        not_persisted: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["not_kept", b"not_kept"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_persisted", b"not_persisted"]) -> None: ...
 
 global___SetQuotaResponse = SetQuotaResponse
 
@@ -728,14 +728,14 @@ global___DeleteQuotaRequest = DeleteQuotaRequest
 class DeleteQuotaResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NOT_KEPT_FIELD_NUMBER: builtins.int
-    not_kept: builtins.str
+    NOT_PERSISTED_FIELD_NUMBER: builtins.int
+    not_persisted: builtins.str
     def __init__(
         self,
         *,
-        not_kept: builtins.str = ...,
+        not_persisted: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["not_kept", b"not_kept"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["not_persisted", b"not_persisted"]) -> None: ...
 
 global___DeleteQuotaResponse = DeleteQuotaResponse
 
@@ -765,7 +765,7 @@ class ListQuotasResponse(google.protobuf.message.Message):
     QUOTAS_FIELD_NUMBER: builtins.int
     @property
     def quotas(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Quota]:
-        """in effect, of these"""
+        """in effect"""
 
     def __init__(
         self,

@@ -129,14 +129,14 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Reads again what is there; says how far it is, the last time when it is over. It ends with the call.
+        """Reads objects and compares their checksums. Streams progress, the last message at the end. Ends with the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """Reads into RAM what tiers below it have, likewise.
+        """Reads objects of lower tiers into RAM. Streams progress like Verify.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -104,131 +104,8 @@ class AttachResponse(google.protobuf.message.Message):
 global___AttachResponse = AttachResponse
 
 @typing.final
-class CallRequest(google.protobuf.message.Message):
-    """The calls of service Depot as they go over a call socket (docs/formats/protocol.md): a stream of these, each behind
-    its length, a little-endian u32.
-    """
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NUMBER_FIELD_NUMBER: builtins.int
-    GET_CAPABILITIES_FIELD_NUMBER: builtins.int
-    REGISTER_NAMESPACE_FIELD_NUMBER: builtins.int
-    DECLARE_FIELD_NUMBER: builtins.int
-    LOCATE_FIELD_NUMBER: builtins.int
-    ACQUIRE_FIELD_NUMBER: builtins.int
-    RELEASE_FIELD_NUMBER: builtins.int
-    RESERVE_FIELD_NUMBER: builtins.int
-    COMMIT_FIELD_NUMBER: builtins.int
-    ABANDON_FIELD_NUMBER: builtins.int
-    END_REQUEST_FIELD_NUMBER: builtins.int
-    number: builtins.int
-    """drawn by the client; the response has the same"""
-    @property
-    def get_capabilities(self) -> global___GetCapabilitiesRequest: ...
-    @property
-    def register_namespace(self) -> global___RegisterNamespaceRequest: ...
-    @property
-    def declare(self) -> global___DeclareRequest: ...
-    @property
-    def locate(self) -> global___LocateRequest: ...
-    @property
-    def acquire(self) -> global___AcquireRequest: ...
-    @property
-    def release(self) -> global___ReleaseRequest: ...
-    @property
-    def reserve(self) -> global___ReserveRequest: ...
-    @property
-    def commit(self) -> global___CommitRequest: ...
-    @property
-    def abandon(self) -> global___AbandonRequest: ...
-    @property
-    def end_request(self) -> global___EndRequestRequest: ...
-    def __init__(
-        self,
-        *,
-        number: builtins.int = ...,
-        get_capabilities: global___GetCapabilitiesRequest | None = ...,
-        register_namespace: global___RegisterNamespaceRequest | None = ...,
-        declare: global___DeclareRequest | None = ...,
-        locate: global___LocateRequest | None = ...,
-        acquire: global___AcquireRequest | None = ...,
-        release: global___ReleaseRequest | None = ...,
-        reserve: global___ReserveRequest | None = ...,
-        commit: global___CommitRequest | None = ...,
-        abandon: global___AbandonRequest | None = ...,
-        end_request: global___EndRequestRequest | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abandon", b"abandon", "acquire", b"acquire", "call", b"call", "commit", b"commit", "declare", b"declare", "end_request", b"end_request", "get_capabilities", b"get_capabilities", "locate", b"locate", "register_namespace", b"register_namespace", "release", b"release", "reserve", b"reserve"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abandon", b"abandon", "acquire", b"acquire", "call", b"call", "commit", b"commit", "declare", b"declare", "end_request", b"end_request", "get_capabilities", b"get_capabilities", "locate", b"locate", "number", b"number", "register_namespace", b"register_namespace", "release", b"release", "reserve", b"reserve"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["call", b"call"]) -> typing.Literal["get_capabilities", "register_namespace", "declare", "locate", "acquire", "release", "reserve", "commit", "abandon", "end_request"] | None: ...
-
-global___CallRequest = CallRequest
-
-@typing.final
-class CallResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    NUMBER_FIELD_NUMBER: builtins.int
-    GET_CAPABILITIES_FIELD_NUMBER: builtins.int
-    REGISTER_NAMESPACE_FIELD_NUMBER: builtins.int
-    DECLARE_FIELD_NUMBER: builtins.int
-    LOCATE_FIELD_NUMBER: builtins.int
-    ACQUIRE_FIELD_NUMBER: builtins.int
-    RELEASE_FIELD_NUMBER: builtins.int
-    RESERVE_FIELD_NUMBER: builtins.int
-    COMMIT_FIELD_NUMBER: builtins.int
-    ABANDON_FIELD_NUMBER: builtins.int
-    END_REQUEST_FIELD_NUMBER: builtins.int
-    REFUSAL_FIELD_NUMBER: builtins.int
-    number: builtins.int
-    @property
-    def get_capabilities(self) -> global___GetCapabilitiesResponse: ...
-    @property
-    def register_namespace(self) -> global___RegisterNamespaceResponse: ...
-    @property
-    def declare(self) -> global___DeclareResponse: ...
-    @property
-    def locate(self) -> global___LocateResponse: ...
-    @property
-    def acquire(self) -> global___AcquireResponse: ...
-    @property
-    def release(self) -> global___ReleaseResponse: ...
-    @property
-    def reserve(self) -> global___ReserveResponse: ...
-    @property
-    def commit(self) -> global___CommitResponse: ...
-    @property
-    def abandon(self) -> global___AbandonResponse: ...
-    @property
-    def end_request(self) -> global___EndRequestResponse: ...
-    @property
-    def refusal(self) -> global___CallRefusal: ...
-    def __init__(
-        self,
-        *,
-        number: builtins.int = ...,
-        get_capabilities: global___GetCapabilitiesResponse | None = ...,
-        register_namespace: global___RegisterNamespaceResponse | None = ...,
-        declare: global___DeclareResponse | None = ...,
-        locate: global___LocateResponse | None = ...,
-        acquire: global___AcquireResponse | None = ...,
-        release: global___ReleaseResponse | None = ...,
-        reserve: global___ReserveResponse | None = ...,
-        commit: global___CommitResponse | None = ...,
-        abandon: global___AbandonResponse | None = ...,
-        end_request: global___EndRequestResponse | None = ...,
-        refusal: global___CallRefusal | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["abandon", b"abandon", "acquire", b"acquire", "answer", b"answer", "commit", b"commit", "declare", b"declare", "end_request", b"end_request", "get_capabilities", b"get_capabilities", "locate", b"locate", "refusal", b"refusal", "register_namespace", b"register_namespace", "release", b"release", "reserve", b"reserve"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["abandon", b"abandon", "acquire", b"acquire", "answer", b"answer", "commit", b"commit", "declare", b"declare", "end_request", b"end_request", "get_capabilities", b"get_capabilities", "locate", b"locate", "number", b"number", "refusal", b"refusal", "register_namespace", b"register_namespace", "release", b"release", "reserve", b"reserve"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["answer", b"answer"]) -> typing.Literal["get_capabilities", "register_namespace", "declare", "locate", "acquire", "release", "reserve", "commit", "abandon", "end_request", "refusal"] | None: ...
-
-global___CallResponse = CallResponse
-
-@typing.final
 class CallRefusal(google.protobuf.message.Message):
-    """What gRPC has in a status and its trailing metadata."""
+    """What gRPC has in a status and its trailing metadata, for a call socket (docs/formats/protocol.md)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -433,15 +310,13 @@ global___NamespaceSpec = NamespaceSpec
 
 @typing.final
 class ElementRun(google.protobuf.message.Message):
-    """`parts` of `part_bytes` each, one behind the other, in the objects of a kind: a layer on one rank is a part."""
+    """`parts` of `part_bytes` each, one after the other: a layer on one rank is a part."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    KIND_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     PART_BYTES_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
-    kind: builtins.int
     dtype: builtins.str
     """"bfloat16", ...; empty or unknown: bytes that are not compared"""
     part_bytes: builtins.int
@@ -449,14 +324,34 @@ class ElementRun(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        kind: builtins.int = ...,
         dtype: builtins.str = ...,
         part_bytes: builtins.int = ...,
         parts: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "kind", b"kind", "part_bytes", b"part_bytes", "parts", b"parts"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "part_bytes", b"part_bytes", "parts", b"parts"]) -> None: ...
 
 global___ElementRun = ElementRun
+
+@typing.final
+class KindElements(google.protobuf.message.Message):
+    """What the objects of a kind are made of, in the order of their bytes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: builtins.int
+    RUNS_FIELD_NUMBER: builtins.int
+    kind: builtins.int
+    @property
+    def runs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ElementRun]: ...
+    def __init__(
+        self,
+        *,
+        kind: builtins.int = ...,
+        runs: collections.abc.Iterable[global___ElementRun] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kind", b"kind", "runs", b"runs"]) -> None: ...
+
+global___KindElements = KindElements
 
 @typing.final
 class RegisterNamespaceRequest(google.protobuf.message.Message):
@@ -468,19 +363,19 @@ class RegisterNamespaceRequest(google.protobuf.message.Message):
     FOLLOWS_BUMPS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     follows_bumps: builtins.bool
-    """registers anew with the counter that the answer says"""
+    """the client registers again with the counter of the answer"""
     @property
     def spec(self) -> global___NamespaceSpec: ...
     @property
-    def elements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ElementRun]:
-        """not part of the identity; in the order of the objects' bytes. Absent: no audit"""
+    def elements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KindElements]:
+        """not part of the identity. Absent: no audit"""
 
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         spec: global___NamespaceSpec | None = ...,
-        elements: collections.abc.Iterable[global___ElementRun] | None = ...,
+        elements: collections.abc.Iterable[global___KindElements] | None = ...,
         follows_bumps: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
@@ -492,22 +387,22 @@ global___RegisterNamespaceRequest = RegisterNamespaceRequest
 class RegisterNamespaceResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     RANKS_ATTACHED_FIELD_NUMBER: builtins.int
     BUMPS_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
-    """16 bytes; empty: not registered, an operator has made it void"""
+    namespace_id: builtins.bytes
+    """16 bytes; empty: not registered, an operator has invalidated it"""
     ranks_attached: builtins.int
     bumps: builtins.int
-    """where it is empty: the counter to register it with"""
+    """if namespace_id is empty: the counter to register with"""
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         ranks_attached: builtins.int = ...,
         bumps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "namespace", b"namespace", "ranks_attached", b"ranks_attached"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "namespace_id", b"namespace_id", "ranks_attached", b"ranks_attached"]) -> None: ...
 
 global___RegisterNamespaceResponse = RegisterNamespaceResponse
 
@@ -554,7 +449,7 @@ class LocateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     HIGH_TOKENS_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
@@ -563,7 +458,7 @@ class LocateRequest(google.protobuf.message.Message):
     LOCAL_TOKENS_FIELD_NUMBER: builtins.int
     TOKEN_SECONDS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     keys: builtins.bytes
     high_tokens: builtins.int
     request_id: builtins.str
@@ -575,7 +470,7 @@ class LocateRequest(google.protobuf.message.Message):
         self,
         *,
         session: builtins.bytes = ...,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         keys: builtins.bytes = ...,
         high_tokens: builtins.int = ...,
         request_id: builtins.str = ...,
@@ -584,7 +479,7 @@ class LocateRequest(google.protobuf.message.Message):
         local_tokens: builtins.int = ...,
         token_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["budget_seconds", b"budget_seconds", "high_tokens", b"high_tokens", "keys", b"keys", "local_tokens", b"local_tokens", "namespace", b"namespace", "request_id", b"request_id", "session", b"session", "token_seconds", b"token_seconds", "wait_seconds", b"wait_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["budget_seconds", b"budget_seconds", "high_tokens", b"high_tokens", "keys", b"keys", "local_tokens", b"local_tokens", "namespace_id", b"namespace_id", "request_id", b"request_id", "session", b"session", "token_seconds", b"token_seconds", "wait_seconds", b"wait_seconds"]) -> None: ...
 
 global___LocateRequest = LocateRequest
 
@@ -621,31 +516,31 @@ class AcquireRequest(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     KINDS_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NO_USE_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     lease_id: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     keys: builtins.bytes
     kinds: builtins.bytes
     request_id: builtins.str
     no_use: builtins.bool
-    """it is no request that loads: nothing is kept, or written to a tier, for its sake"""
+    """the call does not count as a use, so nothing is kept or written to a tier because of it"""
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         lease_id: builtins.int = ...,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         keys: builtins.bytes = ...,
         kinds: builtins.bytes = ...,
         request_id: builtins.str = ...,
         no_use: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "kinds", b"kinds", "lease_id", b"lease_id", "namespace", b"namespace", "no_use", b"no_use", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keys", b"keys", "kinds", b"kinds", "lease_id", b"lease_id", "namespace_id", b"namespace_id", "no_use", b"no_use", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
 
@@ -685,7 +580,7 @@ class ReleaseRequest(google.protobuf.message.Message):
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def unused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """those of them that no engine has got anything from: they were no hits"""
+        """those of lease_ids that no engine used: they were no hits"""
 
     def __init__(
         self,
@@ -714,7 +609,7 @@ class ReserveRequest(google.protobuf.message.Message):
 
     SESSION_FIELD_NUMBER: builtins.int
     LEASE_ID_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     PARENTS_FIELD_NUMBER: builtins.int
     KINDS_FIELD_NUMBER: builtins.int
@@ -722,7 +617,7 @@ class ReserveRequest(google.protobuf.message.Message):
     REQUEST_ID_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     lease_id: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     keys: builtins.bytes
     parents: builtins.bytes
     kinds: builtins.bytes
@@ -733,14 +628,14 @@ class ReserveRequest(google.protobuf.message.Message):
         *,
         session: builtins.bytes = ...,
         lease_id: builtins.int = ...,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         keys: builtins.bytes = ...,
         parents: builtins.bytes = ...,
         kinds: builtins.bytes = ...,
         boundaries: builtins.bytes = ...,
         request_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundaries", b"boundaries", "keys", b"keys", "kinds", b"kinds", "lease_id", b"lease_id", "namespace", b"namespace", "parents", b"parents", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundaries", b"boundaries", "keys", b"keys", "kinds", b"kinds", "lease_id", b"lease_id", "namespace_id", b"namespace_id", "parents", b"parents", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 global___ReserveRequest = ReserveRequest
 
@@ -851,29 +746,48 @@ class AbandonResponse(google.protobuf.message.Message):
 global___AbandonResponse = AbandonResponse
 
 @typing.final
-class EndRequestRequest(google.protobuf.message.Message):
+class RequestEnd(google.protobuf.message.Message):
+    """An engine's report about a request at its end."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: builtins.int
-    REQUEST_ID_FIELD_NUMBER: builtins.int
     LOCAL_TOKENS_FIELD_NUMBER: builtins.int
     LOADED_TOKENS_FIELD_NUMBER: builtins.int
     MISS_FIELD_NUMBER: builtins.int
-    session: builtins.bytes
-    request_id: builtins.str
     local_tokens: builtins.int
     loaded_tokens: builtins.int
     miss: builtins.str
     def __init__(
         self,
         *,
-        session: builtins.bytes = ...,
-        request_id: builtins.str = ...,
         local_tokens: builtins.int = ...,
         loaded_tokens: builtins.int = ...,
         miss: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss"]) -> None: ...
+
+global___RequestEnd = RequestEnd
+
+@typing.final
+class EndRequestRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    session: builtins.bytes
+    request_id: builtins.str
+    @property
+    def end(self) -> global___RequestEnd: ...
+    def __init__(
+        self,
+        *,
+        session: builtins.bytes = ...,
+        request_id: builtins.str = ...,
+        end: global___RequestEnd | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 global___EndRequestRequest = EndRequestRequest
 
@@ -923,7 +837,7 @@ class TierStatus(google.protobuf.message.Message):
     JANITOR_FIELD_NUMBER: builtins.int
     PINNED_OBJECTS_FIELD_NUMBER: builtins.int
     PINNED_BYTES_FIELD_NUMBER: builtins.int
-    UNSUMMED_OBJECTS_FIELD_NUMBER: builtins.int
+    PENDING_CHECKSUMS_FIELD_NUMBER: builtins.int
     name: builtins.str
     kind: builtins.str
     capacity_bytes: builtins.int
@@ -944,12 +858,12 @@ class TierStatus(google.protobuf.message.Message):
     prefetched_bytes: builtins.int
     prefetching_requests: builtins.int
     node: builtins.str
-    """Of shared tiers: this daemon's id in the directory, and that of the node that counts and evicts there."""
+    """Of shared tiers: this daemon's id in the directory, and that of the janitor."""
     janitor: builtins.str
     pinned_objects: builtins.int
     """Of RAM."""
     pinned_bytes: builtins.int
-    unsummed_objects: builtins.int
+    pending_checksums: builtins.int
     def __init__(
         self,
         *,
@@ -975,9 +889,9 @@ class TierStatus(google.protobuf.message.Message):
         janitor: builtins.str = ...,
         pinned_objects: builtins.int = ...,
         pinned_bytes: builtins.int = ...,
-        unsummed_objects: builtins.int = ...,
+        pending_checksums: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unsummed_objects", b"unsummed_objects", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["breaker", b"breaker", "capacity_bytes", b"capacity_bytes", "janitor", b"janitor", "kind", b"kind", "lent_bytes", b"lent_bytes", "name", b"name", "node", b"node", "objects", b"objects", "pending_checksums", b"pending_checksums", "pinned_bytes", b"pinned_bytes", "pinned_objects", b"pinned_objects", "prefetched_bytes", b"prefetched_bytes", "prefetched_objects", b"prefetched_objects", "prefetching_requests", b"prefetching_requests", "quarantined_bytes", b"quarantined_bytes", "queued_bytes", b"queued_bytes", "queued_objects", b"queued_objects", "ready_bytes", b"ready_bytes", "reason", b"reason", "state", b"state", "unverified_objects", b"unverified_objects", "used_bytes", b"used_bytes", "written_today_bytes", b"written_today_bytes"]) -> None: ...
 
 global___TierStatus = TierStatus
 
@@ -1105,65 +1019,65 @@ global___GetStatusResponse = GetStatusResponse
 
 @typing.final
 class Epochs(google.protobuf.message.Message):
-    """What operators have made void (service Control)."""
+    """Invalidated epochs (service Control)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BUMP_FIELD_NUMBER: builtins.int
-    VOID_NAMESPACES_FIELD_NUMBER: builtins.int
+    INVALIDATED_NAMESPACES_FIELD_NUMBER: builtins.int
     bump: builtins.int
-    """the counter of every namespace,"""
+    """the counter of all namespaces, except"""
     @property
-    def void_namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """but for those of which these are ids: bumped by themselves"""
+    def invalidated_namespaces(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """these, which were bumped individually since"""
 
     def __init__(
         self,
         *,
         bump: builtins.int = ...,
-        void_namespaces: collections.abc.Iterable[builtins.bytes] | None = ...,
+        invalidated_namespaces: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bump", b"bump", "void_namespaces", b"void_namespaces"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bump", b"bump", "invalidated_namespaces", b"invalidated_namespaces"]) -> None: ...
 
 global___Epochs = Epochs
 
 @typing.final
 class Pin(google.protobuf.message.Message):
-    """What an operator has pinned in RAM (service Control). What it holds is as of some seconds ago."""
+    """A pin of an operator (service Control). Its counts are some seconds old."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     SECONDS_LEFT_FIELD_NUMBER: builtins.int
     CHUNKS_FIELD_NUMBER: builtins.int
     OBJECTS_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    namespace_id: builtins.bytes
     key: builtins.bytes
-    """of the chunk that ends the path; empty: all of the namespace"""
+    """of the chunk that ends the prefix; empty: the whole namespace"""
     seconds_left: builtins.float
     chunks: builtins.int
     objects: builtins.int
-    """in RAM and within the share of pins"""
-    bytes: builtins.int
+    """in RAM, within the share of pins"""
+    size_bytes: builtins.int
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         key: builtins.bytes = ...,
         seconds_left: builtins.float = ...,
         chunks: builtins.int = ...,
         objects: builtins.int = ...,
-        bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "chunks", b"chunks", "key", b"key", "namespace", b"namespace", "objects", b"objects", "seconds_left", b"seconds_left"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunks", b"chunks", "key", b"key", "namespace_id", b"namespace_id", "objects", b"objects", "seconds_left", b"seconds_left", "size_bytes", b"size_bytes"]) -> None: ...
 
 global___Pin = Pin
 
 @typing.final
 class Switches(google.protobuf.message.Message):
-    """What operators have switched off (service Control), for all namespaces or for single ones."""
+    """Switches of operators (service Control), for all namespaces or for single ones."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1194,7 +1108,7 @@ global___Switches = Switches
 
 @typing.final
 class QuotaStatus(google.protobuf.message.Message):
-    """One quota of the configuration in one tier. Its counts never fall, also where owners vanish."""
+    """One quota in one tier. Its counters never fall, even if owners vanish."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1217,7 +1131,7 @@ class QuotaStatus(google.protobuf.message.Message):
     evicted_objects: builtins.int
     @property
     def owners(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QuotaOwnerStatus]:
-        """the fullest first, not all where there are many"""
+        """the fullest first, at most a limited number"""
 
     def __init__(
         self,
@@ -1237,7 +1151,7 @@ global___QuotaStatus = QuotaStatus
 
 @typing.final
 class QuotaOwnerStatus(google.protobuf.message.Message):
-    """A tenant or a namespace that a quota holds to its capacity."""
+    """A tenant or a namespace that a quota limits."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1304,21 +1218,21 @@ class NamespaceStatus(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     OBJECTS_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
     BUMPS_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     label: builtins.str
     tenant: builtins.str
     epoch: builtins.str
     chunk_tokens: builtins.int
-    bytes: builtins.int
+    size_bytes: builtins.int
     bumps: builtins.int
     @property
     def objects(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.int]:
@@ -1329,17 +1243,17 @@ class NamespaceStatus(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         label: builtins.str = ...,
         tenant: builtins.str = ...,
         epoch: builtins.str = ...,
         chunk_tokens: builtins.int = ...,
         objects: collections.abc.Mapping[builtins.int, builtins.int] | None = ...,
-        bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
         identity: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         bumps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "bytes", b"bytes", "chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "identity", b"identity", "label", b"label", "namespace", b"namespace", "objects", b"objects", "tenant", b"tenant"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "chunk_tokens", b"chunk_tokens", "epoch", b"epoch", "identity", b"identity", "label", b"label", "namespace_id", b"namespace_id", "objects", b"objects", "size_bytes", b"size_bytes", "tenant", b"tenant"]) -> None: ...
 
 global___NamespaceStatus = NamespaceStatus
 
@@ -1404,9 +1318,9 @@ class TierContents(google.protobuf.message.Message):
 
     TIER_FIELD_NUMBER: builtins.int
     OBJECTS_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     tier: builtins.str
-    bytes: builtins.int
+    size_bytes: builtins.int
     """of their payloads as engines see them"""
     @property
     def objects(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.int]:
@@ -1417,9 +1331,9 @@ class TierContents(google.protobuf.message.Message):
         *,
         tier: builtins.str = ...,
         objects: collections.abc.Mapping[builtins.int, builtins.int] | None = ...,
-        bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "objects", b"objects", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["objects", b"objects", "size_bytes", b"size_bytes", "tier", b"tier"]) -> None: ...
 
 global___TierContents = TierContents
 
@@ -1427,7 +1341,7 @@ global___TierContents = TierContents
 class NamespaceContents(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
@@ -1437,7 +1351,7 @@ class NamespaceContents(google.protobuf.message.Message):
     IDLE_SECONDS_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     BUMPS_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     label: builtins.str
     tenant: builtins.str
     epoch: builtins.str
@@ -1455,7 +1369,7 @@ class NamespaceContents(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         label: builtins.str = ...,
         tenant: builtins.str = ...,
         epoch: builtins.str = ...,
@@ -1466,7 +1380,7 @@ class NamespaceContents(google.protobuf.message.Message):
         tiers: collections.abc.Iterable[global___TierContents] | None = ...,
         bumps: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "label", b"label", "namespace", b"namespace", "sessions", b"sessions", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "epoch", b"epoch", "idle_seconds", b"idle_seconds", "label", b"label", "namespace_id", b"namespace_id", "sessions", b"sessions", "tenant", b"tenant", "tiers", b"tiers"]) -> None: ...
 
 global___NamespaceContents = NamespaceContents
 
@@ -1517,11 +1431,11 @@ global___ListContentsResponse = ListContentsResponse
 class ListChunksRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     PREFIX_FIELD_NUMBER: builtins.int
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     prefix: builtins.str
     """of the chunk's key, hexadecimal"""
     page_size: builtins.int
@@ -1529,18 +1443,18 @@ class ListChunksRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         prefix: builtins.str = ...,
         page_size: builtins.int = ...,
         page_token: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace_id", b"namespace_id", "page_size", b"page_size", "page_token", b"page_token", "prefix", b"prefix"]) -> None: ...
 
 global___ListChunksRequest = ListChunksRequest
 
 @typing.final
 class Chunk(google.protobuf.message.Message):
-    """Per tier of the response: kinds[i] and bytes[i] are those of tiers[i]."""
+    """Per tier of the response: kinds[i] and size_bytes[i] are those of tiers[i]."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1549,7 +1463,7 @@ class Chunk(google.protobuf.message.Message):
     BOUNDARY_TOKENS_FIELD_NUMBER: builtins.int
     USABLE_FIELD_NUMBER: builtins.int
     KINDS_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     INCOMPLETE_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     parent: builtins.bytes
@@ -1561,7 +1475,7 @@ class Chunk(google.protobuf.message.Message):
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     @property
-    def bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def size_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1570,10 +1484,10 @@ class Chunk(google.protobuf.message.Message):
         boundary_tokens: builtins.int = ...,
         usable: builtins.bool = ...,
         kinds: collections.abc.Iterable[builtins.bytes] | None = ...,
-        bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        size_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         incomplete: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "bytes", b"bytes", "incomplete", b"incomplete", "key", b"key", "kinds", b"kinds", "parent", b"parent", "usable", b"usable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "incomplete", b"incomplete", "key", b"key", "kinds", b"kinds", "parent", b"parent", "size_bytes", b"size_bytes", "usable", b"usable"]) -> None: ...
 
 global___Chunk = Chunk
 
@@ -1606,14 +1520,14 @@ global___ListChunksResponse = ListChunksResponse
 class DescribeNamespaceRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
+    namespace_id: builtins.bytes
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace_id", b"namespace_id"]) -> None: ...
 
 global___DescribeNamespaceRequest = DescribeNamespaceRequest
 
@@ -1650,17 +1564,17 @@ global___DescribeNamespaceResponse = DescribeNamespaceResponse
 class DescribeChunkRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     key: builtins.bytes
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         key: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace", b"namespace"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "namespace_id", b"namespace_id"]) -> None: ...
 
 global___DescribeChunkRequest = DescribeChunkRequest
 
@@ -1697,7 +1611,7 @@ class StoredObject(google.protobuf.message.Message):
 
     TIER_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
-    BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     CHECKSUM_FIELD_NUMBER: builtins.int
     STORED_BYTES_FIELD_NUMBER: builtins.int
@@ -1708,7 +1622,7 @@ class StoredObject(google.protobuf.message.Message):
     PINNED_FIELD_NUMBER: builtins.int
     tier: builtins.str
     kind: builtins.int
-    bytes: builtins.int
+    size_bytes: builtins.int
     state: builtins.str
     checksum: builtins.bytes
     """XXH3-128, big-endian; absent: not known"""
@@ -1731,7 +1645,7 @@ class StoredObject(google.protobuf.message.Message):
         *,
         tier: builtins.str = ...,
         kind: builtins.int = ...,
-        bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
         state: builtins.str = ...,
         checksum: builtins.bytes = ...,
         stored_bytes: builtins.int = ...,
@@ -1741,7 +1655,7 @@ class StoredObject(google.protobuf.message.Message):
         loans: collections.abc.Iterable[global___Loan] | None = ...,
         pinned: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "checksum", b"checksum", "extents", b"extents", "generation", b"generation", "kind", b"kind", "loans", b"loans", "pinned", b"pinned", "sequence", b"sequence", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "extents", b"extents", "generation", b"generation", "kind", b"kind", "loans", b"loans", "pinned", b"pinned", "sequence", b"sequence", "size_bytes", b"size_bytes", "state", b"state", "stored_bytes", b"stored_bytes", "tier", b"tier"]) -> None: ...
 
 global___StoredObject = StoredObject
 
@@ -1803,19 +1717,19 @@ class TracedNamespace(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     SPEC_FIELD_NUMBER: builtins.int
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     @property
     def spec(self) -> global___NamespaceSpec: ...
     def __init__(
         self,
         *,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         spec: global___NamespaceSpec | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["namespace_id", b"namespace_id", "spec", b"spec"]) -> None: ...
 
 global___TracedNamespace = TracedNamespace
 
@@ -1824,25 +1738,25 @@ class TracedRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SECONDS_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     KEYS_FIELD_NUMBER: builtins.int
     BOUNDARY_TOKENS_FIELD_NUMBER: builtins.int
     seconds: builtins.float
     """since the call began"""
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     keys: builtins.bytes
     """of the whole chunks of its prompt, 16 bytes each"""
     boundary_tokens: builtins.int
-    """how far it was offered to resume"""
+    """the offer"""
     def __init__(
         self,
         *,
         seconds: builtins.float = ...,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         keys: builtins.bytes = ...,
         boundary_tokens: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "keys", b"keys", "namespace", b"namespace", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "keys", b"keys", "namespace_id", b"namespace_id", "seconds", b"seconds"]) -> None: ...
 
 global___TracedRequest = TracedRequest
 
@@ -1854,7 +1768,7 @@ class RecordTraceResponse(google.protobuf.message.Message):
     REQUESTS_FIELD_NUMBER: builtins.int
     LOST_FIELD_NUMBER: builtins.int
     lost: builtins.int
-    """requests that the caller was too slow for, in all"""
+    """requests, in total, for which the caller was too slow"""
     @property
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TracedNamespace]: ...
     @property
@@ -1876,7 +1790,7 @@ class ExplainRequestRequest(google.protobuf.message.Message):
 
     REQUEST_ID_FIELD_NUMBER: builtins.int
     request_id: builtins.str
-    """or its beginning"""
+    """or its first characters"""
     def __init__(
         self,
         *,
@@ -1893,7 +1807,7 @@ class LookupRecord(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     @typing.final
-    class HeldEntry(google.protobuf.message.Message):
+    class ChunksByTierEntry(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         KEY_FIELD_NUMBER: builtins.int
@@ -1912,7 +1826,7 @@ class LookupRecord(google.protobuf.message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     HIGH_TOKENS_FIELD_NUMBER: builtins.int
     PATH_CHUNKS_FIELD_NUMBER: builtins.int
-    HELD_FIELD_NUMBER: builtins.int
+    CHUNKS_BY_TIER_FIELD_NUMBER: builtins.int
     BOUNDARY_TOKENS_FIELD_NUMBER: builtins.int
     OFFERED_TOKENS_FIELD_NUMBER: builtins.int
     OFFERED_TIER_FIELD_NUMBER: builtins.int
@@ -1934,7 +1848,7 @@ class LookupRecord(google.protobuf.message.Message):
     missing_key: builtins.bytes
     other_namespace: builtins.bytes
     @property
-    def held(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+    def chunks_by_tier(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by tier"""
 
     def __init__(
@@ -1944,7 +1858,7 @@ class LookupRecord(google.protobuf.message.Message):
         chunk_tokens: builtins.int = ...,
         high_tokens: builtins.int = ...,
         path_chunks: builtins.int = ...,
-        held: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        chunks_by_tier: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         boundary_tokens: builtins.int = ...,
         offered_tokens: builtins.int = ...,
         offered_tier: builtins.str = ...,
@@ -1954,7 +1868,7 @@ class LookupRecord(google.protobuf.message.Message):
         missing_key: builtins.bytes = ...,
         other_namespace: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "estimate_seconds", b"estimate_seconds", "held", b"held", "high_tokens", b"high_tokens", "miss", b"miss", "missing_chunk", b"missing_chunk", "missing_key", b"missing_key", "offered_tier", b"offered_tier", "offered_tokens", b"offered_tokens", "other_namespace", b"other_namespace", "path_chunks", b"path_chunks"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary_tokens", b"boundary_tokens", "chunk_tokens", b"chunk_tokens", "chunks", b"chunks", "chunks_by_tier", b"chunks_by_tier", "estimate_seconds", b"estimate_seconds", "high_tokens", b"high_tokens", "miss", b"miss", "missing_chunk", b"missing_chunk", "missing_key", b"missing_key", "offered_tier", b"offered_tier", "offered_tokens", b"offered_tokens", "other_namespace", b"other_namespace", "path_chunks", b"path_chunks"]) -> None: ...
 
 global___LookupRecord = LookupRecord
 
@@ -1984,7 +1898,7 @@ global___LoadRecord = LoadRecord
 
 @typing.final
 class RequestRecord(google.protobuf.message.Message):
-    """What the daemon remembers of one request. Times are seconds before the answer."""
+    """The record of one request. Times are seconds before the answer."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2006,7 +1920,7 @@ class RequestRecord(google.protobuf.message.Message):
 
     ENGINE_ID_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
-    NAMESPACE_FIELD_NUMBER: builtins.int
+    NAMESPACE_ID_FIELD_NUMBER: builtins.int
     BEGAN_SECONDS_AGO_FIELD_NUMBER: builtins.int
     LOOKUPS_FIELD_NUMBER: builtins.int
     LOOKED_UP_SECONDS_AGO_FIELD_NUMBER: builtins.int
@@ -2015,20 +1929,14 @@ class RequestRecord(google.protobuf.message.Message):
     LOADS_FIELD_NUMBER: builtins.int
     RESERVED_FIELD_NUMBER: builtins.int
     ENDED_SECONDS_AGO_FIELD_NUMBER: builtins.int
-    LOCAL_TOKENS_FIELD_NUMBER: builtins.int
-    LOADED_TOKENS_FIELD_NUMBER: builtins.int
-    MISS_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     request_id: builtins.str
-    namespace: builtins.bytes
+    namespace_id: builtins.bytes
     began_seconds_ago: builtins.float
     lookups: builtins.int
     looked_up_seconds_ago: builtins.float
     ended_seconds_ago: builtins.float
-    local_tokens: builtins.int
-    """these three are the engine's words, once it has ended"""
-    loaded_tokens: builtins.int
-    miss: builtins.str
     @property
     def lookup(self) -> global___LookupRecord: ...
     @property
@@ -2039,12 +1947,16 @@ class RequestRecord(google.protobuf.message.Message):
     def reserved(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """objects by outcome"""
 
+    @property
+    def end(self) -> global___RequestEnd:
+        """absent: it has not ended"""
+
     def __init__(
         self,
         *,
         engine_id: builtins.str = ...,
         request_id: builtins.str = ...,
-        namespace: builtins.bytes = ...,
+        namespace_id: builtins.bytes = ...,
         began_seconds_ago: builtins.float = ...,
         lookups: builtins.int = ...,
         looked_up_seconds_ago: builtins.float = ...,
@@ -2053,12 +1965,10 @@ class RequestRecord(google.protobuf.message.Message):
         loads: collections.abc.Iterable[global___LoadRecord] | None = ...,
         reserved: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         ended_seconds_ago: builtins.float | None = ...,
-        local_tokens: builtins.int = ...,
-        loaded_tokens: builtins.int = ...,
-        miss: builtins.str = ...,
+        end: global___RequestEnd | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "ended_seconds_ago", b"ended_seconds_ago", "lookup", b"lookup"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "began_seconds_ago", b"began_seconds_ago", "differences", b"differences", "ended_seconds_ago", b"ended_seconds_ago", "engine_id", b"engine_id", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "looked_up_seconds_ago", b"looked_up_seconds_ago", "lookup", b"lookup", "lookups", b"lookups", "miss", b"miss", "namespace", b"namespace", "request_id", b"request_id", "reserved", b"reserved"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "end", b"end", "ended_seconds_ago", b"ended_seconds_ago", "lookup", b"lookup"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "began_seconds_ago", b"began_seconds_ago", "differences", b"differences", "end", b"end", "ended_seconds_ago", b"ended_seconds_ago", "engine_id", b"engine_id", "loads", b"loads", "looked_up_seconds_ago", b"looked_up_seconds_ago", "lookup", b"lookup", "lookups", b"lookups", "namespace_id", b"namespace_id", "request_id", b"request_id", "reserved", b"reserved"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago"]) -> typing.Literal["ended_seconds_ago"] | None: ...
 
 global___RequestRecord = RequestRecord

@@ -589,7 +589,7 @@ class OperatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RecordTrace(self, request, context):
-        """Until the caller goes: what requests look up from now on, twice a second, also where nothing does.
+        """Streams the lookups of requests twice a second, also without lookups, until the caller ends the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

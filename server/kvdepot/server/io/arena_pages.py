@@ -28,7 +28,7 @@ class ArenaPages:
     """All of the arena, writable. Advice to the kernel only: where it is refused, pages wait for their first touch."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        """Raises OSError where `fd` cannot be mapped."""
+        """Map the arena. Raise OSError if `fd` cannot be mapped."""
         self._fd = fd
         self._map = mmap.mmap(fd, size_bytes)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -55,7 +55,7 @@ class ArenaPages:
         while self._present_bytes < size_bytes:
             try:
                 populated_bytes = os.lseek(self._fd, self._present_bytes, os.SEEK_HOLE)
-            except OSError:  # hugetlbfs knows no holes, and its pages are few
+            except OSError:  # a file system that cannot say where its holes are
                 return
             length = min(populated_bytes - self._present_bytes, _PIECE_BYTES)
             if length < min(_PIECE_BYTES, size_bytes - self._present_bytes):

@@ -1,4 +1,4 @@
-"""What takes a path out of use after failures in a row, and lets it back after a probe that worked."""
+"""Disables a path after failures in a row, and re-enables it after a probe that worked."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ class Done(StrEnum):
 
     READ = "read"
     WRITE = "write"
-    OTHER = "other"  # a probe, a look-up: it proves nothing of the two
+    OTHER = "other"  # a probe, a stat: it proves nothing of the two
 
 
 class BreakerState(StrEnum):
-    CLOSED = "closed"  # in use
-    OPEN = "open"  # out of use, waiting for the next probe
-    PROBING = "probing"  # out of use, one probe under way
+    """Whether a path is enabled, and whether a probe is under way."""
+
+    CLOSED = "closed"  # enabled
+    OPEN = "open"  # disabled until the next probe
+    PROBING = "probing"  # disabled, one probe under way
 
 
 class Breaker:
-    """One path's. The clock is injected; who owns the path asks `probe_in_seconds` and runs the probes.
+    """The breaker of one path. The clock is injected. The path's owner asks `probe_in_seconds` and runs the probes.
 
     Only a probe closes an open breaker: what had been sent before it opened may still be answered, and proves nothing.
-    Where operations fail again after it, the probe proved nothing either: each further opening before an operation of
-    that sort worked takes twice as long, and `doubt` says that it is not well.
+    If operations fail again after a probe, the probe proved nothing either. Each further opening before an operation of
+    that sort worked takes twice as long, and `doubt` says that the path is not well.
     """
 
     def __init__(self, *, failures_max: int, probe_every_seconds: float, clock: Callable[[], float]) -> None:
@@ -60,18 +62,21 @@ class Breaker:
 
     @property
     def probe_in_seconds(self) -> float:
-        """How long until the next probe of an open breaker; 0 when it is due."""
+        """Return the time until the next probe of an open breaker; 0 when the probe is due."""
         return max(self._probe_at - self._clock(), 0.0)
 
     @property
     def doubt(self) -> str:
-        """Why it is not well although a probe worked: what failed after an earlier probe. Empty while all is well."""
+        """Return why the path is not well although a probe worked: what failed after an earlier probe.
+
+        Empty while all is well.
+        """
         if self.openings < _OPENINGS_MIN or (self.closed and self._clock() - self._closed_at > DOUBT_SECONDS):
             return ""
         return self._opening_reason
 
     def failed(self, reason: str, done: Done = Done.OTHER) -> bool:
-        """An operation failed. True when this opened the breaker."""
+        """Count a failed operation. Return whether this failure opened the breaker."""
         self._failures += 1
         self._failed_reads += done is Done.READ
         if not self.closed or max(self._failures, self._failed_reads) < self._failures_max:
@@ -82,7 +87,7 @@ class Breaker:
         return True
 
     def worked(self, done: Done = Done.OTHER) -> None:
-        """An operation worked: the failures before it were not in a row."""
+        """Count an operation that worked: the failures before it were not in a row."""
         if not self.closed:
             return
         self._failures = 0

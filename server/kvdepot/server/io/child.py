@@ -18,11 +18,12 @@ _OF_THE_DAEMON: Final = (signal.SIGINT, signal.SIGTERM)
 def spawn(
     module: str, arguments: Callable[[int], Sequence[object]], fds: Sequence[int] = (), *, niceness: int = 0
 ) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
-    """Process, our end of its socket, its pidfd; nothing is left behind when one of them cannot be had (OSError).
+    """Start a child. Return its process, our end of its socket, and its pidfd.
 
-    `arguments` gets the number of its end of the socket; it inherits that and `fds`. `niceness`, more than the
-    caller's, is set from here: its imports take 0.1 s of CPU before it could. Half a millisecond, measured: not
-    worth a thread, which would also have to outlive it (prctl(2): the parent of PR_SET_PDEATHSIG is a thread).
+    Nothing is left behind if one of them cannot be had (OSError). `arguments` gets the number of the child's end of the
+    socket; the child inherits that and `fds`. `niceness`, more than the caller's, is set from here: the child's imports
+    take 0.1 s of CPU before it could. To start a child takes 0.5 ms, measured. That is not worth a thread, which would
+    also have to outlive the child (prctl(2): the parent of PR_SET_PDEATHSIG is a thread).
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with contextlib.ExitStack() as undo:
@@ -44,7 +45,11 @@ def spawn(
 
 @contextlib.contextmanager
 def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """A child has the mask of the thread that made it, from its first instruction: before it could ignore anything."""
+    """Block these signals while a child is made.
+
+    A child inherits the mask of the thread that made it. The mask holds from the child's first instruction, before the
+    child could ignore anything.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

@@ -8,10 +8,11 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
+from typing import Final
 
 from kvdepot.server.io.child import spawn
 
-_NICENESS = 10
+NICENESS: Final = 10
 """Index and directory work, for which no load waits."""
 _RECEIVE_BYTES = 1 << 18
 _PROCESSES_MAX = 2
@@ -19,14 +20,15 @@ _PROCESSES_MAX = 2
 
 
 class ChildStream:
-    """One process at a time. `heard` gets what it sends, and b"" once when it is gone.
+    """A child and its socket, one process at a time.
 
-    `paused` stops listening: what it sends then waits in the socket.
+    `on_data` gets what it sends, and b"" once when it is gone. `paused` stops listening: what it sends then waits in
+    the socket.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, heard: Callable[[bytes], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_data: Callable[[bytes], None]) -> None:
         self._loop = loop
-        self._heard = heard
+        self._on_data = on_data
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._paused = False
@@ -44,7 +46,7 @@ class ChildStream:
 
     @property
     def unsent(self) -> bool:
-        """It has not taken in yet what it was sent."""
+        """Return whether the child has not yet taken in all that it was sent."""
         return bool(self._unsent)
 
     @property
@@ -61,12 +63,12 @@ class ChildStream:
         else:
             self._loop.add_reader(self._socket.fileno(), self._readable)
 
-    def start(self, module: str, arguments: Callable[[int], Sequence[object]]) -> None:
-        """As `spawn` does. Raises OSError where the host has no room for a process, or too many of these hang."""
+    def start(self, module: str, arguments: Callable[[int], Sequence[object]], *, niceness: int = NICENESS) -> None:
+        """Start a process as `spawn` does. Raise OSError if the host has no room for one, or too many of these hang."""
         assert self._socket is None
         if self._hanging() >= _PROCESSES_MAX:
             raise OSError(errno.EAGAIN, f"{_PROCESSES_MAX} of them hang in the kernel")
-        self._process, self._socket, pidfd = spawn(module, arguments, niceness=_NICENESS)
+        self._process, self._socket, pidfd = spawn(module, arguments, niceness=niceness)
         os.close(pidfd)
         self._unsent.clear()
         self._paused = False
@@ -77,7 +79,10 @@ class ChildStream:
         self._flush()
 
     def receive(self) -> bytes:
-        """What is there now, for a caller that has seen that something is; b"" at the end. Raises BlockingIOError."""
+        """Return the bytes that are there, or b"" at the end. Raise BlockingIOError if there are none.
+
+        The caller has seen that the socket is readable.
+        """
         assert self._socket is not None
         try:
             return self._socket.recv(_RECEIVE_BYTES)
@@ -105,7 +110,7 @@ class ChildStream:
             self._ending.append(self._process)
 
     def _hanging(self) -> int:
-        """How many that were killed have not gone yet; the others are reaped."""
+        """Return how many killed processes have not ended yet. Reap those that have."""
         self._ending = [process for process in self._ending if process.poll() is None]
         return len(self._ending)
 
@@ -132,4 +137,4 @@ class ChildStream:
             return
         if not data:
             self.end()
-        self._heard(data)
+        self._on_data(data)

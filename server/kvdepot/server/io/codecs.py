@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from kvdepot.core.objectfile import Codec
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 SLICE_BYTES: Final = 1 << 20
 """Raw bytes of a slice: part of the format. Small enough for a core's cache, large enough for a codec."""
@@ -68,7 +68,7 @@ def decode(codec: Codec, stored: memoryview, raw: Sequence[memoryview]) -> IoOut
 
 
 def _fill(decode_slice: Decode, stored: memoryview, length: int, pieces: list[memoryview]) -> bool:
-    """One slice into the places it belongs to; nearly always that is one."""
+    """Decode one slice into the places it belongs to, nearly always one. Return whether the bytes were a slice."""
     raw_bytes = sum(map(len, pieces))
     if len(stored) != length or not 0 < length <= raw_bytes:
         return False
@@ -86,7 +86,7 @@ def _fill(decode_slice: Decode, stored: memoryview, length: int, pieces: list[me
 
 
 def _slices(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut the parts, in order, into slices of SLICE_BYTES; each as the places it lies in."""
+    """Cut the parts, in order, into slices of SLICE_BYTES. Yield each slice as the places that it lies in."""
     pieces: list[memoryview] = []
     room = SLICE_BYTES
     for part in parts:
@@ -157,7 +157,10 @@ def _bitshuffle() -> tuple[Encode, Decode]:
 
 
 def _is_chunk(stored: memoryview, raw_bytes: int) -> bool:
-    """The library believes a chunk's own lengths, so nothing comes to it whose lengths are not the known ones."""
+    """Return whether the header of a chunk has exactly the lengths that are known.
+
+    The library believes a chunk's own lengths. So it only gets chunks whose lengths are the known ones.
+    """
     if len(stored) < _CHUNK_HEADER.size:
         return False
     version, codec_version, flags, element_bytes, raw, block, length = _CHUNK_HEADER.unpack_from(stored)

@@ -43,7 +43,10 @@ Energies = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`worst`: the furthest slice, inf where there is something that is no number. `beyond`: slices over tolerance."""
+    """The result of a comparison. `beyond`: slices over tolerance.
+
+    `worst`: the furthest slice, inf if something in it is no number.
+    """
 
     drifted: bool
     slices: int = 0
@@ -52,7 +55,7 @@ class Comparison:
 
 
 def compare(arena: memoryview, stored: Extents, recomputed: Extents, runs: Sequence[ElementRun]) -> Comparison:
-    """Two objects of one size; `runs` cover it. What is opaque is not looked at."""
+    """Compare two objects of one size. `runs` cover it. Opaque bytes are not compared."""
     drifted, slices, beyond, worst = False, 0, 0, 0.0
     ours, theirs = _Object(arena, stored), _Object(arena, recomputed)
     at = 0
@@ -77,7 +80,7 @@ class _Object:
         self._extents = extents
 
     def read(self, start: int, stop: int) -> Bytes:
-        """In place where one extent has them all."""
+        """Return a range of bytes, without a copy if one extent has all of them."""
         found, at = [], 0
         for offset, length in self._extents:
             low, high = max(start, at), min(stop, at + length)
@@ -97,7 +100,7 @@ def _equal(ours: _Object, theirs: _Object, start: int, stop: int) -> bool:
 
 
 def _distances(ours: _Object, theirs: _Object, start: int, stop: int, dtype: str) -> Energies:
-    """Of every slice of a part; inf where something in it is no number and not the same."""
+    """Return the distance of every slice of a part. It is inf if something in a slice is no number and not the same."""
     numbers = SLICE_BYTES // ELEMENT_BYTES[dtype]
     lengths: list[tuple[Energies, Energies, Energies]] = []
     with np.errstate(all="ignore"):  # overflow and NaN are what is looked for
@@ -113,14 +116,14 @@ def _distances(ours: _Object, theirs: _Object, start: int, stop: int, dtype: str
 
 
 def _energies(values: npt.NDArray[Any], numbers: int) -> Energies:
-    """Sums of squares, of so many values each; the last sum of what is left."""
+    """Return the sums of squares of `numbers` values each. The last sum is of the remaining values."""
     rows = np.pad(values, (0, -len(values) % numbers)).reshape(-1, numbers)
     found: Energies = np.einsum("ij,ij->i", rows, rows, dtype=np.float64)
     return found
 
 
 def decoded(raw: Bytes, dtype: str) -> npt.NDArray[Any]:
-    """The numbers, in float32 (float64 stays)."""
+    """Return the numbers in float32; float64 stays float64."""
     if dtype == "bfloat16":  # the upper half of a float32; numpy has no such type
         return (raw.view("<u2").astype("<u4") << 16).view("<f4")
     if dtype in _FLOAT8:
@@ -132,7 +135,10 @@ _NUMPY: Final = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "int8": "
 
 
 def _float8_values(exponent_bits: int, *, finite: bool) -> npt.NDArray[np.float32]:
-    """Of all 256 codes of OCP's 8-bit floats (https://arxiv.org/abs/2209.05433): E4M3 has no infinities, one NaN."""
+    """Return the values of all 256 codes of OCP's 8-bit floats (https://arxiv.org/abs/2209.05433).
+
+    E4M3 has no infinities, and one NaN.
+    """
     codes = np.arange(256)
     mantissa_bits = 7 - exponent_bits
     exponents, mantissas = codes >> mantissa_bits & (1 << exponent_bits) - 1, codes & (1 << mantissa_bits) - 1

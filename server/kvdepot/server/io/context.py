@@ -17,14 +17,15 @@ SCRATCH_KEPT_BYTES: Final = 8 << 20
 
 
 def padded(length: int) -> int:
-    """In whole pages."""
+    """Return the length, rounded up to whole pages."""
     return -(-length // PAGE_BYTES) * PAGE_BYTES
 
 
 def coded_limit(arena_bytes: int) -> int:
-    """The longest object that is stored with a codec, from an arena of this size; longer ones are stored as they are.
+    """Return the length of the longest object that is stored with a codec, for an arena of this size.
 
-    Coded bytes are checked as a whole before they are decoded, in scratch memory, which should be little beside RAM.
+    Longer objects are stored as they are. Coded bytes are checked as a whole before they are decoded. This takes
+    scratch memory, which should be small compared to RAM.
     """
     return min(max(arena_bytes // 256, SCRATCH_KEPT_BYTES), SCRATCH_BYTES_MAX)
 
@@ -38,9 +39,10 @@ class Context:
         arena: memoryview | None = None,
         present: Callable[[int, int], None] = lambda offset, length: None,  # noqa: ARG005
     ) -> None:
-        """`arena`: all of it, writable; None where no job has extents. Extents are offsets in it.
+        """Prepare, without open files. `arena`: all of it, writable; None if no job has extents.
 
-        `present` is told of each extent before it is read or written: see `arena_pages`.
+        Extents are offsets in the arena. `present` is called with each extent before it is read or written: see
+        `arena_pages`.
         """
         self.files = DirectFiles(directory)
         self.header = memoryview(mmap.mmap(-1, PAGE_BYTES))
@@ -51,7 +53,10 @@ class Context:
         self._scratch: list[memoryview] = []
 
     def views(self, extents: Sequence[Extent], raw_bytes: int) -> list[memoryview]:
-        """The extents, page-rounded: the tail of an extent's last page belongs to it. Raises ValueError."""
+        """Return a view of each extent, rounded up to pages: the tail of an extent's last page belongs to the extent.
+
+        Raise ValueError if there is no arena, or if the extents do not fit it or `raw_bytes`.
+        """
         arena = self._arena
         if arena is None or sum(length for _, length in extents) != raw_bytes:
             raise ValueError(f"extents {extents[:4]} of together {raw_bytes} bytes, in {'an' if arena else 'no'} arena")
@@ -65,7 +70,7 @@ class Context:
         return views
 
     def scratch(self, number: int, length: int) -> memoryview:
-        """Page-aligned private memory; what it holds is anything. Raises ValueError beyond SCRATCH_BYTES_MAX."""
+        """Return page-aligned private memory with any content. Raise ValueError for more than SCRATCH_BYTES_MAX."""
         if length > SCRATCH_BYTES_MAX:
             raise ValueError(f"{length} bytes of scratch memory; the limit is {SCRATCH_BYTES_MAX}")
         while len(self._scratch) <= number:

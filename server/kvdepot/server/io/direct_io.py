@@ -16,9 +16,9 @@ from functools import cache
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
-from kvdepot.server.durable_files import LACKED, naming, sync_file, sync_folder
 from kvdepot.server.io.jobs import Part
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.platform.durable_files import LACKED, naming, sync_file, sync_folder
+from kvdepot.server.storage.base import IoOutcome
 
 OPEN_FILES_MAX: Final = 64
 REQUEST_BYTES_MAX: Final = 16 << 20
@@ -74,10 +74,11 @@ class _OpenFile:
 class DirectFiles:
     """Open files of a directory, for one thread. Everything raises OSError, with the path in it.
 
-    Whether O_DIRECT works is found out by the first file that refuses it, at open or at the first request, or that
-    lies where it is not safe; then every file goes through the page cache, and what was moved is put on the medium and
-    dropped from the cache at once: what is answered has then met the same errors, and the cache stays the engines'.
-    Where it is not safe, what is read comes into memory of the process's own first.
+    The first file that refuses O_DIRECT, at open or at the first request, shows that it does not work. So does a file
+    that lies where O_DIRECT is not safe. Then every file goes through the page cache. What was moved is put on the
+    medium at once, and dropped from the cache. So what is answered has met the same errors, and the cache stays the
+    engines'.
+    Where O_DIRECT is not safe, what is read first comes into the process's own memory.
     """
 
     def __init__(self, directory: str) -> None:
@@ -133,7 +134,11 @@ class DirectFiles:
             os.close(self._open.popitem()[1].fd)
 
     def open_buffered(self, file: str, *, create: bool, flags: int = 0, folders: bool = True) -> int:
-        """A descriptor, the caller's, without O_DIRECT. `create`: with its `folders`, but not the directory itself."""
+        """Return a descriptor without O_DIRECT, which the caller has to close.
+
+        `create`: make the file if it is missing, and with `folders` also the folders below the directory. The directory
+        itself is never made.
+        """
         wanted, path = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0) | flags, self.path(file)
         with naming("open", path):
             try:
@@ -145,7 +150,7 @@ class DirectFiles:
                 return os.open(path, wanted, 0o600)
 
     def make_folders(self, file: str) -> list[str]:
-        """Those that the file lies in, below the directory; which of them were new."""
+        """Make the folders that the file lies in, below the directory. Return those that were new."""
         folder, made = "", []
         for name in file.split("/")[:-1]:
             folder = f"{folder}/{name}" if folder else name
@@ -195,7 +200,7 @@ class DirectFiles:
         return moved
 
     def _move_all(self, file: str, offset: int, request: list[memoryview], *, writing: bool) -> int:
-        """One request, repeated where the kernel does less than all of it."""
+        """Make one request, and repeat it if the kernel does less than all of it."""
         fd = self._file(file, writable=writing).fd
         left, moved, length = request, 0, sum(map(len, request))
         while moved < length:
@@ -236,7 +241,7 @@ class DirectFiles:
         return opened
 
     def _open_directly(self, path: str, flags: int) -> int:
-        """Without O_DIRECT where it is refused, which may leave a new file behind, or not safe."""
+        """Open with O_DIRECT, or without it if it is refused or not safe. A refusal may leave a new file behind."""
         with naming("open", path):
             try:
                 fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o600)
@@ -274,13 +279,13 @@ def _buffer(fd: int) -> None:
 
 
 def file_system(fd: int) -> int:
-    """The f_type of statfs(2); 0 where it cannot be had."""
+    """Return the f_type of statfs(2), or 0 if the call fails."""
     status = (ctypes.c_long * 32)()  # of its first word; the whole struct has fifteen
     return status[0] & 0xFFFFFFFF if _libc().fstatfs(fd, status) == 0 else 0
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """None where it cannot be had: opening it anew says why."""
+    """Return device and inode, or None if they cannot be had: opening the file again says why."""
     try:
         status = os.stat(path)  # noqa: PTH116
     except OSError:
@@ -289,7 +294,7 @@ def _identity(path: str) -> tuple[int, int] | None:
 
 
 def _split(parts: Iterable[Part], buffers: Sequence[memoryview]) -> Iterator[tuple[Part, list[memoryview]]]:
-    """Which pieces of the buffers lie in which part."""
+    """Yield each part with the pieces of the buffers that lie in it."""
     left = list(buffers)
     for part in parts:
         if not left:
@@ -309,13 +314,13 @@ def _requests(pieces: list[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _scatter(data: memoryview, buffers: Iterable[memoryview]) -> None:
-    """Into the first of the buffers, as far as it reaches."""
+    """Copy the data into the first of the buffers, as far as the data reaches."""
     for buffer in first_bytes(buffers, len(data)):
         buffer[:], data = data[: len(buffer)], data[len(buffer) :]
 
 
 def first_bytes(buffers: Iterable[memoryview], length: int) -> Iterator[memoryview]:
-    """The first `length` bytes."""
+    """Yield the first `length` bytes of the buffers."""
     for buffer in buffers:
         if length <= 0:
             return
@@ -324,7 +329,7 @@ def first_bytes(buffers: Iterable[memoryview], length: int) -> Iterator[memoryvi
 
 
 def _behind(buffers: Iterable[memoryview], length: int) -> Iterator[memoryview]:
-    """All but the first `length` bytes."""
+    """Yield the buffers without their first `length` bytes."""
     for buffer in buffers:
         if length < len(buffer):
             yield buffer[max(length, 0) :]
@@ -348,7 +353,7 @@ def forget(fd: int, offset: int, length: int) -> None:
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """os has neither sync_file_range(2) nor the f_type of statfs(2)."""
+    """Return the C library: `os` has neither sync_file_range(2) nor the f_type of statfs(2)."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return libc

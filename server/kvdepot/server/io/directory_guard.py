@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvdepot.server.durable_files import naming, opened
-from kvdepot.server.processes import read_boot_id, start_ticks
+from kvdepot.server.platform.durable_files import naming, opened
+from kvdepot.server.platform.processes import read_boot_id, start_ticks
 
 WORKERS_LOCK: Final = "workers.lock"
 """Name of the file in a guarded directory that every worker locks."""
@@ -43,7 +43,10 @@ class DirectoryHeldError(Exception):
 
 
 def hold_for_daemon(path: Path, daemon_pid: int) -> int:
-    """Lock `path` for a daemon; the descriptor holds it. Raises DirectoryHeldError, and OSError as open(2) does."""
+    """Lock `path` for a daemon; the descriptor holds the lock.
+
+    Raise DirectoryHeldError, and OSError as open(2) does.
+    """
     fd = _open(path)
     try:
         if not _lock(fd, path, exclusive=True):
@@ -58,9 +61,10 @@ def hold_for_daemon(path: Path, daemon_pid: int) -> int:
 
 
 def renew_token(path: Path, token: str) -> str | None:
-    """Write a new token; None while a worker with the old one lives. Raises OSError.
+    """Write a new token. Return the token that is in force. Raise OSError.
 
-    Answers the token that is in force: the old one where the file system cannot be written to at all.
+    Return None while a worker with the old token lives. If the file system cannot be written to at all, the old token
+    stays in force.
     """
     fd = _open(path)
     try:
@@ -77,15 +81,16 @@ def renew_token(path: Path, token: str) -> str | None:
 
 
 def read_token(path: Path) -> str:
-    """Empty where there is none. Raises OSError."""
+    """Return the token, or an empty text if there is none. Raise OSError."""
     with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
         return _content(fd, path)
 
 
 def enter(path: Path, token: str) -> int | None:
-    """A worker's lock, for as long as the descriptor is open. None: the token has changed, or is being changed.
+    """Take a worker's lock. Return its descriptor; the lock lasts as long as the descriptor is open.
 
-    Raises OSError. The lock first, the token after: nobody changes it while somebody holds the lock.
+    Return None if the token has changed or is being changed. Raise OSError. The lock is taken first, and the token is
+    read after that: no process changes the token while another one holds the lock.
     """
     with naming("open", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -105,7 +110,7 @@ def _open(path: Path) -> int:
 
 
 def _open_writable(path: Path) -> int:
-    """Read-only where nothing can be written."""
+    """Open the file for writing, or for reading only on a read-only file system."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -115,7 +120,10 @@ def _open_writable(path: Path) -> int:
 
 
 def _lock(fd: int, path: Path, *, exclusive: bool) -> bool:
-    """Raises OSError where the file system has no locks: it could not be told then who else writes."""
+    """Return whether the lock was taken. Raise OSError if the file system has no locks.
+
+    Without locks, nobody could tell which other processes write.
+    """
     kind = fcntl.F_WRLCK if exclusive and _writable(fd) else fcntl.F_RDLCK
     try:
         with naming("fcntl (lock)", path):
@@ -142,7 +150,10 @@ def _content(fd: int, path: Path) -> str:
 
 
 def _holder(content: str) -> Holder:
-    """A lock without a readable holder was just taken: somebody lives."""
+    """Return the holder that the lock file names.
+
+    A lock without a readable holder was just taken: its holder lives.
+    """
     words = content.split()
     if len(words) != 3 or not words[0].isdigit():
         return Holder(0, living=True)

@@ -14,40 +14,40 @@ from stat import S_ISREG
 from typing import Final
 
 from kvdepot.core.objectfile import HEADER_BYTES, Damage, ObjectDamageError, ObjectHeader, object_bytes, payload_sum
-from kvdepot.server.durable_files import LACKED, naming
-from kvdepot.server.file_room import check_room
 from kvdepot.server.io.context import Context, padded
 from kvdepot.server.io.direct_io import first_bytes
 from kvdepot.server.io.jobs import (
     ABSENT,
     UNKNOWN,
     Answer,
-    LookUpFiles,
     Part,
     PublishFile,
     ReadFile,
     ReadObject,
+    StatFiles,
     TouchFiles,
     WriteObject,
 )
 from kvdepot.server.io.objects import read_object, write_object
-from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.shared.layout import FORMAT_VERSION, MARKER, NAMESPACE, SUFFIX
+from kvdepot.server.platform.durable_files import LACKED, naming
+from kvdepot.server.platform.file_room import check_room
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.shared_layout import FORMAT_VERSION, MARKER, NAMESPACE, SUFFIX
 
 _THREADS_MAX: Final = 64
-"""Requests at once in a look-up: its cost is the server's latency, not the number of its names."""
+"""Requests at once of one `StatFiles`: it costs the server's latency, whatever the number of its names."""
 _VANISHED: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 _RENAMES_MAX: Final = 3
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Of this process, which ends without waiting for them."""
+    """Return the threads of this process. The process ends without waiting for them."""
     return ThreadPoolExecutor(_THREADS_MAX, "files")
 
 
-def look_up(job: LookUpFiles, context: Context) -> Answer:
-    """Raises OSError where none could be found out."""
+def stat_files(job: StatFiles, context: Context) -> Answer:
+    """Return the length of each file, or ABSENT if it is no regular file. Raise OSError if every request failed."""
 
     def length(path: str) -> int:
         with naming("stat", path):
@@ -58,7 +58,10 @@ def look_up(job: LookUpFiles, context: Context) -> Answer:
 
 
 def touch(job: TouchFiles, context: Context) -> Answer:
-    """Raises OSError where none could be touched, unless times cannot be set there at all."""
+    """Set the times of files to now. Raise OSError if this failed for all of them.
+
+    It is no error if the file system cannot set times at all.
+    """
 
     def now(path: str) -> int:
         with naming("utimensat", path):
@@ -71,7 +74,10 @@ def touch(job: TouchFiles, context: Context) -> Answer:
 def _each(
     files: Iterable[str], context: Context, ask: Callable[[str], int], lacked: frozenset[int] = frozenset()
 ) -> Answer:
-    """`lacked`: errors of a call that the file system does not have, which say nothing against it."""
+    """Ask for each file, by several threads. Raise OSError if every request failed and one of the errors counts.
+
+    `lacked`: errors of a call that the file system does not have. They say nothing against the file system.
+    """
 
     def asked(path: str) -> int | OSError:
         try:
@@ -93,7 +99,10 @@ def read_file(job: ReadFile, context: Context) -> Answer:
         with context.files.held(job.file) as fd:
             room = _room_bytes(job.name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
             try:
-                return read_object(ReadObject((Part(job.file, 0, room),), job.name, 0, job.extents), context)
+                answer = read_object(ReadObject((Part(job.file, 0, room),), job.name, 0, job.extents), context)
+                if answer.raw_sum in job.doubtful:
+                    raise ObjectDamageError(Damage.CORRUPT, "payload: another checksum of it differed")
+                return answer
             except ObjectDamageError as damage:
                 if _foreign(job, damage, context):
                     return Answer(IoOutcome.FOREIGN, str(damage))
@@ -110,7 +119,10 @@ def read_file(job: ReadFile, context: Context) -> Answer:
 
 
 def publish(job: PublishFile, context: Context) -> Answer:
-    """`raw_sum` of the answer is always that of the payload in RAM: another node's may differ in its last bits."""
+    """Write an object under a temporary name and rename it, unless it is already there.
+
+    `raw_sum` of the answer is always that of the payload in RAM. Another node's payload may differ in its last bits.
+    """
     already = _already_there(job, context)
     if already is not None:
         return already
@@ -134,13 +146,19 @@ def publish(job: PublishFile, context: Context) -> Answer:
 
 
 def _room_bytes(raw_bytes: int, file_bytes: int, coded_bytes_max: int) -> int:
-    """How much to read at most: what the name allows; less where a codec made it short, so that scratch holds it."""
+    """Return how much to read at most: what the name allows.
+
+    It is less if a codec made the object short, so that scratch memory holds it.
+    """
     limit, found = object_bytes(raw_bytes), padded(file_bytes)
     return found if HEADER_BYTES < found < limit and found - HEADER_BYTES <= coded_bytes_max else limit
 
 
 def _already_there(job: PublishFile, context: Context) -> Answer | None:
-    """None: it is not, or is damaged, and then out of the way. A foreign one is not replaced: it is somebody's hit."""
+    """Return the answer if the object is already there, or foreign. Return None if it is not there.
+
+    A foreign object is not replaced: it is a hit for somebody. A damaged one is moved to quarantine, and None returned.
+    """
     try:
         with context.files.held(job.file) as fd:
             try:
@@ -184,7 +202,10 @@ def _write_temporary(job: PublishFile, context: Context) -> Answer:
 
 
 def _rename(job: PublishFile, context: Context) -> list[str]:
-    """Once more where its folder was missing, or went away as an empty one. Answers the folders that it made."""
+    """Rename the temporary. Return the folders that this made.
+
+    The rename is repeated if its folder was missing, or was removed because it was empty.
+    """
     made: list[str] = []
     path = context.files.path(job.file)
     for attempt in range(1, _RENAMES_MAX + 1):
@@ -204,7 +225,7 @@ def _rename(job: PublishFile, context: Context) -> list[str]:
 
 
 def _describe(folder: str, namespace: bytes, context: Context) -> None:
-    """For people. The namespace's fields are not known here, and a tier without them serves as well."""
+    """Describe a namespace for people. Its fields are not known here, and a tier without them serves as well."""
     values = {"format": FORMAT_VERSION, "namespace": namespace.hex()}
     with contextlib.suppress(OSError):
         fd = context.files.open_buffered(f"{folder}/{NAMESPACE}", create=True, flags=os.O_EXCL, folders=False)
@@ -213,10 +234,10 @@ def _describe(folder: str, namespace: bytes, context: Context) -> None:
 
 
 def _foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Context) -> bool:
-    """Whether nothing but a client's word speaks against the file (ADR 0022).
+    """Return whether only a client's word speaks against the file (ADR 0022).
 
-    Parent and boundary are what a client said, here as there. Namespace, key and kind make the file's name, and the
-    length follows from the namespace: a header with others proves that the file is not what it should be.
+    Parent and boundary are what a client said, in the job and in the file. Namespace, key and kind make the file's
+    name, and the length follows from the namespace. A header with others proves that the file is not what it should be.
     """
     if damage.damage is not Damage.IDENTITY:
         return False
@@ -225,7 +246,10 @@ def _foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Co
 
 
 def _quarantine(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError, context: Context) -> None:
-    """By rename. Where that took another file than the one behind `fd`, somebody published anew: it is put back."""
+    """Quarantine a file by a rename.
+
+    If that took another file than the one behind `fd`, another node has published again: its file is put back.
+    """
     path = context.files.path(job.file)
     aside = context.files.path(f"{job.quarantine}.{damage.damage}{SUFFIX}")
     read = os.fstat(fd)

@@ -1,4 +1,4 @@
-"""What I/O workers are asked and what they answer, as plain values; `wire` packs them.
+"""What I/O workers are asked and what they answer, as plain values and as frames.
 
 File names are relative to the directory that the pool was made for: a worker opens them
 itself, so that a hung mount hangs only the worker. All sizes and offsets are bytes.
@@ -7,30 +7,73 @@ itself, so that a hung mount hangs only the worker. All sizes and offsets are by
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
 
 from kvdepot.core.allocator import Extent
-from kvdepot.server.durable_files import TEMPORARY
-from kvdepot.server.tiers.base import IoOutcome, ObjectName
+from kvdepot.core.bounds import AtMost, Between, Count, Duration, Text, bad
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.limits import check_limit
+from kvdepot.core.objectfile import Codec
+from kvdepot.server.io.framing import As, Digest, Framing, Signed
+from kvdepot.server.platform.durable_files import TEMPORARY
+from kvdepot.server.storage.base import IoOutcome, ObjectName
 
 ABSENT: Final = -1
 """The length of a file that is not there."""
 UNKNOWN: Final = -2
 """Of one that could not be asked for, while others could."""
-FILES_PER_LOOK_UP: Final = 256
+FILES_PER_STAT: Final = 256
+EXTENTS_MAX: Final = 1 << 16
+"""Extents of one object: 200 times what the worst churn of the allocator left (`core.allocator`)."""
+PARTS_MAX: Final = 1 << 16
+DOUBTFUL_MAX: Final = 2
+"""Checksums of one object that differ."""
+FILES_MAX: Final = 4_096
+"""Different files of one job."""
+FILE_NAME_BYTES_MAX: Final = 512
+"""With its folder; the name in the folder alone may have 255 (NAME_MAX)."""
+APPEND_BYTES_MAX: Final = 16 << 20
+DETAIL_BYTES_MAX: Final = 1_024
+JOB_BYTES_MAX: Final = 20 << 20
+"""Body of one frame to a worker: the longest Append, or the most parts and extents."""
+ANSWER_BYTES_MAX: Final = 4_096
+STARTED: Final = 0
+"""Number of a worker's first answer, which is to no job: its process has started."""
+_OFFSET_MAX: Final = 1 << 63
+_PAIR: Final = struct.Struct("<II")
+_LENGTH: Final = struct.Struct("<H")
+_PLACE: Final = struct.Struct("<IQQ")
+_IN_DIRECTORY: Final = re.compile(rb"(?!\.{1,2}(?:/|\Z))[^/\0]+(?:/(?!\.{1,2}(?:/|\Z))[^/\0]+)*").fullmatch
 _PROBERS: Final = re.compile(rf"\.([0-9]{{1,10}})\.[0-9]{{1,10}}({re.escape(TEMPORARY)})?")
 JOBS_PER_WORKER: Final = 2
-"""In a worker's hands at once: it has a thread for each, and one reads or writes while the other verifies."""
+"""Jobs that a worker does at once. It has a thread for each: one reads or writes while the other verifies."""
 
 
 class Priority(IntEnum):
-    """Lower goes first: loads before stores, everything that serves before everything that tends."""
+    """The priority of a job. Lower goes first: loads before stores, and what serves before what tends."""
 
     LOAD = 0
     STORE = 1
     TEND = 2  # scrubbing, probing, checksums
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranges:
+    """At most EXTENTS_MAX extents, all below the last offset of a file."""
+
+    def check(self, field: str, value: Collection[Extent]) -> None:
+        check_limit(field, len(value), EXTENTS_MAX)
+        for offset, length in value:
+            if offset < 0 or length < 0 or offset + length >= _OFFSET_MAX:
+                raise _bad_range(offset, length)
+
+
+def _bad_range(offset: int, length: int) -> InvalidArgument:
+    return bad("range", f"{length} bytes at {offset}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +85,67 @@ class Part:
     length: int
 
 
+def _encode_parts(parts: tuple[Part, ...]) -> bytes:
+    """Encode parts by hand, because each object has some (ADR 58).
+
+    Each file is encoded once: an object may lie in hundreds of places.
+    """
+    index: dict[str, int] = {}
+    places = []
+    for part in parts:
+        offset, length = part.offset, part.length
+        if offset < 0 or length < 0 or offset + length >= _OFFSET_MAX:
+            raise _bad_range(offset, length)
+        places.append(_PLACE.pack(index.setdefault(part.file, len(index)), offset, length))
+    check_limit("files", len(index), FILES_MAX)
+    check_limit("parts", len(places), PARTS_MAX)
+    names = [_encode_name(file) for file in index]
+    lengths = _PAIR.pack(len(names), len(places)) + b"".join([_LENGTH.pack(len(name)) for name in names])
+    return lengths + b"".join(names) + b"".join(places)
+
+
+def _decode_parts(data: bytes) -> tuple[Part, ...]:
+    count, places = _PAIR.unpack_from(data)
+    check_limit("files", count, FILES_MAX)
+    check_limit("parts", places, PARTS_MAX)
+    files = []
+    at = _PAIR.size + count * _LENGTH.size
+    for (length,) in _LENGTH.iter_unpack(data[_PAIR.size : at]):
+        files.append(_decode_name(data[at : at + length]))
+        at += length
+    if len(data) != at + places * _PLACE.size:
+        raise bad("parts", f"{len(data)} bytes for {places} of them")
+    parts = []
+    for index, offset, length in _PLACE.iter_unpack(data[at:]):
+        if index >= count or offset + length >= _OFFSET_MAX:
+            raise bad("parts", f"{length} bytes at {offset} of file {index} of {count}")
+        parts.append(Part(files[index], offset, length))
+    return tuple(parts)
+
+
+def _encode_name(name: str) -> bytes:
+    """Return a name as bytes, whatever these are. No file outside the directory is ever opened."""
+    return _check_name(name.encode("utf-8", "surrogateescape"))
+
+
+def _decode_name(name: bytes) -> str:
+    return _check_name(name).decode("utf-8", "surrogateescape")
+
+
+def _check_name(name: bytes) -> bytes:
+    if len(name) > FILE_NAME_BYTES_MAX or not _IN_DIRECTORY(name):
+        raise bad("file", f"{name!r} is no file of the directory")
+    return name
+
+
+FileName = Annotated[str, As(bytes, _encode_name, _decode_name)]
+FileNames = Annotated[tuple[FileName, ...], Count(FILES_MAX)]
+FewFileNames = Annotated[tuple[FileName, ...], Count(FILES_PER_STAT)]
+Parts = Annotated[tuple[Part, ...], As(bytes, _encode_parts, _decode_parts)]
+Extents = Annotated[tuple[Extent, ...], _Ranges()]
+CodecNumber = Annotated[int, AtMost(max(Codec))]
+
+
 @dataclass(frozen=True, slots=True)
 class ReadObject:
     """Read an object in the on-medium format (docs/formats/object.md), verify all of it, leave its raw payload.
@@ -50,10 +154,10 @@ class ReadObject:
     raw payload goes; None: verify only (the scrubber, fsck).
     """
 
-    parts: tuple[Part, ...]
+    parts: Parts
     name: ObjectName
     sequence: int  # the header must repeat it; 0: any
-    extents: tuple[Extent, ...] | None
+    extents: Extents | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +168,13 @@ class WriteObject:
     `raw_sum`: of the payload when known, compared with what was read from RAM.
     """
 
-    parts: tuple[Part, ...]
+    parts: Parts
     name: ObjectName
     sequence: int
-    codec: int  # a `kvdepot.core.objectfile.Codec`
+    codec: CodecNumber
     created_at: int  # unix seconds
-    extents: tuple[Extent, ...]
-    raw_sum: int | None
+    extents: Extents
+    raw_sum: Digest | None
     sync: bool  # fdatasync before the answer
 
 
@@ -78,10 +182,14 @@ class WriteObject:
 class Append:
     """Append whole records to a journal. A short write is undone by truncation, or answered as an error."""
 
-    file: str
+    file: FileName
     expected_bytes: int  # length of the file before: anything else is an error
-    data: bytes
+    data: Annotated[bytes, Count(APPEND_BYTES_MAX)]
     sync: bool
+
+    def check_fields(self) -> None:
+        if self.expected_bytes + len(self.data) >= _OFFSET_MAX:
+            raise _bad_range(self.expected_bytes, len(self.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +199,8 @@ class Allocate:
     `beside_bytes`: what is still to be written beside it, and has to have room then, too.
     """
 
-    file: str
-    length: int
+    file: FileName
+    length: Annotated[int, AtMost(_OFFSET_MAX - 1)]
     beside_bytes: int = 0
 
 
@@ -100,35 +208,37 @@ class Allocate:
 class Remove:
     """Unlink files; one that is not there is fine."""
 
-    files: tuple[str, ...]
+    files: FileNames
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
     """Copy the bytes of a damaged object to a file of its own, then leave them. OK also when they cannot be read."""
 
-    parts: tuple[Part, ...]
-    file: str
+    parts: Parts
+    file: FileName
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Do what jobs do, on a small file that is removed; for a path that was taken out of use.
+    """Do what jobs do, on a small file that is removed afterwards. It tells whether a disabled path works again.
 
-    `folder`: its files are what jobs read and write. All of them are opened so, and some are read.
+    `folder`: its files are what jobs read and write. All of them are opened in the same way, and some are read.
     """
 
-    file: str
-    write: bool
-    folder: str = ""  # empty: each job has a file of its own
+    file: FileName
+    folder: FileName | None = None  # None: each job has a file of its own
 
     def made_by(self, pid: int, thread: int) -> str:
-        """The name of the file: each prober has its own, and it is renamed by `TEMPORARY` for a moment."""
+        """Return the name of the file. Each prober has its own file, and renames it by `TEMPORARY` for a moment."""
         return f"{self.file}.{pid}.{thread}"
 
 
 def prober(file_name: str, probe: str) -> int | None:
-    """The pid of whose probe this file is, as far as its name says; `probe` is `Probe.file`. None: no probe's."""
+    """Return the pid of the prober that made this file, as its name has it. Return None if it is no probe's file.
+
+    `probe` is `Probe.file`.
+    """
     match = _PROBERS.fullmatch(file_name.removeprefix(probe)) if file_name.startswith(probe) else None
     return int(match[1]) if match else None
 
@@ -137,13 +247,13 @@ def prober(file_name: str, probe: str) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class LookUpFiles:
+class StatFiles:
     """Which of these are there, and how long: `Answer.lengths`. All at once, as far as a file system does that.
 
     Fails only where none could be found out.
     """
 
-    files: tuple[str, ...]
+    files: FewFileNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +263,16 @@ class ReadFile:
     FOREIGN: its header is sound, and differs from `name` in parent or boundary alone. The file stays.
 
     `quarantine`: the name it gets, to which outcome and suffix are added. A file that is not there, or no more, is
-    GONE; where the marker of the directory is missing too that says nothing of the file: IO_ERROR.
+    GONE. If the marker of the directory is missing too, that says nothing of the file: IO_ERROR.
+
+    `doubtful`: sums of payloads that count as damaged (CORRUPT), although they match the header.
     """
 
-    file: str
+    file: FileName
     name: ObjectName
-    extents: tuple[Extent, ...] | None
-    quarantine: str
+    extents: Extents | None
+    quarantine: FileName
+    doubtful: Annotated[tuple[Digest, ...], Count(DOUBTFUL_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +283,16 @@ class PublishFile:
     Nor was it where the answer is FOREIGN (see `ReadFile`).
     """
 
-    file: str
-    temporary: str  # nobody else has a file of this name
+    file: FileName
+    temporary: FileName  # nobody else has a file of this name
     device: int
     name: ObjectName
-    codec: int  # a `kvdepot.core.objectfile.Codec`
+    codec: CodecNumber
     created_at: int  # unix seconds
-    extents: tuple[Extent, ...]
-    raw_sum: int | None  # of the payload when known
+    extents: Extents
+    raw_sum: Digest | None  # of the payload when known
     sync: bool
-    quarantine: str  # as for `ReadFile`: of a damaged file that is in the way
+    quarantine: FileName  # as for `ReadFile`: of a damaged file that is in the way
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,11 +302,11 @@ class TouchFiles:
     Fails only where none could be touched.
     """
 
-    files: tuple[str, ...]
+    files: FewFileNames
 
 
 def job_bytes(job: Job) -> int:
-    """Payload bytes that a job moves; what a queue is bounded by."""
+    """Return the payload bytes that a job moves. They bound a queue."""
     match job:
         case ReadObject() | WriteObject() | ReadFile() | PublishFile():
             return job.name.raw_bytes
@@ -207,7 +320,7 @@ def job_bytes(job: Job) -> int:
 
 Job = (
     ReadObject | WriteObject | Append | Allocate | Remove | Quarantine | Probe
-    | LookUpFiles | ReadFile | PublishFile | TouchFiles
+    | StatFiles | ReadFile | PublishFile | TouchFiles
 )  # fmt: skip
 
 
@@ -216,11 +329,28 @@ class Answer:
     """`stored_bytes`, `stored_sum` and `raw_sum` (XXH3-128) are of the payload, where the job had one."""
 
     outcome: IoOutcome
-    detail: str = ""  # for the log: errno and path, or the field that differed
+    detail: Annotated[str, Text(DETAIL_BYTES_MAX)] = ""  # for the log: errno and path, or the field that differed
     stored_bytes: int = 0
-    stored_sum: int = 0
-    raw_sum: int = 0
-    seconds: float = 0.0  # in the worker
+    stored_sum: Digest = 0
+    raw_sum: Digest = 0
+    seconds: Annotated[float, Duration()] = 0.0  # in the worker
     direct: bool = True  # False: through the page cache: O_DIRECT is refused, or not safe
     already_there: bool = False  # a publication found the object, and wrote nothing
-    lengths: tuple[int, ...] = ()  # of each file of the job, or ABSENT, or UNKNOWN
+    lengths: Annotated[tuple[FileLength, ...], Count(FILES_PER_STAT)] = ()  # of each file of the job
+
+    def cut(self) -> Answer:
+        """Return it with as much of the detail as fits in a frame: it is for the log."""
+        if len(self.detail) <= DETAIL_BYTES_MAX // 4:
+            return self
+        detail = self.detail.encode("utf-8", "replace")[:DETAIL_BYTES_MAX]
+        return replace(self, detail=detail.decode("utf-8", "ignore"))
+
+
+FileLength = Annotated[Signed, Between(UNKNOWN, _OFFSET_MAX - 1)]
+"""Bytes, or ABSENT, or UNKNOWN."""
+JOBS: Final[Framing[Job]] = Framing(
+    ReadObject, WriteObject, Append, Allocate, Remove, Quarantine, Probe,
+    StatFiles, ReadFile, PublishFile, TouchFiles,
+    bytes_max=JOB_BYTES_MAX,
+)  # fmt: skip
+ANSWERS: Final[Framing[Answer]] = Framing(Answer, bytes_max=ANSWER_BYTES_MAX)

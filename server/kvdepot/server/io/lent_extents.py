@@ -32,15 +32,15 @@ class LentExtents:
         self._session = session
 
     def to_read(self, packed: bytes) -> Reading:
-        """Parts of extents that the session is lent for reading. Raises InvalidArgument or NotLent."""
+        """Return parts of extents that the session is lent for reading. Raise InvalidArgument or NotLent."""
         return Reading(self._arena, self._tables, *self._parts(packed, LentMode.READ))
 
     def to_write(self, packed: bytes) -> Writing:
-        """Parts of extents that the session has reserved. Raises InvalidArgument or NotLent."""
+        """Return parts of extents that the session has reserved. Raise InvalidArgument or NotLent."""
         return Writing(self._arena, self._tables, *self._parts(packed, LentMode.WRITE))
 
     def _parts(self, packed: bytes, mode: LentMode) -> tuple[Words, Words, Words, Words]:
-        """Rows, offsets, lengths and generations of packed extents, each of which was checked."""
+        """Return rows, offsets, lengths and generations of packed extents, each of which was checked."""
         columns = self._tables.extents
         table = np.frombuffer(packed, dtype="<i8").reshape(-1, EXTENT_WORDS).astype(np.int64)
         _, rows, offsets, lengths, generations = np.ascontiguousarray(table.T)
@@ -59,7 +59,7 @@ class LentExtents:
         return rows, offsets, lengths, generations
 
     def _lent_rows(self, asked: Words, mode: LentMode) -> Words:
-        """Head rows that are lent, and, where others are asked for, the rows that they link."""
+        """Return the head rows that are lent and, if other rows are asked for, the rows that they link."""
         lent, columns = self._tables.lent, self._tables.extents
         heads = lent["row"][(lent["mode"] == mode) & (lent["session"] == self._session)].astype(np.int64)
         heads = heads[np.isin(columns["state"][heads], _HEAD_STATES[mode])]
@@ -88,14 +88,19 @@ class _Parts:
         self.check()
 
     def check(self) -> None:
-        """Raises NotLent when a generation is not the granted one any more: ask before and after a copy."""
+        """Raise NotLent if a generation is no longer the granted one. Call this before and after a copy."""
         if (self._column[self._rows] != self._generations).any():
             raise NotLent("the generation of an extent has changed")
 
 
 class Reading(_Parts):
+    """Parts of extents that are read, in their order."""
+
     def pieces(self, piece_bytes: int = PIECE_BYTES_MAX) -> Iterator[bytes]:
-        """The bytes, in pieces of `piece_bytes`, the last one shorter. They are right once `check` did not raise."""
+        """Yield the bytes in pieces of `piece_bytes`; the last one may be shorter.
+
+        The bytes are right only if a later `check` does not raise.
+        """
         gathered: list[memoryview] = []
         room = piece_bytes
         for offset, length in self._ranges:
@@ -113,6 +118,8 @@ class Reading(_Parts):
 
 
 class Writing(_Parts):
+    """Parts of extents that are filled, in their order."""
+
     def __init__(self, *checked: object) -> None:
         super().__init__(*checked)  # type: ignore[arg-type]
         self._number = 0  # of the range that is being filled
@@ -120,7 +127,10 @@ class Writing(_Parts):
         self._missing = self.length
 
     def write(self, data: bytes) -> None:
-        """The next bytes. Raises NotLent, or InvalidArgument for more than there is room for; then none is written."""
+        """Write the next bytes. Raise NotLent, or InvalidArgument if there is no room for all of them.
+
+        Where this raises, nothing was written.
+        """
         if len(data) > self._missing:
             raise InvalidArgument(f"data: more than the {self.length} bytes of the extents")
         self.check()
@@ -137,7 +147,7 @@ class Writing(_Parts):
         self._missing -= len(data)
 
     def finish(self) -> None:
-        """Raises InvalidArgument when bytes are missing, NotLent when a generation has changed."""
+        """Raise InvalidArgument if bytes are missing, or NotLent if a generation has changed."""
         if self._missing:
             raise InvalidArgument(f"data: {self._missing} of {self.length} bytes are missing")
         self.check()

@@ -12,14 +12,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """The kernel kills this process when the daemon ends; a parent already gone ends it here."""
+    """Have the kernel kill this process when the daemon ends. Exit at once if the parent has already ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(0)
 
 
 def exit_code(main: Callable[[list[str]], int]) -> int:
-    """Of a child whose `main` gets the arguments: 0 also where the daemon was killed over answers it had not read."""
+    """Return the exit code of a child whose `main` gets the arguments.
+
+    It is 0 also if the daemon was killed and had not read all answers.
+    """
     try:
         return main(sys.argv[1:])
     except ConnectionError:

@@ -20,7 +20,7 @@ from kvdepot.server.io import codecs
 from kvdepot.server.io.context import Context, padded
 from kvdepot.server.io.direct_io import first_bytes
 from kvdepot.server.io.jobs import Answer, Part, ReadObject, WriteObject
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 PIECE_BYTES: Final = 4 << 20
 """What is verified or copied without a place in the arena is read piece by piece."""
@@ -58,7 +58,10 @@ def _verify(job: ReadObject, context: Context, room: int) -> Answer:
 
 
 def _header(job: ReadObject, context: Context, read_bytes: int) -> ObjectHeader:
-    """Checks 1 to 9 of docs/formats/object.md; `read_bytes` of the object were there. Raises ObjectDamageError."""
+    """Make checks 1 to 9 of docs/formats/object.md and return the header. Raise ObjectDamageError.
+
+    `read_bytes` of the object were there.
+    """
     header = ObjectHeader.unpack(context.header[:read_bytes])
     header.check(job.name, job.sequence)
     header.check_room(read_bytes - HEADER_BYTES)
@@ -72,7 +75,7 @@ def _plain(header: ObjectHeader, total: int) -> Answer:
 
 
 def _decoded(header: ObjectHeader, coded: memoryview, raw: list[memoryview]) -> Answer:
-    """Checks 10 to 12. Nothing reaches the codec before its sum held."""
+    """Decode a payload and make checks 10 to 12. Nothing reaches the codec before its checksum is found right."""
     if payload_sum([coded]) != header.stored_sum:
         raise ObjectDamageError(Damage.CORRUPT, "stored payload: checksum does not match")
     if codecs.decode(header.codec, coded, raw) is not IoOutcome.OK:
@@ -84,7 +87,10 @@ def _decoded(header: ObjectHeader, coded: memoryview, raw: list[memoryview]) -> 
 
 
 def write_object(job: WriteObject, context: Context) -> Answer:
-    """The checksum is taken first because it goes in front: its cost hides behind the other thread's request."""
+    """Write an object: header and payload.
+
+    The checksum is computed first because it goes in front. Its cost is hidden by the other thread's request.
+    """
     pages = context.views(job.extents, job.name.raw_bytes)
     raw = _exactly(pages, job.name.raw_bytes)
     if room_of(job.parts) < padded(job.name.raw_bytes):
@@ -105,7 +111,7 @@ def write_object(job: WriteObject, context: Context) -> Answer:
 def _encoded(
     job: WriteObject, context: Context, raw: list[memoryview], raw_sum: int
 ) -> tuple[Codec, list[memoryview], int, int]:
-    """What is stored: with what codec, which bytes, how many, their checksum."""
+    """Return what is stored: the codec, the payload, its length in bytes and its checksum."""
     room = worth_bytes_max(job.name.raw_bytes)
     if job.codec != Codec.NONE and room and job.name.raw_bytes <= context.coded_bytes_max:
         coded = context.scratch(0, room)
@@ -117,7 +123,10 @@ def _encoded(
 
 
 def _whole_pages(payload: list[memoryview], tail: memoryview) -> list[memoryview]:
-    """The last page of a payload has to end in zeros, and is not the worker's to write to."""
+    """Return the payload in whole pages. The last one has to end in zeros.
+
+    That page is copied to `tail`, because the worker must not write to the payload.
+    """
     *views, last = payload
     whole = len(last) // PAGE_BYTES * PAGE_BYTES
     rest = len(last) - whole
@@ -128,7 +137,10 @@ def _whole_pages(payload: list[memoryview], tail: memoryview) -> list[memoryview
 
 
 def _pieces(parts: Sequence[Part], context: Context) -> Iterator[memoryview]:
-    """The bytes of the parts, each piece gone with the next. Raises ObjectDamageError where a file ends too early."""
+    """Yield the bytes of the parts. Each piece is valid until the next one.
+
+    Raise ObjectDamageError if a file ends too early.
+    """
     total = sum(part.length for part in parts)
     for start in range(0, total, PIECE_BYTES):
         length = min(PIECE_BYTES, total - start)
@@ -140,7 +152,7 @@ def _pieces(parts: Sequence[Part], context: Context) -> Iterator[memoryview]:
 
 
 def room_of(parts: Sequence[Part]) -> int:
-    """Bytes behind the header. Raises ValueError where there is none, or direct I/O could not be done."""
+    """Return the bytes after the header. Raise ValueError if there are none, or direct I/O could not be done."""
     room = sum(part.length for part in parts) - HEADER_BYTES
     if room < 0 or any(part.offset % PAGE_BYTES or part.length % PAGE_BYTES for part in parts):
         raise ValueError(f"parts {parts[:4]} are not the pages of an object")
@@ -148,7 +160,7 @@ def room_of(parts: Sequence[Part]) -> int:
 
 
 def within(parts: Sequence[Part], start: int, length: int) -> list[Part]:
-    """`length` bytes from `start` on; fewer where the parts end."""
+    """Return the parts of `length` bytes from `start` on; fewer bytes if the parts end before."""
     found = []
     for part in parts:
         first, end = max(start, 0), min(start + length, part.length)
@@ -159,7 +171,7 @@ def within(parts: Sequence[Part], start: int, length: int) -> list[Part]:
 
 
 def _exactly(views: Iterable[memoryview], length: int) -> list[memoryview]:
-    """Without the padding."""
+    """Return the pages without the padding."""
     return list(first_bytes(views, length))
 
 

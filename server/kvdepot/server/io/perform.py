@@ -11,17 +11,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectDamageError
-from kvdepot.server.durable_files import naming, sync_file
-from kvdepot.server.file_room import allocate, explained
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import outcome_of, past_the_cache
-from kvdepot.server.io.file_objects import look_up, publish, read_file, touch
+from kvdepot.server.io.file_objects import publish, read_file, stat_files, touch
 from kvdepot.server.io.jobs import (
     Allocate,
     Answer,
     Append,
     Job,
-    LookUpFiles,
     Part,
     Probe,
     PublishFile,
@@ -29,12 +26,15 @@ from kvdepot.server.io.jobs import (
     ReadFile,
     ReadObject,
     Remove,
+    StatFiles,
     TouchFiles,
     WriteObject,
 )
 from kvdepot.server.io.objects import PIECE_BYTES, read_object, room_of, within, write_object
 from kvdepot.server.io.probing import probe
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.platform.durable_files import naming, sync_file
+from kvdepot.server.platform.file_room import allocate, explained
+from kvdepot.server.storage.base import IoOutcome
 
 
 def perform(job: Job, context: Context) -> Answer:
@@ -56,7 +56,7 @@ def perform(job: Job, context: Context) -> Answer:
 
 
 def _append(job: Append, context: Context) -> Answer:
-    """All of it is in the file, or nothing, as far as a failing medium lets itself be undone."""
+    """Append all of the data or nothing, as far as a failing medium lets the write be undone."""
     path = context.files.path(job.file)
     with _opened(context.files.open_buffered(job.file, create=not job.expected_bytes)) as fd:
         found = os.fstat(fd).st_size
@@ -103,7 +103,10 @@ def _remove(job: Remove, context: Context) -> Answer:
 
 
 def _quarantine(job: Quarantine, context: Context) -> Answer:
-    """What cannot be read is left out, from the first such piece on. `stored_bytes`: how many are in the copy."""
+    """Copy an object to quarantine, up to the first piece that cannot be read.
+
+    `stored_bytes` of the answer: the bytes in the copy.
+    """
     total = HEADER_BYTES + room_of(job.parts)
     copied, why = 0, ""
     with _opened(context.files.open_buffered(job.file, create=True, flags=os.O_TRUNC)) as fd:
@@ -155,7 +158,7 @@ _PERFORM: Final[dict[type[Any], Callable[[Any, Context], Answer]]] = {
     Remove: _remove,
     Quarantine: _quarantine,
     Probe: probe,
-    LookUpFiles: look_up,
+    StatFiles: stat_files,
     ReadFile: read_file,
     PublishFile: publish,
     TouchFiles: touch,

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
-from kvdepot.server.durable_files import TEMPORARY, naming, opened, sync_file
-from kvdepot.server.file_room import check_room
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import forget, outcome_of
 from kvdepot.server.io.jobs import Answer, Part, Probe
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.platform.durable_files import TEMPORARY, naming, opened, sync_file
+from kvdepot.server.platform.file_room import check_room
+from kvdepot.server.storage.base import IoOutcome
 
 _READ_MAX: Final = 16
 _OPENED_MAX: Final = 256
@@ -23,9 +23,10 @@ _OPENED_MAX: Final = 256
 
 
 def probe(job: Probe, context: Context) -> Answer:
-    """READ_ONLY also where files of the folder are read and permission is missing to write. Raises OSError."""
-    if not job.write:
-        return Answer(IoOutcome.OK, stored_bytes=context.files.read([Part(job.file, 0, PAGE_BYTES)], [context.tail]))
+    """Do a probe. Raise OSError.
+
+    The answer is READ_ONLY also if files of the folder can be read and permission is missing to write.
+    """
     context.files.close()  # what is open here may be opened by nobody else
     files = _files(job.folder, context) if job.folder else []
     _read(files[:: max(len(files) // _READ_MAX, 1)], context)
@@ -48,7 +49,10 @@ def _files(folder: str, context: Context) -> list[str]:
 
 
 def _read(files: list[str], context: Context) -> None:
-    """A page of each, another each time. A place that cannot be read says nothing about a path where others can."""
+    """Read a page of each file, a random page each time. Raise OSError if every file fails.
+
+    A page that cannot be read says nothing about a path where other pages can be read.
+    """
     failed: list[OSError] = []
     for file in files:
         path = context.files.path(file)
@@ -66,7 +70,10 @@ def _read(files: list[str], context: Context) -> None:
 
 
 def _write(job: Probe, context: Context) -> Answer:
-    """A file of its own: made, renamed, removed before it can be left behind; written, synced and read."""
+    """Write, sync and read a file of this prober.
+
+    The file is made, renamed and removed first, so that it cannot be left behind.
+    """
     path, page = context.files.path(job.file), context.tail
     if not job.folder:
         check_room(os.path.dirname(path), PAGE_BYTES)  # noqa: PTH120
@@ -89,7 +96,7 @@ def _write(job: Probe, context: Context) -> Answer:
 
 @contextlib.contextmanager
 def _renamed(path: str) -> Iterator[int]:
-    """A second descriptor of a file that has another name for a moment, and then none."""
+    """Yield a second descriptor of a file, which is renamed first and then removed."""
     other = f"{path}{TEMPORARY}"
     try:
         with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
@@ -107,7 +114,7 @@ def _renamed(path: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _same_each_time(path: str) -> Iterator[None]:
-    """Each probe of a path in trouble says the same, and so it is told once."""
+    """Make each probe of a path in trouble fail with the same text, so that the trouble is logged once."""
     try:
         yield
     except OSError as error:

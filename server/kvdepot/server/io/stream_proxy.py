@@ -30,10 +30,10 @@ from kvdepot.proto import codec_data
 from kvdepot.proto.status import to_status
 from kvdepot.proto.v1 import data_pb2 as pb
 from kvdepot.proto.v1 import data_pb2_grpc as pb_grpc
-from kvdepot.server.grpc_guards import address, guards
 from kvdepot.server.io.lent_extents import LentExtents
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.stream_wire import OPENING
+from kvdepot.server.platform.grpc_guards import address, guards
 
 _CALLS_MAX: Final = 4
 """A rank has a store and a load under way; the rest is for those of a connection that broke."""
@@ -58,16 +58,16 @@ def main(arguments: list[str]) -> int:
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which ends this process itself
         signal.signal(ending, signal.SIG_IGN)
     lifeline = socket.socket(fileno=socket_fd)
-    opening = lifeline.recv(OPENING.size, socket.MSG_WAITALL)
-    if len(opening) < OPENING.size:
+    frame = OPENING.read(lifeline.makefile("rb"))
+    if frame is None:
         return 0
-    attachment, session = OPENING.unpack(opening)
+    opening = frame[1]
     layout = Superblock.unpack(os.pread(arena_fd, PAGE_BYTES, 0)).layout
     arena = memoryview(mmap.mmap(arena_fd, layout.size_bytes))
     tables = ArenaTables(arena, layout)
-    extents = LentExtents(arena, tables, int(tables.attachments["session"][attachment]))
+    extents = LentExtents(arena, tables, int(tables.attachments["session"][opening.attachment]))
     server = grpc.server(ThreadPoolExecutor(_CALLS_MAX), options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX)
-    pb_grpc.add_DataServicer_to_server(DataService(extents, session), server)  # type: ignore[no-untyped-call]
+    pb_grpc.add_DataServicer_to_server(DataService(extents, opening.session), server)  # type: ignore[no-untyped-call]
     server.add_insecure_port(address(Path(path)))
     server.start()
     os.chown(path, -1, group)

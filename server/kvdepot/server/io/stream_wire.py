@@ -1,10 +1,20 @@
-"""What the daemon tells a proxy when it begins: the attachment's slot, and the session's token."""
+"""What the daemon tells a proxy when it begins."""
 
 from __future__ import annotations
 
-import struct
+from dataclasses import dataclass
 from typing import Final
 
-from kvdepot.core.limits import SESSION_TOKEN_BYTES
+from kvdepot.core.bounds import SessionToken
+from kvdepot.server.io.framing import Framing
 
-OPENING: Final = struct.Struct(f"<I{SESSION_TOKEN_BYTES}s")
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The slot of the attachment, and the token of its session."""
+
+    attachment: int
+    session: SessionToken
+
+
+OPENING: Final[Framing[Opening]] = Framing(Opening, bytes_max=64)

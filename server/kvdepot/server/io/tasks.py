@@ -1,4 +1,4 @@
-"""What a pool was asked to have done, and the order in which it hands that out."""
+"""Jobs submitted to a pool, and the order in which workers get them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvdepot.server.io.jobs import Answer, Append, Job, Priority, job_bytes
-from kvdepot.server.tiers.base import Loan
+from kvdepot.server.storage.base import Loan
 
 CRASHES_MAX = 2
 
@@ -29,7 +29,7 @@ class Task:
 
     @property
     def repeatable(self) -> bool:
-        """By another worker. An Append may have been done already."""
+        """Return whether another worker may repeat the job. An Append may already have been done."""
         return self.crashes < CRASHES_MAX and not isinstance(self.job, Append)
 
 
@@ -44,7 +44,7 @@ class TaskQueue:
         return sum(map(len, self._queues.values()))
 
     def put(self, task: Task, *, first: bool = False) -> None:
-        """`first`: before all others of its priority."""
+        """Queue a task. `first`: before all others of its priority."""
         queue = self._queues[task.priority]
         (queue.appendleft if first else queue.append)(task)
         self.payload_bytes += job_bytes(task.job)

@@ -7,11 +7,16 @@ from typing import Protocol
 
 
 class HasFileno(Protocol):
+    """A file object, a socket, or whatever else has a descriptor."""
+
     def fileno(self) -> int: ...
 
 
 def readable(file: HasFileno, seconds: float | None) -> bool:
-    """Whether there is something to read, or its end, within this time; None: however long. select(2) ends at 1023."""
+    """Return whether there is something to read, or the end, within this time. None: wait as long as it takes.
+
+    This uses poll(2): select(2) ends at descriptor 1023.
+    """
     waiting = select.poll()
     waiting.register(file.fileno(), select.POLLIN)
     return bool(waiting.poll(None if seconds is None else max(seconds, 0) * 1000))

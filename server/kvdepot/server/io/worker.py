@@ -25,11 +25,10 @@ from kvdepot.server.io import directory_guard
 from kvdepot.server.io.arena_pages import ArenaPages
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import outcome_of
-from kvdepot.server.io.jobs import JOBS_PER_WORKER, Answer, Job
+from kvdepot.server.io.jobs import ANSWERS, JOBS, JOBS_PER_WORKER, STARTED, Answer, Job
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.perform import perform
-from kvdepot.server.io.wire import FRAME, JOB_BYTES_MAX, STARTED, body_bytes, pack_answer, unpack_job
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 _IDLE_SECONDS: Final = 5.0
 """Then files are closed: an open one keeps the blocks of what was removed."""
@@ -55,19 +54,15 @@ def main(arguments: list[str]) -> int:
         serving = (jobs, context, entrance, daemon, sending, path_works)
         threading.Thread(target=_serve, args=serving, daemon=True).start()
     with sending, contextlib.suppress(ConnectionError):
-        daemon.sendall(pack_answer(STARTED, Answer(IoOutcome.OK)))
+        daemon.sendall(ANSWERS.pack(Answer(IoOutcome.OK), STARTED))
     stream = daemon.makefile("rb")
-    while len(head := stream.read(FRAME.size)) == FRAME.size:
-        number, length = body_bytes(head, JOB_BYTES_MAX)
-        body = stream.read(length)
-        if len(body) < length:
-            break
-        jobs.put((number, unpack_job(body)))
+    while (frame := JOBS.read(stream)) is not None:
+        jobs.put(frame)
     return 0
 
 
 class Entrance:
-    """Into a guarded directory, before the first job; by a thread that does jobs, because it may hang."""
+    """The way into a guarded directory, before the first job. A thread that does jobs takes it, because it may hang."""
 
     def __init__(self, directory: str, guard: str) -> None:
         self._path = Path(directory, directory_guard.WORKERS_LOCK)
@@ -76,7 +71,10 @@ class Entrance:
         self._entered = not guard
 
     def enter(self) -> Answer | None:
-        """None: inside. Ends the process when the directory belongs to another daemon by now."""
+        """Enter the directory. Return None if inside.
+
+        End the process if the directory belongs to another daemon by now.
+        """
         with self._entering:
             if self._entered:
                 return None
@@ -101,7 +99,7 @@ def _serve(
             context.close()
             continue
         answer = entrance.enter() or perform(job, context)
-        frame = pack_answer(number, answer)
+        frame = ANSWERS.pack(answer.cut(), number)
         if answer.outcome is IoOutcome.OK:
             path_works.set()
         with sending, contextlib.suppress(ConnectionError):  # the first thread ends the process
@@ -109,7 +107,7 @@ def _serve(
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:
-    """A job that raised: the daemon finds out like from any other death."""
+    """End the process after a job that raised. The daemon sees this as any other death."""
     sys.excepthook(failure.exc_type, failure.exc_value or failure.exc_type(), failure.exc_traceback)
     os._exit(1)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvdepot.server.io.child import spawn
-from kvdepot.server.io.jobs import Answer
-from kvdepot.server.io.wire import STARTED, take_answers
+from kvdepot.server.io.jobs import ANSWERS, STARTED, Answer
 
 _MODULE = "kvdepot.server.io.worker"
 _NICENESS = 5
@@ -34,22 +33,25 @@ class WorkerSettings:
 
 
 class WorkerListener(Protocol):
-    """What a worker process says, on the loop's thread."""
+    """The receiver of what a worker process sends, on the loop's thread."""
 
     def started(self, worker: WorkerProcess) -> None:
-        """It takes up jobs from now on."""
+        """Take note that the worker takes jobs from now on."""
 
     def answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None: ...
 
     def broken(self, worker: WorkerProcess, why: str) -> None:
-        """It said something that no worker says: it is not to be trusted with anything."""
+        """Stop trusting the worker: it sent something that no worker sends."""
 
     def died(self, worker: WorkerProcess, status: int) -> None:
-        """Every thread of it has ended, and it is reaped: nothing it was lent can change any more."""
+        """Take note that every thread of the worker has ended and that the process is reaped.
+
+        Nothing that the worker was lent can change any more.
+        """
 
 
 class WorkerProcess:
-    """One process. Raises OSError where the host has no room for one; nothing is left behind then."""
+    """One process. Raise OSError if the host has no room for one; nothing is left of it then."""
 
     def __init__(self, settings: WorkerSettings, loop: asyncio.AbstractEventLoop, listener: WorkerListener) -> None:
         self._loop = loop
@@ -74,12 +76,12 @@ class WorkerProcess:
         return self._process.pid
 
     def send(self, frame: bytes) -> None:
-        """Never blocks: what the socket does not take is kept and sent later."""
+        """Send a job without blocking. What the socket does not take is kept and sent later."""
         self._unsent += frame
         self._flush()
 
     def kill(self) -> None:
-        """SIGKILL; not waited for. `died` follows when the kernel lets go of it."""
+        """Send SIGKILL without waiting. `died` follows when the kernel lets go of the process."""
         self._process.kill()
 
     def forget(self) -> None:
@@ -92,7 +94,7 @@ class WorkerProcess:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
             sent = 0
-        except OSError:  # it died: the pidfd says so next
+        except OSError:  # it died: its pidfd is ready next
             sent = len(self._unsent)
         del self._unsent[:sent]
         if bool(self._unsent) != self._waiting:
@@ -116,8 +118,8 @@ class WorkerProcess:
             return False
         self._received += data
         try:
-            answers = take_answers(self._received)
-        except Exception as error:  # noqa: BLE001 - a WireError, or whatever else comes of such bytes
+            answers = list(ANSWERS.take(self._received))
+        except Exception as error:  # noqa: BLE001 - a FrameError, or whatever else comes of such bytes
             self._loop.remove_reader(self._socket.fileno())
             self._listener.broken(self, str(error))
             return False
@@ -129,7 +131,7 @@ class WorkerProcess:
         return bool(data)
 
     def _ended(self) -> None:
-        while self._open and self._pending() and self._receive():  # what it said before it died still counts
+        while self._open and self._pending() and self._receive():  # what it sent before it died still counts
             pass
         if self._open:
             status = self._process.wait()

@@ -1,4 +1,4 @@
-"""What the workers of a pool take of the host: processes, and memory beside the arena."""
+"""What the workers of a pool take of the host: processes, and memory in addition to the arena."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ _ARENA_BYTES_PER_PAGE_TABLE_BYTE: Final = 512  # 8 bytes per page of 4096
 
 
 def processes_max(workers: int) -> int:
-    """How many processes a pool of so many workers may have: hanging ones, their successors, one that probes."""
+    """Return how many processes a pool of so many workers may have: hanging ones, their successors, and a prober."""
     return 2 * workers + 1
 
 
 def worker_reserve_bytes(arena_bytes: int, *, codec: bool) -> int:
-    """Memory of one worker beside the arena, to be kept free of it: its own, and page tables for all of the arena.
+    """Return the memory of one worker without the arena, to be kept free of the arena.
 
+    It is the worker's own memory, and page tables for all of the arena.
     Measured 2026-11-21: 9 MiB private and 7 MiB of code with its files, 4 MiB while it verifies without an arena.
     `codec`: for tiers that have one; both threads may code, and verify, the longest object that is coded at all.
     """

@@ -1,7 +1,7 @@
-"""`kvdepotd fsck`: is everything that a disk tier would serve after its next start whole?
+"""`kvdepotd fsck`: verifies every object that a disk tier would serve after its next start.
 
-Takes the directory's locks, replays with the tier's own code, reads and verifies every object as an I/O worker
-does. It changes nothing: what it finds damaged, the daemon quarantines itself when it meets it.
+It takes the directory's locks, replays the journal with the tier's own code, and verifies objects as an I/O worker
+does. It changes nothing: the daemon quarantines damaged objects when it reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvdepot.server.offline.store_files import (
     quarantine_of,
     store_of,
 )
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome
+from kvdepot.server.storage.base import DAMAGED, IoOutcome
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
 from kvdepot.server.tiers.disk.records import BadFile, Put
 from kvdepot.server.tiers.disk.recovery import Index, read_index
@@ -60,13 +60,13 @@ class Verdict:
 
     @property
     def whole(self) -> bool:
-        """Every object is; and nothing of the index was lost but what a crash of the daemon explains."""
+        """Return whether every object is whole, and the index lost only what a crash of the daemon explains."""
         explained = 1 if self.index.replayed.stopped else 0
         return set(self.outcomes) <= {IoOutcome.OK} and len(self.index.notes) <= explained
 
 
 def check_store(root: Path, progress: Progress | None = None) -> Verdict:
-    """Raises OfflineRefusalError where nothing can be told, and OSError."""
+    """Return the verdict on a store. Raise OfflineRefusalError if nothing can be told, and OSError."""
     store = store_of(root)
     layout = layout_as_found(store)
     with locked(root):
@@ -80,7 +80,7 @@ def check_store(root: Path, progress: Progress | None = None) -> Verdict:
 
 
 def _verify(verdict: Verdict, layout: DiskLayout, progress: Progress | None) -> None:
-    """In the order of addresses, so that a disk with heads reads on."""
+    """Verify objects in the order of addresses, so that a rotating disk reads sequentially."""
     context = Context(str(verdict.root))
     puts = sorted(verdict.index.puts, key=lambda put: put.fragments)
     try:
@@ -99,7 +99,7 @@ def _verify(verdict: Verdict, layout: DiskLayout, progress: Progress | None) -> 
 
 
 def _judged(answer: Answer, put: Put) -> Answer:
-    """As the tier judges what it reads."""
+    """Return the outcome of one object, as the tier would judge it."""
     if answer.outcome is IoOutcome.OK and answer.stored_sum != put.stored_sum:
         answer = replace(answer, outcome=IoOutcome.CORRUPT, detail="a whole object, but not the one of the index")
     if put.unproven and answer.outcome in DAMAGED:

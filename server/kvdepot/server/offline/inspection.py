@@ -1,6 +1,6 @@
-"""`kvdepotd inspect`: what a disk tier's directory, or one file of it, says, as plain records.
+"""`kvdepotd inspect`: the content of a disk tier's directory, or of one of its files, as plain records.
 
-Reads only, and takes no lock: beside a running daemon a journal may end in the middle of a record.
+It only reads, and takes no lock. While a daemon runs, a journal may end in the middle of a record.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvdepot.server.offline.store_files import (
     quarantined,
     store_of,
 )
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.layout import Store
 from kvdepot.server.tiers.disk.records import (
@@ -57,7 +57,7 @@ Record = dict[str, Any]
 
 
 def inspect(path: Path) -> Record:
-    """Raises OfflineRefusalError for what is nothing of kvdepot's, and OSError."""
+    """Return what a path holds. Raise OfflineRefusalError for files of other programs, and OSError."""
     if path.is_dir():
         return _directory(path)
     folder = path.absolute().parent.parent
@@ -91,7 +91,7 @@ def _directory(root: Path) -> Record:
 
 
 def objects_record(puts: Iterable[Put]) -> Record:
-    """How many objects of what, and what they take on the medium."""
+    """Return the number of objects by kind, and the bytes that they take on the device."""
     kinds, codecs, namespaces, sizes = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     for put in puts:
         namespace = put.name.namespace.hex()
@@ -147,7 +147,7 @@ def _puts(data: memoryview) -> Iterator[Put]:
 
 
 def _object(path: Path) -> Record:
-    """An object in a file of its own, or what is left of one."""
+    """Return what an object in a file of its own holds, or what is left of it."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         page = file.read(HEADER_BYTES)
@@ -167,7 +167,7 @@ def _object(path: Path) -> Record:
 
 
 def _verified(path: Path, page: bytes, size_bytes: int, sequence: int) -> tuple[IoOutcome, str]:
-    """Its own word for its identity is taken, less the sequence, which the quarantine's file name knows."""
+    """Return the outcome of a file's object. Its header names it, except the sequence, which the file name has."""
     try:
         header = ObjectHeader.unpack(page)
     except ObjectDamageError as error:
@@ -191,7 +191,7 @@ def _header_record(page: bytes | memoryview) -> Record:
 
 
 def _traces(path: Path) -> Record:
-    """What hints at the cause: pages never written, and headers of others where the payload should be."""
+    """Return hints at the cause of damage: pages never written, and headers of other objects in the payload."""
     zero_pages, pages = 0, 0
     with path.open("rb") as file:
         while page := file.read(PAGE_BYTES):
@@ -203,7 +203,7 @@ def _traces(path: Path) -> Record:
 
 
 def _headers(path: Path) -> Iterator[Record]:
-    """Every page that begins like a header: of objects that are served, and of those that were before."""
+    """Yield each page that begins like a header, of served and of earlier objects."""
     with path.open("rb") as file:
         while page := file.read(PAGE_BYTES):
             if page[: len(MAGIC)] != MAGIC:
@@ -218,7 +218,7 @@ def _headers(path: Path) -> Iterator[Record]:
 
 
 def _listed(name: str, items: Iterable[Record]) -> Record:
-    """A list of at most LISTED_MAX, and how many more there would be."""
+    """Return at most LISTED_MAX entries, and how many more there are."""
     found: list[Record] = []
     left_out = 0
     for item in items:
@@ -253,7 +253,7 @@ def codec_text(codec: int) -> str:
 
 
 def time_text(seconds: int) -> str:
-    """UTC; the number itself where no calendar has it."""
+    """Return a time as UTC; the number itself if no calendar has it."""
     try:
         return datetime.fromtimestamp(seconds, UTC).isoformat().removesuffix("+00:00") + "Z"
     except (ValueError, OverflowError, OSError):

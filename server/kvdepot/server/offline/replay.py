@@ -1,4 +1,4 @@
-"""`kvdepotd replay`: what a recorded trace would have hit in RAM of other sizes, by the daemon's own engine."""
+"""`kvdepotd replay`: what a recorded trace would have hit in RAM of other sizes, by the daemon's own depot."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Replay:
     """One run over a trace. `checkpoints`: engines keep a state at every chunk of a prompt, not only at its last."""
 
     def __init__(self, trace: Trace, capacity_bytes: int, eviction: str, *, checkpoints: bool = False) -> None:
-        """`capacity_bytes`: for objects; the daemon's own memory, and what it keeps for tiers, comes on top."""
+        """Create a replay. `capacity_bytes` is the room for objects, without the daemon's own memory."""
         self._checkpoints = checkpoints
         self._requests = trace.requests
         self._now = 0.0
@@ -78,32 +78,32 @@ class Replay:
     def _request(self, namespace: _Namespace, keys: Sequence[bytes]) -> int:
         if not keys:
             return 0
-        engine, session, chunk_tokens = self._virtual.engine, self._virtual.session, namespace.planner.chunk_tokens
+        depot, session, chunk_tokens = self._virtual.depot, self._virtual.session, namespace.planner.chunk_tokens
         located: list[LocateReply] = []
-        engine.locate(
+        depot.locate(
             LocateCall(session, namespace.id, b"".join(keys), len(keys) * chunk_tokens, _REQUEST), located.append
         )
         boundary = located[0].boundary_tokens
         if boundary:
             self._load(namespace, keys, boundary)
         self._store(namespace, keys, boundary // chunk_tokens)
-        engine.end_request(EndRequestCall(session, _REQUEST))
+        depot.end_request(EndRequestCall(session, _REQUEST))
         return boundary
 
     def _load(self, namespace: _Namespace, keys: Sequence[bytes], boundary: int) -> None:
-        engine, session = self._virtual.engine, self._virtual.session
+        depot, session = self._virtual.depot, self._virtual.session
         wanted = namespace.planner.objects(boundary)
         lease, replies = self._virtual.new_lease_id(), list[AcquireReply]()
         call = AcquireCall(
             session, lease, namespace.id, b"".join(keys[chunk] for chunk, _ in wanted),
             bytes(kind for _, kind in wanted), _REQUEST,
         )  # fmt: skip
-        engine.acquire(call, replies.append)
+        depot.acquire(call, replies.append)
         assert [reply.outcome for reply in replies] == [AcquireOutcome.GRANTED]
-        engine.release(ReleaseCall(session, (lease,)))
+        depot.release(ReleaseCall(session, (lease,)))
 
     def _store(self, namespace: _Namespace, keys: Sequence[bytes], first: int) -> None:
-        engine, session, chunk_tokens = self._virtual.engine, self._virtual.session, namespace.planner.chunk_tokens
+        depot, session, chunk_tokens = self._virtual.depot, self._virtual.session, namespace.planner.chunk_tokens
         chunks = RESERVED_PER_CALL_MAX // len(namespace.planner.kinds)
         bounds = [*range(first, len(keys), chunks), len(keys)]
         for start, end in pairwise(bounds):
@@ -115,12 +115,12 @@ class Replay:
                 bytes(kind for _, kind in objects),
                 ((np.array([chunk for chunk, _ in objects]) + 1) * chunk_tokens).astype("<u4").tobytes(), _REQUEST,
             )  # fmt: skip
-            outcomes = np.frombuffer(engine.reserve(call).outcomes, np.uint8)
+            outcomes = np.frombuffer(depot.reserve(call).outcomes, np.uint8)
             granted = np.flatnonzero(outcomes == ReserveOutcome.GRANTED).astype("<u4")
-            engine.commit(CommitCall(session, (CommitItem(lease, granted.tobytes()),)))
+            depot.commit(CommitCall(session, (CommitItem(lease, granted.tobytes()),)))
 
     def _objects(self, namespace: _Namespace, start: int, end: int, chunks: int) -> Iterator[tuple[int, Kind]]:
-        """What an engine stores of these chunks of a prompt of so many: parents first."""
+        """Return the objects that an engine stores of these chunks of a prompt, parents first."""
         kinds = namespace.planner.kinds
         for chunk in range(start, end):
             for kind in kinds:
@@ -129,7 +129,7 @@ class Replay:
 
 
 def unique_bytes(trace: Trace, *, checkpoints: bool = False) -> int:
-    """What all different objects of it take together: RAM of that size evicts nothing."""
+    """Return the bytes of all different objects of the trace. RAM of that size evicts nothing."""
     chunks: dict[str, set[int]] = {}
     ends: dict[str, set[int]] = {}
     for request in trace.requests:
@@ -143,13 +143,13 @@ def unique_bytes(trace: Trace, *, checkpoints: bool = False) -> int:
 
 
 def capacities(trace: Trace, *, checkpoints: bool = False) -> list[int]:
-    """Sizes that are worth a look: shares of `unique_bytes`."""
+    """Return useful sizes of RAM: shares of `unique_bytes`."""
     total = unique_bytes(trace, checkpoints=checkpoints)
     return [max(int(total * share), 1 << 20) for share in _FRACTIONS]
 
 
 def recorded(trace: Trace) -> Hits:
-    """What the daemon offered when the trace was recorded, from all its tiers."""
+    """Return what the daemon offered from all its tiers when the trace was recorded."""
     asked = sum(len(one.chunks) * trace.namespaces[one.namespace].chunk_tokens for one in trace.requests)
     return Hits(asked, sum(one.boundary_tokens for one in trace.requests))
 

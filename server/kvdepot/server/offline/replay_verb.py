@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.eviction import policy_names
 from kvdepot.core.trace_file import Trace, read_trace
-from kvdepot.core.units import format_size_rounded, parse_size_bytes
+from kvdepot.core.units import parse_size_bytes, size_text
 from kvdepot.server.offline.replay import Hits, Replay, capacities, recorded, unique_bytes
 
 if TYPE_CHECKING:
@@ -27,29 +27,30 @@ _CHECKPOINTS = ("last", "all")
 def add(verbs: Subparsers) -> None:
     verb = verbs.add_parser(
         NAME,
-        help="say what a trace of `kvdepotctl trace record` would have hit with other sizes of RAM",
+        help="replay a trace against other RAM sizes",
         epilog=(
-            "Runs the daemon's own index and eviction over the trace, in its order and by its clock, without a payload"
-            " byte and without lower tiers. Sizes are what RAM has for objects. Exit codes: 0, 2 it is no such trace."
+            "TRACE: a file of `kvdepotctl trace record`. replay runs the daemon's index and eviction over its lookups,"
+            " in their order and by their clock, without payload and without lower tiers. SIZE is the room for objects"
+            " in RAM. Exit codes: 0 replayed; 2 not a trace."
         ),
     )
     verb.add_argument("trace", type=Path, metavar="TRACE")
     verb.add_argument(
         "--ram", type=_size, action="append", metavar="SIZE",
-        help="may be repeated; without it: 5, 10, 25, 50 and 100 %% of what all objects of the trace take",
+        help="may be repeated; default: 5, 10, 25, 50 and 100 %% of the bytes of all objects of the trace",
     )  # fmt: skip
     verb.add_argument(
-        "--eviction", choices=policy_names(), action="append", help="[policy] eviction; may be repeated; else gdsf"
+        "--eviction", choices=policy_names(), action="append", help="[policy] eviction; may be repeated; default: gdsf"
     )
     verb.add_argument(
         "--checkpoints", choices=_CHECKPOINTS, default="last",
-        help="of recurrent states: one a prompt (prefix_cache_retention_interval 0), or one a chunk",
+        help="recurrent states: one per prompt (prefix_cache_retention_interval 0), or one per chunk",
     )  # fmt: skip
-    verb.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code."""
+    """Replay a trace, print the hit rates, and return the exit code."""
     try:
         with options.trace.open() as lines:
             trace = read_trace(lines)
@@ -68,7 +69,7 @@ def replayed(
     trace: Trace, sizes: list[int], policies: list[str], *, checkpoints: bool,
     show: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What `--json` prints. As many replays at once as there are processors; `show` hears how many of them are over."""
+    """Return what `--json` prints. One process per processor replays; `show` gets the number of finished replays."""
     sizes = sizes or capacities(trace, checkpoints=checkpoints)
     settings = [(size, policy) for size in sizes for policy in policies]
     with ProcessPoolExecutor() as pool:
@@ -104,14 +105,13 @@ def _record(hits: Hits) -> dict[str, Any]:
 
 
 def _lines(record: dict[str, Any]) -> list[str]:
-    before, whole = record["recorded"], format_size_rounded(record["unique_bytes"])
+    before, whole = record["recorded"], size_text(record["unique_bytes"])
     return [
         f"{record['requests']} requests in {record['seconds']:.0f} s, {before['asked_tokens']} tokens asked for",
         f"all their objects together take {whole}",
         f"{'RAM':>12}  {'eviction':<8}  {'hit rate':>8}  {'tokens hit':>14}",
         *(
-            f"{format_size_rounded(one['ram_bytes']):>12}  {one['eviction']:<8}  {one['hit_rate']:>8.1%}"
-            f"  {one['hit_tokens']:>14}"
+            f"{size_text(one['ram_bytes']):>12}  {one['eviction']:<8}  {one['hit_rate']:>8.1%}  {one['hit_tokens']:>14}"
             for one in record["replayed"]
         ),
         f"{'recorded':>12}  {'':<8}  {before['hit_rate']:>8.1%}  {before['hit_tokens']:>14}",

@@ -1,6 +1,6 @@
-"""A disk tier's directory while no daemon runs: its store, its index, its quarantine, by the tier's own code.
+"""A disk tier's directory while no daemon runs: its store, its index and its quarantine, by the tier's own code.
 
-The capacity stands in the configuration, not in the directory. Offline everything counts that lies in the files.
+The capacity is in the configuration, not in the directory. So offline verbs count everything in the files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OfflineRefusalError(Exception):
 
 
 def store_of(root: Path) -> Store:
-    """Raises OfflineRefusalError where there is none that this version reads, and OSError."""
+    """Return the store of a directory. Raise OfflineRefusalError without a store of this version, and OSError."""
     try:
         store = read_store(root)
     except (BadFile, NotADirectoryError) as error:
@@ -49,7 +49,7 @@ def layout_as_found(store: Store) -> DiskLayout:
 
 @contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Keeps daemons and their workers out. Raises OfflineRefusalError while one is there, and OSError."""
+    """Lock a store against daemons and their workers. Raise OfflineRefusalError while a daemon uses it, and OSError."""
     try:
         fd = hold_for_daemon(root / names.DAEMON_LOCK, os.getpid())
     except DirectoryHeldError as error:
@@ -78,7 +78,7 @@ class Quarantined:
 
 
 def quarantined(path: Path) -> Quarantined | None:
-    """None for a file whose name says nothing. Raises OSError."""
+    """Return a quarantined file; None if its name does not name an object. Raise OSError."""
     match = _QUARANTINED.fullmatch(path.name)
     if match is None:
         return None
@@ -86,7 +86,7 @@ def quarantined(path: Path) -> Quarantined | None:
 
 
 def quarantine_of(root: Path) -> list[Quarantined]:
-    """Oldest first."""
+    """Return the quarantined files, oldest first."""
     folder = root / names.QUARANTINE
     found = [quarantined(path) for path in sorted(folder.iterdir())] if folder.is_dir() else []
     return [file for file in found if file is not None]

@@ -1,4 +1,7 @@
-"""The command line of the offline verbs: `kvdepotd fsck`, `kvdepotd inspect` and `kvdepotd replay`."""
+"""The command line of the offline verbs: `kvdepotd fsck`, `kvdepotd inspect` and `kvdepotd replay`.
+
+They only read, and refuse the directory of a running daemon.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +12,42 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.core.units import format_size_rounded
+from kvdepot.core.units import size_text
 from kvdepot.server.offline import replay_verb
 from kvdepot.server.offline.fsck import Finding, Verdict, check_store
 from kvdepot.server.offline.inspection import Record, inspect, kind_text, objects_record, time_text
 from kvdepot.server.offline.store_files import OfflineRefusalError
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
 
 VERBS: Final = frozenset({"fsck", "inspect", replay_verb.NAME})
 _SOUND, _DAMAGED, _REFUSED = 0, 1, 2
-_EXIT_CODES = (
-    "Exit codes: 0 all is whole, 1 something is damaged, 2 it could not be told (a daemon runs, no such store)."
-)
+_EXIT_CODES = "Exit codes: 0 no damage; 1 damage; 2 cannot tell (a daemon runs, or the directory has no store)."
 _LIST_INDENT = "  "
 
 
 def add_verbs(verbs: Subparsers) -> None:
     fsck = verbs.add_parser(
         "fsck",
-        help="verify every object of a disk tier's directory; the daemon must not run",
-        epilog=f"Changes nothing: the daemon itself quarantines what is damaged. {_EXIT_CODES}",
+        help="verify every object of a disk tier",
+        epilog=f"The daemon must not run. fsck changes nothing: the daemon quarantines damaged objects. {_EXIT_CODES}",
     )
     fsck.add_argument("directory", type=Path, metavar="DIR", help="[[tier]].path")
-    fsck.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    fsck.add_argument("--json", action="store_true", help="print one JSON object")
     show = verbs.add_parser(
         "inspect",
-        help="say what a disk tier's directory or one of its files holds",
-        epilog="FILE: an object (for example a quarantined one), a segment, a journal or a snapshot. Reads only.",
+        help="show the content of a disk tier or a file",
+        epilog="FILE: an object (for example a quarantined one), a segment, a journal or a snapshot. Changes nothing.",
     )
     show.add_argument("path", type=Path, metavar="DIR|FILE")
-    show.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    show.add_argument("--json", action="store_true", help="print one JSON object")
     replay_verb.add(verbs)
 
 
 def run(options: argparse.Namespace) -> int:
-    """The exit code."""
+    """Run an offline verb and return the exit code."""
     if options.verb == replay_verb.NAME:
         return replay_verb.run(options)
     try:
@@ -75,7 +76,7 @@ def _show_progress(done: int, total: int) -> None:
 
 
 def verdict_record(verdict: Verdict) -> Record:
-    """What `fsck --json` prints."""
+    """Return what `fsck --json` prints."""
     listed = len(verdict.findings)
     damaged = verdict.outcomes.total() - verdict.outcomes[IoOutcome.OK]
     return {
@@ -104,7 +105,7 @@ def _print(record: Record, *, as_json: bool) -> None:
 
 
 def lines_of(record: Record, indent: str = "") -> Iterator[str]:
-    """For people: one line a field, one a list's entry."""
+    """Yield a record as text: one line per field, and one per entry of a list."""
     for name, value in record.items():
         label = f"{indent}{name.replace('_', ' ')}:"
         if isinstance(value, dict):
@@ -118,7 +119,7 @@ def lines_of(record: Record, indent: str = "") -> Iterator[str]:
 
 
 def _flat(record: Record) -> str:
-    """Empty fields say nothing, and of a list in a list its length has to do."""
+    """Return a record in one line, without empty fields. A list in a list is shown by its length."""
     return "  ".join(
         f"{name} {{{_flat(value)}}}" if isinstance(value, dict) else f"{name}={_text(name, value)}"
         for name, value in record.items()
@@ -132,5 +133,5 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and (name == "bytes" or name.endswith("_bytes")):
-        return format_size_rounded(value)
+        return size_text(value)
     return str(value)

@@ -1,4 +1,4 @@
-"""The daemon's own engine over an arena that nobody writes to: what it decides, without a payload byte."""
+"""The daemon's own depot over an arena without payload: it decides as the daemon does, and moves no byte."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from kvdepot.core.arena import ArenaLayout, ArenaTables
 from kvdepot.core.keys import NamespaceSpec
-from kvdepot.server.engine.engine import Engine
-from kvdepot.server.engine.types import EngineConfig, ProcessIdentity
+from kvdepot.server.depot.depot import Depot
+from kvdepot.server.depot.types import DepotConfig, ProcessIdentity
 
 
 class VirtualEngine:
@@ -19,7 +19,7 @@ class VirtualEngine:
     def __init__(
         self, capacity_bytes: int, rows: int, *, clock: Callable[[], float], eviction: str = "gdsf"
     ) -> None:  # fmt: skip
-        """`rows`: how many objects it may have, at most."""
+        """Create a depot with a virtual engine. `rows` is the maximum number of objects."""
         tables_bytes = ArenaLayout.plan(1 << 40, rows).data_offset
         layout = ArenaLayout.plan(tables_bytes + capacity_bytes, rows)
         descriptor = os.memfd_create("virtual-arena")
@@ -28,19 +28,19 @@ class VirtualEngine:
             self._map = mmap.mmap(descriptor, layout.size_bytes)
         finally:
             os.close(descriptor)
-        self.engine = Engine(
+        self.depot = Depot(
             ArenaTables(memoryview(self._map), layout), arena_id=1, run=1, clock=clock,
             random_bytes=secrets.token_bytes,
-            config=EngineConfig(credit_bytes=layout.size_bytes, high_watermark=1.0, eviction=eviction),
+            config=DepotConfig(credit_bytes=layout.size_bytes, high_watermark=1.0, eviction=eviction),
         )  # fmt: skip
-        self.engine.ready(layout.size_bytes)
+        self.depot.ready(layout.size_bytes)
         process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
-        self.session = self.engine.attach(process, "replay", scheduler=True, rank=0, world_size=1).session
+        self.session = self.depot.attach(process, "replay", scheduler=True, rank=0, world_size=1).session
         self._leases = 0
 
     def register(self, spec: NamespaceSpec) -> bytes:
-        """The namespace's id."""
-        return self.engine.register_namespace(self.session, spec)[0]
+        """Register the namespace and return its id."""
+        return self.depot.register_namespace(self.session, spec)[0]
 
     def new_lease_id(self) -> int:
         self._leases += 1

@@ -1,7 +1,7 @@
-"""An engine's calls over a socket that only its scheduler has: as over gRPC, in less time (docs/adr/0043).
+"""An engine's calls over a socket of its scheduler, faster than over gRPC (docs/adr/0043).
 
-Made with an attachment, and gone with it. Calls are begun in the order in which they were
-sent, and answered when they are done.
+The socket is created and closed with an attachment. Calls begin in the order in which they were sent, and are answered
+when they end.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import socket
 from functools import partial
 from typing import Any, Final
 
-from kvdepot.core.errors import InvalidArgument, NoRoom, NotReady
-from kvdepot.proto.call_frames import Frames, decode_request, encode_response
+from kvdepot.core.errors import InvalidArgument, KvDepotError, NoRoom, NotReady
+from kvdepot.proto.call_frames import Frame, Frames, encode_frame, encode_refusal
+from kvdepot.proto.methods import BY_NUMBER
 from kvdepot.server.rpc.answer import domain_error
 from kvdepot.server.rpc.depot_calls import DepotCalls
 
@@ -43,7 +44,7 @@ class CallSocket(asyncio.Protocol):
         self._refusing = False
 
     def open(self) -> socket.socket:
-        """The client's end, the caller's to close. Raises OSError where no descriptors are left."""
+        """Return the client's end, which the caller closes. Raise OSError without descriptors."""
         self._ours, theirs = socket.socketpair()
         self._ours.setblocking(False)
         self._connecting = self._loop.create_task(self._connect())
@@ -55,21 +56,21 @@ class CallSocket(asyncio.Protocol):
         try:
             await self._loop.connect_accepted_socket(lambda: self, ours)
         except Exception as error:  # noqa: BLE001 - whatever it is; the client sees the end, and its calls go over gRPC
-            self._log.error("an engine's call socket cannot be connected", exc_info=error)
+            self._log.error("call socket not connected: an engine uses gRPC instead", exc_info=error)
             ours.close()
 
     @property
     def idle(self) -> bool:
-        """Every call that was begun is answered, and the client has the answers, as far as it is there."""
+        """Return whether every begun call is answered, and the client has the answers, unless it is gone."""
         sent = self._transport is None or not self._transport.get_write_buffer_size()
         return sent and not self._waiting
 
     def refuse_new(self) -> None:
-        """From now on calls are answered "not ready"; those under way go on."""
+        """Answer further calls with "not ready". Calls in flight continue."""
         self._refusing = True
 
     def close(self) -> None:
-        """What came and was not begun never is, what is not answered never is. Safe to call twice."""
+        """Drop calls that have not begun, and answers that were not sent. Safe to call twice."""
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
@@ -116,23 +117,22 @@ class CallSocket(asyncio.Protocol):
             return
         until, more = self._loop.time() + _TURN_SECONDS, False
         try:
-            for body in self._frames:
-                self._begin(body)
+            for frame in self._frames:
+                self._begin(frame)
                 if more := self._full or self._loop.time() >= until:
                     break
         except Exception as error:  # noqa: BLE001 - what is no frame leaves no place to go on at
-            self._log.warning("an engine's call socket is closed: %s", error)
+            self._log.warning("call socket closed: %s", error)
             self.close()
         self._read_on(on=not more and not self._full)
         if more:
             self._next = self._loop.call_soon(self._begin_some)
 
-    def _begin(self, body: bytes) -> None:
-        """Raises InvalidArgument."""
-        number, method, message = decode_request(body)
-        answered = partial(self._answered, number, method)
+    def _begin(self, frame: Frame) -> None:
+        method = BY_NUMBER.get(frame.method)
+        answered = partial(self._answered, frame.number, frame.method)  # not the body: it may be large
         self._waiting += 1
-        if not method:
+        if method is None:
             self._calls.refuse(InvalidArgument("this daemon does not know the call", advice="upgrade it"), answered)
         elif self._refusing:
             self._calls.refuse(NotReady("the daemon is stopping"), answered)
@@ -140,14 +140,17 @@ class CallSocket(asyncio.Protocol):
             busy = NoRoom(f"{_WAITING_MAX} calls are under way", advice="wait for their answers")
             self._calls.refuse(busy, answered)
         else:
-            self._calls.start(method, message, answered)
+            self._calls.start(method, frame.body, answered)
 
-    def _answered(self, number: int, method: str, answer: Any) -> None:
+    def _answered(self, number: int, method: int, answer: bytes | KvDepotError) -> None:
         self._waiting -= 1
         try:
-            frame = encode_response(number, method, answer)
+            if isinstance(answer, KvDepotError):
+                frame = encode_refusal(number, answer)
+            else:
+                frame = encode_frame(number, method, answer)
         except Exception as error:  # noqa: BLE001 - LimitExceeded, or whatever it is: the caller is answered
-            frame = encode_response(number, method, domain_error(error, self._log))
+            frame = encode_refusal(number, domain_error(error, self._log))
         if self._transport is not None:
             self._transport.write(frame)
 

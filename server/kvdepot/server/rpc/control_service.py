@@ -1,109 +1,105 @@
-"""What operators change: adapt, never decide."""
+"""Operators' changes: this module adapts calls, and decides nothing."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
 
-from kvdepot.core.control import PrefetchReply, VerifyReply
-from kvdepot.proto import codec_control
-from kvdepot.proto.v1 import control_pb2 as pb
-from kvdepot.proto.v1 import control_pb2_grpc as pb_grpc
-from kvdepot.server.control import Control
-from kvdepot.server.rpc.answer import Context, answer, answer_when_done
+from kvdepot.core.control import (
+    BumpCall,
+    BumpReply,
+    ChangeReply,
+    ConfigReply,
+    DeleteQuotaCall,
+    DrainCall,
+    DrainReply,
+    EvictCall,
+    EvictReply,
+    GetConfigCall,
+    ListQuotasCall,
+    PinCall,
+    PinReply,
+    PrefetchCall,
+    PrefetchReply,
+    QuotaEntry,
+    QuotasReply,
+    QuotaSubject,
+    ReloadCall,
+    ReloadReply,
+    SetQuotaCall,
+    SwitchCall,
+    SwitchReply,
+    UnpinCall,
+    VerifyCall,
+    VerifyReply,
+)
+from kvdepot.proto.methods import CONTROL
+from kvdepot.server.rpc.service import Service, operators_service
 
 
-class ControlService(pb_grpc.ControlServicer):
-    def __init__(self, control: Control, log: logging.Logger) -> None:
-        self._control = control
-        self._log = log
+class Control(Protocol):
+    """What the daemon does for operators (`kvdepot.server.daemon.control`)."""
 
-    async def SetSwitch(self, request: pb.SetSwitchRequest, context: Context) -> pb.SetSwitchResponse:  # noqa: N802
-        async def run() -> pb.SetSwitchResponse:
-            reply = await self._control.switch(codec_control.decode_switch_call(request))
-            return codec_control.encode_switch_reply(reply)
+    async def switch(self, call: SwitchCall) -> SwitchReply: ...
+    async def drain(self, *, draining: bool) -> int: ...
+    async def bump(self, call: BumpCall) -> BumpReply: ...
+    async def pin(self, call: PinCall) -> PinReply: ...
+    async def unpin(self, namespace_id: bytes, key: bytes) -> str: ...
+    def quotas(self, subject: QuotaSubject | None = None) -> tuple[QuotaEntry, ...]: ...
+    async def set_quota(self, entry: QuotaEntry) -> str: ...
+    async def delete_quota(self, subject: QuotaSubject) -> str: ...
+    async def evict(self, namespace_id: bytes, key: bytes) -> EvictReply: ...
+    def verify(self, call: VerifyCall) -> AsyncGenerator[VerifyReply, None]: ...
+    def prefetch(self, namespace_id: bytes, key: bytes) -> AsyncGenerator[PrefetchReply, None]: ...
+    def configuration(self) -> ConfigReply: ...
+    async def compare(self) -> ReloadReply: ...
+    async def reload(self) -> ReloadReply: ...
 
-        return await answer_when_done(context, self._log, run)
 
-    async def BumpEpoch(self, request: pb.BumpEpochRequest, context: Context) -> pb.BumpEpochResponse:  # noqa: N802
-        async def run() -> pb.BumpEpochResponse:
-            return codec_control.encode_bump_reply(await self._control.bump(codec_control.decode_bump_call(request)))
+def control_service(control: Control, log: logging.Logger) -> Service:
+    """Return the handlers of service Control."""
 
-        return await answer_when_done(context, self._log, run)
+    async def unpin(call: UnpinCall) -> ChangeReply:
+        return ChangeReply(await control.unpin(call.namespace_id, call.key))
 
-    async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
-        async def run() -> pb.PinResponse:
-            return codec_control.encode_pin_reply(await self._control.pin(codec_control.decode_pin_call(request)))
+    async def set_quota(call: SetQuotaCall) -> ChangeReply:
+        return ChangeReply(await control.set_quota(QuotaEntry(call.subject, call.capacity_bytes, by_operator=True)))
 
-        return await answer_when_done(context, self._log, run)
+    async def delete_quota(call: DeleteQuotaCall) -> ChangeReply:
+        return ChangeReply(await control.delete_quota(call.subject))
 
-    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> pb.UnpinResponse:  # noqa: N802
-        async def run() -> pb.UnpinResponse:
-            return pb.UnpinResponse(not_kept=await self._control.unpin(*codec_control.decode_place(request)))
+    async def list_quotas(call: ListQuotasCall) -> QuotasReply:
+        return QuotasReply(control.quotas(call.subject))
 
-        return await answer_when_done(context, self._log, run)
+    async def reload(call: ReloadCall) -> ReloadReply:
+        return await (control.compare() if call.dry_run else control.reload())
 
-    async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:  # noqa: N802
-        async def run() -> pb.SetQuotaResponse:
-            return pb.SetQuotaResponse(not_kept=await self._control.set_quota(codec_control.decode_set_quota(request)))
+    async def configuration(_: GetConfigCall) -> ConfigReply:
+        return control.configuration()
 
-        return await answer_when_done(context, self._log, run)
+    async def drain(call: DrainCall) -> DrainReply:
+        return DrainReply(await control.drain(draining=call.draining))
 
-    async def DeleteQuota(  # noqa: N802
-        self, request: pb.DeleteQuotaRequest, context: Context
-    ) -> pb.DeleteQuotaResponse:
-        async def run() -> pb.DeleteQuotaResponse:
-            subject = codec_control.decode_quota_subject(request.subject)
-            return pb.DeleteQuotaResponse(not_kept=await self._control.delete_quota(subject))
+    async def evict(call: EvictCall) -> EvictReply:
+        return await control.evict(call.namespace_id, call.key)
 
-        return await answer_when_done(context, self._log, run)
+    def prefetch(call: PrefetchCall) -> AsyncGenerator[PrefetchReply, None]:
+        return control.prefetch(call.namespace_id, call.key)
 
-    async def ListQuotas(self, request: pb.ListQuotasRequest, context: Context) -> pb.ListQuotasResponse:  # noqa: N802
-        def run() -> pb.ListQuotasResponse:
-            subject = codec_control.decode_quota_subject(request.subject) if request.HasField("subject") else None
-            return codec_control.encode_quotas(self._control.quotas(subject))
-
-        return await answer(context, self._log, run)
-
-    async def Reload(self, request: pb.ReloadRequest, context: Context) -> pb.ReloadResponse:  # noqa: N802
-        async def run() -> pb.ReloadResponse:
-            reply = await (self._control.compare() if request.dry_run else self._control.reload())
-            return codec_control.encode_reload_reply(reply)
-
-        return await answer_when_done(context, self._log, run)
-
-    async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> pb.GetConfigResponse:  # noqa: N802, ARG002
-        return await answer(
-            context, self._log, lambda: codec_control.encode_config_reply(self._control.configuration())
-        )
-
-    async def SetDraining(  # noqa: N802
-        self, request: pb.SetDrainingRequest, context: Context
-    ) -> pb.SetDrainingResponse:
-        async def run() -> pb.SetDrainingResponse:
-            return pb.SetDrainingResponse(leases=await self._control.drain(draining=request.draining))
-
-        return await answer_when_done(context, self._log, run)
-
-    async def Evict(self, request: pb.EvictRequest, context: Context) -> pb.EvictResponse:  # noqa: N802
-        async def run() -> pb.EvictResponse:
-            return codec_control.encode_evict_reply(await self._control.evict(*codec_control.decode_place(request)))
-
-        return await answer_when_done(context, self._log, run)
-
-    async def Verify(self, request: pb.VerifyRequest, context: Context) -> None:  # noqa: N802
-        async def tell(reply: VerifyReply) -> None:
-            await context.write(codec_control.encode_verify_reply(reply))
-
-        async def run() -> None:
-            await self._control.verify(codec_control.decode_verify_call(request), tell)
-
-        await answer_when_done(context, self._log, run)
-
-    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> None:  # noqa: N802
-        async def tell(reply: PrefetchReply) -> None:
-            await context.write(codec_control.encode_prefetch_reply(reply))
-
-        async def run() -> None:
-            await self._control.prefetch(*codec_control.decode_place(request), tell)
-
-        await answer_when_done(context, self._log, run)
+    handlers: dict[str, Callable[..., Any]] = {
+        "SetSwitch": control.switch,
+        "SetDraining": drain,
+        "Evict": evict,
+        "BumpEpoch": control.bump,
+        "Verify": control.verify,
+        "Prefetch": prefetch,
+        "Pin": control.pin,
+        "Unpin": unpin,
+        "SetQuota": set_quota,
+        "DeleteQuota": delete_quota,
+        "ListQuotas": list_quotas,
+        "Reload": reload,
+        "GetConfig": configuration,
+    }
+    return operators_service(CONTROL, handlers, log)

@@ -1,4 +1,4 @@
-"""The engines' calls, however they come: adapt, never decide."""
+"""Engines' calls of both lanes: this module adapts calls, and decides nothing."""
 
 from __future__ import annotations
 
@@ -6,29 +6,44 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from kvdepot.core import limits
-from kvdepot.core.calls import AbandonCall, Capabilities, CommitCall, CommitReply, ReleaseCall
+from kvdepot.core.calls import (
+    AbandonCall,
+    AcquireCall,
+    Capabilities,
+    CommitCall,
+    CommitReply,
+    Confirmed,
+    DeclareCall,
+    EndRequestCall,
+    GetCapabilitiesCall,
+    LocateCall,
+    ReleaseCall,
+    ReserveCall,
+    ReserveReply,
+)
 from kvdepot.core.errors import KvDepotError, ProtocolMismatch, StaleEpoch
-from kvdepot.proto import codec, codec_namespace
+from kvdepot.core.registration import RegisterCall, RegisterReply
+from kvdepot.proto.methods import Method
 from kvdepot.proto.status import to_status
-from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.server.engine.counters import Counters
-from kvdepot.server.engine.engine import Engine
-from kvdepot.server.guard import Guard, engine_guard
+from kvdepot.server.depot.counters import Counters
+from kvdepot.server.depot.depot import Depot
+from kvdepot.server.platform.guard import Guard, engine_guard
 from kvdepot.server.rpc.answer import domain_error
 from kvdepot.server.rpc.turns import children_first, in_turns, pieces
 
-Done = Callable[[Any], None]
-"""Gets a call's response, or the KvDepotError that refuses it."""
+Done = Callable[[bytes | KvDepotError], None]
+"""Gets the message of a call's reply, or the error that refuses the call."""
 
 
 class _Call:
     """One that is not answered yet."""
 
-    def __init__(self, method: str, counters: Counters, log: logging.Logger, guard: Guard, done: Done) -> None:
+    def __init__(
+        self, method: Method[Any, Any], counters: Counters, log: logging.Logger, guard: Guard, done: Done
+    ) -> None:
         self._method = method
         self._guard = guard
         self._log = log
@@ -36,25 +51,28 @@ class _Call:
         self._done: Done | None = done
         self._began = time.monotonic()
 
-    def end_with(self, encode: Callable[[Any], Any], reply: object) -> None:
-        """From within the engine: what goes wrong here is this call's alone."""
+    def reply(self, value: object) -> None:
+        """Send the reply from within the depot. An error here ends only this call."""
         try:
-            answer = encode(reply)
+            answer = self._method.reply.encode(value).SerializeToString()
         except Exception as error:  # noqa: BLE001 - whatever it is
             answer = domain_error(error, self._log)
-        self.end(answer)
+        self._end(answer)
 
-    def end(self, answer: Any) -> None:
+    def refuse(self, error: Exception) -> None:
+        self._end(domain_error(error, self._log))
+
+    def _end(self, answer: bytes | KvDepotError) -> None:
         done, self._done = self._done, None
         if done is None:  # it went wrong behind its answer
             return
         self._guard.call("answer", self._count, answer)
         self._guard.call("answer", done, answer)
 
-    def _count(self, answer: Any) -> None:
+    def _count(self, answer: bytes | KvDepotError) -> None:
         if isinstance(answer, KvDepotError):
             _count_failed(self._counters, answer)
-        self._counters.observe(f"call_seconds.{self._method}", time.monotonic() - self._began)
+        self._counters.observe(f"call_seconds.{self._method.name}", time.monotonic() - self._began)
 
 
 def _count_failed(counters: Counters, error: KvDepotError) -> None:
@@ -69,14 +87,14 @@ class DepotCalls:
 
     def __init__(
         self,
-        engine: Engine,
+        depot: Depot,
         *,
         capabilities: Callable[[], Capabilities],
         committed: Callable[[], None],
         counters: Counters,
         log: logging.Logger,
     ) -> None:
-        self._engine = engine
+        self._depot = depot
         self._capabilities = capabilities
         self._committed = committed
         self._counters = counters
@@ -98,116 +116,121 @@ class DepotCalls:
             "Abandon": self._abandon,
         }
 
-    def start(self, method: str, request: Any, done: Done) -> None:
+    def start(self, method: Method[Any, Any], message: bytes, done: Done) -> None:
         """Make a call. `done` is called once: before this returns, or when what the call waits for is there.
 
         It may be called from within the engine, and must not raise.
         """
         call = _Call(method, self._counters, self._log, self._guard, done)
         try:
-            if method in self._later:
-                self._later[method](request, call)
+            value = method.call.parse(message)
+            if method.name in self._later:
+                self._later[method.name](value, call)
             else:
-                call.end(self._at_once[method](request))
+                call.reply(self._at_once[method.name](value))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this call's
-            call.end(domain_error(error, self._log))
+            call.refuse(error)
 
     def refuse(self, error: KvDepotError, done: Done) -> None:
-        """A call that is not made."""
+        """Return an answer that refuses a call."""
         _count_failed(self._counters, error)
         done(error)
 
     def abandoned(self) -> None:
-        """Its caller has gone, or has waited for long enough."""
+        """Return whether the caller is gone, or its waiting time is over."""
         self._counters.add("failed_calls.CANCELLED")
 
-    def _get_capabilities(self, request: pb.GetCapabilitiesRequest) -> pb.GetCapabilitiesResponse:
+    def _get_capabilities(self, call: GetCapabilitiesCall) -> Capabilities:
         ours = (limits.PROTOCOL_MIN, limits.PROTOCOL_MAX)
-        theirs = (request.protocol_min, request.protocol_max)
+        theirs = (call.protocol_min, call.protocol_max)
         if max(ours[0], theirs[0]) > min(ours[1], theirs[1]):
             raise ProtocolMismatch(ours, theirs)
-        return codec.encode_capabilities(self._capabilities())
+        return self._capabilities()
 
-    def _register_namespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
-        call = codec_namespace.decode_register(request)
+    def _register_namespace(self, call: RegisterCall) -> RegisterReply:
         try:
-            return codec_namespace.encode_registered(*self._engine.register_namespace(*call))
+            found = self._depot.register_namespace(call.session, call.spec, call.elements_by_kind())
+            return RegisterReply(*found)
         except StaleEpoch as stale:
-            if request.follows_bumps:
-                return codec_namespace.encode_stale_epoch(stale.bumps)
+            if call.follows_bumps:
+                return RegisterReply(b"", bumps=stale.bumps)
             raise
 
-    def _declare(self, request: pb.DeclareRequest, call: _Call) -> None:
-        decoded = codec.decode_declare_call(request)
-        steps = self._engine.drop_undeclared(decoded)
-        self._in_turns(call, steps, lambda: codec.encode_declare_reply(self._engine.declared(decoded)))
+    def _declare(self, value: DeclareCall, call: _Call) -> None:
+        self._in_turns(call, self._depot.drop_undeclared(value), lambda: self._depot.declared(value))
 
-    def _locate(self, request: pb.LocateRequest, call: _Call) -> None:
-        """What shared tiers are asked for is waited for, beside other calls. Who gave up waiting asks again."""
-        answered = partial(call.end_with, codec.encode_locate_reply)
-        seconds = self._engine.locate(codec.decode_locate_call(request), answered)
+    def _locate(self, value: LocateCall, call: _Call) -> None:
+        """Answer a Locate. Probes of shared tiers run beside other calls. A caller that stopped waiting asks again."""
+        seconds = self._depot.locate(value, call.reply)
         if seconds:
-            asyncio.get_running_loop().call_later(seconds, self._engine.answer_locates)
+            asyncio.get_running_loop().call_later(seconds, self._depot.answer_locates)
 
-    def _acquire(self, request: pb.AcquireRequest, call: _Call) -> None:
-        """What has to be read first is waited for, beside other calls. Who gave up waiting asks again, or releases."""
-        self._engine.acquire(codec.decode_acquire_call(request), partial(call.end_with, codec.encode_acquire_reply))
+    def _acquire(self, value: AcquireCall, call: _Call) -> None:
+        """Answer an Acquire.
+
+        Reads from lower tiers run beside other calls. A caller that gave up asks again, or releases.
+        """
+        self._depot.acquire(value, call.reply)
         if not self._placing:
             self._placing = True
             asyncio.get_running_loop().call_soon(self._place_some)
 
     def _place_some(self) -> None:
         """Turn by turn."""
-        self._placing = self._engine.place_some()
+        self._placing = self._depot.place_some()
         if self._placing:
             asyncio.get_running_loop().call_soon(self._place_some)
 
-    def _release(self, request: pb.ReleaseRequest, call: _Call) -> None:
-        decoded = codec.decode_release_call(request)
-        unused = frozenset(decoded.unused)
+    def _release(self, value: ReleaseCall, call: _Call) -> None:
+        unused = frozenset(value.unused)
 
         def steps() -> Iterator[None]:
-            for lease in decoded.lease_ids:
-                self._engine.release(ReleaseCall(decoded.session, (lease,), (lease,) if lease in unused else ()))
+            for lease in value.lease_ids:
+                self._depot.release(ReleaseCall(value.session, (lease,), (lease,) if lease in unused else ()))
                 yield
 
-        self._in_turns(call, steps(), pb.ReleaseResponse)
+        self._in_turns(call, steps(), Confirmed)
 
-    def _reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
-        return codec.encode_reserve_reply(self._engine.reserve(codec.decode_reserve_call(request)))
+    def _reserve(self, call: ReserveCall) -> ReserveReply:
+        return self._depot.reserve(call)
 
-    def _commit(self, request: pb.CommitRequest, call: _Call) -> None:
-        decoded = codec.decode_commit_call(request)
-        outcomes = [b"" for _ in decoded.items]
+    def _commit(self, value: CommitCall, call: _Call) -> None:
+        outcomes = [b"" for _ in value.items]
 
         def steps() -> Iterator[None]:
-            for group in pieces(decoded.items):
-                reply = self._engine.commit(CommitCall(decoded.session, tuple(piece for _, piece in group)))
+            for group in pieces(value.items):
+                reply = self._depot.commit(CommitCall(value.session, tuple(piece for _, piece in group)))
                 for (number, _), said in zip(group, reply.outcomes, strict=True):
                     outcomes[number] += said
                 self._committed()
                 yield
 
-        self._in_turns(call, steps(), lambda: codec.encode_commit_reply(CommitReply(tuple(outcomes))))
+        self._in_turns(call, steps(), lambda: CommitReply(tuple(outcomes)))
 
-    def _abandon(self, request: pb.AbandonRequest, call: _Call) -> None:
-        decoded = codec.decode_abandon_call(request)
-
+    def _abandon(self, value: AbandonCall, call: _Call) -> None:
         def steps() -> Iterator[None]:
-            for group in pieces(map(children_first, decoded.items)):
-                self._engine.abandon(AbandonCall(decoded.session, tuple(piece for _, piece in group)))
+            for group in pieces(map(children_first, value.items)):
+                self._depot.abandon(AbandonCall(value.session, tuple(piece for _, piece in group)))
                 yield
 
-        self._in_turns(call, steps(), pb.AbandonResponse)
+        self._in_turns(call, steps(), Confirmed)
 
     def _in_turns(self, call: _Call, steps: Iterator[None], answer: Callable[[], Any]) -> None:
         """Take the steps of the call, then answer it. Who gave up waiting asks again."""
 
         def end(error: Exception | None) -> None:
-            call.end_with(lambda _: answer(), None) if error is None else call.end(domain_error(error, self._log))
+            if error is not None:
+                call.refuse(error)
+                return
+            try:
+                value = answer()
+            except Exception as failure:  # noqa: BLE001 - whatever it is, it is this call's
+                call.refuse(failure)
+            else:
+                call.reply(value)
 
         in_turns(steps, end)
 
-    def _end_request(self, request: pb.EndRequestRequest) -> pb.EndRequestResponse:
-        self._engine.end_request(codec.decode_end_request_call(request))
-        return pb.EndRequestResponse()
+    def _end_request(self, call: EndRequestCall) -> Confirmed:
+        self._depot.end_request(call)
+        return Confirmed()

@@ -13,13 +13,10 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from kvdepot.core import limits
-from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
+from kvdepot.proto.v1 import control_pb2
 from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
-from kvdepot.server.grpc_guards import address, connections_max, guards
-from kvdepot.server.rpc.control_service import ControlService
-from kvdepot.server.rpc.depot_service import DepotService
-from kvdepot.server.rpc.operator_service import OperatorService
+from kvdepot.server.platform.grpc_guards import address, connections_max, guards
+from kvdepot.server.rpc.service import Service
 
 SERVICES = tuple(
     service.full_name for file in (pb, control_pb2) for service in file.DESCRIPTOR.services_by_name.values()
@@ -36,7 +33,7 @@ _OPTIONS = (
 
 
 class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # it has no types
-    """Every engine watches a service that has no health, and a watch has no end of its own: a stop ends these."""
+    """A watch of a service that has no health has no end of its own: a stop ends it, or would wait for its grace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,21 +53,17 @@ class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # it has no typ
 class GrpcListener:
     """Owns the grpc.aio server. The caller holds the lock of every socket path."""
 
-    def __init__(
-        self, depot: DepotService, operator: OperatorService, control: ControlService, *, sockets: int
-    ) -> None:
+    def __init__(self, services: Sequence[Service], *, sockets: int) -> None:
         self._server = grpc.aio.server(options=(*_OPTIONS, *guards(connections_max(sockets))))
         self._health = _Health()
-        pb_grpc.add_DepotServicer_to_server(depot, self._server)  # type: ignore[no-untyped-call]
-        pb_grpc.add_OperatorServicer_to_server(operator, self._server)  # type: ignore[no-untyped-call]
-        control_pb2_grpc.add_ControlServicer_to_server(control, self._server)  # type: ignore[no-untyped-call]
+        self._server.add_generic_rpc_handlers(tuple(services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     async def listen(self, paths: Sequence[Path], mode: int, group_id: int) -> None:
         """Bind, give the socket files mode and group, and serve. Raises OSError.
 
-        The process's umask keeps strangers out until the mode is set.
+        The process's umask keeps other users out until the mode is set.
         """
         for path in paths:
             path.unlink(missing_ok=True)
@@ -89,6 +82,6 @@ class GrpcListener:
             await self._health.set(service, status)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Calls in flight get `grace_seconds` to end; new ones are refused at once."""
+        """Refuse new calls, and give calls in flight `grace_seconds` to end."""
         self._health.stop()
         await self._server.stop(grace_seconds)

@@ -1,129 +1,126 @@
-"""The operators' calls: adapt, never decide."""
+"""Operators' queries: this module adapts calls, and decides nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import replace
+from typing import Any, Final
 
 from kvdepot.core.errors import InvalidArgument
-from kvdepot.core.report import DaemonStatus, NamespaceStatus
-from kvdepot.proto import codec_listing, codec_records, codec_report, codec_trace
+from kvdepot.core.listing import (
+    CHUNKS_PER_PAGE_MAX,
+    NAMESPACES_PER_PAGE_MAX,
+    ChunkDescription,
+    ChunkPage,
+    DescribeChunkCall,
+    DescribeNamespaceCall,
+    ListChunksCall,
+    ListContentsCall,
+    NamespaceDescription,
+    NamespacePage,
+)
+from kvdepot.core.records import ExplainCall, ExplainReply
+from kvdepot.core.report import DaemonStatus, GetStatusCall, ListNamespacesCall, NamespaceStatus, NamespaceStatusPage
+from kvdepot.core.traces import RecordTraceCall, TracePart
+from kvdepot.proto.codec import codec_of
+from kvdepot.proto.methods import OPERATOR
 from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
-from kvdepot.server.engine.listing import Listing
-from kvdepot.server.engine.records import Records
-from kvdepot.server.rpc.answer import Context, answer, answer_when_done
+from kvdepot.server.depot.loads.records import Records
+from kvdepot.server.depot.operators.listing import Listing
+from kvdepot.server.rpc.service import Service, operators_service
 
-PAGE_SIZE_MAX = 64
+PAGE_SIZE_MAX: Final = 64
 """Namespaces a page."""
-_TRACE_SECONDS = 0.5
-PAGE_BYTES_MAX = 2 << 20
+_TRACE_SECONDS: Final = 0.5
+PAGE_BYTES_MAX: Final = 2 << 20
 """An identity has some 50 KiB, at most 1 MiB, and a message 4 MiB: a page ends with the namespace that passes this."""
 
 
-class OperatorService(pb_grpc.OperatorServicer):
-    def __init__(
-        self, status: Callable[[], DaemonStatus], listing: Listing, records: Records, log: logging.Logger
-    ) -> None:
+class _Operator:
+    def __init__(self, status: Callable[[], DaemonStatus], listing: Listing, records: Records) -> None:
         self._status = status
         self._listing = listing
         self._records = records
-        self._log = log
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:  # noqa: N802, ARG002
-        """Without the identities of the namespaces, which `ListNamespaces` pages through."""
+    async def status(self, _: GetStatusCall) -> DaemonStatus:
+        """Return the status without the identities of namespaces, which `ListNamespaces` pages through."""
+        status = self._status()
+        brief = tuple(replace(namespace, identity={}) for namespace in status.namespaces)
+        return replace(status, namespaces=brief)
 
-        def run() -> pb.GetStatusResponse:
-            status = self._status()
-            brief = tuple(replace(namespace, identity={}) for namespace in status.namespaces)
-            return codec_report.encode_status(replace(status, namespaces=brief))
+    async def namespaces(self, call: ListNamespacesCall) -> NamespaceStatusPage:
+        namespaces = sorted(self._status().namespaces, key=lambda one: one.namespace_id)
+        after = _token(call.page_token)
+        rest = [one for one in namespaces if one.namespace_id > after]
+        page = _page(rest[: _size(call.page_size, PAGE_SIZE_MAX)])
+        return NamespaceStatusPage(page, page[-1].namespace_id.hex() if len(page) < len(rest) else "")
 
-        return await answer(context, self._log, run)
+    async def contents(self, call: ListContentsCall) -> NamespacePage:
+        size = _size(call.page_size, NAMESPACES_PER_PAGE_MAX)
+        return self._listing.namespaces(call.prefix, size, call.page_token)
 
-    async def ListNamespaces(  # noqa: N802
-        self, request: pb.ListNamespacesRequest, context: Context
-    ) -> pb.ListNamespacesResponse:
-        def run() -> pb.ListNamespacesResponse:
-            namespaces = sorted(self._status().namespaces, key=lambda one: one.namespace_id)
-            after = _token(request.page_token)
-            rest = [one for one in namespaces if one.namespace_id > after]
-            page = _page(rest[: min(request.page_size or PAGE_SIZE_MAX, PAGE_SIZE_MAX)])
-            return pb.ListNamespacesResponse(
-                namespaces=page, next_page_token=page[-1].namespace.hex() if len(page) < len(rest) else ""
-            )
+    async def chunks(self, call: ListChunksCall) -> ChunkPage:
+        size = _size(call.page_size, CHUNKS_PER_PAGE_MAX)
+        return self._listing.chunks(call.namespace_id, call.prefix, size, call.page_token)
 
-        return await answer(context, self._log, run)
+    async def describe_namespace(self, call: DescribeNamespaceCall) -> NamespaceDescription:
+        return self._listing.describe_namespace(call.namespace_id)
 
-    async def ListContents(  # noqa: N802
-        self, request: pb.ListContentsRequest, context: Context
-    ) -> pb.ListContentsResponse:
-        def run() -> pb.ListContentsResponse:
-            page = self._listing.namespaces(*codec_listing.decode_list_contents(request))
-            return codec_listing.encode_namespace_page(page)
+    async def describe_chunk(self, call: DescribeChunkCall) -> ChunkDescription:
+        return self._listing.describe_chunk(call.namespace_id, call.key)
 
-        return await answer(context, self._log, run)
+    async def explain(self, call: ExplainCall) -> ExplainReply:
+        return ExplainReply(self._records.explain(call.request_id))
 
-    async def ListChunks(self, request: pb.ListChunksRequest, context: Context) -> pb.ListChunksResponse:  # noqa: N802
-        def run() -> pb.ListChunksResponse:
-            page = self._listing.chunks(*codec_listing.decode_list_chunks(request))
-            return codec_listing.encode_chunk_page(page)
-
-        return await answer(context, self._log, run)
-
-    async def DescribeNamespace(  # noqa: N802
-        self, request: pb.DescribeNamespaceRequest, context: Context
-    ) -> pb.DescribeNamespaceResponse:
-        def run() -> pb.DescribeNamespaceResponse:
-            description = self._listing.describe_namespace(codec_listing.decode_describe_namespace(request))
-            return codec_listing.encode_namespace_description(description)
-
-        return await answer(context, self._log, run)
-
-    async def DescribeChunk(  # noqa: N802
-        self, request: pb.DescribeChunkRequest, context: Context
-    ) -> pb.DescribeChunkResponse:
-        def run() -> pb.DescribeChunkResponse:
-            description = self._listing.describe_chunk(*codec_listing.decode_describe_chunk(request))
-            return codec_listing.encode_chunk_description(description)
-
-        return await answer(context, self._log, run)
-
-    async def ExplainRequest(  # noqa: N802
-        self, request: pb.ExplainRequestRequest, context: Context
-    ) -> pb.ExplainRequestResponse:
-        def run() -> pb.ExplainRequestResponse:
-            return codec_records.encode_records(self._records.explain(codec_records.decode_explain(request)))
-
-        return await answer(context, self._log, run)
-
-    async def RecordTrace(self, request: pb.RecordTraceRequest, context: Context) -> None:  # noqa: N802, ARG002
-        async def run() -> None:
-            with self._records.traces.recording() as recorder:
-                while True:  # until gRPC cancels it, because the caller is gone or the daemon stops
-                    part = recorder.take()
-                    await context.write(codec_trace.encode_part(part))
-                    if not part.requests:
-                        await asyncio.sleep(_TRACE_SECONDS)
-
-        await answer_when_done(context, self._log, run)
+    async def trace(self, _: RecordTraceCall) -> AsyncGenerator[TracePart, None]:
+        with self._records.traces.recording() as recorder:
+            while True:  # until it is closed, because the caller is gone or the daemon stops
+                part = recorder.take()
+                yield part
+                if not part.requests:
+                    await asyncio.sleep(_TRACE_SECONDS)
 
 
-def _page(namespaces: Iterable[NamespaceStatus]) -> list[pb.NamespaceStatus]:
-    """As many of them as a message has room for."""
-    page: list[pb.NamespaceStatus] = []
+def operator_service(
+    status: Callable[[], DaemonStatus], listing: Listing, records: Records, log: logging.Logger
+) -> Service:
+    """Return the handlers of service Operator."""
+    operator = _Operator(status, listing, records)
+    handlers: dict[str, Callable[..., Any]] = {
+        "GetStatus": operator.status,
+        "ListNamespaces": operator.namespaces,
+        "ListContents": operator.contents,
+        "ListChunks": operator.chunks,
+        "DescribeNamespace": operator.describe_namespace,
+        "DescribeChunk": operator.describe_chunk,
+        "ExplainRequest": operator.explain,
+        "RecordTrace": operator.trace,
+    }
+    return operators_service(OPERATOR, handlers, log)
+
+
+def _size(wanted: int, maximum: int) -> int:
+    """Return the number of entries of a page. 0: the maximum."""
+    return min(wanted or maximum, maximum)
+
+
+def _page(namespaces: Iterable[NamespaceStatus]) -> tuple[NamespaceStatus, ...]:
+    """Return as many namespaces as a message has room for."""
+    codec = codec_of(NamespaceStatus, pb.NamespaceStatus)
+    page: list[NamespaceStatus] = []
     page_bytes = 0
     for namespace in namespaces:
-        page.append(codec_report.encode_namespace_status(namespace))
-        page_bytes += page[-1].ByteSize()
+        page.append(namespace)
+        page_bytes += codec.encode(namespace).ByteSize()
         if page_bytes > PAGE_BYTES_MAX:
             break
-    return page
+    return tuple(page)
 
 
 def _token(text: str) -> bytes:
-    """The id of the last namespace of the page before."""
+    """Return the id of the last namespace of the previous page."""
     try:
         return bytes.fromhex(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The work of a large call in turns of the loop: between two of them everybody else is answered.
+"""The work of a large call, in turns of the loop: other calls are answered between two turns.
 
-A turn ends with the step in which its time is over, so a step has to be short. Nothing of a call is undone when a later
-step of it fails: each of these calls may be repeated, and each step says again what it has said.
+A turn ends with the step in which its time is over, so a step must be short. Nothing is undone if a later step fails:
+each of these calls may be repeated, and each step repeats its answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def in_turns(steps: Iterator[None], end: Callable[[Exception | None], None]) -> 
 
 
 def pieces(items: Iterable[CommitItem]) -> Iterator[list[tuple[int, CommitItem]]]:
-    """The items in groups for a step each, a long one in pieces, each with its item's number. Their order stays."""
+    """Yield the items in groups for one step each, in order. A long item comes in pieces, with the item's number."""
     group: list[tuple[int, CommitItem]] = []
     objects = 0
     for number, item in enumerate(items):
@@ -52,5 +52,5 @@ def pieces(items: Iterable[CommitItem]) -> Iterator[list[tuple[int, CommitItem]]
 
 
 def children_first(item: CommitItem) -> CommitItem:
-    """The item with its indices from the largest down: a reservation names parents before children."""
+    """Return the item with its indices in descending order: a reservation names parents before children."""
     return CommitItem(item.lease_id, np.unique(np.frombuffer(item.indices, "<u4"))[::-1].tobytes())

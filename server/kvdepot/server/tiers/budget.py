@@ -20,7 +20,7 @@ class WriteBudget:
 
     @property
     def written_bytes(self) -> int:
-        """Today."""
+        """Return the bytes written today."""
         self._turn()
         return self._bytes
 
@@ -30,7 +30,7 @@ class WriteBudget:
 
     @property
     def reason(self) -> str:
-        """Why nothing is written; empty unless it is spent."""
+        """Return why nothing is written; empty unless the budget is spent."""
         return "the write budget of this day is spent" if self.spent else ""
 
     def spend(self, size_bytes: int) -> None:
@@ -38,7 +38,7 @@ class WriteBudget:
         self._bytes += size_bytes
 
     def recover(self, day: int, size_bytes: int) -> None:
-        """What the index says; of what this process has counted itself, the more counts."""
+        """Take over the index's count for a day. If this process has itself counted more today, its count stays."""
         self._turn()
         if day == self._day:
             self._bytes = max(self._bytes, size_bytes)

@@ -1,4 +1,4 @@
-"""What every tier below RAM is configured with. `kvdepot.server.config` reads it from TOML."""
+"""What every tier below RAM is configured with. `kvdepot.server.config.config` reads it from TOML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CAPACITY_BYTES_MIN: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class LowerTierConfig:
-    """Sizes in bytes, times in seconds."""
+    """The configuration of a tier below RAM. Sizes in bytes, times in seconds."""
 
     name: str
     path: Path
@@ -28,5 +28,5 @@ class LowerTierConfig:
 
     @property
     def write_slots(self) -> int:
-        """Writes at once: what keeps every worker busy, and one behind it."""
+        """Return the number of writes at once: what keeps every worker busy, and one waiting behind it."""
         return 4 * self.io_workers

@@ -25,11 +25,11 @@ class FailingObjects(Generic[_Key]):
         self._failing: OrderedDict[_Key, tuple[int, int]] = OrderedDict()
 
     def read(self) -> None:
-        """Any object could be."""
+        """Count a read of any object that worked."""
         self._read += 1
 
     def failed(self, key: _Key) -> bool:
-        """Whether it has failed often enough to be given up."""
+        """Count a failure. Return whether the object has failed often enough to be given up."""
         read = self._read + self._breaker.probed  # a probe reads, too
         failures, read_before = self._failing.pop(key, (0, -1))
         self._failing[key] = (failures + (read > read_before), read)
@@ -38,5 +38,5 @@ class FailingObjects(Generic[_Key]):
         return self._failing[key][0] >= _FAILURES_MAX
 
     def forget(self, key: _Key) -> None:
-        """It was read, or is nothing that is served any more."""
+        """Forget the failures of an object that was read, or that is no longer served."""
         self._failing.pop(key, None)

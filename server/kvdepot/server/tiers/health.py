@@ -9,10 +9,10 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Final
 
-from kvdepot.server.file_room import NO_INODES
 from kvdepot.server.io.breaker import DOUBT_SECONDS, Breaker
-from kvdepot.server.logs import REPEAT_SECONDS, Seldom
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.platform.file_room import NO_INODES
+from kvdepot.server.platform.logs import REPEAT_SECONDS, LogThrottle
+from kvdepot.server.storage.base import IoOutcome
 
 RETRY_SECONDS_MAX: Final = 60.0
 """How seldom a tier that goes wrong again and again tries to get out of it."""
@@ -30,7 +30,7 @@ _STOPS_MIN: Final = 2
 
 
 def why_failed(outcome: IoOutcome, detail: str) -> str:
-    """Of a write, or a probe, that failed: for people."""
+    """Return why a write or a probe failed, for people."""
     if outcome is IoOutcome.NO_SPACE and NO_INODES in detail:
         return detail
     if outcome is IoOutcome.READ_ONLY and detail.startswith(_PERMISSION):  # a probe could read
@@ -39,6 +39,8 @@ def why_failed(outcome: IoOutcome, detail: str) -> str:
 
 
 class State(StrEnum):
+    """The state of a tier."""
+
     OPENING = "opening"
     READY = "ready"
     DEGRADED = "degraded"  # what is shown of one that is ready, and not all that it is to be
@@ -48,16 +50,17 @@ class State(StrEnum):
 
 
 class Health:
-    """`retry_due` says when to try to get out of a bad state: after `probe_seconds`, then less and less often.
+    """The state of a tier, and why. `retry_due` says when to try to leave a bad state: first after `probe_seconds`.
 
-    A tier that was well for a minute starts with `probe_seconds` again. One whose probe worked, and the next write did
-    not, is not well: `doubt` says so until a write works, or none has failed for a while.
+    Each further retry comes later. A tier that was well for a minute starts with `probe_seconds` again. A tier whose
+    probe worked, and whose next write did not, is not well. `doubt` says so until a write works, or none has failed
+    for a while.
     """
 
     def __init__(
         self, name: str, *, probe_seconds: float, failures_max: int, clock: Callable[[], float], log: logging.Logger
     ) -> None:
-        """`failures_max`: as many in a row take a path out of use."""
+        """Start in the state OPENING. `failures_max`: as many in a row disable a path."""
         self._name = name
         self._probe_seconds = probe_seconds
         self._failures_max = failures_max
@@ -66,7 +69,7 @@ class Health:
         self._retry_seconds = probe_seconds
         self._retry_at = 0.0
         self._ready_at = clock()
-        self._seldom = Seldom(clock)
+        self._throttle = LogThrottle(clock)
         self._short = ""
         self._failed_writes = self._failed_reads = 0  # in a row
         self._failed_read = ""  # why the last one did
@@ -89,10 +92,13 @@ class Health:
             self._stops, self._stopped = self._stops + 1, reason
         self.state, self.reason = state, reason
         self._retry_at = self._clock() + self._retry_seconds
-        self._say(f"{state}: {reason}")
+        self._log_state(f"{state}: {reason}")
 
     def read_refused(self, outcome: IoOutcome, detail: str) -> None:
-        """Of one object, maybe: who may not read one file of several owners may well read the others."""
+        """Count a refused read. It may concern one object only.
+
+        A process that may not read one file of several owners may well read the others.
+        """
         self._failed_reads += 1
         self._failed_read = why_failed(outcome, detail)
         self._failed_read_at = self._clock()
@@ -101,9 +107,9 @@ class Health:
         self._failed_reads = 0
 
     def write_failed(self, outcome: IoOutcome, detail: str, breaker: Breaker) -> str:
-        """Why nothing more is to be written, as so many failed in a row, whatever reads do. Empty: it may be.
+        """Count a failed write. Return why nothing more is to be written; empty if writes may go on.
 
-        Errors that have taken all of it out of use stop the writing, too.
+        So many failures in a row stop the writing, whatever reads do. So do errors that have disabled the path.
         """
         if outcome not in FAILING_WRITES:
             return ""
@@ -117,7 +123,7 @@ class Health:
 
     @property
     def doubt(self) -> str:
-        """Why it is not well, although it is ready."""
+        """Return why the tier is not well, although it is ready; empty if it is well."""
         since = self._clock() - DOUBT_SECONDS
         if self._stops >= _STOPS_MIN and (self.state is not State.READY or self._ready_at >= since):
             return f"no write has worked since: {self._stopped}"
@@ -126,20 +132,20 @@ class Health:
         return ""
 
     def retried(self) -> None:
-        """Not again for a while, whatever comes of it."""
+        """Put off the next retry, whatever comes of this one. The interval doubles, up to RETRY_SECONDS_MAX."""
         self._retry_at = self._clock() + self._retry_seconds
         self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS_MAX)
 
     def note(self, reason: str) -> None:
-        """A reason in the same state."""
+        """Change the reason within the same state."""
         if reason != self.reason:
             self.reason = reason
-            self._say(reason)
+            self._log_state(reason)
 
     def short_of(self, reason: str) -> None:
-        """It works, and is not all that it is to be; empty: it is again."""
+        """Take note that the tier works, but with less than it is to have. Empty: no longer so."""
         if reason and not self._short:
-            self._say(f"degraded: {reason}")
+            self._log_state(f"degraded: {reason}")
         elif self._short and not reason:
             self._log.info("tier %s: no longer degraded: %s", self._name, self._short)
         self._short = reason
@@ -157,9 +163,9 @@ class Health:
     def close(self) -> None:
         self.state, self.reason = State.CLOSED, "the daemon is stopping"
 
-    def _say(self, what: str) -> None:
-        """The same trouble of another file, or with another number in it, is the same."""
-        if self._seldom.due(_without_details(what)):
+    def _log_state(self, what: str) -> None:
+        """Log a change. The same trouble with another file or another number counts as a repetition."""
+        if self._throttle.due(_without_details(what)):
             self._log.warning("tier %s: %s", self._name, what)
 
 
@@ -168,5 +174,5 @@ def _without_details(what: str) -> str:
 
 
 def shown(health: Health, breaker: Breaker) -> State:
-    """For people: a tier that is ready, and went out of use again after a probe that worked, is not all well."""
+    """Return the state for people. A tier that is ready, but disabled again after a probe worked, is degraded."""
     return State.DEGRADED if health.shown is State.READY and breaker.doubt else health.shown

@@ -10,13 +10,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.objectfile import ObjectName
-from kvdepot.server.tiers.base import NO_HANDLE
+from kvdepot.server.storage.base import NO_HANDLE
 
 _BYTES: Final = 16
 
 
 class NameTable:
-    """Handles 0..handles_max-1. Whose handle is in use is the caller's to know."""
+    """Base of what a tier knows of its objects: handles 0..handles_max-1. A subclass knows which are in use."""
 
     def __init__(self, handles_max: int) -> None:
         self.handles_max = handles_max
@@ -34,11 +34,10 @@ class NameTable:
 
     @property
     def room(self) -> int:
-        """How many more there can be."""
+        """Return how many more names there can be."""
         return self.handles_max - self.count
 
-    def add(self, name: ObjectName) -> int:
-        """The caller saw that there is `room`."""
+    def _add_name(self, name: ObjectName) -> int:
         handle = self._take()
         at = slice(_BYTES * handle, _BYTES * handle + _BYTES)
         self._namespace[at], self._key[at], self._parent[at] = name.namespace, name.key, name.parent
@@ -47,8 +46,11 @@ class NameTable:
         self._raw[handle] = name.raw_bytes
         return handle
 
-    def add_many(self, fields: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """The handle of each row of a structured array whose fields are called like those of a name."""
+    def _add_names(self, fields: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Add a name for each row of a structured array. Return the handle of each row.
+
+        The fields are called like those of a name.
+        """
         handles = np.array([self._take() for _ in range(len(fields))], np.int64)
         for column, field in ((self._namespace, "namespace"), (self._key, "key"), (self._parent, "parent")):
             np.asarray(column).view(np.uint64).reshape(-1, 2)[handles] = fields[field]
@@ -56,7 +58,7 @@ class NameTable:
             np.asarray(numbers)[handles] = fields[field]
         return handles
 
-    def remove(self, handle: int) -> None:
+    def _free_handle(self, handle: int) -> None:
         self.count -= 1
         self._next[handle] = self._free
         self._free = handle
@@ -69,7 +71,7 @@ class NameTable:
         )  # fmt: skip
 
     def ends_last(self, handles: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """In order of their boundaries, and of a chunk the object that makes the path first."""
+        """Return the handles in order of their boundaries. The object that makes the path is first of its chunk."""
         kinds, boundaries = np.asarray(self._kind)[handles], np.asarray(self._boundary)[handles]
         ordered: npt.NDArray[np.int64] = handles[np.lexsort((kinds, boundaries))]
         return ordered

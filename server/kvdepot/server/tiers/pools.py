@@ -11,7 +11,7 @@ from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.io.pool import FAILING, IoPool
 from kvdepot.server.io.worker_process import WorkerSettings
-from kvdepot.server.tiers.base import IoOutcome, WorkerRegistry
+from kvdepot.server.storage.base import IoOutcome, WorkerRegistry
 from kvdepot.server.tiers.config import LowerTierConfig
 
 
@@ -28,12 +28,12 @@ class TierMeans:
     count: Callable[[str, float], None]
 
     def data_pool(self, config: LowerTierConfig, *, probe: Probe, failing: frozenset[IoOutcome] = FAILING) -> IoPool:
-        """Workers that have the arena."""
+        """Return a pool of workers that have the arena."""
         settings = WorkerSettings(config.path, self.arena_fd, self.arena_bytes)
         return self._pool(config, settings, config.io_workers, self.registry, probe, failing)
 
     def journal_pool(self, config: LowerTierConfig, *, probe: Probe) -> IoPool:
-        """One worker, which is never given a loan."""
+        """Return a pool of one worker, which is never given a loan."""
         return self._pool(config, WorkerSettings(config.path), 1, None, probe, FAILING)
 
     def _pool(

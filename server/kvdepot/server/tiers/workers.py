@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.jobs import Answer, Job, Priority
-from kvdepot.server.tiers.base import Loan
+from kvdepot.server.storage.base import Loan
 
 
 class Workers(Protocol):
@@ -22,14 +22,14 @@ class Workers(Protocol):
     def why_unusable(self) -> str: ...
 
     def submit(self, job: Job, *, priority: Priority, done: Callable[[Answer], None], loan: Loan | None = None) -> None:
-        """`done` is called once, never from in here. Its loan has ended by then; after TIMEOUT it ends later.
+        """Queue a job. `done` is called once, never from in here.
 
-        What a worker died of may be done again by another one, under the loan begun anew: what the first one did then
-        lies there, whatever the answer is.
+        The loan has ended when `done` is called; after TIMEOUT it ends later. A job whose worker died may be done again
+        by another worker, under the loan begun anew. What the first worker did then lies there, whatever the answer is.
         """
 
     def renew(self, guard: str) -> None:
-        """From now on by workers that open their files anew and were admitted with this token."""
+        """Replace the workers by ones that open their files anew and were admitted with this token."""
 
     async def close(self, seconds: float = ...) -> int: ...
 

@@ -18,24 +18,34 @@ from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy import native
 from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, concatenate, object_pieces
 from kvdepot.client.copy.cpu import CpuCopier
-from kvdepot.client.copy.device import DeviceCopier
+from kvdepot.client.copy.device import DeviceCopier, Way
 from kvdepot.client.copy.native import MOVE_BYTES_MAX
 from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.core.arena import PAGE_BYTES
 
+from benchmarks.day_one.copies import backward_cut, block_bytes_of, check_layers, filled, layer_sets
 from tests.fakes.late_device import LateDevice
 from tests.rigs.memory_arena import ARENA_BYTES
-from tests.rigs.seeds import drawn
+from tests.rigs.seeds import RUN_SEED, drawn
 
 Copier = CpuCopier | DeviceCopier
 MakeCopier = Callable[[Sequence[torch.Tensor]], Copier]
 
 
-@pytest.fixture(params=["cpu", "device"])
-def make_copier(request: pytest.FixtureRequest) -> MakeCopier:
+def pinned_copier(layers: Sequence[torch.Tensor], arena: ArenaMap, way: Way | None) -> DeviceCopier:
+    """One that may pin all of the arena."""
+    copier = DeviceCopier(layers, LateDevice(), way=way)
+    arena.populated(arena.size_bytes)
+    copier.enter()
+    copier.prepare(arena)
+    return copier
+
+
+@pytest.fixture(params=["cpu", *Way])
+def make_copier(request: pytest.FixtureRequest, arena: ArenaMap) -> MakeCopier:
     if request.param == "cpu":
         return CpuCopier
-    return lambda layers: DeviceCopier(layers, LateDevice())
+    return lambda layers: pinned_copier(layers, arena, Way(request.param))
 
 
 def extents(*fragments: tuple[int, int]) -> Extents:
@@ -43,37 +53,10 @@ def extents(*fragments: tuple[int, int]) -> Extents:
     return parse_extents(np.array(words, dtype="<u8").tobytes(), ARENA_BYTES)
 
 
-def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    raw = torch.randint(
-        0,
-        256,
-        (int(np.prod(shape)) * dtype.itemsize,),
-        dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return raw.view(dtype).reshape(shape)
-
-
-def block_bytes_of(layer: torch.Tensor, block: int) -> bytes:
-    return bytes(layer[block].contiguous().flatten().view(torch.uint8).numpy().tobytes())
-
-
 def layouts() -> dict[str, list[torch.Tensor]]:
     """Name -> the layers of one rank, of every shape the engine hands out."""
-    packed = filled((20, 3 * 4096), torch.uint8)  # one storage, three layers side by side in each block
-    padded = filled((20, 5000), torch.uint8)
-    halves = filled((2, 20, 4, 16, 32), torch.bfloat16)  # keys and values apart: [2, blocks, ...]
-    return {
-        "contiguous": [filled((20, 16, 4, 64), torch.bfloat16), filled((20, 16, 4, 64), torch.bfloat16, 1)],
-        "side by side in one storage": [packed[:, i * 4096 : (i + 1) * 4096] for i in range(3)],
-        "padded": [padded[:, :4096], filled((20, 2048), torch.float32)],
-        "keys and values apart": [halves.permute(1, 0, 2, 3, 4)],
-        "heads before tokens": [filled((20, 4, 16, 64), torch.float32).permute(0, 2, 1, 3)],
-        "innermost strided": [filled((20, 64, 16), torch.bfloat16).permute(0, 2, 1)],
-        "odd sizes": [filled((20, 7, 3), torch.float16), filled((20, 1), torch.float32)],
-        "offset in its storage": [filled((25, 2048), torch.float16)[5:]],
-        "runs of more than one memmove": [filled((20, 2, 90_000), torch.uint8)[:, :, : MOVE_BYTES_MAX + 1000]],
-    }
+    long_runs = filled((20, 2, 90_000), torch.uint8)[:, :, : MOVE_BYTES_MAX + 1000]
+    return layer_sets(torch.device("cpu")) | {"runs of more than one memmove": [long_runs]}
 
 
 @pytest.mark.parametrize("name", layouts())
@@ -83,33 +66,11 @@ def test_stored_bytes_are_the_blocks_bytes_and_come_back_into_other_blocks(
 ) -> None:
     layers = layouts()[name]
     copier = make_copier(layers)
-    sizes = [copier.block_bytes(i) for i in range(len(layers))]
-    source, target = [3, 11, 0, 19], [5, 6, 14, 2]
-    total = sum(sizes) * len(source)
-    base = arena.layout.data_offset
-    if cut_bytes:  # fragments of `cut_bytes`, in reverse order in the arena
-        count = -(-total // cut_bytes)
-        cut = [(base + (count - i) * 8192, min(cut_bytes, total - i * cut_bytes)) for i in range(count)]
-        if cut[0][0] + cut_bytes > ARENA_BYTES:
-            pytest.skip("more fragments than this arena holds")
-    else:
-        cut = [(base, total)]
-    held = extents(*cut)
-    expected = b"".join(block_bytes_of(layer, block) for layer in layers for block in source)
-    before = [layer.clone() for layer in layers]
-    args = (list(range(len(layers))), sizes, len(source))
-    for batch in object_pieces(held, [0], 0, *args, [source]).split(8192):
-        copier.copy(arena, batch, Direction.STORE)
-    copier.wait()
-    assert b"".join(bytes(arena.buffer[o : o + n]) for o, n in cut) == expected
-    for batch in object_pieces(held, [0], 0, *args, [target]).split(8192):
-        copier.copy(arena, batch, Direction.LOAD)
-    copier.wait()
-    for layer, old in zip(layers, before, strict=True):
-        for wrote, came_from in zip(target, source, strict=True):
-            assert block_bytes_of(layer, wrote) == block_bytes_of(old, came_from)
-        untouched = sorted(set(range(20)) - set(target))
-        assert all(block_bytes_of(layer, block) == block_bytes_of(old, block) for block in untouched)
+    total = 4 * sum(copier.block_bytes(number) for number in range(len(layers)))
+    cut = backward_cut(arena.data_offset, total, cut_bytes)
+    if cut[0][0] + cut_bytes > ARENA_BYTES:
+        pytest.skip("more fragments than this arena holds")
+    check_layers(copier, arena, layers, cut, random.Random(RUN_SEED))
 
 
 @pytest.mark.requirement("A1")
@@ -159,7 +120,7 @@ def test_padding_between_blocks_is_neither_stored_nor_written(arena: ArenaMap, m
 
 
 def test_a_part_within_an_object_takes_only_its_missing_blocks(arena: ArenaMap, make_copier: MakeCopier) -> None:
-    """Part at byte 4096 of the object, blocks 1 and 2 of 3: layer-major positions (DESIGN 2, object)."""
+    """Part at byte 4096 of the object, blocks 1 and 2 of 3: layer-major positions (docs/formats/namespace.md)."""
     layers = [filled((10, 1024), torch.uint8, seed) for seed in (1, 2)]
     copier = make_copier(layers)
     base = arena.layout.data_offset
@@ -244,6 +205,11 @@ def test_refuses_pieces_out_of_range_before_any_byte_moves(
     with pytest.raises(CopyError, match=names):
         make_copier([layer]).copy(arena, batch, Direction.STORE)
     assert not any(arena.buffer[arena.layout.data_offset : arena.layout.data_offset + 4096])
+
+
+def test_refuses_a_layer_that_has_no_blocks(make_copier: MakeCopier) -> None:
+    with pytest.raises(CopyError, match="0 dimensions"):
+        make_copier([torch.tensor(1.0)])
 
 
 @pytest.mark.requirement("D6")

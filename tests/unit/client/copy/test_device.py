@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from kvdepot.client.arena_map import ArenaMap, Population
+from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy import device as device_module
+from kvdepot.client.copy import indexed, pinning
 from kvdepot.client.copy.base import CopyBatch, CopyError, Direction
-from kvdepot.client.copy.device import DeviceCopier
-from kvdepot.client.vllm import rank
-from kvdepot.client.vllm.guard import Failures
-from kvdepot.client.vllm.metadata import LoadOp, ObjectCopy, StoreOp
-from kvdepot.client.vllm.settings import parse_settings
-from kvdepot.client.vllm.worker import CopyThread
-from kvdepot.core.arena import PAGE_BYTES
+from kvdepot.client.copy.cuda import CudaDevice
+from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.vllm.base.guard import Failures
+from kvdepot.client.vllm.base.operations import LoadOp, ObjectCopy, StoreOp
+from kvdepot.client.vllm.base.settings import parse_settings
+from kvdepot.client.vllm.base.stats import KVDepotStats
+from kvdepot.client.vllm.worker import rank
+from kvdepot.client.vllm.worker.copy_thread import CopyThread
+from kvdepot.client.vllm.worker.layers import RankLayers
+from kvdepot.client.vllm.worker.worker import WorkerSide
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.day_one.copies import block_bytes_of, filled
 from tests.fakes.late_device import EngineWork, LateDevice
-from tests.rigs.memory_arena import ARENA_BYTES, make_arena
-from tests.unit.client.copy.test_copiers import block_bytes_of, filled
+from tests.rigs.patience import patient, wait_until
 
 BLOCK_BYTES = 2048
 
@@ -119,7 +123,7 @@ def test_engines_tensors_made_in_inference_mode_are_written(arena: ArenaMap) -> 
     ],
 )
 def test_blocks_move_as_the_largest_numbers_that_fit(layer: torch.Tensor, dtype: torch.dtype) -> None:
-    numbers = device_module._as_numbers(layer)
+    numbers = indexed.as_numbers(layer)
     assert numbers.dtype is dtype
     assert len(numbers) == len(layer)
     assert block_bytes_of(numbers, 5) == block_bytes_of(layer, 5)
@@ -145,9 +149,9 @@ def test_a_block_stored_in_parts_and_whole_again_in_one_batch_is_right_in_both_p
 
 
 def test_transfers_are_as_long_as_pinned_pieces_let_them_be(arena: ArenaMap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "PIN_PIECE_BYTES", 8192)
-    copier = DeviceCopier([filled((64, BLOCK_BYTES), torch.uint8)], LateDevice())
-    _, transfers, size_bytes = copier._plan(batch_of(arena, list(range(10)), at=2048))
+    monkeypatch.setattr(indexed, "PIECE_BYTES", 8192)
+    copies = DeviceCopier([filled((64, BLOCK_BYTES), torch.uint8)], LateDevice())._indexed
+    _, transfers, size_bytes = copies._plan(batch_of(arena, list(range(10)), at=2048))
     assert size_bytes == 10 * BLOCK_BYTES
     assert sum(one.length for one in transfers) == size_bytes
     begin = arena.layout.data_offset + 2048
@@ -155,76 +159,119 @@ def test_transfers_are_as_long_as_pinned_pieces_let_them_be(arena: ArenaMap, mon
     assert all(one.offset // 8192 == (one.offset + one.length - 1) // 8192 for one in transfers)
 
 
-class Pinning:
-    """A copier and an arena of four pieces whose pages come one after the other."""
-
-    def __init__(self, arena_id: int, device: LateDevice, copier: DeviceCopier | None = None) -> None:
-        self.device = device
-        self.arena, self.descriptor = make_arena(arena_id=arena_id)
-        self.arena.buffer[PAGE_BYTES:] = bytes(self.arena.size_bytes - PAGE_BYTES)  # so that it has its pages
-        self.population = Population(self.arena, os.dup(self.descriptor))
-        self.copier = copier or DeviceCopier([filled((8, BLOCK_BYTES), torch.uint8)], device)
-
-    def close(self) -> None:
-        self.population.close()
-        self.arena.close()
-        os.close(self.descriptor)
+def usable(layers: list[torch.Tensor], device: LateDevice, arena: ArenaMap, way: Way | None = None) -> DeviceCopier:
+    """A copier that may pin all of the arena."""
+    copier = DeviceCopier(layers, device, way=way, pin_in_background=False)
+    arena.populated(arena.size_bytes)
+    copier.enter()
+    copier.prepare(arena)
+    return copier
 
 
-@pytest.fixture
-def pinning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pinning]:
-    monkeypatch.setattr(device_module, "PIN_PIECE_BYTES", ARENA_BYTES // 4)
-    made = Pinning(7, LateDevice())
-    yield made
-    made.close()
+@pytest.mark.parametrize("direction", Direction)
+def test_long_runs_go_straight_in_one_call(arena: ArenaMap, direction: Direction) -> None:
+    device = LateDevice()
+    layer = filled((8, device_module.BATCH_RUN_BYTES), torch.uint8)
+    copier = usable([layer], device, arena)
+    blocks = np.array([6, 1, 3], dtype=np.int64)
+    zeros = np.zeros(3, dtype=np.int64)
+    lengths = zeros + device_module.BATCH_RUN_BYTES
+    offsets = arena.layout.data_offset + np.arange(3) * 2 * device_module.BATCH_RUN_BYTES
+    copier.copy(arena, CopyBatch(zeros, blocks, zeros, offsets, lengths), direction)
+    assert device.transfers == [(True, 3)] and not device.shuffles
 
 
-def test_the_arena_is_pinned_piece_by_piece_as_it_is_populated(pinning: Pinning) -> None:
-    copier, device, one = pinning.copier, pinning.device, pinning.arena
-    assert copier.prepare(None) == copier.prepare(one) == device_module.PREPARE_AGAIN_SECONDS
-    pinning.population.step(ARENA_BYTES // 2)
-    assert [copier.prepare(one) for _ in range(3)] == [0.0, 0.0, device_module.PREPARE_AGAIN_SECONDS]
-    pinning.population.step(ARENA_BYTES // 2)
-    assert [copier.prepare(one) for _ in range(3)] == [0.0, 0.0, device_module.PREPARE_AGAIN_SECONDS]
-    assert device.pinned == [ARENA_BYTES // 4] * 4
+@pytest.mark.parametrize("direction", Direction)
+def test_short_runs_are_gathered_by_one_launch_and_travel_as_long_ones(arena: ArenaMap, direction: Direction) -> None:
+    device = LateDevice()
+    copier = usable([filled((64, BLOCK_BYTES), torch.uint8)], device, arena)
+    copier.copy(arena, batch_of(arena, [9, 4, 5, 30]), direction)
+    assert (device.transfers, device.shuffles) == ([(True, 1)], [3]), "blocks 4 and 5 lie together on both sides"
 
 
-def test_another_arena_is_pinned_after_the_one_before_was_let_go(pinning: Pinning) -> None:
-    copier, device = pinning.copier, pinning.device
-    pinning.population.step(ARENA_BYTES)
-    while copier.prepare(pinning.arena) == 0.0:
-        pass
-    copier.copy(pinning.arena, batch_of(pinning.arena, [1]), Direction.STORE)
-    other = Pinning(8, device, copier)
-    assert copier.prepare(other.arena) != 0.0
-    assert not device.pinned and not device.in_flight, "waited first"
-    other.population.step(ARENA_BYTES)
-    assert copier.prepare(other.arena) == 0.0
-    copier.prepare(None)
-    assert not device.pinned
-    other.close()
+@pytest.mark.parametrize("ways", [{Way.TORCH}, {Way.TORCH, Way.BATCH}])
+def test_a_device_that_has_neither_way_copies_by_torch(arena: ArenaMap, ways: set[Way]) -> None:
+    device = LateDevice(ways=frozenset(ways))
+    layer = filled((64, BLOCK_BYTES), torch.uint8)
+    copier = usable([layer], device, arena)
+    copier.copy(arena, batch_of(arena, [9, 4]), Direction.STORE)
+    copier.move([0], np.array([3]), np.array([6]))
+    copier.wait()
+    assert not device.transfers and not device.shuffles
+    assert stored(arena, 2) == block_bytes_of(layer, 9) + block_bytes_of(layer, 4)
 
 
-def test_where_pinning_is_refused_it_is_not_tried_again_before_another_arena(
-    pinning: Pinning, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("way", [None, Way.BATCH])
+def test_what_is_not_pinned_never_goes_by_a_batch_call(arena: ArenaMap, way: Way | None) -> None:
+    """A driver's batch call takes pinned memory only: other memory might be read when the caller has moved on."""
+    device = LateDevice(pins_refused=True)
+    layer = filled((8, device_module.BATCH_RUN_BYTES), torch.uint8)
+    copier = usable([layer], device, arena, way)
+    batch = replace(batch_of(arena, [5]), lengths=np.array([device_module.BATCH_RUN_BYTES]))
+    copier.copy(arena, batch, Direction.STORE)
+    copier.wait()
+    assert device.transfers == [(False, 1)] and device.shuffles == [1]
+    assert stored(arena, device_module.BATCH_RUN_BYTES // BLOCK_BYTES) == block_bytes_of(layer, 5)
+
+
+def test_a_load_waits_for_no_store(arena: ArenaMap) -> None:
+    layer, device = filled((8, BLOCK_BYTES), torch.uint8), LateDevice()
+    copier = usable([layer], device, arena)
+    arena.buffer[arena.layout.data_offset : arena.layout.data_offset + BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
+    copier.copy(arena, batch_of(arena, [1, 2], at=8192), Direction.STORE)
+    copier.copy(arena, batch_of(arena, [3]), Direction.LOAD)
+    copier.wait(Direction.LOAD)
+    assert (layer[3] == 0x55).all() and device.in_flight == 1
+    assert stored(arena, 1, at=8192) != block_bytes_of(layer, 1)
+    copier.wait(Direction.STORE)
+    assert stored(arena, 1, at=8192) == block_bytes_of(layer, 1)
+
+
+class Dispatches(TorchDispatchMode):
+    """Counts torch's operations: each one gives the GIL away and has to get it back."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.requirement("D6")
+@pytest.mark.parametrize("way", [Way.BATCH, Way.GATHER])
+@pytest.mark.parametrize("direction", Direction)
+def test_a_batch_of_thousands_of_blocks_is_a_handful_of_torch_operations(
+    arena: ArenaMap, way: Way, direction: Direction
 ) -> None:
-    copier, device = pinning.copier, pinning.device
-    pinning.population.step(ARENA_BYTES)
-    assert copier.prepare(pinning.arena) == 0.0
-    device.pins_refused = True
-    assert copier.prepare(pinning.arena) == 0.0
-    device.pins_refused = False
-    assert copier.prepare(pinning.arena) == device_module.PREPARE_AGAIN_SECONDS
-    assert device.pinned == [ARENA_BYTES // 4], "what is pinned stays of use"
-    (told,) = caplog.messages
-    assert f"{ARENA_BYTES // 4} of the arena's" in told
-    other = Pinning(8, device, copier)
-    assert copier.prepare(other.arena) != 0.0
-    assert not device.pinned
-    other.population.step(ARENA_BYTES)
-    assert copier.prepare(other.arena) == 0.0
-    assert device.pinned == [ARENA_BYTES // 4]
-    other.close()
+    layers = [filled((300, 64), torch.uint8, seed) for seed in range(16)]
+    copier = usable(layers, LateDevice(), arena, way)
+    count = 16 * 256
+    numbers = np.arange(count, dtype=np.int64)
+    lengths = np.full(count, 64, dtype=np.int64)
+    blocks = np.random.default_rng(0).permutation(256)[numbers % 256].astype(np.int64)
+    offsets = arena.layout.data_offset + numbers * 64
+    batch = CopyBatch(numbers // 256, blocks, np.zeros(count, dtype=np.int64), offsets, lengths)
+    copier.copy(arena, batch, direction)  # takes scratch memory
+    with Dispatches() as dispatches:
+        copier.copy(arena, batch, direction)
+    assert dispatches.count <= 8
+
+
+@pytest.mark.requirement("I1")
+def test_what_was_queued_before_a_batch_failed_is_waited_for(arena: ArenaMap, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, device = filled((64, BLOCK_BYTES), torch.uint8), LateDevice()
+    copier = usable([layer], device, arena, Way.GATHER)
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("launch failed")
+
+    arena.buffer[arena.layout.data_offset : arena.layout.data_offset + BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
+    monkeypatch.setattr(device, "shuffle", refused)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        copier.copy(arena, batch_of(arena, [3]), Direction.LOAD)
+    assert device.queues[Direction.LOAD].work, "its transfer is on its way"
+    copier.wait(Direction.LOAD)
+    assert not device.queues[Direction.LOAD].work
 
 
 class Places:
@@ -308,6 +355,42 @@ def test_what_a_lost_device_was_given_is_never_acknowledged(arena: ArenaMap, kin
         assert thread.take_done() == []
 
 
+@pytest.mark.requirement("I1a", "I3")
+@pytest.mark.parametrize("kind", [LoadOp, StoreOp])
+def test_a_lost_device_is_given_nothing_more_and_is_counted_and_named(
+    arena: ArenaMap, kind: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    grant(arena)
+    device = LateDevice(lost=True)
+    thread = thread_on(arena, filled((8, BLOCK_BYTES), torch.uint8), device, Places(arena))
+    side = WorkerSide(0, thread._attachment, thread, RankLayers((), ()))
+    thread._do(op_of(LoadOp, arena), device.engine_mark())
+    started, op = device.started, replace(op_of(kind, arena), op_id=2)
+    device.lost = False
+    thread._do(op, device.engine_mark())
+    ((outcome),) = thread.take_done()
+    assert outcome.op is op and outcome.failed == {0} and device.started == started
+    assert "wait failed (RuntimeError: the device is lost)" in caplog.text
+    assert caplog.text.count("copies nothing more") == 1
+    for counted in (1, None):
+        stats = KVDepotStats()
+        side.add_stats(stats)
+        assert stats.data["counters"].get("lost_devices", {}).get("") == counted
+
+
+def test_an_object_without_extents_fails_alone(arena: ArenaMap) -> None:
+    grant(arena)
+    device = LateDevice()
+    layer = filled((8, BLOCK_BYTES), torch.uint8)
+    thread = thread_on(arena, layer, device, Places(arena))
+    store: Any = op_of(StoreOp, arena)
+    store = replace(store, objects=(*store.objects, replace(store.objects[0], index=1)))
+    thread._do(store, device.engine_mark())
+    ((outcome),) = thread.take_done()
+    assert outcome.failed == {1}
+    assert stored(arena, 1) == block_bytes_of(layer, 1)
+
+
 def test_a_load_is_waited_for_until_it_is_over_and_no_longer_than_said(arena: ArenaMap) -> None:
     grant(arena)
     layer, device = filled((8, BLOCK_BYTES), torch.uint8), LateDevice()
@@ -328,10 +411,104 @@ def test_a_load_is_waited_for_until_it_is_over_and_no_longer_than_said(arena: Ar
     copying.join(60)
 
 
-def test_gpus_are_refused_until_asked_for() -> None:
-    views: Any = [SimpleNamespace(device=torch.device("cuda", 0))]
-    with pytest.raises(ValueError, match="experimental_cuda = true"):
-        rank._copier(views, parse_settings({"endpoint": "unix:///run/kvdepot/kvdepot.sock"}), logging.getLogger())
+@pytest.mark.requirement("I3")
+@pytest.mark.parametrize("kind", [LoadOp, StoreOp])
+def test_on_a_device_that_cannot_be_used_every_copy_fails_at_once(
+    arena: ArenaMap, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    grant(arena)
+
+    def no_driver(_: LateDevice) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(LateDevice, "enter", no_driver)
+    device = LateDevice()
+    thread = thread_on(arena, filled((8, BLOCK_BYTES), torch.uint8), device, Places(arena))
+    thread.start(thread._places)  # type: ignore[arg-type]
+    op: Any = op_of(kind, arena)
+    thread.submit([op] if kind is LoadOp else [], [op] if kind is StoreOp else [])
+    wait_until(lambda: thread._done, "the copy is over")
+    (outcome,) = thread.take_done()
+    assert outcome.failed == {0}
+    assert thread._failures.counts == {"enter:OSError": 1}
+    assert not device.started, "it was given nothing"
+    thread.close()
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["arena there", "arena gone"])
+def test_close_does_not_wait_until_the_arena_is_unpinned(
+    arena: ArenaMap, monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    """16,384 pieces of 3 ms each at a tenth of the time are minutes."""
+    monkeypatch.setattr(pinning, "PIECE_BYTES", 4096)
+    unpinning, may_go_on = threading.Event(), threading.Event()
+
+    def slow(self: LateDevice, host: memoryview) -> None:
+        unpinning.set()
+        assert may_go_on.wait(patient(20))
+
+    monkeypatch.setattr(LateDevice, "unpin", slow)
+    device = LateDevice()
+    arena.populated(arena.size_bytes)
+    thread = thread_on(arena, filled((8, BLOCK_BYTES), torch.uint8), device, Places(arena))
+    thread.start(thread._places)  # type: ignore[arg-type]
+    wait_until(lambda: device.pinned, "a piece is pinned")
+    if over:
+        arena.close()
+    thread.close()
+    assert unpinning.wait(patient(20)) and thread.over and not device.left
+    may_go_on.set()
+
+
+@pytest.mark.requirement("I3")
+def test_a_start_that_begins_to_wait_while_preparing_fails_does_not_wait_for_ever(
+    arena: ArenaMap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = thread_on(arena, filled((8, BLOCK_BYTES), torch.uint8), LateDevice(), Places(arena))
+    calls: list[bool] = []
+
+    def prepare(_: DeviceCopier, __: object, *, at_once: bool = False) -> None:
+        calls.append(at_once)
+        if len(calls) == 1:
+            thread._at_once = True  # as `prepare_at_once` does meanwhile
+        if not at_once:
+            raise RuntimeError("the driver says no")
+
+    monkeypatch.setattr(DeviceCopier, "prepare", prepare)
+    running = threading.Thread(target=thread._next, daemon=True)
+    running.start()
+    assert thread._prepared.wait(patient(20))
+    assert calls[:2] == [False, True]
+    thread.close()
+    running.join(patient(20))
+
+
+def test_gpus_need_no_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rank, "DeviceCopier", lambda *arguments, **options: made.append((*arguments, options)))
+    views: Any = [SimpleNamespace(device=torch.device("cuda", 1))]
+    rank._copier(views, parse_settings({"endpoint": "unix:///run/kvdepot/kvdepot.sock"}), logging.getLogger())
+    ((copied, device, _, options),) = made
+    assert copied is views and isinstance(device, CudaDevice)
+    assert options == {"way": None, "pin_in_background": True}
+
+
+@pytest.mark.requirement("I3")
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["xpu:0"], "copies to and from xpu devices are not supported"),
+        (["mps"], "copies to and from mps devices are not supported"),
+        (["cuda:1", "cuda:0"], r"several devices \(cuda:0, cuda:1\)"),
+        (["cpu", "xpu:0"], r"several devices \(cpu, xpu:0\)"),
+    ],
+)
+def test_devices_that_nobody_has_tried_are_refused_by_name(devices: list[str], message: str) -> None:
+    """A CopyError is the reason for which a rank is served without kvdepot."""
+    views: Any = [SimpleNamespace(device=torch.device(device)) for device in devices]
+    settings = parse_settings({"endpoint": "unix:///run/kvdepot/kvdepot.sock"})
+    with pytest.raises(CopyError, match=message):
+        rank._copier(views, settings, logging.getLogger())
 
 
 @pytest.mark.requirement("I3")

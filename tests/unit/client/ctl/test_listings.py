@@ -76,7 +76,7 @@ PIN = PinStatus(ID, b"\x5a" * 16, 5400.0, 3, 2, 1024)
 
 
 def test_names_are_never_markup() -> None:
-    contents = NamespaceContents(ID, "[red]label", "[b]tenant", tiers=(TierContents("[i]tier", {WINDOW: 2}, 5),))
+    contents = NamespaceContents(ID, "[red]label", "[b]tenant", tiers=(TierContents("[i]tier", {Kind.WINDOW: 2}, 5),))
     text = printed(lambda console: print_namespaces(NamespacePage((contents,)), console))
     assert all(name in text for name in ("[red]label", "[b]tenant", "[i]tier", "window:2"))
     group = GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(64, 64), layers=("l0", "l1"))
@@ -99,8 +99,8 @@ def test_a_namespace_that_is_known_and_one_that_is_not_have_no_engine() -> None:
 
 def test_ids_and_sequences_are_folded_never_cut() -> None:
     loan = LoanDescription("an-engine-with-a-long-name", (12345,), "read", 0xABCDEF)
-    in_ram = ObjectDescription("ram", 1, 1024, "complete", generation=4, extents=2, loans=(loan,))
-    on_disk = ObjectDescription("nvme", 1, 1024, "complete", b"\x07" * 16, 1000, 2**60)
+    in_ram = ObjectDescription("ram", Kind.ATTENTION, 1024, "complete", generation=4, extents=2, loans=(loan,))
+    on_disk = ObjectDescription("nvme", Kind.ATTENTION, 1024, "complete", b"\x07" * 16, 1000, 2**60)
     found = ChunkDescription(chunk(ID), ("ram", "nvme"), (in_ram, on_disk), (ID,), 9, 10_000, more_children=True)
     narrow = printed(lambda console: print_chunk_description(ID, found, console), width=80)
     assert "…" not in narrow

@@ -8,6 +8,7 @@ from io import StringIO
 import pytest
 from kvdepot.client.ctl.listings import print_namespaces
 from kvdepot.client.ctl.printer import print_status
+from kvdepot.core.kinds import Kind
 from kvdepot.core.listing import NamespaceContents, NamespacePage
 from kvdepot.core.report import (
     DaemonStatus,
@@ -29,7 +30,11 @@ STATUS = DaemonStatus(
     "1.0", 1, 1.0, ready=True, reason="", arena_id=1, run=1,
     tiers=(TierStatus("ram", "ram", 1 << 30), TierStatus(TIER, "disk", 1 << 40, reason="no space left on the device")),
     sessions=(SessionStatus(ENGINE, 8, 8, scheduler_attached=True, pids=tuple(range(3_000_000, 3_000_008))),),
-    namespaces=(NamespaceStatus(NAMESPACE, "a label of several words", TENANT, "epoch", 256, {0: 10**9}, 1 << 40),),
+    namespaces=(
+        NamespaceStatus(
+            NAMESPACE, "a label of several words", TENANT, "epoch", 256, {Kind.ATTENTION: 10**9}, 1 << 40
+        ),
+    ),
     quotas=(QuotaStatus("*", "", TIER, 1 << 40, 1, (QuotaOwnerStatus(TENANT, NAMESPACE.hex(), 1 << 40),)),),
     pins=(PinStatus(NAMESPACE, KEY, 60.0),),
     switches=SwitchesStatus(loads_off_namespaces=tuple(bytes([one]) * 16 for one in range(20))),

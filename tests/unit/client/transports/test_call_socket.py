@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import gc
 import logging
-import random
+import re
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,15 @@ from kvdepot.client.failures import FailureReason
 from kvdepot.client.inbox import Inbox
 from kvdepot.client.transports import call_socket
 from kvdepot.client.transports.call_socket import CallSocket
-from kvdepot.client.transports.control import METHODS, Confirmed, ProbeCall
-from kvdepot.core.calls import EndRequestCall, LocateCall, LocateReply, ReleaseCall
+from kvdepot.core.calls import (
+    Confirmed,
+    EndRequestCall,
+    GetCapabilitiesCall,
+    LocateCall,
+    LocateReply,
+    ReleaseCall,
+    ReserveReply,
+)
 from kvdepot.core.errors import (
     InvalidArgument,
     KvDepotError,
@@ -36,15 +42,16 @@ from kvdepot.core.errors import (
 )
 from kvdepot.proto.call_frames import (
     FRAME_BYTES_MAX,
+    REFUSAL,
+    Frame,
     Frames,
-    decode_request,
-    decode_response,
-    encode_request,
-    encode_response,
+    decode_refusal,
+    encode_frame,
+    encode_refusal,
 )
+from kvdepot.proto.methods import BY_NUMBER, DEPOT, Method
 from kvdepot.proto.v1 import depot_pb2 as pb
-from kvdepot.server.attach import AttachListener
-from kvdepot.server.metric_families import METHODS as SERVICE_METHODS
+from kvdepot.server.attach.attach import AttachListener
 from kvdepot.server.rpc import call_socket as server_end
 
 TOKEN = b"t" * 16
@@ -52,23 +59,31 @@ LOCATE = LocateCall(TOKEN, b"n" * 16, b"k" * 16, 16, "r")
 LOG = logging.getLogger("call socket")
 
 
-def bodies(data: bytes) -> list[bytes]:
+def frames_in(data: bytes) -> list[Frame]:
     frames = Frames()
     frames.feed(data)
     return list(frames)
 
 
+def reply_frame(number: int, answer: object, method: str = "Locate") -> bytes:
+    if isinstance(answer, KvDepotError):
+        return encode_refusal(number, answer)
+    return encode_frame(number, DEPOT[method].number, DEPOT[method].reply.encode(answer).SerializeToString())
+
+
 # --- frames ---
 
 
-def test_every_method_of_the_service_goes_over_a_call_socket() -> None:
-    for method in SERVICE_METHODS:
-        request, response = getattr(pb, f"{method}Request")(), getattr(pb, f"{method}Response")()
-        assert [decode_request(body) for body in bodies(encode_request(7, method, request))] == [(7, method, request)]
-        assert [decode_response(body) for body in bodies(encode_response(7, method, response))] == [
-            (7, method, response)
-        ]
-    assert {name for name, _, _ in METHODS.values()} == set(SERVICE_METHODS), "and the client makes every one"
+def test_every_method_has_a_number_of_its_own_that_is_no_refusal() -> None:
+    assert {method.number: method for method in DEPOT.values()} == BY_NUMBER
+    assert len(BY_NUMBER) == len(pb.DESCRIPTOR.services_by_name["Depot"].methods)
+    assert REFUSAL not in BY_NUMBER and max(BY_NUMBER) < 256
+
+
+def test_the_page_of_the_protocol_has_the_numbers() -> None:
+    page = (Path(__file__).parents[4] / "docs/formats/protocol.md").read_text()
+    section = page.partition("## Call sockets")[2].partition("## Streams")[0]
+    assert dict(re.findall(r"`(\w+)` \| (\d+)", section)) == {name: str(one.number) for name, one in DEPOT.items()}
 
 
 @pytest.mark.parametrize(
@@ -82,19 +97,21 @@ def test_every_method_of_the_service_goes_over_a_call_socket() -> None:
     ],
 )
 def test_a_refusal_says_what_a_status_of_grpc_says(error: KvDepotError) -> None:
-    (body,) = bodies(encode_response(1, "Locate", error))
-    number, method, found = decode_response(body)
-    assert (number, method) == (1, "")
-    assert isinstance(found, KvDepotError)
+    (frame,) = frames_in(encode_refusal(1, error))
+    assert (frame.number, frame.method) == (1, REFUSAL)
+    found = decode_refusal(frame.body)
     if type(error) is not KvDepotError:
         assert type(found) is type(error)
         assert found.advice == error.advice
     assert error.message.encode("utf-8", "replace").decode() in str(found)
 
 
-@given(st.lists(st.binary(max_size=64), max_size=8), st.data())
-def test_frames_come_out_whole_however_they_are_cut(sent: list[bytes], data: st.DataObject) -> None:
-    stream = b"".join(struct.pack("<I", len(body)) + body for body in sent)
+FRAME = st.builds(Frame, st.integers(0, 2**64 - 1), st.integers(0, 255), st.binary(max_size=64))
+
+
+@given(st.lists(FRAME, max_size=8), st.data())
+def test_frames_come_out_whole_however_they_are_cut(sent: list[Frame], data: st.DataObject) -> None:
+    stream = b"".join(encode_frame(*frame) for frame in sent)
     frames, found = Frames(), []
     while stream:
         cut = data.draw(st.integers(1, len(stream)))
@@ -107,16 +124,24 @@ def test_frames_come_out_whole_however_they_are_cut(sent: list[bytes], data: st.
 @pytest.mark.requirement("I4")
 def test_a_frame_that_is_too_long_is_refused_before_it_comes() -> None:
     with pytest.raises(LimitExceeded):
-        bodies(struct.pack("<I", FRAME_BYTES_MAX + 1))
+        frames_in(struct.pack("<I", FRAME_BYTES_MAX + 1))
     with pytest.raises(LimitExceeded):
-        encode_request(1, "Locate", pb.LocateRequest(keys=bytes(FRAME_BYTES_MAX)))
+        encode_frame(1, 1, bytes(FRAME_BYTES_MAX))
+
+
+def test_a_frame_without_room_for_its_head_is_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        frames_in(struct.pack("<I", 8) + bytes(8))
 
 
 @given(st.binary(max_size=200))
 def test_whatever_comes_in_a_frame_is_decoded_or_refused(body: bytes) -> None:
-    for decode in (decode_request, decode_response):
-        with contextlib.suppress(InvalidArgument):
-            decode(body)
+    for method in DEPOT.values():
+        for codec in (method.call, method.reply):
+            with contextlib.suppress(InvalidArgument, LimitExceeded):
+                codec.parse(body)
+    with contextlib.suppress(InvalidArgument):
+        decode_refusal(body)
 
 
 # --- the client's end ---
@@ -131,6 +156,7 @@ class Client:
         self.now = 0.0
         self.ended: list[str] = []
         self.answers: list[Any] = []
+        self.inbox: Inbox[int] = Inbox()
         self.channel = CallSocket(
             ours, lambda: self.now,
             unwatch=lambda: self.ended.append("unwatch"), broken=lambda: self.ended.append("broken"),
@@ -146,11 +172,15 @@ class Client:
             try:
                 data += self.daemon.recv(1 << 20)
             except BlockingIOError:
-                return [decode_request(body)[:2] for body in bodies(data)]
+                return [(frame.number, BY_NUMBER[frame.method].name) for frame in frames_in(data)]
 
-    def answer(self, number: int, message: Any, method: str = "Locate") -> None:
-        self.daemon.sendall(encode_response(number, method, message))
+    def answer(self, number: int, answer: object, method: str = "Locate") -> None:
+        self.daemon.sendall(reply_frame(number, answer, method))
         self.channel.work(ready=True)
+
+    @property
+    def deadline(self) -> float:
+        return self.channel.watch(self.inbox)
 
 
 @pytest.fixture
@@ -162,8 +192,8 @@ def test_answers_find_their_calls_in_any_order(client: Client) -> None:
     client.start()
     client.start(ReleaseCall(TOKEN, (7,)))
     assert client.received() == [(1, "Locate"), (2, "Release")]
-    client.answer(2, pb.ReleaseResponse(), "Release")
-    client.answer(1, pb.LocateResponse(boundary_tokens=16, tier="ram"))
+    client.answer(2, Confirmed(), "Release")
+    client.answer(1, LocateReply(16, "ram"))
     assert client.answers == [Confirmed(), LocateReply(16, "ram")]
 
 
@@ -187,19 +217,19 @@ def test_refusals_are_what_they_are_over_grpc(
 @pytest.mark.requirement("I1")
 def test_another_method_s_answer_answers_nothing(client: Client) -> None:
     client.start(ReleaseCall(TOKEN, (7,)))
-    client.answer(1, pb.LocateResponse(boundary_tokens=16, tier="ram"))
+    client.answer(1, LocateReply(16, "ram"))
     assert [(answer.reason, answer.code) for answer in client.answers] == [(FailureReason.REFUSED, "malformed_reply")]
 
 
 def test_a_call_fails_at_its_deadline_and_its_answer_is_nobody_s(client: Client) -> None:
     client.start(seconds=1.0)
     client.start(seconds=3.0)
-    assert client.channel.deadline == 1.0
+    assert client.deadline == 1.0
     client.now = 1.0
     client.channel.work(ready=False)
     assert [answer.reason for answer in client.answers] == [FailureReason.DEADLINE]
-    assert client.channel.deadline == 3.0
-    client.answer(1, pb.LocateResponse(boundary_tokens=16, tier="ram"))
+    assert client.deadline == 3.0
+    client.answer(1, LocateReply(16, "ram"))
     assert len(client.answers) == 1
 
 
@@ -218,11 +248,11 @@ def test_a_daemon_that_takes_nothing_costs_a_bounded_amount_and_gets_nothing_sta
     assert len(client.answers) == 64, "each is answered once"
     client.start(EndRequestCall(TOKEN, "r"), seconds=9.0)
     stream = b""
-    while client.channel.unsent:
+    while client.channel._unsent:
         stream += client.daemon.recv(1 << 20)
         client.channel.work(ready=True)
     stream += client.daemon.recv(1 << 20)
-    got = [decode_request(body)[:2] for body in bodies(stream)]
+    got = [(frame.number, BY_NUMBER[frame.method].name) for frame in frames_in(stream)]
     assert got[-1] == (65, "EndRequest")
     assert len(got) < 64 - len(failed), "what nobody waited for any more was left out, as far as it was not under way"
 
@@ -244,9 +274,10 @@ def test_what_nobody_waits_for_any_more_takes_no_room(client: Client, monkeypatc
 def test_an_answer_that_is_there_is_had_although_sending_fails(client: Client) -> None:
     """A daemon that has committed and then ended: what it did is known."""
     client.start(ReleaseCall(TOKEN, (7,)))
-    client.daemon.sendall(encode_response(1, "Release", pb.ReleaseResponse()))
+    client.daemon.sendall(reply_frame(1, Confirmed(), "Release"))
     client.daemon.close()
     client.start()
+    assert not client.channel._unsent, "a socket that takes nothing any more is always ready for it"
     client.channel.work(ready=True)
     client.channel.work(ready=True)
     assert client.answers[0] == Confirmed()
@@ -279,51 +310,8 @@ def test_what_cannot_be_encoded_is_refused(client: Client) -> None:
     client.start(EndRequestCall(TOKEN, "\ud800"))
     client.start(LocateCall(TOKEN, b"n" * 16, bytes(FRAME_BYTES_MAX), 16, "r"))
     assert [answer.reason for answer in client.answers] == [FailureReason.REFUSED] * 2
-    client.start(ProbeCall())
+    client.start(GetCapabilitiesCall(1, 1))
     assert [method for _, method in client.received()] == ["GetCapabilities"], "and nothing of it was sent"
-
-
-# --- the inbox ---
-
-
-def test_an_inbox_wakes_for_what_is_put_and_for_its_socket() -> None:
-    inbox: Inbox[int] = Inbox()
-    ours, theirs = socket.socketpair()
-    assert not inbox.wait(0.0)
-    threading.Timer(0.05, inbox.put, (1,)).start()
-    began = time.monotonic()
-    assert not inbox.wait(30.0), "it was no socket"
-    assert time.monotonic() - began < 20
-    assert (inbox.take(), inbox.take()) == (1, None)
-    inbox.watch(ours.fileno())
-    threading.Timer(0.05, theirs.send, (b"x",)).start()
-    assert inbox.wait(30.0)
-    inbox.watch(ours.fileno(), writable=True)
-    assert ours.recv(1) == b"x" and inbox.wait(30.0), "writable"
-    inbox.unwatch()
-    ours.close()
-    theirs.close()
-    assert not inbox.wait(0.0)
-
-
-def test_nothing_that_many_threads_put_is_slept_through() -> None:
-    inbox: Inbox[int] = Inbox()
-    count, threads = 2000, 4
-
-    def put() -> None:
-        for number in range(count):
-            inbox.put(number)
-            if random.random() < 0.02:
-                time.sleep(0.0005)
-
-    for _ in range(threads):
-        threading.Thread(target=put).start()
-    taken, until = 0, time.monotonic() + 60
-    while taken < count * threads:
-        assert time.monotonic() < until, "it sleeps although something was put"
-        inbox.wait(30.0)
-        while inbox.take() is not None:
-            taken += 1
 
 
 # --- the daemon's end ---
@@ -340,19 +328,24 @@ class Calls:
         self.begun: list[str] = []
         self.kept: list[Callable[[Any], None]] = []
         self.keeping: asyncio.Queue[None] = asyncio.Queue()
-        self.answer: Any = pb.LocateResponse(boundary_tokens=16, tier="ram")
+        self.answer: Any = LocateReply(16, "ram")
         self.seconds = 0.0
 
-    def start(self, method: str, request: Any, done: Callable[[Any], None]) -> None:
-        del request
-        self.begun.append(method)
+    def start(self, method: Method[Any, Any], message: bytes, done: Callable[[Any], None]) -> None:
+        del message
+        self.begun.append(method.name)
         if self.seconds:
             time.sleep(self.seconds)
+
+        def answered(answer: object) -> None:
+            refused = isinstance(answer, KvDepotError)
+            done(answer if refused else method.reply.encode(answer).SerializeToString())
+
         if self.answer is None:
-            self.kept.append(done)
+            self.kept.append(answered)
             self.keeping.put_nowait(None)
         else:
-            done(self.answer)
+            answered(self.answer)
 
     def refuse(self, error: KvDepotError, done: Callable[[Any], None]) -> None:
         done(error)
@@ -368,8 +361,13 @@ class Daemon:
         self.frames = Frames()
 
     def send(self, *numbers: int, method: str = "Locate") -> None:
-        message = getattr(pb, f"{method}Request")()
-        self.client.sendall(b"".join(encode_request(number, method, message) for number in numbers))
+        self.client.sendall(b"".join(encode_frame(number, DEPOT[method].number, b"") for number in numbers))
+
+    @staticmethod
+    def read(frame: Frame) -> object:
+        if frame.method == REFUSAL:
+            return decode_refusal(frame.body)
+        return BY_NUMBER[frame.method].reply.parse(frame.body)
 
     async def kept(self, count: int) -> None:
         while len(self.calls.kept) < count:
@@ -383,7 +381,7 @@ class Daemon:
             if not data:
                 break
             self.frames.feed(data)
-            found += [(number, answer) for number, _, answer in map(decode_response, self.frames)]
+            found += [(frame.number, self.read(frame)) for frame in self.frames]
         return found
 
 
@@ -393,9 +391,9 @@ def test_calls_are_begun_in_order_and_answered_when_they_are_done() -> None:
         daemon.calls.answer = None
         daemon.send(1, 2)
         await daemon.kept(2)
-        daemon.calls.answer = pb.ReleaseResponse()
+        daemon.calls.answer = Confirmed()
         daemon.send(3, method="Release")
-        daemon.calls.kept[1](pb.LocateResponse(boundary_tokens=32, tier="ram"))
+        daemon.calls.kept[1](LocateReply(32, "ram"))
         assert [number for number, _ in await daemon.answers(2)] == [2, 3]
         daemon.calls.kept[0](UnknownNamespace("which?"))
         ((number, refusal),) = await daemon.answers(1)
@@ -431,7 +429,7 @@ def test_too_many_calls_under_way_are_answered_later(monkeypatch: pytest.MonkeyP
         daemon.send(1, 2, 3)
         ((number, refusal),) = await daemon.answers(1)
         assert number == 3 and isinstance(refusal, NoRoom)
-        daemon.calls.kept[0](pb.LocateResponse())
+        daemon.calls.kept[0](LocateReply(0))
         await daemon.answers(1)
         daemon.send(4)
         await daemon.kept(3)
@@ -446,10 +444,10 @@ def test_nothing_is_read_from_a_client_that_takes_no_answers(monkeypatch: pytest
 
     async def run() -> None:
         daemon = Daemon()
-        daemon.calls.answer = pb.ReserveResponse(extents=bytes(1 << 15))
+        daemon.calls.answer = ReserveReply(b"", bytes(40 << 10))
         sent = 0
         loop = asyncio.get_running_loop()
-        frame = encode_request(1, "Reserve", pb.ReserveRequest(keys=bytes(1 << 12)))
+        frame = encode_frame(1, DEPOT["Reserve"].number, bytes(1 << 12))
         for _ in range(2000):
             try:
                 await asyncio.wait_for(loop.sock_sendall(daemon.client, frame), 0.5)
@@ -459,7 +457,7 @@ def test_nothing_is_read_from_a_client_that_takes_no_answers(monkeypatch: pytest
         begun = len(daemon.calls.begun)
         assert begun < 100, "it stopped"
         assert sent < 2000, "and so did what it takes in"
-        monkeypatch.setattr(daemon.calls, "answer", pb.ReserveResponse())
+        monkeypatch.setattr(daemon.calls, "answer", ReserveReply(b""))
         assert len(await daemon.answers(sent)) == sent == len(daemon.calls.begun), "it goes on where it stopped"
         daemon.end.close()
 
@@ -469,12 +467,12 @@ def test_nothing_is_read_from_a_client_that_takes_no_answers(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("sent", "refused"),
     [
-        (encode_request(1, "Locate", pb.LocateRequest())[:4] + b"\xff" * 100, None),
+        (struct.pack("<I", 8) + b"\xff" * 100, None),
         (struct.pack("<I", FRAME_BYTES_MAX + 1), None),
         (b"GET / HTTP/1.1\r\n\r\n", None),
-        (struct.pack("<I", 2) + pb.CallRequest(number=9).SerializeToString(), InvalidArgument),
+        (encode_frame(9, 200, b"what?"), InvalidArgument),
     ],
-    ids=["no request", "too long", "another protocol", "a method of a later version"],
+    ids=["no head", "too long", "another protocol", "a method of a later version"],
 )
 def test_garbage_ends_the_connection_and_an_unknown_method_is_refused(
     sent: bytes, refused: type[KvDepotError] | None
@@ -504,7 +502,7 @@ def test_a_stopping_daemon_answers_not_ready_and_finishes_what_is_under_way() ->
         daemon.send(2)
         ((number, refusal),) = await daemon.answers(1)
         assert number == 2 and isinstance(refusal, NotReady)
-        daemon.calls.kept[0](pb.LocateResponse())
+        daemon.calls.kept[0](LocateReply(0))
         assert [number for number, _ in await daemon.answers(1)] == [1]
         daemon.end.close()
         assert await daemon.answers(1) == [], "closed"
@@ -572,7 +570,7 @@ def test_a_stop_waits_for_what_was_begun_and_no_longer_than_its_grace() -> None:
         await listener.finish_calls(0.1)
         assert loop.time() - began >= 0.1, "they are not answered"
         for kept in daemon.calls.kept:
-            loop.call_later(0.1, kept, pb.LocateResponse())
+            loop.call_later(0.1, kept, LocateReply(0))
         await listener.finish_calls(30.0)
         assert loop.time() - began < 15
         assert len(await daemon.answers(2)) == 2
@@ -589,7 +587,7 @@ def test_an_answer_that_comes_after_the_end_is_nobody_s() -> None:
         await daemon.kept(1)
         daemon.client.close()
         await asyncio.sleep(0.05)
-        daemon.calls.kept[0](pb.LocateResponse())
+        daemon.calls.kept[0](LocateReply(0))
         daemon.end.close()
 
     asyncio.run(run())

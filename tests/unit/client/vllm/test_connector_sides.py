@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kvdepot.client.vllm.base.metadata import StepMeta
+from kvdepot.client.vllm.base.operations import LoadOp
 from kvdepot.client.vllm.connector import KVDepotConnector
-from kvdepot.client.vllm.layers import RankLayers
-from kvdepot.client.vllm.metadata import LoadOp, StepMeta
-from kvdepot.client.vllm.namespaces import Namespaces
-from kvdepot.client.vllm.pins import BlockHolds
-from kvdepot.client.vllm.worker import LINGER_SECONDS, WorkerSide, _Outcome
+from kvdepot.client.vllm.scheduling.namespaces import Namespaces
+from kvdepot.client.vllm.scheduling.pins import BlockHolds
+from kvdepot.client.vllm.scheduling.sides import SchedulerSides
+from kvdepot.client.vllm.worker.copy_thread import CopyOutcome
+from kvdepot.client.vllm.worker.layers import RankLayers
+from kvdepot.client.vllm.worker.worker import LOADS_WAIT_SECONDS, WorkerSide
 from vllm.v1.core.block_pool import BlockPool
 
 
@@ -27,7 +30,7 @@ class IdleAttachment:
 class DoneCopies:
     """A copying thread that has finished a load since the last step."""
 
-    def __init__(self, *done: _Outcome) -> None:
+    def __init__(self, *done: CopyOutcome) -> None:
         self._done = list(done)
         self.waits: list[float] = []
 
@@ -36,7 +39,7 @@ class DoneCopies:
 
     def submit(self, *_: Any) -> None: ...
 
-    def take_done(self) -> list[_Outcome]:
+    def take_done(self) -> list[CopyOutcome]:
         done, self._done = self._done, []
         return done
 
@@ -47,7 +50,7 @@ def test_a_load_cancelled_between_its_copy_and_its_report_does_not_succeed(cance
     """The copy ends, the weights change, the next step reports: the bytes are of the old weights."""
     load = LoadOp(7, "r", time.monotonic() + 60, 1, b"", ())
     rank: Any = WorkerSide(0, IdleAttachment(), None, RankLayers((), ()))
-    rank._running = DoneCopies(_Outcome(load, frozenset()))
+    rank._running = DoneCopies(CopyOutcome(load, frozenset()))
     rank.start_loads(StepMeta(cancelled_loads=[7] if cancelled else []))
     results = rank.results()
     assert results.finished_recving == {"r"}
@@ -62,8 +65,8 @@ def test_only_a_step_that_computes_nothing_waits_for_the_loads_that_begin_in_it(
     rank._running = copies = DoneCopies()
     rank.start_loads(StepMeta(idle=idle, loads=[object()] if loads else []))  # type: ignore[list-item]
     rank.results()
-    assert copies.waits == ([LINGER_SECONDS] if idle and loads else [])
-    assert LINGER_SECONDS <= 0.002, "about a turn of an engine without work"
+    assert copies.waits == ([LOADS_WAIT_SECONDS] if idle and loads else [])
+    assert LOADS_WAIT_SECONDS <= 0.002, "about a turn of an engine without work"
 
 
 def test_two_connectors_in_one_engine_both_hear_of_a_reuse() -> None:
@@ -84,11 +87,12 @@ def test_another_connectors_handshake_turns_kvdepot_off_and_raises_nothing(
 ) -> None:
     """Under MultiConnector the ranks answer with the first child's metadata, whoever that is."""
     connector = KVDepotConnector.__new__(KVDepotConnector)
-    connector._world_size = 1
-    connector.scheduler_side = None
+    connector.sides = sides = SchedulerSides.__new__(SchedulerSides)
+    sides.current = None
+    sides._world_size = 1
     with caplog.at_level(logging.ERROR, logger="vllm.kvdepot"):
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): SimpleNamespace(agent_name="another")})
-    assert connector.scheduler_side is None
+    assert sides.current is None
 
 
 @pytest.mark.requirement("I3")
@@ -100,4 +104,4 @@ def test_a_configuration_that_cannot_be_read_is_a_problem_and_no_exception() -> 
     namespaces = Namespaces(session, build, 1, logging.getLogger("test"), lambda: "x", lambda: 0.0)
     namespaces.update()
     assert "a foreign object" in namespaces.problem
-    assert namespaces.usable is None
+    assert namespaces.registered_id is None

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io.codecs import SLICE_BYTES, decode, encode
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 CODECS = [codec for codec in Codec if codec is not Codec.NONE]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)

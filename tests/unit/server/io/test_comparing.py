@@ -1,4 +1,4 @@
-"""The rule of the audit, by element type: noise passes, other bytes do not (DESIGN 5, Audit; ADR 0037)."""
+"""The rule of the audit, by element type: noise passes, other bytes do not (design.md#audit, ADR 0037)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 from kvdepot.server.io import direct_io
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.perform import perform
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.io_rig import MIB, PAGE, IoRig, pattern
 

@@ -14,11 +14,11 @@ import pytest
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectHeader, ObjectName, object_bytes
 from kvdepot.server.io import direct_io, file_objects, objects
 from kvdepot.server.io.context import Context
-from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, LookUpFiles, Probe, PublishFile, ReadFile, TouchFiles
+from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Probe, PublishFile, ReadFile, StatFiles, TouchFiles
 from kvdepot.server.io.perform import perform
-from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.shared import layout
-from kvdepot.server.tiers.shared.layout import object_file, quarantine_file, temporary_file
+from kvdepot.server.storage import shared_layout as layout
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.shared_layout import object_file, quarantine_file, temporary_file
 
 from tests.rigs.io_rig import MIB, PAGE, IoRig, pattern
 
@@ -27,7 +27,7 @@ NODE = "node-1"
 
 
 class Files(IoRig):
-    """A shared directory, as its keeper leaves it."""
+    """A shared directory, as its coordinator leaves it."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, segment_bytes=0)
@@ -270,7 +270,7 @@ def test_nothing_is_written_where_the_directory_is_not(files: Files, tmp_path: P
     empty.mkdir()
     context = Context(os.fspath(empty), files.arena)
     assert perform(job, context).outcome is IoOutcome.GONE
-    assert perform(Probe(layout.PROBE, write=True), context).outcome is IoOutcome.GONE
+    assert perform(Probe(layout.PROBE), context).outcome is IoOutcome.GONE
     assert not list(empty.iterdir())
 
 
@@ -467,7 +467,7 @@ def test_a_look_up_tells_lengths_and_what_is_absent(files: Files) -> None:
     absent = replace(job.name, key=bytes(16))
     (files.directory / "folder.kvd").mkdir()
     asked = (object_file(absent), job.file, f"{job.file}/below", "folder.kvd")
-    answer = perform(LookUpFiles(asked), files.context)
+    answer = perform(StatFiles(asked), files.context)
     assert answer.lengths == (ABSENT, object_bytes(job.name.raw_bytes), ABSENT, ABSENT)
 
 
@@ -483,7 +483,7 @@ def test_only_what_says_absent_is_absent(
         raise OSError(number, "injected")
 
     monkeypatch.setattr(os, "stat", fail)
-    answer = perform(LookUpFiles(("a", "b")), files.context)
+    answer = perform(StatFiles(("a", "b")), files.context)
     monkeypatch.undo()
     assert answer.outcome is outcome
     assert answer.lengths == ((ABSENT, ABSENT) if outcome is IoOutcome.OK else ())
@@ -506,7 +506,7 @@ def test_a_name_that_fails_leaves_the_others_of_its_job_answered(
         return real(path, *arguments, **more)
 
     monkeypatch.setattr(os, call, fail)
-    answer = perform(LookUpFiles(names) if call == "stat" else TouchFiles(names), files.context)
+    answer = perform(StatFiles(names) if call == "stat" else TouchFiles(names), files.context)
     monkeypatch.undo()
     length = files.path(good).stat().st_size if call == "stat" else 0
     assert (answer.outcome, answer.lengths) == (IoOutcome.OK, (UNKNOWN, length, ABSENT))

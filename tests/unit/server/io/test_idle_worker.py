@@ -9,9 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 from kvdepot.server.io import worker
-from kvdepot.server.io.jobs import Answer
-from kvdepot.server.io.wire import take_answers
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.io.jobs import ANSWERS, Answer
+from kvdepot.server.storage.base import IoOutcome
 
 
 class _OverError(Exception):
@@ -28,6 +27,6 @@ def test_an_idle_worker_closes_its_files_and_repeats_no_job(monkeypatch: pytest.
     with ours, theirs:
         with pytest.raises(_OverError):
             worker._serve(jobs, context, entrance, theirs, threading.Lock(), threading.Event())
-        answers = take_answers(bytearray(ours.recv(4096)))
+        answers = list(ANSWERS.take(bytearray(ours.recv(4096))))
     assert [number for number, _ in answers] == [1, 2]
     assert perform.call_count == context.close.call_count == 2

@@ -18,7 +18,7 @@ from kvdepot.server.io import direct_io
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Allocate, Append, Part, Probe, Quarantine, ReadObject, Remove
 from kvdepot.server.io.perform import perform
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome
+from kvdepot.server.storage.base import DAMAGED, IoOutcome
 
 from tests.rigs.io_rig import MIB, PAGE, PATTERN, SEGMENT, IoRig, object_name, pattern, verify_only
 
@@ -528,12 +528,10 @@ def test_a_quarantine_without_room_leaves_nothing(
 
 def test_a_probe_writes_and_leaves_nothing(rig: IoRig, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(rig.directory.iterdir())
-    assert perform(Probe(".probe", write=True), context).outcome is IoOutcome.OK
-    assert perform(Probe(SEGMENT, write=False), context).outcome is IoOutcome.OK
-    assert perform(Probe("store.json", write=False), context).outcome is IoOutcome.GONE
+    assert perform(Probe(".probe"), context).outcome is IoOutcome.OK
     assert sorted(rig.directory.iterdir()) == before
     monkeypatch.setattr(os, "pread", lambda fd, length, offset: bytes(length))
-    assert perform(Probe(".probe", write=True), context).outcome is IoOutcome.IO_ERROR
+    assert perform(Probe(".probe"), context).outcome is IoOutcome.IO_ERROR
 
 
 @pytest.mark.requirement("T5")
@@ -541,7 +539,7 @@ def test_probes_of_a_path_in_trouble_all_say_the_same(tmp_path: Path) -> None:
     details: list[str] = []
     for _ in range(2):
         prober = threading.Thread(
-            target=lambda: details.append(perform(Probe(".probe", write=True), Context(f"{tmp_path}/gone")).detail)
+            target=lambda: details.append(perform(Probe(".probe"), Context(f"{tmp_path}/gone")).detail)
         )
         prober.start()
         prober.join()
@@ -551,6 +549,6 @@ def test_probes_of_a_path_in_trouble_all_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.requirement("T5")
 def test_nothing_makes_a_directory_that_is_gone(tmp_path: Path) -> None:
     context = Context(os.fspath(tmp_path / "gone"))
-    for job in (Allocate("segments/1.seg", PAGE), Append("journal/1", 0, b"x", sync=True), Probe(".p", write=True)):
+    for job in (Allocate("segments/1.seg", PAGE), Append("journal/1", 0, b"x", sync=True), Probe(".p")):
         assert perform(job, context).outcome is IoOutcome.GONE
     assert not (tmp_path / "gone").exists()

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.offline.fsck import check_store
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.disk import layout as names
 
 from tests.rigs.disk_rig import PAGE, DiskRig, object_name

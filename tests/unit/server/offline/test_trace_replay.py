@@ -14,10 +14,10 @@ from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import Planner
 from kvdepot.core.trace_file import Request, Trace, TraceWriter
-from kvdepot.core.traces import PART_KEY_BYTES_MAX, TracedRequest, TracePart
-from kvdepot.server import app
-from kvdepot.server.engine.namespaces import Namespace
-from kvdepot.server.engine.traces import RECORDERS_MAX, WAITING_KEY_BYTES_MAX, Traces
+from kvdepot.core.traces import PART_KEY_BYTES_MAX, TracedNamespace, TracedRequest, TracePart
+from kvdepot.server.daemon import app
+from kvdepot.server.depot.loads.traces import RECORDERS_MAX, WAITING_KEY_BYTES_MAX, Traces
+from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.offline.replay import Replay, capacities, recorded, unique_bytes
 
 CHUNK_TOKENS, OBJECT_BYTES = 256, 1 << 20
@@ -114,7 +114,10 @@ def test_kvdepotd_replay_prints_a_row_for_each_size_and_policy(
     writer, namespace_id = TraceWriter(), bytes(16)
     keys = [bytes([number]) * 16 for number in range(4)]
     requests = [TracedRequest(float(at), namespace_id, b"".join(keys[: at + 1]), 256 * at) for at in range(4)]
-    lines = [writer.head(), *writer.lines(TracePart(((namespace_id, spec(ATTENTION)),), tuple(requests)))]
+    lines = [
+        writer.head(),
+        *writer.lines(TracePart((TracedNamespace(namespace_id, spec(ATTENTION)),), tuple(requests))),
+    ]
     (tmp_path / "trace").write_text("".join(lines))
     arguments = ["replay", str(tmp_path / "trace"), "--ram", "1MiB", "--ram", "1GiB", "--eviction", "lru"]
     assert app.main([*arguments, "--json"]) == 0
@@ -122,7 +125,7 @@ def test_kvdepotd_replay_prints_a_row_for_each_size_and_policy(
     assert said["recorded"] == {"asked_tokens": 2560, "hit_tokens": 1536, "hit_rate": 0.6}
     assert [(one["ram_bytes"], one["hit_rate"]) for one in said["replayed"]] == [(1 << 20, 0.3), (1 << 30, 0.6)]
     assert app.main(arguments) == 0
-    assert "1GiB  lru          60.0%            1536" in capsys.readouterr().out
+    assert "1.00 GiB  lru          60.0%            1536" in capsys.readouterr().out
     assert app.main(["replay", str(tmp_path / "trace")]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + 1 + 5 + 1
 
@@ -152,11 +155,11 @@ def test_a_recorder_gets_what_came_since_it_began_and_names_each_namespace_once(
         traces.asked(_namespace(), b"k" * 32, 256)
         part = recorder.take()
         assert part.requests == (TracedRequest(2.5, _namespace().id, b"k" * 32, 256),)
-        assert [namespace_id for namespace_id, _ in part.namespaces] == [_namespace().id]
+        assert [one.namespace_id for one in part.namespaces] == [_namespace().id]
         traces.asked(_namespace(), b"", 0)
         traces.asked(_namespace("two"), b"", 0)
         part = recorder.take()
-        assert (len(part.requests), [one for one, _ in part.namespaces]) == (2, [_namespace("two").id])
+        assert (len(part.requests), [one.namespace_id for one in part.namespaces]) == (2, [_namespace("two").id])
         assert recorder.take() == TracePart()
     traces.asked(_namespace(), b"k" * 16, 0)
     assert recorder.take() == TracePart()

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectHeader, ObjectName, object_bytes, payload_sum
-from kvdepot.server.app import main
+from kvdepot.server.daemon.app import main
 from kvdepot.server.io.directory_guard import WORKERS_LOCK, enter, renew_token
 from kvdepot.server.offline import verbs
 from kvdepot.server.offline.inspection import inspect

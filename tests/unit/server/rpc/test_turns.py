@@ -23,10 +23,10 @@ from kvdepot.core.calls import (
     ReleaseCall,
     ReserveOutcome,
 )
-from kvdepot.core.errors import InvalidArgument, UnknownSession
+from kvdepot.core.errors import InvalidArgument, KvDepotError, UnknownSession
 from kvdepot.core.limits import OBJECTS_PER_LEASE_MAX, RESERVED_PER_CALL_MAX
-from kvdepot.proto import codec
-from kvdepot.server.engine import acquires
+from kvdepot.proto.methods import BY_CALL, encode
+from kvdepot.server.depot.loads import acquires
 from kvdepot.server.rpc import turns
 from kvdepot.server.rpc.depot_calls import DepotCalls
 from kvdepot.server.rpc.turns import STEP_OBJECTS, children_first, in_turns, pieces
@@ -51,24 +51,26 @@ class Rounds:
 def calls_of(rig: Rig) -> tuple[DepotCalls, list[None]]:
     committed: list[None] = []
     calls = DepotCalls(
-        rig.engine, capabilities=lambda: Capabilities(1, 1, "", 1, 0), committed=lambda: committed.append(None),
-        counters=rig.engine.counters, log=LOG,
+        rig.depot, capabilities=lambda: Capabilities(1, 1, "", 1, 0), committed=lambda: committed.append(None),
+        counters=rig.depot.counters, log=LOG,
     )  # fmt: skip
     return calls, committed
 
 
-def answered(calls: DepotCalls, method: str, message: object, between: Callable[[], object] = int) -> tuple[Any, int]:
+def answered(calls: DepotCalls, call: object, between: Callable[[], object] = int) -> tuple[Any, int]:
     """The answer, and how many turns of others it took; `between` is done in the first of these."""
+    method = BY_CALL[type(call)]
 
     async def run() -> tuple[Any, int]:
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         rounds = Rounds()
-        calls.start(method, message, answer.set_result)
+        calls.start(method, encode(call).SerializeToString(), answer.set_result)
         rounds.go_round()
         between()
         return await answer, rounds.count
 
-    return asyncio.run(run())
+    reply, turns_taken = asyncio.run(run())
+    return reply if isinstance(reply, KvDepotError) else method.reply.parse(reply), turns_taken
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_of_a_large_reserve_the_first_objects_are_granted_and_the_others_come_la
     rest = OBJECTS_PER_LEASE_MAX - RESERVED_PER_CALL_MAX
     assert reply.outcomes == bytes([ReserveOutcome.GRANTED] * RESERVED_PER_CALL_MAX + [ReserveOutcome.LATER] * rest)
     assert rig.counter("reserved_objects.later") == rest
-    (record,) = rig.engine.records.explain("r")
+    (record,) = rig.depot.records.explain("r")
     assert dict(record.reserved) == {"granted": RESERVED_PER_CALL_MAX, "later": rest}
     outcomes = client.commit(lease, *range(OBJECTS_PER_LEASE_MAX))
     assert outcomes == bytes([CommitOutcome.COMMITTED] * RESERVED_PER_CALL_MAX + [CommitOutcome.LOST] * rest)
@@ -98,7 +100,7 @@ def test_of_a_large_reserve_the_first_objects_are_granted_and_the_others_come_la
         keys[RESERVED_PER_CALL_MAX:], start=RESERVED_PER_CALL_MAX, parent=keys[RESERVED_PER_CALL_MAX - 1]
     )
     assert reply.outcomes.count(ReserveOutcome.GRANTED) == RESERVED_PER_CALL_MAX
-    audit(rig.engine)
+    audit(rig.depot)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -107,12 +109,12 @@ def test_a_large_commit_lets_others_be_answered_and_is_answered_whole() -> None:
     client, (calls, committed) = rig.attach(), calls_of(rig)
     leases = [reserve(client, f"p{number}", 100) for number in range(4)]
     items = tuple(CommitItem(lease, u32(*range(granted + 1))) for lease, granted in leases)
-    reply, rounds = answered(calls, "Commit", codec.encode_commit_call(CommitCall(client.session, items)))
-    outcomes = codec.decode_commit_reply(reply).outcomes
+    reply, rounds = answered(calls, (CommitCall(client.session, items)))
+    outcomes = reply.outcomes
     assert outcomes == (bytes([CommitOutcome.COMMITTED] * 100 + [CommitOutcome.LOST]),) * 4
     assert rounds >= 4 * 101 // STEP_OBJECTS - 1
     assert len(committed) > 1, "what is committed is summed while the rest is on its way"
-    audit(rig.engine)
+    audit(rig.depot)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -121,10 +123,10 @@ def test_a_large_abandon_gives_everything_back() -> None:
     client, (calls, _) = rig.attach(), calls_of(rig)
     leases = [reserve(client, f"p{number}", 120)[0] for number in range(4)]
     items = tuple(CommitItem(lease, b"" if number % 2 else u32(*range(120))) for number, lease in enumerate(leases))
-    _, rounds = answered(calls, "Abandon", codec.encode_abandon_call(AbandonCall(client.session, items)))
+    _, rounds = answered(calls, (AbandonCall(client.session, items)))
     assert rounds >= 2
-    assert rig.engine.status().tier.lent_bytes == rig.engine.status().sessions[0].credit_used_bytes == 0
-    audit(rig.engine)
+    assert rig.depot.status().tier.lent_bytes == rig.depot.status().sessions[0].credit_used_bytes == 0
+    audit(rig.depot)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -133,12 +135,12 @@ def test_a_large_release_counts_each_load_as_it_was_of_use() -> None:
     client, (calls, _) = rig.attach(), calls_of(rig)
     client.store(path("p", 8))
     leases = [client.acquire(path("p", 8))[0] for _ in range(20)]
-    message = codec.encode_release_call(ReleaseCall(client.session, tuple(leases), tuple(leases[:5])))
-    _, rounds = answered(calls, "Release", message)
+    message = ReleaseCall(client.session, tuple(leases), tuple(leases[:5]))
+    _, rounds = answered(calls, message)
     assert rounds >= len(leases) - 1
     assert (rig.counter("released_loads.used"), rig.counter("released_loads.unused")) == (15, 5)
-    assert rig.engine.status().tier.lent_bytes == 0
-    audit(rig.engine)
+    assert rig.depot.status().tier.lent_bytes == 0
+    audit(rig.depot)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -146,12 +148,12 @@ def test_a_declaration_drops_lease_by_lease_and_then_says_what_is_lost() -> None
     rig = Rig(data_pages=2048, rows=1024, lent_rows=1024)
     client, (calls, _) = rig.attach(), calls_of(rig)
     leases = [reserve(client, f"p{number}", 10)[0] for number in range(20)]
-    message = codec.encode_declare_call(DeclareCall(client.session, (leases[0], 12345)))
-    reply, rounds = answered(calls, "Declare", message)
-    assert codec.decode_declare_reply(reply).lost == (12345,)
+    message = DeclareCall(client.session, (leases[0], 12345))
+    reply, rounds = answered(calls, message)
+    assert reply.lost == (12345,)
     assert rounds >= 15
-    assert rig.engine.status().sessions[0].leases == 1
-    audit(rig.engine)
+    assert rig.depot.status().sessions[0].leases == 1
+    audit(rig.depot)
 
 
 @pytest.mark.requirement("I6")
@@ -163,10 +165,10 @@ def test_a_declaration_drops_nothing_that_was_granted_between_its_turns() -> Non
     for number in range(20):
         reserve(client, f"p{number}", 10)
     granted: list[int] = []
-    message = codec.encode_declare_call(DeclareCall(client.session, ()))
-    answered(calls, "Declare", message, lambda: granted.append(reserve(client, "new", 10)[0]))
+    message = DeclareCall(client.session, ())
+    answered(calls, message, lambda: granted.append(reserve(client, "new", 10)[0]))
     assert client.commit(granted[0], *range(10)) == bytes([CommitOutcome.COMMITTED] * 10)
-    audit(rig.engine)
+    audit(rig.depot)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -177,17 +179,17 @@ def test_a_session_that_ends_between_two_turns_ends_the_call(method: str) -> Non
     leases = tuple(reserve(client, f"p{number}", 100)[0] for number in range(4))
     items = tuple(CommitItem(lease, u32(*range(100))) for lease in leases)
     messages: dict[str, object] = {
-        "Commit": codec.encode_commit_call(CommitCall(client.session, items)),
-        "Abandon": codec.encode_abandon_call(AbandonCall(client.session, items)),
-        "Release": codec.encode_release_call(ReleaseCall(client.session, leases)),
-        "Declare": codec.encode_declare_call(DeclareCall(client.session, ())),
+        "Commit": (CommitCall(client.session, items)),
+        "Abandon": (AbandonCall(client.session, items)),
+        "Release": (ReleaseCall(client.session, leases)),
+        "Declare": (DeclareCall(client.session, ())),
     }
-    answer, _ = answered(calls, method, messages[method], lambda: rig.engine.process_dead(client.attachment))
+    answer, _ = answered(calls, messages[method], lambda: rig.depot.process_dead(client.attachment))
     assert isinstance(answer, UnknownSession)
     for _ in range(20):
-        rig.engine.tick()
-    assert rig.engine.status().tier.lent_bytes == 0
-    audit(rig.engine)
+        rig.depot.tick()
+    assert rig.depot.status().tier.lent_bytes == 0
+    audit(rig.depot)
 
 
 def test_room_for_a_large_load_is_made_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +201,7 @@ def test_room_for_a_large_load_is_made_in_turns(monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> list[Any]:
         answers: list[Any] = []
-        calls.start("Acquire", codec.encode_acquire_call(call), answers.append)
+        calls.start(BY_CALL[AcquireCall], encode(call).SerializeToString(), answers.append)
         assert len(rig.tier.jobs) == 1
         for _ in range(20):
             await asyncio.sleep(0)
@@ -207,8 +209,8 @@ def test_room_for_a_large_load_is_made_in_turns(monkeypatch: pytest.MonkeyPatch)
         return answers
 
     (answer,) = asyncio.run(run())
-    assert codec.decode_acquire_reply(answer).outcome is AcquireOutcome.GRANTED
-    audit(rig.engine)
+    assert BY_CALL[AcquireCall].reply.parse(answer).outcome is AcquireOutcome.GRANTED
+    audit(rig.depot)
 
 
 @pytest.mark.usefixtures("impatient")

@@ -14,22 +14,20 @@ from typing import Any, TypeVar
 
 import pytest
 from kvdepot.core.objectfile import ObjectName
-from kvdepot.server.guard import tier_guard
-from kvdepot.server.io import wire
-from kvdepot.server.io.jobs import Append, PublishFile, Remove, WriteObject
-from kvdepot.server.io.wire import WireError, pack_job
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Read, Tier, Written
-from kvdepot.server.tiers.conformance import RecordingListener, extents_of, payload_of
+from kvdepot.server.io.framing import FrameError
+from kvdepot.server.io.jobs import FILES_MAX, JOBS, Append, PublishFile, Remove, WriteObject
+from kvdepot.server.platform.guard import tier_guard
+from kvdepot.server.storage.base import DAMAGED, IoOutcome, Read, Tier, Written
+from kvdepot.server.storage.found import FoundObjects
+from kvdepot.server.tiers.conformance_harness import RecordingListener, extents_of, payload_of
 from kvdepot.server.tiers.disk import journal as journaling
 from kvdepot.server.tiers.disk import quarantine as quarantining
 from kvdepot.server.tiers.disk.layout import QUARANTINE, quarantine_name
 from kvdepot.server.tiers.disk.messages import Ended
 from kvdepot.server.tiers.disk.records import Put, pack_put
-from kvdepot.server.tiers.found import FoundObjects
 from kvdepot.server.tiers.workers import Hold
 
 from tests.fakes.raising import Faults, Injected, points
-from tests.rigs import disk_rig
 from tests.rigs.disk_rig import PAGE, DiskRig, Listener, failing, flip, object_name
 from tests.rigs.shared_rig import SharedRig
 
@@ -206,7 +204,7 @@ def disk_scenario(root: Path, faults: Faults) -> RaisingDisk:
     rig.settle()
     rig.tick(30.0)
     rig.data.end_late()
-    rig.opener.say(Ended())
+    rig.opener.send_message(Ended())
     rig.settle()
     rig.tick(70.0)
     rig.settle()
@@ -289,7 +287,7 @@ class RaisingShared(SharedRig):
         self.tier._listener = RecordingListener(listener.found_objects, listener.lost_handles)
         self.tier._listener.found = faults.of("found", listener.found)  # type: ignore[method-assign]
         self.tier._listener.lost = faults.of("lost", listener.lost)  # type: ignore[method-assign]
-        self.keeper.publish = faults.of("publish", self.keeper.publish)  # type: ignore[method-assign]
+        self.coordinator.publish = faults.of("publish", self.coordinator.publish)  # type: ignore[method-assign]
         self.workers.submit = faults.of("submit", self.workers.submit)  # type: ignore[method-assign]
 
     def clock(self) -> float:
@@ -361,7 +359,7 @@ def shared_scenario(root: Path, faults: Faults) -> RaisingShared:
     rig.workers.end_late()
     rig.workers.fault = failing(PublishFile, IoOutcome.NO_SPACE, 1)
     rig.put(object_name(5))
-    rig.keeper.say(rig.keeper.report)
+    rig.coordinator.send_message(rig.coordinator.report)
     rig.tick(2.0)
     return rig
 
@@ -376,9 +374,9 @@ def check_shared(rig: RaisingShared) -> None:
     rig.owed.check(rig.faults)
     assert rig.tier.writable, rig.tier.status()
     assert not rig.workers.tasks and not rig.tier._writing.in_flight
-    assert not rig.tier._writing._begun and not rig.tier._directory.allowance._begun_bytes
+    assert not rig.tier._writing._begun and not rig.tier._directory.grant._begun_bytes
     assert not rig.tier._look_ups._asked and not rig.tier._look_ups._look_ups
-    assert rig.keeper.published[-1] == rig.tier._directory.allowance.over_bytes
+    assert rig.coordinator.published[-1] == rig.tier._directory.grant.over_bytes
     name = object_name(9)
     written = rig.put(name)
     assert [one.outcome for one in written] == [IoOutcome.OK], "the next object does not become durable"
@@ -444,13 +442,15 @@ def test_a_job_that_cannot_be_packed_fails_alone(
     rig.stored(1)
     refused = Counter[type]()
 
-    def over_a_limit(number: int, job: Any) -> bytes:
+    pack = JOBS.pack
+
+    def over_a_limit(job: Any, number: int) -> bytes:
         if isinstance(job, kind) and not refused[kind]:
             refused[kind] += 1
-            raise WireError("over a limit")
-        return pack_job(number, job)
+            raise FrameError("over a limit")
+        return pack(job, number)
 
-    monkeypatch.setattr(disk_rig, "pack_job", over_a_limit)
+    monkeypatch.setattr(JOBS, "pack", over_a_limit)
     assert rig.write(object_name(2)).outcome is IoOutcome.CANCELLED
     assert refused[kind] == 1
     for _ in range(20):
@@ -489,8 +489,8 @@ def test_any_number_of_quarantined_files_with_any_names_is_tended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody may have put them there: more than a job can name, names that are no text or as long as they can be."""
-    for module, limit in ((wire, "FILES_MAX"), (quarantining, "FILES_PER_JOB_MAX")):
-        monkeypatch.setattr(module, limit, 64)
+    assert vars(quarantining)["FILES_PER_JOB_MAX"] == FILES_MAX
+    monkeypatch.setattr(quarantining, "FILES_PER_JOB_MAX", 64)
     rig = DiskRig(tmp_path / "tier", capacity_bytes=16 << 20)
     folder = rig.config.path / QUARANTINE
     for number in range(130):

@@ -6,9 +6,10 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
-from kvdepot.client.ctl.printer import print_status, status_record
+from kvdepot.client.ctl.as_json import to_json
+from kvdepot.client.ctl.printer import print_status
 from kvdepot.core.report import DaemonStatus, QuotaOwnerStatus, QuotaStatus, TierStatus
-from kvdepot.server.metrics import exposition
+from kvdepot.server.observe.metrics import exposition
 from rich.console import Console
 
 RAM = TierStatus("ram", "ram", 1 << 30, state="ready")
@@ -64,7 +65,7 @@ def test_status_and_metrics_say_which_node_is_the_janitor() -> None:
         assert role in row.split()
         lines = exposition(lambda tier=tier: status(tier))().decode().splitlines()  # type: ignore[misc]
         assert f'kvdepot_tier_janitor{{tier="pool"}} {gauge}' in lines
-        assert status_record(status(tier))["tiers"][0]["node"] == "n1"
+        assert to_json(status(tier))["tiers"][0]["node"] == "n1"
 
 
 def test_status_shows_what_only_media_have() -> None:
@@ -73,7 +74,7 @@ def test_status_shows_what_only_media_have() -> None:
     assert "read-only (no space)" in out.getvalue()
     (row,) = [line for line in out.getvalue().splitlines() if "nvme" in line and "open" in line]
     assert all(text in row for text in ("3.00 MiB", "9.00 GiB", "1.00 MiB"))
-    assert status_record(status(NVME))["tiers"][0]["queued_objects"] == 3
+    assert to_json(status(NVME))["tiers"][0]["queued_objects"] == 3
 
 
 def test_without_such_tiers_there_is_no_such_table() -> None:
@@ -105,7 +106,7 @@ def test_status_shows_whom_each_quota_is_about() -> None:
     assert ["(unknown)", "(total)", "ram", "1.00 GiB", "8.00 GiB", "0", "0"] in rows
     assert ["*", "(total)", "ram", "68 more", "8.00 GiB", "6", "7"] in rows
     assert ["b", "no such", "nvme", "nobody", "1.00 TiB", "0", "0"] in rows
-    owner = status_record(replace(status(RAM), quotas=QUOTAS))["quotas"][0]["owners"][1]
+    owner = to_json(replace(status(RAM), quotas=QUOTAS))["quotas"][0]["owners"][1]
     assert (owner["tenant"], owner["used_bytes"]) == (None, 1 << 30)
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from kvdepot.core.objectfile import PAGE_BYTES
-from kvdepot.server.health import readiness
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import DirectFiles
 from kvdepot.server.io.jobs import Answer, Job, Probe, PublishFile, ReadFile, WriteObject
 from kvdepot.server.io.perform import perform
-from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.conformance import name_of, payload_of
+from kvdepot.server.observe.health import readiness
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.conformance_harness import name_of, payload_of
 from kvdepot.server.tiers.disk.layout import JOURNALS, PROBE, SEGMENTS
 from kvdepot.server.tiers.health import State, why_failed
 
@@ -212,7 +212,7 @@ def rig(tmp_path: Path) -> Iterator[IoRig]:
 def probed(rig: IoRig, folder: str = SEGMENTS) -> Answer:
     context = Context(os.fspath(rig.directory), rig.arena)
     try:
-        return perform(Probe(PROBE, write=True, folder=folder), context)
+        return perform(Probe(PROBE, folder=folder), context)
     finally:
         context.close()
 
@@ -265,6 +265,15 @@ def test_a_file_that_cannot_be_read_keeps_no_path_out_of_use_where_others_can(
         (rig.directory / f"segments/{number:05d}.seg").write_bytes(bytes(PAGE_BYTES))
     refusing(monkeypatch, "preadv", errno.EIO, lambda fd, *_: Path(f"/proc/self/fd/{fd}").readlink() == rig.segment)
     assert probed(rig).outcome is IoOutcome.OK
+
+
+def test_one_file_that_may_not_be_read_is_found_among_others(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its medium is sound, and only somebody who gives permission again can help."""
+    (rig.directory / "segments/00001.seg").write_bytes(bytes(PAGE_BYTES))
+    refusing(monkeypatch, "open", errno.EACCES, lambda path, *_: path == os.fspath(rig.segment))
+    answer = probed(rig)
+    assert answer.outcome is IoOutcome.UNREADABLE
+    assert os.fspath(rig.segment) in answer.detail
 
 
 def test_the_page_that_a_probe_reads_of_a_file_is_another_each_time(

@@ -1,4 +1,4 @@
-"""`kvdepotctl bench`: are this node's RAM and tiers as fast as its memory and media, and faster than computing?"""
+"""`kvdepotctl bench`: compare RAM and tiers with memory, devices and the speed of computing."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvdepot.client.bulk import BulkEngine
 from kvdepot.client.ctl.benching import Bench, Measured, bench_spec, size_bytes
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
-from kvdepot.client.ctl.printer import new_table, size_text
+from kvdepot.client.ctl.printer import new_table
+from kvdepot.client.ctl.texts import escape, say
 from kvdepot.core.errors import NotFound
-from kvdepot.core.units import parse_size_bytes
+from kvdepot.core.units import parse_size_bytes, size_text
 from rich.console import Console
-from rich.markup import escape
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
@@ -26,7 +26,7 @@ EXIT_SLOW: Final = 1
 
 
 @click.command()
-@click.option("--object-size", default="16MiB", show_default=True, metavar="SIZE", help="Of one chunk.")
+@click.option("--object-size", default="16MiB", show_default=True, metavar="SIZE", help="Size of one chunk.")
 @click.option(
     "--chunk-tokens",
     type=click.IntRange(min=1),
@@ -34,21 +34,22 @@ EXIT_SLOW: Final = 1
     show_default=True,
     help="Tokens of one chunk.",
 )
-@click.option("--bytes", "wanted", metavar="SIZE", help="Move so much. Default: 1 GiB, or a quarter of RAM or a tier.")
 @click.option(
-    "--prefill", type=click.FloatRange(min=0.001), metavar="TOKENS/S", help="How fast the engine computes a prompt."
+    "--bytes", "wanted", metavar="SIZE", help="Bytes to move. [default: 1 GiB, at most a quarter of RAM or a tier]"
 )
+@click.option("--prefill", type=click.FloatRange(min=0.001), metavar="TOKENS/S", help="Prefill rate of the engine.")
 @json_option
 @click.pass_obj
 def bench(
     connection: tuple[Endpoint, float], object_size: str, chunk_tokens: int, wanted: str | None, prefill: float | None,
     as_json: bool,
 ) -> int:  # fmt: skip
-    """Store and load through RAM and each tier as an engine does, beside memcpy and what the media do by themselves.
+    """Measure the speed of RAM and tiers.
 
-    With --prefill it says how many times as fast as computing each is; exit code 1 where one is not. --object-size and
-    --chunk-tokens are those of a model: `kvdepotctl describe NAMESPACE` says them. Run it where the daemon runs, as its
-    user or root. It evicts what is used least, if RAM is full, and writes to tiers; what it stored goes at its end.
+    Stores and loads objects as an engine does, and compares the rates with memcpy and with the device. With --prefill,
+    compares loads with computing; exit code 1: loading from a tier is slower than computing. Take --object-size and
+    --chunk-tokens from `kvdepotctl describe NAMESPACE`. Run it on the daemon's host, as its user or root. If RAM is
+    full, it evicts objects. At the end it deletes its own objects.
     """
     endpoint, timeout_seconds = connection
     object_bytes = parse_size_bytes(object_size)
@@ -66,7 +67,7 @@ def bench(
                 operator.evict(spec.namespace_id(), b"")
     per_token = object_bytes / chunk_tokens
     if as_json:
-        click.echo(json.dumps(_record(found, total, per_token, prefill), indent=2))
+        say(json.dumps(_record(found, total, per_token, prefill), indent=2))
     else:
         console.print(_table(found, total, per_token, prefill))
         for one in found:
@@ -106,7 +107,7 @@ def _verdict(found: list[Measured], per_token: float, prefill: float) -> str:
     for one in found:
         if one.way == "load":
             times = one.times(per_token, prefill)
-            slow = f"slower than computing ({times:.2f}): its loads are not worth their time"
+            slow = f"slower than computing ({times:.2f} times as fast): its loads cost more time than they save"
             said.append(f"{one.tier}: {slow if times < 1 else f'{times:.1f} times as fast as computing'}")
     return "\n".join(said)
 

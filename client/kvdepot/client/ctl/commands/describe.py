@@ -1,11 +1,11 @@
-"""`kvdepotctl describe`: everything about one namespace or chunk, or how two namespaces differ."""
+"""`kvdepotctl describe`: show one namespace or chunk, or how two namespaces differ."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
+from kvdepot.client.ctl.as_json import echo_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
@@ -15,6 +15,7 @@ from kvdepot.client.ctl.listings import (
     print_chunk_description,
     print_namespace_description,
 )
+from kvdepot.client.ctl.texts import say
 from kvdepot.core.errors import NotFound
 from rich.console import Console
 
@@ -26,14 +27,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("name", metavar="NAMESPACE[/KEY]", type=Name(chunks=True))
 @click.option(
-    "--differs", metavar="OTHER", type=Name(chunks=False), help="Show only the fields in which namespace OTHER differs."
+    "--differs", metavar="OTHER", type=Name(chunks=False), help="Show only the fields in which OTHER differs."
 )
 @json_option
 @click.pass_obj
 def describe(connection: tuple[Endpoint, float], name: str, differs: str | None, as_json: bool) -> int:
-    """Show everything about a namespace, or about one chunk of it.
+    """Describe a namespace or a chunk.
 
-    Both may be cut short to what is still unique.
+    Ids and keys may be shortened while they are unique.
     """
     namespace, slash, key = name.partition("/")
     if differs is not None and slash:
@@ -53,7 +54,7 @@ def _namespace(operator: Operator, namespace_id: bytes, *, as_json: bool) -> Non
     found = operator.describe_namespace(namespace_id)
     pins = [one for one in operator.status().pins if one.namespace_id == namespace_id]
     if as_json:
-        click.echo(json.dumps(namespace_description_record(found, pins), indent=2))
+        echo_json(namespace_description_record(found, pins))
     else:
         print_namespace_description(found, pins, Console())
 
@@ -61,7 +62,7 @@ def _namespace(operator: Operator, namespace_id: bytes, *, as_json: bool) -> Non
 def _chunk(operator: Operator, namespace_id: bytes, key: bytes, *, as_json: bool) -> None:
     found = operator.describe_chunk(namespace_id, key)
     if as_json:
-        click.echo(json.dumps(chunk_description_record(namespace_id, found), indent=2))
+        echo_json(chunk_description_record(namespace_id, found))
     else:
         print_chunk_description(namespace_id, found, Console())
 
@@ -72,12 +73,12 @@ def _differences(operator: Operator, one: bytes, other: bytes, *, as_json: bool)
     if as_json:
         differences = [{"field": path, "first": ours.get(path), "second": theirs.get(path)} for path in paths]
         record = {"first": one.hex(), "second": other.hex(), "differences": differences}
-        click.echo(json.dumps(record, indent=2))
+        echo_json(record)
         return
     for path in paths:
-        click.echo(f"{path}: {ours.get(path, '(absent)')} != {theirs.get(path, '(absent)')}")
+        say(f"{path}: {ours.get(path, '(absent)')} != {theirs.get(path, '(absent)')}")
     if not paths:
-        click.echo("they are the same namespace")
+        say("they are the same namespace")
 
 
 def _fields(operator: Operator, namespace_id: bytes) -> dict[str, str]:
@@ -85,6 +86,6 @@ def _fields(operator: Operator, namespace_id: bytes) -> dict[str, str]:
     if spec is None:
         raise NotFound(
             f"the fields of namespace {namespace_id.hex()} are not known",
-            advice="an engine has to register it with this run of the daemon",
+            advice="start an engine that uses it: the daemon learns the fields when an engine registers",
         )
     return spec.fields_by_path()

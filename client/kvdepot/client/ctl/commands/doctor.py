@@ -1,4 +1,4 @@
-"""`kvdepotctl doctor`: does this machine suit the daemon, and what to do where it does not."""
+"""`kvdepotctl doctor`: check the host and the daemon, and name a fix for each problem."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvdepot.client.ctl.doctor.examination import examine
 from kvdepot.client.ctl.doctor.findings import Outcome
 from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.settings import config_file, read_settings
+from kvdepot.client.ctl.texts import escape, say
 from kvdepot.client.endpoint import Endpoint
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -31,15 +31,18 @@ _STYLES: Final = {Outcome.OK: "green", Outcome.WARN: "yellow", Outcome.FAIL: "re
 
 
 @click.command()
-@click.option("--config", "file", metavar="FILE", help="The daemon's configuration. [default: the service's, if there]")
-@click.option("--read-only", is_flag=True, help="Make no temporary file in a tier's directory, and do not attach.")
+@click.option(
+    "--config", "file", metavar="FILE", help="The daemon's configuration. [default: that of the service, if it exists]"
+)
+@click.option("--read-only", is_flag=True, help="Write no temporary file to a tier, and do not attach.")
 @json_option
 @click.pass_context
 def doctor(context: click.Context, file: str | None, read_only: bool, as_json: bool) -> int:
-    """Check this host against a configuration and a running daemon, and say what to fix.
+    """Check this host and the daemon.
 
-    Exit code 1 if a check fails, which a daemon that does not answer is too. Run it as the daemon's user or as root:
-    what others may not look at is skipped.
+    Compares the host with a configuration and a running daemon, and names a fix for each problem. Run it as the
+    daemon's user or as root: checks that need more permissions are skipped. Exit code 1: a check fails, or the daemon
+    does not answer.
     """
     connection: tuple[Endpoint, float] = context.obj
     endpoint, timeout_seconds = connection
@@ -50,7 +53,7 @@ def doctor(context: click.Context, file: str | None, read_only: bool, as_json: b
     daemon = ask(endpoint, timeout_seconds, attaching=not read_only)
     findings = [first, *examine(host, settings, daemon, timeout_seconds=timeout_seconds, writing=not read_only)]
     if as_json:
-        click.echo(json.dumps(_record(endpoint, settings, findings), indent=2))
+        say(json.dumps(_record(endpoint, settings, findings), indent=2))
     else:
         _print(findings, Console())
     return EXIT_FAILED if any(one.outcome is Outcome.FAIL for one in findings) else EXIT_OK
@@ -72,12 +75,13 @@ def _record(endpoint: Endpoint, settings: Settings | None, findings: Sequence[Fi
 
 
 def _print(findings: Sequence[Finding], console: Console) -> None:
-    """A row a check, below it what to do."""
+    """Print a row per check, and below it what to do."""
     table = Table(title="doctor", title_justify="left", title_style="bold")
     for column in ("outcome", "of", "check", "found"):
         table.add_column(column, overflow="fold")
     for one in findings:
         fix = f"\n[bold]fix:[/] {escape(one.fix)}" if one.fix else ""
+        fix += f"\n[bold]see:[/] {one.runbook}" if one.runbook else ""
         state = f"[{_STYLES[one.outcome]}]{one.outcome}[/]"
         table.add_row(state, escape(one.subject), escape(one.check), escape(one.message) + fix)
     console.print(table)

@@ -1,4 +1,4 @@
-"""`kvdepotctl drain` and `kvdepotctl resume`: grant nothing more, and wait for what was granted; grant again."""
+"""`kvdepotctl drain` and `kvdepotctl resume`: stop granting leases and wait for open ones; grant again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import click
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
+from kvdepot.client.ctl.texts import say
 
 if TYPE_CHECKING:
     from kvdepot.client.ctl.calls import Operator
@@ -20,30 +21,37 @@ _STEP_SECONDS: Final = 0.1
 
 
 @click.command()
-@click.option("--wait", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS", help="Wait until it is drained.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Wait at most this long for the drain to end.",
+)
 @json_option
 @click.pass_obj
 def drain(connection: tuple[Endpoint, float], wait: float, as_json: bool) -> int:
-    """Let the daemon grant nothing more: it is not ready, engines miss and store nothing, what was granted ends.
+    """Stop granting leases.
 
-    Until `resume`, or the end of its run. Exit code 1 if leases, or objects that wait to be written, are left when the
-    time to wait is over.
+    The daemon reports not ready, and engines miss and store nothing. Leases that were granted continue until they end.
+    The drain lasts until `resume`, or until the daemon restarts. Exit code 1: leases, or objects that wait to be
+    written, remain when the --wait time ends.
     """
     with connect(*connection) as operator:
         leases, objects = operator.drain(draining=True), 0
         pause = Event()  # nobody sets it
         until = time.monotonic() + wait
         while True:
-            leases, objects = _left(operator)
+            leases, objects = _remaining(operator)
             if not leases + objects or time.monotonic() >= until:
                 break
             pause.wait(_STEP_SECONDS)
     if as_json:
-        click.echo(json.dumps({"draining": True, "leases": leases, "queued_objects": objects}, indent=2))
+        say(json.dumps({"draining": True, "leases": leases, "queued_objects": objects}, indent=2))
     elif leases + objects:
-        click.echo(f"draining: {leases} leases have not ended, {objects} objects wait to be written")
+        say(f"draining: {leases} leases in progress, {objects} objects wait to be written")
     else:
-        click.echo("drained: nothing is lent, nothing waits to be written")
+        say("drained: no leases, no objects wait to be written")
     return EXIT_NOT_DRAINED if leases + objects else 0
 
 
@@ -51,14 +59,14 @@ def drain(connection: tuple[Endpoint, float], wait: float, as_json: bool) -> int
 @json_option
 @click.pass_obj
 def resume(connection: tuple[Endpoint, float], as_json: bool) -> int:
-    """Let a drained daemon grant again."""
+    """Grant leases again after a drain."""
     with connect(*connection) as operator:
         leases = operator.drain(draining=False)
-    click.echo(json.dumps({"draining": False, "leases": leases}, indent=2) if as_json else "resumed")
+    say(json.dumps({"draining": False, "leases": leases}, indent=2) if as_json else "resumed")
     return 0
 
 
-def _left(operator: Operator) -> tuple[int, int]:
-    """Leases of all engines, and objects that wait to be written to tiers."""
+def _remaining(operator: Operator) -> tuple[int, int]:
+    """Return the leases of all engines, and the objects that wait to be written to tiers."""
     status = operator.status()
     return sum(one.leases for one in status.sessions), sum(tier.queued_objects for tier in status.tiers)

@@ -1,14 +1,15 @@
-"""`kvdepotctl evict`: drop a chunk with all below it, or all of a namespace."""
+"""`kvdepotctl evict`: delete a namespace, or a chunk and every chunk after it."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
+from kvdepot.client.ctl.as_json import echo_json, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import confirm, json_option
 from kvdepot.client.ctl.completing import Name
+from kvdepot.client.ctl.texts import say
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
@@ -16,14 +17,15 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("name", metavar="NAMESPACE[/KEY]", type=Name(chunks=True))
-@click.option("--yes", is_flag=True, help="Do not ask before a whole namespace goes.")
+@click.option("--yes", is_flag=True, help="Delete a whole namespace without asking.")
 @json_option
 @click.pass_obj
 def evict(connection: tuple[Endpoint, float], name: str, yes: bool, as_json: bool) -> int:
-    """Drop all of NAMESPACE, or its chunk KEY with all that follows it, from RAM and this node's disks.
+    """Delete a namespace, or a chunk's subtree.
 
-    Both may be cut short to what is still unique. Nobody finds it any more when this answers; what ranks are copying at
-    the moment stays until they are done. Files of a shared tier stay: they are other nodes' too.
+    Deletes NAMESPACE, or its chunk KEY with every chunk after it, from RAM and from this node's disks. Ids and keys may
+    be shortened while they are unique. When this answers, no engine finds the objects any more. Copies in progress keep
+    their memory until they end. Files of a shared tier stay, because other nodes use them.
     """
     namespace, _, prefix = name.partition("/")
     with connect(*connection) as operator:
@@ -31,16 +33,12 @@ def evict(connection: tuple[Endpoint, float], name: str, yes: bool, as_json: boo
         key = operator.find_chunk(namespace_id, prefix) if prefix else b""
         shown = namespace_id.hex()[:12] + (f"/{key.hex()[:12]}" if key else "")
         if not key and not yes and not as_json:
-            confirm(f"drop everything of namespace {shown}?")
+            confirm(f"delete all objects of namespace {shown}?")
         reply = operator.evict(namespace_id, key)
     if as_json:
-        record = {
-            "namespace_id": namespace_id.hex(), "key": key.hex() or None, "chunks": reply.chunks, "more": reply.more,
-            "spared": list(reply.spared),
-        }  # fmt: skip
-        click.echo(json.dumps(record, indent=2))
+        echo_json({"namespace_id": namespace_id, "key": key} | to_json(reply))
         return 0
-    click.echo(f"evicted {shown}: {reply.chunks}{' or more' if reply.more else ''} chunks")
-    if reply.spared:
-        click.echo(f"these tiers keep what they have: {', '.join(reply.spared)}")
+    say(f"evicted {shown}: {reply.chunks}{' or more' if reply.more else ''} chunks")
+    if reply.unchanged_tiers:
+        say(f"not changed: tiers {', '.join(reply.unchanged_tiers)}")
     return 0

@@ -20,10 +20,11 @@ from kvdepot.client.ctl.completing import Name, TierName
 from kvdepot.client.ctl.exporting import CHUNKS_MAX, Exporter, ExportProgress, export_spec, planned
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
 from kvdepot.client.ctl.importing import Importer, ImportProgress, check, spec_of
-from kvdepot.client.ctl.printer import size_text
+from kvdepot.client.ctl.texts import escape
 from kvdepot.core.errors import KvDepotError, LimitExceeded
 from kvdepot.core.export_file import ExportHead, ExportReader
-from kvdepot.proto import codec_namespace
+from kvdepot.core.units import size_text
+from kvdepot.proto import codec
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -37,18 +38,21 @@ UNFINISHED: Final = ".unfinished"
 @click.command("export")
 @click.argument("name", metavar="NAMESPACE[/KEY]", type=Name(chunks=True))
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
-@click.option("--tier", metavar="NAME", type=TierName(), default="", help="What this tier has: ram, or of [[tier]].")
+@click.option(
+    "--tier", metavar="NAME", type=TierName(), default="", help="Only objects of this tier: ram, or a name of [[tier]]."
+)
 @json_option
 @click.pass_obj
 def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, as_json: bool) -> int:
-    """Write what the daemon has of NAMESPACE, or of the path that ends with its chunk KEY, into FILE (- for stdout).
+    """Export objects to a file.
 
-    `kvdepotctl import` brings it into this or another daemon whose engines have the same namespace. Engines go on
-    meanwhile. What only a tier below RAM has is read into RAM first: --tier ram leaves it alone. FILE gets its name
-    when it is whole. Exit code 1 if something that was there could not be exported. With --json a line for each look.
+    Writes NAMESPACE, or the prefix that ends with its chunk KEY, to FILE (-: stdout). `kvdepotctl import` reads the
+    file into any daemon whose engines have the same namespace. Engines continue during an export. Objects that only a
+    lower tier has are read into RAM first; --tier ram leaves them out. FILE gets its name when it is complete. With
+    --json, prints one line per progress report. Exit code 1: an object could not be exported.
     """
     if file == STREAM and as_json:
-        raise click.UsageError("with - the export itself goes to stdout: there is no place for --json")
+        raise click.UsageError("--json needs stdout, which - uses for the export: name a FILE")
     endpoint, timeout_seconds = connection
     namespace, _, prefix = name.partition("/")
     console = Console(stderr=True)
@@ -57,13 +61,15 @@ def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, 
         key = operator.find_chunk(namespace_id, prefix) if prefix else b""
         spec = export_spec(operator, namespace_id)
         page = operator.chunks(namespace_id, "", CHUNKS_MAX)
-        if page.next_token:
-            raise LimitExceeded("chunks of one export", CHUNKS_MAX + 1, CHUNKS_MAX, advice="export paths of it")
+        if page.next_page_token:
+            raise LimitExceeded(
+                "chunks of one export", CHUNKS_MAX + 1, CHUNKS_MAX, advice="export single prefixes: NAMESPACE/KEY"
+            )
         chunks = planned(page, spec, key, tier)
         pathless = 0 if key else len(page.chunks) - len(chunks)
         names = [one for chunk in chunks for one in chunk]
         head = ExportHead(
-            namespace_id, codec_namespace.encode_namespace_spec(spec).SerializeToString(deterministic=True),
+            namespace_id, codec.encode_spec(spec),
             int(time.time()), len(names), sum(one.raw_bytes for one in names),
         )  # fmt: skip
         engine = BulkEngine(endpoint, spec, "kvdepotctl-export", timeout_seconds=timeout_seconds)
@@ -82,15 +88,16 @@ def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, 
 
 @click.command("import")
 @click.argument("file", type=click.File("rb"))
-@click.option("--check", "check_only", is_flag=True, help="Only read FILE and compare its checksums; ask no daemon.")
+@click.option("--check", "check_only", is_flag=True, help="Only verify the checksums of FILE; call no daemon.")
 @json_option
 @click.pass_obj
 def import_(connection: tuple[Endpoint, float], file: BinaryIO, check_only: bool, as_json: bool) -> int:
-    """Bring what FILE (- for stdin) has into RAM, as if an engine had stored it: `kvdepotctl export` has written it.
+    """Import objects from a file.
 
-    Only whole objects with their checksums are taken, under the same namespace: engines of another one never see them.
-    It makes room for itself as stores do, and tiers below RAM get of it what their `write` says. What is there already
-    is passed over. Exit code 1 if not all of it is there at the end. With --json a line for each look.
+    Reads FILE (-: stdin) of `kvdepotctl export` into RAM, as if an engine had stored the objects. Only whole objects
+    with correct checksums are imported, into the namespace of the file. The import evicts objects if RAM is full, and
+    lower tiers receive objects by their `write` policy. Objects that are present are skipped. With --json, prints one
+    line per progress report. Exit code 1: not all objects are present at the end.
     """
     endpoint, timeout_seconds = connection
     console = Console(stderr=True)
@@ -107,7 +114,8 @@ def import_(connection: tuple[Endpoint, float], file: BinaryIO, check_only: bool
             followed = follow(Importer(engine, reader).run(), console, _import_bars, as_json=as_json)
     done = followed.reply
     if done is not None and not as_json:
-        console.print(_told(done, shown, check_only=check_only), markup=False, highlight=False, soft_wrap=True)
+        said = escape(_told(done, shown, check_only=check_only))
+        console.print(said, highlight=False, soft_wrap=True)
     if followed.stopped or done is None:
         return EXIT_STOPPED
     if not check_only:
@@ -117,7 +125,7 @@ def import_(connection: tuple[Endpoint, float], file: BinaryIO, check_only: bool
 
 @contextmanager
 def _file_errors(file: str) -> Iterator[None]:
-    """A full disk, a pipe that nobody reads: said in a line."""
+    """Turn errors of the file into one line: a full disk, or a pipe that nobody reads."""
     try:
         yield
     except OSError as error:
@@ -133,15 +141,15 @@ def _warn_of_evicted(
         if in_ram >= done.imported:
             return
         console.print(
-            f"warning: RAM has {in_ram} objects of the namespace now: it has no room for all, and what came last took "
-            "that of what came first",
+            f"warning: RAM has only {in_ram} objects of the namespace now: it is too small, and later objects "
+            "replaced earlier ones",
             markup=False, highlight=False, soft_wrap=True,
         )  # fmt: skip
 
 
 @contextmanager
 def _whole(file: str) -> Iterator[BinaryIO]:
-    """A file of this user alone that gets its name when all is in it: it has in it what users said.
+    """Open a file that only this user may read, because it has users' content. It gets its name when it is complete.
 
     What is no ordinary file, and stdout, are written as they are.
     """
@@ -173,20 +181,20 @@ def _export_bars(progress: ExportProgress) -> list[Bar]:
 
 
 def _import_bars(progress: ImportProgress) -> list[Bar]:
-    done = progress.imported + progress.there + sum(progress.refused.values())
+    done = progress.imported + progress.present + sum(progress.refused.values())
     return [Bar("objects", done, progress.planned, f"{size_text(progress.imported_bytes)} imported")]
 
 
 def _told(done: ImportProgress, shown: str, *, check_only: bool) -> str:
     if check_only:
-        said = f"{done.there} whole objects of {shown}"
+        said = f"{done.present} whole objects of {shown}"
     else:
         brought = f"imported {done.imported} objects, {size_text(done.imported_bytes)}, of {shown}"
-        said = f"{brought}; {done.there} were there"
+        said = f"{brought}; {done.present} already present"
     if done.refused:
         said += f"; refused: {counted(done.refused)}" + (f" ({done.reason})" if done.reason else "")
     if done.damaged:
         said += f"; damaged in the file: {counted(done.damaged)}"
     if done.cut_short:
         said += f"; the file is cut short: {done.cut_short}"
-    return said if done.over else f"{said}; stopped before its end"
+    return said if done.finished else f"{said}; stopped before its end"

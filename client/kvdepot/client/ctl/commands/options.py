@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from kvdepot.client.ctl.completing import Key, Name
+from kvdepot.client.ctl.texts import say
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.units import parse_rate_bytes_per_second
 
@@ -26,14 +27,14 @@ class RateType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
             rate = parse_rate_bytes_per_second(str(value))
         except InvalidArgument as error:
             self.fail(str(error), param, ctx)
-        return rate or self.fail("at a rate of 0 nothing would ever be done", param, ctx)
+        return rate or self.fail("expected a rate above 0, for example 256MiB/s", param, ctx)
 
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, times in seconds, ids in hexadecimal."
 )
 chunk_option = click.option(
-    "--chunk", metavar="KEY", type=Key(), default="", help="One chunk of the namespace; its key may be cut short."
+    "--chunk", metavar="KEY", type=Key(), default="", help="One chunk of the namespace; its key may be shortened."
 )
 
 
@@ -41,22 +42,22 @@ def namespace_option(*, required: bool) -> Callable[[FC], FC]:
     default: dict[str, Any] = {} if required else {"default": ""}  # click 8.5 takes a None for a value
     return click.option(
         "--namespace", metavar="NAMESPACE", type=Name(chunks=False), required=required,
-        help="Its id, which may be cut short.", **default,
+        help="Id of the namespace; it may be shortened.", **default,
     )  # fmt: skip
 
 
 def place(operator: Operator, namespace: str, chunk: str) -> tuple[bytes, bytes]:
     """(namespace id, key), empty where they are not named. Raises NotFound, or InvalidArgument."""
     if chunk and not namespace:
-        raise click.UsageError("--chunk is of a namespace: give --namespace too")
+        raise click.UsageError("--chunk needs --namespace")
     namespace_id = operator.find_namespace(namespace) if namespace else b""
     return namespace_id, operator.find_chunk(namespace_id, chunk) if chunk else b""
 
 
 def confirm(question: str) -> None:
-    """Raises click.Abort, and says what that means, where the answer is not yes."""
+    """Ask. Raise click.Abort, and print what that means, if the answer is not yes."""
     try:
         click.confirm(question, abort=True)
     except click.Abort:
-        click.echo("nothing was done", err=True)
+        say("cancelled: nothing was changed", err=True)
         raise

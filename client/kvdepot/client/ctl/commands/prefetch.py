@@ -1,4 +1,4 @@
-"""`kvdepotctl prefetch`: have the daemon read into RAM what tiers below it have, before somebody asks."""
+"""`kvdepotctl prefetch`: read objects from lower tiers into RAM before a request needs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import click
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import chunk_option, json_option, namespace_option, place
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
-from kvdepot.client.ctl.printer import new_table, show, size_text
+from kvdepot.client.ctl.printer import new_table, show
+from kvdepot.client.ctl.texts import escape
+from kvdepot.core.units import size_text
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -25,11 +27,12 @@ EXIT_NOT_ALL: Final = 1
 @json_option
 @click.pass_obj
 def prefetch(connection: tuple[Endpoint, float], namespace: str, chunk: str, as_json: bool) -> int:
-    """Have the daemon read into RAM what tiers below it have of NAMESPACE, or of the path that ends with a chunk.
+    """Read objects from lower tiers into RAM.
 
-    Within [policy] prefetch_share, behind loads and what requests wait for; ^C ends it in the daemon too. What was read
-    may be evicted as anything else: pin it to keep it. Exit code 1 if not all of it is in RAM. With --json a line for
-    each look.
+    Reads NAMESPACE, or the prefix that ends with a chunk. Operator prefetch uses the limits of request prefetch and has
+    the lowest priority. It may use at most [policy] prefetch_share of RAM. ^C stops it in the daemon too. Prefetched
+    objects may be evicted; pin them to prevent that. With --json, prints one line per progress report. Exit code 1: not
+    all objects are in RAM.
     """
     console = Console()
     with connect(*connection) as operator:
@@ -40,21 +43,21 @@ def prefetch(connection: tuple[Endpoint, float], namespace: str, chunk: str, as_
         return EXIT_STOPPED
     if not as_json:
         show(console, _table(reply))
-        if not reply.over or reply.reason:
-            console.print(f"the rest was not read: {reply.reason or 'stopped'}", markup=False)
+        if not reply.finished or reply.reason:
+            console.print(f"the rest was not read: {escape(reply.reason) or 'stopped'}")
     if followed.stopped:
         return EXIT_STOPPED
     return EXIT_NOT_ALL if reply.refused or reply.failed or reply.reason else 0
 
 
 def _bars(reply: PrefetchReply) -> list[Bar]:
-    return [Bar("chunks", reply.looked_at, reply.chunks, f"{reply.read} objects read, {size_text(reply.read_bytes)}")]
+    return [Bar("chunks", reply.examined, reply.chunks, f"{reply.read} objects read, {size_text(reply.read_bytes)}")]
 
 
 def _table(reply: PrefetchReply) -> Table:
-    table = new_table("prefetched", "chunks", "there before", "read", "size", "refused", "failed")
+    table = new_table("prefetched", "chunks", "present", "read", "size", "refused", "failed")
     table.add_row(
-        str(reply.looked_at), str(reply.there), str(reply.read), size_text(reply.read_bytes), counted(reply.refused),
+        str(reply.examined), str(reply.present), str(reply.read), size_text(reply.read_bytes), counted(reply.refused),
         counted(reply.failed),
     )  # fmt: skip
     return table

@@ -1,21 +1,21 @@
-"""`kvdepotctl quota`: what tenants and namespaces may hold, changed at run time."""
+"""`kvdepotctl quota`: limits of tenants and namespaces, changed at run time."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
+from kvdepot.client.ctl.as_json import echo_json, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
-from kvdepot.client.ctl.printer import new_table, quotas_table, show, size_text
+from kvdepot.client.ctl.printer import new_table, quotas_table, show
+from kvdepot.client.ctl.texts import escape, say
 from kvdepot.core.control import QuotaEntry, QuotaSubject
 from kvdepot.core.errors import NotFound
-from kvdepot.core.units import parse_size_bytes
+from kvdepot.core.units import parse_size_bytes, size_text
 from rich.console import Console
-from rich.markup import escape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 @click.group()
 def quota() -> None:
-    """What a tenant or a namespace may hold of a tier: as [[quota]] in the configuration, changed at run time."""
+    """Show and set quotas."""
 
 
 def _subject(run: Callable[..., int]) -> Callable[..., int]:
     for option in (
-        click.option("--tier", default="*", show_default=True, help="A tier by its name; *: each by itself."),
+        click.option("--tier", default="*", show_default=True, help="Name of a tier; *: each tier separately."),
         click.option(
             "--namespace",
             metavar="NAMESPACE",
             type=Name(chunks=False),
-            help="A label, 8 to 32 digits that begin an id; *: each by itself. [default: the total of the tenant's]",
+            help="A label, or the first 8 to 32 digits of an id; *: each separately. [default: total of the tenant]",
         ),
-        click.option("--tenant", default="*", show_default=True, help="A tenant; *: each by itself."),
+        click.option("--tenant", default="*", show_default=True, help="Name of a tenant; *: each tenant separately."),
     ):
         run = option(run)
     return run
@@ -53,17 +53,19 @@ def _subject(run: Callable[..., int]) -> Callable[..., int]:
 def set_(
     connection: tuple[Endpoint, float], capacity: str, tenant: str, namespace: str | None, tier: str, as_json: bool
 ) -> int:
-    """Let the subject hold CAPACITY (20GiB; none: no limit), in place of what the configuration says about it.
+    """Set a quota.
 
-    A smaller one refuses at once, and is evicted to within seconds, of the subject's own. It outlives restarts and
-    reloads, until `delete`. Who is not there yet is held to it on coming: the answer says where it is about nobody.
+    The tenant or namespace may use at most CAPACITY (for example 20GiB; none: no limit) of a tier. The quota replaces
+    the [[quota]] entry of the configuration for the same subject. It survives restarts and reloads, until `delete`. If
+    the subject uses more now, new objects are refused at once, and its objects are evicted within seconds. Owners that
+    do not exist yet are limited when they appear.
     """
     subject = QuotaSubject(tenant, namespace, tier)
     capacity_bytes = None if capacity == "none" else parse_size_bytes(capacity)
     with connect(*connection) as operator:
-        not_kept = operator.set_quota(QuotaEntry(subject, capacity_bytes))
+        not_persisted = operator.set_quota(subject, capacity_bytes)
         entry, held = _found(operator, subject)
-    _show(entry, held, {"not_kept": not_kept}, as_json=as_json)
+    _show(entry, held, {"not_persisted": not_persisted}, as_json=as_json)
     return 0
 
 
@@ -72,7 +74,10 @@ def set_(
 @json_option
 @click.pass_obj
 def get(connection: tuple[Endpoint, float], tenant: str, namespace: str | None, tier: str, as_json: bool) -> int:
-    """Show the entry about the subject, and what those hold whom it is about. Exit code 1: there is none."""
+    """Show one quota and what its owners use.
+
+    Exit code 1: no quota for this subject.
+    """
     with connect(*connection) as operator:
         entry, held = _found(operator, QuotaSubject(tenant, namespace, tier))
     _show(entry, held, {}, as_json=as_json)
@@ -84,15 +89,18 @@ def get(connection: tuple[Endpoint, float], tenant: str, namespace: str | None, 
 @json_option
 @click.pass_obj
 def delete(connection: tuple[Endpoint, float], tenant: str, namespace: str | None, tier: str, as_json: bool) -> int:
-    """Delete what `set` has set about the subject: what the configuration says about it is in effect again."""
+    """Delete a quota that `set` has set.
+
+    The [[quota]] entry of the configuration for the same subject is in effect again.
+    """
     subject = QuotaSubject(tenant, namespace, tier)
     with connect(*connection) as operator:
-        not_kept = operator.delete_quota(subject)
+        not_persisted = operator.delete_quota(subject)
     if as_json:
-        click.echo(json.dumps(asdict(subject) | {"not_kept": not_kept}, indent=2))
+        echo_json(to_json(subject) | {"not_persisted": not_persisted})
         return 0
-    click.echo(f"deleted: {subject}")
-    _warn(not_kept)
+    say(f"deleted: {subject}")
+    _warn(not_persisted)
     return 0
 
 
@@ -100,25 +108,28 @@ def delete(connection: tuple[Endpoint, float], tenant: str, namespace: str | Non
 @json_option
 @click.pass_obj
 def list_(connection: tuple[Endpoint, float], as_json: bool) -> int:
-    """List the entries in effect: of the configuration, and those that were set. `status` says who holds what."""
+    """List the quotas in effect.
+
+    Lists the entries of the configuration and those that `set` has set. `status` shows what each owner uses.
+    """
     with connect(*connection) as operator:
         entries = operator.quotas()
     if as_json:
-        click.echo(json.dumps([_record(one) for one in entries], indent=2))
+        echo_json([_record(one) for one in entries])
         return 0
     table = new_table("quotas", "tenant", "namespace", "tier", "capacity", "source")
     for one in entries:
         names = (one.subject.tenant, one.subject.namespace or "(total)", one.subject.tier)
         table.add_row(*map(escape, names), _capacity(one), _source(one))
-    show(Console(), table if entries else "there is no quota")
+    show(Console(), table if entries else "no quotas")
     return 0
 
 
 def _found(operator: Operator, subject: QuotaSubject) -> tuple[QuotaEntry, list[QuotaStatus]]:
-    """The entry, and what is held by those whom it limits. Raises NotFound."""
+    """Return the entry, and what those hold that it limits. Raise NotFound."""
     entry = next(iter(operator.quotas(subject)), None)
     if entry is None:
-        raise NotFound(f"there is no quota for {subject}", advice="`kvdepotctl quota list` shows all")
+        raise NotFound(f"there is no quota for {subject}", advice="`kvdepotctl quota list` shows all quotas")
     subject = entry.subject
     tiers = {subject.tier}
     status = operator.status().quotas
@@ -131,17 +142,17 @@ def _found(operator: Operator, subject: QuotaSubject) -> tuple[QuotaEntry, list[
 
 def _show(entry: QuotaEntry, held: list[QuotaStatus], more: dict[str, str], *, as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(_record(entry) | {"tiers": [asdict(one) for one in held]} | more, indent=2))
+        echo_json(_record(entry) | {"tiers": held} | more)
         return
-    click.echo(f"{_capacity(entry)}: {entry.subject}, {_source(entry)}")
+    say(f"{_capacity(entry)}: {entry.subject}, {_source(entry)}")
     if held:
         show(Console(), quotas_table(held))
-    _warn(more.get("not_kept", ""))
+    _warn(more.get("not_persisted", ""))
 
 
-def _warn(not_kept: str) -> None:
-    if not_kept:
-        click.echo(f"warning: {not_kept}", err=True)
+def _warn(not_persisted: str) -> None:
+    if not_persisted:
+        say(f"warning: {not_persisted}", err=True)
 
 
 def _capacity(entry: QuotaEntry) -> str:
@@ -153,4 +164,4 @@ def _source(entry: QuotaEntry) -> str:
 
 
 def _record(entry: QuotaEntry) -> dict[str, Any]:
-    return asdict(entry.subject) | {"capacity_bytes": entry.capacity_bytes, "by_operator": entry.by_operator}
+    return to_json(entry.subject) | {"capacity_bytes": entry.capacity_bytes, "by_operator": entry.by_operator}  # type: ignore[no-any-return]

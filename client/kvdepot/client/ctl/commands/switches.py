@@ -1,24 +1,24 @@
-"""`kvdepotctl loads` and `kvdepotctl stores`: switch them off and on, without touching an engine."""
+"""`kvdepotctl loads` and `kvdepotctl stores`: switch them off and on, without restarting an engine."""
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
+from kvdepot.client.ctl.as_json import echo_json, to_json
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.completing import Name
-from kvdepot.client.ctl.printer import switches_record
+from kvdepot.client.ctl.texts import say
 from kvdepot.core.control import Switch, SwitchCall, switch_states
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
 
-_HELP = """Switch {0} off or on, for NAMESPACE (its id, which may be cut short) or for all.
+_HELP = """Switch {0} off or on.
 
-    It takes effect before this answers, and outlives restarts of the daemon. Switching all on leaves those off that
-    were switched off by themselves.
+    Applies to NAMESPACE, whose id may be shortened, or to all namespaces. It takes effect before this answers, and
+    survives restarts of the daemon. Switching {0} on for all does not change namespaces that were switched off by name.
     """
 
 
@@ -44,17 +44,17 @@ def _set(connection: tuple[Endpoint, float], switch: Switch, namespace: str, *, 
         namespace_id = find(namespace) if namespace else b""
         reply = operator.switch(SwitchCall(switch, on, namespace_id))
     if as_json:
-        record = {**switches_record(reply.switches), "leases": reply.leases, "not_kept": reply.not_kept}
-        click.echo(json.dumps(record, indent=2))
+        record = to_json(reply)
+        echo_json(record.pop("switches") | record)
         return
     whom = f"namespace {namespace_id.hex()[:12]}" if namespace_id else "all namespaces"
-    click.echo(f"{switch} are {'on' if on else 'off'} for {whom}")
+    say(f"{switch} are {'on' if on else 'off'} for {whom}")
     state = switch_states(reply.switches)[switch]
     if on and namespace_id and state.off:
-        click.echo(f"but {switch} are off for all: `kvdepotctl {switch} on` ends that")
+        say(f"{switch} are still off for all namespaces: run `kvdepotctl {switch} on`")
     if on and not namespace_id and state.off_namespaces:
-        click.echo(f"still off by themselves: {', '.join(one.hex()[:12] for one in state.off_namespaces)}")
+        say(f"still off by name: {', '.join(one.hex()[:12] for one in state.off_namespaces)}")
     if not on and reply.leases:
-        click.echo(f"granted before, and going on until they end: {reply.leases}")
-    if reply.not_kept:
-        click.echo(f"warning: {reply.not_kept}", err=True)
+        say(f"leases granted before, still in progress: {reply.leases}")
+    if reply.not_persisted:
+        say(f"warning: {reply.not_persisted}", err=True)

@@ -1,4 +1,4 @@
-"""`kvdepotctl top`: what a daemon does at the moment, again and again."""
+"""`kvdepotctl top`: show the rates of a daemon at an interval."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import click
 import grpc
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
-from kvdepot.client.ctl.printer import new_table, show, size_text
+from kvdepot.client.ctl.printer import new_table, show
 from kvdepot.client.ctl.rates import Rates
+from kvdepot.client.ctl.texts import escape, say
 from kvdepot.core.calls import CommitOutcome
+from kvdepot.core.units import size_text
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,22 +31,23 @@ _COMMITTED = f"committed_objects.{CommitOutcome.COMMITTED.name.lower()}"
 
 @click.command()
 @click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between two looks."
+    "--interval", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Seconds between two samples."
 )
-@click.option("--count", type=click.IntRange(min=1), help="End after so many. [default: at ^C]")
+@click.option("--count", type=click.IntRange(min=1), help="Stop after this many samples. [default: at ^C]")
 @json_option
 @click.pass_obj
 def top(connection: tuple[Endpoint, float], interval: float, count: int | None, as_json: bool) -> int:
-    """Show what the daemon does, a second: lookups, tokens that engines need not compute, loads, stores, misses, tiers.
+    """Show the daemon's rates live.
 
-    With --json a line for each look. After the first look a daemon that has ended or hangs is waited for, until ^C.
+    Shows lookups, hit tokens, loads, stores, misses and tiers, each per second. With --json, prints one line per
+    interval. If the daemon ends or hangs after the first interval, top waits for it until ^C.
     """
     with connect(*connection) as operator:
         looks = _looks(operator, interval, count)
         try:
             if as_json:
                 for now, rates in looks:
-                    click.echo(json.dumps(_record(now, rates)))
+                    say(json.dumps(_record(now, rates)))
             else:
                 _show(looks)
         except KeyboardInterrupt:
@@ -54,7 +56,7 @@ def top(connection: tuple[Endpoint, float], interval: float, count: int | None, 
 
 
 def _looks(operator: Operator, interval: float, count: int | None) -> Iterator[tuple[DaemonStatus, Rates]]:
-    """Raises grpc.RpcError for the first look only."""
+    """Yield the status at each look. Raise grpc.RpcError for the first look only."""
     before, pause = operator.status(), threading.Event()  # nobody sets it
     silent, done = False, 0
     while count is None or done < count:
@@ -63,7 +65,7 @@ def _looks(operator: Operator, interval: float, count: int | None) -> Iterator[t
             now = operator.status()
         except grpc.RpcError as error:
             if not silent:
-                click.echo(f"no answer: {error.code().name}; trying again", err=True)
+                say(f"no answer: {error.code().name}; trying again", err=True)
             silent = True
             continue
         silent = False
@@ -85,7 +87,8 @@ def _show(looks: Iterator[tuple[DaemonStatus, Rates]]) -> None:
 
 def _screen(now: DaemonStatus, rates: Rates) -> tuple[str | Table, ...]:
     ready = "[green]ready[/]" if now.ready else f"[red]not ready[/]: {escape(now.reason)}"
-    title = f"kvdepotd {escape(now.version)}, up {now.uptime_seconds:.0f} s, {ready}; the last {rates.seconds:.1f} s:"
+    up = f"up {now.uptime_seconds:.0f} s"
+    title = f"kvdepotd {escape(now.daemon_version)}, {up}, {ready}; the last {rates.seconds:.1f} s:"
     return title, _flow(rates), _tiers(now, rates), _engines(now)
 
 
@@ -127,7 +130,7 @@ def _engines(now: DaemonStatus) -> Table | str:
 
 
 def _moved(tier: TierStatus, rates: Rates) -> dict[str, float]:
-    """A second. RAM's bytes are what is lent to engines, others' what I/O workers move."""
+    """Return the rates of a tier. RAM's bytes are lent to engines; other tiers' are moved by I/O workers."""
     of = rates.of
     if tier.kind == "ram":
         return {

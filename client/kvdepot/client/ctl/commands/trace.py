@@ -1,4 +1,4 @@
-"""`kvdepotctl trace`: record what engines ask for, and say what it would have hit with another size of RAM."""
+"""`kvdepotctl trace`: record lookups, and replay them against other sizes of RAM."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ if TYPE_CHECKING:
 
     from kvdepot.client.endpoint import Endpoint
 
-REPLAY: Final = (sys.executable, "-m", "kvdepot.server.entry", "replay")
+REPLAY: Final = (sys.executable, "-m", "kvdepot.server.daemon.entry", "replay")
 """The daemon's own program: it has the engine that is asked."""
 
 
 @click.group()
 def trace() -> None:
-    """Record what engines ask for, and replay it."""
+    """Record and replay lookups."""
 
 
 @trace.command()
 @click.argument("file", type=click.File("w", lazy=False))
-@click.option("--seconds", type=click.FloatRange(min=0.1), help="End after so long; else at ^C.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), help="Stop after this many seconds. [default: at ^C]")
 @click.pass_obj
 def record(connection: tuple[Endpoint, float], file: TextIO, seconds: float | None) -> int:
-    """Write into FILE (- for stdout) what each request looks up, a line each, until ^C.
+    """Record what engines look up.
 
-    Nothing of a prompt is in it: chunks are numbers, the same one for the same prefix. Engines are not slowed down.
+    Writes the first lookup of each request to FILE (-: stdout), one line each, until ^C. The trace has no prompt text:
+    chunks are numbers, equal for equal prefixes. Recording does not slow engines down.
     """
     console = Console(stderr=True)
     writer, until = TraceWriter(), time.monotonic() + (seconds or float("inf"))
@@ -60,9 +61,10 @@ def record(connection: tuple[Endpoint, float], file: TextIO, seconds: float | No
 @trace.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def replay(arguments: tuple[str, ...]) -> int:
-    """What the trace in FILE would have hit with other sizes of RAM: `kvdepotd replay`, all of whose options it takes.
+    """Replay a trace against other RAM sizes.
 
-    It asks no daemon; the extra `server` has to be installed where it runs.
+    Reports what the lookups of a trace would have hit. Takes the options of `kvdepotd replay`, and needs the extra
+    `server`. It calls no daemon.
     """
     return subprocess.run([*REPLAY, *arguments], check=False).returncode
 
@@ -72,4 +74,4 @@ def _told(writer: TraceWriter, lost: int) -> str:
     said = (
         f"{writer.requests} requests, {writer.chunks} different chunks, {share:.1%} of {writer.tokens} tokens offered"
     )
-    return f"{said}, {lost} requests lost: this was too slow" if lost else said
+    return f"{said}, {lost} requests lost: the reader was too slow" if lost else said

@@ -1,4 +1,4 @@
-"""`kvdepotctl verify`: have the daemon read again what it has, now."""
+"""`kvdepotctl verify`: read stored objects and compare their checksums."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import RateType, chunk_option, json_option, namespace_option, place
 from kvdepot.client.ctl.completing import TierName
 from kvdepot.client.ctl.following import EXIT_STOPPED, Bar, counted, follow
-from kvdepot.client.ctl.printer import new_table, show, size_text
+from kvdepot.client.ctl.printer import new_table, show
+from kvdepot.client.ctl.texts import escape
 from kvdepot.core.control import VerifyCall
+from kvdepot.core.units import size_text
 from rich.console import Console
-from rich.markup import escape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -27,25 +28,26 @@ EXIT_FOUND: Final = 1
 @click.command()
 @namespace_option(required=False)
 @chunk_option
-@click.option("--tier", metavar="NAME", type=TierName(), default="", help="One tier: ram, or a name of [[tier]].")
+@click.option("--tier", metavar="NAME", type=TierName(), default="", help="Only this tier: ram, or a name of [[tier]].")
 @click.option(
     "--rate",
     metavar="RATE",
     type=RateType(),
     default="256MiB/s",
     show_default=True,
-    help="Read at most so much of each tier.",
+    help="Read at most this much of each tier.",
 )
 @json_option
 @click.pass_obj
 def verify(
     connection: tuple[Endpoint, float], namespace: str, chunk: str, tier: str, rate: int, as_json: bool
 ) -> int:  # fmt: skip
-    """Have the daemon read what it has again and compare it with its checksums, now: all, or what is named.
+    """Verify stored objects by their checksums.
 
-    With a chunk: it and all that follows it. It goes on behind everything that serves; ^C ends it in the daemon too.
-    What is damaged is dropped, or goes to quarantine, as whenever it is found. Exit code 1 if something is damaged, or
-    a tier could not be read to its end. With --json a line for each look.
+    Reads all objects, or a namespace, or a chunk with every chunk after it, and compares their checksums. It has the
+    lowest priority; ^C stops it in the daemon too. Damaged objects are dropped from RAM, or moved to quarantine. With
+    --json, prints one line per progress report. Exit code 1: an object is damaged, or a tier could not be read to its
+    end.
     """
     console = Console()
     with connect(*connection) as operator:
@@ -77,7 +79,7 @@ def _sum(found: Mapping[str, int]) -> int:
 def _table(tiers: Iterable[VerifiedTier]) -> Table:
     table = new_table("verified", "tier", "verified", "size", "damaged", "skipped", "the rest")
     for one in tiers:
-        rest = f"skipped: {escape(one.reason)}" if one.reason else "" if one.over else "not read: stopped"
+        rest = f"skipped: {escape(one.reason)}" if one.reason else "" if one.finished else "not read: stopped"
         damaged = f"[red]{counted(one.damaged)}[/]" if one.damaged else "0"
         table.add_row(
             escape(one.tier), str(one.verified), size_text(one.verified_bytes), damaged, counted(one.skipped), rest

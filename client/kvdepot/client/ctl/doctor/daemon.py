@@ -47,13 +47,13 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """`silence`: why there is no status. `stranger`: why the attachment socket cannot be connected to."""
+    """`silence`: why there is no status. `attach_error`: why the attachment socket cannot be connected to."""
 
     endpoint: Endpoint
     status: DaemonStatus | None = None
     silence: str = ""
     peer: Peer | None = None
-    stranger: str = ""
+    attach_error: str = ""
     attachment: Attachment | None = None  # None: not tried
 
     @property
@@ -72,16 +72,16 @@ class Daemon:
 
 
 def ask(endpoint: Endpoint, timeout_seconds: float, *, attaching: bool) -> Daemon:
-    """Raises nothing: what does not answer is part of the answer. Takes a few times `timeout_seconds` at most."""
-    peer, stranger = _peer(endpoint, timeout_seconds)
+    """Ask the daemon, and raise nothing: a missing answer is a finding. Takes a few times `timeout_seconds` at most."""
+    peer, attach_error = _peer(endpoint, timeout_seconds)
     try:
         status = _status(endpoint, timeout_seconds)
     except grpc.RpcError as error:
-        return Daemon(endpoint, None, f"{error.code().name}: {error.details()}", peer, stranger)
+        return Daemon(endpoint, None, f"{error.code().name}: {error.details()}", peer, attach_error)
     except KvDepotError as error:
-        return Daemon(endpoint, None, str(error), peer, stranger)
+        return Daemon(endpoint, None, str(error), peer, attach_error)
     attachment = _attach(endpoint, timeout_seconds) if attaching and peer is not None else None
-    return Daemon(endpoint, status, "", peer, stranger, attachment)
+    return Daemon(endpoint, status, "", peer, attach_error, attachment)
 
 
 def _status(endpoint: Endpoint, timeout_seconds: float) -> DaemonStatus:

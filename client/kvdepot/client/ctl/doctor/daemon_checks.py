@@ -8,7 +8,7 @@ import stat
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.doctor.findings import DAEMON, Check
-from kvdepot.client.ctl.printer import size_text
+from kvdepot.core.units import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +35,7 @@ def check_daemon(daemon: Daemon) -> Finding:
             "start it (`systemctl start kvdepotd`), or name its socket with --endpoint; "
             "if it runs and hangs, its log says why, and kill -9 is safe",
         )
-    shown = f"version {status.version}, pid {status.pid}, at {daemon.endpoint}"
+    shown = f"version {status.daemon_version}, pid {status.pid}, at {daemon.endpoint}"
     if not status.ready:
         return check.fail(f"{shown}: not ready: {status.reason or 'no reason given'}", "its log says what it waits for")
     if status.reason:
@@ -44,7 +44,7 @@ def check_daemon(daemon: Daemon) -> Finding:
 
 
 def check_tiers(daemon: Daemon) -> Iterator[Finding]:
-    """What the daemon itself has found out about its tiers: a bad disk, a mount that is gone."""
+    """Check what the daemon itself reports about its tiers: a bad disk, a mount that is gone."""
     for tier in daemon.status.tiers if daemon.status else ():
         check = Check("state", tier.name)
         shown = tier.state + (f": {tier.reason}" if tier.reason else "")
@@ -52,7 +52,7 @@ def check_tiers(daemon: Daemon) -> Iterator[Finding]:
         if tier.state == "offline":
             yield check.fail(shown, fix)
         elif tier.breaker not in ("", "closed"):
-            yield check.fail(f"{tier.reason or 'out of use'}; breaker {tier.breaker}", fix)
+            yield check.fail(f"{tier.reason or 'disabled'}; breaker {tier.breaker}", fix)
         elif tier.state not in _WELL or tier.reason:
             yield check.warn(shown, fix)
         else:
@@ -88,13 +88,13 @@ def check_sockets(daemon: Daemon, settings: Settings | None, host: Host) -> Find
     except OSError as error:
         if daemon.status is None:
             return check.skipped(f"{error.filename}: {error.strerror}")
-        return check.fail(f"{error.filename}: {error.strerror}", "both lie beside each other: mount the whole folder")
+        return check.fail(f"{error.filename}: {error.strerror}", "the sockets are in one folder: mount all of it")
     if not all(stat.S_ISSOCK(one.st_mode) for one in found):
         return check.fail("what lies there is no socket", "remove it and restart the daemon")
-    if daemon.stranger:
+    if daemon.attach_error:
         return check.fail(
-            f"{daemon.endpoint.attach_path}: {daemon.stranger}",
-            _JOIN if daemon.stranger == _DENIED else "restart the daemon: it makes both sockets anew",
+            f"{daemon.endpoint.attach_path}: {daemon.attach_error}",
+            _JOIN if daemon.attach_error == _DENIED else "restart the daemon: it makes both sockets anew",
         )
     modes = {stat.S_IMODE(one.st_mode) for one in found}
     shown = f"mode {' and '.join(f'{mode:04o}' for mode in sorted(modes))}, group {found[0].st_gid}"
@@ -145,7 +145,7 @@ def check_identity(daemon: Daemon) -> Finding:
     if peer.pid == 0:
         return check.warn(
             f"the daemon (uid {peer.uid}) is in a PID namespace that cannot be seen from here",
-            "run this on the host, or beside the daemon, for the checks of its limits",
+            "run this on the host, or next to the daemon, for the checks of its limits",
         )
     return check.ok(f"the daemon is pid {peer.pid}, uid {peer.uid}, and knows this process by its pid")
 
@@ -168,4 +168,4 @@ def check_metrics(settings: Settings, daemon: Daemon, answer: str) -> Finding:
 def _why_not_attached(daemon: Daemon) -> str:
     if daemon.status is None:
         return _SILENT
-    return f"the attachment socket: {daemon.stranger}" if daemon.stranger else "not tried: --read-only"
+    return f"the attachment socket: {daemon.attach_error}" if daemon.attach_error else "not tried: --read-only"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.doctor.findings import Check
 from kvdepot.client.ctl.doctor.probe import NOT_TRIED, TEMPORARY
-from kvdepot.client.ctl.printer import size_text
 from kvdepot.core.proc_text import MEMORY_KINDS, NETWORK_KINDS
+from kvdepot.core.units import size_text
 
 if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.findings import Finding
@@ -45,7 +46,7 @@ class Looked:
 
 
 def check_answers(place: Place, probed: Probed | None, seconds: float) -> Finding:
-    """The first of all: the others need its answer."""
+    """Check that a place answers. It comes first, because the other checks need the answer."""
     check = Check("answers", place.name)
     if probed is None:
         return check.fail(
@@ -79,7 +80,7 @@ def check_there(looked: Looked) -> Finding:
 
 
 def check_owner(looked: Looked) -> Finding:
-    """By the mode alone: whoever runs the daemon may not be who asks."""
+    """Check the mode only: the daemon's user may be another one than the caller."""
     check, probed = Check("permissions", looked.name), looked.probed
     if not probed.is_there:
         return check.skipped("the directory is not there")
@@ -196,9 +197,9 @@ def check_files(looked: Looked) -> Finding:
     needed = {"ram": 2, "disk": _FILES_MIN}.get(place.kind, max(place.needed_bytes // _FILE_BYTES, _FILES_MIN))
     shown = f"{probed.free_files} are free, {needed} may be needed"
     if not probed.free_files:
-        return check.fail(shown, "remove files, or make the file system anew with more inodes")
+        return check.fail(shown, "remove files, or create the file system again with more inodes")
     if probed.free_files < needed and not probed.held_bytes:
-        return check.warn(shown, "remove files, or make the file system anew with more inodes")
+        return check.warn(shown, "remove files, or create the file system again with more inodes")
     return check.ok(shown)
 
 
@@ -265,8 +266,15 @@ def check_huge_pages(looked: Looked, host: Host) -> Finding:
     if mount is None or mount.kind != HUGE:
         huge = mount.value("huge") if mount is not None else ""
         if huge in _MAKES_HUGE_PAGES:
-            return check.ok(f"the arena's file system is asked for them: huge={huge}")
-        return check.ok("not used: with them an object is fewer requests to a disk (docs/operations.md, Huge pages)")
+            return check.ok(f"the arena's file system is asked for them: huge={huge}, pages of {_thp_text(host)}")
+        shown = f"not used: the arena's pages are of {size_text(mmap.PAGESIZE)}"
+        if gpus := host.gpu_devices():
+            return check.warn(
+                f"{shown}, and this node has GPUs ({', '.join(gpus)}): pinning the arena for them takes longer, and"
+                " more of their memory",
+                f"{_remount(mount)}; then stop the daemon, remove the arena's file, and start the daemon",
+            )
+        return check.ok(f"{shown}; with huge pages an object is fewer requests to a disk")
     page_bytes = _page_bytes(mount, host)
     folder = f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB"
     free, reserved = host.number(f"{folder}/free_hugepages"), host.number(f"{folder}/resv_hugepages")
@@ -279,6 +287,18 @@ def check_huge_pages(looked: Looked, host: Host) -> Finding:
         return check.ok(shown)
     total = (host.number(f"{folder}/nr_hugepages") or 0) + due - free
     return check.fail(shown, f"echo {total} > {folder}/nr_hugepages (or at boot), or lower [ram] capacity")
+
+
+def _remount(mount: Mount | None) -> str:
+    if mount is not None and mount.kind == "tmpfs":
+        return f"mount -o remount,huge=within_size {mount.point}"
+    return "set [ram] path to a directory on a tmpfs with huge=within_size, or on hugetlbfs"
+
+
+def _thp_text(host: Host) -> str:
+    """Return the size of a huge page of tmpfs."""
+    page_bytes = host.number("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+    return size_text(page_bytes) if page_bytes else "some MiB"
 
 
 def _page_bytes(mount: Mount, host: Host) -> int:

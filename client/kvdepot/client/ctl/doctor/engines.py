@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.doctor.findings import ENGINES, Check
-from kvdepot.client.vllm.versions import check_version
+from kvdepot.client.vllm.base.versions import check_version
 from kvdepot.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def vllm_version(module: str = "vllm") -> str | None:
 def check_vllm(version: str | None) -> Finding:
     check = Check("vLLM", ENGINES)
     if version is None:
-        return check.skipped("it is not installed beside kvdepotctl")
+        return check.skipped("it is not installed next to kvdepotctl")
     if not version:
         return check.skipped("it does not say its version")
     try:

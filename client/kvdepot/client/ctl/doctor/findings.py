@@ -10,9 +10,32 @@ HOST: Final = "host"
 DAEMON: Final = "daemon"
 ENGINES: Final = "engines"
 """Subjects beside the names of tiers."""
+RUNBOOK: Final = "docs/operations.md#"
+RUNBOOKS: Final = {
+    "RemoveIPC": "arena-recreated",
+    "answers": "hung-mount",
+    "cgroup": "too-little-memory-at-start",
+    "clock": "wrong-clock",
+    "directory": "missing-or-replaced-directory",
+    "huge pages": "huge-pages",
+    "inodes": "no-free-inodes",
+    "kernel": "kernels",
+    "memory": "too-little-memory-at-start",
+    "mount options": "read-only-file-system-quota-or-permission",
+    "open files": "too-few-descriptors",
+    "peer identity": "engine-without-a-visible-pid",
+    "permissions": "read-only-file-system-quota-or-permission",
+    "room": "full-file-system",
+    "sockets": "socket-permission-denied",
+    "state": "degraded-tier",
+    "write": "read-only-file-system-quota-or-permission",
+}
+"""Anchors of operations.md, by check. For the other checks the fix says everything."""
 
 
 class Outcome(StrEnum):
+    """Of one check."""
+
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"
@@ -28,6 +51,7 @@ class Finding:
     outcome: Outcome
     message: str
     fix: str = ""
+    runbook: str = ""  # where the documents describe the failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +65,16 @@ class Check:
         return Finding(self.name, self.subject, Outcome.OK, message)
 
     def warn(self, message: str, fix: str) -> Finding:
-        return Finding(self.name, self.subject, Outcome.WARN, message, fix)
+        return Finding(self.name, self.subject, Outcome.WARN, message, fix, self._runbook())
 
     def fail(self, message: str, fix: str) -> Finding:
-        return Finding(self.name, self.subject, Outcome.FAIL, message, fix)
+        return Finding(self.name, self.subject, Outcome.FAIL, message, fix, self._runbook())
 
     def skipped(self, reason: str) -> Finding:
         return Finding(self.name, self.subject, Outcome.SKIPPED, reason)
+
+    def _runbook(self) -> str:
+        anchor = RUNBOOKS.get(self.name, "")
+        if (self.name, self.subject) == ("answers", DAEMON):
+            anchor = "daemon-absent-or-hung"
+        return f"{RUNBOOK}{anchor}" if anchor else ""

@@ -6,6 +6,7 @@ Nothing here touches a medium that could hang; that is `probe`'s, in a process o
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from kvdepot.core import proc_text
 from kvdepot.core.proc_text import Mount
 
 _CAP_IPC_LOCK: Final = 14
+_GPU: Final = re.compile(r"nvidia\d+|kfd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +43,27 @@ class Host:
         data = self.data(absolute)
         return None if data is None else os.fsdecode(data)
 
+    def names(self, absolute: str) -> list[str]:
+        """Return the names in a directory; none where it cannot be read."""
+        try:
+            return sorted(one.name for one in self.path(absolute).iterdir())
+        except OSError:
+            return []
+
+    def gpu_devices(self) -> list[str]:
+        """Return the device files that show GPUs: one for each of NVIDIA's, and one for all of AMD's."""
+        return [f"/dev/{name}" for name in self.names("/dev") if _GPU.fullmatch(name)]
+
     def number(self, absolute: str) -> int | None:
         return proc_text.number(self.data(absolute))
 
     def memory_bytes(self, name: str) -> int | None:
-        """A line of /proc/meminfo, which counts in KiB."""
+        """Return a line of /proc/meminfo in bytes; the file counts in KiB."""
         count = proc_text.amount(self.data("/proc/meminfo"), name)
         return None if count is None else count * 1024
 
     def limit(self, process: str, name: str) -> int | float | None:
-        """The soft limit of a process (a pid, or `self`), named as in /proc/PID/limits. None: it cannot be read."""
+        """Return the soft limit of a process (a pid, or `self`), named as in /proc/PID/limits, or None."""
         limits = self.data(f"/proc/{process}/limits")
         unlimited = (proc_text.labelled(limits, name) or "").startswith("unlimited")
         return float("inf") if unlimited else proc_text.amount(limits, name)
@@ -77,7 +90,7 @@ class Host:
         return None if text is None else dict(one.partition("=")[::2] for one in text.split("\0") if one)
 
     def mount_of(self, resolved: str, process: str = "self") -> Mount | None:
-        """The mount that holds a path without links (proc(5), mountinfo), as a process sees it, or else this one.
+        """Return the mount of a path without links (proc(5), mountinfo), as a process sees it, or else this process.
 
         A service that systemd confines has other mounts: what is writable here may be read-only there.
         """

@@ -6,7 +6,7 @@ import configparser
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.doctor.findings import HOST, Check
-from kvdepot.client.ctl.printer import size_text
+from kvdepot.core.units import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ def check_memory(settings: Settings, host: Host) -> Finding:
 
 
 def check_memory_limit(settings: Settings, host: Host, process: str) -> Finding:
-    """The arena's pages count in the daemon's cgroup."""
+    """Check the memory limits of the daemon's cgroups, in which the arena's pages count."""
     check, limits = Check("cgroup", HOST), host.memory_limits(process)
     if not limits:
         return check.ok("no limit of memory")
@@ -101,7 +101,7 @@ def check_kernel(host: Host) -> Finding:
 
 
 def check_remove_ipc(host: Host, daemon_uid: int | None) -> Finding:
-    """logind removes what a user has in /dev/shm when the last session of that user ends, the arena too."""
+    """Check RemoveIPC: logind removes a user's files in /dev/shm, also the arena, when its last session ends."""
     check = Check("RemoveIPC", HOST)
     if not host.path("/run/systemd/users").is_dir():
         return check.ok("no logind runs")

@@ -108,7 +108,7 @@ def _outcome(attempt: Callable[[], str]) -> str:
 
 
 def _check_rename(one: Path, other: Path) -> str:
-    """A file that is replaced stays what it was for who has it open, and the name has the other's bytes at once."""
+    """Check that a replaced file stays as it was for its readers, and that the name has the new bytes at once."""
     other.write_bytes(b"other")
     with other.open("rb") as opened:
         one.rename(other)

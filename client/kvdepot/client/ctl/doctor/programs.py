@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """The exit code and output of a program."""
+
     code: int
     output: str
     errors: str
 
 
 class Program:
-    """Started at once, so that several run beside each other. One that hangs in the kernel is left to it."""
+    """A program, started at once, so that several run at the same time. One that hangs in the kernel is left alone."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
-        """Raises OSError."""
+        """Start a program. Raise OSError."""
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=os.environ if environment is None else environment, start_new_session=True,

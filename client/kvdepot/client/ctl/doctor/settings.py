@@ -25,7 +25,7 @@ UNIT_CONFIG: Final = "/etc/kvdepot/kvdepot.toml"
 """What the packaged unit serves."""
 SECONDS_MAX: Final = 30.0
 """Of a program that imports all of the daemon."""
-COMMAND: Final = (sys.executable, "-m", "kvdepot.server.app", "check-config", "--json")
+COMMAND: Final = (sys.executable, "-m", "kvdepot.server.daemon.app", "check-config", "--json")
 _CHECK: Final = Check("configuration", HOST)
 _REFUSED: Final = "kvdepotd: "
 
@@ -97,14 +97,14 @@ def read_settings(
 
 
 def _refused(reason: str, *, by_permissions: bool) -> Finding:
-    """A good file with which this user could not start a daemon here."""
+    """Return the finding for a file that `serve` refuses. If only permissions are missing, the file is good."""
     if by_permissions:
         return _CHECK.ok(f"good; uid {os.geteuid()} could not serve it: {reason}")
     return _CHECK.fail(reason, "correct it; `kvdepotd check-config FILE` says whether it will do")
 
 
 def decode(facts: Any) -> Settings:
-    """From `kvdepot.server.config_facts`."""
+    """From `kvdepot.server.config.facts`."""
     arena = Path(facts["ram"]["arena_path"])
     # Whoever runs the daemon: the name has the uid in its middle.
     held = "-".join((arena.name.split("-")[0], "*", arena.name.split("-")[-1]))

@@ -11,7 +11,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.allocator import Extent
-from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.tiers.disk.columns import Numbers, PutColumns
 from kvdepot.server.tiers.disk.records import UNPROVEN, Put, record_bytes
 from kvdepot.server.tiers.names import NameTable
@@ -20,13 +19,13 @@ _NONE: Final = 0
 """Sequence of a handle that is not in use."""
 
 
-class Catalog:
-    """Handles 0..handles_max-1. A handle in use has a sequence above 0."""
+class Catalog(NameTable):
+    """The objects of a disk tier, by handle: 0..handles_max-1. A handle in use has a sequence above 0."""
 
     def __init__(self, handles_max: int) -> None:
+        super().__init__(handles_max)
         self.record_bytes = 0
         """What the PUT records of all objects take: a snapshot has room for so many bytes."""
-        self._names = NameTable(handles_max)
         self.sequences: npt.NDArray[np.uint64] = np.zeros(handles_max, np.uint64)
         self._sequence = self.sequences.data
         self._address = np.empty(handles_max, np.uint64).data
@@ -36,23 +35,10 @@ class Catalog:
         self._unproven = np.empty(handles_max, np.uint8).data
         self._more: dict[int, tuple[Extent, ...]] = {}
 
-    @property
-    def handles_max(self) -> int:
-        return self._names.handles_max
-
-    @property
-    def count(self) -> int:
-        return self._names.count
-
-    @property
-    def room(self) -> int:
-        """How many more there can be."""
-        return self._names.room
-
     def add_many(self, puts: PutColumns) -> Numbers:
-        """The handle of each. The caller saw that there is `room`."""
+        """Add all of these and return the handle of each. The caller has checked that there is `room`."""
         fields = puts.fields
-        handles = self._names.add_many(fields)
+        handles = self._add_names(fields)
         self.sequences[handles] = fields["sequence"]
         for column, name in (
             (self._address, "address"), (self._length, "length_bytes"), (self._stored, "stored_bytes"),
@@ -66,8 +52,8 @@ class Catalog:
         return handles
 
     def add(self, put: Put) -> int:
-        """The caller saw that it is not `full`."""
-        handle = self._names.add(put.name)
+        """Add an object and return its handle. The caller has checked that there is `room`."""
+        handle = self._add_name(put.name)
         self._sequence[handle] = put.sequence
         self._address[handle], self._length[handle] = put.fragments[0]
         if len(put.fragments) > 1:
@@ -82,10 +68,10 @@ class Catalog:
     def remove(self, handle: int) -> None:
         self.record_bytes -= record_bytes(1 + len(self._more.pop(handle, ())))
         self._sequence[handle] = _NONE
-        self._names.remove(handle)
+        self._free_handle(handle)
 
     def __contains__(self, handle: int) -> bool:
-        return 0 <= handle < self._names.high and self._sequence[handle] != _NONE
+        return 0 <= handle < self.high and self._sequence[handle] != _NONE
 
     def sequence(self, handle: int) -> int:
         return int(self._sequence[handle])
@@ -100,28 +86,21 @@ class Catalog:
     def stored_sum(self, handle: int) -> int:
         return int(self._sum[2 * handle]) | int(self._sum[2 * handle + 1]) << 64
 
-    def name(self, handle: int) -> ObjectName:
-        return self._names.name(handle)
-
     def unproven(self, handle: int) -> bool:
         return bool(self._unproven[handle])
 
     def prove(self, handle: int) -> None:
-        """It was verified on the medium."""
+        """Take note that the object was verified on the medium."""
         self._unproven[handle] = 0
 
     def handles(self) -> Iterator[int]:
-        return iter(np.flatnonzero(self.sequences[: self._names.high]).tolist())
+        return iter(np.flatnonzero(self.sequences[: self.high]).tolist())
 
     def after(self, sequence: int, count: int) -> list[int]:
-        """The handles of the lowest sequences above this one, in order."""
-        sequences = self.sequences[: self._names.high]
+        """Return the handles of the lowest sequences above this one, in order; at most `count`."""
+        sequences = self.sequences[: self.high]
         found = np.flatnonzero(sequences > sequence)
         if len(found) > count:
             found = found[np.argpartition(sequences[found], count)[:count]]
         ordered: list[int] = found[np.argsort(sequences[found])].tolist()
         return ordered
-
-    def ends_last(self, handles: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """In order of their boundaries, and of a chunk the object that makes the path first."""
-        return self._names.ends_last(handles)

@@ -50,7 +50,10 @@ _COUNT = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PutColumns:
-    """`fields` has dtype FIELDS, a row a PUT. `rest` (n, 2): fragments after the first, of one row after the other."""
+    """PUT records as columns.
+
+    `fields` has dtype FIELDS, a row a PUT. `rest` (n, 2): fragments after the first, of one row after the other.
+    """
 
     fields: npt.NDArray[Any]
     rest: Words
@@ -65,7 +68,7 @@ class PutColumns:
 
     @classmethod
     def unpacked(cls, records: Sequence[bytes]) -> Self:
-        """Of whole PUT records; what they say is not checked."""
+        """Return the columns of whole PUT records. What they say is not checked."""
         fields = np.frombuffer(b"".join([record[: FIELDS.itemsize] for record in records]), FIELDS)
         several = np.flatnonzero(fields["fragments"] > 1).tolist()
         rest = b"".join([records[row][FIELDS.itemsize : -_SUM.size] for row in several])
@@ -90,7 +93,7 @@ class PutColumns:
         return sequences
 
     def select(self, rows: Numbers) -> PutColumns:
-        """These rows in this order."""
+        """Return these rows in this order."""
         if not len(self.rest):
             return PutColumns(self.fields[rows], self.rest)
         starts = self._rest_starts()
@@ -98,21 +101,21 @@ class PutColumns:
         return PutColumns(self.fields[rows], self.rest[ranges(starts[rows], counts)])
 
     def slices(self, rows: int) -> Iterator[PutColumns]:
-        """So many rows each."""
+        """Yield slices of `rows` rows each; the last one may have fewer."""
         starts = np.append(self._rest_starts(), len(self.rest))
         for low in range(0, len(self), rows):
             high = min(low + rows, len(self))
             yield PutColumns(self.fields[low:high], self.rest[starts[low] : starts[high]])
 
     def further(self) -> Iterator[tuple[int, Words]]:
-        """(row, its fragments after the first) of those that have several."""
+        """Yield (row, its fragments after the first) of rows that have several fragments."""
         starts = self._rest_starts()
         for row in np.flatnonzero(self.fields["fragments"] > 1).tolist():
             at = starts[row]
             yield row, self.rest[at : at + int(self.fields["fragments"][row]) - 1]
 
     def places(self) -> tuple[Numbers, Numbers, Numbers]:
-        """(first byte, byte after the last, row) of every fragment."""
+        """Return (first byte, byte after the last, row) of every fragment, as columns."""
         rows = np.arange(len(self))
         owners = np.concatenate((rows, np.repeat(rows, self.fields["fragments"].astype(np.int64) - 1)))
         starts = np.concatenate((self.fields["address"], self.rest[:, 0])).astype(np.int64)
@@ -125,13 +128,13 @@ class PutColumns:
         return sizes
 
     def unproven(self, rows: Flags) -> PutColumns:
-        """These rows with the flag."""
+        """Return all rows, with the flag UNPROVEN set in `rows`."""
         fields = self.fields.copy()
         fields["flags"][rows] |= UNPROVEN
         return PutColumns(fields, self.rest)
 
     def packed(self) -> list[bytes]:
-        """The records, in their order."""
+        """Return the packed records, in the order of the rows."""
         size, whole = FIELDS.itemsize, self.fields.tobytes()
         bodies = [whole[at : at + size] for at in range(0, len(whole), size)]
         for row, fragments in self.further():
@@ -140,12 +143,12 @@ class PutColumns:
         return [body + pack(digest(body)) for body in bodies]
 
     def message(self) -> bytes:
-        """For `from_message`, between processes of one daemon."""
+        """Pack the rows for `from_message`, between processes of one daemon."""
         return _COUNT.pack(len(self)) + self.fields.tobytes() + self.rest.tobytes()
 
     @classmethod
     def from_message(cls, data: bytes) -> Self:
-        """Raises ValueError when the lengths do not fit."""
+        """Return the rows of a message. Raise ValueError if the lengths do not fit."""
         if len(data) < _COUNT.size:
             raise ValueError(f"{len(data)} bytes have no count")
         (count,) = _COUNT.unpack_from(data)
@@ -161,7 +164,10 @@ class PutColumns:
 
 
 def split_records(data: memoryview, at: int) -> tuple[list[bytes], str]:
-    """The records from an offset on whose sums hold, up to the first that does not, and why it does not."""
+    """Return the records from an offset on whose checksums are right, up to the first that is bad.
+
+    The text says why that one is bad; it is empty if all are good.
+    """
     records: list[bytes] = []
     try:
         while at < len(data):
@@ -174,13 +180,13 @@ def split_records(data: memoryview, at: int) -> tuple[list[bytes], str]:
 
 
 def prefixes(records: Sequence[bytes]) -> npt.NDArray[Any]:
-    """Of dtype PREFIX, a row a record."""
+    """Return the prefixes as an array of dtype PREFIX, one row for each record."""
     found: npt.NDArray[Any] = np.frombuffer(b"".join([record[: PREFIX.itemsize] for record in records]), PREFIX)
     return found
 
 
 def impossible(puts: PutColumns, records: Sequence[bytes]) -> Flags:
-    """Rows that `unpack_record` refuses. `records`: the same, packed."""
+    """Return which rows `unpack_record` refuses. `records`: the same, packed."""
     fields = puts.fields
     stored, raw = fields["stored_bytes"].astype(np.int64), fields["raw_bytes"].astype(np.int64)
     address, length = fields["address"], fields["length_bytes"]
@@ -195,7 +201,7 @@ def impossible(puts: PutColumns, records: Sequence[bytes]) -> Flags:
 
 
 def refusal(record: bytes) -> str:
-    """Why the record cannot be, empty when it can."""
+    """Return why the record is impossible; empty if it is possible."""
     try:
         unpack_record(memoryview(record), 0)
     except BadRecord as error:
@@ -204,7 +210,7 @@ def refusal(record: bytes) -> str:
 
 
 def ranges(starts: Numbers, counts: Numbers) -> Numbers:
-    """start, start + 1, ... of each, one range after the other."""
+    """Return start, start + 1, ... of each range, one range after the other."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     found: Numbers = np.arange(total) + np.repeat(starts - (ends - counts), counts)

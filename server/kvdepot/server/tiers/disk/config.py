@@ -9,6 +9,6 @@ from kvdepot.server.tiers.config import LowerTierConfig
 
 @dataclass(frozen=True, slots=True)
 class DiskConfig(LowerTierConfig):
-    """Below CAPACITY_BYTES_MIN no tier fits; the configuration refuses it."""
+    """The configuration of a disk tier. Below CAPACITY_BYTES_MIN no tier fits; the configuration refuses it."""
 
     scrub_bytes_per_second: int = 50 << 20  # 0: no scrubbing

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from kvdepot.server.file_room import NOT_TRIED
 from kvdepot.server.io.jobs import Allocate, Answer, Priority
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.platform.file_room import NOT_TRIED
+from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import DiskLayout, segment_name
 from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.workers import Hold, Workers
@@ -23,7 +23,10 @@ _FAILURES_MAX: Final = 4
 
 
 class Growth:
-    """`grown` is called when there is more, or when it is known that there is not."""
+    """The maker of a disk tier's segments.
+
+    `grown` is called when there is more space, or when it is known that there is not.
+    """
 
     def __init__(
         self, workers: Workers, space: Space, layout: DiskLayout, *,
@@ -45,12 +48,12 @@ class Growth:
 
     @property
     def making(self) -> int:
-        """The segment that a worker may be making; -1: none. It may find no room, and remove the file."""
+        """Return the segment that a worker may be making; -1: none. It may find no room, and remove the file."""
         return self._number if self._under_way or self._hold.workers else -1
 
     @property
     def left_bytes(self) -> int:
-        """What can still be made, as far as is known."""
+        """Return the bytes that can still be made, as far as is known."""
         return 0 if self.refused else self._layout.data_bytes - self.ready_bytes
 
     @property
@@ -65,8 +68,8 @@ class Growth:
     def run_once(self, wanted_bytes: int = 0) -> None:
         """Make the next segment if less than one is free, or less than what is waited for.
 
-        One that was refused is tried again in any case: else a tier that has let go of much would never say that there
-        is room again, nor take it.
+        A segment that was refused is tried again in any case. Otherwise a tier that has freed much would never say that
+        there is room again, nor take it.
         """
         if self.making >= 0 or self.segments >= self._layout.segments or not self._workers.usable:
             return
@@ -101,7 +104,7 @@ class Growth:
         self.refused = ""
 
     def _failed(self, answer: Answer) -> None:
-        """Refused at once where there is no room, after some failures where nobody knows."""
+        """Note a failure. If there is no room, `refused` is set at once; otherwise only after some failures."""
         full = answer.outcome is IoOutcome.NO_SPACE
         if full and NOT_TRIED in answer.detail:
             seconds = _RETRY_SECONDS

@@ -21,7 +21,7 @@ _UNDER_WAY: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class HeldPlaces:
-    """Fragment by fragment, by address. No two overlap."""
+    """Places that are not free although no object has them: fragment by fragment, by address. No two overlap."""
 
     sequences: Words
     starts: Numbers
@@ -36,7 +36,7 @@ class HeldPlaces:
 
     @property
     def end_bytes(self) -> int:
-        """After the last of them."""
+        """Return the byte after the last of them."""
         return int(self.ends.max(initial=0))
 
     def without(self, sequences: Words) -> HeldPlaces:
@@ -45,7 +45,10 @@ class HeldPlaces:
 
 
 def settle(puts: PutColumns, held: HeldPlaces) -> tuple[Flags, Words]:
-    """Which objects were written over by what is held; the sequences of what is held in places that others have now."""
+    """Compare an index with the held places.
+
+    Return which objects were overwritten by a held place, and the sequences of held places that others have now.
+    """
     starts, ends, owners = puts.places()
     first = np.searchsorted(held.ends, starts, side="right")
     counts = np.searchsorted(held.starts, ends, side="left") - first

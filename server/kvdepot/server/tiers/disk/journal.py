@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvdepot.server.guard import Guard
 from kvdepot.server.io.jobs import Answer, Append, Priority
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import journal_name
 from kvdepot.server.tiers.disk.records import (
     JOURNAL_HEADER_BYTES,
@@ -71,16 +71,16 @@ class Journal:
 
     @property
     def stalled(self) -> bool:
-        """Full, and the one before it is not compacted yet: nothing is appended until then."""
+        """Return whether nothing is appended: the journal is full, and the one before it is not compacted yet."""
         return not self.compacted and self._length > self._limit_bytes * 3 // 4
 
     @property
     def idle(self) -> bool:
-        """Nobody appends, and nobody can any more."""
+        """Return whether no worker appends, and none can any more."""
         return self._under_way is None and not self._held
 
     def open(self, store_id: bytes, generation: int, limit_bytes: int) -> None:
-        """A new one, whose header an opening has written."""
+        """Use a new journal, whose header an opening has written."""
         assert self.idle and not self._waiting
         self._limit_bytes = limit_bytes
         self._store_id = store_id
@@ -90,7 +90,10 @@ class Journal:
         self.compacted = True
 
     def append(self, record: Put | Mark, done: Done) -> None:
-        """`done` OK: it is in the journal. Its generation is filled in here. Anything else: nobody knows."""
+        """Append a record. Its generation is filled in here.
+
+        `done` gets OK if the record is in the journal. After any other outcome, nobody knows.
+        """
         if not self._open:
             done(IoOutcome.CANCELLED)
             return
@@ -106,7 +109,7 @@ class Journal:
         self._send(_Batch(self._mark(RecordType.CLOSE, SYNCED), [done]), sync=True)
 
     def resume(self) -> None:
-        """The journal before this one was compacted."""
+        """Continue to append: the journal before this one was compacted."""
         self.compacted = True
         self._next()
 
@@ -126,7 +129,7 @@ class Journal:
         self._tell(batch.refused, IoOutcome.CANCELLED)
 
     def _batch(self) -> _Batch:
-        """What fits now; the CLOSE always does."""
+        """Return the records that fit now. The CLOSE always fits."""
         pieces: list[bytes] = []
         answers: list[Done] = []
         refused: list[Done] = []

@@ -10,9 +10,9 @@ from typing import Final, Self
 
 from kvdepot.core.allocator import GRANULE_BYTES, Extent
 from kvdepot.core.errors import ConfigError
-from kvdepot.server.durable_files import TEMPORARY
 from kvdepot.server.io.directory_guard import WORKERS_LOCK
 from kvdepot.server.io.jobs import Part
+from kvdepot.server.platform.durable_files import TEMPORARY
 from kvdepot.server.tiers.config import CAPACITY_BYTES_MIN
 from kvdepot.server.tiers.disk.records import FORMAT_VERSION, STORE_ID_BYTES, BadFile
 
@@ -62,24 +62,24 @@ def snapshot_name(generation: int) -> str:
 
 
 def quarantine_name(at_seconds: int, sequence: int, reason: str) -> str:
-    """Sorts by age."""
+    """Return the name of a quarantined file. Names sort by age."""
     return f"{QUARANTINE}/{at_seconds:010d}-{sequence:016x}-{reason}.kvd"
 
 
 def is_ours(folder: str, file_name: str) -> bool:
-    """Whether a tier would have made a file of this name in that folder."""
+    """Return whether a tier would make a file of this name in that folder."""
     return _OURS[folder].fullmatch(file_name) is not None
 
 
 def generation_of(file_name: str) -> int | None:
-    """Of a journal's or snapshot's bare name; None for any other file."""
+    """Return the generation in a journal's or snapshot's bare name; None for any other file."""
     match = _NUMBERED.fullmatch(file_name.removesuffix(TEMPORARY))
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """What `store.json` says, once and for all."""
+    """What `store.json` says. It never changes."""
 
     store_id: bytes
     segment_bytes: int
@@ -95,7 +95,7 @@ class Store:
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Raises BadFile, saying what is wrong."""
+        """Return the store of a packed file. Raise BadFile, which says what is wrong."""
         try:
             values = json.loads(data[:_STORE_BYTES_MAX])
             store_id, segment_bytes = bytes.fromhex(values["store_id"]), values["segment_bytes"]
@@ -125,7 +125,10 @@ class DiskLayout:
 
     @classmethod
     def plan(cls, capacity_bytes: int, quarantine_bytes: int, segment_bytes: int | None = None) -> Self:
-        """`segment_bytes` of an existing store. Raises ConfigError, with the numbers, when nothing would be left."""
+        """Plan how the capacity is divided. `segment_bytes` is that of an existing store.
+
+        Raise ConfigError, with the numbers, if nothing would be left.
+        """
         if capacity_bytes < CAPACITY_BYTES_MIN:
             raise ConfigError("", "tier.capacity", f"{capacity_bytes} bytes are less than {CAPACITY_BYTES_MIN}")
         handles = min(max(capacity_bytes // _HANDLE_BYTES, _HANDLES_MIN), _HANDLES_MAX)
@@ -145,14 +148,14 @@ class DiskLayout:
 
     @property
     def beside_bytes(self) -> int:
-        """What is written beside segments and quarantine at most."""
+        """Return the bytes that are written outside segments and quarantine at most."""
         return _JOURNALS * self.journal_bytes + _SNAPSHOTS * self.snapshot_bytes
 
     def length_of(self, segment: int) -> int:
         return min(self.segment_bytes, self.data_bytes - segment * self.segment_bytes)
 
     def pieces(self, fragments: Sequence[Extent]) -> Iterator[tuple[int, int, int]]:
-        """(segment, offset in it, bytes) of these fragments, cut at the borders of segments."""
+        """Yield (segment, offset in it, bytes) of these fragments, cut at the borders of segments."""
         for address, length in fragments:
             end = address + length
             at = address
@@ -163,7 +166,7 @@ class DiskLayout:
                 at += piece
 
     def parts(self, fragments: Sequence[Extent], length_bytes: int) -> tuple[Part, ...]:
-        """Where the first `length_bytes` of these fragments lie."""
+        """Return the parts of files that hold the first `length_bytes` of these fragments."""
         found: list[Part] = []
         for segment, offset, piece in self.pieces(fragments):
             if length_bytes > 0:

@@ -14,13 +14,16 @@ class OpenerLink(Protocol):
     @property
     def running(self) -> bool: ...
 
-    def start(self, hear: Callable[[Message], None]) -> None:
-        """Make the process; what it says is heard on the loop's thread, `Ended` last. Raises OSError."""
+    def start(self, on_message: Callable[[Message], None]) -> None:
+        """Make the process. Raise OSError. `on_message` gets what it sends, on the loop's thread, `Ended` last."""
 
     def send(self, request: Request) -> None: ...
 
     def wait(self, seconds: float) -> Message | None:
-        """Its first message, if it comes so soon; it is not heard then. Blocks: for the daemon's start."""
+        """Return the first message if it comes in time; `on_message` does not get it then.
+
+        This blocks: only for the daemon's start.
+        """
 
     def end(self) -> None:
-        """End the process without waiting for it. Nothing is heard any more."""
+        """End the process without waiting for it. `on_message` gets nothing more."""

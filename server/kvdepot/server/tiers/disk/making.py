@@ -11,11 +11,11 @@ from kvdepot.server.tiers.pools import TierMeans
 
 
 def make_disk_tier(config: DiskConfig, means: TierMeans) -> DiskTier:
-    """No process is made before `start`. Raises ConfigError for an impossible capacity."""
+    """Make a disk tier. No process is made before `start`. Raise ConfigError for an impossible capacity."""
     return DiskTier(
         config,
-        data=means.data_pool(config, probe=Probe(PROBE, write=True, folder=SEGMENTS)),
-        journal=means.journal_pool(config, probe=Probe(PROBE, write=True, folder=JOURNALS)),
+        data=means.data_pool(config, probe=Probe(PROBE, folder=SEGMENTS)),
+        journal=means.journal_pool(config, probe=Probe(PROBE, folder=JOURNALS)),
         opener=OpenerProcess(config, means.loop),
         log=means.log,
         count=means.count,

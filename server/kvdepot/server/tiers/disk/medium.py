@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from kvdepot.core.calls import Kind
 from kvdepot.core.objectfile import ObjectName, object_bytes
-from kvdepot.server.guard import Guard
 from kvdepot.server.io.jobs import Part
-from kvdepot.server.logs import EVENTS
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.platform.logs import EVENTS
+from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
@@ -25,6 +25,8 @@ from kvdepot.server.tiers.workers import Workers
 
 @dataclass(slots=True)
 class Medium:
+    """The parts of one disk tier, which reading, writing and opening share."""
+
     config: DiskConfig
     layout: DiskLayout
     catalog: Catalog
@@ -48,9 +50,9 @@ class Medium:
         return self.layout.parts(self.catalog.fragments(handle), object_bytes(self.catalog.stored_bytes(handle)))
 
     def unindex(self, handle: int, event: str, reason: str = "") -> int:
-        """Serve it no more. `kill` is due. Answers its sequence.
+        """Serve an object no more. Return its sequence. `kill` is due.
 
-        The event comes before the KILL: whoever follows the events never misses an object that he was not told of.
+        The event comes before the KILL. So a reader of the events never misses an object of which no event told.
         """
         sequence = self.catalog.sequence(handle)
         self.tell(event, sequence, self.catalog.name(handle), reason)
@@ -60,7 +62,10 @@ class Medium:
         return sequence
 
     def kill(self, sequence: int) -> None:
-        """Append the KILL; its bytes are free when that is done and nobody reads them. Failed: the next opening's."""
+        """Append the KILL. The bytes are free when that is done and nobody reads them.
+
+        If the append fails, the next opening does it.
+        """
 
         def appended(outcome: IoOutcome) -> None:
             if outcome is IoOutcome.OK:

@@ -1,23 +1,16 @@
-"""What a disk tier and its opening process say to each other, over a socketpair of streams.
-
-A frame is the length of its body (u32), a type (u8) and the body: JSON, but for objects (columns of
-PUT records) and claims (pairs of u64), of which there are many.
-"""
+"""What a disk tier and its opening process say to each other."""
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Annotated, Final
 
-import numpy as np
 from kvdepot.core.allocator import Extent
+from kvdepot.server.io.framing import As, Framing, Signed
+from kvdepot.server.io.jobs import FileName
 from kvdepot.server.tiers.disk.columns import PutColumns, Words
 
-FRAME: Final = struct.Struct("<IB")
-BODY_BYTES_MAX: Final = 64 << 20
 CLAIMS_PER_MESSAGE: Final = 2_000
 OBJECTS_PER_MESSAGE: Final = 250
 """What the loop takes in at once: some 8 ms, nearly all of it the engine's."""
@@ -50,11 +43,13 @@ class Open:
 
     dead: tuple[Place, ...] = ()
     writing: tuple[Extent, ...] = ()
-    making: int = -1
+    making: Signed = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Compact:
+    """Make snapshot `generation` + 1 out of the snapshot and the journal of `generation`."""
+
     generation: int
     synced_sequence: int  # every write up to it is done
 
@@ -77,21 +72,21 @@ class Locked:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """By a living daemon. The process ends."""
+    """The directory is held by a living daemon. The process ends."""
 
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """For processes of a daemon that is dead."""
+    """The process waits for processes of a daemon that is dead."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """It cannot be had now. The process ends. `outcome` is an `IoOutcome`."""
+    """The directory cannot be had now. The process ends. `outcome` is an `IoOutcome`."""
 
     reason: str
     outcome: str
@@ -114,7 +109,7 @@ class Opened:
     day: int
     day_bytes: int
     snapshot_bytes: int
-    quarantined: tuple[tuple[str, int], ...]  # file below the directory, bytes; oldest first
+    quarantined: tuple[tuple[FileName, int], ...]  # file below the directory, bytes; oldest first
     notes: tuple[str, ...]
     refused: str = ""
     outcome: str = ""
@@ -130,17 +125,19 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    puts: PutColumns
+    """A slice of the objects in the index."""
+
+    puts: Annotated[PutColumns, As(bytes, PutColumns.message, PutColumns.from_message)]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    pass
+    """All claims and objects of the index were sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """`generation` of the snapshot made, or why there is none."""
+    """The answer to `Compact`: the `generation` of the snapshot made, or why there is none."""
 
     generation: int
     synced_sequence: int
@@ -150,6 +147,8 @@ class Compacted:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
+    """The answer to `Sync`. `failed`: why it failed; empty: it worked."""
+
     failed: str = ""
 
 
@@ -160,56 +159,15 @@ class Ended:
 
 Request = Begin | Open | Compact | Sync
 Message = Locked | Held | Waiting | Failed | Opened | Claims | Objects | Done | Compacted | Synced | Ended
-Sent = Request | Message
-_TYPES: tuple[type[Any], ...] = (
-    Begin, Open, Compact, Sync, Locked, Held, Waiting, Failed, Opened, Claims, Objects, Done, Compacted, Synced,
-)  # fmt: skip
-
-
-class MessageError(ValueError):
-    """A frame that nobody sends."""
-
-
-def pack(message: Sent) -> bytes:
-    match message:
-        case Claims(fragments):
-            body = np.array(fragments, "<u8").tobytes()
-        case Objects(puts):
-            body = puts.message()
-        case _:
-            body = json.dumps(asdict(message)).encode()
-    return FRAME.pack(len(body), _TYPES.index(type(message))) + body
-
-
-def take_messages(received: bytearray) -> Iterator[Any]:
-    """The whole messages at the start of `received`, which loses each as it is taken. Raises MessageError."""
-    while len(received) >= FRAME.size:
-        length, kind = FRAME.unpack_from(received)
-        if kind >= len(_TYPES) or length > BODY_BYTES_MAX:
-            raise MessageError(f"a message of type {kind} with {length} bytes")
-        end = FRAME.size + length
-        if len(received) < end:
-            return
-        body = bytes(received[FRAME.size : end])
-        del received[:end]
-        yield _unpack(_TYPES[kind], body)
-
-
-def _unpack(kind: type[Any], body: bytes) -> Any:
-    if kind is Claims:
-        return Claims(tuple(map(tuple, np.frombuffer(body, "<u8").reshape(-1, 2).tolist())))
-    if kind is Objects:
-        return Objects(PutColumns.from_message(body))
-    values = json.loads(body)
-    return kind(**{name: _tuples(value) for name, value in values.items()})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+BODY_BYTES_MAX: Final = 64 << 20
+REQUESTS: Final[Framing[Request]] = Framing(Begin, Open, Compact, Sync, bytes_max=BODY_BYTES_MAX)
+MESSAGES: Final[Framing[Message]] = Framing(
+    Locked, Held, Waiting, Failed, Opened, Claims, Objects, Done, Compacted, Synced, bytes_max=BODY_BYTES_MAX
+)
 
 
 def claims_of(places: Words) -> Iterator[Claims]:
-    """`places` (n, 2): first byte and bytes of each."""
+    """Yield messages with all of these. `places` (n, 2): first byte and bytes of each."""
     for start in range(0, len(places), CLAIMS_PER_MESSAGE):
         yield Claims(tuple(map(tuple, places[start : start + CLAIMS_PER_MESSAGE].tolist())))
 

@@ -1,4 +1,4 @@
-"""The daemon's end of the opening process (`kvdepot.server.io.disk_opener`)."""
+"""The daemon's end of the opening process (`kvdepot.server.tiers.disk.opener`)."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from kvdepot.server.io.child_stream import ChildStream
+from kvdepot.server.io.child_stream import NICENESS, ChildStream
 from kvdepot.server.io.waiting import readable
 from kvdepot.server.tiers.disk.config import DiskConfig
-from kvdepot.server.tiers.disk.messages import Ended, Message, Request, pack, take_messages
+from kvdepot.server.tiers.disk.messages import MESSAGES, REQUESTS, Ended, Message, Request
 
-_MODULE = "kvdepot.server.io.disk_opener"
+_MODULE = "kvdepot.server.tiers.disk.opener"
 
 
 class OpenerProcess:
-    """One process at a time. Whatever it does, nothing here waits for it but `wait`."""
+    """An `OpenerLink`. There is one process at a time. Only `wait` waits for it."""
 
     def __init__(self, config: DiskConfig, loop: asyncio.AbstractEventLoop) -> None:
         self._config = config
         self._loop = loop
-        self._stream = ChildStream(loop, self._heard)
-        self._hear: Callable[[Message], None] = lambda _: None
+        self._stream = ChildStream(loop, self._on_data)
+        self._on_message: Callable[[Message], None] = lambda _: None
         self._received = bytearray()
 
     @property
@@ -32,15 +32,17 @@ class OpenerProcess:
     def pid(self) -> int:
         return self._stream.pid
 
-    def start(self, hear: Callable[[Message], None]) -> None:
+    def start(self, on_message: Callable[[Message], None]) -> None:
         config = self._config
         self._stream.start(
-            _MODULE, lambda fd: (fd, os.getpid(), config.path, config.capacity_bytes, config.quarantine_bytes)
+            _MODULE,
+            lambda fd: (fd, os.getpid(), config.path, config.capacity_bytes, config.quarantine_bytes, NICENESS),
+            niceness=0,  # it lowers its own priority once it has the directory
         )
-        self._hear = hear
+        self._on_message = on_message
 
     def send(self, request: Request) -> None:
-        self._stream.send(pack(request))
+        self._stream.send(REQUESTS.pack(request))
 
     def wait(self, seconds: float) -> Message | None:
         until = self._loop.time() + seconds
@@ -52,17 +54,21 @@ class OpenerProcess:
             if not data:
                 return None  # the reader hears of it, too
             self._received += data
-            message: Message | None = next(take_messages(self._received), None)
-            if message is not None:
+            try:
+                frame = next(MESSAGES.take(self._received), None)
+            except Exception:  # noqa: BLE001 - a FrameError, or whatever else comes of such bytes
+                self._ended()
+                return None
+            if frame is not None:
                 self._loop.call_soon(self._take)
-                return message
+                return frame[1]
         return None
 
     def end(self) -> None:
         self._stream.end()
         self._received.clear()
 
-    def _heard(self, data: bytes) -> None:
+    def _on_data(self, data: bytes) -> None:
         if not data:
             self._ended()
             return
@@ -71,20 +77,20 @@ class OpenerProcess:
         self._take()
 
     def _take(self) -> None:
-        """One message a turn of the loop, so that a long stream leaves room for everything else."""
+        """Take in one message for each turn of the loop, so that a long stream leaves room for everything else."""
         if not self._stream.running:
             return
         try:
-            message = next(take_messages(self._received), None)
-        except Exception:  # noqa: BLE001 - a MessageError, or whatever else comes of such bytes
+            frame = next(MESSAGES.take(self._received), None)
+        except Exception:  # noqa: BLE001 - a FrameError, or whatever else comes of such bytes
             self._ended()
             return
-        if message is None:
+        if frame is None:
             self._stream.paused = False
             return
         self._loop.call_soon(self._take)
-        self._hear(message)
+        self._on_message(frame[1])
 
     def _ended(self) -> None:
         self.end()
-        self._hear(Ended())
+        self._on_message(Ended())

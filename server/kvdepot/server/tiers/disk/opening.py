@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from kvdepot.core.allocator import Extent
 from kvdepot.core.errors import ConfigError
-from kvdepot.server.durable_files import naming
-from kvdepot.server.file_room import explained
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.platform.durable_files import naming
+from kvdepot.server.platform.file_room import explained
+from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, PutColumns, Words
 from kvdepot.server.tiers.disk.held import HeldPlaces, settle
@@ -26,9 +26,9 @@ from kvdepot.server.tiers.disk.messages import (
     Compacted,
     Done,
     Failed,
+    Message,
     Opened,
     Place,
-    Sent,
     Sync,
     Synced,
     claims_of,
@@ -77,7 +77,7 @@ class Opener:
         self._random_bytes = random_bytes
         self._store: Store | None = None
 
-    def answer(self, request: OpenRequest | Compact | Sync) -> Iterator[Sent]:
+    def answer(self, request: OpenRequest | Compact | Sync) -> Iterator[Message]:
         match request:
             case OpenRequest(dead, writing, making):
                 yield from self._open(dead, writing, making)
@@ -86,7 +86,7 @@ class Opener:
             case Sync():
                 yield self._sync()
 
-    def _open(self, dead: Sequence[Place], writing: Sequence[Extent], making: int) -> Iterator[Sent]:
+    def _open(self, dead: Sequence[Place], writing: Sequence[Extent], making: int) -> Iterator[Message]:
         held = HeldPlaces.of(dead, writing)
         try:
             store, layout = self._open_store()
@@ -172,7 +172,7 @@ def _without(index: Index, overwritten: Flags) -> Index:
 
 
 def _used_runs(puts: PutColumns, held: HeldPlaces) -> Words:
-    """(first byte, bytes) of what is not free, ascending. Fragments that touch are one run."""
+    """Return (first byte, bytes) of what is not free, in ascending order. Fragments that touch are one run."""
     starts, ends, _ = puts.places()
     places = np.stack((starts, ends), axis=1)
     others = np.stack((held.starts, held.ends), axis=1)

@@ -11,10 +11,10 @@ from kvdepot.server.tiers.disk.columns import Numbers, PutColumns, Words
 
 
 def depth_first(puts: PutColumns) -> Numbers:
-    """Rows in an order in which a chunk comes after its parent, and all that follows it at once after it.
+    """Return the rows in an order in which each chunk comes after its parent, directly followed by all its descendants.
 
-    Of a chunk the object that makes the path comes first. Where a parent is not there, or does not end before its
-    child, the child is the first chunk of a path.
+    The object that makes the path is first of its chunk. If a parent is not there, or does not end before its child,
+    the child is the first chunk of a path.
     """
     fields = puts.fields
     named = np.concatenate((fields["namespace"], fields["key"]), axis=1)
@@ -32,7 +32,7 @@ def depth_first(puts: PutColumns) -> Numbers:
 
 
 def _numbered(rows: Words) -> Numbers:
-    """Equal rows have the same number, from 0 on."""
+    """Return a number for each row, from 0 on. Equal rows have the same number."""
     order = np.lexsort(rows.T)
     new = np.zeros(len(rows), np.int64)
     new[1:] = (rows[order][1:] != rows[order][:-1]).any(axis=1)
@@ -42,7 +42,7 @@ def _numbered(rows: Words) -> Numbers:
 
 
 def _places(above: Numbers, boundaries: Numbers) -> Numbers:
-    """Of each node of a forest when it is walked depth first. `above`: parents, -1 where there is none."""
+    """Return the place of each node of a forest that is walked depth first. `above`: parents; -1: there is none."""
     sizes = np.ones(len(above), np.int64)  # of subtrees
     order = np.argsort(-boundaries, kind="stable")
     order = order[above[order] >= 0]

@@ -9,9 +9,9 @@ from pathlib import PurePath
 from typing import Final
 
 from kvdepot.core.allocator import GRANULE_BYTES
+from kvdepot.server.io.jobs import FILES_MAX as FILES_PER_JOB_MAX
 from kvdepot.server.io.jobs import Answer, Part, Priority, Quarantine, Remove
-from kvdepot.server.io.wire import FILES_MAX as FILES_PER_JOB_MAX
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import quarantine_name
 from kvdepot.server.tiers.wall_time import unix_seconds
 from kvdepot.server.tiers.workers import Hold, Workers
@@ -38,13 +38,16 @@ class QuarantineRoom:
         self.used_bytes = 0
 
     def look(self) -> None:
-        """An opening is about to look at what is there; `recover` follows, or another `look`."""
+        """Prepare for an opening that is about to list the files. `recover` follows, or another `look`."""
         self._looking = True
         self._taken = set(self._copying)
         self._removed = set(self._removing)
 
     def recover(self, files: Iterable[tuple[str, int]]) -> None:
-        """What an opening found. What came or went since `look` it may have seen, or not, or in part."""
+        """Take over the files that an opening found.
+
+        The opening may have seen files that were added or removed since `look`, or not, or in part.
+        """
         found = {file: _rounded(size) for file, size in files if file not in self._removed}
         found.update((file, size) for file, size in self._files if file in self._taken)
         self._looking = False
@@ -129,7 +132,7 @@ class QuarantineRoom:
         self.used_bytes = sum(files.values())
 
     def _remove(self, files: Mapping[str, int], done: Callable[[Answer], None]) -> None:
-        """`done` gets the last answer that was not OK, if there is one. Any number of files may have been put there."""
+        """Remove any number of files. `done` gets the last answer that was not OK, if there is one."""
         self._removing.update(files)
         names = tuple(files)
         batches = [names[at : at + FILES_PER_JOB_MAX] for at in range(0, len(names), FILES_PER_JOB_MAX)]
@@ -151,5 +154,5 @@ class QuarantineRoom:
 
 
 def _rounded(size_bytes: int) -> int:
-    """With a page for what the file system keeps about a file."""
+    """Return the size with a page for what the file system keeps about a file."""
     return -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES + GRANULE_BYTES

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.io.jobs import Answer, Priority, ReadObject
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, Read
+from kvdepot.server.storage.base import DAMAGED, IoOutcome, Loan, Read
 from kvdepot.server.tiers.disk.medium import Medium
 from kvdepot.server.tiers.failing import FailingObjects
 from kvdepot.server.tiers.workers import Hold
@@ -45,7 +45,7 @@ class Reading:
         self, handle: int, name: ObjectName, extents: tuple[Extent, ...] | None, loan: Loan | None,
         priority: Priority, done: Callable[[Read, bool], None],
     ) -> None:  # fmt: skip
-        """`done` is also told whether the handle was still this object's when the answer came."""
+        """Submit a job. `done` also gets whether the handle was still this object's when the answer came."""
         medium = self._medium
         sequence = medium.catalog.sequence(handle)
         job = ReadObject(medium.parts(handle), name, sequence, extents)
@@ -54,7 +54,7 @@ class Reading:
         overdue = False
 
         def finished() -> None:
-            """Nobody reads its place any more."""
+            """End the read: no worker reads the object's place any more."""
             self.in_flight -= 1
             medium.space.read_done(sequence)
             medium.freed()

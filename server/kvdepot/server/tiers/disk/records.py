@@ -46,6 +46,8 @@ RECORD_BYTES_MAX: Final = _PUT_BYTES + FRAGMENTS_MAX * _FRAGMENT.size + _SUM.siz
 
 
 class RecordType(IntEnum):
+    """The types of a journal's records."""
+
     PUT = 1
     KILL = 2
     SCRUB = 3
@@ -98,6 +100,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
+    """The fields of a snapshot's header."""
+
     store_id: bytes
     generation: int
     synced_sequence: int
@@ -111,7 +115,7 @@ class SnapshotHeader:
 
 
 def record_bytes(fragments: int) -> int:
-    """Length of a PUT."""
+    """Return the length of a PUT."""
     return _PUT_BYTES + fragments * _FRAGMENT.size + _SUM.size
 
 
@@ -134,7 +138,7 @@ def pack_mark(mark: Mark) -> bytes:
 
 
 def unpack_record(data: memoryview, at: int) -> tuple[Put | Mark, int]:
-    """The record at an offset and where the next one starts. Raises BadRecord."""
+    """Return the record at an offset and the offset of the next one. Raise BadRecord."""
     kind, flags, fragments, length, sequence, generation = check_record(data, at)
     end = at + length
     if kind != RecordType.PUT:
@@ -143,7 +147,10 @@ def unpack_record(data: memoryview, at: int) -> tuple[Put | Mark, int]:
 
 
 def check_record(data: memoryview, at: int) -> tuple[int, int, int, int, int, int]:
-    """(type, flags, fragments, length, sequence, generation) of a record whose sum holds. Raises BadRecord."""
+    """Return (type, flags, fragments, length, sequence, generation) of a record.
+
+    Raise BadRecord if its checksum is wrong.
+    """
     if len(data) - at < MARK_BYTES:
         raise BadRecord(f"{len(data) - at} bytes are too short for a record")
     length, kind, flags, fragments, sequence, generation = _PREFIX.unpack_from(data, at)
@@ -197,7 +204,7 @@ def pack_journal_header(store_id: bytes, generation: int) -> bytes:
 
 
 def check_journal_header(data: memoryview, store_id: bytes, generation: int) -> None:
-    """Raises BadFile unless these bytes start the journal of that generation."""
+    """Raise BadFile unless these bytes start the journal of that generation."""
     _check_header(data, _JOURNAL_MAGIC, JOURNAL_HEADER_BYTES)
     _, _, _, found_store, found_generation = _JOURNAL.unpack_from(data)
     _check_identity(found_store, found_generation, store_id, generation)
@@ -214,7 +221,7 @@ def pack_snapshot_header(header: SnapshotHeader) -> bytes:
 
 
 def unpack_snapshot_header(data: memoryview, store_id: bytes, generation: int) -> SnapshotHeader:
-    """Raises BadFile unless these bytes are the complete snapshot of that generation."""
+    """Return a snapshot's header. Raise BadFile unless these bytes are the complete snapshot of that generation."""
     _check_header(data, _SNAPSHOT_MAGIC, SNAPSHOT_HEADER_BYTES)
     (_, _, _, found_store, found_generation, synced, highest, scrub, day, day_bytes, records, body_bytes,
      sum_low, sum_high) = _SNAPSHOT.unpack_from(data)  # fmt: skip

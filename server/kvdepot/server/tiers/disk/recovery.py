@@ -15,9 +15,9 @@ from typing import Final
 
 import numpy as np
 import xxhash
-from kvdepot.server.durable_files import TEMPORARY, naming, opened, publish, sync_file
-from kvdepot.server.file_room import allocate
 from kvdepot.server.io.jobs import prober
+from kvdepot.server.platform.durable_files import TEMPORARY, naming, opened, publish, sync_file
+from kvdepot.server.platform.file_room import allocate
 from kvdepot.server.tiers.disk import layout as names
 from kvdepot.server.tiers.disk.columns import Flags, Numbers, PutColumns
 from kvdepot.server.tiers.disk.layout import DiskLayout, Store
@@ -50,7 +50,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFacts:
-    """What a snapshot says beside its records."""
+    """What a snapshot says in addition to its records."""
 
     synced_sequence: int
     highest_sequence: int
@@ -60,7 +60,7 @@ class SnapshotFacts:
 
 
 def read_store(root: Path) -> Store | None:
-    """None where there is no store yet. Raises BadFile for one that this version cannot open."""
+    """Return the store, or None if there is none yet. Raise BadFile for a store that this version cannot open."""
     try:
         with naming("read", root / names.STORE):
             return Store.unpack((root / names.STORE).read_bytes())
@@ -69,9 +69,9 @@ def read_store(root: Path) -> Store | None:
 
 
 def make_store(root: Path, layout: DiskLayout, random_bytes: Callable[[int], bytes]) -> Store:
-    """A new store. What one without its `store.json` has left goes: nothing could tell what it is.
+    """Make a new store. Delete what a store without its `store.json` has left: nothing could tell what that is.
 
-    Raises BadFile, and touches nothing, where anything else lies in the directory: it is somebody's.
+    Raise BadFile, and change nothing, if anything else lies in the directory: the path belongs to something else.
     """
     with naming("readdir", root):
         left, foreign = _left_overs(root)
@@ -115,9 +115,9 @@ def read_index(root: Path, store: Store, layout: DiskLayout) -> Index:
 def write_generation(
     root: Path, store: Store, generation: int, records: Sequence[bytes], facts: SnapshotFacts
 ) -> int:  # fmt: skip
-    """The snapshot of a generation and its empty journal, durable; then all others are removed. Snapshot's bytes.
+    """Write the snapshot of a generation and its empty journal, both durable. Then remove all others.
 
-    `records`: packed PUTs, parents first.
+    Return the bytes of the snapshot. `records`: packed PUTs, parents first.
     """
     size_bytes = _write_snapshot(root, store, generation, records, facts)
     journal = root / names.journal_name(generation)
@@ -127,9 +127,9 @@ def write_generation(
 
 
 def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> int:
-    """Snapshot generation + 1 out of snapshot and journal `generation`, both of which go. Answers its bytes.
+    """Make snapshot generation + 1 out of snapshot and journal `generation`, and remove both. Return its bytes.
 
-    Raises BadFile when these are not what the daemon has written: nothing is changed then.
+    Raise BadFile if these are not what the daemon has written: nothing is changed then.
     """
     snapshot = _read(root / names.snapshot_name(generation))
     journal = _read(root / names.journal_name(generation))
@@ -147,19 +147,20 @@ def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> 
 
 
 def sync_segments(root: Path) -> None:
-    """Everything that was written to a segment is on the medium after it."""
+    """Make everything durable that was written to a segment."""
     for path in sorted((root / names.SEGMENTS).glob("*.seg")):
         with opened(path, os.O_RDONLY) as fd:
             sync_file(fd, path, data_only=True)
 
 
 def complete_segments(root: Path, layout: DiskLayout, used_end: int, making: int = -1) -> int:
-    """Allocate what is missing up to the last segment that is there; cut off what is beyond the capacity. How many.
+    """Allocate what is missing up to the last segment that is there. Cut off what is beyond the capacity.
 
-    `used_end`: the byte after the last one that is not free. Segments before it are made also where none is there;
-    those behind it go where the file system has no room for them.
-    `making`: a worker may be making this segment. It is neither counted nor touched, unless it has bytes in use: where
-    the worker meets the end of the room, it cuts the file to what it found, or removes it.
+    Return the number of segments.
+    `used_end`: the byte after the last one that is not free. Segments before it are made even if they are missing.
+    Those after it are removed if the file system has no room for them.
+    `making`: a worker may be making this segment. It is neither counted nor touched, unless it has bytes in use.
+    Where that worker meets the end of the room, it cuts the file to what it found, or removes it.
     """
     there = _segment_sizes(root)
     for number in [number for number in there if number >= layout.segments]:
@@ -184,7 +185,7 @@ def complete_segments(root: Path, layout: DiskLayout, used_end: int, making: int
 
 
 def remove_others(root: Path, generation: int) -> None:
-    """Journals and snapshots of older generations, and their temporaries."""
+    """Remove journals and snapshots of older generations, and their temporaries."""
     for folder in (names.SNAPSHOTS, names.JOURNALS):
         for path in (root / folder).iterdir():
             number = names.generation_of(path.name)
@@ -194,10 +195,10 @@ def remove_others(root: Path, generation: int) -> None:
 
 
 def remove_temporaries(root: Path) -> None:
-    """What workers that were killed have left. Only while there is none, but for probes.
+    """Remove what killed workers have left. Called only while there are no workers, except for probes.
 
-    A probe of a process that lives may be this daemon's, and under way. One whose pid another process has by now goes
-    at a later opening.
+    A probe of a living process may be this daemon's, and under way. If another process has the pid by now, the probe is
+    removed at a later opening.
     """
     for path in (root / names.PROBE, *(root / names.QUARANTINE).glob("*" + TEMPORARY)):
         path.unlink(missing_ok=True)
@@ -208,7 +209,7 @@ def remove_temporaries(root: Path) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """Whether any process has this pid now, whoever's it is."""
+    """Return whether any process has this pid now, whoever owns it."""
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -234,7 +235,7 @@ def _write_snapshot(
 
 
 def _left_overs(root: Path) -> tuple[list[Path], str]:
-    """Files of the folders that a new store makes anew, and the first thing that no store would have made."""
+    """Return files of the folders that a new store makes anew, and the first thing that no store would have made."""
     left: list[Path] = []
     for path in sorted(root.iterdir()):
         if path.name in names.FOLDERS:
@@ -249,7 +250,7 @@ def _left_overs(root: Path) -> tuple[list[Path], str]:
 
 
 def _numbered(folder: Path) -> dict[int, Path]:
-    """A generation's file rather than its temporary."""
+    """Return the file of each generation in a folder; a temporary only if there is no file."""
     found: dict[int, Path] = {}
     with naming("readdir", folder):
         paths = sorted(folder.iterdir(), reverse=True)  # temporaries first
@@ -293,7 +294,10 @@ def _segment_sizes(root: Path) -> dict[int, int]:
 
 
 def _servable(root: Path, found: Replayed, layout: DiskLayout) -> tuple[PutColumns, list[str]]:
-    """Objects inside the files and the capacity, one path after the other, as many as the index has room for."""
+    """Return the objects inside the files and the capacity, one path after the other, and notes on the others.
+
+    There are at most as many as the index has room for.
+    """
     live = found.live
     if not found.closed:
         live = live.unproven(live.sequences > found.synced_sequence)
@@ -317,7 +321,7 @@ def _parents_first(puts: PutColumns) -> Numbers:
 
 
 def _inside(puts: PutColumns, sizes: dict[int, int], layout: DiskLayout) -> Flags:
-    """Which of them have all of their bytes in segments that are there and long enough."""
+    """Return which objects have all of their bytes in segments that are there and long enough."""
     length = layout.segment_bytes
     sizes = {number: size for number, size in sizes.items() if number < layout.segments}  # others may have any number
     there = np.zeros(max(sizes, default=0) + 2, np.int64)  # the last one stands for all that are not there
@@ -332,7 +336,7 @@ def _inside(puts: PutColumns, sizes: dict[int, int], layout: DiskLayout) -> Flag
 
 
 def _fitting(puts: PutColumns, layout: DiskLayout) -> int:
-    """How many of the first ones."""
+    """Return how many of the first objects fit the index."""
     ends = np.cumsum(puts.fields["length"], dtype=np.int64)
     fitting = np.searchsorted(ends, layout.snapshot_bytes - SNAPSHOT_HEADER_BYTES, side="right")
     return min(int(fitting), layout.handles)

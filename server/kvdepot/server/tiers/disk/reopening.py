@@ -12,12 +12,12 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from kvdepot.server.storage.found import FoundObjects
 from kvdepot.server.tiers.disk.columns import Numbers, PutColumns, Words
 from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.disk.medium import Medium
 from kvdepot.server.tiers.disk.messages import Open, Opened
 from kvdepot.server.tiers.disk.records import SEQUENCE_BITS
-from kvdepot.server.tiers.found import FoundObjects
 
 LOST_AT_ONCE: Final = 512
 """Objects that the engine is told are lost in one callback: some 5 ms."""
@@ -42,7 +42,7 @@ class Reopening:
         self.facts: Opened | None = None
 
     def begin(self, making: int) -> Open:
-        """With what is held whatever the index says, and the segment that a worker may be making."""
+        """Return the request: what is held whatever the index says, and the segment that a worker may be making."""
         self._medium.quarantine.look()
         return replace(self._medium.space.reopen(), making=making)
 
@@ -83,20 +83,21 @@ class Reopening:
             self._died.add(put.sequence)
 
     def dropped(self, handle: int, sequence: int) -> None:
-        """An object left meanwhile: the engine dropped it, or it is damaged."""
+        """Take note that an object was dropped meanwhile, by the engine or because of damage."""
         if self._streamed[handle]:
             self._streamed[handle] = False
             self._died.add(sequence)
 
     @property
     def complete(self) -> bool:
-        """All has been streamed; some of what is lost is yet to be told."""
+        """Return whether all has been streamed, and some of what is lost is yet to be reported."""
         return self._gone is not None
 
     def lose(self) -> bool:
-        """All has been streamed: tell a slice of what the index has lost. Whether that was the last one.
+        """Report a slice of what the index has lost, once all has been streamed. Return whether it was the last slice.
 
-        The ends of paths come first: what the engine drops because another object is lost is none that is told later.
+        The ends of paths come first. So an object that the engine drops because another one is lost is not reported
+        later.
         """
         catalog = self._medium.catalog
         if self._gone is None:
@@ -114,7 +115,7 @@ class Reopening:
         return not self._gone
 
     def finish(self) -> list[int]:
-        """The new allocator counts. Answers the sequences whose KILL is to be appended."""
+        """Switch to the new allocator. Return the sequences whose KILL is to be appended."""
         medium = self._medium
         assert self.facts is not None
         medium.sequence = max(medium.sequence, self.facts.generation << SEQUENCE_BITS)
@@ -123,7 +124,7 @@ class Reopening:
         return medium.space.finish(self._died)
 
     def _known(self, wanted: Words) -> Numbers:
-        """The handle of each that was served before and still is; else -1."""
+        """Return the handle of each write that was served before and still is; -1 for others."""
         if not len(self._sequences):
             return np.full(len(wanted), -1, np.int64)
         at = np.minimum(np.searchsorted(self._sequences, wanted), len(self._sequences) - 1)

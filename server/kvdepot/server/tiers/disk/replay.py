@@ -36,7 +36,10 @@ _CELLS_AT_ONCE: Final = 1 << 20
 
 @dataclass(slots=True)
 class Replayed:
-    """`live` by sequence. `stopped` says where and why the replay ended early, empty when it did not."""
+    """The result of a replay. `live` is in order of sequence.
+
+    `stopped` says where and why the replay ended early. Empty: it did not.
+    """
 
     live: PutColumns = field(default_factory=PutColumns.none)
     closed: bool = False  # the last journal ends with a synced CLOSE
@@ -52,7 +55,7 @@ class Replayed:
 def replay(snapshot: bytes | None, journals: Sequence[tuple[int, bytes]], store_id: bytes, generation: int) -> Replayed:
     """Replay journals (generation, bytes), in order, over the snapshot of `generation`.
 
-    Raises BadFile when the snapshot is not complete: the caller then has another one, or none.
+    Raise BadFile if the snapshot is not complete: the caller then has another one, or none.
     """
     found = _Replay(store_id)
     if snapshot is not None:
@@ -98,7 +101,7 @@ class _Replay:
         result.day, result.day_bytes = header.day, header.day_bytes
 
     def take_journal(self, data: memoryview, generation: int) -> bool:
-        """Whether the next journal may follow."""
+        """Replay one journal. Return whether the next journal may follow."""
         self._result.closed = False
         at = 0
         try:
@@ -130,7 +133,7 @@ class _Replay:
         return False
 
     def _seen(self, sequences: Words) -> Flags:
-        """Sequences of an earlier PUT."""
+        """Return which of these sequences an earlier PUT has."""
         known = np.concatenate([*(puts.sequences for puts in self._puts), np.empty(0, np.uint64)])
         return _repeated(sequences) | np.isin(sequences, known)
 
@@ -143,7 +146,7 @@ class _Replay:
         self._result.stopped = f"journal {generation} at byte {at}: {why}"
 
     def _take(self, heads: npt.NDArray[Any], puts: PutColumns) -> None:
-        """The sound part of a journal."""
+        """Take over the sound part of a journal."""
         result = self._result
         self._puts.append(puts)
         self._count_highest(puts.sequences)
@@ -187,14 +190,14 @@ class _Replay:
 
 
 def _repeated(sequences: Words) -> Flags:
-    """Those that came before."""
+    """Return which of these appear earlier in the same column."""
     repeated = np.ones(len(sequences), np.bool_)
     repeated[np.unique(sequences, return_index=True)[1]] = False
     return repeated
 
 
 def _newest(puts: PutColumns) -> Numbers:
-    """Of several writes of one object, in order of sequence, the last."""
+    """Return the rows that are the last write of their object, in order of sequence."""
     fields = puts.fields
     names = (fields["kind"], *fields["namespace"].T, *fields["key"].T)
     order = np.lexsort((np.arange(len(puts)), *names))
@@ -205,7 +208,10 @@ def _newest(puts: PutColumns) -> Numbers:
 
 
 def _overwritten(puts: PutColumns) -> Flags:
-    """Writes of which a later one has overwritten something. Paint in order of sequence, see who is still whole."""
+    """Return which writes were overwritten, in whole or in part, by a later one.
+
+    Paint them in order of sequence, and see which are still whole.
+    """
     overwritten = np.zeros(len(puts), np.bool_)
     starts, ends, owners = puts.places()
     order = np.argsort(starts)
@@ -224,14 +230,14 @@ def _overwritten(puts: PutColumns) -> Flags:
 
 
 def _covered(first: Numbers, last: Numbers, owners: Numbers) -> tuple[Numbers, Numbers]:
-    """(cell, owner) for every cell of every fragment."""
+    """Return (cell, owner) for every cell of every fragment, as columns."""
     counts = last - first
     starts = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(first - starts, counts), np.repeat(owners, counts)
 
 
 def _portions(counts: Numbers) -> list[slice]:
-    """Parts with together some _CELLS_AT_ONCE each, so that a few large writes over many small ones fit in memory."""
+    """Return parts with some _CELLS_AT_ONCE together each. So a few large writes over many small ones fit in memory."""
     portions = np.cumsum(counts) // _CELLS_AT_ONCE
     borders = [0, *(np.flatnonzero(np.diff(portions)) + 1).tolist(), len(counts)]
     return [slice(low, high) for low, high in pairwise(borders)]

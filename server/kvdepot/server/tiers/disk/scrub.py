@@ -18,13 +18,13 @@ _PASS_SECONDS_MIN: Final = 3600.0
 
 
 class Scrubbed(Protocol):
-    """What is scrubbed."""
+    """The objects that are scrubbed."""
 
     def after(self, sequence: int, count: int) -> list[int]:
-        """The handles of the lowest sequences above this one, in order."""
+        """Return the handles of the lowest sequences above this one, in order; at most `count`."""
 
     def sequence(self, handle: int) -> int:
-        """0: it is not in use any more."""
+        """Return the sequence of a handle; 0: the handle is no longer in use."""
 
     def stored_bytes(self, handle: int) -> int: ...
 

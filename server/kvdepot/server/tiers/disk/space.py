@@ -1,6 +1,6 @@
 """Which bytes of the segments are free, and which are not free yet although no object is served from them.
 
-The rules (DESIGN 6): a place is reused only when the KILL of its object is in the journal and
+The rules (design.md#disk-tiers): a place is reused only when the KILL of its object is in the journal and
 nobody reads it any more; a place that is being written only when its writer has answered or is dead.
 """
 
@@ -33,7 +33,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Reopening:
-    """The allocator to come. Until `finish`, nothing is allocated, and what is released waits."""
+    """The next allocator. Until `finish`, nothing is allocated, and what is released waits."""
 
     allocator: ExtentAllocator
     held: set[int]
@@ -41,7 +41,7 @@ class _Reopening:
 
 
 class Space:
-    """One owner; places are named by the sequence of their write."""
+    """The bytes of the segments. There is one owner. Places are named by the sequence of their write."""
 
     def __init__(self, data_bytes: int) -> None:
         self._data_bytes = data_bytes
@@ -60,9 +60,9 @@ class Space:
 
     @property
     def used_bytes(self) -> int:
-        """Without what is on its way to be free. What the engine drops while an opening streams is that before
+        """Return the used bytes, without those that are about to be free. Never negative.
 
-        its place is claimed: no less than nothing then.
+        What the engine drops while an opening streams is about to be free before its place is claimed.
         """
         return max(self._allocator.used_bytes - self.coming_bytes, 0)
 
@@ -72,7 +72,10 @@ class Space:
     # A write.
 
     def allocate(self, sequence: int, size_bytes: int) -> tuple[Extent, ...] | None:
-        """None: so many bytes are not free, or only in more pieces than a record has."""
+        """Allocate a place for a write.
+
+        Return None if so many bytes are not free, or only in more pieces than a record can have.
+        """
         found = self._allocator.allocate(size_bytes)
         if found is None:
             return None
@@ -100,24 +103,24 @@ class Space:
         return held.fragments
 
     def keep(self, sequence: int) -> None:
-        """It is an object's place now."""
+        """Take note that the place is now an object's."""
         del self._held[sequence]
 
     def unsure(self, sequence: int) -> None:
-        """Whether its PUT is in the journal nobody knows: an opening finds out."""
+        """Take note that nobody knows whether the PUT is in the journal: an opening finds out."""
         held = self._held[sequence]
         held.killed = False
         held.dying = True
         self.coming_bytes += _bytes(held)
 
     def oldest_writing(self, otherwise: int) -> int:
-        """The lowest sequence that is being written."""
+        """Return the lowest sequence that is being written, or `otherwise` if there is none."""
         return min((sequence for sequence, held in self._held.items() if not held.dying), default=otherwise)
 
     def abandon(self, sequence: int, *, shunned: bool = False) -> None:
-        """Nothing was written that anybody will ever read, and nobody writes it any more.
+        """Give up a place. Nobody will ever read what was written there, and nobody writes it any more.
 
-        `shunned`: it could not be written. The next write would get the very same place, and fail as well.
+        `shunned`: the place could not be written. If it were free, the next write would get it, and fail as well.
         """
         if not shunned:
             self._release(sequence)
@@ -130,20 +133,23 @@ class Space:
     # The end of an object.
 
     def retire(self, sequence: int, fragments: tuple[Extent, ...]) -> None:
-        """It is not served any more. `killed` is next."""
+        """Take note that the object is no longer served. `killed` is next."""
         held = _Held(fragments, dying=True)
         self._held[sequence] = held
         self.coming_bytes += _bytes(held)
 
     def killed(self, sequence: int) -> None:
-        """No effect when an opening has found that out already."""
+        """Take note that the KILL is in the journal. No effect if an opening has found that out already."""
         held = self._held.get(sequence)
         if held is not None:
             held.killed = True
             self._settle(sequence)
 
     def shun(self, sequence: int) -> None:
-        """Its place, `retire`d or abandoned, is bad: it counts as used until the tier closes or too much is shunned."""
+        """Mark a place, `retire`d or abandoned, as bad.
+
+        The place counts as used until the tier closes or too much is shunned.
+        """
         self._set_shunned(self._held[sequence], shunned=True)
         self._shunned.append(sequence)
         while self._shunned_bytes > self._data_bytes * _SHUNNED_SHARE_MAX:
@@ -159,7 +165,7 @@ class Space:
         self.coming_bytes -= size_bytes
 
     def unkilled(self) -> list[int]:
-        """Dead objects whose KILL is not in the journal."""
+        """Return dead objects whose KILL is not in the journal."""
         return [sequence for sequence, held in self._held.items() if held.dying and not held.killed]
 
     def read(self, sequence: int) -> None:
@@ -188,7 +194,10 @@ class Space:
     # Opening, and opening again while reads go on.
 
     def reopen(self) -> Open:
-        """The index is read again: what must not be free whatever it says. No two of these overlap."""
+        """Prepare to read the index again. Return what must not be free, whatever the index says.
+
+        No two of these overlap.
+        """
         self.give_up()
         dead = self._dead_apart()
         for held in self._held.values():
@@ -198,10 +207,10 @@ class Space:
         return Open(dead, tuple(writing))
 
     def _dead_apart(self) -> tuple[Place, ...]:
-        """Of two dead writes that overlap the older one is forgotten.
+        """Return the places of dead writes. If two dead writes overlap, the older one is forgotten.
 
-        What an index brings back may lie below an object that it has lost. If that opening then fails, both are
-        served until the next one, and either may be dropped.
+        What an index brings back may lie below an object that it has lost. If that opening then fails, both are served
+        until the next one, and either may be dropped.
         """
         dead = ((sequence, held) for sequence, held in self._held.items() if held.dying)
         places = sorted(((sequence, *fragment) for sequence, held in dead for fragment in held.fragments), key=_address)
@@ -215,14 +224,14 @@ class Space:
         return tuple(place for place in places if place[0] in self._held)
 
     def resize(self, data_bytes: int, ready_bytes: int) -> None:
-        """How much there is, before the claims."""
+        """Set the size before the claims. `ready_bytes` are there already."""
         assert self._reopening is not None
         self._data_bytes = data_bytes
         self._reopening.allocator = ExtentAllocator(0, data_bytes)
         self._reopening.allocator.grow(ready_bytes)
 
     def overtake(self, sequences: Iterable[int]) -> None:
-        """Dead writes in whose places the index has later ones."""
+        """Forget dead writes if the index has later writes in their places."""
         assert self._reopening is not None
         for sequence in sequences:
             self._reopening.held.discard(sequence)
@@ -230,13 +239,16 @@ class Space:
                 self._lose(sequence)
 
     def claim(self, fragments: Iterable[Extent]) -> None:
-        """In ascending order. Raises ExtentError when they overlap."""
+        """Claim fragments, in ascending order. Raise ExtentError if they overlap."""
         assert self._reopening is not None
         for address, length in fragments:
             self._reopening.allocator.claim(address, length)
 
     def stream(self, sequences: Words) -> Flags:
-        """The index has these writes. True: it is not an object's any more, and its KILL is still to be appended."""
+        """Take note that the index has these writes.
+
+        Return which of them are no longer an object's. Their KILL is still to be appended.
+        """
         assert self._reopening is not None
         released = self._reopening.released
         ended = np.fromiter((*self._held, *released), np.uint64, len(self._held) + len(released))
@@ -251,14 +263,14 @@ class Space:
         return found
 
     def give_up(self) -> None:
-        """The opening failed. What was released meanwhile is free in the allocator that stays."""
+        """End an opening that failed. What was released meanwhile is free in the allocator that stays."""
         reopening, self._reopening = self._reopening, None
         if reopening is not None:
             for held in reopening.released.values():
                 self._free_all(held)
 
     def finish(self, streamed: set[int]) -> list[int]:
-        """Use the new allocator. `streamed`: writes that died while it was filled. Answers what is yet to be killed."""
+        """Use the new allocator. Return what is yet to be killed. `streamed`: writes that died while it was filled."""
         reopening, self._reopening = self._reopening, None
         assert reopening is not None
         self._allocator = reopening.allocator
@@ -282,7 +294,7 @@ class Space:
             self._settle(sequence)
 
     def _lose(self, sequence: int) -> None:
-        """A dead write that has no place any more."""
+        """Forget a dead write that no longer has a place."""
         held = self._held[sequence]
         if held.shunned:
             self._set_shunned(held, shunned=False)

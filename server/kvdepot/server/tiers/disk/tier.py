@@ -1,7 +1,7 @@
-"""The disk tier: an arena on disk (DESIGN 6, docs/formats/disk.md). One owner, the loop's thread; nothing here blocks.
+"""The disk tier: an arena on disk (design.md#disk-tiers). One owner, the loop's thread; nothing here blocks.
 
 Its parts: `medium` (catalog, space, journal, quarantine), `writing`, `reading`, `growth`, `scrub`,
-`health`; the opening process, which holds the directory; two pools of I/O workers, one of
+`health`; `openings` (the process that holds the directory, and its index); two pools of I/O workers, one of
 them for the journal alone, so that no append queues behind payload.
 """
 
@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvdepot.core.allocator import Extent, ExtentError
+from kvdepot.core.allocator import Extent
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.objectfile import ObjectName, object_bytes
 from kvdepot.core.report import TierStatus
-from kvdepot.core.units import format_size_rounded
-from kvdepot.server.guard import Once, tier_guard
+from kvdepot.core.units import size_text
 from kvdepot.server.io.jobs import Answer, Priority, Probe
-from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
+from kvdepot.server.platform.guard import Once, tier_guard
+from kvdepot.server.storage.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
+from kvdepot.server.storage.found import FoundObjects
 from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
@@ -29,31 +30,14 @@ from kvdepot.server.tiers.disk.journal import Journal
 from kvdepot.server.tiers.disk.layout import PROBE, SEGMENTS, DiskLayout
 from kvdepot.server.tiers.disk.links import OpenerLink
 from kvdepot.server.tiers.disk.medium import Medium
-from kvdepot.server.tiers.disk.messages import (
-    Begin,
-    Claims,
-    Compact,
-    Compacted,
-    Done,
-    Ended,
-    Failed,
-    Held,
-    Locked,
-    Message,
-    Objects,
-    Opened,
-    Sync,
-    Synced,
-    Waiting,
-)
+from kvdepot.server.tiers.disk.messages import Compact, Compacted, Opened, Sync
+from kvdepot.server.tiers.disk.openings import Openings
 from kvdepot.server.tiers.disk.quarantine import QuarantineRoom
 from kvdepot.server.tiers.disk.reading import Reading
 from kvdepot.server.tiers.disk.records import Mark, RecordType
-from kvdepot.server.tiers.disk.reopening import Reopening
 from kvdepot.server.tiers.disk.scrub import Scrubber
 from kvdepot.server.tiers.disk.space import Space
 from kvdepot.server.tiers.disk.writing import Writing
-from kvdepot.server.tiers.found import FoundObjects
 from kvdepot.server.tiers.health import Health, State, shown, why_failed
 from kvdepot.server.tiers.workers import Workers
 
@@ -74,16 +58,15 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
         count: Callable[[str, float], None] = lambda name, amount: None,  # noqa: ARG005
     ) -> None:  # fmt: skip
-        """`data` and `journal` do nothing before they are renewed; `count` is as `IoPool`'s.
+        """Build the tier. `data` and `journal` do nothing before they are renewed. `count` is as `IoPool`'s.
 
-        Raises ConfigError for an impossible capacity.
+        Raise ConfigError for an impossible capacity.
         """
         self.name = config.name
         self.traits = TierTraits()
         self._config = config
         self._data = data
         self._journal_workers = journal
-        self._opener = opener
         self._log = log
         self._clock = clock
         self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
@@ -116,15 +99,11 @@ class DiskTier:
             medium.catalog, bytes_per_second=config.scrub_bytes_per_second, clock=clock,
             verify=self._scrub, note=self._note_scrubbed, usable=lambda: self.writable,
         )  # fmt: skip
+        self._openings = Openings(opener, medium, self, lambda: self._growth.making, guard)
         self._listener: TierListener | None = None
-        self._reopening: Reopening | None = None
-        self._locked = False
-        self._token = ""
-        self._device = 0
         self._serves = False  # opened once, and the directory has not gone since
         self._tend_at = 0.0
         self._probing = False
-        self._synced: bool | None = None
         self._closing = False
 
     # What the engine asks
@@ -147,7 +126,7 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        """With what was accepted and waits for bytes that are on their way to be free: they are promised."""
+        """Return the used bytes, with those promised to accepted writes that wait for bytes about to be free."""
         return self._medium.space.used_bytes + self._writing.waiting_bytes
 
     @property
@@ -161,29 +140,19 @@ class DiskTier:
         return object_bytes(raw_bytes) > self.capacity_bytes
 
     def start(self, listener: TierListener) -> None:
-        """Raises ConfigError when a living daemon has the directory."""
+        """Start the first opening. Raise ConfigError if a living daemon has the directory."""
         self._listener = listener
-        self._spawn_opener()
-        if self._opener.running:
-            message = self._opener.wait(_VERDICT_SECONDS)
-            if isinstance(message, Held):
-                self._opener.end()
-                raise ConfigError(
-                    "", f"tier.{self.name}.path",
-                    f"{self._config.path} is held by the daemon with pid {message.pid}",
-                    advice="stop the other daemon, or configure another path",
-                )  # fmt: skip
-            if message is not None:
-                self._heard(message)
+        if (held := self._openings.start_and_wait(_VERDICT_SECONDS)) is not None:
+            raise ConfigError(
+                "", f"tier.{self.name}.path",
+                f"{self._config.path} is held by the daemon with pid {held.pid}",
+                advice="stop the other daemon, or configure another path",
+            )  # fmt: skip
 
     def tick(self) -> None:
         if self._health.state is State.CLOSED or self._listener is None:
             return
-        self._guard.each("a tick", self._writing.expire, self._stream, self._tend, self._retry)
-
-    def _stream(self) -> None:
-        if self._reopening is not None and self._reopening.complete:
-            self._streamed(self._reopening)
+        self._guard.each("a tick", self._writing.expire, self._openings.run_once, self._tend, self._retry)
 
     def _tend(self) -> None:
         if self._health.state is State.READY:
@@ -231,7 +200,7 @@ class DiskTier:
         return Stored(catalog.stored_bytes(handle), catalog.sequence(handle), catalog.stored_sum(handle))
 
     async def close(self) -> None:
-        """At most some seconds. What is on the medium is served by the next daemon, also after a crash in here."""
+        """Close within some seconds. What is on the medium is served by the next daemon, also after a crash in here."""
         if self._health.state is State.CLOSED:
             return
         self._closing = True
@@ -242,7 +211,7 @@ class DiskTier:
         self._health.close()
         self._writing.stop()
         await asyncio.gather(self._data.close(_LAST_SECONDS), self._journal_workers.close(_LAST_SECONDS))
-        self._opener.end()
+        self._openings.link.end()
 
     def status(self) -> TierStatus:
         return TierStatus(
@@ -278,7 +247,7 @@ class DiskTier:
     # What goes wrong
 
     def _refused(self, outcome: IoOutcome, detail: str) -> None:
-        """An outcome of one operation that says something of all others."""
+        """React to an outcome of one operation that concerns all others."""
         if outcome is IoOutcome.GONE:
             self._gone(detail or "a file of it is gone")
         elif outcome in (IoOutcome.NO_SPACE, IoOutcome.READ_ONLY):
@@ -296,7 +265,7 @@ class DiskTier:
             self._stop_writing(f"the journal cannot be appended: {why_failed(answer.outcome, answer.detail)}")
 
     def _gone(self, reason: str) -> None:
-        """Nothing is served until the index was read again."""
+        """Serve nothing until the index was read again."""
         self._serves = False
         self._worsen(State.OFFLINE, reason)
 
@@ -315,97 +284,30 @@ class DiskTier:
         if not self._health.retry_due:
             return
         self._health.retried()
-        if not self._opener.running:
-            self._spawn_opener()
-        elif self._locked and self._reopening is None and not self._probing:
-            self._data.submit(Probe(PROBE, write=True, folder=SEGMENTS), priority=Priority.TEND, done=self._probed)
+        if not self._openings.link.running:
+            self._openings.start()
+        elif self._openings.idle and not self._probing:
+            self._data.submit(Probe(PROBE, folder=SEGMENTS), priority=Priority.TEND, done=self._probed)
             self._probing = True
 
     def _probed(self, answer: Answer) -> None:
         self._probing = False
-        if self._health.state not in (State.READ_ONLY, State.OFFLINE) or not self._locked:
+        if self._health.state not in (State.READ_ONLY, State.OFFLINE) or not self._openings.locked:
             return
-        if answer.outcome is IoOutcome.CANCELLED:  # all of it is out of use, and probed for that
+        if answer.outcome is IoOutcome.CANCELLED:  # the path is disabled, and has a probe of its own
             return
         if answer.outcome is not IoOutcome.OK:
             self._health.note(why_failed(answer.outcome, answer.detail))
-        elif self._medium.journal.idle and self._reopening is None:
-            self._open()
+        elif self._medium.journal.idle and self._openings.idle:
+            self._openings.open()
 
-    # Opening
+    # What the opening process says
 
-    def _spawn_opener(self) -> None:
-        self._locked = False
-        try:
-            self._opener.start(self._heard)
-            self._opener.send(Begin(self._token, self._device))
-        except Exception as error:  # noqa: BLE001 - an OSError, or whatever it is: tried again
-            if not isinstance(error, OSError):
-                self._guard.caught("the start of an opening process", error)
-            self._opener.end()
-            self._stop_writing(f"the opening process cannot be started: {error}")
+    def opened(self, facts: Opened, token: str, unkilled: Sequence[int]) -> None:
+        """Serve: the engine knows all of the index now.
 
-    def _open(self) -> None:
-        if not self._guard.call("the begin of an opening", self._begin_opening):
-            self._lost_opener("the daemon failed at the begin of an opening")
-
-    def _begin_opening(self) -> None:
-        self._reopening = Reopening(self._medium, self._tell_found, self._tell_lost)
-        self._opener.send(self._reopening.begin(self._growth.making))
-
-    def _heard(self, message: Message) -> None:
-        """An opening of which one message could not be dealt with is given up: the next one tells it again."""
-        if not self._guard.call(f"the message {type(message).__name__}", self._take, message):
-            self._guard.call("giving an opening up", self._lost_opener, "the daemon failed at what it was told")
-
-    def _take(self, message: Message) -> None:
-        match message:
-            case Locked(token, device):
-                self._admitted(token, device)
-            case Waiting(reason):
-                self._health.note(reason)
-            case Held(pid):
-                self._lost_opener(f"the directory is held by the daemon with pid {pid}")
-            case Failed(reason, outcome):
-                self._serves = self._serves and outcome != IoOutcome.GONE
-                self._lost_opener(reason)
-            case Ended():
-                self._lost_opener("the opening process ended")
-            case Opened() if self._reopening is not None:
-                self._reopening.opened(message)
-            case Claims(fragments) if self._reopening is not None:
-                self._claim(fragments)
-            case Objects(puts) if self._reopening is not None:
-                self._reopening.objects(puts)
-            case Done() if self._reopening is not None:
-                self._streamed(self._reopening)
-            case Compacted():
-                self._compacted(message)
-            case Synced(failed):
-                self._synced = not failed
-
-    def _admitted(self, token: str, device: int) -> None:
-        self._token, self._device, self._locked = token, device, True
-        if self._medium.journal.idle:
-            self._open()
-
-    def _claim(self, fragments: Sequence[Extent]) -> None:
-        try:
-            self._medium.space.claim(fragments)
-        except ExtentError as error:
-            self._lost_opener(f"the index contradicts itself: {error}")
-
-    def _streamed(self, reopening: Reopening) -> None:
-        """The index is complete; what it has lost is told in slices, the further ones at each tick."""
-        if reopening.lose():
-            self._opened(reopening)
-
-    def _opened(self, reopening: Reopening) -> None:
-        """The engine knows all of the index. Workers are made, or made anew: they may have files open that are gone."""
-        facts = reopening.facts
-        assert facts is not None
-        unkilled = reopening.finish()  # the engine drops what lay behind lost objects: part of this opening yet
-        self._reopening = None
+        Workers are made, or replaced because they may have open files that are gone.
+        """
         medium = self._medium
         self._serves = True
         self._scrubber.recover(facts.scrub_position)
@@ -413,39 +315,44 @@ class DiskTier:
         self._health.short_of(self._growth.refused)
         for note in facts.notes:
             self._log.warning("tier %s: %s", self.name, note)
-        self._data.renew(self._token)
-        self._journal_workers.renew(self._token)
+        self._data.renew(token)
+        self._journal_workers.renew(token)
         self._guard.call("quarantine", medium.quarantine.tend)
         if facts.refused:
             self._health.worsen(State.READ_ONLY, facts.refused)
             return
         medium.journal.open(bytes.fromhex(facts.store_id), facts.generation, medium.layout.journal_bytes)
-        size = format_size_rounded(medium.layout.data_bytes)
+        size = size_text(medium.layout.data_bytes)
         self._health.ready(f"{medium.catalog.count} objects, generation {facts.generation}, {size} for objects")
         self._writing.open = True
         medium.kill_all(unkilled)
         self._growth.run_once()
 
-    def _lost_opener(self, reason: str) -> None:
-        """Its lock is gone with it: nothing is written until the next one has it."""
-        self._opener.end()
-        self._locked = False
-        self._medium.space.give_up()
-        self._reopening = None
-        self._worsen(State.READ_ONLY if self._serves else State.OFFLINE, reason)
+    def opening_lost(self, reason: str, *, gone: bool) -> None:
+        self._serves = self._serves and not gone
+        self._stop_writing(reason)
 
-    def _tell_found(self, objects: FoundObjects) -> None:
+    def opening_waits(self, reason: str) -> None:
+        self._health.note(reason)
+
+    def compacted(self, message: Compacted) -> None:
+        if message.failed:
+            self._stop_writing(f"the journal cannot be compacted: {message.failed}")
+        else:
+            self._medium.journal.resume()
+
+    def tell_found(self, objects: FoundObjects) -> None:
         assert self._listener is not None
         try:
             self._listener.found(self, objects)
         except Exception:  # the next opening finds them again
             handles = [handle for handle, _ in objects if handle in self._medium.catalog]
-            self._tell_lost(handles)
+            self.tell_lost(handles)
             for handle in handles:
                 self._medium.catalog.remove(handle)
             raise
 
-    def _tell_lost(self, handles: Sequence[int]) -> None:
+    def tell_lost(self, handles: Sequence[int]) -> None:
         assert self._listener is not None
         self._guard.call("telling what is lost", self._listener.lost, self, handles)
 
@@ -459,20 +366,13 @@ class DiskTier:
         self._freed()
 
     def _unindexed(self, handle: int, sequence: int) -> None:
-        if self._reopening is not None:
-            self._reopening.dropped(handle, sequence)
+        self._openings.dropped(handle, sequence)
 
     def _compact(self, generation: int) -> None:
-        """The journal of that generation is complete."""
+        """Ask for a compaction: the journal of that generation is complete."""
         request = Compact(generation, self._medium.space.oldest_writing(self._medium.sequence) - 1)
-        if not self._guard.call("asking for a compaction", self._opener.send, request):
+        if not self._openings.send("asking for a compaction", request):
             self._stop_writing("the journal cannot be compacted: the daemon failed at it")
-
-    def _compacted(self, message: Compacted) -> None:
-        if message.failed:
-            self._stop_writing(f"the journal cannot be compacted: {message.failed}")
-        else:
-            self._medium.journal.resume()
 
     def _scrub(self, handle: int, done: Callable[[], None]) -> None:
         def scrubbed(outcome: IoOutcome) -> None:
@@ -487,7 +387,7 @@ class DiskTier:
         def verified(outcome: IoOutcome, lost: bool) -> None:
             if lost:
                 self._count(f"tier_damaged_objects.{outcome}", 1)
-                self._tell_lost([handle])
+                self.tell_lost([handle])
             done(outcome)
 
         self._reading.verify(handle, verified)
@@ -502,9 +402,9 @@ class DiskTier:
         if self._health.state is not State.READY or not self._medium.journal.idle or self._writing.in_flight:
             return
         self._note_scrubbed(self._scrubber.position)
-        self._guard.call("asking for a sync", self._opener.send, Sync())
-        await self._until(lambda: self._synced is not None and self._medium.journal.idle, until)
-        if self._synced:
+        self._openings.send("asking for a sync", Sync())
+        await self._until(lambda: self._openings.synced is not None and self._medium.journal.idle, until)
+        if self._openings.synced:
             closed: list[IoOutcome] = []
             self._medium.journal.close_synced(closed.append)
             await self._until(lambda: bool(closed), until)

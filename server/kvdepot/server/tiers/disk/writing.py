@@ -9,9 +9,9 @@ from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, object_bytes
-from kvdepot.server.guard import Once
 from kvdepot.server.io.jobs import Answer, Priority, WriteObject
-from kvdepot.server.tiers.base import IoOutcome, Loan, Written
+from kvdepot.server.platform.guard import Once
+from kvdepot.server.storage.base import IoOutcome, Loan, Written
 from kvdepot.server.tiers.disk.growth import Growth
 from kvdepot.server.tiers.disk.medium import Medium
 from kvdepot.server.tiers.disk.records import SNAPSHOT_HEADER_BYTES, Put, record_bytes
@@ -96,7 +96,7 @@ class Writing:
             self._growth.run_once(self._waiting_bytes)
 
     def stop(self) -> None:
-        """Nothing more is begun; what is under way fails when its worker answers."""
+        """Begin nothing more. What is under way fails when its worker answers."""
         self.open = False
         self.cancel_waiting()
 
@@ -134,7 +134,7 @@ class Writing:
         self._guard.call("the answer to a write", write.done, written)
 
     def _fail(self, write: _Write) -> None:
-        """Something raised on its way."""
+        """End a write on whose way something was raised."""
         if write in self._writing and not write.overdue:
             if write.appending:
                 self._writing.discard(write)

@@ -12,12 +12,12 @@ NAMES_MAX: Final = 65_536
 
 
 def name_key(name: ObjectName) -> bytes:
-    """What makes a file's name."""
+    """Return the bytes that identify an object: the parts of a name that make a file's name."""
     return name.namespace + name.key + bytes([name.kind])
 
 
 class AbsentNames:
-    """For `ttl_seconds` each, and at most NAMES_MAX: the oldest make room."""
+    """Names of objects that are not there, for `ttl_seconds` each. Of more than NAMES_MAX, the oldest are forgotten."""
 
     def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
         self._ttl_seconds = ttl_seconds
@@ -37,5 +37,5 @@ class AbsentNames:
             self._until.move_to_end(key)
 
     def discard(self, name: ObjectName) -> None:
-        """It is there now."""
+        """Forget a name whose object is there now."""
         self._until.pop(name_key(name), None)

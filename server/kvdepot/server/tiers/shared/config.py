@@ -26,10 +26,10 @@ class SharedConfig(LowerTierConfig):
 
     @property
     def quarantine_bytes_max(self) -> int:
-        """It counts in the capacity, and leaves most of it to objects."""
+        """Return the limit of quarantine. It counts in the capacity, and leaves most of it to objects."""
         return min(self.quarantine_bytes, self.capacity_bytes // _QUARANTINE_SHARE)
 
     @property
     def handles_max(self) -> int:
-        """Objects that this node knows of at once; there may be more in the directory."""
+        """Return how many objects this node knows of at once. There may be more in the directory."""
         return min(max(self.capacity_bytes // _HANDLE_BYTES, _HANDLES_MIN), _HANDLES_MAX)

@@ -11,34 +11,25 @@ from kvdepot.server.tiers.names import NameTable
 _NEVER: Final = -(1 << 40)
 
 
-class Holdings:
-    """Some 90 bytes a handle that was ever in use."""
+class Holdings(NameTable):
+    """The objects that this node knows of, in some 90 bytes for each handle that was ever in use."""
 
     def __init__(self, handles_max: int) -> None:
-        self._names = NameTable(handles_max)
+        super().__init__(handles_max)
         self._live = np.zeros(handles_max, np.uint8).data
         self._stored = np.empty(handles_max, np.uint64).data
         self._touched = np.empty(handles_max, np.int64).data  # seconds of the clock
         self._uses = np.zeros(handles_max, np.uint32).data  # of the handle, by one object after the other
 
-    @property
-    def handles_max(self) -> int:
-        return self._names.handles_max
-
-    @property
-    def count(self) -> int:
-        return self._names.count
-
-    @property
-    def room(self) -> int:
-        return self._names.room
-
     def __contains__(self, handle: int) -> bool:
         return 0 <= handle < self.handles_max and bool(self._live[handle])
 
     def add(self, name: ObjectName, stored_bytes: int, touched_at: int = _NEVER) -> int:
-        """The caller saw that there is `room`. `stored_bytes`: of the payload, or somewhat more."""
-        handle = self._names.add(name)
+        """Add an object and return its handle. The caller has checked that there is `room`.
+
+        `stored_bytes`: of the payload, or somewhat more.
+        """
+        handle = self._add_name(name)
         self._live[handle] = 1
         self._stored[handle] = stored_bytes
         self._touched[handle] = touched_at
@@ -47,20 +38,17 @@ class Holdings:
 
     def remove(self, handle: int) -> None:
         self._live[handle] = 0
-        self._names.remove(handle)
-
-    def name(self, handle: int) -> ObjectName:
-        return self._names.name(handle)
+        self._free_handle(handle)
 
     def use(self, handle: int) -> int:
-        """Tells one object of a handle from the next."""
+        """Return a number that tells one object of a handle from the next."""
         return int(self._uses[handle])
 
     def stored_bytes(self, handle: int) -> int:
         return int(self._stored[handle])
 
     def touched_at(self, handle: int) -> int:
-        """Long before zero: not by this node."""
+        """Return when this node touched the object. Long before zero: it did not."""
         return int(self._touched[handle])
 
     def touch(self, handle: int, at: int) -> None:

@@ -1,22 +1,25 @@
-"""What a shared tier and its keeper tell each other (ADR 0017, 0018)."""
+"""Messages between a shared tier and its coordinator (ADR 0017, 0018)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
+
+from kvdepot.core.bounds import Seconds
+from kvdepot.server.io.framing import Framing
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """How the directory is, and what this daemon may write. The first one says that it is open: about every heartbeat.
 
-    `limit_bytes` counts since this daemon run began, like what `KeeperLink.publish` is told: a write may begin when
-    that, the most that every write not over yet may take, and the most that this one may take are together not above
-    it. It never falls below what was published when the keeper last heard of it.
+    `limit_bytes` counts from the start of this daemon run, as `CoordinatorLink.publish` does. It bounds a sum: what was
+    published, the most that each unfinished write may take, and the most that a new write may take. That write may
+    begin if the sum is not above the limit. The limit never falls below what the coordinator knew to be published.
     """
 
-    node: str  # of this daemon; a new one where the keeper had to register anew
+    node: str  # of this daemon; a new one where the coordinator had to register anew
     janitor: str  # node; empty: there is none now
     is_janitor: bool
     used_bytes: int  # of the whole directory, at the last scan
@@ -27,39 +30,56 @@ class Report:
     device: int  # st_dev of the directory
     reason: str = ""  # empty, or what an operator should know
     directory_id: str = ""  # by its marker
-    counting_seconds: float | None = None  # for how long the janitor has counted files; None: no count runs
+    counting_seconds: Seconds | None = None  # for how long the janitor has counted files; None: no count runs
     counted_files: int = 0  # so far
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The keeper cannot do its work, or does not answer. It goes on trying: a Report ends this."""
+    """The coordinator cannot do its work, or does not answer. It keeps trying: a Report ends this state."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The keeper's process is gone. Another is made after a while."""
+    """The coordinator's process is gone. Another one is made after a while."""
 
 
-Word = Report | Failed | Ended
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Arguments of `CoordinatorLink.publish`."""
+
+    total_bytes: int
+    wanted_bytes: int
+    settled: str
 
 
-class KeeperLink(Protocol):
-    """The keeper of one directory, as the daemon has it. Nothing here blocks."""
+Message = Report | Failed | Ended
+TO_COORDINATOR: Final[Framing[Published]] = Framing(Published, bytes_max=64 << 10)
+FROM_COORDINATOR: Final[Framing[Report | Failed]] = Framing(Report, Failed, bytes_max=64 << 10)
 
-    def start(self, hear: Callable[[Word], None]) -> None:
-        """Make the process; what it says is heard on the loop's thread, until `end`. Where none can be made: Failed."""
+
+class CoordinatorLink(Protocol):
+    """The coordinator of one directory, as the daemon has it. Nothing here blocks."""
+
+    def start(self, on_message: Callable[[Message], None]) -> None:
+        """Make the process. `on_message` gets what it sends, on the loop's thread, until `end`; Failed if it fails."""
 
     def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
-        """What the writes of this daemon run that are over have taken, in all; never less than before.
+        """Report what the completed writes of this daemon run have taken, in all; never less than before.
 
-        Over: answered, or their worker is proven dead. A janitor's scan takes it that it has met what is counted here,
-        so a write that hangs is not counted yet, and one that failed never is. `wanted_bytes`: beyond them, what writes
-        not over yet and one that was refused take at most; 0: none was refused. `settled`: a node of this daemon run,
-        when what was begun under any other of its nodes is over, and nothing more will be; empty: it is not.
+        A write is complete when it was answered, or when its worker is proven dead. A janitor's scan assumes that it
+        has met all that is counted here. So a write that hangs is not counted yet. A failed write counts with what it
+        may have left in the directory.
+
+        Args:
+            total_bytes: The bytes that the completed writes have taken.
+            wanted_bytes: What unfinished writes and a refused one take at most, beyond `total_bytes`. 0: none was
+                refused.
+            settled: A node of this daemon run, if all that began under its other nodes is complete. Nothing more begins
+                under these then. Empty: this is not so.
         """
 
     def end(self) -> None:
-        """End the process without waiting for it. Nothing is heard any more."""
+        """End the process without waiting for it. `on_message` gets nothing more."""

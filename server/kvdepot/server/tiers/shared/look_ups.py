@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectName
-from kvdepot.server.guard import Guard
-from kvdepot.server.io.jobs import ABSENT, FILES_PER_LOOK_UP, UNKNOWN, Answer, LookUpFiles, Priority
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.io.jobs import ABSENT, FILES_PER_STAT, UNKNOWN, Answer, Priority, StatFiles
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.shared_layout import object_file
 from kvdepot.server.tiers.shared.absent import AbsentNames, name_key
-from kvdepot.server.tiers.shared.layout import object_file
 from kvdepot.server.tiers.workers import Workers
 
 ASKED_MAX: Final = 65_536
@@ -39,7 +39,7 @@ class _LookUp:
 
 
 class LookUps:
-    """Counts `shared_look_ups.asked`, `.found`, `.absent`, `.remembered` (as absent), `.failed`, of names.
+    """Counts `shared_probes.asked`, `.found`, `.absent`, `.remembered` (as absent), `.failed`, of names.
 
     `tell` is called with what is there and was not told before: names and the bytes behind the header of each.
     """
@@ -49,7 +49,7 @@ class LookUps:
         tell: Callable[[list[tuple[ObjectName, int]]], None], writing: Callable[[ObjectName], bool],
         count: Callable[[str, float], None], guard: Guard,
     ) -> None:  # fmt: skip
-        """`writing`: whether this node is about to have a handle for this name anyway."""
+        """Start without lookups. `writing` returns whether this node is about to have a handle for a name anyway."""
         self._data = data
         self._absent = absent
         self._deadline_seconds = deadline_seconds
@@ -65,7 +65,7 @@ class LookUps:
         wanted, new = [], []
         for name in names:
             if name in self._absent:
-                self._count("shared_look_ups.remembered", 1)
+                self._count("shared_probes.remembered", 1)
                 continue
             asked = self._asked.get(name_key(name))
             if asked is None and len(self._asked) < ASKED_MAX:
@@ -80,14 +80,14 @@ class LookUps:
             if not asked.answered:
                 look_up.missing += 1
                 asked.waiting.append(look_up)
-        for start in range(0, len(new), FILES_PER_LOOK_UP):
-            batch = new[start : start + FILES_PER_LOOK_UP]
+        for start in range(0, len(new), FILES_PER_STAT):
+            batch = new[start : start + FILES_PER_STAT]
             if not self._guard.call("asking for names", self._submit, batch):
                 self._answered(batch, Answer(IoOutcome.CANCELLED))
         self._settle(look_up)
 
     def settle(self, name: ObjectName) -> None:
-        """It has a handle now: nobody is told of it."""
+        """Report this name to nobody: it has a handle now."""
         asked = self._asked.get(name_key(name))
         if asked is not None:
             asked.told = True
@@ -103,8 +103,8 @@ class LookUps:
             self._end(next(iter(self._look_ups)))
 
     def _submit(self, batch: list[_Asked]) -> None:
-        self._count("shared_look_ups.asked", len(batch))
-        job = LookUpFiles(tuple(object_file(asked.name) for asked in batch))
+        self._count("shared_probes.asked", len(batch))
+        job = StatFiles(tuple(object_file(asked.name) for asked in batch))
         self._data.submit(job, priority=Priority.LOAD, done=lambda answer: self._answered(batch, answer))
 
     def _answered(self, batch: list[_Asked], answer: Answer) -> None:
@@ -116,9 +116,9 @@ class LookUps:
             if length == ABSENT and not asked.told:
                 self._guard.call("remembering a name", self._absent.add, asked.name)
         absent, failed = lengths.count(ABSENT), lengths.count(UNKNOWN)
-        self._count("shared_look_ups.found", len(batch) - absent - failed)
-        self._count("shared_look_ups.absent", absent)
-        self._count("shared_look_ups.failed", failed)
+        self._count("shared_probes.found", len(batch) - absent - failed)
+        self._count("shared_probes.absent", absent)
+        self._count("shared_probes.failed", failed)
         for asked in batch:
             waiting, asked.waiting = asked.waiting, []
             self._release(asked, 0)

@@ -6,12 +6,12 @@ import socket
 from typing import Final
 
 from kvdepot.server.io.jobs import Probe
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.pools import TierMeans
 from kvdepot.server.tiers.shared.config import SharedConfig
-from kvdepot.server.tiers.shared.keeper.settings import KeeperSettings
-from kvdepot.server.tiers.shared.keeper_process import KeeperProcess
-from kvdepot.server.tiers.shared.layout import PROBE
+from kvdepot.server.tiers.shared.coordinator.settings import CoordinatorSettings
+from kvdepot.server.tiers.shared.coordinator_process import CoordinatorProcess
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT})
@@ -19,12 +19,12 @@ FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT})
 
 
 def make_shared_tier(config: SharedConfig, means: TierMeans) -> SharedTier:
-    """No process is made before `start`."""
+    """Make a shared tier. No process is made before `start`."""
     return SharedTier(
         config,
-        data=means.data_pool(config, probe=Probe(PROBE, write=True), failing=FAILING),
-        keeper=KeeperProcess(
-            keeper_settings(config, f"{means.arena_id:016x}-{config.name}"),
+        data=means.data_pool(config, probe=Probe(PROBE), failing=FAILING),
+        coordinator=CoordinatorProcess(
+            coordinator_settings(config, f"{means.arena_id:016x}-{config.name}"),
             means.loop,
             lambda: not means.registry.earlier,
         ),
@@ -33,9 +33,12 @@ def make_shared_tier(config: SharedConfig, means: TierMeans) -> SharedTier:
     )
 
 
-def keeper_settings(config: SharedConfig, owner: str) -> KeeperSettings:
-    """`owner`: the arena's, for its tables tell of every process that wrote for the tier, and one daemon has it."""
-    return KeeperSettings(
+def coordinator_settings(config: SharedConfig, owner: str) -> CoordinatorSettings:
+    """Return the settings of the tier's coordinator.
+
+    `owner` is the arena's: its tables list every process that wrote for the tier, and one daemon has the arena.
+    """
+    return CoordinatorSettings(
         root=config.path,
         capacity_bytes=config.capacity_bytes,
         high_watermark=config.high_watermark,

@@ -8,11 +8,11 @@ from typing import Final
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.io.jobs import Answer, Priority, ReadFile
-from kvdepot.server.tiers.base import DAMAGED, IoOutcome, Loan, Read
+from kvdepot.server.storage.base import DAMAGED, IoOutcome, Loan, Read
+from kvdepot.server.storage.shared_layout import object_file, quarantine_file
 from kvdepot.server.tiers.failing import FailingObjects
 from kvdepot.server.tiers.shared.absent import name_key
 from kvdepot.server.tiers.shared.directory import Directory
-from kvdepot.server.tiers.shared.layout import object_file, quarantine_file
 from kvdepot.server.tiers.wall_time import unix_seconds
 
 _DEAD: Final = DAMAGED | {IoOutcome.GONE, IoOutcome.FOREIGN}
@@ -53,7 +53,7 @@ class Reading:
             read = Read(outcome, answer.raw_sum if outcome is IoOutcome.OK else 0)
             self._guard.call("the answer to a read", done, read)
             if outcome is IoOutcome.UNREADABLE and served and handle in directory.holdings:
-                self._lost([handle])  # of this object alone: whether all of them are is the keeper's to find out
+                self._lost([handle])  # of this object alone: whether all of them are is the coordinator's to find out
 
         self._submit(handle, name, tuple(extents), loan, Priority.LOAD, answered)
 
@@ -71,19 +71,40 @@ class Reading:
 
         self._submit(handle, name, None, None, Priority.TEND, answered)
 
+    def quarantine(
+        self, name: ObjectName, raw_sums: Sequence[int], *, failed: Callable[[ObjectName, Answer], None]
+    ) -> None:
+        """Move the file of this name aside if its payload has one of these sums. It is not looked up meanwhile."""
+        directory = self._directory
+        directory.absent.add(name)
+
+        def answered(answer: Answer) -> None:
+            outcome = self._guard.value("the end of a read", IoOutcome.CANCELLED, self._judge, name, answer)
+            if outcome is IoOutcome.OK or outcome is IoOutcome.FOREIGN:
+                directory.absent.discard(name)  # the file is another one
+            elif outcome in DAMAGED:
+                directory.count(f"tier_damaged_objects.{outcome}", 1)
+            elif outcome is not IoOutcome.GONE:
+                self._guard.call("telling of a failure", failed, name, answer)
+
+        directory.data.submit(self._job(name, None, tuple(raw_sums)), priority=Priority.TEND, done=answered)
+
+    def _job(self, name: ObjectName, extents: tuple[Extent, ...] | None, doubtful: tuple[int, ...] = ()) -> ReadFile:
+        aside = quarantine_file(unix_seconds(self._directory.wall_clock), name)
+        return ReadFile(object_file(name), name, extents, aside, doubtful)
+
     def _submit(
         self, handle: int, name: ObjectName, extents: tuple[Extent, ...] | None, loan: Loan | None,
         priority: Priority, done: Callable[[Answer, bool], None],
     ) -> None:  # fmt: skip
-        """`done` is also told whether the handle was still this object's when the answer came."""
+        """Submit a job. `done` also gets whether the handle was still this object's when the answer came."""
         directory = self._directory
         use = directory.holdings.use(handle)
-        job = ReadFile(object_file(name), name, extents, quarantine_file(unix_seconds(directory.wall_clock), name))
 
         def answered(answer: Answer) -> None:
             done(answer, handle in directory.holdings and directory.holdings.use(handle) == use)
 
-        directory.data.submit(job, priority=priority, done=answered, loan=loan)
+        directory.data.submit(self._job(name, extents), priority=priority, done=answered, loan=loan)
 
     def _judge(self, name: ObjectName, answer: Answer) -> IoOutcome:
         outcome = answer.outcome

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvdepot.server.io.jobs import ABSENT, FILES_PER_LOOK_UP, UNKNOWN, Answer, Priority, TouchFiles
-from kvdepot.server.tiers.base import IoOutcome
+from kvdepot.server.io.jobs import ABSENT, FILES_PER_STAT, UNKNOWN, Answer, Priority, TouchFiles
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.shared_layout import object_file
 from kvdepot.server.tiers.shared.directory import Directory
-from kvdepot.server.tiers.shared.layout import object_file
 
 TOUCH_SECONDS: Final = 3_600
 """A file is touched at most so often by a node; the janitor compares hours."""
@@ -30,7 +30,7 @@ class Recency:
         self._touching = False
 
     def used(self, handles: Sequence[int]) -> None:
-        """Parents first."""
+        """Note a use of these objects, parents first."""
         holdings, now = self._directory.holdings, int(self._directory.clock())
         for handle in handles:
             touched_at = holdings.touched_at(handle)
@@ -44,7 +44,7 @@ class Recency:
         if self._touching or not self._directory.data.usable:
             return
         batch: list[tuple[int, int]] = []
-        while self._due and len(batch) < FILES_PER_LOOK_UP:
+        while self._due and len(batch) < FILES_PER_STAT:
             one = self._due.popleft()
             if self._is(*one):
                 batch.append(one)
@@ -74,5 +74,5 @@ class Recency:
         self.pump()
 
     def _is(self, handle: int, use: int) -> bool:
-        """Whether the handle is still that object's."""
+        """Return whether the handle is still that object's."""
         return handle in self._directory.holdings and self._directory.holdings.use(handle) == use

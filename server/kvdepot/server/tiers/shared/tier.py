@@ -1,8 +1,8 @@
-"""The shared tier: one file per object in a directory of several daemons (DESIGN 6, docs/formats/shared.md).
+"""The shared tier: one file per object in a directory of several daemons (design.md#shared-tiers).
 
 One owner, the loop's thread; nothing here blocks. Its parts: `holdings` (what this node knows to be there),
-`look_ups`, `reading`, `writing`, `recency`; one pool of I/O workers; the keeper, a process that checks the directory,
-counts what lies there, and says how much may be written.
+`look_ups`, `reading`, `writing`, `recency`; one pool of I/O workers; the coordinator, a process that checks the
+directory, counts what lies there, and grants room to write.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Final
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.core.report import TierStatus
-from kvdepot.server.guard import tier_guard
 from kvdepot.server.io.jobs import Answer, Priority, Probe
-from kvdepot.server.tiers.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
+from kvdepot.server.platform.guard import tier_guard
+from kvdepot.server.storage.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
+from kvdepot.server.storage.found import FoundObjects
+from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.budget import WriteBudget
-from kvdepot.server.tiers.found import FoundObjects
 from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, shown, why_failed
 from kvdepot.server.tiers.shared.absent import AbsentNames
-from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE, Allowance, file_cost_bytes
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.shared.holdings import Holdings
-from kvdepot.server.tiers.shared.layout import PROBE
-from kvdepot.server.tiers.shared.links import Ended, Failed, KeeperLink, Report, Word
+from kvdepot.server.tiers.shared.links import CoordinatorLink, Ended, Failed, Message, Report
 from kvdepot.server.tiers.shared.look_ups import LookUps
+from kvdepot.server.tiers.shared.quota_grant import OBJECT_SHARE, QuotaGrant, file_cost_bytes
 from kvdepot.server.tiers.shared.reading import Reading
 from kvdepot.server.tiers.shared.recency import Recency
 from kvdepot.server.tiers.shared.writing import Writing
@@ -37,8 +37,8 @@ from kvdepot.server.tiers.workers import Workers
 
 _CLOSE_SECONDS: Final = 3.0
 _PUBLISH_SECONDS: Final = 1.0
-"""The keeper is told so often what was written."""
-NO_ALLOWANCE: Final = "the janitor has granted this node no more room yet"
+"""So often the coordinator gets what was written."""
+NO_GRANT: Final = "the janitor has granted this node no more room yet"
 COUNTING: Final = "no room granted yet: counting"
 """Instead of it, where the janitor has to count the directory's files first."""
 
@@ -47,18 +47,18 @@ class SharedTier:
     """A `SharedTier` of the interface. What it refuses at once is answered before a call returns, all else later."""
 
     def __init__(
-        self, config: SharedConfig, *, data: Workers, keeper: KeeperLink, log: logging.Logger,
+        self, config: SharedConfig, *, data: Workers, coordinator: CoordinatorLink, log: logging.Logger,
         count: Callable[[str, float], None] = lambda name, amount: None,  # noqa: ARG005
         clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
         handles_max: int | None = None,
     ) -> None:  # fmt: skip
-        """`data` does nothing before it is renewed. `handles_max`: other than the configuration's."""
+        """Build the tier. `data` does nothing before it is renewed. `handles_max`: other than the configuration's."""
         self.name = config.name
         self.traits = TierTraits(shared=True)
         self.handles_max = handles_max or config.handles_max
         self._config = config
         self._data = data
-        self._keeper = keeper
+        self._coordinator = coordinator
         self._log = log
         self._clock = clock
         self._health = Health(
@@ -67,7 +67,7 @@ class SharedTier:
         self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
         count = guard.safe("a count", count)
         self._directory = directory = Directory(
-            config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), Allowance(),
+            config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), QuotaGrant(),
             WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept)
@@ -80,13 +80,13 @@ class SharedTier:
         self._listener: TierListener | None = None
         self._report: Report | None = None
         self._counting_since = 0.0  # by the wall clock, as the report said
-        self._trouble = ""  # of the keeper
+        self._trouble = ""  # of the coordinator
         self._serves = False
         self._working = False  # the workers were made
         self._probing = False
         self._closing = False
-        self._told = 0, 0, ""
-        self._tell_at = 0.0
+        self._published = 0, 0, ""
+        self._publish_at = 0.0
 
     # What the engine asks
 
@@ -108,7 +108,10 @@ class SharedTier:
 
     @property
     def used_bytes(self) -> int:
-        """Handles: bytes are the whole directory's, and its janitor's care."""
+        """Return the number of handles in use, unfinished writes included. Bytes are the whole directory's.
+
+        Its janitor counts them.
+        """
         return self._directory.holdings.count + self._writing.in_flight
 
     @property
@@ -119,13 +122,13 @@ class SharedTier:
         return 1
 
     def too_large(self, raw_bytes: int) -> bool:
-        """A janitor that made room for it would leave the directory all but empty."""
+        """Return whether an object is too large: to make room for it would leave the directory all but empty."""
         return file_cost_bytes(raw_bytes) > self._config.capacity_bytes // OBJECT_SHARE
 
     def start(self, listener: TierListener) -> None:
-        """Waits for nothing: a directory that hangs leaves the tier opening."""
+        """Start the coordinator without waiting: a directory that hangs leaves the tier opening."""
         self._listener = listener
-        self._keeper.start(self._heard)
+        self._coordinator.start(self._on_message)
 
     def tick(self) -> None:
         if self._health.state is State.CLOSED:
@@ -133,20 +136,21 @@ class SharedTier:
         self._guard.each("a tick", self._look_ups.expire, self._recency.pump, self._publish, self._retry)
 
     def _publish(self) -> None:
-        """Tell the keeper what was written."""
-        allowance = self._directory.allowance
-        told = allowance.over_bytes, allowance.wanted_bytes, self._writing.settled
-        if told != self._told and self._clock() >= self._tell_at:
-            self._keeper.publish(*told)
-            self._told, self._tell_at = told, self._clock() + _PUBLISH_SECONDS
+        """Tell the coordinator what was written."""
+        grant = self._directory.grant
+        published = grant.over_bytes, grant.wanted_bytes, self._writing.settled
+        if published != self._published and self._clock() >= self._publish_at:
+            self._coordinator.publish(*published)
+            self._published, self._publish_at = published, self._clock() + _PUBLISH_SECONDS
 
     def write(
         self, name: ObjectName, extents: Sequence[Extent], loan: Loan, raw_sum: int | None,
         done: Callable[[Written], None],
     ) -> None:  # fmt: skip
-        """NO_SPACE where handles are missing, which `drop` frees; and where the allowance is, which waiting mends.
+        """Store an object. NO_SPACE: handles are missing, which `drop` frees, or the quota grant is used up.
 
-        `writable` is False then. CANCELLED for what is too large, too.
+        Waiting changes the grant; until then `writable` is False. CANCELLED: nothing can be written now, or the object
+        is too large.
         """
         if not self.writable or self.budget_spent or self.too_large(name.raw_bytes):
             done(Written(IoOutcome.CANCELLED))
@@ -171,8 +175,12 @@ class SharedTier:
         """Forget that it is there."""
         self._directory.holdings.remove(handle)
 
+    def quarantine(self, name: ObjectName, raw_sums: Sequence[int]) -> None:
+        """Move a file aside in the background."""
+        self._reading.quarantine(name, raw_sums, failed=self._not_quarantined)
+
     def stored(self, handle: int) -> Stored:
-        """Of what was only looked up the length is that of its pages."""
+        """Return how an object is stored. If it was only looked up, the length is that of its pages."""
         return Stored(self._directory.holdings.stored_bytes(handle), 0, None)
 
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None]) -> None:
@@ -185,18 +193,18 @@ class SharedTier:
         self._recency.used(handles)
 
     async def close(self) -> None:
-        """At most some seconds."""
+        """Close within some seconds."""
         if self._health.state is State.CLOSED:
             return
         self._closing = True
         self._look_ups.cancel()
         await self._data.close(_CLOSE_SECONDS)
         self._health.close()
-        self._keeper.publish(self._directory.allowance.over_bytes)
-        self._keeper.end()
+        self._coordinator.publish(self._directory.grant.over_bytes)
+        self._coordinator.end()
 
     def status(self) -> TierStatus:
-        """Bytes are the directory's, as its janitor counted them, with what was published since."""
+        """Return the status. Bytes are the directory's, as its janitor counted them, with what was published since."""
         report = self._report
         return TierStatus(
             self.name, "shared", self._config.capacity_bytes,
@@ -217,12 +225,12 @@ class SharedTier:
             return self._health.reason or str(self._health.state)
         if not self._data.usable:
             return self._data.why_unusable
-        return "" if self._directory.allowance.suffices else self._why_no_room()
+        return "" if self._directory.grant.suffices else self._why_no_room()
 
     def _why_no_room(self) -> str:
         report = self._report
         if report is None or report.counting_seconds is None:
-            return NO_ALLOWANCE
+            return NO_GRANT
         since = datetime.fromtimestamp(int(self._counting_since), UTC).isoformat().removesuffix("+00:00")
         return f"{COUNTING} {report.counted_files} files since {since}Z"
 
@@ -232,28 +240,28 @@ class SharedTier:
         reasons = (self._why_not_writable() or doubt, self._directory.budget.reason, self._trouble, noted)
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
-    # What the keeper says
+    # Messages of the coordinator
 
-    def _heard(self, word: Word) -> None:
-        self._guard.call(f"the keeper's {type(word).__name__}", self._take, word)
+    def _on_message(self, message: Message) -> None:
+        self._guard.call(f"the coordinator's {type(message).__name__}", self._take, message)
 
-    def _take(self, word: Word) -> None:
+    def _take(self, message: Message) -> None:
         if self._closing:
             return
-        match word:
+        match message:
             case Report():
-                self._reported(word)
+                self._reported(message)
             case Failed(reason):
                 self._troubled(reason)
             case Ended():
-                self._troubled("the keeper's process ended")
+                self._troubled("the coordinator's process ended")
 
     def _reported(self, report: Report) -> None:
         self._report = report
         self._counting_since = self._directory.wall_clock() - (report.counting_seconds or 0.0)
         self._trouble = ""
         self._directory.node = report.node
-        self._directory.allowance.limit_bytes = report.limit_bytes
+        self._directory.grant.limit_bytes = report.limit_bytes
         if not report.marker_ok:
             self._serves = False
             self._health.worsen(State.OFFLINE, report.reason or "the directory is not what it was")
@@ -268,7 +276,10 @@ class SharedTier:
         self._health.ready(f"as node {report.node}")
 
     def _troubled(self, reason: str) -> None:
-        """What was granted can be written, and everything read: only the first report is waited for."""
+        """Log a trouble of the coordinator. What was granted can still be written, and everything can be read.
+
+        Only the first report is waited for.
+        """
         if reason != self._trouble:
             self._log.warning("tier %s: %s", self.name, reason)
         self._trouble = reason
@@ -278,7 +289,7 @@ class SharedTier:
     # What goes wrong
 
     def _refused(self, outcome: IoOutcome, detail: str) -> None:
-        """A write that failed, and the next one would likewise."""
+        """React to a failed write if the next one would fail in the same way."""
         if self._health.state not in (State.READY, State.READ_ONLY):
             return
         if outcome is IoOutcome.GONE:
@@ -297,13 +308,19 @@ class SharedTier:
     def _damaged(self, name: ObjectName, outcome: IoOutcome, detail: str) -> None:
         self._log.warning("tier %s: object %s is %s: %s", self.name, name.key.hex(), outcome, detail)
 
+    def _not_quarantined(self, name: ObjectName, answer: Answer) -> None:
+        self._log.error(
+            "tier %s: object %s may have doubtful bytes and is not quarantined: %s %s; delete its file",
+            self.name, name.key.hex(), answer.outcome, answer.detail,
+        )  # fmt: skip
+
     def _retry(self) -> None:
         """Get out of READ_ONLY by a small write; out of OFFLINE a report leads."""
         if not self._health.retry_due:
             return
         self._health.retried()
         if self._health.state is State.READ_ONLY and not self._probing:
-            self._data.submit(Probe(PROBE, write=True), priority=Priority.TEND, done=self._probed)
+            self._data.submit(Probe(PROBE), priority=Priority.TEND, done=self._probed)
             self._probing = True
 
     def _probed(self, answer: Answer) -> None:
@@ -318,7 +335,7 @@ class SharedTier:
     # What the engine is told
 
     def _found(self, objects: list[tuple[ObjectName, int]]) -> None:
-        """As many as there are handles for, beside those that writes will need."""
+        """Report objects that were found: as many as there are handles for, less those that writes will need."""
         assert self._listener is not None
         room = max(self._directory.holdings.room - self._writing.in_flight, 0)
         rows = [(self._directory.holdings.add(name, size), name) for name, size in objects[:room]]

@@ -1,4 +1,4 @@
-"""The way of an object into the directory: allowance, temporary, rename, and only then a handle."""
+"""The way of an object into the directory: quota grant, temporary, rename, and only then a handle."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, object_bytes
-from kvdepot.server.guard import Once
 from kvdepot.server.io.jobs import Answer, Priority, PublishFile
-from kvdepot.server.tiers.base import IoOutcome, Loan, Written
+from kvdepot.server.platform.guard import Once
+from kvdepot.server.storage.base import IoOutcome, Loan, Written
+from kvdepot.server.storage.shared_layout import object_file, quarantine_file, temporary_file
 from kvdepot.server.tiers.shared.absent import name_key
-from kvdepot.server.tiers.shared.allowance import file_cost_bytes
 from kvdepot.server.tiers.shared.directory import Directory
-from kvdepot.server.tiers.shared.layout import object_file, quarantine_file, temporary_file
+from kvdepot.server.tiers.shared.quota_grant import file_cost_bytes
 from kvdepot.server.tiers.wall_time import unix_seconds
 from kvdepot.server.tiers.workers import Hold
 
@@ -24,7 +24,7 @@ class _Write:
     name: ObjectName
     cost_bytes: int
     done: Once[Written]
-    node: str  # whose allowance it began under
+    node: str  # whose quota grant it began under
     overdue: bool = False  # answered TIMEOUT: over when its worker is gone
     over: bool = False
 
@@ -49,7 +49,7 @@ class Writing:
 
     @property
     def settled(self) -> str:
-        """This node, if what was begun under earlier ones of this daemon run is over; else empty."""
+        """Return this node if all that began under earlier nodes of this daemon run is complete; else an empty text."""
         return self._directory.node if self._begun.keys() <= {self._directory.node} else ""
 
     @property
@@ -71,7 +71,7 @@ class Writing:
             object_file(name), temporary_file(directory.node, self._numbers), directory.device, name,
             directory.config.codec, now, tuple(extents), raw_sum, directory.config.fsync, quarantine_file(now, name),
         )  # fmt: skip
-        if directory.holdings.room <= self.in_flight or not directory.allowance.begin(cost_bytes):
+        if directory.holdings.room <= self.in_flight or not directory.grant.begin(cost_bytes):
             done(Written(IoOutcome.NO_SPACE))
             return
         write = _Write(name, cost_bytes, Once(done), directory.node)
@@ -101,7 +101,10 @@ class Writing:
         self._guard.call("the answer to a write", write.done, written)
 
     def _answered(self, write: _Write, tries: int, answer: Answer) -> None:
-        """`tries`: how many workers had it in hand. What an earlier one left counts, whatever the last one says."""
+        """End a write. `tries`: the number of workers that had the job.
+
+        What an earlier worker has left counts, whatever the last one answers.
+        """
         directory, name = self._directory, write.name
         if answer.outcome is IoOutcome.OK:
             written_bytes = 0 if answer.already_there else answer.stored_bytes
@@ -127,7 +130,7 @@ class Writing:
         if write.over:
             return
         write.over = True
-        self._directory.allowance.end(write.cost_bytes, spent_bytes)
+        self._directory.grant.end(write.cost_bytes, spent_bytes)
         self._begun[write.node] -= 1
         if not self._begun[write.node]:
             del self._begun[write.node]

@@ -23,7 +23,7 @@ from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.settings import UNIT_CONFIG, Place, Settings, config_file, read_settings
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.core.report import DaemonStatus, NamespaceStatus, SessionStatus, TierStatus
-from kvdepot.server import app
+from kvdepot.server.daemon import app
 
 ENDPOINT = Endpoint("/run/kvdepot/kvdepot.sock")
 RAM = TierStatus("ram", "ram", 1 << 30, state="ready")
@@ -126,7 +126,7 @@ def test_sockets_that_are_not_as_they_should_be(host: Host) -> None:
 
     assert found(settings=replace(SETTINGS, mode=0o600))[0] is Outcome.WARN
     assert found(settings=replace(SETTINGS, group_id=12345))[0] is Outcome.WARN
-    assert found(replace(GOOD, peer=None, stranger="Connection refused")) == (
+    assert found(replace(GOOD, peer=None, attach_error="Connection refused")) == (
         Outcome.FAIL, f"{ENDPOINT.attach_path}: Connection refused",
     )  # fmt: skip
     attach = host.path(ENDPOINT.attach_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.probe import TEMPORARY, Probed
 from kvdepot.client.ctl.doctor.settings import Place
 from kvdepot.core.proc_text import Mount
+from kvdepot.core.units import size_text
 
 GIB = 1 << 30
 PATH = "/mnt/tier"
@@ -140,16 +142,53 @@ def test_huge_pages_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("huge=within_size", "asked for them: huge=within_size"),
+        ("huge=within_size", "asked for them: huge=within_size, pages of 2.00 MiB"),
         ("huge=always", "asked for them"),
         ("huge=advise", "not used"),
         ("rw", "not used"),
     ],
 )
-def test_huge_pages_of_tmpfs_are_an_option_of_its_mount(option: str, message: str) -> None:
+def test_huge_pages_of_tmpfs_are_an_option_of_its_mount(tmp_path: Path, option: str, message: str) -> None:
+    folder = tmp_path / "sys/kernel/mm/transparent_hugepage"
+    folder.mkdir(parents=True)
+    (folder / "hpage_pmd_size").write_text("2097152\n")
     looked = replace(RAM, mount=replace(TMPFS, options=TMPFS.options | {option}))
-    found = directories.check_huge_pages(looked, Host())
+    found = directories.check_huge_pages(looked, Host(tmp_path))
     assert found.outcome is Outcome.OK and message in found.message
+
+
+@pytest.mark.parametrize(
+    ("devices", "named"),
+    [
+        (["nvidia0", "nvidia12", "nvidiactl", "nvidia-uvm"], "(/dev/nvidia0, /dev/nvidia12)"),
+        (["kfd", "dri", "null"], "(/dev/kfd)"),
+        (["nvidiactl", "0", "null"], ""),
+        ([], ""),
+    ],
+)
+def test_an_arena_of_small_pages_on_a_node_with_gpus_is_a_warning(
+    tmp_path: Path, devices: list[str], named: str
+) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in devices:
+        (tmp_path / "dev" / name).touch()
+    host = Host(tmp_path)
+    found = directories.check_huge_pages(RAM, host)
+    assert found.outcome is (Outcome.WARN if named else Outcome.OK)
+    assert f"the arena's pages are of {size_text(mmap.PAGESIZE)}" in found.message
+    if named:
+        assert named in found.message
+        assert "mount -o remount,huge=within_size /dev/shm" in found.fix and "remove the arena's file" in found.fix
+        assert found.runbook.endswith("#huge-pages")
+    huge = replace(RAM, mount=replace(TMPFS, options=TMPFS.options | {"huge=within_size"}))
+    assert directories.check_huge_pages(huge, host).outcome is Outcome.OK
+
+
+def test_a_node_with_gpus_and_an_arena_on_a_disk_is_told_where_huge_pages_are(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    found = directories.check_huge_pages(seen(RAM, EXT4), Host(tmp_path))
+    assert found.outcome is Outcome.WARN and "set [ram] path" in found.fix
 
 
 # The probe, in its own process

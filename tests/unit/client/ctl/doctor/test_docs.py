@@ -7,12 +7,13 @@ from pathlib import Path
 
 from kvdepot.client.ctl.doctor import findings
 
+from tests.rigs.manual import sections
+
 CODE = Path(findings.__file__).parent
-PAGE = Path(__file__).resolve().parents[5] / "docs" / "kvdepotctl.md"
 
 
 def test_every_check_is_documented_with_its_fix() -> None:
     made = {name for path in CODE.glob("*.py") for name in re.findall(r"""\bCheck\("([^"]+)",""", path.read_text())}
-    section = PAGE.read_text().split("\n## doctor\n")[1].split("\n## ")[0]
+    section = sections("kvdepotctl.md", 2)["kvdepotctl doctor"]
     rows = re.findall(r"^\| [^|]+ \| `([^`]+)` \| [^|]+ \| [^|]+ \|$", section, re.MULTILINE)
     assert set(rows) == made

@@ -47,6 +47,21 @@ def test_while_compaction_lags_only_one_rotation_is_made(rig: DiskRig) -> None:
     rig.check()
 
 
+@pytest.mark.requirement("P6")
+def test_without_a_snapshot_all_journals_in_a_row_are_read(rig: DiskRig) -> None:
+    rig.opener.step = lambda: False  # type: ignore[method-assign]
+    rig.stored(0)
+    number = 1
+    while len(list((rig.config.path / "journal").iterdir())) < 2:
+        rig.drop(rig.stored(number, raw_bytes=100))
+        number += 1
+    rig.stored(number)
+    (snapshot,) = (rig.config.path / "snapshots").iterdir()
+    snapshot.unlink()
+    rig.crash()
+    assert rig.names() == {object_name(0), object_name(number)}
+
+
 def test_sequences_and_generations_never_repeat(rig: DiskRig) -> None:
     seen: set[int] = set()
     for round_number in range(5):

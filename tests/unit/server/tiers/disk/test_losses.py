@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from kvdepot.server.io.jobs import Answer, Append, Job, Quarantine, ReadObject
-from kvdepot.server.tiers.base import IoOutcome, ObjectName, Tier
+from kvdepot.server.storage.base import IoOutcome, ObjectName, Tier
 from kvdepot.server.tiers.disk import reopening as reopening_module
 from kvdepot.server.tiers.disk.records import Mark, RecordType
 from kvdepot.server.tiers.health import State
 
+from tests.fakes.raising import Faults, Point
 from tests.rigs.disk_rig import PAGE, DiskRig, Loaned, failing, flip, object_name
 
 
@@ -126,6 +127,32 @@ def test_what_an_opening_has_lost_is_told_in_slices_ends_of_paths_first(
     assert rig.names() == {object_name(20)}
 
 
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("lost_at_once", [4, 1000])
+def test_an_opening_that_fails_at_its_end_is_repeated(
+    rig: DiskRig, monkeypatch: pytest.MonkeyPatch, lost_at_once: int, after: bool
+) -> None:
+    """In the callback of the last message, or at the tick that tells the last slice."""
+    monkeypatch.setattr(reopening_module, "LOST_AT_ONCE", lost_at_once)
+    handles = [rig.stored(number) for number in range(10)]
+    faults = Faults(Point("finish", 1, after))
+    faults.armed = True
+    monkeypatch.setattr(rig.tier._medium.space, "finish", faults.of("finish", rig.tier._medium.space.finish))
+    (rig.config.path / "segments" / "00000.seg").unlink()
+    rig.read(handles[0])
+    for _ in range(100):
+        rig.tick(1.0)
+        rig.settle()
+    assert faults.calls["finish"] > 1
+    assert rig.tier.readable
+    assert rig.writable()
+    rig.check()
+    rig.stored(20)
+    rig.crash()
+    assert rig.names() == {object_name(20)}
+
+
 def test_a_callback_that_raises_costs_the_journal_that_answer_only(rig: DiskRig) -> None:
     """In a batch that ends well, in one that does not, and of what waited behind it."""
     journal = rig.tier._medium.journal
@@ -168,7 +195,7 @@ def test_a_copy_taken_while_an_opening_looks_is_counted(rig: DiskRig) -> None:
     rig.tier._note_scrubbed(0)
     rig.settle()
     rig.tick(6)
-    while rig.tier._reopening is None or rig.tier._reopening.facts is None:
+    while rig.tier._openings.reopening is None or rig.tier._openings.reopening.facts is None:
         assert rig.data.step() or rig.opener.step()
     flip(rig, damaged, PAGE)
     rig.read(damaged)

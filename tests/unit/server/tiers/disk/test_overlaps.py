@@ -16,7 +16,7 @@ from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import Allocate, Answer, Append, WriteObject
 from kvdepot.server.io.perform import perform
 from kvdepot.server.offline.fsck import check_store
-from kvdepot.server.tiers.base import IoOutcome, Read
+from kvdepot.server.storage.base import IoOutcome, Read
 from kvdepot.server.tiers.disk.columns import PutColumns
 from kvdepot.server.tiers.disk.held import HeldPlaces, settle
 from kvdepot.server.tiers.disk.messages import Ended, Objects
@@ -65,7 +65,7 @@ def until(rig: DiskRig, reached: Callable[[], bool]) -> None:
 
 def until_opening(rig: DiskRig, reached: Callable[[], bool]) -> None:
     """Only the opening process goes on."""
-    while rig.tier._reopening is None:
+    while rig.tier._openings.reopening is None:
         rig.tick(1)
         rig.data.step()
     while not reached():
@@ -212,7 +212,7 @@ def test_two_objects_in_one_place_are_dropped_after_an_opening_that_failed(rig: 
     append_something(rig)
     until_opening(rig, lambda: object_name(1) in rig.names())
     rig.opener.end()
-    rig.tier._heard(Ended())
+    rig.tier._openings.on_message(Ended())
     dropped(rig, 1, 3)
     until(rig, rig.writable)
     all_is_well(rig, 2)
@@ -319,7 +319,7 @@ def test_a_segment_that_a_worker_still_makes_is_no_room_for_an_opening(rig: Disk
     if answer == "before":  # overdue, and not dead yet
         making.done(Answer(IoOutcome.TIMEOUT))
     rig.tier._stop_writing("a test")
-    rig.tier._open()
+    rig.tier._openings.open()
     while rig.opener.messages or rig.opener.requests:
         assert not path.exists() or path.stat().st_size == half, "the worker's alone"
         rig.opener.step()

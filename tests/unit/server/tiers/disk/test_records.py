@@ -8,15 +8,19 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kvdepot.core.objectfile import ObjectName, object_bytes
+from kvdepot.server.io.framing import Framing
 from kvdepot.server.tiers.disk.columns import PutColumns
 from kvdepot.server.tiers.disk.layout import Store, generation_of, journal_name, snapshot_name
 from kvdepot.server.tiers.disk.messages import (
+    MESSAGES,
+    REQUESTS,
     Begin,
     Claims,
     Compact,
@@ -24,8 +28,7 @@ from kvdepot.server.tiers.disk.messages import (
     Objects,
     Open,
     Opened,
-    pack,
-    take_messages,
+    Request,
 )
 from kvdepot.server.tiers.disk.records import (
     JOURNAL_HEADER_BYTES,
@@ -71,11 +74,13 @@ def journal_of(records: Sequence[Put | Mark], generation: int = 1) -> bytes:
     return pack_journal_header(STORE, generation) + b"".join(packed)
 
 
-def snapshot_of(puts: Sequence[Put], generation: int = 1, *, synced: int = 0, highest: int = 0, day: int = 0) -> bytes:
+def snapshot_of(
+    puts: Sequence[Put], generation: int = 1, *, synced: int = 0, highest: int = 0, day: int = 0, claimed: int = -1
+) -> bytes:
+    """`claimed`: how many records its header says there are, where that is wrong."""
     body = b"".join(map(pack_put, puts))
-    header = SnapshotHeader(
-        STORE, generation, synced, highest, 5, day, 7, len(puts), len(body), xxh3_128_intdigest(body)
-    )
+    records = len(puts) if claimed < 0 else claimed
+    header = SnapshotHeader(STORE, generation, synced, highest, 5, day, 7, records, len(body), xxh3_128_intdigest(body))
     return pack_snapshot_header(header) + body
 
 
@@ -169,6 +174,12 @@ def test_any_bytes_are_a_snapshot_or_refused(data: bytes, generation: int) -> No
 def test_any_bytes_are_a_store_or_refused(data: bytes) -> None:
     with pytest.raises(BadFile):
         Store.unpack(data)
+
+
+@pytest.mark.parametrize("segment_bytes", [-(1 << 20), 0, 1, (1 << 20) + 4096, (1 << 40) + (1 << 20)])
+def test_segments_of_an_impossible_length_are_refused(segment_bytes: int) -> None:
+    with pytest.raises(BadFile, match=f"segments of {segment_bytes} bytes"):
+        Store.unpack(Store(STORE, segment_bytes).pack())
 
 
 def test_a_store_comes_back_as_it_was() -> None:
@@ -323,6 +334,8 @@ def test_a_snapshot_counts_only_when_it_is_complete() -> None:
             replay(whole[:length], [], STORE, 1)
     with pytest.raises(BadFile, match="instead of"):
         replay(whole + bytes(8), [], STORE, 1)
+    with pytest.raises(BadFile, match="2 records instead of 3"):
+        replay(snapshot_of([put_of(1), put_of(2)], claimed=3), [], STORE, 1)
     with pytest.raises(BadFile, match="store"):
         replay(whole, [], b"another-store-id", 1)
     with pytest.raises(BadFile, match="generation"):
@@ -435,15 +448,17 @@ def test_a_snapshot_and_the_rest_of_the_journal_are_the_whole_journal(random: Ra
 def test_messages_arrive_in_any_pieces(message: object) -> None:
     received = bytearray()
     arrived = []
-    for byte in pack(message) * 2:  # type: ignore[arg-type]
+    framing: Framing[Any] = REQUESTS if isinstance(message, Request) else MESSAGES
+    for byte in framing.pack(message) * 2:
         received.append(byte)
-        arrived += list(take_messages(received))
+        arrived += [message for _, message in framing.take(received)]
     assert arrived == [message, message]
 
 
 def test_objects_are_sent_as_columns_and_arrive_whole() -> None:
     several = replace(put_of(3), fragments=((40 * PAGE, PAGE), (24 * PAGE, PAGE)))
     puts = [put_of(1), several, replace(put_of(2, 8 * PAGE), unproven=True)]
-    sent = bytearray(pack(Objects(PutColumns.of(puts))))
-    (arrived,) = take_messages(sent)
+    sent = bytearray(MESSAGES.pack(Objects(PutColumns.of(puts))))
+    ((_, arrived),) = MESSAGES.take(sent)
+    assert isinstance(arrived, Objects)
     assert list(arrived.puts) == puts

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io.jobs import Allocate, Answer, Job, Probe, ReadObject, WriteObject
-from kvdepot.server.tiers.base import IoOutcome, Read
+from kvdepot.server.storage.base import IoOutcome, Read
 from kvdepot.server.tiers.disk.layout import DiskLayout
+from kvdepot.server.tiers.disk.records import SNAPSHOT_HEADER_BYTES, record_bytes
 from kvdepot.server.tiers.health import State
 
 from tests.rigs.disk_rig import PAGE, DiskRig, Loaned, failing, flip, object_name
@@ -184,8 +186,20 @@ def test_a_full_tier_says_so_at_once_and_waits_for_what_is_on_its_way(rig: DiskR
     answers = rig.submit_write(object_name(9999, raw_bytes=64 << 10))
     assert not answers  # the KILL is not in the journal yet
     assert rig.tier.used_bytes == used_bytes + 17 * PAGE  # or the engine would promise these bytes to another
+    assert rig.submit_write(object_name(9998, raw_bytes=64 << 10))[0].outcome is IoOutcome.NO_SPACE, "they are taken"
     rig.settle()
     assert answers[0].outcome is IoOutcome.OK
+
+
+@pytest.mark.requirement("I4")
+def test_no_more_objects_than_a_snapshot_has_room_for(rig: DiskRig) -> None:
+    """Those that are being written count, too."""
+    medium = rig.tier._medium
+    medium.layout = replace(medium.layout, snapshot_bytes=SNAPSHOT_HEADER_BYTES + 3 * record_bytes(4))
+    answers = [rig.submit_write(object_name(number, raw_bytes=100)) for number in range(4)]
+    assert [[written.outcome for written in one] for one in answers] == [[], [], [], [IoOutcome.NO_SPACE]]
+    rig.settle()
+    assert [one[0].outcome for one in answers[:3]] == [IoOutcome.OK] * 3
 
 
 @pytest.mark.requirement("I4")
@@ -320,10 +334,10 @@ def test_an_opening_removes_the_probes_of_processes_that_are_gone(rig: DiskRig) 
     """A killed worker leaves its file; one of a living process may be under way."""
     ended = subprocess.Popen(["true"])
     ended.wait()
-    alive = [Probe(".probe", write=True).made_by(os.getpid(), 12), ".probe.1.1.tmp"]
+    alive = [Probe(".probe").made_by(os.getpid(), 12), ".probe.1.1.tmp"]
     others = [".probe-doctor-77-abcd", ".probe.x.1"]
     left = [
-        Probe(".probe", write=True).made_by(ended.pid, 12),
+        Probe(".probe").made_by(ended.pid, 12),
         f".probe.{ended.pid}.12.tmp",
         ".probe.9999999999.3",
         ".probe",

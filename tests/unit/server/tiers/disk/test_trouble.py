@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from kvdepot.server.io.jobs import Answer, Append, Job, Priority, Probe, Quarantine, ReadObject, Remove, WriteObject
-from kvdepot.server.tiers.base import IoOutcome, Read, Tier
-from kvdepot.server.tiers.disk.space import Space
+from kvdepot.server.storage.base import IoOutcome, Read, Tier
+from kvdepot.server.tiers.disk.layout import quarantine_name
 from kvdepot.server.tiers.health import State
 
 from tests.rigs.disk_rig import PAGE, DiskRig, Loaned, failing, flip, object_name
@@ -249,6 +249,17 @@ def test_a_write_that_finds_no_room_stops_writing_until_there_is(rig: DiskRig, o
     rig.check()
 
 
+@pytest.mark.requirement("I4")
+def test_no_second_probe_is_sent_while_the_first_one_is_under_way(rig: DiskRig) -> None:
+    rig.data.fault = failing(WriteObject, IoOutcome.NO_SPACE, 1)
+    assert rig.write(object_name(1)).outcome is IoOutcome.NO_SPACE
+    for _ in range(20):
+        rig.tick(6)
+    assert sum(isinstance(task.job, Probe) for task in rig.data.tasks) == 1
+    rig.settle()
+    assert rig.writable()
+
+
 def test_one_error_of_one_write_is_no_more_than_that(rig: DiskRig) -> None:
     rig.data.fault = failing(WriteObject, IoOutcome.IO_ERROR, 1)
     assert rig.write(object_name(1)).outcome is IoOutcome.IO_ERROR
@@ -286,13 +297,13 @@ def test_drops_while_the_index_is_read_again_are_not_forgotten(rig: DiskRig) -> 
     rig.drop(handles[0])
     rig.settle()
     rig.tick(6)
-    while rig.tier._reopening is None or rig.tier._reopening.facts is None:
+    while rig.tier._openings.reopening is None or rig.tier._openings.reopening.facts is None:
         assert rig.data.step() or rig.opener.step()
     rig.drop(handles[1])  # before its record comes
     name = object_name(2)
     rig.tier.read(handles[2], name, rig.extents(name), Loaned(), reads.append)
     while rig.opener.step():
-        reopening = rig.tier._reopening
+        reopening = rig.tier._openings.reopening
         if reopening is not None and handles[3] in rig.listener.held and reopening._streamed[handles[3]]:
             rig.drop(handles[3])  # after it
     rig.settle()
@@ -311,12 +322,12 @@ def test_damage_found_while_the_index_is_read_again_gives_its_place_back(rig: Di
     rig.tier._note_scrubbed(0)
     rig.settle()
     rig.tick(6)
-    while rig.tier._reopening is None or not rig.tier._reopening._streamed[handles[0]]:
+    while rig.tier._openings.reopening is None or not rig.tier._openings.reopening._streamed[handles[0]]:
         assert rig.data.step() or rig.opener.step()
     rig.tier.read(handles[0], name, rig.extents(name), Loaned(), reads.append)
     while rig.data.step():
         pass
-    assert reads[0].outcome is IoOutcome.CORRUPT and rig.tier._reopening is not None
+    assert reads[0].outcome is IoOutcome.CORRUPT and rig.tier._openings.reopening is not None
     del rig.listener.held[handles[0]]
     rig.settle()
     assert rig.writable()
@@ -372,10 +383,15 @@ def test_a_directory_that_is_somebody_elses_is_refused_and_left_alone(tmp_path: 
 
 def test_a_store_without_its_description_is_an_empty_tier(rig: DiskRig) -> None:
     rig.stored(1)
+    segment = rig.config.path / "segments" / "00005.seg"
+    copy = rig.config.path / quarantine_name(int(rig.wall), 1, "corrupt")
+    for path in (segment, copy):
+        path.write_bytes(bytes(PAGE))
     (rig.config.path / "store.json").unlink()
     rig.crash()
     assert rig.writable()
     assert not rig.listener.held
+    assert (segment.exists(), copy.exists()) == (False, True), "its files are removed, not what was damaged"
     rig.stored(2)
 
 
@@ -500,13 +516,6 @@ def test_what_cannot_be_read_now_is_not_lost(tmp_path: Path) -> None:
         rig.tick()
         rig.settle()
     assert not rig.listener.lost_names
-
-
-def test_what_is_dropped_before_its_place_is_claimed_counts_for_nothing() -> None:
-    space = Space(1 << 20)
-    space.grow(1 << 20)
-    space.retire(5, ((0, 8192),))
-    assert space.used_bytes == 0
 
 
 def copies_of(rig: DiskRig) -> list[str]:

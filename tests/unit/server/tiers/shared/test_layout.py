@@ -7,7 +7,7 @@ import json
 import pytest
 from kvdepot.core.calls import Kind
 from kvdepot.core.objectfile import ObjectName
-from kvdepot.server.tiers.shared.layout import (
+from kvdepot.server.storage.shared_layout import (
     Marker,
     NotSharedError,
     is_node,

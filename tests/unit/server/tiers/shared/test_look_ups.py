@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.server.io.jobs import LookUpFiles
-from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.conformance import name_of, path_of
-from kvdepot.server.tiers.shared import absent, layout, look_ups
+from kvdepot.server.io.jobs import StatFiles
+from kvdepot.server.storage import shared_layout as layout
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.conformance_harness import name_of, path_of
+from kvdepot.server.tiers.shared import absent, look_ups
 from kvdepot.server.tiers.shared.absent import AbsentNames
-from kvdepot.server.tiers.shared.allowance import file_cost_bytes
+from kvdepot.server.tiers.shared.quota_grant import file_cost_bytes
 
 from tests.rigs.shared_rig import SharedRig, fails
 
@@ -36,7 +37,7 @@ def test_a_look_up_asks_once_for_a_name_that_several_wait_for(rig: SharedRig) ->
         other.tier.look_up(names[: 6 + number], lambda number=number: answers.append(number))  # type: ignore[misc]
     other.settle()
     assert sorted(answers) == [0, 1, 2, 3, 4]
-    assert sum(len(job.files) for job in other.jobs(LookUpFiles)) == 10
+    assert sum(len(job.files) for job in other.jobs(StatFiles)) == 10
     assert [name for _, name in other.listener.found_objects] == names
 
 
@@ -49,7 +50,7 @@ def test_what_is_found_is_told_parents_first_whatever_is_answered_first(rig: Sha
     other.tier.look_up(names, lambda: answers.append(len(other.listener.found_objects)))
     other.workers.tasks.reverse()
     other.settle()
-    assert [len(job.files) for job in other.jobs(LookUpFiles)] == [88, 256, 256]
+    assert [len(job.files) for job in other.jobs(StatFiles)] == [88, 256, 256]
     assert answers == [600]
     assert [name for _, name in other.listener.found_objects] == names
 
@@ -57,13 +58,13 @@ def test_what_is_found_is_told_parents_first_whatever_is_answered_first(rig: Sha
 def test_absent_names_cost_no_job_until_their_time_is_up_or_they_are_published(rig: SharedRig) -> None:
     for _ in range(3):
         assert rig.look_up(NAME) == {}
-    assert len(rig.jobs(LookUpFiles)) == 1
+    assert len(rig.jobs(StatFiles)) == 1
     rig.tick(2.1)
     assert rig.look_up(NAME) == {}
-    assert len(rig.jobs(LookUpFiles)) == 2
+    assert len(rig.jobs(StatFiles)) == 2
     rig.tier.drop(rig.stored(NAME))
     assert rig.look_up(NAME).keys() == {NAME}
-    assert rig.counts["shared_look_ups.remembered"] == 2
+    assert rig.counts["shared_probes.remembered"] == 2
 
 
 @pytest.mark.requirement("I4")
@@ -86,9 +87,9 @@ def test_what_is_asked_beyond_the_limit_is_answered_and_not_remembered(
     rig.tier.look_up(names, lambda: answers.append(True))
     rig.settle()
     assert answers == [True]
-    assert [len(job.files) for job in rig.jobs(LookUpFiles)] == [4]
+    assert [len(job.files) for job in rig.jobs(StatFiles)] == [4]
     rig.look_up(*names)
-    assert [len(job.files) for job in rig.jobs(LookUpFiles)] == [4, 2]
+    assert [len(job.files) for job in rig.jobs(StatFiles)] == [4, 2]
 
 
 @pytest.mark.requirement("T4")
@@ -105,7 +106,7 @@ def test_a_look_up_without_an_answer_ends_by_the_deadline(rig: SharedRig) -> Non
 
 def test_a_look_up_that_fails_is_not_remembered_as_absent(rig: SharedRig) -> None:
     rig.another().stored(NAME)
-    rig.workers.fault = fails(LookUpFiles, IoOutcome.IO_ERROR)
+    rig.workers.fault = fails(StatFiles, IoOutcome.IO_ERROR)
     assert rig.look_up(NAME) == {}
     rig.workers.fault = lambda _: None
     assert rig.look_up(NAME).keys() == {NAME}
@@ -128,11 +129,11 @@ def test_a_name_that_cannot_be_asked_for_leaves_the_others_found_and_is_asked_ag
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", fail)
         assert other.look_up(bad, good, gone).keys() == {good}
-    assert {what: other.counts[f"shared_look_ups.{what}"] for what in ("found", "absent", "failed")} == {
+    assert {what: other.counts[f"shared_probes.{what}"] for what in ("found", "absent", "failed")} == {
         "found": 1, "absent": 1, "failed": 1,
     }  # fmt: skip
     assert other.look_up(bad, gone).keys() == {bad}
-    assert other.counts["shared_look_ups.remembered"] == 1
+    assert other.counts["shared_probes.remembered"] == 1
 
 
 def test_an_object_that_is_written_while_it_is_looked_up_has_one_handle(rig: SharedRig) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.io.jobs import TouchFiles
-from kvdepot.server.tiers.base import IoOutcome
-from kvdepot.server.tiers.conformance import name_of, path_of
-from kvdepot.server.tiers.shared import layout
+from kvdepot.server.storage import shared_layout as layout
+from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.conformance_harness import name_of, path_of
 from kvdepot.server.tiers.shared.recency import TOUCH_SECONDS
 
 from tests.rigs.shared_rig import SharedRig, fails

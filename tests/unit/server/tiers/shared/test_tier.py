@@ -1,4 +1,4 @@
-"""The shared tier over real files, with workers and keeper under a test's control (T3, T5, P6, I4)."""
+"""The shared tier over real files, with workers and coordinator under a test's control (T3, T5, P6, I4)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 from kvdepot.core.objectfile import HEADER_BYTES, object_bytes
 from kvdepot.server.io.context import Context
-from kvdepot.server.io.jobs import Answer, LookUpFiles, Probe, PublishFile, ReadFile
+from kvdepot.server.io.jobs import Answer, Probe, PublishFile, ReadFile, StatFiles
 from kvdepot.server.io.perform import perform
-from kvdepot.server.tiers.base import IoOutcome, SharedTier, Written
-from kvdepot.server.tiers.conformance import RecordingLoan, name_of, path_of, payload_of
+from kvdepot.server.storage import shared_layout as layout
+from kvdepot.server.storage.base import IoOutcome, SharedTier, Stored, Written
+from kvdepot.server.tiers.conformance_harness import RecordingLoan, name_of, path_of, payload_of
 from kvdepot.server.tiers.health import State
-from kvdepot.server.tiers.shared import layout
-from kvdepot.server.tiers.shared.allowance import OBJECT_SHARE, file_cost_bytes
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.links import Ended, Failed
-from kvdepot.server.tiers.shared.tier import NO_ALLOWANCE
+from kvdepot.server.tiers.shared.quota_grant import OBJECT_SHARE, file_cost_bytes
+from kvdepot.server.tiers.shared.tier import NO_GRANT
 
 from tests.rigs.shared_rig import SharedRig, fails
 
@@ -45,7 +45,7 @@ def _is_a_tier(rig: SharedRig) -> SharedTier:
 @pytest.mark.requirement("T3")
 def test_two_nodes_exchange_objects(rig: SharedRig) -> None:
     other = rig.another()
-    assert rig.keeper.node != other.keeper.node
+    assert rig.coordinator.node != other.coordinator.node
     names = path_of(20)
     for name in names:
         rig.stored(name)
@@ -82,14 +82,14 @@ def test_what_is_large_beside_the_directory_is_not_written_and_keeps_nothing_fro
     answers: list[Written] = []
     rig.tier.write(replace(NAME, raw_bytes=most + 1), (), RecordingLoan(), None, answers.append)
     assert answers[0].outcome is IoOutcome.CANCELLED
-    assert rig.tier.writable and not rig.tier._directory.allowance.wanted_bytes
+    assert rig.tier.writable and not rig.tier._directory.grant.wanted_bytes
     rig.stored(NAME)
 
 
 @pytest.mark.requirement("I4")
 @pytest.mark.parametrize("usable", [True, False], ids=["tried-again", "out-of-use"])
 def test_what_a_worker_wrote_before_it_died_counts_whatever_is_answered(rig: SharedRig, usable: bool) -> None:
-    left_bytes = rig.tier._directory.allowance.left_bytes
+    left_bytes = rig.tier._directory.grant.left_bytes
     answers = rig.submit_write(NAME)
     (task,) = rig.workers.tasks
     assert task.loan is not None and task.loan.begin(3)
@@ -100,7 +100,7 @@ def test_what_a_worker_wrote_before_it_died_counts_whatever_is_answered(rig: Sha
     rig.settle()
     (answer,) = answers
     assert answer.outcome is (IoOutcome.OK if usable else IoOutcome.CANCELLED)
-    spent_bytes = left_bytes - rig.tier._directory.allowance.left_bytes
+    spent_bytes = left_bytes - rig.tier._directory.grant.left_bytes
     assert COST >= spent_bytes >= rig.path_of(NAME).stat().st_size
 
 
@@ -126,6 +126,42 @@ def test_a_flipped_bit_is_never_served_wherever_it_is(rig: SharedRig) -> None:
         assert not rig.path_of(NAME).exists(), at
 
 
+@pytest.mark.requirement("I1", "T3")
+def test_doubtful_bytes_are_moved_aside_for_all_nodes_although_their_header_is_right(rig: SharedRig) -> None:
+    other = rig.another()
+    written = rig.write(NAME)
+    (theirs,) = other.look_up(NAME).values()
+    rig.tier.drop(written.handle)
+    rig.tier.quarantine(NAME, (1, written.raw_sum))
+    assert not rig.look_up(NAME), "not found again while its file is there"
+    assert not rig.path_of(NAME).exists()
+    assert [file.name.split(".")[-2] for file in (rig.root / ".quarantine").iterdir()] == ["corrupt"]
+    assert rig.counts["tier_damaged_objects.corrupt"] == 1
+    assert other.read(theirs, NAME)[0] is IoOutcome.GONE
+    assert rig.read(rig.stored(NAME), NAME)[0] is IoOutcome.OK
+
+
+@pytest.mark.requirement("I1", "T3")
+def test_the_file_of_another_node_with_other_bytes_is_not_moved_aside(rig: SharedRig) -> None:
+    rig.tier.drop(rig.stored(NAME))
+    rig.tier.quarantine(NAME, (1, 2))
+    rig.settle()
+    assert rig.path_of(NAME).exists()
+    assert not rig.counts["tier_damaged_objects.corrupt"]
+    assert rig.look_up(NAME), "it is good to be found again"
+
+
+@pytest.mark.requirement("I1", "I4")
+def test_a_file_that_could_not_be_moved_aside_is_named_in_the_log(
+    rig: SharedRig, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    written = rig.write(NAME)
+    rig.workers.fault = fails(ReadFile, IoOutcome.TIMEOUT)
+    rig.tier.quarantine(NAME, (written.raw_sum,))
+    rig.settle()
+    assert f"object {NAME.key.hex()} may have doubtful bytes and is not quarantined: timeout" in caplog.text
+
+
 # Vanished, stale, unreadable (P6)
 
 
@@ -138,7 +174,7 @@ def test_a_vanished_file_is_a_miss_of_this_object_alone(rig: SharedRig) -> None:
     assert rig.tier.readable and rig.tier.writable
     assert rig.read(handles[1], second)[0] is IoOutcome.CANCELLED, "the handle is dead"
     assert rig.look_up(second) == {}
-    assert not rig.jobs(LookUpFiles), "and remembered as absent"
+    assert not rig.jobs(StatFiles), "and remembered as absent"
 
 
 @pytest.mark.requirement("P6")
@@ -219,21 +255,21 @@ def test_a_client_that_says_another_parent_misses_and_nobody_else_does(rig: Shar
     assert other.read(handle, wrong)[0] is IoOutcome.FOREIGN
     assert other.read(handle, wrong)[0] is IoOutcome.CANCELLED, "the handle is dead"
     assert not other.listener.lost_handles, "the answer has said it"
-    left = other.tier._directory.allowance.left_bytes
+    left = other.tier._directory.grant.left_bytes
     assert other.write(wrong).outcome is IoOutcome.FOREIGN
-    assert other.tier._directory.allowance.left_bytes == left and other.tier.writable
+    assert other.tier._directory.grant.left_bytes == left and other.tier.writable
     ((name, handle),) = other.look_up(names[1]).items()
     assert other.read(handle, name) == (IoOutcome.OK, payload_of(name))
     assert not list((rig.root / layout.QUARANTINE).iterdir())
 
 
-# Allowance
+# QuotaGrant
 
 
 @pytest.mark.requirement("I4")
-def test_nothing_is_written_beyond_what_the_keeper_allows(rig: SharedRig) -> None:
-    keeper = rig.keeper
-    keeper.say(replace(keeper.report, limit_bytes=2 * COST + COST // 2))
+def test_nothing_is_written_beyond_what_the_coordinator_allows(rig: SharedRig) -> None:
+    coordinator = rig.coordinator
+    coordinator.send_message(replace(coordinator.report, limit_bytes=2 * COST + COST // 2))
     assert rig.write(name_of(1)).outcome is IoOutcome.OK
     both = [rig.submit_write(name_of(2)), rig.submit_write(name_of(3))]
     assert [len(answers) for answers in both] == [0, 1], "what is under way counts"
@@ -243,8 +279,8 @@ def test_nothing_is_written_beyond_what_the_keeper_allows(rig: SharedRig) -> Non
     rig.settle()
     assert rig.write(name_of(4)).outcome is IoOutcome.CANCELLED
     rig.tick(1.1)
-    assert keeper.published == [2 * COST]
-    keeper.say(replace(keeper.report, limit_bytes=3 * COST))
+    assert coordinator.published == [2 * COST]
+    coordinator.send_message(replace(coordinator.report, limit_bytes=3 * COST))
     assert rig.writable()
     assert rig.write(name_of(4)).outcome is IoOutcome.OK
 
@@ -254,52 +290,52 @@ def test_what_was_there_already_and_what_a_codec_saved_is_given_back(rig: Shared
     rig.another().stored(NAME)
     rig.write(NAME)
     rig.tick(1.1)
-    assert rig.keeper.published == []
+    assert rig.coordinator.published == []
     coded = rig.another(codec=1)
     coded.stored(replace(name_of(9), raw_bytes=64 * 4096))
     coded.tick(1.1)
-    assert 0 < coded.keeper.published[0] < file_cost_bytes(64 * 4096) // 2
+    assert 0 < coded.coordinator.published[0] < file_cost_bytes(64 * 4096) // 2
 
 
 @pytest.mark.requirement("I4")
 def test_a_write_that_hangs_is_over_when_its_worker_is_dead(rig: SharedRig) -> None:
     rig.workers.fault = fails(PublishFile, IoOutcome.TIMEOUT)
-    left = rig.tier._directory.allowance.left_bytes
+    left = rig.tier._directory.grant.left_bytes
     assert rig.write(NAME).outcome is IoOutcome.TIMEOUT
     rig.tick(1.1)
-    assert rig.keeper.published == [] and rig.tier._directory.allowance.left_bytes == left - COST
+    assert rig.coordinator.published == [] and rig.tier._directory.grant.left_bytes == left - COST
     _registered_anew(rig, "another")
-    assert rig.keeper.settled == ""
+    assert rig.coordinator.settled == ""
     rig.workers.end_late()
     rig.tick(1.1)
-    assert rig.keeper.published == [COST], "it may have come true"
-    assert rig.keeper.settled == "another"
+    assert rig.coordinator.published == [COST], "it may have come true"
+    assert rig.coordinator.settled == "another"
 
 
 def _registered_anew(rig: SharedRig, node: str) -> None:
-    rig.keeper.say(replace(rig.keeper.report, node=node))
+    rig.coordinator.send_message(replace(rig.coordinator.report, node=node))
     rig.tick(1.1)
 
 
 @pytest.mark.requirement("I4")
 def test_earlier_nodes_are_settled_when_what_was_begun_under_them_is_over(rig: SharedRig) -> None:
     rig.tick(1.1)
-    assert rig.keeper.settled == rig.keeper.node
+    assert rig.coordinator.settled == rig.coordinator.node
     answers = rig.submit_write(NAME)
     rig.tick(1.1)
-    assert rig.keeper.settled == rig.keeper.node, "what this one has begun is no earlier one's"
+    assert rig.coordinator.settled == rig.coordinator.node, "what this one has begun is no earlier one's"
     _registered_anew(rig, "second")
-    assert rig.keeper.settled == ""
+    assert rig.coordinator.settled == ""
     _registered_anew(rig, "third")
     later = rig.submit_write(name_of(5))
-    assert rig.keeper.settled == ""
+    assert rig.coordinator.settled == ""
     assert rig.workers.step()
     assert (len(answers), len(later)) == (1, 0)
     rig.tick(1.1)
-    assert rig.keeper.settled == "third"
+    assert rig.coordinator.settled == "third"
     rig.settle()
     rig.tick(1.1)
-    assert rig.keeper.settled == "third"
+    assert rig.coordinator.settled == "third"
 
 
 @pytest.mark.requirement("I4")
@@ -308,15 +344,15 @@ def test_a_write_that_failed_is_counted_as_if_it_lay_there(rig: SharedRig, outco
     rig.workers.fault = fails(PublishFile, outcome)
     assert rig.write(NAME).outcome is outcome
     rig.tick(1.1)
-    assert rig.keeper.published == [COST]
+    assert rig.coordinator.published == [COST]
 
 
-def test_the_keeper_is_told_once_a_second_at_most(rig: SharedRig) -> None:
+def test_the_coordinator_is_told_once_a_second_at_most(rig: SharedRig) -> None:
     for number in range(30):
         rig.stored(name_of(number))
         rig.tick(0.1)
-    assert 2 <= len(rig.keeper.published) <= 4
-    assert rig.keeper.published == sorted(rig.keeper.published)
+    assert 2 <= len(rig.coordinator.published) <= 4
+    assert rig.coordinator.published == sorted(rig.coordinator.published)
 
 
 def test_the_write_budget_is_counted_by_what_was_written(tmp_path: Path) -> None:
@@ -330,72 +366,72 @@ def test_the_write_budget_is_counted_by_what_was_written(tmp_path: Path) -> None
 # What goes wrong (T5)
 
 
-def test_a_tier_is_opening_until_its_keeper_reports(tmp_path: Path) -> None:
+def test_a_tier_is_opening_until_its_coordinator_reports(tmp_path: Path) -> None:
     rig = SharedRig(tmp_path / "shared", opens=False)
     assert (rig.tier.readable, rig.tier.writable, rig.tier.status().state) == (False, False, "opening")
     assert rig.look_up(NAME) == {} and rig.write(NAME).outcome is IoOutcome.CANCELLED
     assert not (tmp_path / "shared").exists()
-    rig.keeper.open()
+    rig.coordinator.open()
     assert (rig.tier.readable, rig.tier.writable, rig.tier.status().state) == (True, True, "ready")
 
 
 @pytest.mark.requirement("T5")
 def test_a_directory_that_is_refused_is_offline_with_the_reason_and_comes_when_it_can(tmp_path: Path) -> None:
     rig = SharedRig(tmp_path / "shared", opens=False)
-    rig.keeper.say(Failed("it is not empty"))
+    rig.coordinator.send_message(Failed("it is not empty"))
     assert (rig.tier.status().state, rig.tier.status().reason) == ("offline", "it is not empty")
-    rig.keeper.open()
+    rig.coordinator.open()
     assert rig.tier.status().state == "ready" and not rig.tier.status().reason
 
 
 def test_a_node_that_waits_for_the_janitors_count_says_since_when_it_runs_and_how_far_it_is(rig: SharedRig) -> None:
-    none = replace(rig.keeper.report, limit_bytes=0)
-    rig.keeper.say(replace(none, counting_seconds=75.5, counted_files=1_234))
+    none = replace(rig.coordinator.report, limit_bytes=0)
+    rig.coordinator.send_message(replace(none, counting_seconds=75.5, counted_files=1_234))
     assert rig.tier.status().reason == "no room granted yet: counting 1234 files since 2027-01-15T07:58:44Z"
-    rig.keeper.say(none)
-    assert rig.tier.status().reason == NO_ALLOWANCE
-    rig.keeper.say(replace(rig.keeper.report, counting_seconds=75.5, counted_files=1_234))
+    rig.coordinator.send_message(none)
+    assert rig.tier.status().reason == NO_GRANT
+    rig.coordinator.send_message(replace(rig.coordinator.report, counting_seconds=75.5, counted_files=1_234))
     assert not rig.tier.status().reason, "it waits for nothing"
 
 
 @pytest.mark.requirement("T5")
-def test_a_keeper_in_trouble_leaves_what_was_granted_and_all_reads(
+def test_a_coordinator_in_trouble_leaves_what_was_granted_and_all_reads(
     rig: SharedRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = rig.stored(NAME)
-    for word in (Failed("no word from the keeper"), Ended(), Failed("no word from the keeper")):
-        rig.keeper.say(word)
+    for message in (Failed("no message from the coordinator"), Ended(), Failed("no message from the coordinator")):
+        rig.coordinator.send_message(message)
         assert rig.tier.readable and rig.tier.writable and rig.tier.status().reason
     assert rig.read(handle, NAME)[0] is IoOutcome.OK
-    assert len([one for one in caplog.records if "no word" in one.message]) == 2
-    rig.keeper.say(rig.keeper.report)
+    assert len([one for one in caplog.records if "no message" in one.message]) == 2
+    rig.coordinator.send_message(rig.coordinator.report)
     assert not rig.tier.status().reason
 
 
 @pytest.mark.requirement("T5")
 def test_a_vanished_directory_is_offline_and_comes_back_with_its_handles(rig: SharedRig) -> None:
     handle = rig.stored(NAME)
-    rig.keeper.say(replace(rig.keeper.report, marker_ok=False, reason="the marker is gone"))
+    rig.coordinator.send_message(replace(rig.coordinator.report, marker_ok=False, reason="the marker is gone"))
     assert (rig.tier.status().state, rig.tier.status().reason) == ("offline", "the marker is gone")
     assert not rig.tier.readable and not rig.tier.writable
     assert rig.read(handle, NAME)[0] is IoOutcome.CANCELLED
-    rig.keeper.say(rig.keeper.report)
+    rig.coordinator.send_message(rig.coordinator.report)
     assert rig.read(handle, NAME) == (IoOutcome.OK, payload_of(NAME))
 
 
 @pytest.mark.requirement("T5")
 def test_a_directory_that_comes_back_on_another_device_is_written_to(rig: SharedRig) -> None:
-    keeper, device = rig.keeper, rig.keeper.report.device
-    keeper.say(replace(keeper.report, device=device + 1))
-    assert rig.write(name_of(1)).outcome is IoOutcome.GONE, "it is not what the keeper has seen"
-    keeper.say(replace(keeper.report, device=device))
+    coordinator, device = rig.coordinator, rig.coordinator.report.device
+    coordinator.send_message(replace(coordinator.report, device=device + 1))
+    assert rig.write(name_of(1)).outcome is IoOutcome.GONE, "it is not what the coordinator has seen"
+    coordinator.send_message(replace(coordinator.report, device=device))
     _recover(rig)
     assert rig.write(name_of(1)).outcome is IoOutcome.OK
 
 
 @pytest.mark.requirement("T5")
 def test_a_read_while_the_directory_is_away_costs_no_handle(rig: SharedRig, tmp_path: Path) -> None:
-    """Before the keeper has noticed."""
+    """Before the coordinator has noticed."""
     handle = rig.stored(NAME)
     rig.root.rename(tmp_path / "away")
     rig.root.mkdir()
@@ -437,18 +473,40 @@ def _recover(rig: SharedRig) -> None:
         rig.settle()
 
 
-def test_close_answers_what_waits_and_ends_the_keeper(rig: SharedRig) -> None:
+def test_close_answers_what_waits_and_ends_the_coordinator(rig: SharedRig) -> None:
     answers: list[bool] = []
     rig.stored(NAME)
     rig.tier.look_up([name_of(2)], lambda: answers.append(True))
     asyncio.run(rig.tier.close())
     assert answers == [True]
-    assert rig.workers.closed and not rig.keeper.running
-    assert rig.keeper.published == [COST]
+    assert rig.workers.closed and not rig.coordinator.running
+    assert rig.coordinator.published == [COST]
     assert rig.tier.status().state == "closed" and not rig.tier.readable
 
 
+def test_a_tier_that_is_closing_neither_reads_nor_writes(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers end what they have in hand meanwhile, which takes seconds where a mount hangs."""
+    seen: list[tuple[bool, bool]] = []
+    close = rig.workers.close
+
+    async def slow(seconds: float = 3.0) -> int:
+        rig.coordinator.open()
+        rig.settle()
+        seen.append((rig.tier.readable, rig.tier.writable))
+        return await close(seconds)
+
+    assert rig.tier.readable and rig.tier.writable
+    monkeypatch.setattr(rig.workers, "close", slow)
+    asyncio.run(rig.tier.close())
+    assert seen == [(False, False)]
+
+
 # The rest
+
+
+def test_operators_are_told_how_long_an_object_is_and_that_its_header_knows_the_rest(rig: SharedRig) -> None:
+    handle = rig.stored(NAME)
+    assert rig.tier.stored(handle) == Stored(NAME.raw_bytes, sequence=0, stored_sum=None)
 
 
 def test_handles_follow_the_capacity_within_bounds() -> None:
@@ -456,10 +514,10 @@ def test_handles_follow_the_capacity_within_bounds() -> None:
         assert SharedConfig("s", Path("/x"), capacity_bytes).handles_max == handles
 
 
-def test_a_refused_loan_ends_the_write_and_gives_its_allowance_back(rig: SharedRig) -> None:
-    left = rig.tier._directory.allowance.left_bytes
+def test_a_refused_loan_ends_the_write_and_gives_its_quota_grant_back(rig: SharedRig) -> None:
+    left = rig.tier._directory.grant.left_bytes
     answers = rig.submit_write(NAME, RecordingLoan(refuses=True))
     rig.settle()
     assert answers[0].outcome is IoOutcome.CANCELLED
-    assert rig.tier._directory.allowance.left_bytes == left
+    assert rig.tier._directory.grant.left_bytes == left
     assert _is_a_tier(rig).used_bytes == 0

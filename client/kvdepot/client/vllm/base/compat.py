@@ -1,0 +1,419 @@
+"""Everything that differs between versions of vLLM, and every import from it that may move.
+
+`versions` has the supported range. It is checked when the connector is made, and so is every name that kvdepot relies
+on: with a message then, rather than later in a method that nobody calls any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from math import prod
+from typing import Any, Final
+
+from kvdepot.client.vllm.base import contract, engine_types, versions
+from kvdepot.core.calls import Kind
+from kvdepot.core.errors import ConfigError
+from vllm import __version__ as vllm_version
+
+with contract.by_name(str(vllm_version), __file__):
+    from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig
+    from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
+    from vllm.envs import compile_factors
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import (
+        DEFAULT_NONE_HASH_SEED,
+        KVCacheBlock,
+        generate_block_hash_extra_keys,
+        maybe_convert_block_hash,
+        resolve_kv_cache_block_sizes,
+        to_event_extra_keys,
+    )
+    from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+        get_kv_cache_spec_kind,
+        get_kv_cache_spec_sliding_window,
+        iter_layer_specs,
+    )
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+VLLM_VERSION: Final = str(vllm_version)
+_READS_ADAPTER: Final = "_load_adapter"
+_KINDS: Final[dict[type, Kind]] = {
+    FullAttentionSpec: Kind.ATTENTION,
+    MLAAttentionSpec: Kind.ATTENTION,
+    SlidingWindowSpec: Kind.WINDOW,
+    MambaSpec: Kind.STATE,
+}
+"""By the class itself: vLLM calls subclasses the same kind, but some drop blocks, or fill them, in their own way."""
+_SINCE: Final[Mapping[str, tuple[int, int]]] = dict.fromkeys(
+    ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches", "num_hash_lookahead_tokens", "is_draft"),
+    (0, 33),
+)
+"""The version that brought a name of `_USED`, or a method of the interface, if not every supported one has it."""
+_NOT_HOOKS: Final = frozenset({"fail_allocated", "sibling_loads"})
+"""Public methods of the connectors that vLLM never calls."""
+_USED: Final[tuple[tuple[type, contract.Names], ...]] = (
+    (Request, engine_types.EngineRequest),
+    (BlockPool, engine_types.BlockPool),
+    (KVCacheBlock, engine_types.Block),
+    (LoRARequest, ("lora_name", "lora_path", "lora_int_id", "load_inplace")),
+    (MultiModalFeatureSpec, ("identifier",)),
+    (SchedulerOutput, ("num_scheduled_tokens", "scheduled_new_reqs", "kv_connector_block_state")),
+    (NewRequestData, ("req_id", "num_computed_tokens")),
+    (KVConnectorBlockState, ("boundary_state_offloads", "resolve_block_ids")),
+    (KVConnectorOutput, ("kv_connector_worker_meta",)),
+    (
+        VllmConfig,
+        ("aux_output_config", "diffusion_config", "ec_transfer_config", "kv_events_config", "kv_transfer_config",
+         "num_hash_lookahead_tokens", "speculative_config", "weight_transfer_config"),
+    ),
+    (
+        ParallelConfig,
+        ("data_parallel_size", "decode_context_parallel_size", "enable_elastic_ep", "enable_fault_tolerance", "nnodes",
+         "pipeline_parallel_size", "prefill_context_parallel_size", "rank", "tensor_parallel_size", "world_size"),
+    ),
+    (CacheConfig, ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo")),
+    (
+        KVCacheConfig,
+        ("hash_block_size", "hisparse_host_num_blocks", "kv_cache_groups", "num_blocks",
+         "prefix_cache_retention_interval", "prefix_cacheable_group_ids"),
+    ),
+    (KVCacheGroupSpec, ("is_eagle_group", "kv_cache_spec", "layer_names")),
+    (FullAttentionSpec, ("is_draft", "max_tp_shards", "non_causal", "prefix_replay_tokens")),
+    (SlidingWindowSpec, ("extra_retained_tokens", "is_draft", "prefix_replay_tokens")),
+    (MambaSpec, ("dtypes", "mamba_cache_mode", "shapes")),
+    (UniformTypeKVCacheSpecs, ("kv_cache_specs",)),
+    (KVConnectorBase_V1, ("_connector_metadata", "_kv_cache_config", "_vllm_config")),
+    (MultiConnector, ("_connectors", "_get_connector_classes_and_configs", "_requests_to_connector")),
+)  # fmt: skip
+"""What kvdepot reads and calls, in addition to what it imports and overrides.
+
+A refusal that reads a name which is gone would refuse nothing.
+"""
+
+# Set in an engine's environment, and without influence on a byte of KV: where it runs, talks, logs and is built.
+_ENVIRONMENT_EXCLUDED: Final = re.compile(
+    r"RAY_|MOONCAKE_|VLLM_(RAY|DP|EC|P2P|NIXL|MOONCAKE|BUILD|LOG|DEBUG|USAGE|LORA_RESOLVER|MAX_N|MAX_NUM|MAX_BAD|GC|NIC|GPU_NIC"
+    r"|MQ|MSGPACK|REGEX|TOOL|ENGINE_READY|ELASTIC|XGRAMMAR|PROCESS_NAME|CONFIGURE_LOGGING|ALLOW)_"
+    r"|.*_(HOST|PORT|IP|TIMEOUT|TIMEOUT_S|SO_PATH|INCLUDE_PATH|FOR_PROFILING)$"
+    r"|(CMAKE_BUILD_TYPE|CUDA_HOME|NVCC_THREADS|VERBOSE|VLLM_CPU_OMP_THREADS_BIND|VLLM_CPU_NUM_OF_RESERVED_CPU"
+    r"|VLLM_CPU_CI_ENV|VLLM_DISABLE_REQUEST_ID_RANDOMIZATION|VLLM_DISABLE_COMPILE_CACHE|VLLM_DISABLE_LOG_LOGO"
+    r"|VLLM_DOCKER_BUILD_CONTEXT|VLLM_IMAGE_TAG|VLLM_SYSTEM_START_DATE|VLLM_LOOPBACK_IP)$"
+)
+_ENVIRONMENT_BELOW: Final = (
+    "ATEN_CPU_CAPABILITY",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Of the libraries below vLLM: they choose arithmetic."""
+_ENVIRONMENT_KERNELS: Final = ("VLLM_TUNED_CONFIG_FOLDER", "VLLM_ZENTORCH_WEIGHT_PREPACK")
+"""They choose kernels, and vLLM leaves them out of the factors of its compilation cache."""
+
+
+def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables that are set and may choose other kernels or arithmetic: vLLM's, minus those that cannot."""
+    known = [name for name in compile_factors() if not _ENVIRONMENT_EXCLUDED.match(name)]
+    names = (*known, *_ENVIRONMENT_BELOW, *_ENVIRONMENT_KERNELS)
+    return {name: environment[name] for name in names if name in environment}
+
+
+def computing_packages() -> dict[str, str]:
+    """Return the versions of packages that may compute, in addition to vLLM and torch.
+
+    transformers has models' code and the processors of pictures; plugins may replace whatever they like.
+    """
+    plugins = {
+        f"{group} {point.name}": f"{point.value} {point.dist.version if point.dist else ''}"
+        for group in ("vllm.general_plugins", "vllm.platform_plugins")
+        for point in entry_points(group=group)
+    }
+    return {"transformers": version("transformers")} | plugins
+
+
+_GPU_PACKAGES: Final = (
+    "aiter", "amd-aiter", "apache-tvm-ffi", "deep-gemm", "flash-attn", "flash-attn-3", "flash-attn-4",
+    "flashattn-hopper", "flashinfer-cubin", "flashinfer-jit-cache", "flashinfer-python", "flash-mla",
+    "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nvshmem-cu12",
+    "nvidia-nvshmem-cu13", "pytorch-triton", "pytorch-triton-rocm", "quack-kernels", "tilelang", "triton",
+    "triton-rocm",
+)  # fmt: skip
+
+
+def gpu_packages() -> dict[str, str]:
+    """Return the versions of the installed packages whose kernels compute KV, or reduce it over ranks, on a GPU."""
+    found: dict[str, str] = {}
+    for name in _GPU_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def check_version(installed: str = VLLM_VERSION) -> None:
+    """Raise ConfigError if this vLLM is outside the supported range."""
+    versions.check_version(installed)
+
+
+def register(connector: type) -> None:
+    """Make the connector known by its name: vLLM's MultiConnector looks up by it who can read a child's stats."""
+    with contextlib.suppress(ValueError):  # it is known
+        KVConnectorFactory.register_connector(connector.__name__, connector.__module__, connector.__name__)
+
+
+def check_interface(connector: type) -> None:
+    """Raise ConfigError with each name that the connector relies on, and that this vLLM has changed.
+
+    Development builds, which have no version to check, and backports are found out here.
+    """
+    if problems := changes(connector):
+        raise contract.refusal(VLLM_VERSION, problems)
+
+
+def changes(connector: type) -> list[str]:
+    """Return one sentence per change."""
+    absent = {name for name, since in _SINCE.items() if versions.before(VLLM_VERSION, since)}
+    problems = contract.changed_overrides(connector, _NOT_HOOKS, absent)
+    for kind, names in _USED:
+        if not issubclass(kind, KVConnectorBase_V1) or issubclass(connector, kind):
+            problems += contract.missing_names(kind, names, absent)
+    return problems
+
+
+def group_kind(spec: Any) -> Kind | None:
+    """Return the kind of a KV-cache group's spec, or None for an unknown one."""
+    kinds = {_KINDS.get(type(layer)) for layer in iter_layer_specs(spec)}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def spec_names(spec: Any) -> str:
+    """Return the classes of a group's specs, for messages."""
+    return ", ".join(sorted({type(layer).__name__ for layer in iter_layer_specs(spec)}))
+
+
+def is_chunked_local(spec: Any) -> bool:
+    return any(isinstance(layer, ChunkedLocalAttentionSpec) for layer in iter_layer_specs(spec))
+
+
+def looks_ahead(spec: Any) -> bool:
+    """Whether a token's KV depends on later tokens (prefix LM), so that no hash of a prefix covers it."""
+    return any(getattr(layer, "non_causal", False) for layer in iter_layer_specs(spec))
+
+
+def retained_below_window(spec: Any) -> int:
+    """Tokens that the engine keeps before a window, and takes for loaded after a load."""
+    return max(int(getattr(layer, "extra_retained_tokens", 0)) for layer in iter_layer_specs(spec))
+
+
+def group_window_tokens(spec: Any) -> int:
+    return int(get_kv_cache_spec_sliding_window(spec) or 0)
+
+
+def group_is_replicated(spec: Any, tensor_parallel_size: int, pipeline_parallel_size: int) -> bool:
+    """Whether every rank holds the same bytes, by vLLM's own word of each layer: MLA's latent is in one shard.
+
+    Of KV heads that are fewer than ranks vLLM says nothing, which it takes for not replicated itself (docs/adr/0033).
+    """
+    if tensor_parallel_size < 2 or pipeline_parallel_size > 1:
+        return False
+    return all(getattr(layer, "max_tp_shards", None) == 1 for layer in iter_layer_specs(spec))
+
+
+def state_parts(spec: Any) -> list[tuple[str, int]]:
+    """Return (type, bytes) of the parts of a recurrent layer's state, in order; empty for other layers."""
+    if not isinstance(spec, MambaSpec):
+        return []
+    sizes = zip(spec.shapes, spec.dtypes, strict=True)
+    return [(str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize) for shape, dtype in sizes]
+
+
+def has_drafts(group: Any) -> bool:
+    """Whether the group holds draft layers, whose KV at a position may depend on the token after it.
+
+    From 0.33 on such layers may lie in a group with the model's own. Where vLLM merges the specs of a group into one,
+    their mark is lost: such engines are refused by the method of speculative decoding.
+    """
+    layers = iter_layer_specs(group.kv_cache_spec)
+    return bool(getattr(group, "is_eagle_group", False)) or any(getattr(layer, "is_draft", False) for layer in layers)
+
+
+def hash_lookahead_tokens(vllm_config: Any) -> int:
+    """Tokens after a block that its hash covers too. Before 0.33 there are none."""
+    return int(getattr(vllm_config, "num_hash_lookahead_tokens", 0))
+
+
+def has_auxiliary_outputs(vllm_config: Any) -> bool:
+    """Whether it returns more of each token than the token (routed experts)."""
+    return bool(getattr(getattr(vllm_config, "aux_output_config", None), "enabled", False))
+
+
+def is_diffusion(vllm_config: Any) -> bool:
+    """Whether the model generates by denoising blocks of tokens in which each attends to all."""
+    return getattr(vllm_config, "diffusion_config", None) is not None
+
+
+def replayed_tokens(spec: Any) -> int:
+    """Tokens before a hit that vLLM computes again, for which it shortens what was offered."""
+    return int(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def mamba_modes(spec: Any) -> set[str]:
+    """Return the cache modes of a recurrent group's layers."""
+    return {str(getattr(layer, "mamba_cache_mode", "none")) for layer in iter_layer_specs(spec)}
+
+
+def hash_block_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
+    """Tokens per entry of `request.block_hashes`."""
+    resolved = getattr(kv_cache_config, "hash_block_size", None)
+    if resolved:
+        return int(resolved)
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def event_kinds(vllm_config: Any, kv_cache_config: Any) -> list[str] | None:
+    """Return vLLM's word for the kind of each group, or None if the engine publishes no KV events."""
+    if not (vllm_config.kv_events_config and vllm_config.kv_events_config.enable_kv_cache_events):
+        return None
+    return [str(get_kv_cache_spec_kind(group.kv_cache_spec).value) for group in kv_cache_config.kv_cache_groups]
+
+
+def block_stored(
+    request: Any, hashes: list[Any], parent: Any, start: int, block_tokens: int, group: int, kind: str
+) -> BlockStored:
+    """Return the event for consecutive blocks of a request, from token `start` on, that lie outside the engine."""
+    extra_keys: list[tuple[Any, ...] | None] = []
+    feature = 0
+    for at in range(start, start + len(hashes) * block_tokens, block_tokens):
+        keys, feature = generate_block_hash_extra_keys(request, at, at + block_tokens, feature)
+        extra_keys.append(keys)
+    lora = request.lora_request
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(block_hash) for block_hash in hashes],
+        parent_block_hash=maybe_convert_block_hash(parent) if parent is not None else None,
+        token_ids=list(request.all_token_ids[start : start + len(hashes) * block_tokens]),
+        block_size=block_tokens,
+        lora_id=lora.adapter_id if lora else None,
+        medium=MEDIUM_CPU,
+        lora_name=lora.name if lora else None,
+        extra_keys=to_event_extra_keys(extra_keys),
+        group_idx=group,
+        kv_cache_spec_kind=kind,
+        locality="LOCAL",
+    )
+
+
+def block_removed(hashes: list[Any], group: int) -> BlockRemoved:
+    """Of hashes as they are in a `block_stored`."""
+    return BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=group, locality="LOCAL")
+
+
+def counts_items(vllm_config: Any) -> bool:
+    """Whether the content of pictures, clips and sounds does not say what is computed from them.
+
+    vLLM names them by the number of their request (`_process_mm_uuids`), and the count begins again with each process.
+    Or a connector brings encoder outputs of other engines by the picture alone. Their encoders may have other weights.
+    """
+    if vllm_config.ec_transfer_config is not None:
+        return True
+    multimodal = vllm_config.model_config.multimodal_config
+    cached = vllm_config.cache_config.enable_prefix_caching
+    return multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not cached
+
+
+def adapter_loader() -> tuple[type, str]:
+    """Return the class and its method that reads a LoRA adapter's files in a worker. Raise ConfigError."""
+    try:
+        from vllm.lora import worker_manager
+
+        loader: type = worker_manager.WorkerLoRAManager
+        if contract.arguments(getattr(loader, _READS_ADAPTER)) == ["self", "lora_request"]:
+            return loader, _READS_ADAPTER
+    except (ImportError, AttributeError):
+        pass
+    raise ConfigError(
+        "vllm", "enable_lora", f"{VLLM_VERSION} does not read adapters in WorkerLoRAManager.{_READS_ADAPTER}",
+        advice=f"use vLLM {versions.RANGE}, or serve no LoRA adapters with this kvdepot",
+    )  # fmt: skip
+
+
+def default_hash_seed() -> str:
+    """Return the fixed seed of the sha256 hash chains if PYTHONHASHSEED is not set."""
+    return str(DEFAULT_NONE_HASH_SEED)
+
+
+__all__ = [
+    "VLLM_VERSION",
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorFactory",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "KVTransferConfig",
+    "MultiConnector",
+    "MultiKVConnectorStats",
+    "PromMetric",
+    "SupportsHMA",
+    "block_removed",
+    "block_stored",
+    "changes",
+    "check_interface",
+    "check_version",
+    "default_hash_seed",
+    "environment_facts",
+    "event_kinds",
+    "group_is_replicated",
+    "group_kind",
+    "group_window_tokens",
+    "has_auxiliary_outputs",
+    "has_drafts",
+    "hash_lookahead_tokens",
+    "hash_block_tokens",
+    "is_chunked_local",
+    "is_diffusion",
+    "looks_ahead",
+    "mamba_modes",
+    "register",
+    "replayed_tokens",
+    "retained_below_window",
+    "spec_names",
+    "state_parts",
+]

@@ -1,0 +1,188 @@
+"""What the connector refuses at start, by name and with the setting to change (design.md#connector).
+
+All of it is the operator's to correct, so it is raised. Nothing here runs after start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvdepot.client.vllm.base import compat
+from kvdepot.core.calls import Kind
+from kvdepot.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvdepot.client.vllm.base.settings import Settings
+
+WHERE = "kvdepot"
+DRAFTS_FROM_TOKENS = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Methods of speculative decoding that keep no KV of their own: what is hashed is computed, whatever they guess."""
+
+
+def check_engine(
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise ConfigError for the first setting that cannot work."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_role == "kv_producer" and settings.load_weight > 0:
+        raise ConfigError(
+            WHERE, "kv_role", "kv_producer engines do not load", advice="use kv_both, or set load_weight to 0"
+        )
+    _check_parallel(vllm_config.parallel_config)
+    _check_hashes(vllm_config, environment)
+    if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        raise ConfigError(WHERE, "hisparse", "HiSparse uses the same block watchers", advice="switch HiSparse off")
+    if compat.has_auxiliary_outputs(vllm_config):
+        raise ConfigError(
+            WHERE,
+            "aux_output_config",
+            "auxiliary outputs of tokens that are loaded exist nowhere, and vLLM withdraws offers for them",
+            advice="switch enable_return_routed_experts off, or serve this model without kvdepot",
+        )
+    if compat.is_diffusion(vllm_config):
+        raise ConfigError(
+            WHERE,
+            "diffusion_config",
+            "a token's KV depends on the later ones of its canvas, which no hash of a prefix covers",
+            advice="serve this model without kvdepot",
+        )
+    kinds = _check_groups(kv_cache_config)
+    if vllm_config.speculative_config is not None:
+        stages = vllm_config.parallel_config.pipeline_parallel_size
+        _check_speculation(str(vllm_config.speculative_config.method), kinds, stages)
+
+
+def _check_speculation(method: str, kinds: set[Kind], stages: int) -> None:
+    if stages > 1:
+        problem = f"all stages but the last of {stages} are never told to save (vLLM defers that to its drafter)"
+    elif Kind.STATE in kinds:
+        problem = "checkpoints of recurrent models under speculative decoding are not tested"
+    elif method not in DRAFTS_FROM_TOKENS:
+        problem = f"{method} is not tested: a draft model's KV may lag behind the tokens that are known"
+    else:
+        return
+    raise ConfigError(WHERE, "speculative_config", problem, advice="switch speculative decoding off")
+
+
+def cacheable_groups(kv_cache_config: Any) -> tuple[int, ...]:
+    """Return the engine's groups that are stored, in its order."""
+    return tuple(kv_cache_config.prefix_cacheable_group_ids)
+
+
+def _check_parallel(parallel: Any) -> None:
+    if parallel.nnodes > 1:
+        raise ConfigError(
+            WHERE, "nnodes", f"ranks on {parallel.nnodes} nodes share no memory", advice="keep an engine on one node"
+        )
+    if getattr(parallel, "enable_elastic_ep", False):
+        raise ConfigError(
+            WHERE,
+            "enable_elastic_ep",
+            "ranks come and go, and graphs are captured, while copies run",
+            advice="switch enable_elastic_ep off, or serve this model without kvdepot",
+        )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise ConfigError(
+            WHERE,
+            "enable_fault_tolerance",
+            "vLLM goes on after a step that failed, and tells no connector that nothing was computed in it",
+            advice="switch enable_fault_tolerance off, or serve this model without kvdepot",
+        )
+    for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, key, 1)
+        if size > 1:
+            raise ConfigError(WHERE, key, f"{size} is not tested", advice=f"set {key} to 1")
+
+
+def _check_hashes(vllm_config: Any, environment: Mapping[str, str]) -> None:
+    """P3: a chain of hashes with a random seed names other bytes in every process."""
+    lookahead = compat.hash_lookahead_tokens(vllm_config)
+    if lookahead:
+        raise ConfigError(
+            WHERE,
+            "num_hash_lookahead_tokens",
+            f"hashes cover {lookahead} tokens after their block: a chunk would have other keys by what follows it",
+            advice="set disable_lookahead_block_hashes in speculative_config, or switch speculative decoding off",
+        )
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if algorithm.startswith("xxhash") and environment.get("PYTHONHASHSEED", "random") in ("", "random"):
+        raise ConfigError(
+            WHERE,
+            "prefix_caching_hash_algo",
+            f"{algorithm} without PYTHONHASHSEED gives every process other hashes, so nothing stored could be found",
+            advice="set PYTHONHASHSEED to the same number for every engine, or prefix_caching_hash_algo to sha256",
+        )
+
+
+def _check_groups(kv_cache_config: Any) -> set[Kind]:
+    """Of all groups, not only those that are stored: what vLLM rebuilds after a hit nobody has tried after a load."""
+    kinds = set()
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        _check_spec(f"group {group_id}", group.kv_cache_spec)
+        kind = compat.group_kind(group.kv_cache_spec)
+        assert kind is not None  # refused by _check_spec
+        if compat.has_drafts(group):
+            raise ConfigError(
+                WHERE,
+                f"group {group_id}",
+                "the KV of EAGLE or MTP draft layers depends on the token after a boundary",
+                advice="switch speculative decoding off",
+            )
+        modes = compat.mamba_modes(group.kv_cache_spec) if kind is Kind.STATE else {"align"}
+        if modes != {"align"}:
+            raise ConfigError(
+                WHERE,
+                "mamba_cache_mode",
+                f"group {group_id} is recurrent and in mode {', '.join(sorted(modes))}: no boundary has a state",
+                advice='set enable_prefix_caching=True and mamba_cache_mode="align"',
+            )
+        kinds.add(kind)
+    if kinds == {Kind.STATE}:
+        raise ConfigError(
+            WHERE,
+            "model",
+            "it has recurrent groups only, and between two checkpoints nothing to store that would lead to the second",
+            advice="serve this model without kvdepot",
+        )
+    return kinds
+
+
+def _check_spec(where: str, spec: Any) -> None:
+    """Raise ConfigError for a cache whose blocks depend on more than the prefix, or that nobody has tried."""
+    if compat.is_chunked_local(spec):
+        raise ConfigError(
+            WHERE,
+            where,
+            "chunked-local attention with blocks of its own is not supported",
+            advice="unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE: vLLM then keeps it as full attention",
+        )
+    if compat.group_kind(spec) is None:
+        raise ConfigError(
+            WHERE,
+            where,
+            f"caches of kind {compat.spec_names(spec)} are not supported",
+            advice="serve this model without kvdepot",
+        )
+    if compat.looks_ahead(spec):
+        raise ConfigError(
+            WHERE,
+            where,
+            "its attention is not causal: the KV of a prefix depends on what follows",
+            advice="serve this model without kvdepot",
+        )
+    if compat.replayed_tokens(spec):
+        raise ConfigError(
+            WHERE,
+            where,
+            "vLLM computes its last window again after a hit, and shortens what is offered for it",
+            advice="serve this model without kvdepot",
+        )
+    if compat.retained_below_window(spec):
+        raise ConfigError(
+            WHERE,
+            where,
+            "it keeps tokens before its window for speculative decoding",
+            advice="switch speculative decoding off",
+        )

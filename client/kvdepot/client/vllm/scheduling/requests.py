@@ -1,0 +1,170 @@
+"""What the connector remembers of one request of the engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Final
+
+from kvdepot.client.vllm.base.engine_types import EngineRequest
+from kvdepot.client.vllm.identity.adapters import Adapter
+from kvdepot.core.calls import KEY_BYTES, ROOT_KEY, Kind, RequestEnd
+from kvdepot.core.keys import chunk_key
+from kvdepot.core.limits import REQUEST_ID_BYTES_MAX
+from kvdepot.core.misses import MissReason
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+"""What vLLM's hashers make of a picture, clip or sound.
+
+Instead of it there may be an id that a client has chosen. Another engine may use it for other content.
+"""
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One Locate: asked, and what came back."""
+
+    asked_at: float  # seconds, the session's clock
+    epoch: int
+    step: int  # of the engine, in which it was asked
+    renewal: bool = False  # of an answer that was too old, or lacked a fact
+    local_tokens: int | None = None  # of the engine itself, as sent to the daemon; None: not known then
+    local_matters: bool = False  # with it, the answer might have been another one
+    answered: bool = False
+    boundary_tokens: int = 0
+    source: str = ""  # the slowest tier that has to supply something
+    miss: MissReason | None = None  # why the boundary is no deeper, if the answer says so
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Loads and stores of one request. Lives from `on_new_request` until it has finished; a key by identity."""
+
+    request: EngineRequest
+    arrived_at: float
+    adapter: Adapter | None = None  # LoRA adapter of the request
+    salt: bytes = b""  # content digest of the adapter, empty without one
+    excluded: str = ""  # why it is neither stored nor served; empty if it is
+    load_tokens_max: int | None = None  # limit of its user
+    keys: list[bytes] = field(default_factory=list)  # of chunks 0, 1, ...
+    depot_id: str = field(init=False)  # its id at the daemon
+    # loads
+    located: bool = False  # the daemon knows the request, and must be told of its end
+    lookup: Lookup | None = None
+    preemptions: int = 0  # seen at the last lookup
+    offered: tuple[int, int] = (0, 0)  # local tokens and boundary of the last offer
+    held_since: float | None = None  # when an offer was first held back for other loads
+    load_failed: bool = False  # so nothing is offered to it again (P8)
+    handed_tokens: int | None = None  # stored by another engine, as its params say; None: not read yet
+    handed_until: float = 0.0  # until when to wait for them
+    miss: MissReason | None = None  # why nothing was offered; counted when it is computed
+    # stores
+    store_epoch: int = 0  # the epoch in which it began; in any other it stores nothing
+    stored: set[tuple[int, Kind]] = field(default_factory=set)  # no copy needed: there, in progress, or given up
+    next_chunk: int = 0  # all chunks before it have been considered
+    assumed_chunks: int = 0  # with attention at the daemon, by a lookup or a load
+    given_up: set[tuple[int, Kind]] = field(default_factory=set)  # of `stored`, the objects that are not stored
+    # where its KV is from
+    admitted: bool = False  # asked about since its last step
+    tail_unknown: bool = False  # not known yet how far within a block the engine resumes
+    hit_tokens: int = 0  # the engine's own at its admission, in whole blocks
+    sound_tokens: int = 0  # a step that begins beyond them has KV of another connector
+    covered_tokens: int = 0  # by its last step, and by hashes
+    noted_tokens: int = 0  # up to which `Provenance` knows its blocks
+    foreign: bool = False  # maybe computed on KV of another connector, or on a step that failed
+    store_stopped: str = ""  # why no more is stored of it; empty while stores continue
+    invalid: bool = False  # maybe computed on KV of an ended epoch, or of its adapter's former content
+
+    # what became of it, for the daemon's record
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    missed: MissReason | None = None
+
+    def __post_init__(self) -> None:
+        self.depot_id = depot_id(self.request.request_id)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def end(self) -> RequestEnd:
+        return RequestEnd(self.local_tokens, self.loaded_tokens, self.missed or "")
+
+    def invalidate(self, why: str) -> None:
+        """Store no more of it, and let nothing count that is computed on its blocks."""
+        self.invalid = True
+        self.store_stopped = self.store_stopped or why
+
+    def update_keys(self, chunk_tokens: int, hash_block_tokens: int) -> int:
+        """Add the keys of chunks whose hashes the engine knows. Return the number of known chunks.
+
+        The hash at a chunk's last hash block is chained: it covers the whole prefix, the LoRA name, multimodal content
+        and the salt.
+        """
+        hashes = self.request.block_hashes
+        per_chunk = chunk_tokens // hash_block_tokens
+        known = len(hashes) // per_chunk
+        for chunk in range(len(self.keys), known):
+            self.keys.append(chunk_key(hashes[(chunk + 1) * per_chunk - 1], self.salt))
+        return known
+
+    def packed_keys(self, chunks: int) -> bytes:
+        """Return the keys of the first `chunks` chunks, one after the other."""
+        packed = b"".join(self.keys[:chunks])
+        assert len(packed) == chunks * KEY_BYTES
+        return packed
+
+    def parent_key(self, chunk: int) -> bytes:
+        """Return the key of the chunk before, or the root's."""
+        return self.keys[chunk - 1] if chunk else ROOT_KEY
+
+
+def depot_id(request_id: str) -> str:
+    """Return the engine's request id, or a digest of it if a user's id does not fit a call."""
+    encoded = request_id.encode("utf-8", "surrogatepass")
+    try:
+        encoded.decode()
+    except UnicodeDecodeError:
+        return _digest(encoded)
+    return request_id if len(encoded) <= REQUEST_ID_BYTES_MAX else _digest(encoded)
+
+
+def _digest(encoded: bytes) -> str:
+    return "digest-" + blake2b(encoded, digest_size=16).hexdigest()
+
+
+def exclusion(request: EngineRequest, *, counts_items: bool = False) -> str:
+    """Return why a request is neither stored nor served: its hashes do not cover its content. Empty if they do.
+
+    An identifier with an adapter's name before the digest is of a picture that the adapter's vision tower has read
+    (`enable_tower_connector_lora`). vLLM keeps the tower's output by that name, also for another adapter of this name.
+
+    `counts_items`: as `compat.counts_items` says.
+    """
+    if request.mm_features and counts_items:
+        return "multimodal_id"
+    if request.prompt_embeds is not None or request.prompt_is_token_ids is not None:
+        return "prompt_embeds"
+    if request.resumable:
+        return "streaming_input"  # its tokens, and so its hashes, are replaced while it runs
+    if not all(_DIGEST.fullmatch(item.identifier) for item in request.mm_features or ()):
+        return "multimodal_id"
+    return ""
+
+
+def transfer_params(request: EngineRequest) -> dict[Any, Any] | None:
+    """Return the request's `kv_transfer_params`, or None if there are none, or no dict."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else None
+
+
+def load_tokens_max(request: EngineRequest) -> int | None:
+    """Return `max_load_tokens` of its `kv_transfer_params`, or None if that is no number of tokens."""
+    return token_count((transfer_params(request) or {}).get("max_load_tokens"))
+
+
+def token_count(value: Any) -> int | None:
+    """Return a number of tokens that came from outside, or None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

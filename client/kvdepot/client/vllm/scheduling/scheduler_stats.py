@@ -1,0 +1,59 @@
+"""What the scheduler side has counted, for vLLM's statistics (`kvdepot.client.vllm.base.stats`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from kvdepot.client.vllm.base.stats import COUNTERS
+
+if TYPE_CHECKING:
+    from kvdepot.client.vllm.base.stats import KVDepotStats
+    from kvdepot.client.vllm.scheduling.scheduler import SchedulerSide
+
+
+class SchedulerStats:
+    """What the scheduler side has counted since it was last asked."""
+
+    def __init__(self, side: SchedulerSide) -> None:
+        self._side = side
+        self._seen: Counter[str] = Counter()
+        self._gauges: dict[str, int] = {}
+
+    def add_to(self, stats: KVDepotStats) -> None:
+        """Add what has changed since the last call."""
+        for name, value in self._side.counters.items():
+            if value != self._seen[name]:
+                family, label = _family(name)
+                if family in COUNTERS:
+                    stats.add(family, label, value - self._seen[name])
+                self._seen[name] = value
+        seconds = self._side.loads.seconds
+        while seconds:
+            source, duration = seconds.popleft()
+            stats.data["seconds"].setdefault(source, []).append(duration)
+        stores = self._side.stores
+        gauges = {
+            "pending_loads": self._side.loads.active,
+            "pending_stores": stores.open_requests if stores is not None else 0,
+        }
+        if gauges != self._gauges:
+            stats.data["gauges"] = self._gauges = gauges
+
+
+_FAMILIES: Final[Mapping[str, str]] = {
+    "lookups": "queries",
+    "load_failed_": "failed_loads",
+    "store_dropped_": "dropped_stores",
+}
+"""Names of the scheduler side's counters, or their beginnings, that are called otherwise here."""
+
+
+def _family(name: str) -> tuple[str, str]:
+    """Family and label of a counter: `family.label`, or a name of `_FAMILIES`."""
+    for beginning, family in _FAMILIES.items():
+        if name == beginning or (beginning.endswith("_") and name.startswith(beginning)):
+            return family, name.removeprefix(beginning)
+    family, _, label = name.partition(".")
+    return family, label

@@ -1,0 +1,360 @@
+"""The configuration: read strictly, refused with file, key and reason (design.md#configuration).
+
+`load` reads a file, and `embedded` is the configuration of `kvdepotd serve` without a file. Environment variables
+override both, and options of the command line override the variables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, get_args
+
+from kvdepot.core import runtime
+from kvdepot.core.errors import ConfigError
+from kvdepot.server.config import environment
+from kvdepot.server.config.embedded_disk import NoDiskError, default_directory, tier_table
+from kvdepot.server.config.environment import Variable
+from kvdepot.server.config.memory_room import (
+    CAPACITY_BYTES_MIN,
+    MIB,
+    arena_bytes_of,
+    cgroup_limits,
+    directory_bytes,
+    host_bytes,
+)
+from kvdepot.server.config.places import check_places
+from kvdepot.server.config.schema import AUTO, DISK_KIND, SHARED_KIND, Tables
+from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
+from kvdepot.server.depot.types import EVERY
+from pydantic import BaseModel, ValidationError
+
+EMBEDDED = "embedded default"
+DISK = "disk"
+"""Among the overrides: `path` and `capacity` of the only tier below RAM."""
+AUTO_CAPACITY_BYTES_MAX = 4 << 30
+DEFAULT_ARENA_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the arena is memory, its name carries the uid
+_NOT_AVAILABLE = {
+    "tls": "TLS is",
+}
+_TIER_KINDS_NOT_AVAILABLE = ("s3",)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A checked configuration. `file` names its source in messages."""
+
+    file: str
+    tables: Tables
+    capacity_bytes: int
+    arena_path: Path
+    note: str = ""  # what the log should say beside it
+    sources: Mapping[str, tuple[object, str]] = field(default_factory=dict)
+    """By key ("ram.capacity", "tier.nvme.write") that has no default, or another value: as it was given, and where."""
+
+    @property
+    def state_path(self) -> Path:
+        """Return the path of the state file for operator settings."""
+        state = self.tables.daemon.state
+        return Path(state) if state else self.arena_path.with_name(f"{self.arena_path.name}.state")
+
+    @property
+    def arena_bytes(self) -> int:
+        return arena_bytes_of(self.capacity_bytes, tiers_reserve_bytes(self.tables, self.capacity_bytes))
+
+    @property
+    def credit_bytes(self) -> int:
+        """Return the configured credit; without one, at most half of the arena."""
+        credit = self.tables.sessions.credit
+        return credit if "credit" in self.tables.sessions.model_fields_set else min(credit, self.arena_bytes // 2)
+
+
+def load(
+    path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()
+) -> Config:
+    """Return the configuration of a file. Raise ConfigError for the first error."""
+    file = str(path).encode("utf-8", "backslashreplace").decode()  # it is told to others, who read UTF-8
+    try:
+        text = path.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(file, "", f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(file, "", f"is not UTF-8: {error.reason} at byte {error.start}") from error
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # also of numbers and nesting beyond Python's limits
+        raise ConfigError(file, "", f"is no TOML: {error}") from error
+    return check(file, document, overrides, variables)
+
+
+def embedded(overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()) -> Config:
+    """Return the default configuration: a quarter of the memory, a disk tier in the user's cache, and a free port."""
+    document: dict[str, Any] = {"daemon": {"metrics": "127.0.0.1:0", "mode": "0600"}}
+    elsewhere = any((one.table, one.key) == ("daemon", "listen") for one in variables)
+    if not elsewhere and "listen" not in (overrides or {}).get("daemon", {}):
+        document["daemon"]["listen"] = [f"unix://{runtime_directory() / 'kvdepot.sock'}"]
+    if DISK in (overrides or {}):
+        return check(EMBEDDED, document, overrides, variables)
+    config = check(EMBEDDED, document, overrides, [one for one in variables if not one.tier])
+    return _with_disk(config, document, overrides, variables)
+
+
+def _with_disk(
+    config: Config, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None,
+    variables: Sequence[Variable],
+) -> Config:  # fmt: skip
+    """Return the configuration with the default disk tier, or without it and with a note."""
+    try:
+        table = tier_table(default_directory(config.tables.daemon.sockets[0]), None)
+        return check(EMBEDDED, {**document, "tier": [table]}, overrides, variables)
+    except (NoDiskError, ConfigError) as error:
+        if isinstance(error, ConfigError) and error.file == environment.SOURCE:
+            raise
+        return replace(config, note=f"no disk tier: {error}")
+
+
+def check(
+    file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    variables: Sequence[Variable] = (),
+) -> Config:  # fmt: skip
+    """Return the configuration of a parsed file, with the environment over it, and the command line over both.
+
+    The keys of DISK replace all of `[[tier]]`. An error that a variable caused names the variable.
+    """
+    merged, names = _merged(file, document, overrides, variables)
+    try:
+        config = _checked(file, merged)
+    except ConfigError as error:
+        blamed = {name for key, name in names.items() if f"{key}.".startswith(f"{error.key}.")}
+        if not blamed:
+            raise
+        variable = ", ".join(sorted(blamed))
+        raise ConfigError(environment.SOURCE, variable, error.reason, advice=error.advice) from error
+    return replace(config, sources=_sources(merged, names, overrides or {}))
+
+
+def _merged(
+    file: str, document: dict[str, Any], overrides: Mapping[str, Mapping[str, Any]] | None,
+    variables: Sequence[Variable],
+) -> tuple[dict[str, Any], dict[str, str]]:  # fmt: skip
+    """Return the document, and the variables that have set keys, by key."""
+    _refuse_unavailable(file, document)
+    names: dict[str, str] = {}
+    if variables:
+        _validated(file, document)  # what is no list of tables could not be looked through
+        document, names = environment.applied(document, variables)
+    for table, keys in (overrides or {}).items():
+        if table == DISK:
+            document = {**document, "tier": _disk_given(file, keys)}
+            names = {key: name for key, name in names.items() if not key.startswith("tier")}
+            continue
+        document = {**document, table: {**document.get(table, {}), **keys}}
+        names = {key: name for key, name in names.items() if key not in {f"{table}.{one}" for one in keys}}
+    return document, names
+
+
+def _sources(
+    document: Mapping[str, Any], names: Mapping[str, str], overrides: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[object, str]]:
+    found: dict[str, tuple[object, str]] = {}
+
+    def note(prefix: str, keys: Mapping[str, Any], given: Iterable[str]) -> None:
+        for key, value in keys.items():
+            source = "command line" if key in given else names.get(f"{prefix}.{key}", "file")
+            found[f"{prefix}.{key}"] = (value, source)
+
+    for table, keys in document.items():
+        if table == "tier":
+            for tier in keys:
+                note(f"tier.{tier['name']}", tier, tier if DISK in overrides else ())
+        elif table == "quota":
+            for number, quota in enumerate(keys):
+                note(f"quota[{number}]", quota, ())
+        else:
+            note(table, keys, overrides.get(table, ()))
+    return found
+
+
+def _validated(file: str, document: Mapping[str, Any]) -> Tables:
+    _refuse_no_names(file, "", document)
+    try:
+        return Tables.model_validate(document)
+    except ValidationError as error:
+        raise _config_error(file, error) from error
+
+
+def _checked(file: str, document: Mapping[str, Any]) -> Config:
+    tables = _validated(file, document)
+    arena_path = _arena_path(file, tables)
+    capacity_bytes = tables.ram.capacity
+    if capacity_bytes == AUTO:
+        capacity_bytes = _auto_capacity_bytes(arena_path.parent)
+    assert isinstance(capacity_bytes, int)
+    _check_combinations(file, tables, capacity_bytes)
+    config = Config(file, tables, capacity_bytes, arena_path)
+    check_places(file, tables, arena_path, config.state_path)
+    return config
+
+
+def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tiers of `--disk DIR` (empty: none) and `--disk-capacity`."""
+    if not keys.get("path"):
+        return []
+    try:
+        return [tier_table(Path(keys["path"]), keys.get("capacity"))]
+    except NoDiskError as error:
+        raise ConfigError(file, "--disk", str(error)) from error
+
+
+def runtime_directory() -> Path:
+    """Create and return a directory of this user alone. Raise ConfigError if another user may write to it."""
+    try:
+        folder = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
+    except OSError as error:
+        raise ConfigError(
+            EMBEDDED, "daemon.listen", "there is neither XDG_RUNTIME_DIR nor a writable temporary directory",
+            advice="set XDG_RUNTIME_DIR to a directory of this user, or use --socket",
+        ) from error  # fmt: skip
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(EMBEDDED, "daemon.listen", f"cannot create {folder}: {error.strerror}") from error
+    found = folder.lstat()
+    if not runtime.only_writer(os.geteuid(), found.st_mode, found.st_uid):
+        raise ConfigError(
+            EMBEDDED, "daemon.listen", f"{folder} is not a directory that only uid {os.geteuid()} can write to",
+            advice="delete it, or set XDG_RUNTIME_DIR",
+        )  # fmt: skip
+    return folder
+
+
+def _auto_capacity_bytes(directory: Path) -> int:
+    """Return a quarter of the memory of host, cgroup and file system, at most 4 GiB.
+
+    Totals count, not free memory: the size must be the same at the next start, or the arena could not be adopted.
+    """
+    totals = [host_bytes(), directory_bytes(directory), *(limit for _, limit, _ in cgroup_limits())]
+    return max(min(min(totals) // 4, AUTO_CAPACITY_BYTES_MAX) // MIB * MIB, CAPACITY_BYTES_MIN)
+
+
+def _arena_path(file: str, tables: Tables) -> Path:
+    directory = Path(tables.ram.path) if tables.ram.path else DEFAULT_ARENA_DIRECTORY
+    if not os.path.isdir(directory):  # noqa: PTH112 - Path's raises where it may not look
+        raise ConfigError(file, "ram.path", f"{directory} is not a directory")
+    digest = hashlib.blake2b(os.fsencode(tables.daemon.sockets[0]), digest_size=6).hexdigest()
+    return directory / f"kvdepot-{os.geteuid()}-{digest}.arena"
+
+
+def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:
+    _check_tiers(file, tables)
+    check_quotas(file, tables)
+    reserve_bytes = tiers_reserve_bytes(tables, capacity_bytes)
+    if capacity_bytes < CAPACITY_BYTES_MIN + reserve_bytes:
+        beside = f", and {reserve_bytes // MIB} MiB for the {len(tables.tier)} lower tiers" if tables.tier else ""
+        raise ConfigError(
+            file, "ram.capacity",
+            f"expected at least {(CAPACITY_BYTES_MIN + reserve_bytes) // MIB} MiB, got {capacity_bytes // MIB} MiB: the"
+            f" capacity includes the private memory of daemon and checksum worker{beside}",
+        )  # fmt: skip
+    credit_bytes = tables.sessions.credit
+    arena_bytes = arena_bytes_of(capacity_bytes, reserve_bytes)
+    if "credit" in tables.sessions.model_fields_set and credit_bytes > arena_bytes:
+        raise ConfigError(
+            file, "sessions.credit",
+            f"expected at most the whole arena of {arena_bytes // MIB} MiB, got {credit_bytes // MIB} MiB",
+        )  # fmt: skip
+
+
+def _check_tiers(file: str, tables: Tables) -> None:
+    names: set[str] = set()
+    for tier in tables.tier:
+        if tier.name in names:
+            raise ConfigError(file, "tier.name", f"two tiers have the name {tier.name!r}")
+        names.add(tier.name)
+        try:
+            check_capacity(tables, tier)
+        except ConfigError as error:
+            raise ConfigError(file, f"tier.{tier.name}.capacity", error.reason) from error
+
+
+def check_quotas(file: str, tables: Tables) -> None:
+    """Raise ConfigError for quotas that contradict each other or the tiers."""
+    tiers = [EVERY, "ram", *(tier.name for tier in tables.tier if tier.kind != SHARED_KIND)]
+    shared = [tier.name for tier in tables.tier if tier.kind == SHARED_KIND]
+    seen: dict[tuple[str, str | None, str], int] = {}
+    for number, quota in enumerate(tables.quota):
+        if quota.tier in shared:
+            raise ConfigError(
+                file, f"quota[{number}].tier", f"{quota.tier!r} is a shared tier, which other nodes use too",
+                advice=f"choose one of: {', '.join(tiers)}",
+            )  # fmt: skip
+        if quota.tier not in tiers:
+            raise ConfigError(
+                file, f"quota[{number}].tier", f"there is no tier {quota.tier!r}",
+                advice=f"choose one of: {', '.join(tiers)}",
+            )  # fmt: skip
+        first = seen.setdefault((quota.tenant, quota.namespace, quota.tier), number)
+        if first != number:
+            raise ConfigError(file, f"quota[{number}]", f"has the same tenant, namespace and tier as quota[{first}]")
+
+
+def _refuse_no_names(file: str, key: str, value: object) -> None:
+    """Raise ConfigError for a text with a NUL character, at which the kernel ends a path, or that is not UTF-8."""
+    if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        reason = "has a NUL character" if "\0" in value else "is not UTF-8"
+        raise ConfigError(file, key, f"{value!r} {reason}")
+    if isinstance(value, Mapping):
+        for name, entry in value.items():
+            _refuse_no_names(file, f"{key}.{name}".lstrip("."), entry)
+    if isinstance(value, list):
+        for number, entry in enumerate(value):
+            _refuse_no_names(file, f"{key}[{number}]" if isinstance(entry, Mapping) else key, entry)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no bytes of the environment or the command line that are not UTF-8 (PEP 383)."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
+    for key, what in _NOT_AVAILABLE.items():
+        if _lookup(document, key) is not None:
+            raise ConfigError(file, key, f"{what} not available in this version", advice="delete it")
+    for tier in document.get("tier") or () if isinstance(document.get("tier"), list) else ():
+        kind = tier.get("kind") if isinstance(tier, Mapping) else None
+        if kind in _TIER_KINDS_NOT_AVAILABLE:
+            raise ConfigError(file, "tier.kind", f"tiers of kind {kind!r} are not available in this version",
+                              advice=f'use "{DISK_KIND}" or "{SHARED_KIND}"')  # fmt: skip
+
+
+def _lookup(document: Mapping[str, Any], key: str) -> object:
+    found: object = document
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _config_error(file: str, error: ValidationError) -> ConfigError:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"] if isinstance(part, str)]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+    if first["type"] == "extra_forbidden":
+        near = get_close_matches(location[-1], _keys_beside(location), n=1, cutoff=0.0)
+        return ConfigError(file, key, "unknown key", advice=f"did you mean {near[0]!r}?" if near else "delete it")
+    return ConfigError(file, key, first["msg"].removeprefix("Value error, "))
+
+
+def _keys_beside(location: list[str]) -> list[str]:
+    model: type[BaseModel] = Tables
+    for part in location[:-1]:
+        table = model.model_fields[part].annotation
+        table = next(iter(get_args(table)), table)  # a list of tables
+        assert isinstance(table, type) and issubclass(table, BaseModel)
+        model = table
+    return list(model.model_fields)

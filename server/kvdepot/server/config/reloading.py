@@ -1,0 +1,85 @@
+"""The keys that a running daemon can change, and the keys that need a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from kvdepot.core.control import ConfigChange
+from kvdepot.core.errors import ConfigError
+from kvdepot.server.config.config import Config
+from kvdepot.server.config.schema import DISK_KIND, Tables, TierTable
+
+ABSENT: Final = "(absent)"
+_LIVE: Final = frozenset(
+    {
+        "log.level", "log.format", "ram.high_watermark", "ram.low_watermark", "sessions.credit", "sessions.grace",
+        "sessions.streams", "policy.prefetch_share", "policy.pin_share", "policy.loads_in_flight",
+        "policy.lease_deadline", "policy.audit_sample",
+    }
+)  # fmt: skip
+_LIVE_OF_TIERS: Final = frozenset({"write", "load_weight"})
+_LIVE_OF_DISKS: Final = frozenset({"high_watermark", "low_watermark"})
+"""Those of a shared tier are its janitor's, who may be another node."""
+
+
+def values(tables: Tables) -> dict[str, str]:
+    """Return each key with its value as text, sizes in bytes and times in seconds. Tiers and quotas are by subject."""
+    return {key: text for key, text, _ in _flat(tables)}
+
+
+def changes(before: Tables, after: Tables) -> tuple[ConfigChange, ...]:
+    """Return the keys whose values differ."""
+    old = {key: (text, live) for key, text, live in _flat(before)}
+    new = {key: (text, live) for key, text, live in _flat(after)}
+    absent = (ABSENT, True)
+    return tuple(
+        ConfigChange(
+            key, old.get(key, absent)[0], new.get(key, absent)[0], old.get(key, absent)[1] and new.get(key, absent)[1]
+        )
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, absent)[0] != new.get(key, absent)[0]
+    )
+
+
+def refuse_what_needs_a_restart(before: Config, after: Config, found: tuple[ConfigChange, ...]) -> None:
+    """Raise ConfigError, which names each key that needs a restart, and what the restart costs."""
+    keys = [change.key for change in found if not change.live]
+    if not keys:
+        return
+    advice = "nothing was changed; undo the change in the file, or restart kvdepotd"
+    if (before.arena_path, before.arena_bytes) != (after.arena_path, after.arena_bytes):
+        advice += ", which then starts with an empty RAM tier, because the arena is another one"
+    disks = [tier.name for tier in after.tables.tier if tier.kind == DISK_KIND]
+    if {"ram.capacity", *(f"tier.{name}.capacity" for name in disks)} & set(keys):
+        advice += "; to use less without a restart, lower high_watermark or set a [[quota]]"
+    raise ConfigError(after.file, ", ".join(keys), "cannot change while the daemon runs", advice=advice)
+
+
+def _flat(tables: Tables) -> Iterator[tuple[str, str, bool]]:
+    """Yield (key, text, whether it may change)."""
+    for table, model in tables:
+        if table == "tier":
+            yield "tier", ", ".join(tier.name for tier in model) or "none", False
+            for tier in model:
+                yield from _flat_tier(tier)
+        elif table == "quota":
+            for quota in model:
+                about = f"tenant={quota.tenant},namespace={quota.namespace or '(total)'},tier={quota.tier}"
+                yield f"quota[{about}].capacity", _text(quota.capacity), True
+        else:
+            for name, value in model:
+                key = f"{table}.{name}"
+                yield key, _text(value), key in _LIVE
+
+
+def _flat_tier(tier: TierTable) -> Iterator[tuple[str, str, bool]]:
+    live = _LIVE_OF_TIERS | (_LIVE_OF_DISKS if tier.kind == DISK_KIND else frozenset())
+    for name, value in tier:
+        yield f"tier.{tier.name}.{name}", _text(value), name in live
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "none" if value is None else str(value)

@@ -1,0 +1,316 @@
+"""The tables of the configuration file: every key, its type, default and range (design.md#configuration).
+
+Each refusal says what is wrong, what was expected, and the value. It never corrects a value.
+"""
+
+from __future__ import annotations
+
+import grp
+from collections.abc import Callable
+from pathlib import Path
+from string import hexdigits
+from typing import Annotated, Final, Literal, Self
+from urllib.parse import urlsplit
+
+from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
+from kvdepot.core.objectfile import Codec
+from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
+from kvdepot.server.depot.types import EVERY, ID_DIGITS
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"
+ATTACH_SUFFIX = ".attach"
+STREAM_SUFFIX = ".stream-"
+"""Suffix of the socket of a stream's proxy; a number follows."""
+SOCKET_PATH_BYTES_MAX = 107
+"""Bytes of a path in sockaddr_un (unix(7)), without its final zero."""
+AUTO: Literal["auto"] = "auto"
+NONE = "none"
+DISK_KIND: Final = "disk"
+SHARED_KIND: Final = "shared"
+_PORT_MAX: Final = 65535
+_CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
+
+
+def _text(parse: Callable[[str], object], example: str) -> BeforeValidator:
+    """Return a validator that parses a string with a unit, and refuses a bare number."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, str):
+            raise ValueError(f'expected a string with a unit such as "{example}", got {value!r}')
+        return parse(value)
+
+    return BeforeValidator(check)
+
+
+def _none_or_size(text: str) -> int | None:
+    return None if text == NONE else parse_size_bytes(text)
+
+
+def _auto_or_size(text: str) -> int | Literal["auto"]:
+    return AUTO if text == AUTO else parse_size_bytes(text)
+
+
+Size = Annotated[int, _text(parse_size_bytes, "64GiB"), Field(gt=0)]
+SizeOrNone = Annotated[Annotated[int, Field(gt=0)] | None, _text(_none_or_size, "64GiB")]
+Rate = Annotated[int, _text(parse_rate_bytes_per_second, "50MiB/s"), Field(ge=0)]
+AutoSize = Annotated[int | Literal["auto"], _text(_auto_or_size, "64GiB")]
+Seconds = Annotated[float, _text(parse_duration_seconds, "120s"), Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class DaemonTable(_Table):
+    """The table `[daemon]`."""
+
+    listen: list[str] = Field(default=[DEFAULT_SOCKET], min_length=1, max_length=8)
+    metrics: str = "127.0.0.1:9421"  # empty: off
+    mode: str = Field(default="0660", pattern=r"^0?[0-7]{3}$")
+    group: str = ""
+    state: str = ""
+
+    @field_validator("state")
+    @classmethod
+    def _check_state(cls, path: str) -> str:
+        if path and (not Path(path).is_absolute() or path.endswith("/")):
+            raise ValueError(f"expected the absolute path of a file, got {path!r}")
+        return path
+
+    @field_validator("listen")
+    @classmethod
+    def _check_listen(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            _check_url(url)
+        if len(set(urls)) != len(urls):
+            raise ValueError(f"expected different addresses, got one twice: {urls}")
+        return urls
+
+    @field_validator("metrics")
+    @classmethod
+    def _check_metrics(cls, address: str) -> str:
+        if address:
+            host_and_port(address)
+        return address
+
+    @property
+    def sockets(self) -> tuple[Path, ...]:
+        return tuple(Path(url.removeprefix("unix://")) for url in self.listen)
+
+    @property
+    def mode_bits(self) -> int:
+        return int(self.mode, 8)
+
+    @property
+    def group_id(self) -> int:
+        """Return the id of the group; -1 without a group, or for a group that this host does not know."""
+        try:
+            return grp.getgrnam(self.group).gr_gid if self.group else -1
+        except KeyError:
+            return -1
+
+
+class _WatermarkTable(_Table):
+    """Shares of a tier: eviction starts above the high watermark, and stops at the low one."""
+
+    high_watermark: Share = 0.95
+    low_watermark: Share = 0.90
+
+    @model_validator(mode="after")
+    def _check_watermarks(self) -> Self:
+        if self.low_watermark >= self.high_watermark:
+            raise ValueError(f"low_watermark {self.low_watermark} is not below high_watermark {self.high_watermark}")
+        return self
+
+
+class RamTable(_WatermarkTable):
+    """The table `[ram]`."""
+
+    capacity: AutoSize = AUTO
+    path: str = ""
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if path and not Path(path).is_absolute():
+            raise ValueError(f"expected the absolute path of a directory, got {path!r}")
+        return path
+
+
+class SessionsTable(_Table):
+    """The table `[sessions]`."""
+
+    credit: Size = 2 << 30
+    grace: Seconds = 60.0
+    streams: int = Field(default=8, ge=0, le=256)
+
+
+class PolicyTable(_Table):
+    """The table `[policy]`."""
+
+    eviction: Literal["gdsf", "lru"] = "gdsf"
+    prefetch_share: float = Field(default=0.25, ge=0, le=1)
+    pin_share: float = Field(default=0.25, ge=0, le=0.9)
+    loads_in_flight: int = Field(default=64, ge=1, le=4096)
+    lease_deadline: Annotated[Seconds, Field(gt=0)] = 120.0
+    negative_ttl: Seconds = 2.0
+    audit_sample: float = Field(default=0.0, ge=0, le=1)
+
+
+class TierTable(_WatermarkTable):
+    """One `[[tier]]`. The first four keys are required."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
+    kind: Literal["disk", "shared"]
+    path: str
+    capacity: Size
+    write: Literal["commit", "evict", "second_use"] = "second_use"
+    write_budget: SizeOrNone = None
+    codec: Literal["none", "lz4", "bitshuffle-lz4"] = "none"
+    io_workers: int = Field(default=2, ge=1, le=16)
+    deadline: Annotated[Seconds, Field(gt=0)] = 10.0
+    load_weight: float = Field(default=1.0, ge=0, le=1000)
+    fsync: bool = False
+    on_root_filesystem: bool = False
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if not Path(path).is_absolute():
+            raise ValueError(f"expected the absolute path of a directory, got {path!r}")
+        return path
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name == "ram":
+            raise ValueError("'ram' is the name of the RAM tier: choose another name")
+        return name
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        if self.on_root_filesystem and self.kind != SHARED_KIND:
+            raise ValueError(f'on_root_filesystem needs kind = "{SHARED_KIND}"')
+        return self
+
+    @property
+    def codec_number(self) -> Codec:
+        return _CODECS[self.codec]
+
+
+class BreakerTable(_Table):
+    """The table `[breaker]`."""
+
+    failures: int = Field(default=5, ge=1, le=1000)
+    probe_every: Annotated[Seconds, Field(gt=0)] = 5.0
+
+
+class ScrubTable(_Table):
+    """The table `[scrub]`."""
+
+    rate: Rate = 50 << 20
+    quarantine_retention: Seconds = 7 * 86400.0
+    quarantine_capacity: Size = 10 << 30
+
+
+class QuotaTable(_Table):
+    """One `[[quota]]`. `capacity` is required."""
+
+    tenant: str = EVERY
+    namespace: str | None = Field(default=None, min_length=1)
+    tier: str = EVERY
+    capacity: SizeOrNone
+
+    @field_validator("tenant")
+    @classmethod
+    def _check_tenant(cls, name: str) -> str:
+        return _short(name, TENANT_BYTES_MAX)
+
+    @field_validator("namespace")
+    @classmethod
+    def _check_namespace(cls, name: str | None) -> str | None:
+        if name is not None and set(name) <= set(hexdigits) and not ID_DIGITS.fullmatch(name.lower()):
+            raise ValueError(f"expected a label, or the first 8 to 32 digits of a namespace's id, got {name!r}")
+        if name is None or set(name) <= set(hexdigits):
+            return name and name.lower()
+        return _short(name, LABEL_BYTES_MAX)
+
+
+class LogTable(_Table):
+    """The table `[log]`."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class TraceTable(_Table):
+    """The table `[trace]`."""
+
+    endpoint: str = ""
+    sample: Share = 1.0
+
+    @field_validator("endpoint")
+    @classmethod
+    def _check_endpoint(cls, url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        except ValueError:
+            usable = False
+        if url and not usable:
+            raise ValueError(f"expected an http:// or https:// URL, got {url!r}")
+        return url
+
+
+class Tables(_Table):
+    """The whole file."""
+
+    daemon: DaemonTable = DaemonTable()
+    ram: RamTable = RamTable()
+    sessions: SessionsTable = SessionsTable()
+    tier: list[TierTable] = Field(default=[], max_length=8)
+    policy: PolicyTable = PolicyTable()
+    breaker: BreakerTable = BreakerTable()
+    scrub: ScrubTable = ScrubTable()
+    quota: list[QuotaTable] = Field(default=[], max_length=256)
+    log: LogTable = LogTable()
+    trace: TraceTable = TraceTable()
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return host and port of `127.0.0.1:9421`, `node-7:9421` or `[::1]:9421`. Raise ValueError for other texts."""
+    host, colon, port = address.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    digits = port.isascii() and port.isdigit() and len(port) <= len(str(_PORT_MAX))
+    if not colon or not bare or set(bare) & set("[]/ ") or not digits or int(port) > _PORT_MAX:
+        raise ValueError(f'expected "host:port" with a port up to {_PORT_MAX} (IPv6: "[::1]:9421"), got {address!r}')
+    return bare, int(port)
+
+
+def url_address(host: str, port: int) -> str:
+    """Return the address as a URL has it: IPv6 in brackets, its zone escaped (RFC 6874)."""
+    return f"[{host.replace('%', '%25')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _short(text: str, bytes_max: int) -> str:
+    length = len(text.encode())
+    if length > bytes_max:
+        raise ValueError(f"expected at most {bytes_max} bytes, got {length}")
+    return text
+
+
+def _check_url(url: str) -> None:
+    if url.startswith("tcp://"):
+        raise ValueError(f"{url!r} needs [tls], which is not available in this version: use a unix:// socket")
+    path = url.removeprefix("unix://")
+    if path == url or not path.startswith("/") or path.rpartition("/")[2] in ("", ".", ".."):
+        raise ValueError(f"expected unix:///absolute/path of a file, got {url!r}")
+    if "," in path:
+        raise ValueError(f"{url!r} has a comma, which gRPC does not accept in an address")
+    length = len(path.encode()) + len(ATTACH_SUFFIX)
+    if length > SOCKET_PATH_BYTES_MAX:
+        raise ValueError(
+            f"the path has {length} bytes with the suffix {ATTACH_SUFFIX!r}, expected at most {SOCKET_PATH_BYTES_MAX}"
+        )

@@ -1,0 +1,93 @@
+"""The settings of one tier below RAM, from the tables of the configuration, by kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvdepot.core.errors import ConfigError
+from kvdepot.core.objectfile import Codec
+from kvdepot.core.units import format_size
+from kvdepot.server.config.memory_room import (
+    COORDINATOR_RESERVE_BYTES,
+    FILE_RESERVE_BYTES,
+    HANDLE_RESERVE_BYTES,
+    OPENER_RESERVE_BYTES,
+)
+from kvdepot.server.config.schema import SHARED_KIND, Tables, TierTable
+from kvdepot.server.depot.types import TierConfig, WritePolicy
+from kvdepot.server.io.pool import worker_reserve_bytes
+from kvdepot.server.tiers.config import CAPACITY_BYTES_MIN
+from kvdepot.server.tiers.disk.config import DiskConfig
+from kvdepot.server.tiers.disk.layout import DiskLayout
+from kvdepot.server.tiers.shared.config import SharedConfig
+
+
+def disk_config(tables: Tables, tier: TierTable) -> DiskConfig:
+    """Return the settings of one disk tier."""
+    return DiskConfig(**_common(tables, tier), scrub_bytes_per_second=tables.scrub.rate)
+
+
+def shared_config(tables: Tables, tier: TierTable) -> SharedConfig:
+    """Return the settings of one shared tier."""
+    return SharedConfig(
+        **_common(tables, tier),
+        negative_ttl_seconds=tables.policy.negative_ttl,
+        on_root_filesystem=tier.on_root_filesystem,
+        high_watermark=tier.high_watermark,
+        low_watermark=tier.low_watermark,
+    )
+
+
+def _common(tables: Tables, tier: TierTable) -> dict[str, Any]:
+    """Return the fields of a `LowerTierConfig`, from three tables."""
+    return {
+        "name": tier.name,
+        "path": Path(tier.path),
+        "capacity_bytes": tier.capacity,
+        "codec": tier.codec_number,
+        "io_workers": tier.io_workers,
+        "deadline_seconds": tier.deadline,
+        "fsync": tier.fsync,
+        "write_budget_bytes": tier.write_budget,
+        "quarantine_keep_seconds": tables.scrub.quarantine_retention,
+        "quarantine_bytes": tables.scrub.quarantine_capacity,
+        "failures": tables.breaker.failures,
+        "probe_seconds": tables.breaker.probe_every,
+    }
+
+
+def engine_tier_config(tier: TierTable) -> TierConfig:
+    """Return what the depot does with the tier."""
+    return TierConfig(
+        write=WritePolicy(tier.write), load_weight=tier.load_weight,
+        high_watermark=tier.high_watermark, low_watermark=tier.low_watermark,
+    )  # fmt: skip
+
+
+def check_capacity(tables: Tables, tier: TierTable) -> None:
+    """Raise ConfigError if no tier of this kind fits into the capacity."""
+    if tier.kind == SHARED_KIND:
+        if tier.capacity < CAPACITY_BYTES_MIN:
+            raise ConfigError("", "", f"expected at least {format_size(CAPACITY_BYTES_MIN)}, got {tier.capacity} bytes")
+    else:
+        _disk_layout(tables, tier)
+
+
+def tiers_reserve_bytes(tables: Tables, capacity_bytes: int) -> int:
+    """Return the memory of tiers below RAM: their processes, and their entries in the index."""
+    return sum(_reserve_bytes(tables, tier, capacity_bytes) for tier in tables.tier)
+
+
+def _reserve_bytes(tables: Tables, tier: TierTable, arena_bytes_max: int) -> int:
+    workers_bytes = tier.io_workers * worker_reserve_bytes(arena_bytes_max, codec=tier.codec_number is not Codec.NONE)
+    if tier.kind == SHARED_KIND:
+        handles = shared_config(tables, tier).handles_max
+        return workers_bytes + COORDINATOR_RESERVE_BYTES + handles * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
+    journal_bytes = worker_reserve_bytes(0, codec=False)
+    handles = _disk_layout(tables, tier).handles
+    return workers_bytes + journal_bytes + OPENER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES
+
+
+def _disk_layout(tables: Tables, tier: TierTable) -> DiskLayout:
+    return DiskLayout.plan(tier.capacity, tables.scrub.quarantine_capacity)

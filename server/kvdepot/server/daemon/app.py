@@ -1,0 +1,248 @@
+"""`kvdepotd`: the daemon's command line.
+
+`serve` runs the daemon, and `check-config` checks a configuration without running it. `fsck`, `inspect` and `replay`
+work without a daemon (`server/offline`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.server.config import environment
+from kvdepot.server.config.capacity_check import capacity_warnings
+from kvdepot.server.config.config import DISK, Config, embedded, load
+from kvdepot.server.config.facts import facts
+from kvdepot.server.daemon.start_checks import host_problems
+from kvdepot.server.offline import verbs as offline
+from kvdepot.server.platform.logs import UnhandledErrors, make_log
+from kvdepot.server.platform.processes import read_boot_id
+from kvdepot.server.platform.service_notify import ServiceNotifier, take_kept
+
+EXIT_PIPE = 141
+"""As a shell says of what SIGPIPE ended."""
+_STDERR = 2
+_UMASK = 0o077
+"""What the daemon makes is its user's alone; sockets until their mode is set."""
+_SERVE_EPILOG = """\
+Without CONFIG the daemon uses these defaults, and its log names the paths:
+  RAM      a quarter of what memory, cgroup and /dev/shm have, at most 4 GiB
+  sockets  in $XDG_RUNTIME_DIR/kvdepot, or in a directory of this user in the temporary directory
+  metrics  on a free port
+  disk     in $XDG_CACHE_HOME/kvdepot, or ~/.cache/kvdepot: a quarter of the free space, at most 8 GiB
+
+Environment variables KVDEPOT_<TABLE>__<KEY> override single keys. Options override both (docs/configuration.md).
+
+SIGHUP reloads CONFIG, as `kvdepotctl reload` does: it applies all changes or none.
+
+SIGTERM and SIGINT stop the daemon with exit code 0. It grants no more leases, and takes the pending checksums. The
+arena file and its memory stay, so that the next daemon serves the same objects. To free the memory, delete that file
+while no daemon runs. The last line of the log names the file.
+"""
+
+
+def prepare() -> None:
+    """Import what serves. Raises ModuleNotFoundError without the extra `server`, whatever is to be done."""
+    _open_standard_descriptors()  # else an import may open something that has the number of one
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read by the first import: what it says each second, the log says
+    import kvdepot.server.daemon.node  # noqa: F401
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    _open_standard_descriptors()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may have any byte
+    try:
+        try:
+            options = _parser().parse_args(arguments)
+            answer = _run(options)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except OSError as error:  # what a verb says could not be written
+        _drop_output()
+        if error.errno != errno.EPIPE:
+            print(f"kvdepotd: cannot write: {error.strerror}", file=sys.stderr)  # noqa: T201
+            return 1
+        return EXIT_PIPE
+    if isinstance(answer, int):
+        return answer
+    os.umask(_UMASK)
+    prepare()
+    reread = None if options.config is None else partial(_config, options)
+    return asyncio.run(_serve(answer, reread))
+
+
+def _run(options: argparse.Namespace) -> int | Config:
+    """Return the exit code of a verb, or the configuration to serve."""
+    if options.verb in offline.VERBS:
+        return offline.run(options)
+    try:
+        config = _config(options)
+        if options.verb == "check-config":
+            return _check_config(config, as_json=options.json, any_host=options.any_host)
+    except (KvDepotError, OSError) as error:  # OSError: what the configuration is made from cannot be asked
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(f"kvdepotd: {error}", file=sys.stderr)  # noqa: T201 - no log is configured yet
+        return 1
+    return config
+
+
+def _check_config(config: Config, *, as_json: bool, any_host: bool) -> int:
+    """Print what follows from a configuration, and return 0. Raise ConfigError for what this host refuses.
+
+    With `as_json` the reason is printed with the rest. With `any_host` it is a warning.
+    """
+    problems = list(host_problems(config, read_boot_id()))
+    if as_json:
+        print(json.dumps(facts(config, *problems[:1]), indent=2))  # noqa: T201
+    if problems and not any_host:
+        raise problems[0]
+    if not as_json:
+        print(described(config, problems))  # noqa: T201
+    return 0
+
+
+def _open_standard_descriptors() -> None:
+    """Open closed standard descriptors, so that no file gets their numbers: log lines would go into it."""
+    with contextlib.suppress(OSError):
+        while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+            os.set_inheritable(number, True)
+        os.close(number)
+
+
+def _drop_output() -> None:
+    """Drop the buffered output, which the interpreter would try to write at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def described(config: Config, problems: Sequence[KvDepotError] = ()) -> str:
+    """Return what `check-config` prints: the sizes that follow, and each given key with its source.
+
+    `problems` are refusals of this host alone.
+    """
+    lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
+    lines += [f"warning: {text}" for text in capacity_warnings(config)]
+    lines += [f"{key} = {json.dumps(value)} ({source})" for key, (value, source) in config.sources.items()]
+    if problems:
+        lines += ["", f"about this host ({os.uname().nodename}), on which the daemon would not start:"]
+        lines += [f"warning: {error}" for error in problems]
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvdepotd", description="Run, check and repair the KV-cache storage daemon of a node."
+    )
+    parser.add_argument("--version", action="version", version=f"kvdepotd {version('kvdepot')}")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    serve = verbs.add_parser(
+        "serve", help="run the daemon", epilog=_SERVE_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    serve.add_argument(
+        "config", nargs="?", type=Path, metavar="CONFIG", help="TOML file; without it: the defaults below"
+    )
+    serve.add_argument("--socket", type=Path, help="path of the gRPC socket; overrides [daemon].listen")
+    serve.add_argument("--metrics", metavar="HOST:PORT", help="overrides [daemon].metrics; port 0: a free one, '': off")
+    serve.add_argument("--ram", metavar="SIZE", help='overrides [ram].capacity, for example "512MiB"')
+    serve.add_argument("--arena-dir", type=Path, help="overrides [ram].path")
+    serve.add_argument("--disk", metavar="DIR", help="a disk tier in DIR, overrides [[tier]]; '': none")
+    serve.add_argument(
+        "--disk-capacity", metavar="SIZE", help="capacity of --disk; default: a quarter of the free space"
+    )
+    serve.add_argument("--log-level", help="overrides [log].level")
+    serve.add_argument("--log-format", help="overrides [log].format")
+    check = verbs.add_parser(
+        "check-config",
+        help="check a configuration file",
+        epilog="Prints resulting sizes, warnings, and each given key with its source. Exit code 1: serve refuses it.",
+    )
+    check.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="without it: the defaults of serve")
+    check.add_argument("--json", action="store_true", help="print the sizes, paths and sockets that follow, as JSON")
+    check.add_argument("--any-host", action="store_true", help="warn, not fail, about what only this host refuses")
+    offline.add_verbs(verbs)
+    return parser
+
+
+def _config(options: argparse.Namespace) -> Config:
+    variables = environment.variables(os.environ)
+    if options.verb == "check-config":
+        return embedded(variables=variables) if options.config is None else load(options.config, variables=variables)
+    overrides: dict[str, dict[str, Any]] = {}
+    for table, key, value in (
+        ("daemon", "listen", None if options.socket is None else [f"unix://{options.socket.absolute()}"]),
+        ("daemon", "metrics", options.metrics),
+        ("ram", "capacity", options.ram),
+        ("ram", "path", None if options.arena_dir is None else str(options.arena_dir.absolute())),
+        (DISK, "path", options.disk and str(Path(options.disk).absolute())),
+        (DISK, "capacity", options.disk_capacity),
+        ("log", "level", options.log_level),
+        ("log", "format", options.log_format),
+    ):
+        if value is not None:
+            overrides.setdefault(table, {})[key] = value
+    if options.disk_capacity is not None and not options.disk:
+        raise ConfigError("command line", "--disk-capacity", "needs --disk, which is not given")
+    if options.config is None:
+        return embedded(overrides, variables)
+    return load(options.config, overrides, variables)
+
+
+async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
+    from kvdepot.server.daemon.node import ARENA_NAME, Node  # with gRPC, which the other verbs do not need
+
+    log = make_log(config.tables.log.level, config.tables.log.format)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(UnhandledErrors(log, loop.time))
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, log.warning, "reload ignored: the daemon is still starting")
+    log.info("daemon starts: kvdepotd %s, pid %d, configuration: %s", version("kvdepot"), os.getpid(), config.file)
+    if config.note:
+        log.warning("configuration: %s", config.note)
+    notify = ServiceNotifier(os.environ, pid=os.getpid(), clock=time.monotonic)
+    kept = take_kept(os.environ, pid=os.getpid(), name=ARENA_NAME)
+    try:
+        node = Node(config, log=log, loop=loop, notify=notify, kept_arenas=kept, reread=reread)
+    except (KvDepotError, OSError) as error:
+        log.error("cannot start: %s", error)
+        return 1
+    try:
+        await node.start()
+    except (KvDepotError, OSError) as error:
+        log.error("cannot start: %s", error)
+        await node.stop()
+        return 1
+    reloads: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        reloads.add(task := node.begin_reload())
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    await stop.wait()
+    await node.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

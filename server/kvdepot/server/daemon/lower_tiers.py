@@ -1,0 +1,81 @@
+"""The tiers below RAM of a configuration, created once the registry of worker processes exists."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.core.report import TierStatus
+from kvdepot.server.arena.arena_file import ArenaFile
+from kvdepot.server.config.config import Config
+from kvdepot.server.config.schema import SHARED_KIND, TierTable
+from kvdepot.server.config.tier_settings import disk_config, engine_tier_config, shared_config
+from kvdepot.server.depot.counters import Counters
+from kvdepot.server.depot.types import TierConfig
+from kvdepot.server.io.breaker import BreakerState
+from kvdepot.server.storage.base import Tier, WorkerRegistry
+from kvdepot.server.tiers.disk.making import make_disk_tier
+from kvdepot.server.tiers.health import State
+from kvdepot.server.tiers.pools import TierMeans
+from kvdepot.server.tiers.shared.making import make_shared_tier
+
+_TROUBLED: Final = (State.DEGRADED, State.READ_ONLY, State.OFFLINE)
+
+
+class LowerTiers:
+    """`make` is called once. What their workers count goes into `counters`, under each tier's name."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        arena: ArenaFile,
+        counters: Counters,
+        loop: asyncio.AbstractEventLoop,
+        log: logging.Logger,
+    ) -> None:
+        self._config = config
+        self._arena = arena
+        self._counters = counters
+        self._loop = loop
+        self._log = log
+        self._made: list[Tier] = []
+
+    def make(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
+        tables = self._config.tables.tier
+        self._made = [self._tier(table, registry) for table in tables]
+        return list(zip(self._made, map(engine_tier_config, tables), strict=True))
+
+    @property
+    def trouble(self) -> str:
+        """Return what is wrong with the tiers, for people; empty if nothing is."""
+        statuses = [tier.status() for tier in self._made]
+        return "; ".join(f"tier {one.name}: {one.state}: {one.reason}" for one in statuses if _in_trouble(one))
+
+    def _tier(self, table: TierTable, registry: WorkerRegistry) -> Tier:
+        tables = self._config.tables
+        means = TierMeans(
+            arena_fd=self._arena.fd,
+            arena_bytes=self._arena.layout.size_bytes,
+            arena_id=self._arena.superblock.arena_id,
+            registry=registry,
+            loop=self._loop,
+            log=self._log,
+            count=self._count(table.name),
+        )
+        if table.kind == SHARED_KIND:
+            return make_shared_tier(shared_config(tables, table), means)
+        return make_disk_tier(disk_config(tables, table), means)
+
+    def _count(self, tier: str) -> Callable[[str, float], None]:
+        def count(name: str, amount: float) -> None:
+            family, _, label = name.partition(".")
+            self._counters.add(f"{family}.{tier}/{label}", amount)
+
+        return count
+
+
+def _in_trouble(status: TierStatus) -> bool:
+    return status.state in _TROUBLED or status.breaker != BreakerState.CLOSED

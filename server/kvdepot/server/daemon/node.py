@@ -1,0 +1,434 @@
+"""The composition root: creates, connects, starts and stops all parts of the daemon.
+
+It decides nothing about objects. Its states are starting, serving, stopping and stopped; it never goes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+
+from kvdepot.core import limits
+from kvdepot.core.calls import Capabilities
+from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
+from kvdepot.core.proc_text import MEMORY_KINDS
+from kvdepot.core.records import RequestRecord
+from kvdepot.core.report import DaemonStatus, TierStatus
+from kvdepot.server.arena.arena_file import ArenaFile, describe, open_arena
+from kvdepot.server.arena.populate import RETRY_SECONDS, Growth, Populator
+from kvdepot.server.attach.attach import ArenaOffer, AttachListener
+from kvdepot.server.attach.streams import StreamProxies
+from kvdepot.server.config.config import Config
+from kvdepot.server.config.memory_room import MIB, file_system
+from kvdepot.server.config.schema import host_and_port
+from kvdepot.server.config.set_quotas import SetQuotas
+from kvdepot.server.config.tier_settings import engine_tier_config
+from kvdepot.server.daemon.checksums import ChecksumService
+from kvdepot.server.daemon.control import Control, Reread
+from kvdepot.server.daemon.lower_tiers import LowerTiers
+from kvdepot.server.daemon.start_checks import arena_request, cannot_listen, check_host, lock_file, locked_files
+from kvdepot.server.daemon.state_file import StateFile
+from kvdepot.server.depot.counters import Counters
+from kvdepot.server.depot.depot import Depot
+from kvdepot.server.depot.types import DepotConfig, Liveness, ProcessIdentity
+from kvdepot.server.observe.health import HttpListener, Readiness, readiness
+from kvdepot.server.observe.metrics import exposition
+from kvdepot.server.observe.summary import summary_line
+from kvdepot.server.observe.tracing import Tracing
+from kvdepot.server.platform import processes
+from kvdepot.server.platform.accepting import SPARE_DESCRIPTORS, SpareDescriptors
+from kvdepot.server.platform.guard import engine_guard
+from kvdepot.server.platform.logs import drain, make_log
+from kvdepot.server.platform.service_notify import ServiceNotifier
+from kvdepot.server.rpc.control_service import control_service
+from kvdepot.server.rpc.depot_calls import DepotCalls
+from kvdepot.server.rpc.depot_service import depot_service
+from kvdepot.server.rpc.listener import GrpcListener
+from kvdepot.server.rpc.operator_service import operator_service
+
+ARENA_NAME = "arena"
+"""Of the arena's descriptor, where the supervisor keeps it."""
+TICK_SECONDS = 0.1
+TRIM_SECONDS = 0.005
+DRAIN_SECONDS = 5.0
+"""What an orderly stop waits for outstanding checksums: without them the next daemon drops the objects."""
+CLOSE_SECONDS = 7.0
+"""What tiers get to finish what is in flight: with the rest of a stop, less than 10 s whatever a medium does."""
+GRACE_SECONDS = 1.0
+"""What calls in flight get at a stop."""
+_THREADS_MAX = 4
+_DRAIN_STEP_SECONDS = 0.01
+
+
+class Node:
+    """One daemon. Locks and arena are taken in the constructor, which is where a start is refused.
+
+    `notify` tells the supervisor. `kept_arenas`: descriptors that it kept over a restart, taken over. `reread` is asked
+    at a reload; None: there is no file.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        log: logging.Logger,
+        loop: asyncio.AbstractEventLoop,
+        notify: ServiceNotifier,
+        kept_arenas: Sequence[int] = (),
+        reread: Reread | None,
+    ) -> None:
+        self._notify = notify
+        self._reread = reread
+        self._config = config
+        self._log = log
+        self._loop = loop
+        self._started_at = time.monotonic()
+        self._spare = SpareDescriptors(SPARE_DESCRIPTORS, log, loop.time)
+        self._boot_id = processes.read_boot_id()
+        self._version = version("kvdepot")
+        check_host(config)
+        self._locks = [lock_file(config, *file) for file in locked_files(config)]
+        self._state = StateFile(config.state_path)
+        self._arena = self._open_arena(kept_arenas)
+        notify.keep(ARENA_NAME, self._arena.fd)
+        self._quotas = SetQuotas()
+        self._growth = Growth(0, done=False)
+        self._serving = False
+        self._stopping = False
+        self._tick_handle: asyncio.TimerHandle | None = None
+        self._trim_handle: asyncio.TimerHandle | None = None
+        self._health_task: asyncio.Task[None] | None = None
+        self._told_ready = False
+        self._compose()
+
+    def _compose(self) -> None:
+        arena, superblock = self._arena, self._arena.superblock
+        self._counters = counters = Counters()
+        self._guard = engine_guard(counters.add)
+        self._tiers = tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
+        self._depot = Depot(
+            arena.tables,
+            arena_id=superblock.arena_id,
+            run=superblock.run,
+            clock=time.monotonic,
+            random_bytes=secrets.token_bytes,
+            config=engine_config(self._config, self._quotas),
+            counters=counters,
+            tiers=tiers.make,
+            identify=self._identify,
+        )
+        self._tracing = self._make_tracing()
+        offer = ArenaOffer(superblock.arena_id, arena.layout.size_bytes, self._version, arena.open_descriptor)
+        tables = self._config.tables
+        streams = StreamProxies(
+            arena_fd=arena.fd, count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
+            group_id=tables.daemon.group_id, loop=self._loop, log=self._log,
+        )  # fmt: skip
+        self._streams = streams
+        self._control = Control(
+            self._depot, self._state, self._config,
+            reread=self._reread, configure=self._configure,
+            readiness_changed=self._tell_readiness, quotas=self._quotas, log=self._log,
+        )  # fmt: skip
+        self._control.restore()
+        self._checksums = ChecksumService(
+            arena=arena, depot=self._depot, loop=self._loop, log=self._log, quarantine=self._control.quarantine
+        )
+        self._populator = Populator(
+            fd=arena.fd,
+            address=arena.address,
+            size_bytes=arena.layout.size_bytes,
+            threads=min(os.cpu_count() or 1, _THREADS_MAX),
+            report=self._report_growth,
+        )
+        calls = DepotCalls(
+            self._depot,
+            capabilities=self.capabilities, committed=self._checksums.wake, counters=counters, log=self._log,
+        )  # fmt: skip
+        self._attach = AttachListener(
+            depot=self._depot, calls=calls, offer=offer, streams=streams,
+            loop=self._loop, log=self._log, boot_id=self._boot_id, spare=self._spare,
+        )  # fmt: skip
+        self._grpc = GrpcListener(
+            (
+                depot_service(calls),
+                operator_service(self.status, self._depot.listing, self._depot.records, self._log),
+                control_service(self._control, self._log),
+            ),
+            sockets=len(tables.daemon.listen),
+        )
+        self._http = HttpListener(
+            metrics=exposition(self.status, counters.histograms),
+            summary=lambda: summary_line(self.status()),
+            health=self.readiness,
+            log=self._log,
+            spare=self._spare,
+        )
+
+    async def start(self) -> None:
+        """Adopt, populate, listen. Raises ConfigError when an address cannot be had; then `stop` is still due."""
+        self._log.info("arena opened: %s", describe(self._arena))
+        report = self._depot.adopt(self._alive)
+        self._log.info(
+            "adopted objects: %d committed, %d waiting for disk tiers, %d reserved, %d lent; %d sessions, %d leases; "
+            "dropped %s",
+            report.kept, report.detached, report.reserved, report.pinned, report.sessions, report.leases,
+            report.dropped,
+        )  # fmt: skip
+        self._checksums.start()
+        self._grew(Growth(self._arena.populated_bytes(), done=False))
+        self._populator.start()
+        tables = self._config.tables.daemon
+        try:
+            for path in tables.sockets:
+                self._attach.listen(path, tables.mode_bits, tables.group_id)
+            self._attach.watch_adopted()
+            self._start_tiers()
+            await self._grpc.listen(tables.sockets, tables.mode_bits, tables.group_id)
+        except OSError as error:
+            raise ConfigError(self._config.file, "daemon.listen", f"cannot listen: {error}") from error
+        self._log.info("listening on %s", ", ".join(tables.listen))
+        await self._listen_http(tables.metrics)
+        self._serving = True
+        await self._tell_readiness()
+        self._tick()
+        self._notify("READY=1")
+        # What lives now lives long: the collector need not look at it again (design.md#index).
+        gc.collect()
+        gc.freeze()
+
+    async def stop(self) -> None:
+        """Stop granting, let calls in flight end, drain the sums, leave the arena to the next daemon."""
+        self._stopping = True
+        self._log.info("stopping")
+        self._notify("STOPPING=1")
+        self._attach.refuse_new()
+        await self._grpc.set_serving(False)
+        await asyncio.gather(self._grpc.stop(GRACE_SECONDS), self._attach.finish_calls(GRACE_SECONDS))
+        await self._control.close(GRACE_SECONDS)
+        drained, closed, _ = await asyncio.gather(self._drain(), self._close_tiers(), self._close_tracing())
+        for handle in (self._tick_handle, self._trim_handle):
+            if handle is not None:
+                handle.cancel()
+        self._http.close()
+        self._attach.close()
+        self._checksums.close()
+        await self._loop.run_in_executor(None, self._populator.stop)
+        kept = "" if drained else ", some objects without a checksum will be dropped"
+        if not closed:
+            self._log.warning("tier not closed: no answer in %.0f s, its device may hang", CLOSE_SECONDS)
+        self._log.info("stopped: the arena %s stays for the next daemon%s", self._arena.path, kept)
+
+    def begin_reload(self) -> asyncio.Task[None]:
+        """Start the reload that SIGHUP asks for. The log has the outcome; a refused reload changes nothing."""
+        return self._guard.task("task", self._reload(), self._loop)
+
+    async def _reload(self) -> None:
+        with contextlib.suppress(KvDepotError):
+            await self._control.reload()
+
+    async def _tell_readiness(self) -> None:
+        ready = self.readiness().ready
+        await self._grpc.set_serving(ready)
+        self._told_ready = ready
+
+    def _tick_readiness(self) -> None:
+        """Tell of another readiness. What failed is tried again at the next tick."""
+        if self.readiness().ready != self._told_ready and (self._health_task is None or self._health_task.done()):
+            self._health_task = self._guard.task("task", self._tell_readiness(), self._loop)
+
+    def _configure(self, config: Config) -> None:
+        """Run with another configuration, in which only live keys differ."""
+        self._config, tables = config, config.tables
+        tiers = {tier.name: engine_tier_config(tier) for tier in tables.tier}
+        self._depot.configure(engine_config(config, self._quotas), tiers)
+        self._streams.count_max = tables.sessions.streams
+        make_log(tables.log.level, tables.log.format)
+
+    def readiness(self) -> Readiness:
+        return readiness(
+            serving=self._serving,
+            stopping=self._stopping,
+            ready_bytes=max(self._growth.ready_bytes - self._arena.layout.data_offset, 0),
+            growth_reason=self._growth.reason,
+            tiers_reason=self._tiers.trouble,
+            draining=self._depot.switches.draining,
+        )
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            protocol_min=limits.PROTOCOL_MIN,
+            protocol_max=limits.PROTOCOL_MAX,
+            daemon_version=self._version,
+            arena_id=self._arena.superblock.arena_id,
+            ready_bytes=self._growth.ready_bytes,
+            limits=limits.advertised(),
+        )
+
+    def status(self) -> DaemonStatus:
+        health = self.readiness()
+        depot = self._depot.status()
+        return DaemonStatus(
+            daemon_version=self._version,
+            pid=os.getpid(),
+            uptime_seconds=time.monotonic() - self._started_at,
+            ready=health.ready,
+            reason=health.reason,
+            arena_id=self._arena.superblock.arena_id,
+            run=self._arena.superblock.run,
+            tiers=(self._tier(depot.tier), *depot.lower_tiers),
+            sessions=depot.sessions,
+            namespaces=depot.namespaces,
+            quotas=depot.quotas,
+            counters=depot.counters,
+            switches=self._depot.switches.status(),
+            pins=self._depot.pins.statuses(),
+            epochs=self._depot.invalidation.epochs,
+        )
+
+    def _open_arena(self, kept: Sequence[int]) -> ArenaFile:
+        config = self._config
+        folder = config.arena_path.parent
+        kind = file_system(folder)
+        if kind and kind not in MEMORY_KINDS:
+            self._log.warning("arena is on a disk: %s; set [ram] path to a directory on tmpfs or hugetlbfs", folder)
+        return open_arena(
+            arena_request(config), kept=kept, boot_id=self._boot_id, random_bytes=secrets.token_bytes, alive=self._alive
+        )
+
+    def _start_tiers(self) -> None:
+        """Have the tiers open. Raises ConfigError where another daemon has a directory."""
+        try:
+            self._depot.start_tiers()
+        except ConfigError as error:
+            raise ConfigError(self._config.file, error.key, error.reason, advice=error.advice) from error
+
+    def _make_tracing(self) -> Tracing | None:
+        """Return the tracing of the configuration. Raise ConfigError."""
+        trace = self._config.tables.trace
+        if not trace.endpoint:
+            return None
+        tracing = Tracing(trace.endpoint, trace.sample, file=self._config.file, version=self._version, log=self._log)
+
+        def over(record: RequestRecord) -> None:
+            self._loop.call_soon(self._guard.call, "task", tracing.ended, record)  # behind the engine's answer
+
+        self._depot.records.over = over
+        return tracing
+
+    async def _close_tiers(self) -> bool:
+        try:
+            await asyncio.wait_for(self._depot.close_tiers(), CLOSE_SECONDS)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _close_tracing(self) -> None:
+        if self._tracing is not None:
+            await self._tracing.close()
+
+    def _identify(self, pid: int) -> ProcessIdentity:
+        """Return the identity of a child that is not reaped yet, so that its pid cannot be reused. Raise NoRoom."""
+        try:
+            return processes.identify(pid, None, self._boot_id)
+        except OSError as error:
+            raise NoRoom(f"cannot read when process {pid} started: {error.strerror}") from error
+
+    def _alive(self, process: ProcessIdentity) -> Liveness:
+        return processes.liveness(process, self._boot_id)
+
+    def _tier(self, tier: TierStatus) -> TierStatus:
+        state = "ready" if self._growth.done and not self._growth.reason else "growing"
+        return replace(
+            tier,
+            capacity_bytes=self._config.capacity_bytes,
+            ready_bytes=self._growth.ready_bytes,
+            state="degraded" if self._growth.reason else state,
+            reason=self._growth.reason,
+        )
+
+    def _report_growth(self, growth: Growth) -> None:
+        """Pass growth of the arena to the loop. The populating threads call this."""
+        self._loop.call_soon_threadsafe(self._grew, growth)
+
+    def _grew(self, growth: Growth) -> None:
+        before = self._growth
+        self._growth = replace(growth, ready_bytes=max(growth.ready_bytes, self._growth.ready_bytes))
+        self._depot.ready(self._growth.ready_bytes)
+        if growth.reason and not before.reason:
+            self._log.error("arena stopped growing: %s; retry every %.0f s", growth.reason, RETRY_SECONDS)
+        elif before.reason and not growth.reason:
+            self._log.info("arena grows again")
+        if growth.done:
+            self._log.info("arena populated: %s", "locked into memory" if growth.locked else "not locked into memory")
+        self._notify(f"STATUS={self._progress()}")
+
+    def _progress(self) -> str:
+        """Return one line for the supervisor."""
+        growth, size_bytes = self._growth, self._arena.layout.size_bytes
+        populated = f"{growth.ready_bytes // MIB} of {size_bytes // MIB} MiB of the arena are populated"
+        return f"degraded: {growth.reason}" if growth.reason else populated
+
+    def _tick(self) -> None:
+        due, self._tick_handle = self._tick_handle, self._loop.call_later(TICK_SECONDS, self._tick)
+        if due is not None:
+            lag = self._loop.time() - due.when()
+            self._guard.call("tick", lambda: self._counters.observe("loop_lag_seconds", lag))
+        self._guard.each(
+            "tick", self._tick_engine, self._checksums.wake, self._spare.refill, lambda: drain(self._log),
+            self._tick_readiness, self._notify.alive,
+        )  # fmt: skip
+
+    def _tick_engine(self) -> None:
+        if self._depot.tick() and self._trim_handle is None:
+            self._trim_handle = self._loop.call_later(TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        """Trim one slice between two ticks, so that no slice is long."""
+        self._trim_handle = None
+        if self._depot.trim():
+            self._trim_handle = self._loop.call_later(TRIM_SECONDS, self._trim)
+
+    async def _drain(self) -> bool:
+        """Take the pending checksums. Return whether every committed object has one now."""
+        until = self._loop.time() + DRAIN_SECONDS
+        self._depot.finish_sums()
+        while not self._checksums.drained:
+            if self._loop.time() > until:
+                return False
+            await asyncio.sleep(_DRAIN_STEP_SECONDS)
+        return True
+
+    async def _listen_http(self, address: str) -> None:
+        if not address:
+            return
+        try:
+            bound = await self._http.listen(*host_and_port(address))
+        except OSError as error:
+            raise cannot_listen(self._config, error) from error
+        self._log.info("metrics on http://%s/metrics, health on /healthz", bound)
+
+
+def engine_config(config: Config, quotas: SetQuotas) -> DepotConfig:
+    tables = config.tables
+    return DepotConfig(
+        credit_bytes=config.credit_bytes,
+        lease_deadline_seconds=tables.policy.lease_deadline,
+        grace_seconds=tables.sessions.grace,
+        high_watermark=tables.ram.high_watermark,
+        low_watermark=tables.ram.low_watermark,
+        loads_in_flight=tables.policy.loads_in_flight,
+        prefetch_share=tables.policy.prefetch_share,
+        pin_share=tables.policy.pin_share,
+        audit_sample=tables.policy.audit_sample,
+        eviction=tables.policy.eviction,
+        quotas=quotas.for_engine(tables),
+    )

@@ -1,0 +1,170 @@
+"""What a host must allow for a start. `check-config` and `kvdepotd serve` use the same functions.
+
+They create and change nothing. Conditions that may end without a change of the host are not checked: another running
+daemon, a port in use, loans of extents (docs/adr/0053).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.server.arena.arena_file import ArenaRequest, check_arena
+from kvdepot.server.config.config import Config
+from kvdepot.server.config.schema import ATTACH_SUFFIX, host_and_port, url_address
+from kvdepot.server.daemon.state_file import StateFile
+from kvdepot.server.observe import tracing
+from kvdepot.server.platform.file_lock import LOCK_SUFFIX, FileLock
+from kvdepot.server.platform.listening import bind_all
+from kvdepot.server.platform.own_files import open_own
+
+_NO_DIRECTORY: Final = (
+    "create the directory for the daemon's user (docs/install.md), or start without a configuration file"
+)
+_NO_LOCK: Final = (
+    "run the daemon as the owner of this file and its directory (docs/install.md); if another user owns the file, "
+    "delete it while no daemon runs"
+)
+
+
+def check_host(config: Config) -> None:
+    """Raise ConfigError for what would refuse a start. `check_arena_of` checks the arena."""
+    for check in _checks(config):
+        check()
+
+
+def host_problems(config: Config, boot_id: bytes) -> Iterator[KvDepotError]:
+    """Yield everything that `check_host` and `check_arena_of` would raise."""
+    checks: list[Callable[[], object]] = [*_checks(config), partial(check_arena_of, config, boot_id)]
+    for check in checks:
+        try:
+            check()
+        except KvDepotError as error:
+            yield error
+
+
+def _checks(config: Config) -> Iterator[Callable[[], object]]:
+    for key, path, what in locked_files(config):
+        yield partial(lock_file, config, key, path, what, take=False)
+    for path in config.tables.daemon.sockets:
+        for one in (path, path.with_name(f"{path.name}{ATTACH_SUFFIX}")):
+            yield partial(_check_socket, config, one)
+    yield partial(_check_group, config)
+    yield StateFile(config.state_path).read
+    if config.tables.daemon.metrics:
+        yield partial(_check_metrics, config)
+    if config.tables.trace.endpoint:
+        yield partial(tracing.require, config.file)
+
+
+def arena_request(config: Config) -> ArenaRequest:
+    return ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file)
+
+
+def check_arena_of(config: Config, boot_id: bytes) -> None:
+    """Raise ConfigError if the host has no room for the arena, and no arena of its size."""
+    check_arena(arena_request(config), boot_id)
+
+
+def locked_files(config: Config) -> Iterator[tuple[str, Path, str]]:
+    """Yield (key, path, what it is) of each file that only one daemon may use."""
+    yield "ram.path", config.arena_path, "the arena"
+    for path in config.tables.daemon.sockets:
+        yield "daemon.listen", path, "the socket"
+    # One beside the arena is behind the arena's lock. Where nothing can be written `Control.restore` says so.
+    if config.tables.daemon.state and StateFile(config.state_path).writable:
+        yield "daemon.state", config.state_path, "the state file"
+
+
+def lock_file(config: Config, key: str, path: Path, what: str, *, take: bool = True) -> FileLock | None:
+    """Take the lock that allows its holder to use the arena or to unlink the socket file. Raise ConfigError.
+
+    With `take` False, only check whether the lock could be taken. With True, raise ArenaInUse if another process
+    has it.
+    """
+    lock = path.with_name(f"{path.name}{LOCK_SUFFIX}")
+    try:
+        if take:
+            return FileLock(lock, f"{what} {path}")
+        _look_at_lock(lock)
+    except FileNotFoundError as error:
+        reason = f"cannot use {path.parent}: {error.strerror}"
+        raise ConfigError(config.file, key, reason, advice=_NO_DIRECTORY) from error
+    except OSError as error:
+        raise ConfigError(config.file, key, f"cannot use {lock}: {error.strerror}", advice=_NO_LOCK) from error
+    return None
+
+
+def _look_at_lock(lock: Path) -> None:
+    """Raise OSError if the lock file could not be created or opened."""
+    try:
+        os.close(open_own(lock, os.O_RDWR))
+    except FileNotFoundError:
+        if not stat.S_ISDIR(lock.parent.stat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
+        if _forbids_files(lock.parent):
+            raise PermissionError(errno.EACCES, f"{lock.parent} cannot be written to") from None
+
+
+def _forbids_files(folder: Path) -> bool:
+    """Return whether no file can be created there. A process with other effective ids finds out at its start.
+
+    `effective_ids` was rejected: seccomp filters that do not know faccessat2(2) refuse it (Docker before 20.10.6,
+    systemd before 247), and os.access takes every error for a missing permission.
+    """
+    own = (os.getuid(), os.getgid()) == (os.geteuid(), os.getegid())
+    return own and not os.access(folder, os.W_OK | os.X_OK)
+
+
+def _check_socket(config: Config, path: Path) -> None:
+    """Raise ConfigError for a file at a socket's path that is no socket: a start removes only sockets."""
+    try:
+        found = path.lstat()
+        folder = path.parent.stat()
+    except OSError:  # not there; the lock beside it has said the rest
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise ConfigError(
+            config.file,
+            "daemon.listen",
+            f"{path} exists and is not a socket",
+            advice="move it away, or choose another path",
+        )
+    user = os.geteuid()
+    if folder.st_mode & stat.S_ISVTX and user not in (0, found.st_uid, folder.st_uid):
+        denied = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        reason = f"{path} is a socket of uid {found.st_uid}, which uid {user} cannot delete"
+        raise ConfigError(config.file, "daemon.listen", reason, advice="delete it") from denied
+
+
+def _check_group(config: Config) -> None:
+    name, group = config.tables.daemon.group, config.tables.daemon.group_id
+    if name and group == -1:
+        raise ConfigError(config.file, "daemon.group", f"group {name!r} does not exist on this host")
+    if os.geteuid() and group not in (-1, os.getegid(), *os.getgroups()):
+        denied = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        reason = f"uid {os.geteuid()} is not a member of {name!r}, and cannot give its sockets to it"
+        advice = "add the daemon's user to the group (SupplementaryGroups= in the unit)"
+        raise ConfigError(config.file, "daemon.group", reason, advice=advice) from denied
+
+
+def _check_metrics(config: Config) -> None:
+    """Raise ConfigError if the address cannot be bound. One that is in use may be this daemon's own."""
+    address = config.tables.daemon.metrics
+    try:
+        for bound in bind_all(*host_and_port(address)):
+            bound.close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise cannot_listen(config, error) from error
+
+
+def cannot_listen(config: Config, error: OSError) -> ConfigError:
+    address = url_address(*host_and_port(config.tables.daemon.metrics))
+    return ConfigError(config.file, "daemon.metrics", f"cannot listen on {address}: {error.strerror or error}")

@@ -1,0 +1,210 @@
+"""Acquire and release: how objects leave the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core import limits
+from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.calls import (
+    EXTENT_WORDS,
+    KEY_BYTES,
+    AcquireCall,
+    AcquireOutcome,
+    AcquireReply,
+)
+from kvdepot.core.errors import InvalidArgument
+from kvdepot.core.lifecycle import LeaseEvent
+from kvdepot.core.limits import check_limit
+from kvdepot.server.depot.loads.acquires import Answer, Asked, PendingAcquires
+from kvdepot.server.depot.sessions.session import ReadLease, Session
+from kvdepot.server.depot.tiering.tiering import Tiering
+from kvdepot.server.depot.tree.index import NONE
+from kvdepot.server.depot.tree.namespaces import Namespace
+from kvdepot.server.depot.tree.ram import RamTier
+from kvdepot.server.depot.tree.switches import REFUSALS, Refusal
+from kvdepot.server.depot.tree.tree import Tree
+from kvdepot.server.depot.types import DepotConfig
+
+_Rows = npt.NDArray[np.int64]
+
+
+class Loads:
+    """Read leases of all sessions."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        ram: RamTier,
+        config: DepotConfig,
+        arena_id: int,
+        tiering: Tiering,
+        unused: Callable[[ReadLease], None],
+    ) -> None:
+        """Make the part that grants loads. `unused` is called with each lease that was granted and ends unused."""
+        self._tree = tree
+        self._ram = ram
+        self._index = tree.index
+        self._counters = tree.counters
+        self._clock = tree.clock
+        self._rows = ram.rows
+        self._lent = ram.lent
+        self._unused = unused
+        self._tiering = tiering
+        self._pending = PendingAcquires(tree, ram, tiering.promotions, self._grant_pending)
+        self._config = config
+        self._arena_id = arena_id
+
+    def configure(self, config: DepotConfig) -> None:
+        self._config = config
+
+    # Acquire
+
+    def acquire(self, session: Session, namespace: Namespace, call: AcquireCall, answer: Answer) -> None:
+        """Acquire all objects or none. The facade has dealt with repeats, tombstones and missing ranks.
+
+        Call `answer` before this returns, unless something has to be read from a lower tier first.
+        """
+        count = len(call.kinds)
+        check_limit("objects of one acquire", count, limits.OBJECTS_PER_LEASE_MAX)
+        if not count or len(call.keys) != count * KEY_BYTES:
+            raise InvalidArgument(f"keys has {len(call.keys)} bytes for {count} objects")
+        if (
+            session.left_loads + session.loads >= self._config.loads_in_flight
+            or len(session.leases) >= limits.LEASES_PER_SESSION_MAX
+            or count > self._lent.free_count
+        ):
+            answer(AcquireReply(AcquireOutcome.LATER))
+            return
+        nodes, rows = self._resolve(namespace, call)
+        visible = self._rows.visible_many(rows)
+        if visible.all():
+            answer(self._grant(session, namespace, call, nodes, rows))
+        else:
+            self._pending.begin(Asked(session, namespace, call, nodes, rows), visible, self._deadline(), answer)
+
+    def place_some(self) -> bool:
+        """Make room, in one slice, for what large acquires wait for. Return whether there is more to do."""
+        return self._pending.place_some()
+
+    def _grant(
+        self, session: Session, namespace: Namespace, call: AcquireCall, nodes: _Rows, rows: _Rows
+    ) -> AcquireReply:
+        extents, granted_bytes = self._pack(rows)
+        if len(extents) > limits.FRAGMENTS_PER_REPLY_MAX * EXTENT_WORDS * 8:
+            return AcquireReply(AcquireOutcome.REFUSED)  # in more pieces than a reply holds
+        entries = self._lent.lend_many(call.lease_id, session.slot, LentMode.READ, rows)
+        reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
+        lease = ReadLease(session, call.lease_id, entries, hash(call), reply, self._deadline(), call.request_id)
+        session.leases[call.lease_id] = lease
+        session.loads += 1
+        self._count(lease, Asked(session, namespace, call, nodes, rows), granted_bytes)
+        return reply
+
+    def _grant_pending(self, lease: ReadLease, asked: Asked) -> AcquireReply:
+        """Grant a lease whose objects are all in RAM and pinned. From now on its time runs as for any other lease."""
+        session = lease.session
+        lease.enter(LeaseEvent.GRANT)
+        extents, granted_bytes = self._pack(asked.rows)
+        if len(extents) > limits.FRAGMENTS_PER_REPLY_MAX * EXTENT_WORDS * 8:
+            self.release(lease)
+            return AcquireReply(AcquireOutcome.REFUSED)
+        lease.reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
+        lease.deadline = self._deadline()
+        session.leases[lease.id] = session.leases.pop(lease.id)  # in order of deadline
+        self._count(lease, asked, granted_bytes)
+        return lease.reply
+
+    def _resolve(self, namespace: Namespace, call: AcquireCall) -> tuple[npt.NDArray[np.int64], _Rows]:
+        """Return node and head row per object, NONE and NO_ROW where there is none."""
+        nodes = self._index.find_many(namespace.slot, call.keys)
+        kinds = np.frombuffer(call.kinds, np.uint8)
+        rows = np.full(len(nodes), NO_ROW, np.int64)
+        for kind in namespace.object_bytes:
+            chosen = (kinds == kind) & (nodes != NONE)
+            rows[chosen] = self._index.rows[kind - 1][nodes[chosen]]
+        return nodes, rows
+
+    def _pack(self, rows: _Rows) -> tuple[bytes, int]:
+        """Return the fragments of these objects, and their bytes."""
+        table = self._rows
+        indices = np.arange(len(rows), dtype=np.int64)
+        if (table.nexts[rows] != NO_ROW).any():
+            chains = [table.chain(row) for row in rows.tolist()]
+            indices = np.repeat(indices, [len(chain) for chain in chains])
+            rows = np.array([row for chain in chains for row in chain], np.int64)
+        packed = np.empty((len(rows), EXTENT_WORDS), "<u8")
+        packed[:, 0] = indices
+        packed[:, 1] = rows
+        packed[:, 2] = table.offsets[rows]
+        lengths = table.lengths[rows]
+        packed[:, 3] = lengths
+        packed[:, 4] = table.generations[rows]
+        return packed.tobytes(), int(lengths.sum())
+
+    def _count(self, lease: ReadLease, asked: Asked, granted_bytes: int) -> None:
+        """Count a grant, as a use of the end node only: the end node keeps its ancestors (design.md#eviction).
+
+        A grant that is released unused counts too (docs/adr/0041), because what was asked for may be asked for again.
+        A grant counts as a hit only when it is over.
+        """
+        namespace, call = asked.namespace, asked.call
+        self._counters.add("acquired_objects", len(asked.rows))
+        self._counters.add("granted_read_bytes", granted_bytes)
+        if call.no_use:
+            return
+        end = int(asked.nodes[int(self._rows.boundaries[asked.rows].argmax())])
+        self._tree.hit(end)
+        namespace.used_at = self._clock()
+        self._tiering.used_again(asked.nodes, call.kinds)
+        if namespace.spec is not None:
+            lease.hit_tokens = call.kinds.count(namespace.path_kind) * namespace.spec.chunk_tokens
+
+    def adopt(self, session: Session, lease_id: int, entries: npt.NDArray[np.uint32]) -> ReadLease:
+        """Adopt a pin of an earlier run as a read lease."""
+        lease = ReadLease(session, lease_id, entries, 0, AcquireReply(AcquireOutcome.REFUSED), self._deadline())
+        session.leases[lease_id] = lease
+        session.loads += 1
+        return lease
+
+    def _deadline(self) -> float:
+        return self._clock() + self._config.lease_deadline_seconds
+
+    # Release
+
+    def release(self, lease: ReadLease, reason: str = "", *, used: bool = False) -> None:
+        """Release a lease: every rank is done with it. `used`: every rank has got what the lease was for.
+
+        `reason` is reported to callers that still wait for the grant.
+        """
+        session = lease.session
+        if lease.reply is not None and lease.reply.outcome is AcquireOutcome.GRANTED:  # in this run
+            self._counters.add("released_loads.used" if used else "released_loads.unused")
+            if used:
+                self._counters.add("hit_tokens", lease.hit_tokens)
+            else:
+                self._unused(lease)
+        lease.enter(LeaseEvent.END)
+        if lease.pending is not None:
+            self._pending.cancel(lease, reason)
+        del session.leases[lease.id]
+        session.ended_leases.add(lease.id)
+        session.loads -= 1
+        self._ram.end_loans(lease.entries)
+
+    def switched_off(self, session: Session, refusal: Refusal) -> None:
+        """Refuse what still waits to be granted in namespaces (ids) for which there is a reason now."""
+        for lease in list(session.leases.values()):
+            if isinstance(lease, ReadLease) and lease.pending and (why := refusal(lease.pending.asked.namespace.id)):
+                self._counters.add(f"refused_loads.{why}")
+                self.release(lease, REFUSALS[why])
+
+    def expire(self, lease: ReadLease) -> None:
+        """End the service of a lease. Its pins stay (I5, I6), unless no rank can have seen them."""
+        if lease.pending is not None:
+            self.release(lease)
+            return
+        lease.enter(LeaseEvent.EXPIRE)
+        self._counters.add("expired_leases.read")

@@ -1,0 +1,372 @@
+"""Sessions and attachments: which processes may touch what a session is lent.
+
+In the tables a session exists before its first attachment, and an attachment before
+anything is lent; at the end lent entries go first, then the attachment, then the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
+
+import numpy as np
+from kvdepot.core import limits
+from kvdepot.core.arena import ATTACHMENTS_MAX, SESSIONS_MAX, ArenaTables
+from kvdepot.core.errors import EngineIdInUse, InvalidArgument, LimitExceeded, NoRoom, UnknownSession
+from kvdepot.core.limits import check_limit
+from kvdepot.server.depot.sessions.session import (
+    NO_RANK,
+    WORKER_NUMBERS,
+    WORKER_PREFIX,
+    WORKERS_MAX,
+    Attachment,
+    Session,
+    engine_digest,
+)
+from kvdepot.server.depot.types import Attached, AttachmentInfo, ProcessIdentity, Watch
+
+_USED: Final = 1
+_SCHEDULER: Final = 2
+"""In the attachment table's `used`: the process is the scheduler, with or without a rank."""
+LENT_SESSIONS_MAX: Final = 32
+"""Sessions of one process that are lent something. Those it has left stay until it dies; a process has one engine."""
+LENT_ELSEWHERE: Final = f"{LENT_SESSIONS_MAX} other sessions of this process are lent extents: end it, or release them"
+_FREE_SLOTS: Final = 16
+"""With fewer left, sessions that nobody is connected to and that are lent nothing go before grace."""
+_FULL: Final = "`kvdepotctl status` lists sessions and their processes: end engines that are not needed, then retry"
+
+
+class Sessions:
+    """The session and attachment tables and their live part."""
+
+    def __init__(
+        self, tables: ArenaTables, *, clock: Callable[[], float], random_bytes: Callable[[int], bytes], grace: float
+    ) -> None:
+        self._engines = tables.sessions["engine"].view("u1").reshape(-1, 16)
+        self._session_used = tables.sessions["used"].data
+        columns = tables.attachments
+        self._boots = columns["boot"].view("u1").reshape(-1, 16)
+        self._start = columns["start"].data
+        self._pid = columns["pid"].data
+        self._rank = columns["rank"].data
+        self._session = columns["session"].data
+        self._used = columns["used"].data
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._grace_seconds = grace
+        self.by_slot: dict[int, Session] = {}
+        self.by_token: dict[bytes, Session] = {}
+        self.attachments: dict[int, Attachment] = {}
+
+    # Adopting
+
+    def configure(self, *, grace: float, lease_deadline: float) -> None:
+        """Set grace and lease deadline, in seconds.
+
+        Existing leases expire no later than new ones, because `due` needs them in that order.
+        """
+        self._grace_seconds = grace
+        latest = self._clock() + lease_deadline
+        for session in self.by_slot.values():
+            for lease in session.leases.values():
+                lease.deadline = min(lease.deadline, latest)
+
+    def load(self, dead: Callable[[ProcessIdentity], bool]) -> set[int]:
+        """Read the tables of an earlier run.
+
+        Takes the sessions with a process that may live and returns their slots. `clear_gone`
+        clears the others, after what they were lent was cleared. A session whose scheduler has died meanwhile is to
+        end like one whose scheduler dies while a daemon runs: no other process can say what its workers still write.
+        """
+        now = self._clock()
+        without_scheduler = set[int]()
+        for slot in self._used_slots(self._used):
+            session_slot = self._session[slot]
+            if session_slot >= SESSIONS_MAX or not self._session_used[session_slot]:
+                continue
+            process = ProcessIdentity(self._pid[slot], self._start[slot], self._boots[slot].tobytes())
+            rank = self._rank[slot]
+            scheduler = self._used[slot] == _SCHEDULER or rank == NO_RANK
+            if dead(process):
+                if scheduler:
+                    without_scheduler.add(session_slot)
+                continue
+            session = self.by_slot.get(session_slot)
+            if session is None:
+                session = Session(session_slot, self._engines[session_slot].tobytes(), now)
+                self.by_slot[session_slot] = session
+            attachment = Attachment(slot, session, process, rank, scheduler=scheduler)
+            session.attachments[slot] = attachment
+            self.attachments[slot] = attachment
+        for session in self.by_slot.values():
+            session.scheduler_died = session.slot in without_scheduler
+        return set(self.by_slot)
+
+    def clear_gone(self) -> None:
+        """Mark as unused what `load` did not take."""
+        for slot in self._used_slots(self._used) - self.attachments.keys():
+            self._used[slot] = 0
+        for slot in self._used_slots(self._session_used) - self.by_slot.keys():
+            self._session_used[slot] = 0
+
+    @staticmethod
+    def _used_slots(column: memoryview) -> set[int]:
+        return set(np.flatnonzero(np.asarray(column)).tolist())
+
+    # Attaching
+
+    def of(self, token: bytes) -> Session:
+        """Return the session of this token. Raise UnknownSession where this run has none."""
+        session = self.by_token.get(token)
+        if session is None:
+            raise UnknownSession("this daemon run knows no such session")
+        return session
+
+    def expired_for(self, engine_id: str, process: ProcessIdentity) -> Session | None:
+        """Return the current session of this engine id if it expired, else None.
+
+        Such a session is without connections for longer than grace, and is not a session of this process.
+        """
+        session = self._current(engine_digest(engine_id), process)
+        if session is None or session.connected or session.has(process):
+            return None
+        return session if self._clock() - session.idle_since >= self._grace_seconds else None
+
+    def attach(
+        self,
+        process: ProcessIdentity,
+        engine_id: str,
+        *,
+        scheduler: bool,
+        rank: int,
+        world_size: int,
+        client: ProcessIdentity | None = None,
+    ) -> Attached:
+        _check(engine_id, scheduler, rank, world_size)
+        engine = engine_digest(engine_id)
+        session = self._current(engine, process) or self._revivable(engine, process)
+        if session is not None:
+            self._check_conflicts(session, (process, client or process), scheduler, rank, world_size)
+        else:
+            self._check_lent(process)
+        attachment = None if session is None else _joinable(session, process, rank)
+        slot = self._free_attachment() if attachment is None else attachment.slot  # a session without one never ends
+        if session is None:
+            session = self._open(engine)
+        session.engine_id = engine_id
+        session.world_size = world_size
+        session.ended = False
+        if not session.token:
+            session.token = self._random_bytes(limits.SESSION_TOKEN_BYTES)
+            self.by_token[session.token] = session
+        attachment = attachment or self._add(slot, session, process, rank)
+        if rank != NO_RANK and attachment.rank != rank:
+            self._rank[attachment.slot] = rank
+            attachment.rank = rank
+        if scheduler:
+            attachment.scheduler = True
+            self._used[attachment.slot] = _SCHEDULER
+        attachment.connections += 1
+        return Attached(session.token, attachment.slot)
+
+    def open_worker(self, process: ProcessIdentity) -> Attachment:
+        """Open a session for an I/O worker of this run. Raise NoRoom."""
+        taken = {session.engine for session in self.by_slot.values() if session.worker}
+        engine = next((engine for engine in WORKER_NUMBERS if engine not in taken), None)
+        if engine is None:
+            raise NoRoom(f"{WORKERS_MAX} I/O workers live already", advice="end those that hang")
+        slot = self._free_attachment()
+        attachment = self._add(slot, self._open(engine), process, NO_RANK)
+        attachment.connections = 1  # the daemon holds its pipe: no grace runs out
+        return attachment
+
+    def disconnected(self, slot: int) -> None:
+        attachment = self.attachments.get(slot)
+        if attachment is None or not attachment.connections:
+            return
+        attachment.connections -= 1
+        if not attachment.session.connected:
+            attachment.session.idle_since = self._clock()
+
+    def infos(self) -> tuple[AttachmentInfo, ...]:
+        return tuple(AttachmentInfo(a.slot, a.process, a.rank, a.connections) for a in self.attachments.values())
+
+    def watch(self, slot: int, watch: Watch) -> None:
+        """Take over what tells of the death of an attachment's process. One is enough."""
+        attachment = self.attachments[slot]
+        if attachment.watch is None:
+            attachment.watch = watch
+        else:
+            watch.close()
+
+    def unwatch(self) -> None:
+        """Stop watching all processes. Deaths are not reported any more."""
+        for attachment in self.attachments.values():
+            attachment.unwatch()
+
+    def may_borrow(self, session: Session) -> bool:
+        """Return whether other sessions do not lend too much to this session's processes.
+
+        Note what other sessions without a connection have.
+        """
+        known = {a.process for a in session.attachments.values() if a.process.known}
+        others = [one for one in self._lent_to(known) if one is not session]
+        left = [one for one in others if not one.connected]
+        session.left_bytes = sum(one.credit_used_bytes for one in left)
+        session.left_loads = sum(one.loads for one in left)
+        return bool(session.leases) or len(others) < LENT_SESSIONS_MAX
+
+    def _lent_to(self, processes: Collection[ProcessIdentity]) -> list[Session]:
+        """Return the sessions with one of these processes that are lent something."""
+        return [
+            session
+            for session in self.by_slot.values()
+            if session.leases and any(a.process in processes for a in session.attachments.values())
+        ]
+
+    def hold_extents(self) -> bool:
+        """Return whether an engine in service holds a lease: it may be copying."""
+        return any(session.leases and not session.ended and not session.worker for session in self.by_slot.values())
+
+    # Ending
+
+    def idle_beyond_grace(self) -> Iterable[Session]:
+        now = self._clock()
+        return [
+            session
+            for session in self.by_slot.values()
+            if not session.ended
+            and not session.worker
+            and not session.connected
+            and now - session.idle_since >= self._grace_seconds
+        ]
+
+    def over(self) -> Iterable[Session]:
+        """Return ended sessions without leases and connections. Whether their processes live does not matter."""
+        return [
+            session
+            for session in self.by_slot.values()
+            if session.ended and not session.leases and not session.connected
+        ]
+
+    def crowding(self) -> Iterable[Session]:
+        """Return sessions to end before grace, so that there are slots for others. The longest idle ones come first."""
+        wanted = max(
+            _FREE_SLOTS - SESSIONS_MAX + len(self.by_slot), _FREE_SLOTS - ATTACHMENTS_MAX + len(self.attachments)
+        )
+        if wanted <= 0:
+            return []
+        idle = [one for one in self.by_slot.values() if not (one.connected or one.leases or one.worker)]
+        return sorted(idle, key=lambda session: session.idle_since)[:wanted]
+
+    def end(self, session: Session) -> None:
+        """End the service under the session's token."""
+        session.ended = True
+        self.by_token.pop(session.token, None)
+        session.token = b""
+
+    def remove_attachment(self, attachment: Attachment) -> None:
+        """Free the slot of an attachment. From now on the death of its process is not reported."""
+        attachment.unwatch()
+        self._used[attachment.slot] = 0
+        del self.attachments[attachment.slot]
+        del attachment.session.attachments[attachment.slot]
+
+    def remove(self, session: Session) -> None:
+        """Free the slot of a session that is lent nothing and has no attachment."""
+        assert not session.attachments, "a session outlives its attachments"
+        self._session_used[session.slot] = 0
+        del self.by_slot[session.slot]
+
+    # Within
+
+    def _current(self, engine: bytes, process: ProcessIdentity) -> Session | None:
+        """Return the engine's session in service, or None.
+
+        An earlier run can leave several. Then this is the session of the process, if it has one.
+        """
+        current = [session for session in self.by_slot.values() if session.engine == engine and not session.ended]
+        return next((session for session in current if session.has(process)), next(iter(current), None))
+
+    def _revivable(self, engine: bytes, process: ProcessIdentity) -> Session | None:
+        """Return a session of the process that ended only because it was out of reach beyond grace, or None."""
+        for session in self.by_slot.values():
+            if session.engine == engine and not session.scheduler_died and session.has(process):
+                return session
+        return None
+
+    def _check_conflicts(
+        self, session: Session, own: tuple[ProcessIdentity, ...], scheduler: bool, rank: int, world_size: int
+    ) -> None:
+        if session.world_size not in (0, world_size):
+            raise EngineIdInUse(
+                f"engine {session.engine_id} has {session.world_size} workers, this process says {world_size}"
+            )
+        for other in session.attachments.values():
+            if any(other.process.is_same(process) for process in own):
+                continue
+            if scheduler and other.scheduler:
+                raise EngineIdInUse(f"{other.process} is already the scheduler of an engine with this id")
+            if rank != NO_RANK and other.rank == rank:
+                raise EngineIdInUse(f"{other.process} is already rank {rank} of an engine with this id")
+
+    def _check_lent(self, process: ProcessIdentity) -> None:
+        """Check a process before it gets one more session. Raise LimitExceeded."""
+        lent = len(self._lent_to({process})) if process.known else 0
+        if lent >= LENT_SESSIONS_MAX:
+            raise LimitExceeded(
+                "sessions of one process that are lent extents", lent + 1, LENT_SESSIONS_MAX,
+                advice="end the process, or have its engines release what they hold before they go",
+            )  # fmt: skip
+
+    def _open(self, engine: bytes) -> Session:
+        slot = next((slot for slot in range(SESSIONS_MAX) if slot not in self.by_slot), None)
+        if slot is None:
+            raise NoRoom(f"all {SESSIONS_MAX} sessions are in use", advice=_FULL)
+        session = Session(slot, engine, self._clock())
+        self._engines[slot] = list(engine)
+        self._session_used[slot] = 1
+        self.by_slot[slot] = session
+        return session
+
+    def _free_attachment(self) -> int:
+        slot = next((slot for slot in range(ATTACHMENTS_MAX) if slot not in self.attachments), None)
+        if slot is None:
+            raise NoRoom(f"all {ATTACHMENTS_MAX} attachments are in use", advice=_FULL)
+        return slot
+
+    def _add(self, slot: int, session: Session, process: ProcessIdentity, rank: int) -> Attachment:
+        self._boots[slot] = list(process.boot_id)
+        self._start[slot] = process.start_ticks
+        self._pid[slot] = process.pid
+        self._rank[slot] = rank
+        self._session[slot] = session.slot
+        self._used[slot] = _USED
+        attachment = Attachment(slot, session, process, rank, scheduler=False)
+        session.attachments[slot] = attachment
+        self.attachments[slot] = attachment
+        return attachment
+
+
+def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
+    if not engine_id:
+        raise InvalidArgument("engine_id is empty")
+    if engine_id.startswith(WORKER_PREFIX):
+        raise InvalidArgument(f"engine_id {engine_id!r} is one of the daemon's own")
+    check_limit("bytes of an engine_id", len(engine_id.encode()), limits.ENGINE_ID_BYTES_MAX)
+    if world_size < 1:
+        raise InvalidArgument(f"world_size is {world_size}")
+    check_limit("ranks of one engine", world_size, limits.RANKS_MAX)
+    if not NO_RANK <= rank < world_size:
+        raise InvalidArgument(f"rank {rank} is not one of the {world_size} ranks")
+    if rank == NO_RANK and not scheduler:
+        raise InvalidArgument("the process is neither the scheduler nor a rank")
+
+
+def _joinable(session: Session, process: ProcessIdentity, rank: int) -> Attachment | None:
+    """Return the process's attachment with this rank, else one where either side names no rank, else None."""
+    own = [a for a in session.attachments.values() if a.process.is_same(process)]
+    for attachment in own:
+        if attachment.rank == rank:
+            return attachment
+    return next((a for a in own if rank == NO_RANK or a.rank == NO_RANK), None)

@@ -1,0 +1,353 @@
+"""The RAM tier: the objects of the arena, with their rows, loans and bytes.
+
+`RamTier` owns the extent table, the lent table and the allocator. Bytes return to the allocator only when nobody can
+touch them any more (I6): an object leaves the index at once, and its bytes when its last loan has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from kvdepot.core.allocator import Extent, ExtentAllocator
+from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode
+from kvdepot.core.eviction import EvictionPolicy
+from kvdepot.server.depot.counters import Counters
+from kvdepot.server.depot.tree.detached import Detached
+from kvdepot.server.depot.tree.evicting import Evictor
+from kvdepot.server.depot.tree.holding import Demotion
+from kvdepot.server.depot.tree.index import NONE, Nodes
+from kvdepot.server.depot.tree.lent import LentTable
+from kvdepot.server.depot.tree.namespaces import Namespace
+from kvdepot.server.depot.tree.pin_table import PinTable
+from kvdepot.server.depot.tree.quotas import Account, Owner
+from kvdepot.server.depot.tree.rows import COMMITTED, DYING, RESERVED, Rows
+from kvdepot.server.depot.tree.tree_tier import GiveWay, TierTree
+from kvdepot.server.depot.types import Quota
+from kvdepot.server.storage.base import ObjectName
+
+_MASK64: Final = (1 << 64) - 1
+
+
+class RamTier:
+    """A `Holding` of the tree. All sizes are bytes."""
+
+    drops_orphans = True
+
+    def __init__(
+        self,
+        tree: TierTree,
+        tables: ArenaTables,
+        *,
+        run: int,
+        policy: EvictionPolicy,
+        counters: Counters,
+        give_way: GiveWay,
+        quotas: Sequence[Quota],
+    ) -> None:
+        layout = tables.layout
+        self.rows = Rows(tables, run)
+        self.detached = Detached(self.rows)
+        self.lent = LentTable(tables)
+        self.allocator = ExtentAllocator(layout.data_offset, layout.data_bytes)
+        self.pins = PinTable(layout.rows, counters)
+        self._prefetch_pinned, self._user_pinned = self.pins.prefetch.pinned, self.pins.user.pinned
+        self.evictor = Evictor(tree, self, policy)
+        self.account = Account("ram", quotas, self.evictor)
+        self._tree = tree
+        self._index = tree.index
+        self._namespaces = tree.namespaces
+        self._counters = counters
+        self._give_way = give_way
+        self._data_bytes = layout.data_bytes
+        self.unverified = 0  # adopted objects not yet verified
+        self.pending_checksums = 0  # committed objects without a sum
+        self.objects = 0  # committed objects
+        self.unreusable: set[int] = set()  # dying rows whose bytes overlap others' (a torn table)
+
+    @property
+    def growing(self) -> bool:
+        """Whether the arena is still being populated."""
+        return self.allocator.ready_bytes < self._data_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self.allocator.used_bytes
+
+    def visible(self, node: int, kind: int) -> bool:
+        """Return whether RAM has the object and may serve it."""
+        row = self._index.row(node, kind)
+        return row != NO_ROW and self.rows.visible(row)
+
+    def node_of(self, row: int) -> int:
+        """Return the node that has this row, unlinked or not; NONE for a row that was unindexed."""
+        if self.rows.state[row] not in (RESERVED, COMMITTED):
+            return NONE
+        node = self._index.named(self.rows.namespace[row], self.rows.key(row))
+        return node if node != NONE and self._index.row(node, self.rows.kind[row]) == row else NONE
+
+    def name(self, row: int) -> ObjectName:
+        """Return the identity of the object, as tiers know it."""
+        rows = self.rows
+        namespace = self._namespaces.by_slot[rows.namespace[row]]
+        return ObjectName(
+            namespace.id, rows.key(row), rows.parent(row), rows.kind[row], rows.boundary[row], self.size_bytes(row)
+        )
+
+    def size_bytes(self, row: int) -> int:
+        return sum(length for _, length in self.rows.extents(row))
+
+    def rounded_bytes(self, row: int) -> int:
+        """Return what the object takes of the arena."""
+        if self.rows.next[row] == NO_ROW:
+            return self.allocator.rounded(self.rows.length[row])
+        return sum(self.allocator.rounded(length) for _, length in self.rows.extents(row))
+
+    # Placing and publishing
+
+    def place(
+        self, namespace: Namespace, node: int, *, kind: int, key: bytes, parent: bytes, boundary: int, size_bytes: int
+    ) -> int:
+        """Return a row of the node in the making, evicting as needed; NO_ROW when nothing evictable is left.
+
+        The caller lends it and calls `rows.publish_reserved`, or asks `account.over` why there is none.
+        """
+        tree, evictor = self._tree, self.evictor
+        evictor.filling = node
+        evictor.policy.on_not_candidate(node)
+        try:
+            within = tree.within_quota(self, namespace.slot, self.allocator.rounded(size_bytes))
+            extents = self._allocate(size_bytes) if within else []
+        finally:
+            evictor.filling = NONE
+        if not extents:
+            tree.refresh_node(node)
+            return NO_ROW
+        row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
+        self._index.set_row(node, kind, row)
+        self.account.add(namespace.slot, 1, self.allocator.rounded(size_bytes))
+        evictor.update_candidate(node)
+        above = self._index.parent(node)
+        if above != NONE:
+            tree.update_candidates(above)
+        return row
+
+    def _allocate(self, size_bytes: int) -> list[Extent]:
+        """Return extents, and leave a free row for each; empty when nothing evictable is left."""
+        rounded = self.allocator.rounded(size_bytes)
+        if rounded > self.allocator.ready_bytes:
+            return []  # evicting everything would not make room
+        while self.allocator.free_bytes < rounded or not self.rows.free_count:
+            if not self.evict_one("room"):
+                return []
+        extents = self.allocator.allocate(size_bytes)
+        while extents is None or len(extents) > self.rows.free_count:
+            for offset, length in extents or ():
+                self.allocator.free(offset, length)
+            if not self.evict_one("room"):
+                return []
+            extents = self.allocator.allocate(size_bytes)
+        return extents
+
+    def commit(self, row: int, node: int) -> None:
+        """Publish a reserved object. The caller then ends the writer's loan and calls `refresh_node`."""
+        self.rows.commit(row)
+        self.pending_checksums += 1
+        self._count_committed(row, 1)
+        index = self._index
+        self.evictor.policy.on_commit(node, self._tree.clock(), index.parent(node), index.mark(node))
+
+    def commit_checksummed(self, row: int, node: int, raw_sum: int) -> None:
+        """Publish an object whose bytes were just verified: `raw_sum` is their XXH3-128."""
+        self.commit(row, node)
+        self.set_sum(row, raw_sum)
+
+    def set_sum(self, row: int, raw_sum: int) -> None:
+        """Set the sum of an object of this run that has none yet."""
+        self.rows.set_sum(row, raw_sum & _MASK64, raw_sum >> 64)
+        self.pending_checksums -= 1
+
+    def _count_committed(self, row: int, change: int) -> None:
+        namespace = self._namespaces.by_slot[self.rows.namespace[row]]
+        namespace.objects[self.rows.kind[row]] += change
+        namespace.bytes += change * self.size_bytes(row)
+        self.objects += change
+
+    # Detached objects
+
+    def attach(self, row: int, node: int) -> None:
+        """Give a detached object its node. Like everything adopted, it is served once it is verified."""
+        index, tree, policy = self._index, self._tree, self.evictor.policy
+        self.detached.remove(row)
+        index.set_row(node, self.rows.kind[row], row)
+        self._count_committed(row, 1)
+        self.unverified += 1
+        above = index.parent(node)
+        policy.on_commit(node, tree.clock(), above, index.mark(node))
+        tree.refresh_node(node)
+        if above == NONE:
+            return
+        tree.update_candidates(above)
+        if tree.usable.usable(node) and not tree.usable.usable(above):
+            policy.on_end(node)  # as at adoption: states do not lie at every chunk there
+
+    def drop_detached(self, row: int) -> None:
+        """Drop a detached object. Its bytes stay until its last loan ends."""
+        self.detached.remove(row)
+        self._unindex(row)
+
+    def drop_detached_of(self, slot: int, limit: int) -> int:
+        """Drop at most so many detached objects of a namespace. Return their number."""
+        dropped = 0
+        while dropped < limit and (row := next(self.detached.last([slot]), NO_ROW)) != NO_ROW:
+            self.drop_detached(row)
+            dropped += 1
+        return dropped
+
+    def evict_detached(self, reason: str, slots: Collection[int] | None) -> int:
+        """Drop a detached object, of these namespaces or of any: the first to go. Return 0 when none may go."""
+        for row in self.detached.last(slots) if len(self.detached) else ():
+            if not self.lent.pinned(row):
+                size_bytes = self.rounded_bytes(row)
+                self.drop_detached(row)
+                self.count_evicted(reason, 1, size_bytes)
+                return 1
+        return 0
+
+    # Quotas
+
+    def refused_by_quota(self, slot: int, size_bytes: int, objects: int = 1) -> tuple[Owner, bool] | None:
+        """Return the owner whose quota refuses such objects, and whether RAM may take them later. Count the refusal."""
+        owner = self.account.over(slot, size_bytes)
+        if owner is None:
+            return None
+        self.account.refuse(owner, objects)
+        return owner, size_bytes <= owner.capacity_bytes and self._comes_back(owner)
+
+    def _comes_back(self, owner: Owner) -> bool:
+        """Return whether the owner has something in RAM that may go later: it is reserved, dying or lent."""
+        by_slot = self._namespaces.by_slot
+        return self.evictor.waits(owner.slots) or any(
+            self.account.objects(slot) > sum(by_slot[slot].objects.values()) for slot in owner.slots
+        )
+
+    def enter(self, namespace: Namespace) -> None:
+        self.account.enter(namespace)
+
+    # Dropping
+
+    def drop(self, node: int, kind: int) -> None:
+        """Unindex the object. Its bytes stay until its last loan ends."""
+        row = self._index.row(node, kind)
+        if self.rows.state[row] == COMMITTED:
+            self._count_committed(row, -1)
+            if self.rows.run_of[row] != self.rows.run:
+                self.unverified -= 1
+            elif not self.rows.summed(row):
+                self.pending_checksums -= 1
+        self._index.set_row(node, kind, NO_ROW)
+        self.pins.dropped(row)
+        self._unindex(row)
+
+    def _unindex(self, row: int) -> None:
+        self.rows.unindex(row)
+        if not self.lent.pinned(row):
+            self._free(row)
+
+    def _free(self, row: int) -> None:
+        self.account.add(self.rows.namespace[row], -1, -self.rounded_bytes(row))
+        self.rows.free(row, self.allocator)
+
+    # Loans
+
+    def end_loan(self, entry: int) -> None:
+        """End one loan."""
+        row = self.lent.row_of(entry)
+        self.evictor.returned()
+        if self.lent.clear(entry):
+            self._loan_ended(row)
+
+    def end_loans(self, entries: npt.NDArray[np.uint32]) -> None:
+        """End these loans."""
+        last = self.lent.clear_many(entries)
+        self.evictor.returned()
+        for row in last[self.rows.states[last] == DYING]:
+            self._loan_ended(int(row))
+
+    def _loan_ended(self, row: int) -> None:
+        if self.rows.state[row] != DYING:
+            return
+        if row in self.unreusable:
+            self._counters.add("leaked_objects")
+            return
+        self._free(row)
+
+    def never_reuse(self, row: int) -> None:
+        """Keep the row's bytes out of use until the next adoption: they overlap another lent object's."""
+        self.unreusable.add(row)
+
+    def lent_bytes(self) -> int:
+        """Return the bytes that somebody may be touching. O(lent table)."""
+        rows = np.unique(self.lent.rows[self.lent.modes != LentMode.FREE])
+        several = self.rows.nexts[rows] != NO_ROW
+        return int(self.rows.lengths[rows[~several]].sum()) + sum(map(self.size_bytes, rows[several].tolist()))
+
+    # Evicting
+
+    def evict_one(self, reason: str) -> bool:
+        """Drop the least useful unit: first what is unlinked, last what prefetch pins; False when nothing may go."""
+        return self._tree.reclaim_for_room() or self.evictor.evict_one(reason) > 0 or self.give_way(None)
+
+    def trim(self, high: float, low: float, limit: int, demotion: Demotion) -> bool:
+        """Evict before room is needed, about `limit` objects. Return whether more is due. Watermarks are shares."""
+        more = self.account.trim(high, low, limit, demotion)
+        if self.growing:  # the ready part is nearly full of what was adopted, and room is on its way
+            return more
+        return self.evictor.trim(self.allocator.ready_bytes, high, low, limit, demotion) or more
+
+    def give_way(self, slots: Collection[int] | None) -> bool:
+        return self._give_way(slots)
+
+    def unpin(self, limit: int) -> int:
+        """Offer objects to the evictor that no prefetch request pins any more. Return their number."""
+        done = 0
+        for row in self.pins.prefetch.unpin(limit):
+            done += 1
+            node = self.node_of(row)
+            if node != NONE:
+                self._tree.update_candidates(node)
+        return done
+
+    def count_evicted(self, reason: str, objects: int, size_bytes: int) -> None:
+        self._counters.add(f"evicted_objects.{reason}", objects)
+        self._counters.add("evicted_bytes", size_bytes)
+
+    # What RAM holds, for its evictor
+
+    def has(self, node: int, kind: int) -> bool:
+        return self._index.row(node, kind) != NO_ROW
+
+    def complete(self, node: int, kind: int) -> bool:
+        row = self._index.row(node, kind)
+        return row != NO_ROW and self.rows.state[row] == COMMITTED
+
+    def busy(self, node: int) -> bool:
+        return any(map(self.lent.pinned, self._index.rows_of(node)))
+
+    def kept(self, node: int) -> bool:
+        return any(self._prefetch_pinned[row] for row in self._index.rows_of(node))
+
+    def pinned(self, node: int, kind: int) -> bool:
+        row = self._index.row(node, kind)
+        return row != NO_ROW and self._user_pinned[row] != 0
+
+    def children(self, node: int) -> int:
+        return self._index.children_in_ram(node)
+
+    def among(self, nodes: Nodes) -> Nodes:
+        return self._index.many_in_ram(nodes)
+
+    def cost_bytes(self, node: int, kind: int) -> int:
+        return self.rounded_bytes(self._index.row(node, kind))

@@ -1,0 +1,181 @@
+"""The worker processes of a pool: made, registered, ended, and replaced after a while.
+
+A worker is *starting* until its process says that it is up. It is *serving* while it is given jobs, and *leaving* when
+it gets no more: it finishes what it has, or was killed and hangs in the kernel. It is forgotten when its death is
+proven.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Protocol
+
+from kvdepot.core.errors import NoRoom
+from kvdepot.server.io.worker_jobs import NO_NUMBER, Worker
+from kvdepot.server.io.worker_process import WorkerListener, WorkerProcess, WorkerSettings
+from kvdepot.server.platform.guard import Guard
+from kvdepot.server.storage.base import WorkerRegistry
+
+START_SECONDS: Final = 20.0
+"""What the start of a worker may take. It touches nothing of the path, and so says nothing about it.
+
+A tenth of a second of CPU, which on a host with too much to do comes late: one that is ended for it never starts.
+"""
+_BACKOFF_SECONDS_MIN: Final = 0.1
+_BACKOFF_SECONDS_MAX: Final = 30.0
+_STABLE_SECONDS: Final = 10.0
+
+
+class CrewListener(WorkerListener, Protocol):
+    """The pool."""
+
+    def start(self) -> None:
+        """Make the workers that are missing: the time to wait after a failure is over."""
+
+    def start_overdue(self, worker: Worker, why: str) -> None:
+        """Take note that the worker did not start in time and was killed."""
+
+
+class Crew:
+    """The workers of one path. Their jobs are the pool's."""
+
+    def __init__(
+        self, settings: WorkerSettings, *, listener: CrewListener, registry: WorkerRegistry | None,
+        loop: asyncio.AbstractEventLoop, log: logging.Logger, count: Callable[[str, float], None], guard: Guard,
+    ) -> None:  # fmt: skip
+        self.workers: dict[WorkerProcess, Worker] = {}
+        """All whose death is not proven."""
+        self.serving: list[Worker] = []
+        self.leaving: list[Worker] = []
+        self.prober: Worker | None = None
+        """Neither of the two: it does the probe alone."""
+        self.waits_seconds = 0.0
+        """How long after the last failure the next worker is made; 0: no failure is waited out."""
+        self._settings = settings
+        self._listener = listener
+        self._registry = registry
+        self._loop = loop
+        self._log = log
+        self._count = count
+        self._guard = guard
+        self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self._respawn: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def renew(self, guard: str) -> None:
+        """Let workers that are made from now on enter the directory with this token."""
+        self._settings = replace(self._settings, guard=guard)
+
+    def spawn(self) -> Worker | None:
+        """Return None where there is no room for another process now. Another is tried later."""
+        now = self._loop.time()
+        try:
+            process = WorkerProcess(self._settings, self._loop, self._listener)
+        except Exception as error:  # noqa: BLE001 - there is no room, or whatever it is
+            self._cannot("started", error)
+            return None
+        worker = Worker(process, NO_NUMBER, now)
+        self.workers[process] = worker
+        try:
+            if self._registry is not None:
+                worker.number = self._registry.started(process.pid)
+        except Exception as error:  # noqa: BLE001 - the table is full, or whatever it is
+            self.kill(worker)
+            self._cannot("registered", error)
+            return None
+        self._count("io_workers.started", 1)
+        worker.start_timer = self._loop.call_later(START_SECONDS, self._start_overdue, worker)
+        return worker
+
+    def started(self, process: WorkerProcess) -> Worker:
+        worker = self.workers[process]
+        worker.up = True
+        self._end_start(worker)
+        return worker
+
+    def leave(self, worker: Worker) -> None:
+        """Give this worker no more jobs."""
+        self._move(worker, self.leaving)
+
+    def kill(self, worker: Worker) -> None:
+        """Kill a worker without waiting for its death."""
+        self.leave(worker)
+        self._end_start(worker)
+        if not worker.killed:
+            worker.killed = True
+            worker.process.kill()
+
+    def retire(self) -> None:
+        """Give the serving workers no more jobs. Idle ones are killed at once."""
+        for worker in tuple(self.serving):
+            if worker.inflight:
+                self.leave(worker)
+            else:
+                self.kill(worker)
+
+    def remove(self, process: WorkerProcess) -> Worker:
+        """Remove a worker whose death is proven. `unregister` is due when the worker holds nothing any more."""
+        worker = self.workers.pop(process)
+        self._end_start(worker)
+        self._move(worker, None)
+        return worker
+
+    def unregister(self, worker: Worker) -> None:
+        if self._registry is not None and worker.number != NO_NUMBER:
+            self._guard.call("a worker's death", self._registry.dead, worker.number)
+
+    def start_later(self, crashed: Worker | None, why: str) -> None:
+        """Have the listener start workers after a while, which grows unless the one that crashed was stable."""
+        if self._closed or self._respawn is not None:
+            return
+        if crashed is not None and self._loop.time() - crashed.started_at > _STABLE_SECONDS:
+            self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self.waits_seconds = seconds = self._backoff_seconds
+        self._log.warning("%s: %s; the next one starts in %.1f s", self._settings.directory, why, seconds)
+        self._respawn = self._loop.call_later(seconds, self._start)
+        self._backoff_seconds = min(seconds * 2, _BACKOFF_SECONDS_MAX)
+
+    def close(self) -> None:
+        """Make no further workers."""
+        self._closed = True
+        if self._respawn is not None:
+            self._respawn.cancel()
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the next worker is only made after a pause, because of a failure."""
+        return self._respawn is not None
+
+    def _start(self) -> None:
+        self._respawn = None
+        self._listener.start()
+
+    def _cannot(self, what: str, error: Exception) -> None:
+        if not isinstance(error, OSError | NoRoom):
+            self._guard.caught(f"a worker that is to be {what}", error)
+        why = error.message if isinstance(error, NoRoom) else str(error)
+        self.start_later(None, f"no I/O worker can be {what}: {why}")
+
+    def _start_overdue(self, worker: Worker) -> None:
+        why = f"I/O worker {worker.process.pid} has not started within {START_SECONDS:g} s"
+        self._count("io_workers.abandoned", 1)
+        self.kill(worker)
+        self.start_later(None, why)
+        self._listener.start_overdue(worker, why)
+
+    @staticmethod
+    def _end_start(worker: Worker) -> None:
+        if worker.start_timer is not None:
+            worker.start_timer.cancel()
+
+    def _move(self, worker: Worker, to: list[Worker] | None) -> None:
+        for workers in (self.serving, self.leaving):
+            if worker in workers:
+                workers.remove(worker)
+        if worker is self.prober:
+            self.prober = None
+        if to is not None:
+            to.append(worker)

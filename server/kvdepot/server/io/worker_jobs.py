@@ -1,0 +1,46 @@
+"""A worker of a pool, and its jobs in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+from kvdepot.server.io.jobs import JOBS_PER_WORKER
+from kvdepot.server.io.tasks import Task
+from kvdepot.server.io.worker_process import WorkerProcess
+from kvdepot.server.storage.base import Loan
+
+NO_NUMBER: Final = -1
+_INFLIGHT_MAX: Final = JOBS_PER_WORKER + 2
+"""Jobs in flight on a path that answers quickly. With fewer, the device has one request less until the answer is here
+and another job is there: a millisecond or two if cores are few."""
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """A worker process, and what it has of its pool."""
+
+    process: WorkerProcess
+    number: int  # of the registry
+    started_at: float
+    inflight: dict[int, Task] = field(default_factory=dict)
+    kept: dict[int, Loan] = field(default_factory=dict)  # of jobs that were answered TIMEOUT
+    up: bool = False  # its process has started
+    quick: bool = False  # its last object took less than `quick_seconds`
+    killed: bool = False
+    start_timer: asyncio.TimerHandle | None = None
+
+    def begun(self) -> Iterable[Task]:
+        """Return the jobs that it has threads for: it takes jobs in the order of their arrival."""
+        return islice(self.inflight.values(), JOBS_PER_WORKER)
+
+    def takes_more(self, quick_since: float) -> bool:
+        """Return whether it gets another job: more than it has threads for only if it and its jobs are quick so far."""
+        if len(self.inflight) < JOBS_PER_WORKER:
+            return True
+        if not self.quick or len(self.inflight) >= _INFLIGHT_MAX:
+            return False
+        return all(task.timer and task.timer.when() - task.deadline_seconds > quick_since for task in self.begun())

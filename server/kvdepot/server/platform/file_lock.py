@@ -1,0 +1,47 @@
+"""A lock file of one daemon: it keeps a second daemon off the arena or the socket."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+from typing import Self
+
+from kvdepot.core.errors import ArenaInUse
+from kvdepot.server.platform.own_files import open_own
+
+LOCK_SUFFIX = ".lock"
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class FileLock:
+    """An OFD lock (fcntl(2)): it belongs to the open file, so the kernel drops it with the process, however it ends.
+
+    The file itself stays: unlinking it would let two daemons lock two files of one name.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        """Take the lock. Raise ArenaInUse, which names the holder, and OSError for a file that cannot be opened."""
+        self.path = path
+        self._fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody holds it
+            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._fd)
+            who = f"the daemon with pid {holder}" if holder else "another daemon"
+            raise ArenaInUse(f"{what} is held by {who} (lock {path})") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

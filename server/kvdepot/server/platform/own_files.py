@@ -1,0 +1,23 @@
+"""Files in directories where other users may place files: opened only if they are this user's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Return a descriptor of a regular file of this user that no other user may write to, created if requested.
+
+    Raise OSError, or PermissionError, whose `strerror` says why, for another user's file. Links are not followed,
+    and a FIFO does not block.
+    """
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    found = os.fstat(fd)
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return fd
+    os.close(fd)
+    reason = f"it is no regular file of uid {os.geteuid()} to which nobody else may write"
+    raise PermissionError(errno.EPERM, reason, str(path))

@@ -1,0 +1,85 @@
+"""systemd's side of a service: notifications (sd_notify(3)) and kept descriptors (sd_listen_fds(3)).
+
+A notification is one datagram of KEY=value lines to $NOTIFY_SOCKET. Descriptors that were sent with FDSTORE=1 come back
+at the service's next start, from number 3 on, with names in $LISTEN_FDNAMES.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import math
+import os
+import socket
+from collections.abc import Callable, MutableMapping
+
+_FIRST_DESCRIPTOR = 3
+_PINGS_PER_LIMIT = 4
+"""Some pings may be late, or lost in a full queue, before the watchdog takes the daemon for hung."""
+
+
+class ServiceNotifier:
+    """Silent when there is no socket. Never blocks and never raises: the daemon lives without its supervisor."""
+
+    def __init__(self, environ: MutableMapping[str, str], *, pid: int, clock: Callable[[], float]) -> None:
+        """Create a notifier. `clock` returns monotonic seconds."""
+        self._address = environ.get("NOTIFY_SOCKET", "")
+        if self._address.startswith("@"):
+            self._address = f"\0{self._address[1:]}"
+        self._clock = clock
+        self._ping_seconds = _watchdog_seconds(environ, pid) / _PINGS_PER_LIMIT  # 0: no watchdog
+        self._ping_at = -math.inf
+
+    def __call__(self, state: str) -> None:
+        self._send(state, ())
+
+    def alive(self) -> None:
+        """Send a ping to the watchdog if one is due. Called often, by the code that hangs if the daemon hangs."""
+        now = self._clock()
+        if self._ping_seconds and now - self._ping_at >= self._ping_seconds:
+            self._ping_at = now
+            self("WATCHDOG=1")
+
+    def keep(self, name: str, descriptor: int) -> None:
+        """Have it come back at the next start under this name, instead of what was kept under it."""
+        self(f"FDSTOREREMOVE=1\nFDNAME={name}")
+        self._send(f"FDSTORE=1\nFDNAME={name}", (descriptor,))
+
+    def _send(self, state: str, descriptors: tuple[int, ...]) -> None:
+        if not self._address:
+            return
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendmsg([state.encode()], rights, 0, self._address)
+
+
+def take_kept(environ: MutableMapping[str, str], *, pid: int, name: str) -> tuple[int, ...]:
+    """Return the descriptors that systemd kept under `name`; close any others.
+
+    The caller owns them. The variables are deleted, so that no child takes its own descriptors for them.
+    """
+    count = _number(environ.pop("LISTEN_FDS", ""))
+    names = environ.pop("LISTEN_FDNAMES", "").split(":")
+    if _number(environ.pop("LISTEN_PID", "")) != pid:
+        return ()
+    kept = []
+    for place, descriptor in enumerate(range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + count)):
+        if place < len(names) and names[place] == name:
+            os.set_inheritable(descriptor, False)
+            kept.append(descriptor)
+        else:
+            os.close(descriptor)
+    return tuple(kept)
+
+
+def _watchdog_seconds(environ: MutableMapping[str, str], pid: int) -> float:
+    """Return the watchdog's interval; 0 without one, or if it watches another process."""
+    addressee = environ.get("WATCHDOG_PID", "")
+    if addressee and _number(addressee) != pid:
+        return 0.0
+    return _number(environ.get("WATCHDOG_USEC", "")) / 1e6
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,0 +1,49 @@
+"""Which pages are checked, and how many findings each may still have."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from tests.prose.findings import Finding, findings
+
+ROOT: Final = Path(__file__).parents[2]
+GENERATED: Final = frozenset({"docs/metrics.md", "docs/errors.md", "docs/requirements-tests.md"})
+"""Made from the code, which states the same texts to operators."""
+BUDGET: Final[Mapping[str, int]] = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())["findings"]
+_RELEASED: Final = "\n## 0"
+"""Where the entries of a released version begin."""
+
+
+def pages() -> dict[str, str]:
+    """Return name -> text of each page that is checked."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    texts["CHANGELOG.md"] = unreleased((ROOT / "CHANGELOG.md").read_text())
+    return {name: text for name, text in texts.items() if name not in GENERATED}
+
+
+def unreleased(changelog: str) -> str:
+    """Return the changelog down to the first released version; line numbers stay true."""
+    return changelog.partition(_RELEASED)[0]
+
+
+def complaints(texts: Mapping[str, str], budget: Mapping[str, int] = BUDGET) -> Iterator[str]:
+    """Yield a line for each finding of a page above its budget, and for each budget that should shrink."""
+    for name, text in texts.items():
+        results = findings(text)
+        allowed = budget.get(name, 0)
+        if len(results) > allowed:
+            yield from (_shown(name, result) for result in results)
+        if len(results) != allowed:
+            yield f"{name}: {len(results)} findings, the budget is {allowed}"
+        if len(results) < allowed:
+            yield f"{name}: lower its budget to {len(results)}: a budget only shrinks"
+    for name in budget.keys() - texts.keys():
+        yield f"{name}: has a budget, and is no page that is checked"
+
+
+def _shown(name: str, finding: Finding) -> str:
+    return f"{name}:{finding.line}: {finding.rule}: {finding.text}"

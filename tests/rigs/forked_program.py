@@ -1,0 +1,94 @@
+"""Start kvdepotd and kvdepotctl by fork, from a process that has imported them: half of a start is its imports.
+
+What a test sees is a process of its own, with the arguments, environment, directory and streams that it asks for.
+`tests/rigs/fork_server.py` says in what it differs from a fresh one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import pickle
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from tests.rigs.fork_server import Server
+from tests.rigs.forked import ForkedProcess, ForkingProcess
+
+_LATE: Final = (
+    "CACHE_DIRECTORY", "COLUMNS", "HOME", "KVDEPOT_", "LISTEN_", "NOTIFY_SOCKET", "PYTEST_", "RUNTIME_DIRECTORY",
+    "STATE_DIRECTORY", "TMPDIR", "XDG_",
+)  # fmt: skip
+"""Beginnings of the names of variables that no module reads when it is imported."""
+_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""For the server only: NumPy's library starts its threads when it is imported."""
+
+
+# --- the server
+
+
+def serve(listener_fd: int, alive_fd: int, name: str) -> Callable[[], Any]:
+    """Fork copies of the program that is module `name`. Return what the calling process then has to do."""
+    gc.disable()
+    program = importlib.import_module(name)
+    if hasattr(program, "prepare"):
+        program.prepare()
+    gc.freeze()  # no collection of a copy writes to what it shares
+    gc.enable()
+    with socket.socket(fileno=listener_fd) as listener:
+        return Server(listener, alive_fd, partial(_work, program), whole_groups=False).run()
+
+
+def _work(program: ModuleType, data: int, _: list[int]) -> Any:
+    with os.fdopen(data, "rb") as file:
+        environment, directory, arguments = pickle.load(file)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    sys.argv = [str(program.__file__), *arguments]
+    sys.exit(program.main())
+
+
+# --- the driver's end
+
+_servers: dict[tuple[int, str, int], tuple[ForkingProcess, dict[str, str]]] = {}
+
+
+def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(_LATE)}
+
+
+def _server(program: str, number: int) -> tuple[ForkingProcess, dict[str, str]]:
+    place = (os.getpid(), program, number)  # a fork of this process has servers of its own
+    if place not in _servers or not _servers[place][0].serves:
+        environment = dict(os.environ)
+        server = ForkingProcess("tests.rigs.forked_program", environment | _ONE_THREAD, [program], Path.cwd())
+        atexit.register(server.close)
+        _servers[place] = server, _at_import(environment)
+    return _servers[place]
+
+
+def start(
+    program: str,
+    arguments: list[str],
+    streams: tuple[int, int, int],
+    environment: Mapping[str, str] = os.environ,
+    server_number: int = 0,
+) -> ForkedProcess | None:
+    """The process, or None where a variable that may be read at import is another one than for the server.
+
+    Copies of servers with other numbers have other seeds of `hash()`.
+    """
+    server, at_import = _server(program, server_number)
+    if _at_import(environment) != at_import:
+        return None
+    command = [sys.executable, "-m", program, *arguments]
+    sys.audit("subprocess.Popen", sys.executable, command, None, None)  # for those who note which tests start Python
+    return ForkedProcess(*server.fork(list(streams), pickle.dumps((dict(environment), Path.cwd(), arguments))))

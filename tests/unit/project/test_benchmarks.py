@@ -1,0 +1,24 @@
+"""Benchmarks for machines that we do not have are rehearsed on a stand-in, so that they run on the day there is one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.patience import patient
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize("copies", ["auto", "gather"])
+def test_copies_on_gpus_are_measured_and_compared_on_a_stand_in(tmp_path: Path, copies: str) -> None:
+    there = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "benchmarks.cuda", "--stand-in", "--mib", "32", "--rounds", "1"]
+    command += ["--copies", copies, "--json", str(there)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=patient(120), capture_output=True)
+    figures = json.loads(there.read_text())
+    assert {"store_ratio", "load_ratio", "pin_seconds_per_gib"} <= set(str(figures).replace("'", " ").split())

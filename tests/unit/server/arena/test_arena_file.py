@@ -1,0 +1,345 @@
+"""The arena's file: created, adopted, refused, recreated; populated up to where there is room."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvdepot.core.arena import LentMode, RowState
+from kvdepot.core.errors import ArenaInUse, ConfigError
+from kvdepot.server.arena.arena_file import ArenaFile, ArenaRequest, Origin, describe, open_arena
+from kvdepot.server.arena.populate import PIECE_BYTES, Growth, Populator
+from kvdepot.server.config.memory_room import Room
+from kvdepot.server.depot.types import Liveness, ProcessIdentity
+from kvdepot.server.platform import processes
+from kvdepot.server.platform.file_lock import FileLock
+
+from tests.rigs.patience import patient
+
+MIB = 1 << 20
+SIZE_BYTES = 48 * MIB
+BOOT = bytes(range(16))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvd", dir="/dev/shm") as name:
+        yield Path(name)
+
+
+def _open(
+    path: Path, size_bytes: int = SIZE_BYTES, *, boot: bytes = BOOT, alive: Liveness = Liveness.DEAD,
+    kept: tuple[int, ...] = (),
+) -> ArenaFile:  # fmt: skip
+    request = ArenaRequest(path, size_bytes, size_bytes, "test.toml")
+    return open_arena(request, kept=kept, boot_id=boot, random_bytes=os.urandom, alive=lambda _: alive)
+
+
+def _lend(arena: ArenaFile, mode: LentMode = LentMode.WRITE) -> None:
+    """One extent lent to one process, as the engine writes it down."""
+    tables = arena.tables
+    tables.sessions["used"][3] = 1
+    tables.attachments["session"][5] = 3
+    tables.attachments["pid"][5] = 4711
+    tables.attachments["used"][5] = 1
+    tables.lent["session"][7] = 3
+    tables.lent["mode"][7] = mode
+
+
+def test_a_new_arena_has_its_tables_and_only_them(folder: Path) -> None:
+    arena = _open(folder / "a")
+    assert arena.origin is Origin.CREATED
+    assert arena.superblock.run == 1
+    assert arena.layout.size_bytes == SIZE_BYTES == (folder / "a").stat().st_size
+    assert (folder / "a").stat().st_mode & 0o777 == 0o600
+    assert (folder / "a").stat().st_blocks * 512 < 2 * arena.layout.data_offset
+    assert not arena.tables.extents["state"].any()
+
+
+@pytest.mark.requirement("T6")
+def test_the_next_run_adopts_what_the_last_one_left(folder: Path) -> None:
+    first = _open(folder / "a")
+    first.tables.extents["state"][9] = RowState.COMMITTED
+    first.buffer[SIZE_BYTES - 5 : SIZE_BYTES] = b"hello"
+    first.close()
+    second = _open(folder / "a")
+    assert second.origin is Origin.ADOPTED
+    assert second.superblock.run == 2
+    assert second.superblock.arena_id == first.superblock.arena_id
+    assert second.tables.extents["state"][9] == RowState.COMMITTED
+    assert bytes(second.buffer[SIZE_BYTES - 5 :]) == b"hello"
+
+
+@pytest.mark.requirement("I1c")
+def test_an_arena_from_before_the_last_boot_is_made_anew(folder: Path) -> None:
+    first = _open(folder / "a")
+    _lend(first)
+    second = _open(folder / "a", boot=bytes(16), alive=Liveness.ALIVE)
+    assert second.origin is Origin.RECREATED
+    assert "last boot" in second.note
+    assert second.superblock.arena_id != first.superblock.arena_id
+    assert not second.tables.lent["mode"].any()
+
+
+@pytest.mark.requirement("I1c")
+@pytest.mark.parametrize(
+    ("offset", "found"), [(0, "magic"), (8, "checksum|readable since"), (12, "readable since"), (24, "checksum")]
+)
+def test_a_foreign_format_is_made_anew_and_said_so(folder: Path, offset: int, found: str) -> None:
+    first = _open(folder / "a")
+    first.buffer[offset] ^= 0xFF
+    second = _open(folder / "a")
+    assert second.origin is Origin.RECREATED
+    assert any(word in second.note for word in found.split("|"))
+
+
+def test_a_file_cut_short_is_made_anew(folder: Path) -> None:
+    _open(folder / "a").close()
+    os.truncate(folder / "a", SIZE_BYTES // 2)
+    second = _open(folder / "a")
+    assert second.origin is Origin.RECREATED
+    assert str(SIZE_BYTES // 2) in second.note
+    assert len(second.buffer) == SIZE_BYTES
+
+
+@pytest.mark.requirement("T1")
+def test_never_a_second_arena_beside_an_old_one(folder: Path) -> None:
+    """An engine that still maps the old file holds no page of it and is not killed by reading."""
+    first = _open(folder / "a")
+    first.buffer[:] = b"\1" * SIZE_BYTES
+    second = _open(folder / "a", SIZE_BYTES // 2)
+    assert second.origin is Origin.RECREATED
+    assert os.fstat(first.fd).st_blocks == 0
+    assert bytes(first.buffer[SIZE_BYTES // 2 : SIZE_BYTES // 2 + 8]) == bytes(8)
+
+
+@pytest.mark.requirement("I1a")
+@pytest.mark.parametrize("size_bytes", [SIZE_BYTES // 2, SIZE_BYTES * 2])
+@pytest.mark.parametrize("alive", [Liveness.ALIVE, Liveness.UNKNOWN])
+def test_a_size_change_with_extents_lent_to_the_living_is_refused(
+    folder: Path, size_bytes: int, alive: Liveness
+) -> None:
+    _lend(_open(folder / "a"))
+    with pytest.raises(ConfigError, match=r"ram.capacity.*pid 4711"):
+        _open(folder / "a", size_bytes, alive=alive)
+    assert _open(folder / "a", alive=alive).origin is Origin.ADOPTED
+
+
+@pytest.mark.requirement("I1a")
+@pytest.mark.parametrize("mode", [LentMode.WRITE, LentMode.CHECKSUM])
+def test_what_was_lent_to_the_dead_does_not_hinder(folder: Path, mode: LentMode) -> None:
+    _lend(_open(folder / "a"), mode)
+    assert _open(folder / "a", SIZE_BYTES * 2, alive=Liveness.DEAD).origin is Origin.RECREATED
+
+
+@pytest.mark.requirement("T1")
+def test_refuses_what_there_is_no_room_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "kvdepot.server.arena.arena_file.memory_room", lambda: Room(10 * MIB, "memory limit of cgroup /x")
+    )
+    with pytest.raises(ConfigError, match="arena of 48 MiB, and the memory limit of cgroup /x is 10 MiB"):
+        _open(folder / "a")
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.requirement("T6")
+def test_a_kept_descriptor_stands_for_a_name_that_was_removed(folder: Path) -> None:
+    first = _open(folder / "a")
+    first.buffer[SIZE_BYTES - 5 : SIZE_BYTES] = b"hello"
+    (folder / "a").unlink()
+    second = _open(folder / "a", kept=(os.dup(first.fd),))
+    assert second.origin is Origin.ADOPTED
+    assert second.superblock.run == 2
+    assert bytes(second.buffer[SIZE_BYTES - 5 :]) == b"hello"
+    assert describe(second).startswith(f"{folder / 'a'} adopted (its name was removed), ")
+    engines = second.open_descriptor()
+    assert os.path.sameopenfile(engines, first.fd)
+    os.close(engines)
+
+
+@pytest.mark.requirement("T1")
+def test_a_kept_arena_that_does_not_fit_is_made_anew(folder: Path) -> None:
+    first = _open(folder / "a")
+    (folder / "a").unlink()
+    second = _open(folder / "a", 2 * SIZE_BYTES, kept=(os.dup(first.fd),))
+    assert second.origin is Origin.RECREATED
+    assert os.fstat(first.fd).st_blocks == 0
+    assert (folder / "a").stat().st_size == 2 * SIZE_BYTES
+
+
+def test_what_has_its_name_is_found_by_it(folder: Path) -> None:
+    """Also where the name is another's: a daemon with that name may use it."""
+    first = _open(folder / "a")
+    assert _open(folder / "a", kept=(os.dup(first.fd),)).superblock.run == 2
+    elsewhere = _open(folder / "b", kept=(os.dup(first.fd),))
+    assert elsewhere.origin is Origin.CREATED
+    assert os.fstat(first.fd).st_blocks
+
+
+@pytest.mark.requirement("T1")
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_kept_arena_that_another_has_replaced_gives_its_pages_back(folder: Path, elsewhere: bool) -> None:
+    """Another file at the path, or another file system than it is on."""
+    first = _open(folder / "a")
+    (folder / "a").unlink()
+    if elsewhere:
+        kept = os.memfd_create("arena")
+        os.write(kept, bytes(first.buffer[: first.layout.data_offset]))
+    else:
+        kept = os.dup(first.fd)
+        _open(folder / "a")
+    watched = os.dup(kept)
+    assert os.fstat(watched).st_blocks
+    second = _open(folder / "a", kept=(kept,))
+    assert second.origin is (Origin.CREATED if elsewhere else Origin.ADOPTED)
+    assert os.fstat(watched).st_blocks == 0
+
+
+@pytest.mark.requirement("I1a")
+def test_a_replaced_arena_that_is_lent_to_the_living_is_kept(folder: Path) -> None:
+    first = _open(folder / "a")
+    _lend(first)
+    (folder / "a").unlink()
+    _open(folder / "a")
+    with pytest.raises(ConfigError, match="lent to living processes"):
+        _open(folder / "a", kept=(os.dup(first.fd),), alive=Liveness.ALIVE)
+    assert os.fstat(first.fd).st_blocks
+
+
+def test_refuses_a_link_in_its_place(folder: Path) -> None:
+    (folder / "victim").write_bytes(b"precious")
+    (folder / "a").symlink_to(folder / "victim")
+    with pytest.raises(ConfigError, match="cannot open"):
+        _open(folder / "a")
+    assert (folder / "victim").read_bytes() == b"precious"
+
+
+def test_a_second_holder_of_the_lock_is_refused_by_name(folder: Path) -> None:
+    with FileLock(folder / "a.lock", "the arena"), pytest.raises(ArenaInUse, match=f"pid {os.getpid()}"):
+        FileLock(folder / "a.lock", "the arena")
+    FileLock(folder / "a.lock", "the arena").close()
+
+
+def test_engines_get_a_description_of_their_own(folder: Path) -> None:
+    arena = _open(folder / "a")
+    descriptor = arena.open_descriptor()
+    os.lseek(descriptor, 100, os.SEEK_SET)
+    assert os.lseek(arena.fd, 0, os.SEEK_CUR) == 0
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
+
+
+class _Grown:
+    def __init__(self) -> None:
+        self.steps: list[Growth] = []
+        self.rests = threading.Event()  # it is whole, or waits for room
+
+    def __call__(self, growth: Growth) -> None:
+        self.steps.append(growth)
+        if growth.done or growth.reason:
+            self.rests.set()
+
+
+def _populate(arena: ArenaFile, threads: int = 3) -> list[Growth]:
+    grown = _Grown()
+    populator = Populator(
+        fd=arena.fd,
+        address=arena.address,
+        size_bytes=arena.layout.size_bytes,
+        threads=threads,
+        report=grown,
+    )
+    populator.start()
+    assert grown.rests.wait(patient(30))
+    populator.stop()
+    return grown.steps
+
+
+def test_populating_reports_a_growing_ready_part_and_changes_no_byte(folder: Path) -> None:
+    arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
+    arena.buffer[-4:] = b"kept"
+    steps = _populate(arena, threads=1)
+    size_bytes = arena.layout.size_bytes
+    assert [step.ready_bytes for step in steps] == [PIECE_BYTES, 2 * PIECE_BYTES, size_bytes, size_bytes]
+    assert [step.done for step in steps] == [False, False, False, True]
+    assert not steps[-1].reason
+    assert arena.populated_bytes() == size_bytes
+    assert bytes(arena.buffer[-4:]) == b"kept"
+
+
+def test_pieces_that_are_populated_out_of_order_are_reported_in_order(folder: Path) -> None:
+    arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
+    arena.buffer[-4:] = b"kept"
+    ready = [step.ready_bytes for step in _populate(arena)]
+    assert ready == sorted(ready)
+    assert ready[-1] == arena.layout.size_bytes == arena.populated_bytes()
+    assert bytes(arena.buffer[-4:]) == b"kept"
+
+
+def test_a_stopped_populator_does_not_claim_to_be_done(folder: Path) -> None:
+    arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
+    grown = _Grown()
+    populator = Populator(
+        fd=arena.fd, address=arena.address, size_bytes=arena.layout.size_bytes, threads=3, report=grown
+    )
+    populator.stop()
+    populator.start()
+    populator.stop()
+    assert grown.steps == []
+
+
+@pytest.mark.requirement("T6")
+def test_an_arena_populated_in_part_is_ready_up_to_its_first_hole(folder: Path) -> None:
+    arena = _open(folder / "a", 4 * PIECE_BYTES)
+    assert arena.populated_bytes() < PIECE_BYTES
+    _populate(arena)
+    assert _open(folder / "a", 4 * PIECE_BYTES).populated_bytes() == 4 * PIECE_BYTES
+
+
+@pytest.mark.requirement("T1")
+def test_no_room_holds_the_growth_up_with_a_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = _open(folder / "a", 4 * PIECE_BYTES)
+    allocate = os.posix_fallocate
+
+    def full(fd: int, offset: int, length: int) -> None:
+        if offset >= 2 * PIECE_BYTES:
+            raise OSError(28, "No space left on device")
+        allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    last = _populate(arena)[-1]
+    assert not last.done, "it is tried again"
+    assert last.ready_bytes == 2 * PIECE_BYTES
+    assert "No space left" in last.reason
+
+
+@pytest.mark.requirement("I6")
+def test_a_living_process_that_proc_hides_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    boot = processes.read_boot_id()
+    monkeypatch.setattr(processes, "start_ticks", lambda _: None)
+    assert processes.liveness(ProcessIdentity(os.getpid(), 1, boot), boot) is Liveness.UNKNOWN
+
+
+@pytest.mark.requirement("T7")
+def test_liveness_of_processes() -> None:
+    boot = processes.read_boot_id()
+    ticks = processes.start_ticks(os.getpid())
+    assert ticks is not None
+    me = ProcessIdentity(os.getpid(), ticks, boot)
+    assert processes.liveness(me, boot) is Liveness.ALIVE
+    assert processes.liveness(ProcessIdentity(me.pid, ticks + 1, boot), boot) is Liveness.DEAD
+    assert processes.liveness(ProcessIdentity(me.pid, ticks, bytes(16)), boot) is Liveness.DEAD
+    assert processes.liveness(ProcessIdentity(0, 0, boot), boot) is Liveness.UNKNOWN
+    child = subprocess.Popen(["true"])
+    started = processes.start_ticks(child.pid)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert started is not None
+    was = ProcessIdentity(child.pid, started, boot)
+    assert processes.liveness(was, boot) is Liveness.DEAD  # a zombie touches nothing
+    child.wait()
+    assert processes.liveness(was, boot) is Liveness.DEAD

@@ -1,0 +1,143 @@
+"""Which process is taken to be the one that connected, and what a proxy hears of it."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import errno
+import logging
+import os
+import socket
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvdepot.core.calls import AttachCall, AttachReply
+from kvdepot.proto import codec
+from kvdepot.server.attach import attach as attach_module
+from kvdepot.server.attach.attach import ArenaOffer, AttachListener
+from kvdepot.server.attach.streams import StreamProxy
+from kvdepot.server.config.schema import STREAM_SUFFIX
+from kvdepot.server.io.stream_wire import OPENING, Opening
+from kvdepot.server.platform import processes
+from kvdepot.server.platform.processes import read_boot_id
+
+from tests.rigs.engine_rig import Rig
+
+_NO_STREAMS: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None)
+_NO_CALLS: Any = None
+
+
+def attached(rig: Rig, streams: Any = _NO_STREAMS, *, stream: bool = False) -> tuple[AttachReply, list[int]]:
+    """What this process is answered when it attaches, and the descriptors that came along."""
+    path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
+    call = AttachCall(1, 1, "e", scheduler=not stream, rank=0, world_size=1, stream=stream)
+
+    async def run() -> tuple[AttachReply, list[int]]:
+        loop = asyncio.get_running_loop()
+        listener = AttachListener(
+            depot=rig.depot, calls=_NO_CALLS,
+            offer=ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR)), streams=streams, loop=loop,
+            log=logging.getLogger("attaching"), boot_id=read_boot_id(),
+        )  # fmt: skip
+        listener.listen(path, 0o600, -1)
+        with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)) as client:
+            client.connect(f"{path}.attach")
+            client.send(codec.encode_attach_call(call))
+            readable = asyncio.Event()
+            loop.add_reader(client, readable.set)
+            await asyncio.wait_for(readable.wait(), 10)
+            loop.remove_reader(client)
+            answer, ancillary, _, _ = client.recvmsg(8192, socket.CMSG_SPACE(4))
+        listener.close()
+        descriptors = array.array("i", b"".join(data for _, _, data in ancillary))
+        return codec.decode_attach_reply(answer), list(descriptors)
+
+    return asyncio.run(run())
+
+
+def seen_as(monkeypatch: pytest.MonkeyPatch, pid: int, *, ticks: int | None, pidfd: int | None) -> None:
+    """What the kernel says of who connects. `ticks`: when it started, None where nobody can tell."""
+    monkeypatch.setattr(processes, "peer_credentials", lambda _: (pid, 0))
+    monkeypatch.setattr(processes, "peer_pidfd", lambda *_: pidfd)
+    monkeypatch.setattr(processes, "start_ticks", lambda _: ticks)
+
+
+@pytest.mark.requirement("I6")
+@pytest.mark.parametrize("pid", [1, 4711])
+def test_a_process_that_ended_before_it_was_looked_at_is_not_attached(
+    monkeypatch: pytest.MonkeyPatch, pid: int
+) -> None:
+    """Also the first of a container, where the kernel names no pidfd."""
+    rig = Rig()
+    seen_as(monkeypatch, pid, ticks=None, pidfd=None)
+    reply, descriptors = attached(rig)
+    assert reply.protocol == 0 and f"process {pid} that connected has ended" in reply.error
+    assert not descriptors and not rig.depot.attachments()
+
+
+@pytest.mark.requirement("I6")
+def test_a_pidfd_says_that_a_process_has_ended_whose_pid_another_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    ended, end = os.pipe()  # readable, as the pidfd of a process that has ended
+    os.write(end, b"\0")
+    os.close(end)
+    seen_as(monkeypatch, 4711, ticks=1, pidfd=ended)
+    reply, descriptors = attached(rig)
+    assert reply.protocol == 0 and "has ended" in reply.error
+    assert not descriptors and not rig.depot.attachments()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(ended)
+
+
+@pytest.mark.parametrize(("pid", "ticks"), [(4711, 1), (0, None)], ids=["without pidfds", "of another namespace"])
+def test_a_process_without_a_pidfd_is_attached(monkeypatch: pytest.MonkeyPatch, pid: int, ticks: int | None) -> None:
+    rig = Rig()
+    seen_as(monkeypatch, pid, ticks=ticks, pidfd=None)
+    reply, (arena,) = attached(rig)
+    os.close(arena)
+    assert (reply.protocol, reply.error) == (1, "")
+    assert [info.process.pid for info in rig.depot.attachments()] == [pid]
+
+
+def test_a_proxy_hears_whom_it_serves_before_its_client_has_the_lifeline() -> None:
+    rig = Rig()
+    lifeline, proxys = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    process: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: 0)
+    name = f"{STREAM_SUFFIX}0".lstrip(".")
+    proxy = StreamProxy(name, Path(name), process, lifeline, os.pidfd_open(os.getpid()))
+    inode = os.fstat(lifeline.fileno()).st_ino
+    streams: Any = SimpleNamespace(tidy=lambda _: None, close=proxy.forget, start=lambda _: proxy)
+    reply, (received,) = attached(rig, streams, stream=True)
+    with closing(proxys):
+        begun = Opening(rig.depot.attachments()[0].attachment, reply.session)
+        assert list(OPENING.take(bytearray(proxys.recv(4096)))) == [(0, begun)]
+    assert (reply.protocol, reply.stream) == (1, name)
+    assert os.fstat(received).st_ino == inode
+    os.close(received)
+
+
+@pytest.mark.requirement("I6")
+def test_a_process_that_cannot_be_watched_is_attached_and_watched_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`epoll_ctl` has a limit for each user: the pidfd is closed, and opened again."""
+    rig = Rig()
+    watches: list[int] = []
+    watch = attach_module._Watch
+
+    def watching(*arguments: Any) -> Any:
+        watches.append(arguments[1])
+        if len(watches) == 1:
+            raise OSError(errno.ENOSPC, "injected")
+        return watch(*arguments)
+
+    monkeypatch.setattr(attach_module, "_Watch", watching)
+    monkeypatch.setattr(attach_module, "WATCH_AGAIN_SECONDS", 0.0)
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    reply, (arena,) = attached(rig)
+    os.close(arena)
+    assert (reply.protocol, reply.error) == (1, "")
+    assert len(watches) == 2
+    assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
