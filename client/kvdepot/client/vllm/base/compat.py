@@ -20,7 +20,14 @@ from kvdepot.core.errors import ConfigError
 from vllm import __version__ as vllm_version
 
 with contract.by_name(str(vllm_version), __file__):
-    from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig
+    from vllm.config import (
+        CacheConfig,
+        KVTransferConfig,
+        ParallelConfig,
+        SchedulerConfig,
+        SpeculativeConfig,
+        VllmConfig,
+    )
     from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -97,14 +104,21 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     (
         VllmConfig,
         ("aux_output_config", "diffusion_config", "ec_transfer_config", "kv_events_config", "kv_transfer_config",
-         "num_hash_lookahead_tokens", "speculative_config", "weight_transfer_config"),
+         "num_hash_lookahead_tokens", "num_prefill_lookahead_tokens", "speculative_config", "use_v2_model_runner",
+         "weight_transfer_config"),
     ),
+    (
+        SpeculativeConfig,
+        ("disable_eagle_block_drop", "draft_model_config", "method", "num_speculative_tokens", "parallel_drafting",
+         "use_eagle", "use_heterogeneous_vocab"),
+    ),
+    (SchedulerConfig, ("async_scheduling",)),
     (
         ParallelConfig,
         ("data_parallel_size", "decode_context_parallel_size", "enable_elastic_ep", "enable_fault_tolerance", "nnodes",
          "pipeline_parallel_size", "prefill_context_parallel_size", "rank", "tensor_parallel_size", "world_size"),
     ),
-    (CacheConfig, ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo")),
+    (CacheConfig, ("cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo", "use_replayssm")),
     (
         KVCacheConfig,
         ("hash_block_size", "hisparse_host_num_blocks", "kv_cache_groups", "num_blocks",
@@ -261,14 +275,19 @@ def state_parts(spec: Any) -> list[tuple[str, int]]:
     return [(str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize) for shape, dtype in sizes]
 
 
-def has_drafts(group: Any) -> bool:
-    """Whether the group holds draft layers, whose KV at a position may depend on the token after it.
+def looks_past_blocks(group: Any) -> bool:
+    """Whether vLLM marks the group as one of draft layers whose KV depends on the token after a block."""
+    return bool(getattr(group, "is_eagle_group", False))
 
-    From 0.33 on such layers may lie in a group with the model's own. Where vLLM merges the specs of a group into one,
-    their mark is lost: such engines are refused by the method of speculative decoding.
+
+def has_drafts(group: Any) -> bool:
+    """Whether vLLM marks draft layers in the group. From 0.33 on they may lie in a group with the model's own.
+
+    Not all such groups are marked: where vLLM merges the specs of a group into one, the mark is lost. What depends on
+    the drafter goes by the method of speculative decoding (`identity.speculation`).
     """
     layers = iter_layer_specs(group.kv_cache_spec)
-    return bool(getattr(group, "is_eagle_group", False)) or any(getattr(layer, "is_draft", False) for layer in layers)
+    return looks_past_blocks(group) or any(getattr(layer, "is_draft", False) for layer in layers)
 
 
 def hash_lookahead_tokens(vllm_config: Any) -> int:
@@ -410,6 +429,7 @@ __all__ = [
     "is_chunked_local",
     "is_diffusion",
     "looks_ahead",
+    "looks_past_blocks",
     "mamba_modes",
     "register",
     "replayed_tokens",

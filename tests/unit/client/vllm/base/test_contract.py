@@ -222,6 +222,8 @@ SAFETY = {
     "hisparse_host_num_blocks", "aux_output_config", "diffusion_config", "num_hash_lookahead_tokens",
     "decode_context_parallel_size", "prefill_context_parallel_size", "nnodes", "prefix_caching_hash_algo",
     "load_inplace", "speculative_config", "skip_reading_prefix_cache", "resumable", "prompt_embeds",
+    "num_prefill_lookahead_tokens", "use_eagle", "parallel_drafting", "use_heterogeneous_vocab",
+    "disable_eagle_block_drop", "use_replayssm", "async_scheduling", "use_v2_model_runner",
 }  # fmt: skip
 """Names that refusals and exclusions read: without one of them the refusal would be silent."""
 

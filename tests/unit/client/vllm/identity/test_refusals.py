@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.vllm.base import compat
 from kvdepot.client.vllm.base.settings import Settings
 from kvdepot.client.vllm.connector import KVDepotConnector
-from kvdepot.client.vllm.identity.refusals import check_engine
+from kvdepot.client.vllm.identity import refusals
+from kvdepot.client.vllm.identity.refusals import _check_groups, check_engine
+from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.core.errors import ConfigError
 from vllm.config import DiffusionConfig
 from vllm.v1.kv_cache_interface import (
@@ -29,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tests.fakes.scripted_engine import cache_layout, engine_config, model_folder
+from tests.rigs.speculative_configs import drafting
 
 SETTINGS = Settings(Endpoint("/tmp/x.sock"))
 
@@ -78,52 +82,126 @@ def test_a_model_of_recurrent_groups_alone(folder: Path) -> None:
     assert "recurrent groups only" in refused(engine_config(folder), layout)
 
 
-def test_speculative_decoding_with_checkpoints(folder: Path) -> None:
-    config = SimpleNamespace(**vars(engine_config(folder)))
-    config.speculative_config = SimpleNamespace(method="ngram")
-    assert "speculative" in refused(config, cache_layout(hybrid=True, blocks=8, retention=0))
-    check_engine(config, dense(), SETTINGS, {})
+def hybrid() -> Any:
+    return cache_layout(hybrid=True, blocks=8, retention=0)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "medusa", "mlp_speculator", "custom_class"])
-def test_speculative_decoding_with_another_drafter_than_its_own_tokens(folder: Path, method: str) -> None:
-    config = SimpleNamespace(**vars(engine_config(folder)))
-    config.speculative_config = SimpleNamespace(method=method)
-    assert method in refused(config, dense())
+@pytest.mark.parametrize("windows", [(), (32,)])
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model"])
+def test_speculative_decoding_whose_kv_depends_on_no_later_token_is_served(
+    folder: Path, method: str, windows: tuple[int, ...]
+) -> None:
+    config = drafting(engine_config(folder), method, folder if method == "draft_model" else None)
+    check_engine(config, cache_layout(hybrid=False, blocks=8, retention=None, windows=windows), SETTINGS, {})
+    served = speculation(config)
+    assert served is not None
+    assert (served.method, served.draft_tokens, served.lookahead_tokens) == (method, 2, 0)
+    assert served.keeps_kv is (method == "draft_model")
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_draft_layers_that_depend_on_the_next_token(folder: Path, method: str) -> None:
+    served = speculation(drafting(engine_config(folder), method, folder))
+    assert served is not None
+    assert (served.lookahead_tokens, served.keeps_kv) == (1, True)
+
+
+def test_an_engine_without_speculative_decoding(folder: Path) -> None:
+    assert speculation(engine_config(folder)) is None
+
+
+def test_speculative_decoding_that_is_not_served_yet(folder: Path) -> None:
+    """Until keys cover lookahead tokens, and loads leave two tokens to compute."""
+    assert "not served yet" in refused(drafting(engine_config(folder), "mtp", folder), dense())
+    assert "not served yet" in refused(drafting(engine_config(folder), "ngram"), hybrid())
+
+
+@pytest.mark.parametrize(
+    "method", ["medusa", "mlp_speculator", "custom_class", "dflash", "dspark", "extract_hidden_states", "of_tomorrow"]
+)
+def test_methods_of_speculative_decoding_that_are_not_served(folder: Path, method: str) -> None:
+    message = refused(drafting(engine_config(folder), method, folder), dense())
+    assert f"{method}: " in message
+    assert "switch speculative decoding off" in message
+
+
+@pytest.mark.parametrize("name", ["n_predict", "num_nextn_predict_layers"])
+def test_several_mtp_modules(folder: Path, name: str) -> None:
+    config = drafting(engine_config(folder), "mtp", folder)
+    config.speculative_config.draft_model_config = copy.copy(config.speculative_config.draft_model_config)
+    draft = copy.deepcopy(config.speculative_config.draft_model_config.hf_config)
+    config.speculative_config.draft_model_config.hf_config = draft
+    setattr(draft, name, 2)
+    assert "several MTP modules" in refused(config, dense())
+    config.speculative_config.num_speculative_tokens = 1  # the second module is not used
+    assert speculation(config) is not None
+
+
+@pytest.mark.parametrize("option", ["parallel_drafting", "use_heterogeneous_vocab", "disable_eagle_block_drop"])
+def test_options_of_speculative_decoding_that_are_not_served(folder: Path, option: str) -> None:
+    message = refused(drafting(engine_config(folder), "draft_model", folder, **{option: True}), dense())
+    assert f"set {option} to false" in message
+
+
+@pytest.mark.parametrize(("method", "says"), [("draft_model", 1), ("mtp", 0), ("mtp", 2)])
+def test_a_method_of_which_vllm_says_something_else_than_kvdepot_knows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, says: int
+) -> None:
+    config = drafting(engine_config(folder), method, folder)
+    monkeypatch.setattr(type(config), "num_prefill_lookahead_tokens", property(lambda _: says))
+    assert f"reads {says} tokens ahead" in refused(config, dense())
+
+
+def test_a_method_that_vllm_begins_to_draft_with_hidden_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = drafting(engine_config(folder), "draft_model", folder)
+    monkeypatch.setattr(type(config.speculative_config), "use_eagle", lambda _: True)
+    monkeypatch.setattr(type(config), "num_prefill_lookahead_tokens", 0)
+    assert "draft_model" in refused(config, dense())
 
 
 def test_speculative_decoding_in_a_pipeline(folder: Path) -> None:
     """vLLM's first runner leaves `wait_for_save` to the end of sampling then, which the first stages do not get to."""
-    config = SimpleNamespace(**vars(engine_config(folder)))
-    config.speculative_config = SimpleNamespace(method="ngram")
-    config.parallel_config = SimpleNamespace(**vars(config.parallel_config) | {"pipeline_parallel_size": 2})
-    assert "stages" in refused(config, dense())
-    config.speculative_config = None
+    config = engine_config(folder, ranks=2, pipeline=True)
+    check_engine(config, dense(), SETTINGS, {})
+    assert "stages" in refused(drafting(config, "ngram"), dense())
+
+
+def test_speculative_decoding_whose_states_may_be_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "not_yet", lambda *_: None)
+    config = drafting(engine_config(folder, hybrid=True), "draft_model", folder)
+    check_engine(config, hybrid(), SETTINGS, {})
+    config.scheduler_config.async_scheduling = True
+    assert "set async_scheduling to false" in refused(config, hybrid())
+    check_engine(config, dense(), SETTINGS, {})
+    monkeypatch.setattr(type(config), "use_v2_model_runner", True)
+    check_engine(config, hybrid(), SETTINGS, {})
+    config.cache_config.use_replayssm = True
+    assert "set use_replayssm to false" in refused(config, hybrid())
     check_engine(config, dense(), SETTINGS, {})
 
 
-def test_draft_layers_whose_kv_depends_on_the_next_token(folder: Path) -> None:
-    layout = dense()
-    layout.kv_cache_groups[0].is_eagle_group = True
-    assert "draft" in refused(engine_config(folder), layout)
+MARKED = ["eagle group", "draft layers", "draft layers with the model's own"]
 
 
-def drafting(spec: Any) -> Any:
-    """As vLLM 0.33 marks the layers of a drafter."""
-    spec = replace(spec)
-    object.__setattr__(spec, "is_draft", True)
-    return spec
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside the model's own"])
-def test_draft_layers_in_a_group_that_is_not_marked_for_drafts(folder: Path, beside: bool) -> None:
-    layout = dense()
+@pytest.mark.parametrize("marked", MARKED)
+@pytest.mark.parametrize("method", [None, "ngram", "draft_model", "mtp"])
+def test_draft_layers_of_a_drafter_that_has_none(folder: Path, method: str | None, marked: str) -> None:
+    """vLLM 0.33 marks draft layers, in a group of their own or with the model's own; all mark some of EAGLE or MTP."""
+    config, layout = engine_config(folder), dense()
+    if method is not None:
+        config = drafting(config, method, None if method == "ngram" else folder)
     own = layout.kv_cache_groups[0].kv_cache_spec
-    layers = {"a0": own, "d0": drafting(own)}
-    spec = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=layers) if beside else drafting(own)
-    layout.kv_cache_groups.append(KVCacheGroupSpec(["a0", "d0"] if beside else ["d0"], spec))
-    message = refused(engine_config(folder), layout)
-    assert "draft" in message and "group 1" in message
+    draft = copy.copy(own)
+    object.__setattr__(draft, "is_draft", True)
+    both = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a0": own, "d0": draft})
+    spec = dict(zip(MARKED, (own, draft, both), strict=True))[marked]
+    layout.kv_cache_groups.append(KVCacheGroupSpec(["d0"], spec, is_eagle_group=marked == "eagle group"))
+    if method == "mtp" or (method == "draft_model" and marked != "eagle group"):
+        _check_groups(layout, speculation(config))
+    else:
+        message = refused(config, layout)
+        assert "marks draft layers" in message
+        assert "group 1" in message
 
 
 @pytest.mark.parametrize("by_a_property", [False, True], ids=["field", "property"])
