@@ -109,8 +109,8 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     ),
     (
         SpeculativeConfig,
-        ("disable_eagle_block_drop", "draft_model_config", "method", "num_speculative_tokens", "parallel_drafting",
-         "use_eagle", "use_heterogeneous_vocab"),
+        ("disable_eagle_block_drop", "draft_load_config", "draft_model_config", "draft_parallel_config", "method",
+         "num_speculative_tokens", "parallel_drafting", "use_eagle", "use_heterogeneous_vocab"),
     ),
     (SchedulerConfig, ("async_scheduling",)),
     (
@@ -267,12 +267,17 @@ def group_is_replicated(spec: Any, tensor_parallel_size: int, pipeline_parallel_
     return all(getattr(layer, "max_tp_shards", None) == 1 for layer in iter_layer_specs(spec))
 
 
-def state_parts(spec: Any) -> list[tuple[str, int]]:
-    """Return (type, bytes) of the parts of a recurrent layer's state, in order; empty for other layers."""
+def state_parts(spec: Any) -> list[tuple[str, int, bool]]:
+    """Return (type, bytes, whether it is a convolution) of a recurrent state's parts, in order; empty for other layers.
+
+    Of all parts, convolutions alone have two dimensions where vLLM allows speculative decoding.
+    """
     if not isinstance(spec, MambaSpec):
         return []
-    sizes = zip(spec.shapes, spec.dtypes, strict=True)
-    return [(str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize) for shape, dtype in sizes]
+    parts = zip(spec.shapes, spec.dtypes, strict=True)
+    return [
+        (str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize, len(shape) == 2) for shape, dtype in parts
+    ]
 
 
 def looks_past_blocks(group: Any) -> bool:

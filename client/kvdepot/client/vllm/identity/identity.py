@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.vllm.base import compat
 from kvdepot.client.vllm.base.metadata import RankFacts
+from kvdepot.client.vllm.identity.speculation import Speculation, speculation
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import ConfigError, NamespaceError
 from kvdepot.core.keys import NamespaceSpec, canonical_identity
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 _PLACE = "where files lie; their contents are in the weights digest"
 _READING = "how files are read, not which"
 _SEPARATE = "taken separately, in full"
-_TARGET = "the engine's own: other draft models are refused"
+_TARGET = "the engine's own, which is taken without it"
+_DRAFTER = "the drafter's, which is taken where its KV or states depend on it"
 _REPORTING = "logging, metrics and profiling only"
 _NETWORK = "addresses and ports of this process"
 _REPLICA = "which replica this is; each computes the same"
@@ -50,10 +53,13 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "watermark_config": _SAMPLING,
     "aux_output_config": "further outputs of the same computation",
     "quant_config": "made from quantization, quantization_config, hf_config and files of the digested folder",
+    "speculative_config.model": _PLACE,
+    "speculative_config.revision": "a name of the weights, whose contents are digested",
     "speculative_config.target_model_config": _TARGET,
     "speculative_config.target_parallel_config": _TARGET,
-    "speculative_config.draft_model_config": _TARGET,
-    "speculative_config.draft_parallel_config": _TARGET,
+    "speculative_config.draft_model_config": _DRAFTER,
+    "speculative_config.draft_parallel_config": _DRAFTER,
+    "speculative_config.draft_load_config": _DRAFTER,
     "weight_transfer_config": "how weights arrive; such an engine's epoch is random, or its user's",
     "scheduler_config": _BATCH,
     "model_config.model": _PLACE,
@@ -117,6 +123,7 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "parallel_config.rank": "this process's; parts of every rank have their own place",
     "parallel_config.distributed_executor_backend": "how processes are started",
     "parallel_config.max_parallel_loading_workers": "how weights are read",
+    "parallel_config.disable_nccl_for_dp_synchronization": "how replicas agree on the length of a step",
     "parallel_config.distributed_timeout_seconds": _NETWORK,
     "parallel_config.cpu_distributed_timeout_seconds": _NETWORK,
     "parallel_config.numa_bind": "where threads run",
@@ -152,24 +159,71 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "compilation_config.inductor_passes": "code by name, which the vLLM version covers",
 }
 
+_AS_BEFORE: Final[Mapping[str, str]] = {
+    "parallel_config.disable_nccl_for_dp_synchronization": "true",
+    "speculative_config": "null",
+}
+"""Of what is left out: the texts that most engines had before it was. So they find what they have stored."""
+
 _PRIVATE_HF: Final = ("_name_or_path", "transformers_version", "_attn_implementation_autoset", "_commit_hash")
 """Keys of a model's own config that say where it came from, not what it is."""
 
 
-def engine_identity(vllm_config: Any) -> dict[str, str]:
-    """Return the resolved configuration as {path: canonical text}. Raise NamespaceError for other values."""
+def engine_identity(vllm_config: Any, drafting: Speculation | None = None, *, states: bool = False) -> dict[str, str]:
+    """Return the resolved configuration as {path: canonical text}.
+
+    Args:
+        vllm_config: The engine's.
+        drafting: Its speculative decoding.
+        states: Whether the model has recurrent states: their layout depends on the number of draft tokens.
+
+    Raises:
+        NamespaceError: for values without a canonical text.
+    """
     if "quantization_config_file" in _overrides(vllm_config):
         raise NamespaceError(
             "hf_overrides.quantization_config_file", "what it says is not known here",
             advice="put its contents into the model's config.json",
         )  # fmt: skip
     excluded = {*EXCLUDED, *_unset_and_private(vllm_config)}
-    identity = canonical_identity(vllm_config, exclude=excluded, convert=_plain)
-    model = vllm_config.model_config
-    identity |= _prefixed("hf_config", canonical_identity(_hf(model.hf_config), convert=_plain))
+    identity = dict(_AS_BEFORE)
+    if drafting is not None and (drafting.keeps_kv or states):
+        del identity["speculative_config"]
+    else:
+        excluded.add("speculative_config")  # drafts of tokens change no byte, whatever they guess
+    identity |= canonical_identity(vllm_config, exclude=excluded, convert=_plain) | _model_identity(
+        vllm_config.model_config
+    )
+    if drafting is not None and drafting.keeps_kv:
+        identity |= _draft_identity(vllm_config.speculative_config)
+        identity["lookahead_tokens"] = str(drafting.lookahead_tokens)
+    return identity
+
+
+def _model_identity(model: Any) -> dict[str, str]:
+    identity = _prefixed("hf_config", canonical_identity(_hf(model.hf_config), convert=_plain))
     if model.hf_text_config is not model.hf_config:
         identity |= _prefixed("hf_text_config", canonical_identity(_hf(model.hf_text_config), convert=_plain))
     return identity
+
+
+def _draft_identity(speculative: Any) -> dict[str, str]:
+    """Return what the drafter is, with the exclusions of the engine's own model."""
+    # By the names that the parts have in a VllmConfig, so that the same paths are excluded.
+    drafter = _Drafter(speculative.draft_model_config, speculative.draft_parallel_config, speculative.draft_load_config)
+    excluded = {*EXCLUDED, *_unset_and_private(drafter), "model_config.hf_overrides"}
+    identity = canonical_identity(drafter, exclude=excluded, convert=_plain)
+    model = _model_identity(drafter.model_config)
+    # EAGLE's configuration holds that of a model, with private keys of its own.
+    identity |= {path: text for path, text in model.items() if path.rpartition(".")[2] not in _PRIVATE_HF}
+    return _prefixed("drafter", identity)
+
+
+@dataclass
+class _Drafter:
+    model_config: Any  # vLLM makes its hf_overrides from the engine's own
+    parallel_config: Any
+    load_config: Any  # None: the engine's own
 
 
 def _overrides(vllm_config: Any) -> Mapping[str, Any]:
@@ -291,19 +345,25 @@ def namespace_spec(
     planner: Planner,
     facts: Sequence[RankFacts],
     settings: Settings,
-    weights: str,
+    weights: dict[str, str],
 ) -> NamespaceSpec:
-    """Everything together; the epoch is added by its owner. Raises NamespaceError."""
+    """Return everything together; the epoch is added by its owner. Raise ConfigError or NamespaceError.
+
+    `weights`: the digest or the name of the engine's weights, and of its drafter's if these are others.
+    """
+    drafting = speculation(vllm_config)
+    states = any(compat.group_kind(group.kv_cache_spec) is Kind.STATE for group in kv_cache_config.kv_cache_groups)
     hashes = {
         "algorithm": str(vllm_config.cache_config.prefix_caching_hash_algo),
         "block_tokens": compat.hash_block_tokens(kv_cache_config, vllm_config),
         "seed": _hash_seed(),
     }
     identity = (
-        _prefixed("engine", engine_identity(vllm_config))
+        _prefixed("engine", engine_identity(vllm_config, drafting, states=states))
         | rank_identity(facts)
         | _prefixed("hashes", canonical_identity(hashes))
-        | {"weights": weights, "vllm": compat.VLLM_VERSION, "block_bytes": "in memory order"}
+        | weights
+        | {"vllm": compat.VLLM_VERSION, "block_bytes": "in memory order"}
     )
     architectures = getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"]
     label = f"{architectures[0]} {str(vllm_config.model_config.dtype).removeprefix('torch.')}"

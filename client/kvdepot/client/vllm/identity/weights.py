@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import xxhash
 from kvdepot.client.vllm.identity import file_state
+from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -173,6 +174,29 @@ class WeightsSource:
     folder: Path | None = None
 
 
+def weights_sources(vllm_config: Any, model_revision: str) -> dict[str, WeightsSource]:
+    """Return what identifies the engine's weights, and its drafter's where these are others. Raise ConfigError."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    sources = {"weights": weights_source(model, load, model_revision)}
+    drafting = speculation(vllm_config)
+    if drafting is None or not drafting.keeps_kv:
+        return sources
+    drafter = vllm_config.speculative_config.draft_model_config
+    load = vllm_config.speculative_config.draft_load_config or load
+    if model_revision and _files_of(drafter) == _files_of(model):
+        return sources
+    try:
+        # Digested also with a `model_revision`: somebody may replace the drafter and think of the model alone.
+        source = weights_source(drafter, load, "")
+    except ConfigError:
+        source = weights_source(drafter, load, model_revision)
+    return sources if source == sources["weights"] else sources | {"draft_weights": source}
+
+
+def _files_of(model_config: Any) -> str:
+    return str(getattr(model_config, "model_weights", "") or model_config.model)
+
+
 def weights_source(model_config: Any, load_config: Any, model_revision: str) -> WeightsSource:
     """Return what identifies the weights. Raise ConfigError if nothing does: then nothing may outlive the process."""
     load_format = str(load_config.load_format)
@@ -180,8 +204,7 @@ def weights_source(model_config: Any, load_config: Any, model_revision: str) -> 
         return WeightsSource(text=f"dummy seed {model_config.seed}")
     if model_revision:
         # With the model's name: "v1" of two models of one architecture are not the same weights.
-        source = getattr(model_config, "model_weights", "") or model_config.model
-        return WeightsSource(text=f"revision {model_revision} of {source}")
+        return WeightsSource(text=f"revision {model_revision} of {_files_of(model_config)}")
     if load_format not in _LOADS_THE_FOLDER:
         raise _unidentified(f"load_format {load_format!r} may load others than the model's folder has")
     if getattr(model_config, "model_weights", ""):

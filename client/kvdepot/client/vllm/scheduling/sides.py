@@ -19,7 +19,8 @@ from kvdepot.client.vllm.base.metadata import RankFacts
 from kvdepot.client.vllm.base.stats import KVDepotStats
 from kvdepot.client.vllm.identity import identity
 from kvdepot.client.vllm.identity.element_layout import element_layout
-from kvdepot.client.vllm.identity.weights import Digests, LoraSalts, cache_path, weights_source
+from kvdepot.client.vllm.identity.speculation import speculation
+from kvdepot.client.vllm.identity.weights import Digests, LoraSalts, cache_path, weights_sources
 from kvdepot.client.vllm.scheduling.namespaces import Namespaces
 from kvdepot.client.vllm.scheduling.scheduler import SchedulerSide
 from kvdepot.core.errors import ConfigError, KvDepotError
@@ -56,10 +57,11 @@ class SchedulerSides:
         self._loads_on = loads_on
         self._engine_id = str(vllm_config.kv_transfer_config.engine_id)
         self._world_size = int(vllm_config.parallel_config.world_size)
-        self._weights = weights_source(vllm_config.model_config, vllm_config.load_config, settings.model_revision)
+        self._weights = weights_sources(vllm_config, settings.model_revision)
         self._digests = Digests(cache_path())
-        if self._weights.folder is not None:
-            self._digests.get(self._weights.folder)
+        for source in self._weights.values():
+            if source.folder is not None:
+                self._digests.get(source.folder)
         self._salts = LoraSalts(self._digests)  # for all sides: ranks report an adapter once
         self.current: SchedulerSide | None = None
         self.former: list[SchedulerSide] = []
@@ -153,24 +155,31 @@ class SchedulerSides:
             keep_across_sleep=self._settings.keep_across_sleep,
             weights_arrive=config.weight_transfer_config is not None,
             elements=element_layout(
-                self._kv_cache_config, str(config.cache_config.cache_dtype), planner, self._group_ids, facts
+                self._kv_cache_config,
+                str(config.cache_config.cache_dtype),
+                planner,
+                self._group_ids,
+                facts,
+                speculation(config),
             ),
             former=self._epoch,
         )
 
     def _spec_builder(self, planner: Planner, facts: tuple[RankFacts, ...]) -> Callable[[], NamespaceSpec | None]:
-        """Return what builds the namespace as soon as the digest of the weights is known."""
+        """Return what builds the namespace as soon as the digests of all weights are known."""
 
         def build() -> NamespaceSpec | None:
-            weights = self._weights.text
-            if self._weights.folder is not None:
-                digest = self._digests.get(self._weights.folder)
-                if digest is None:
-                    problem = self._digests.problem(self._weights.folder)
-                    if problem:
-                        raise ConfigError("kvdepot", "weights", problem)
-                    return None
-                weights = f"files {digest}"
+            weights = {}
+            for name, source in self._weights.items():
+                weights[name] = source.text
+                if source.folder is not None:
+                    digest = self._digests.get(source.folder)
+                    if digest is None:
+                        problem = self._digests.problem(source.folder)
+                        if problem:
+                            raise ConfigError("kvdepot", "weights", problem)
+                        return None
+                    weights[name] = f"files {digest}"
             return identity.namespace_spec(self._config, self._kv_cache_config, planner, facts, self._settings, weights)
 
         return build

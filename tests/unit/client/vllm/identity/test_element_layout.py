@@ -12,6 +12,7 @@ from kvdepot.client.vllm.base.metadata import RankFacts
 from kvdepot.client.vllm.base.operations import LayerFacts
 from kvdepot.client.vllm.identity import identity
 from kvdepot.client.vllm.identity.element_layout import element_layout
+from kvdepot.client.vllm.identity.speculation import Speculation
 from kvdepot.core import limits
 from kvdepot.core.calls import Kind
 from kvdepot.core.elements import OPAQUE, ElementRun, check_elements
@@ -32,11 +33,17 @@ def facts_of(*layers: LayerFacts, ranks: int = 1) -> list[RankFacts]:
     return [RankFacts(rank, "boot", layers, ()) for rank in reversed(range(ranks))]
 
 
-def said(config: KVCacheConfig, facts: list[RankFacts], cache_dtype: str = "auto", tensor: int = 1) -> Any:
+def said(
+    config: KVCacheConfig,
+    facts: list[RankFacts],
+    cache_dtype: str = "auto",
+    tensor: int = 1,
+    drafting: Speculation | None = None,
+) -> Any:
     groups = tuple(range(len(config.kv_cache_groups)))
     parallel = SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=1)
     planner = Planner(identity.group_specs(config, groups, facts, parallel), 64)
-    elements = element_layout(config, cache_dtype, planner, groups, facts)
+    elements = element_layout(config, cache_dtype, planner, groups, facts, drafting)
     check_elements(elements, {kind: planner.object_bytes(kind) for kind in planner.kinds})
     return elements
 
@@ -93,6 +100,25 @@ def test_a_recurrent_state_is_of_its_specs_types_whatever_the_tensor_is() -> Non
     assert found[Kind.STATE] == parts * 2
     odd = replace(state, name="s1", block_bytes=2304)  # as this version does not know it
     assert said(config, facts_of(LAYER, state, odd), "int8")[Kind.STATE] == (*parts, ElementRun(OPAQUE, 2304))
+
+
+def test_inputs_of_draft_tokens_in_a_state_are_not_compared() -> None:
+    """Rejected ones stay there, and the next computation leaves others."""
+    spec = MambaSpec(
+        block_size=64, shapes=((5, 32), (4, 8, 16)), dtypes=(torch.bfloat16, torch.float32), mamba_cache_mode="align",
+    )  # fmt: skip
+    config = attention()
+    config.kv_cache_groups.append(KVCacheGroupSpec(["s0"], spec))
+    facts = facts_of(LAYER, LayerFacts("s0", 1, "int8", (1, 1, 2368), (2,), 2368, ""))
+    found = said(config, facts, drafting=Speculation("ngram", 2, 0))
+    assert found[Kind.STATE] == (ElementRun(OPAQUE, 320), ElementRun("float32", 2048))
+    assert found[Kind.ATTENTION] == said(config, facts)[Kind.ATTENTION]
+
+
+@pytest.mark.parametrize("drafting", [Speculation("draft_model", 2, 0), Speculation("mtp", 2, 1)])
+def test_an_engine_with_draft_layers_is_not_audited(drafting: Speculation) -> None:
+    assert said(attention(), facts_of(LAYER), drafting=drafting) == {}
+    assert said(attention(), facts_of(LAYER), drafting=Speculation("ngram", 2, 0)) != {}
 
 
 def test_an_engine_of_more_runs_than_may_be_says_nothing() -> None:

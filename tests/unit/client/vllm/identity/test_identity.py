@@ -17,6 +17,7 @@ from kvdepot.client.vllm.base.operations import LayerFacts
 from kvdepot.client.vllm.base.settings import Settings
 from kvdepot.client.vllm.identity import identity
 from kvdepot.client.vllm.identity.identity import EXCLUDED
+from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import NamespaceError
 from vllm.engine.arg_utils import EngineArgs
@@ -40,7 +41,7 @@ def namespace(
     layout = cache_layout(hybrid=False, blocks=8, retention=None)
     groups = identity.group_specs(layout, (0,), facts, config.parallel_config)
     planner = identity.engine_planner(config, layout, groups, settings)
-    return identity.namespace_spec(config, layout, planner, facts, settings, weights).namespace_id()
+    return identity.namespace_spec(config, layout, planner, facts, settings, {"weights": weights}).namespace_id()
 
 
 @pytest.mark.requirement("P3")
@@ -250,13 +251,14 @@ def test_a_quantization_file_that_only_a_path_names_is_refused(folder: Path) -> 
 )
 def test_n_gram_drafts_bring_nothing_of_this_process_into_it(folder: Path, path: str, value: Any) -> None:
     """Their configuration names the engine's own models and ranks as target and draft."""
-    config = engine_config(folder, drafts=2)
-    before = namespace(config)
+    config = engine_config(folder, drafts=2, hybrid=True)
+    drafting = speculation(config)
+    before = identity.engine_identity(config, drafting, states=True)
     part, _, name = path.partition(".")
     object.__setattr__(getattr(config, part), name, value)
-    assert namespace(config) == before
+    assert identity.engine_identity(config, drafting, states=True) == before
     _set("speculative_config.num_speculative_tokens", 3)(config)
-    assert namespace(config) != before
+    assert identity.engine_identity(config, drafting, states=True) != before
 
 
 def test_every_exclusion_names_a_field_that_exists_and_gives_a_reason(folder: Path) -> None:
