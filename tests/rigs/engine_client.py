@@ -163,14 +163,17 @@ class EngineClient:
     def wait_nothing_owed(self) -> None:
         """No lease open on either side, no extent lent (to the checksum worker neither), credit back to full."""
 
-        def clean() -> bool:
+        def owed() -> dict[str, int]:
             self.session.poll()
             status = self.status()
-            return (
-                self.session.open_leases == 0
-                and self.session.unconfirmed == 0
-                and all(s.leases == s.lent_objects == s.credit_used_bytes == 0 for s in status.sessions)
-                and status.tiers[0].lent_bytes == 0
-            )
+            counts = {
+                "open leases": self.session.open_leases,
+                "unconfirmed ends": self.session.unconfirmed,
+                "leases": sum(session.leases for session in status.sessions),
+                "lent objects": sum(session.lent_objects for session in status.sessions),
+                "bytes of credit": sum(session.credit_used_bytes for session in status.sessions),
+                "lent bytes": status.tiers[0].lent_bytes,
+            }
+            return {what: count for what, count in counts.items() if count}
 
-        wait_until(clean, f"still owed: {self.session.open_leases} open leases, {self.session.counters()}")
+        wait_until(lambda: not owed(), lambda: f"still owed: {owed()}, {self.session.counters()}")
