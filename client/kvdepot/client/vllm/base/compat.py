@@ -97,7 +97,10 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     (KVCacheBlock, engine_types.Block),
     (LoRARequest, ("lora_name", "lora_path", "lora_int_id", "load_inplace")),
     (MultiModalFeatureSpec, ("identifier",)),
-    (SchedulerOutput, ("num_scheduled_tokens", "scheduled_new_reqs", "kv_connector_block_state")),
+    (
+        SchedulerOutput,
+        ("kv_connector_block_state", "num_scheduled_tokens", "scheduled_new_reqs", "scheduled_spec_decode_tokens"),
+    ),
     (NewRequestData, ("req_id", "num_computed_tokens")),
     (KVConnectorBlockState, ("boundary_state_offloads", "resolve_block_ids")),
     (KVConnectorOutput, ("kv_connector_worker_meta",)),

@@ -11,6 +11,7 @@ class EngineRequest(Protocol):
 
     request_id: str
     num_computed_tokens: int
+    num_in_flight_tokens: int
     num_prompt_tokens: int
     num_preemptions: int
     block_hashes: Sequence[bytes]

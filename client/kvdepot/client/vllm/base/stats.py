@@ -36,6 +36,8 @@ COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "stale": ("reason", "Answers that were not true any more when they were used."),
     "transfer_params": ("outcome", "Requests that came with another engine's word of what it has stored."),
     "failed_loads": ("reason", "Loads that ended in computing the request."),
+    "draft_tokens": ("kv", "Draft tokens that the engine verified, of requests with KV that was loaded or computed."),
+    "accepted_tokens": ("kv", "Of these: accepted. Loads must not lower their share of the draft tokens."),
     "stored_objects": ("", "Objects that every rank has written."),
     "dropped_stores": ("reason", "Objects that were not stored: later misses."),
     "copied_bytes": ("direction", "Bytes that ranks moved, all of them together: of an object only what was needed."),

@@ -15,6 +15,7 @@ from kvdepot.client.vllm.base.engine_types import BlockPool, EngineRequest
 from kvdepot.client.vllm.base.guard import make_all
 from kvdepot.client.vllm.base.metadata import AdapterRead, Geometry, RankMeta, StepMeta
 from kvdepot.client.vllm.identity.adapters import Adapter, LoadedAdapters, adapter_of
+from kvdepot.client.vllm.scheduling.acceptance import Acceptance
 from kvdepot.client.vllm.scheduling.candidates import BoundaryOffers
 from kvdepot.client.vllm.scheduling.events import KvEvents
 from kvdepot.client.vllm.scheduling.loads import Loads, ResolveBlocks
@@ -73,6 +74,7 @@ class SchedulerSide:
         counts_items: as `exclusion` takes it.
         ranks: digests of the facts that this side is built with.
         after_another: whether the engine may have cached blocks that this side has not seen computed.
+        speculates: whether the engine verifies draft tokens.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class SchedulerSide:
         counts_items: bool = False,
         ranks: Sequence[str] = (),
         after_another: bool = False,
+        speculates: bool = False,
     ) -> None:
         self.session = session
         self.namespaces = namespaces
@@ -118,6 +121,7 @@ class SchedulerSide:
         self._suspended = False  # the engine has taken its KV memory away
         self.events = KvEvents(planner, self._group_ids, hash_block_tokens, event_kinds)
         self.prefill_rate = PrefillRate(clock)
+        self.acceptance = Acceptance(self.counters) if speculates else None
         speculative = SpeculativeAcquires(session, planner, settings, self.counters)
         self.loads = Loads(
             session, namespaces, planner, settings, clock, self.counters, self.events, speculative, self._group_ids,
@@ -285,6 +289,10 @@ class SchedulerSide:
         block_state = scheduler_output.kv_connector_block_state
         resolve: ResolveBlocks | None = block_state.resolve_block_ids if block_state is not None else None
         self.loads.build(meta, resolve)
+        if self.acceptance is not None:
+            self.acceptance.step(
+                self._requests, scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+            )
 
     def add_stores(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Send granted stores, and hold and ask for new chunks. An error costs stores, never a load."""
@@ -359,6 +367,8 @@ class SchedulerSide:
 
     def _finished(self, state: RequestState) -> dict[str, Any] | None:
         self.prefill_rate.finished(state.request)
+        if self.acceptance is not None:
+            self.acceptance.finished(state)
         self.loads.finished(state)
         ends_later = self.stores is not None and self.stores.finished(state)
         if state.located and not ends_later:

@@ -132,6 +132,7 @@ class SchedulerSides:
             counts_items=compat.counts_items(config),
             ranks=[fact.digest for fact in facts],
             after_another=self.stepped,
+            speculates=config.speculative_config is not None,
         )
         if self._reset_early:
             namespaces.reset()
