@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvdepot.client.vllm.base import compat, versions
+
 from tests.contract.connector.test_pressure import Speculating
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import PATIENCE_SECONDS, Make, prompt
@@ -33,14 +35,16 @@ def test_draft_tokens_are_counted_as_vllm_counts_them(make: Make) -> None:
     for kv in ("computed", "loaded"):
         engine = make(drafts=3)
         vllm = VllmCounts(engine)
-        for number in range(3):
-            engine.add(prompt(2.5 + number, seed=number), max_tokens=2 * BLOCK)
+        ids = [engine.add(prompt(2.5 + number, seed=number), max_tokens=2 * BLOCK) for number in range(3)]
         speculating, until = Speculating(engine, seed=3), Deadline(PATIENCE_SECONDS)
         while engine.scheduler.has_requests():
             assert not until.is_over()
             speculating.step()
         engine.settle()
-        assert counted(engine, kv) == (vllm.drafted, vllm.accepted)
+        # From 0.33 on vLLM takes back what it has accepted after a request's last token.
+        taken_back = sum(len(engine.outputs[each]) - 2 * BLOCK for each in ids)
+        taken_back *= not versions.before(compat.VLLM_VERSION, (0, 33))
+        assert counted(engine, kv) == (vllm.drafted, vllm.accepted - taken_back)
         assert 0 < vllm.accepted < vllm.drafted
         engine.assert_clean()
 

@@ -30,7 +30,8 @@ class _Steps:
 class Acceptance:
     """Counts into `draft_tokens.*` and `accepted_tokens.*`. Used on the scheduler's thread only.
 
-    Steps in flight while a request is preempted are not counted.
+    Steps in flight while a request is preempted are not counted. From vLLM 0.33 on, drafts that were accepted after a
+    request's last token count as rejected.
     """
 
     def __init__(self, counters: Counter[str]) -> None:
