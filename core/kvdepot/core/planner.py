@@ -107,6 +107,7 @@ class Planner:
     (the LCM of the groups' blocks when None). `retention_interval` is the engine's
     `prefix_cache_retention_interval` and `context_tokens` its longest request; None where they
     are not known, as in the daemon, which plans what a client has already checked.
+    `computed_tokens_min` is how many tokens of a prompt every load leaves to compute.
 
     `kinds` are those the engine has; `path_kind` is the one whose objects mark the path to a
     boundary (attention where there is any); `ranks` is 0 when every group is replicated;
@@ -123,8 +124,10 @@ class Planner:
         scheduler_block_tokens: int | None = None,
         retention_interval: int | None = None,
         context_tokens: int | None = None,
+        computed_tokens_min: int = 1,
     ) -> None:
         self.groups = tuple(groups)
+        self._computed_tokens_min = computed_tokens_min
         check_groups(self.groups, context_tokens)
         self.scheduler_block_tokens = scheduler_block(self.groups, scheduler_block_tokens)
         self.ranks = max((len(group.rank_block_bytes) for group in self.groups if not group.replicated), default=0)
@@ -194,8 +197,8 @@ class Planner:
         return parts[rank]
 
     def high_boundary(self, num_tokens: int) -> int:
-        """Return the deepest boundary that may be offered for a prompt: the last token is always computed."""
-        return max(num_tokens - 1, 0) // self.chunk_tokens * self.chunk_tokens
+        """Return the deepest boundary that may be offered for a prompt: its last tokens are always computed."""
+        return max(num_tokens - self._computed_tokens_min, 0) // self.chunk_tokens * self.chunk_tokens
 
     def objects(self, boundary_tokens: int) -> list[tuple[int, Kind]]:
         """Return (chunk, kind) of each object that is needed to resume at the boundary from nothing.

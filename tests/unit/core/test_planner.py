@@ -208,6 +208,13 @@ def test_a_hit_stops_below_the_last_token() -> None:
     assert {tokens: planner.high_boundary(tokens) for tokens in depths} == depths
 
 
+@pytest.mark.requirement("C6")
+def test_a_hit_leaves_as_many_tokens_as_it_must() -> None:
+    planner = Planner(HYBRID, computed_tokens_min=2)
+    depths = {0: 0, 1: 0, 2: 0, 385: 0, 386: 384, 769: 384, 770: 768, 3000: 2688, 3073: 2688, 3074: 3072}
+    assert {tokens: planner.high_boundary(tokens) for tokens in depths} == depths
+
+
 # Objects and presence
 
 

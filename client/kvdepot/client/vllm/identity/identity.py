@@ -322,12 +322,17 @@ def check_geometry(vllm_config: Any, kv_cache_config: Any, group_ids: Sequence[i
 
 
 def engine_planner(vllm_config: Any, kv_cache_config: Any, groups: Sequence[GroupSpec], settings: Settings) -> Planner:
-    """Return the engine's planner. Raise PlannerError for a bad geometry, ConfigError for too coarse hashes."""
+    """Return the engine's planner. Raise PlannerError for a bad geometry, ConfigError for too coarse hashes.
+
+    vLLM pads a request with one token left to a row of drafts, and computes a wrong state from it (docs/adr/0061).
+    """
+    padded = speculation(vllm_config) is not None and any(group.kind is Kind.STATE for group in groups)
     planner = Planner(
         groups,
         settings.chunk_tokens,
         retention_interval=kv_cache_config.prefix_cache_retention_interval,
         context_tokens=vllm_config.model_config.max_model_len,
+        computed_tokens_min=2 if padded else 1,
     )
     hash_block = compat.hash_block_tokens(kv_cache_config, vllm_config)
     if planner.chunk_tokens % hash_block:
