@@ -193,3 +193,24 @@ def test_latent_attention_is_stored_once_and_loaded_by_every_rank(make: Make) ->
     assert engine.generate(tokens) == cold(tokens)
     assert list(engine.hits.values()) == [0, 6 * BLOCK]
     engine.assert_clean()
+
+
+@pytest.mark.requirement("P11", "I1")
+def test_a_request_that_is_aborted_during_its_load_stores_nothing(make: Make) -> None:
+    """vLLM counts the tokens of a load as computed from its allocation on, and hands the blocks over at the abort."""
+    tokens = prompt(6.5)
+    make(windows=(40,), settings=SETTINGS).generate(tokens)
+    engine = make(windows=(40,), settings=SETTINGS)
+    engine.depot.held.add(AcquireCall)
+    request_id = engine.add(tokens)
+    state, request = engine.side._requests[request_id], engine.requests[request_id]
+    while not request.num_computed_tokens:
+        engine.step()
+    engine.abort(request_id)
+    assert all(kind is Kind.ATTENTION for _, kind in state.stored), "which the daemon is known to have"
+    assert not engine.side.stores.open_requests
+    engine.depot.held.clear()
+    engine.session.let_go()
+    engine.run()
+    engine.settle()
+    engine.assert_clean()

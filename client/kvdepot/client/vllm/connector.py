@@ -311,10 +311,10 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     def request_finished_all_groups(
         self,
         request: Any,
-        block_ids: tuple[list[int], ...],  # noqa: ARG002 - blocks are held already
+        block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
         """Never delay the blocks: they are held weakly, and stay readable until their reuse."""
-        return False, self._side.finished(request) if self._side is not None else None
+        return False, self._side.finished(request, block_ids) if self._side is not None else None
 
     @guarded(lambda *_: False)
     def has_pending_push_work(self) -> bool:

@@ -47,12 +47,13 @@ with contract.by_name(str(vllm_version), __file__):
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector, MultiKVConnectorStats
     from vllm.envs import compile_factors
     from vllm.lora.request import LoRARequest
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import (
         DEFAULT_NONE_HASH_SEED,
         KVCacheBlock,
         generate_block_hash_extra_keys,
+        make_block_hash_with_group_id,
         maybe_convert_block_hash,
         resolve_kv_cache_block_sizes,
         to_event_extra_keys,
@@ -96,7 +97,8 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     (BlockPool, engine_types.BlockPool),
     (KVCacheBlock, engine_types.Block),
     (LoRARequest, ("lora_name", "lora_path", "lora_int_id", "load_inplace")),
-    (MultiModalFeatureSpec, ("identifier",)),
+    (MultiModalFeatureSpec, ("identifier", "mm_position")),
+    (PlaceholderRange, ("length", "offset")),
     (
         SchedulerOutput,
         ("kv_connector_block_state", "num_scheduled_tokens", "scheduled_new_reqs", "scheduled_spec_decode_tokens"),
@@ -331,6 +333,11 @@ def hash_block_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
     return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
 
 
+def block_name(block_hash: Any, group: int) -> Any:
+    """Return the hash by which the block pool knows a block of one of its groups."""
+    return make_block_hash_with_group_id(block_hash, group)
+
+
 def event_kinds(vllm_config: Any, kv_cache_config: Any) -> list[str] | None:
     """Return vLLM's word for the kind of each group, or None if the engine publishes no KV events."""
     if not (vllm_config.kv_events_config and vllm_config.kv_events_config.enable_kv_cache_events):
@@ -419,6 +426,7 @@ __all__ = [
     "MultiKVConnectorStats",
     "PromMetric",
     "SupportsHMA",
+    "block_name",
     "block_removed",
     "block_stored",
     "changes",

@@ -15,6 +15,7 @@ class EngineRequest(Protocol):
     num_prompt_tokens: int
     num_preemptions: int
     block_hashes: Sequence[bytes]
+    all_token_ids: Sequence[int]
     skip_reading_prefix_cache: bool
     lora_request: Any
     prompt_embeds: Any

@@ -8,7 +8,7 @@ announced. A router that trusts an announcement too long loses one lookup.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -53,6 +53,8 @@ class KvEvents:
             if kinds is not None and planner.groups[group].block_tokens % hash_block_tokens == 0
         ]
         self._announced: OrderedDict[bytes, dict[int, list[Any]]] = OrderedDict()  # hashes by engine group
+        # Chunks with the same blocks, and other tokens or another adapter's content behind their keys.
+        self._sharing: Counter[Any] = Counter()  # by the hash of their last block
         self._events: list[Any] = []
 
     @property
@@ -67,11 +69,13 @@ class KvEvents:
         if key in self._announced:
             self._announced.move_to_end(key)
             return
-        hashes = {}
-        for group, block_tokens in self._groups:
-            event = self._stored_event(state.request, chunk, group, block_tokens)
-            hashes[group] = event.block_hashes
-            self._events.append(event)
+        events = {
+            group: self._stored_event(state.request, chunk, group, block_tokens) for group, block_tokens in self._groups
+        }
+        hashes = {group: event.block_hashes for group, event in events.items()}
+        if not self._sharing[self._last(hashes)]:
+            self._events += events.values()
+        self._sharing[self._last(hashes)] += 1
         self._announced[key] = hashes
         if len(self._announced) > CHUNKS_MAX:
             self._remove([next(iter(self._announced))])
@@ -95,11 +99,23 @@ class KvEvents:
         return events
 
     def _remove(self, keys: Sequence[bytes]) -> None:
-        gone = [self._announced.pop(key) for key in keys]
+        gone = []
+        for key in keys:
+            hashes_by_group = self._announced.pop(key)
+            last = self._last(hashes_by_group)
+            self._sharing[last] -= 1
+            if not self._sharing[last]:
+                del self._sharing[last]
+                gone.append(hashes_by_group)
         for group, _ in self._groups:
             hashes = [block_hash for of_groups in gone for block_hash in of_groups[group]]
             if hashes:
                 self._events.append(compat.block_removed(hashes, group))
+
+    @staticmethod
+    def _last(hashes: dict[int, list[Any]]) -> Any:
+        """Return the hash of a chunk's last block: it names the chunk's blocks of all groups."""
+        return next(iter(hashes.values()))[-1]
 
     def _stored_event(self, request: EngineRequest, chunk: int, group: int, block_tokens: int) -> Any:
         start, stop = chunk * self._chunk_tokens, (chunk + 1) * self._chunk_tokens

@@ -46,9 +46,20 @@ class LocalReuse:
 
     def __init__(
         self, holds: BlockHolds, planner: Planner, group_ids: Sequence[int], hash_block_tokens: int, pinned_max: int,
-        provenance: Provenance,
+        provenance: Provenance, *, proven_by_next: bool = False,
     ) -> None:  # fmt: skip
-        """Take `group_ids` (planner group -> engine group), and `pinned_max`, the blocks that all copies may pin."""
+        """Take the engine's blocks.
+
+        Args:
+            holds: on the engine's blocks.
+            planner: of the engine's groups.
+            group_ids: planner group -> engine group.
+            hash_block_tokens: tokens per hash of the engine.
+            pinned_max: the blocks that all copies may pin.
+            provenance: which of the engine's blocks count.
+            proven_by_next: whether a block's KV also depends on the token after it, which its hash does not cover. It
+                is reused only before a block that is cached too: the hash of that block covers the token.
+        """
         self._holds = holds
         self._provenance = provenance
         self._step_tokens = planner.scheduler_block_tokens
@@ -61,6 +72,7 @@ class LocalReuse:
         )
         self._hash_block_tokens = hash_block_tokens
         self._pinned_max = pinned_max
+        self._proven_by_next = proven_by_next
 
     def pin(
         self, hashes: Sequence[bytes], local_tokens: int, boundary_tokens: int, adapter: Adapter | None = None
@@ -97,12 +109,19 @@ class LocalReuse:
         for group, engine_group, block_tokens in self._groups:
             blocks[group] = []
             for end in range(begin + block_tokens, begin + self._step_tokens + 1, block_tokens):
-                # The chain's hash at a block's end names its whole prefix.
-                block_id = self._holds.cached(hashes[end // self._hash_block_tokens - 1], engine_group)
+                block_id = self._cached_at(hashes, end, engine_group)
                 if block_id is None or not self._provenance.counts(block_id, adapter):
                     return None
                 blocks[group].append(block_id)
+            next_end = begin + self._step_tokens + block_tokens
+            if self._proven_by_next and self._cached_at(hashes, next_end, engine_group) is None:
+                return None
         return blocks
+
+    def _cached_at(self, hashes: Sequence[bytes], end: int, engine_group: int) -> int | None:
+        """Return the cached block that ends at a token. The chain's hash there names its whole prefix."""
+        at = end // self._hash_block_tokens
+        return self._holds.cached(hashes[at - 1], engine_group) if at <= len(hashes) else None
 
     def counts(self, kept: ReusedPrefix) -> bool:
         """Return whether pinned blocks still count. In the step that pinned them, they may have turned out foreign."""

@@ -6,21 +6,25 @@ with a loss. So a request counts only if each of its steps begins where the last
 engine's local hit and what kvdepot loaded. Other requests store nothing, nor does what is computed on their blocks.
 
 A step that begins before the end of the last one, without a preemption, says that something of it was not computed.
+Rejected drafts say nothing: they lie after the tokens that have hashes.
+
+A recurrent model computes a wrong state of a request that is admitted with one token left to compute, because vLLM pads
+it to a row of drafts (docs/adr/0061). kvdepot's loads leave two tokens. vLLM's own hits may leave one.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kvdepot.client.vllm.scheduling.candidates import BoundaryOffers
     from kvdepot.client.vllm.scheduling.loads import ResolveBlocks
     from kvdepot.client.vllm.scheduling.namespaces import Namespaces
     from kvdepot.client.vllm.scheduling.provenance import Provenance
     from kvdepot.client.vllm.scheduling.requests import RequestState
+    from kvdepot.client.vllm.scheduling.state_offers import BoundaryOffers
     from kvdepot.client.vllm.scheduling.stores import Stores
 
 LOGGER = logging.getLogger("vllm.kvdepot")
@@ -79,10 +83,13 @@ class Origins:
         scheduled: Mapping[str, int],
         offloads: Mapping[str, BoundaryOffers],
         resolve: ResolveBlocks,
+        drafts: Container[str] = (),
     ) -> None:
         """Check where the requests of a step begin, and note the blocks that they compute.
 
         In the order of their admission: a request may hit what an earlier one of the same step brings.
+
+        `drafts` are the requests of a recurrent model with drafts in this step.
         """
         for waiting in self._unloaded:
             if waiting.request_id not in scheduled and requests.get(waiting.request_id) is waiting:
@@ -98,19 +105,21 @@ class Origins:
             hashed = len(state.request.block_hashes) * self._hash_block_tokens  # a step may run ahead of its tokens
             end = min(begin + tokens, hashed)
             if tokens:
-                self._check(state, begin, resolve)
+                self._check(state, begin, resolve, drafts)
                 state.sound_tokens, state.covered_tokens = begin + tokens, end
             if state.foreign:
                 self._provenance.foreign(resolve(request_id), state.hit_tokens, begin + tokens)
             elif self._provenance.watches(state.adapter):
                 self._note(state, end, offloads.get(request_id, ()), resolve)
 
-    def _check(self, state: RequestState, begin: int, resolve: ResolveBlocks) -> None:
+    def _check(self, state: RequestState, begin: int, resolve: ResolveBlocks, drafts: Container[str]) -> None:
         first, state.admitted = state.admitted, False
         if state.foreign:
             return
         if begin > state.sound_tokens or (first and begin and self._hits_foreign(state, begin, resolve)):
             self._stop(state, "foreign")
+        elif first and state.request_id in drafts:  # padding: nothing has drafted for it yet
+            self._stop(state, "padded")
         elif not first and begin < state.covered_tokens:
             state.hit_tokens = begin
             self._stop(state, "rolled_back")
@@ -132,8 +141,8 @@ class Origins:
         if not self._told:
             self._told = True
             LOGGER.info(
-                "kvdepot: a request has KV of another connector of this engine, or of a failed step, and is not "
-                "stored; logged once"
+                "kvdepot: a request has KV of another connector of this engine, of a failed step, or of a padded row, "
+                "and is not stored; logged once"
             )
 
     def _note(self, state: RequestState, end: int, offers: BoundaryOffers, resolve: ResolveBlocks) -> None:

@@ -78,13 +78,21 @@ class BlockHolds:
         """Return the engine's hash of the block's contents, or None if it is not cached."""
         return self._pool.blocks[block_id].block_hash
 
+    def named(self, block_id: int, name: Any) -> bool:
+        """Return whether the engine knows the contents of a block by this name, so that its bytes are or get defined.
+
+        A named block can be held even if it is free: the cache keeps it until its reuse, which takes the name away.
+        """
+        blocks = self._pool.blocks
+        return name is not None and 0 < block_id < len(blocks) and blocks[block_id].block_hash == name
+
     def cached(self, block_hash: Any, group_id: int) -> int | None:
         """Return the block in which the engine's cache has these contents for one of its groups, or None."""
         blocks = self._pool.get_cached_block(block_hash, [group_id])
         return blocks[0].block_id if blocks and not blocks[0].is_null else None
 
     def hold(self, block_ids: tuple[int, ...]) -> WeakHold:
-        """Watch these blocks. They must be `holdable` at this moment."""
+        """Watch these blocks. They must be `holdable` or `named` at this moment."""
         blocks = [self._pool.blocks[block_id] for block_id in block_ids]
         hold = WeakHold(block_ids, tuple(block.block_hash for block in blocks))
         fresh = [block for block in blocks if block.block_id not in self._registered]
@@ -95,6 +103,19 @@ class BlockHolds:
         for block_id in block_ids:
             self._watchers.setdefault(block_id, []).append(hold)
         return hold
+
+    def join(self, holds: Sequence[WeakHold]) -> WeakHold:
+        """Replace holds by one on all their blocks. It is readable exactly if all of them are."""
+        joined = WeakHold(
+            tuple(block_id for hold in holds for block_id in hold.block_ids),
+            tuple(block_hash for hold in holds for block_hash in hold.hashes),
+        )
+        joined.alive = all(hold.alive for hold in holds)
+        for block_id in joined.block_ids if joined.alive else ():
+            self._watchers.setdefault(block_id, []).append(joined)
+        for hold in holds:
+            self.drop(hold)
+        return joined
 
     def drop(self, hold: WeakHold) -> None:
         """End a hold. Safe to call twice."""

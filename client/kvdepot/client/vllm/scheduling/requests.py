@@ -97,17 +97,18 @@ class RequestState:
         self.invalid = True
         self.store_stopped = self.store_stopped or why
 
-    def update_keys(self, chunk_tokens: int, hash_block_tokens: int) -> int:
-        """Add the keys of chunks whose hashes the engine knows. Return the number of known chunks.
+    def update_keys(self, chunk_tokens: int, hash_block_tokens: int, lookahead_tokens: int = 0) -> int:
+        """Add the keys of chunks whose hashes and lookahead tokens the engine knows. Return the number of known chunks.
 
         The hash at a chunk's last hash block is chained: it covers the whole prefix, the LoRA name, multimodal content
-        and the salt.
+        and the salt. The KV of draft layers depends on more: on the tokens after the chunk (docs/adr/0061).
         """
-        hashes = self.request.block_hashes
+        hashes, num_tokens = self.request.block_hashes, self.request.num_tokens
         per_chunk = chunk_tokens // hash_block_tokens
-        known = len(hashes) // per_chunk
+        known = max(min(len(hashes) // per_chunk, (num_tokens - lookahead_tokens) // chunk_tokens), 0)
         for chunk in range(len(self.keys), known):
-            self.keys.append(chunk_key(hashes[(chunk + 1) * per_chunk - 1], self.salt))
+            salt = self.salt + lookahead_salt(self.request, (chunk + 1) * chunk_tokens, lookahead_tokens)
+            self.keys.append(chunk_key(hashes[(chunk + 1) * per_chunk - 1], salt))
         return known
 
     def packed_keys(self, chunks: int) -> bytes:
@@ -119,6 +120,25 @@ class RequestState:
     def parent_key(self, chunk: int) -> bytes:
         """Return the key of the chunk before, or the root's."""
         return self.keys[chunk - 1] if chunk else ROOT_KEY
+
+
+def lookahead_salt(request: EngineRequest, boundary_tokens: int, lookahead_tokens: int) -> bytes:
+    """Return what draft layers read after a boundary: tokens, and the pictures, clips and sounds in their places.
+
+    A place of an item has the same token in every prompt. So the item's digest says which one it is, and its offset
+    says which part of it.
+    """
+    if not lookahead_tokens:
+        return b""
+    end = boundary_tokens + lookahead_tokens
+    # vLLM never appends placeholders: a negative token raises, and the request has no key.
+    tokens = [token.to_bytes(4, "little") for token in request.all_token_ids[boundary_tokens:end]]
+    items = [
+        f"{item.identifier}@{item.mm_position.offset - boundary_tokens}".encode()
+        for item in request.mm_features or ()
+        if item.mm_position.offset < end and boundary_tokens < item.mm_position.offset + item.mm_position.length
+    ]
+    return b"".join(tokens + items)
 
 
 def depot_id(request_id: str) -> str:

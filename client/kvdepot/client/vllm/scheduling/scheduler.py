@@ -16,7 +16,6 @@ from kvdepot.client.vllm.base.guard import make_all
 from kvdepot.client.vllm.base.metadata import AdapterRead, Geometry, RankMeta, StepMeta
 from kvdepot.client.vllm.identity.adapters import Adapter, LoadedAdapters, adapter_of
 from kvdepot.client.vllm.scheduling.acceptance import Acceptance
-from kvdepot.client.vllm.scheduling.candidates import BoundaryOffers
 from kvdepot.client.vllm.scheduling.events import KvEvents
 from kvdepot.client.vllm.scheduling.loads import Loads, ResolveBlocks
 from kvdepot.client.vllm.scheduling.local_reuse import LocalReuse
@@ -28,7 +27,9 @@ from kvdepot.client.vllm.scheduling.provenance import Provenance
 from kvdepot.client.vllm.scheduling.requests import RequestState, exclusion, load_tokens_max
 from kvdepot.client.vllm.scheduling.scheduler_stats import SchedulerStats
 from kvdepot.client.vllm.scheduling.speculative import SpeculativeAcquires
+from kvdepot.client.vllm.scheduling.store_steps import StoreSteps, Tables
 from kvdepot.client.vllm.scheduling.stores import Stores
+from kvdepot.core.calls import Kind
 from kvdepot.core.misses import MissReason
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class SchedulerSide:
         settings: the operator's.
         adapters: digests of LoRA adapters.
         hash_block_tokens: tokens per hash of the engine.
+        lookahead_tokens: tokens after a block's end that the KV of its draft layers depends on.
         group_ids: planner group -> engine group.
         world_size: number of ranks.
         clock: monotonic, in seconds.
@@ -86,6 +88,7 @@ class SchedulerSide:
         adapters: Adapters,
         *,
         hash_block_tokens: int,
+        lookahead_tokens: int = 0,
         group_ids: Sequence[int],
         world_size: int,
         clock: Callable[[], float],
@@ -107,6 +110,7 @@ class SchedulerSide:
         self._loaded_adapters = LoadedAdapters()
         self._looked_at = clock()
         self._hash_block_tokens = hash_block_tokens
+        self._lookahead_tokens = lookahead_tokens
         self._group_ids = tuple(group_ids)
         self._world_size = world_size
         self._clock = clock
@@ -133,6 +137,7 @@ class SchedulerSide:
         )  # fmt: skip
         self.stats = SchedulerStats(self)
         self.stores: Stores | None = None
+        self.store_steps: StoreSteps | None = None
         self.holds: BlockHolds | None = None
         self.provenance: Provenance | None = None
         self.origins: Origins | None = None
@@ -145,11 +150,15 @@ class SchedulerSide:
         if self._after_another:
             self.provenance.begin()
         self.loads.local_reuse = LocalReuse(
-            self.holds, self.planner, self._group_ids, self._hash_block_tokens, pinned_max, self.provenance
+            self.holds, self.planner, self._group_ids, self._hash_block_tokens, pinned_max, self.provenance,
+            proven_by_next=bool(self._lookahead_tokens),
         )  # fmt: skip
         self.stores = Stores(
             self.session, self.namespaces, self.planner, self.holds, self._settings, self._clock,
-            self.counters, self.events, self._group_ids, self._world_size,
+            self.counters, self.events, self._group_ids, self._hash_block_tokens, self._world_size,
+        )  # fmt: skip
+        self.store_steps = StoreSteps(
+            self.stores, self.namespaces, self.planner, self._settings, self._update_keys
         )  # fmt: skip
         self.origins = Origins(self.provenance, self.stores, self.namespaces, self.counters, self._hash_block_tokens)
 
@@ -219,7 +228,7 @@ class SchedulerSide:
             self._look_at_adapters()
 
     def _update_keys(self, state: RequestState) -> int:
-        return state.update_keys(self.planner.chunk_tokens, self._hash_block_tokens)
+        return state.update_keys(self.planner.chunk_tokens, self._hash_block_tokens, self._lookahead_tokens)
 
     def matched(self, request: EngineRequest, local_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens that can be loaded beyond the engine's own; None: ask again. Idempotent."""
@@ -300,40 +309,18 @@ class SchedulerSide:
             return
         block_state = scheduler_output.kv_connector_block_state
         if self.origins is not None and block_state is not None:  # first: it may end stores
+            recurrent = Kind.STATE in self.planner.kinds
             self.origins.step(
                 self._requests,
                 scheduler_output.num_scheduled_tokens,
                 block_state.boundary_state_offloads,
                 block_state.resolve_block_ids,
+                drafts=scheduler_output.scheduled_spec_decode_tokens if recurrent else (),
             )
         self.stores.dispatch(meta)
-        if block_state is not None and self.namespaces.ranks_ready and self.namespaces.registered_id is not None:
-            self._consider(self.stores, scheduler_output.num_scheduled_tokens, block_state)
+        if self.store_steps is not None and block_state is not None:
+            self.store_steps.step(self._requests, scheduler_output.num_scheduled_tokens, block_state)
         self.stores.ask()
-
-    def _consider(self, stores: Stores, scheduled: dict[str, int], block_state: Any) -> None:
-        offloads: dict[str, BoundaryOffers] = block_state.boundary_state_offloads
-        for request_id, tokens in scheduled.items():
-            self._consider_request(stores, request_id, tokens, offloads.get(request_id, ()), block_state)
-        for request_id, offers in offloads.items():
-            if request_id not in scheduled:
-                self._consider_request(stores, request_id, 0, offers, block_state)
-
-    def _consider_request(
-        self, stores: Stores, request_id: str, scheduled: int, offers: BoundaryOffers, block_state: Any
-    ) -> None:
-        state = self._requests.get(request_id)
-        if state is None or state.excluded or state.store_stopped:
-            return
-        request = state.request
-        computed = request.num_computed_tokens + scheduled
-        if not self._settings.store_decode:
-            computed = min(computed, request.num_prompt_tokens)
-        if computed // self.planner.chunk_tokens <= state.next_chunk and not offers:
-            return  # as most steps of a decode: block tables need not be read
-        # Only what the hashes cover: with asynchronous scheduling a step runs ahead of its tokens.
-        computed = min(computed, self._update_keys(state) * self.planner.chunk_tokens)
-        stores.consider(state, computed, block_state.resolve_block_ids(request_id), offers)
 
     def output(self, meta: RankMeta | None) -> None:
         """Take the ranks' message: what they have finished, and adapters that they have read."""
@@ -357,15 +344,21 @@ class SchedulerSide:
                 calls.append(partial(self.stores.acknowledged, op_id, ranks, indices))
         make_all(calls)
 
-    def finished(self, request: EngineRequest) -> dict[str, Any] | None:
+    def finished(self, request: EngineRequest, tables: Tables | None = None) -> dict[str, Any] | None:
         """Note the end of a request, done or aborted, at any step of its load and its stores.
 
-        Return the `kv_transfer_params` of its output.
+        `tables` are its blocks per engine group. Return the `kv_transfer_params` of its output.
         """
         state = self._requests.pop(request.request_id, None)
-        return None if state is None else self._finished(state)
+        if state is None:
+            return None
+        calls: list[Callable[[], object]] = [partial(self._finished, state)]
+        if self.store_steps is not None and self._stores_on and not self._suspended and tables is not None:
+            calls.insert(0, partial(self.store_steps.last, state, tables))
+        make_all(calls)
+        return self.offers.transfer_params.params(state)
 
-    def _finished(self, state: RequestState) -> dict[str, Any] | None:
+    def _finished(self, state: RequestState) -> None:
         self.prefill_rate.finished(state.request)
         if self.acceptance is not None:
             self.acceptance.finished(state)
@@ -373,7 +366,6 @@ class SchedulerSide:
         ends_later = self.stores is not None and self.stores.finished(state)
         if state.located and not ends_later:
             self.session.end_request(state.depot_id, state.end)
-        return self.offers.transfer_params.params(state)
 
     def reset(self) -> None:
         """Begin an epoch, because the engine's caches are invalid: weights changed in place."""

@@ -116,6 +116,7 @@ class SchedulerSides:
         planner = identity.engine_planner(config, self._kv_cache_config, groups, self._settings)
         session = self._session_for(self._world_size)
         namespaces = self._namespaces(session, planner, facts)
+        drafting = speculation(config)
         side = SchedulerSide(
             session,
             namespaces,
@@ -123,6 +124,7 @@ class SchedulerSides:
             self._settings,
             self._salts,
             hash_block_tokens=compat.hash_block_tokens(self._kv_cache_config, config),
+            lookahead_tokens=drafting.lookahead_tokens if drafting is not None else 0,
             group_ids=self._group_ids,
             world_size=self._world_size,
             clock=time.monotonic,

@@ -19,7 +19,7 @@ import numpy as np
 from kvdepot.client.failures import CallFailure
 from kvdepot.client.vllm.base.metadata import NUMBERS, StepMeta
 from kvdepot.client.vllm.base.operations import ObjectCopy, SpanCopy, StoreOp
-from kvdepot.client.vllm.scheduling.candidates import BoundaryOffers, StoreCandidates
+from kvdepot.client.vllm.scheduling.candidates import Candidate, StoreCandidates
 from kvdepot.client.vllm.scheduling.requests import RequestState
 from kvdepot.core.calls import EXTENT_WORDS, CommitOutcome, Kind, ReserveCall, ReserveOutcome, ReserveReply
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvdepot.client.vllm.scheduling.events import KvEvents
     from kvdepot.client.vllm.scheduling.namespaces import Namespaces
     from kvdepot.client.vllm.scheduling.pins import BlockHolds, WeakHold
+    from kvdepot.client.vllm.scheduling.state_offers import BoundaryOffers
     from kvdepot.core.planner import PlannedObject, Planner
 
 RESERVE_TIMEOUT_SECONDS: Final = 5.0
@@ -107,6 +108,7 @@ class Stores:
         counters: Counter[str],
         events: KvEvents,
         group_ids: Sequence[int],
+        hash_block_tokens: int,
         world_size: int,
     ) -> None:
         self._session = session
@@ -117,7 +119,8 @@ class Stores:
         self._clock = clock
         self._counters = counters
         self._events = events
-        self._candidates = StoreCandidates(planner, holds, group_ids)
+        self._candidates = StoreCandidates(planner, holds, group_ids, hash_block_tokens, counters)
+        self.offers = self._candidates.offers
         self._all_ranks = (1 << world_size) - 1
         self._requests: dict[RequestState, RequestStores] = {}
         self._ops: dict[int, Dispatched] = {}
@@ -129,27 +132,21 @@ class Stores:
     def consider(
         self, state: RequestState, computed_tokens: int, tables: Sequence[Sequence[int]], offers: BoundaryOffers
     ) -> None:
-        """Hold and queue the objects that this step has completed. Arguments as of `StoreCandidates.plan`."""
+        """Hold and queue the objects that this step has completed. Arguments as of `StoreCandidates.take`."""
         if state.store_epoch != self._namespaces.epoch_number:
             state.store_stopped = "epoch"
             return
-        for planned in self._candidates.plan(state, computed_tokens, tables, offers):
-            self._queue(state, planned, self._candidates.spans(planned, tables))
+        for candidate in self._candidates.take(state, computed_tokens, tables, offers):
+            self._queue(state, candidate)
 
-    def _queue(self, state: RequestState, planned: PlannedObject, spans: tuple[SpanCopy, ...] | None) -> None:
-        state.stored.add((planned.chunk, planned.kind))
-        if spans is None:
-            state.given_up.add((planned.chunk, planned.kind))
-            self._counters["store_dropped_no_source"] += 1
-            return
+    def _queue(self, state: RequestState, candidate: Candidate) -> None:
         stores = self._requests.get(state)
         if stores is None:
             stores = RequestStores(state, state.store_epoch)
             self._requests[state] = stores
-        hold = self._holds.hold(tuple(block_id for span in spans for block_id in span.block_ids))
-        stores.waiting.append(
-            StoreObject(state, planned, state.keys[planned.chunk], state.parent_key(planned.chunk), spans, hold)
-        )
+        planned = candidate.planned
+        key, parent = state.keys[planned.chunk], state.parent_key(planned.chunk)
+        stores.waiting.append(StoreObject(state, planned, key, parent, candidate.spans, candidate.hold))
         stores.progress_at = self._clock()
 
     # --- reserve
@@ -375,6 +372,7 @@ class Stores:
 
         Return whether it has stores. If it has, the daemon is told of its end after them.
         """
+        self.offers.drop(state, "finished")
         stores = self._requests.get(state)
         if stores is None:
             return False
@@ -384,17 +382,20 @@ class Stores:
 
     def reset(self, reason: str = "epoch") -> None:
         """Stop all stores, at the end of an epoch for example. Copies in progress are abandoned when they finish."""
+        self.offers.drop_all(reason)
         for stores in list(self._requests.values()):
             self._stop(stores, reason)
 
     def replaced(self, adapter: Adapter) -> None:
         """Stop all stores of requests with this adapter, also of those that are over."""
+        self.offers.drop_adapter(adapter, "adapter")
         for stores in list(self._requests.values()):
             if stores.state.adapter == adapter:
                 self._retract(stores, "adapter")
 
     def retract(self, state: RequestState, reason: str) -> None:
         """Stop a request's stores, and publish nothing that the ranks have not acknowledged."""
+        self.offers.drop(state, reason)
         if stores := self._requests.get(state):
             self._retract(stores, reason)
 
