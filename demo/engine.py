@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
@@ -48,7 +48,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Where prompt tokens came from, as vLLM counts them."""
+    """Where prompt tokens came from, and what became of draft tokens, as vLLM counts them."""
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -58,18 +58,12 @@ class PromptTokens:
     preemptions: int = 0
     finished: int = 0
     connector_tokens: int = 0  # loaded, by the connector's own count
+    drafts: int = 0  # steps that verified tokens which a drafter proposed
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of the draft tokens
 
     def since(self, earlier: PromptTokens) -> PromptTokens:
-        return PromptTokens(
-            self.prompt_tokens - earlier.prompt_tokens,
-            self.computed_tokens - earlier.computed_tokens,
-            self.local_tokens - earlier.local_tokens,
-            self.external_tokens - earlier.external_tokens,
-            self.generated_tokens - earlier.generated_tokens,
-            self.preemptions - earlier.preemptions,
-            self.finished - earlier.finished,
-            self.connector_tokens - earlier.connector_tokens,
-        )
+        return PromptTokens(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

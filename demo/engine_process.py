@@ -41,7 +41,7 @@ _STATS_DEADLINE_SECONDS = 60.0
 
 
 class Totals(StatLoggerBase):  # type: ignore[misc]
-    """vLLM's own counts of where prompt tokens came from, summed since the engine's start."""
+    """vLLM's own counts of prompt tokens and draft tokens, summed since the engine's start."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         self.prompt_tokens = 0
@@ -52,6 +52,9 @@ class Totals(StatLoggerBase):  # type: ignore[misc]
         self.preemptions = 0
         self.finished = 0  # at their length: not those aborted
         self.connector_tokens = 0
+        self.drafts = 0
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -59,6 +62,10 @@ class Totals(StatLoggerBase):  # type: ignore[misc]
         if scheduler_stats is not None and scheduler_stats.kv_connector_stats:
             hits = KVDepotStats(scheduler_stats.kv_connector_stats).data["counters"].get("hit_tokens", {})
             self.connector_tokens += sum(hits.values())
+        if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
+            self.drafts += scheduler_stats.spec_decoding_stats.num_drafts
+            self.draft_tokens += scheduler_stats.spec_decoding_stats.num_draft_tokens
+            self.accepted_tokens += scheduler_stats.spec_decoding_stats.num_accepted_tokens
         if iteration_stats is not None:
             source = iteration_stats.prompt_token_stats
             self.prompt_tokens += source.total
@@ -82,6 +89,9 @@ class Totals(StatLoggerBase):  # type: ignore[misc]
             "preemptions": self.preemptions,
             "finished": self.finished,
             "connector_tokens": self.connector_tokens,
+            "drafts": self.drafts,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
         }
 
 

@@ -19,7 +19,9 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,19 +147,24 @@ LATENT = Toy(
 
 
 def make_toy(toy: Toy, directory: Path) -> Path:
-    """The folder of `toy` below `directory`, written there unless it is complete already.
+    """The folder of `toy` below `directory`, written there unless it is complete already."""
+    recipe = [_RECIPE, toy.config_class, toy.config, toy.dtype, toy.seed]
+    return publish(toy.name, recipe, directory, partial(_write, toy))
 
-    The folder's name holds a digest of everything it is made from. It is published by a
-    rename, so two processes may make it at once.
+
+def publish(name: str, recipe: Sequence[Any], directory: Path, write: Callable[[Path], None]) -> Path:
+    """The folder that `write` fills, below `directory`. `recipe` is everything that it is made from.
+
+    The folder's name holds a digest of the recipe. It is published by a rename, so two processes may make it at once.
     """
-    recipe = json.dumps([_RECIPE, toy.config_class, toy.config, toy.dtype, toy.seed], sort_keys=True)
-    target = directory / f"{toy.name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+    digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    target = directory / f"{name}-{digest[:12]}"
     if target.is_dir():
         return target
     directory.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{toy.name}-", dir=directory))
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=directory))
     try:
-        _write(toy, unfinished)
+        write(unfinished)
         try:
             unfinished.rename(target)
         except OSError:  # another process published it first
