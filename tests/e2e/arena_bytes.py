@@ -46,6 +46,12 @@ def committed(arena: Path) -> set[StoredObject]:
         }
 
 
+def read(arena: Path, stored: StoredObject) -> bytes:
+    """The bytes of an object that lies in one piece."""
+    with mapped(arena) as memory:
+        return memory[stored.offset : stored.offset + stored.length_bytes]
+
+
 def damage(arena: Path, stored: StoredObject) -> None:
     """Turn an object's bytes around: every value stays a plausible one, none stays in its place."""
     with mapped(arena) as memory:

@@ -11,6 +11,7 @@ import pytest
 
 from demo.engine import ROOT
 from demo.toys import DENSE, GEMMA3, GEMMA4, GPT_OSS, HYBRID, MISTRAL
+from tests.e2e import speculation
 from tests.e2e.fleet import Fleet
 
 E2E_TIMEOUT_SECONDS = 300
@@ -57,6 +58,7 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         # Short steps: windows move on while a prompt is computed.
         fleet.define("gpt_oss", GPT_OSS, {"block_size": 32, "max_num_batched_tokens": 512})
         fleet.define("mistral", MISTRAL, {"block_size": 32})
+        speculation.define(fleet)
         yield fleet
 
 

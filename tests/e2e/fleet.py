@@ -99,7 +99,7 @@ class Fleet:
         """`tiers`: TOML behind the RAM tier's."""
         self.daemon = Daemon(CONFIGURATION + tiers, patience)
         self.directory = directory
-        self._models = models
+        self.models = models
         self._options: dict[str, EngineOptions] = {}
         self._running: dict[str, Engine] = {}
         self._fresh: set[str] = set()  # of those: nobody has asked them anything yet
@@ -112,19 +112,26 @@ class Fleet:
         toy: Toy,
         arguments: dict[str, Any],
         *,
+        model: Path | None = None,
         environment: Mapping[str, str] | None = None,
         connector_class: tuple[str, str] | None = None,
         role: str = "kv_both",
         **connector: Any,
     ) -> None:
-        """`connector_class`: name and module of another one than kvdepot's own. `role`: vLLM's `kv_role`."""
+        """Say how to start an engine.
+
+        Args:
+            model: folder of other weights than the toy's.
+            connector_class: name and module of another one than kvdepot's own.
+            role: vLLM's `kv_role`.
+        """
         settings = {"lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS, "load_weight": LOAD_ALWAYS} | connector
         transfer = depot_connector(self.daemon.endpoint, **settings) | {"kv_role": role}
         if connector_class is not None:
             transfer["kv_connector"], transfer["kv_connector_module_path"] = connector_class
         self._options[name] = EngineOptions(
             toy,
-            make_toy(toy, self._models),
+            model or make_toy(toy, self.models),
             transfer,
             arguments,
             {"KVDEPOT_AUDIT_PATH": str(self.directory / f"audit-{name}"), **FREE_CORES, **(environment or {})},

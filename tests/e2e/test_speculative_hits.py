@@ -1,0 +1,136 @@
+"""Every method of speculation that is served: ten of ten, across restarts, engines, splits and lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.fleet import Fleet
+from tests.e2e.speculation import (
+    COMPUTE,
+    DENSE_CHUNK,
+    DRAFTS,
+    GENERATED,
+    next_turn,
+    outcome,
+    runs,
+)
+
+pytestmark = pytest.mark.long
+CHUNKS = {
+    "draft_model": DENSE_CHUNK,
+    "ngram_gemma3": DENSE_CHUNK,
+}
+EVERY_METHOD = pytest.mark.parametrize("name", CHUNKS)
+LENGTHS = (780, 900, 1000, 1160, 1200, 1500, 1540, 1700, 1930, 2000)
+
+
+@pytest.mark.requirement("C6", "C7", "P4")
+@pytest.mark.long(seconds=120)
+@pytest.mark.timeout(900)
+@EVERY_METHOD
+def test_ten_of_ten_and_after_a_restart(fleet: Fleet, name: str) -> None:
+    chunk, engine = CHUNKS[name], fleet.engine(name)
+    prompts = [fleet.prompt(tokens) for tokens in LENGTHS]
+    before = [runs(fleet, engine, ids) for ids in prompts]
+    for one in before:
+        one.check(chunk)
+        assert one.cold.tokens == one.own.tokens
+    engine = fleet.restart(name, kill=True)
+    for ids, one in zip(prompts, before, strict=True):
+        loaded = fleet.ask(engine, ids, GENERATED)
+        assert loaded.external_tokens == one.loaded.external_tokens
+        assert outcome(loaded.answer) == outcome(one.own)
+    for ids, one in zip(prompts, before, strict=True):
+        runs(fleet, engine, next_turn(fleet, ids, one.own)).check(chunk)
+    fleet.end(name)
+
+
+@pytest.mark.requirement("C6", "C7", "P4")
+@pytest.mark.long(seconds=60)
+@pytest.mark.parametrize(
+    ("writer", "reader", "chunk"),
+    [
+        ("draft_model", "draft_model_short_steps", DENSE_CHUNK),
+        ("draft_model_short_steps", "draft_model", DENSE_CHUNK),
+    ],
+)
+def test_an_engine_with_other_steps_loads_what_another_stored(
+    fleet: Fleet, writer: str, reader: str, chunk: int
+) -> None:
+    prompts = [fleet.prompt(tokens) for tokens in LENGTHS]
+    stored = [runs(fleet, fleet.engine(writer), ids) for ids in prompts]
+    engine = fleet.engine(reader)
+    for ids, one in zip(prompts, stored, strict=True):
+        fleet.forget(engine)
+        loaded = fleet.ask(engine, ids, GENERATED)
+        assert loaded.external_tokens >= one.own.local_tokens - chunk
+        assert loaded.external_tokens == loaded.served.tokens > 0
+        assert outcome(loaded.answer) == outcome(one.own)
+
+
+@pytest.mark.requirement("C2", "C6", "P4")
+@pytest.mark.long(seconds=60)
+@pytest.mark.parametrize("name", ["draft_model", "ngram_dense"])
+def test_twenty_lengths_around_a_boundary_of_a_dense_model(fleet: Fleet, name: str) -> None:
+    engine, boundary = fleet.engine(name), 2 * DENSE_CHUNK
+    deep = fleet.prompt(3 * DENSE_CHUNK + 20)
+    engine.ask(deep, 1)
+    for tokens in range(boundary - 8, boundary + 12):
+        one = runs(fleet, engine, deep[:tokens], 24)
+        one.check(DENSE_CHUNK)
+        assert one.loaded.external_tokens == (tokens - 1) // DENSE_CHUNK * DENSE_CHUNK
+        assert outcome(one.loaded.answer) == outcome(one.cold)
+
+
+@pytest.mark.requirement("C6")
+@pytest.mark.parametrize(
+    ("name", "chunk", "found"),
+    [
+        ("draft_model", DENSE_CHUNK, 2),
+        ("ngram_dense", DENSE_CHUNK, 2),
+    ],
+)
+def test_only_draft_layers_that_look_ahead_tell_prompts_by_the_token_after_a_boundary(
+    fleet: Fleet, name: str, chunk: int, found: int
+) -> None:
+    engine = fleet.engine(name)
+    ids = fleet.prompt(3 * chunk + 20)
+    engine.ask(ids, 1)
+    fleet.forget(engine)
+    assert fleet.ask(engine, ids, 1).external_tokens == 3 * chunk
+    other = list(ids)
+    other[2 * chunk] ^= 1
+    fleet.forget(engine)
+    loaded = fleet.ask(engine, other)
+    assert loaded.external_tokens == found * chunk
+    fleet.forget(engine)
+    assert engine.ask(other, params=COMPUTE).tokens == loaded.tokens
+
+
+@pytest.mark.requirement("C6")
+def test_engines_share_what_does_not_depend_on_their_drafters(fleet: Fleet) -> None:
+    ids = fleet.prompt(700)
+    cold = fleet.engine("dense_markov").ask(ids).tokens
+    fleet.settle()
+    for name, external in (("ngram_dense", 512), ("draft_model", 0)):
+        loaded = fleet.ask(fleet.engine(name), ids)
+        assert (loaded.external_tokens, loaded.tokens) == (external, cold), name
+        fleet.settle()
+        fleet.end(name)
+    loaded = fleet.ask(fleet.engine("dense_markov"), ids)
+    assert (loaded.external_tokens, loaded.tokens) == (512, cold)
+
+
+@pytest.mark.requirement("C6", "P4")
+def test_concurrent_requests_get_the_tokens_of_a_computed_run(fleet: Fleet) -> None:
+    engine = fleet.engine("draft_model")
+    shared = fleet.prompt(2 * DENSE_CHUNK)
+    prompts = [shared + fleet.prompt(tokens) for tokens in (1, 2, 40, 300)] + [fleet.prompt(1100), fleet.prompt(600)]
+    cold = [engine.ask(ids, GENERATED).tokens for ids in prompts]
+    fleet.forget(engine)
+    before = engine.totals()
+    again = engine.generate(prompts, GENERATED)
+    assert [(done.error, done.tokens) for done in again] == [("", tokens) for tokens in cold]
+    counts = engine.totals().since(before)
+    assert counts.external_tokens + counts.local_tokens >= 4 * 2 * DENSE_CHUNK + 1024 + 512
+    assert 0 < counts.draft_tokens - DRAFTS <= counts.accepted_tokens  # one prompt has one token left to compute
