@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 FORWARD: Final = "forward"
+POSTPROCESS: Final = "postprocess"
+"""After sampling: with drafts, the state at the last boundary is copied into the boundary's block."""
 DRAFT_FORWARD: Final = "draft_forward"
 
 V1: Final = (
@@ -28,6 +30,7 @@ V1: Final = (
 V1_DEFERRED: Final = (
     # The same with `defer_finalize`: a draft model's forward is part of the step.
     *(call for call in V1 if call not in ("wait_for_save", "clear_connector_metadata")),
+    POSTPROCESS,  # sample_tokens
     DRAFT_FORWARD,
     "wait_for_save",  # finalize_kv_connector
     "clear_connector_metadata",
@@ -38,6 +41,9 @@ V2: Final = (
     "bind_connector_metadata",
     FORWARD,
     "finish_forward",
+    # v1/worker/gpu/model_runner.py, sample_tokens, up to 0.32: a draft model's forward is before `post_forward`
+    POSTPROCESS,
+    DRAFT_FORWARD,
     "start_load_kv",  # with keyword arguments
     "wait_for_save",
     "get_transfer_results",
@@ -49,7 +55,8 @@ V2: Final = (
 )
 V2_DEFERRED: Final = (
     # The same from 0.33 on, with a drafter: `post_forward(defer_finalize=True)`. Stages but the last do not defer.
-    *(call for call in V2 if call not in ("wait_for_save", "clear_connector_metadata")),
+    *(call for call in V2 if call not in (POSTPROCESS, DRAFT_FORWARD, "wait_for_save", "clear_connector_metadata")),
+    POSTPROCESS,
     DRAFT_FORWARD,
     "wait_for_save",  # finalize_step
     "clear_connector_metadata",

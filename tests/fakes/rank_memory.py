@@ -33,12 +33,14 @@ class RankMemory:
             for name in group.layer_names
         }
         page = 2048
-        self.raw = torch.zeros(2 * layout.num_blocks * page, dtype=torch.int8)
+        places = max(2, *(len(group.layer_names) for group in layout.kv_cache_groups))
+        self.raw = torch.zeros(places * layout.num_blocks * page, dtype=torch.int8)
         self.caches: dict[str, torch.Tensor] = {}
         for group in layout.kv_cache_groups:
             for place, name in enumerate(group.layer_names):
                 if isinstance(group.kv_cache_spec, MambaSpec):
-                    size, shape = 84, (layout.num_blocks, 1, 1, 84)
+                    size = group.kv_cache_spec.state_content_size_bytes
+                    shape = (layout.num_blocks, 1, 1, size)
                 else:
                     size, shape = 1024, (layout.num_blocks, 1, group.kv_cache_spec.block_size, 64)
                 self.caches[name] = torch.as_strided(

@@ -57,7 +57,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.fakes.adapter_store import AdapterStore, OwnReads, replace_reading
-from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V2_LOAD_ARGUMENTS
+from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, POSTPROCESS, V1, V2_LOAD_ARGUMENTS
 from tests.fakes.direct_session import DirectAttachment, DirectDepot, DirectSession
 from tests.fakes.rank_memory import RankMemory
 from tests.fakes.sleep_mode import SleepMode
@@ -253,13 +253,13 @@ class ScriptedEngine(SleepMode):
         self._begin(monkeypatch, max_cpu_loras)
         self._connect(monkeypatch, streams)
         config |= {"engine_id": self.name, "pipeline": pipeline, "state_block": state_block, "runs_ahead": runs_ahead}
-        self.layout = cache_layout(
+        self.layout = self._cache_layout(
             hybrid=hybrid, blocks=blocks, retention=retention, state_block=state_block, windows=windows, latent=latent,
             full=full,
         )  # fmt: skip
         layouts = [stage_layout(self.layout, rank, ranks) if pipeline else self.layout for rank in range(ranks)]
-        self.memories = [RankMemory(layout, rank) for rank, layout in enumerate(layouts)]
-        configure = functools.partial(engine_config, folder, hybrid=hybrid, ranks=ranks, **config)
+        self.memories = [self._rank_memory(layout, rank) for rank, layout in enumerate(layouts)]
+        configure = functools.partial(self._engine_config, folder, hybrid=hybrid, ranks=ranks, **config)
         self.workers = [_worker(configure(), memory) for memory in self.memories]
         self.config = configure()
         self.config.cache_config.num_gpu_blocks = blocks
@@ -280,7 +280,6 @@ class ScriptedEngine(SleepMode):
         self.observe: Callable[[Any], None] | None = None  # gets vLLM's statistics of each step
         self.loaded_reports: list[str] = []
         self.failed_reports: list[str] = []
-        self._drafts: dict[str, list[int]] = {}  # of this step, unverified
         self.deliver: Callable[[list[Any]], list[Any]] | None = None  # which of the ranks' messages arrive when
         if wait:
             self.wait_attached()
@@ -317,6 +316,15 @@ class ScriptedEngine(SleepMode):
 
         monkeypatch.setattr("kvdepot.client.vllm.scheduling.sides.DepotSession", session)
         monkeypatch.setattr(connector_module, "Attachment", lambda *_, **__: next(attach))
+
+    def _cache_layout(self, **options: Any) -> KVCacheConfig:
+        return cache_layout(**options)
+
+    def _rank_memory(self, layout: KVCacheConfig, rank: int) -> Any:
+        return RankMemory(layout, rank)
+
+    def _engine_config(self, folder: Path, **options: Any) -> VllmConfig:
+        return engine_config(folder, **options)
 
     @property
     def side(self) -> Any:
@@ -383,8 +391,8 @@ class ScriptedEngine(SleepMode):
     def step(self) -> Any:
         """One scheduler step, on every rank."""
         scheduled = self.scheduler.schedule()
-        self._drafts = scheduled.scheduled_spec_decode_tokens
-        for request_id in scheduled.scheduled_cached_reqs.resumed_req_ids:  # the workers are told its tokens anew
+        admitted = (new.req_id for new in scheduled.scheduled_new_reqs)  # the V2 runner's are those that resume, too
+        for request_id in (*scheduled.scheduled_cached_reqs.resumed_req_ids, *admitted):  # workers are told its tokens
             known = self.requests[request_id].num_tokens
             prompt = len(self.tokens[request_id]) - len(self.outputs[request_id])
             del self.tokens[request_id][known:]
@@ -449,6 +457,12 @@ class ScriptedEngine(SleepMode):
     def _launch(self, rank: int, scheduled: Any, compute: Callable[[], None]) -> None:
         compute()
 
+    def _postprocess(self, rank: int) -> None:
+        """Without drafts, a state is in its boundary's block as soon as it is computed."""
+
+    def _draft_forward(self, rank: int) -> None:
+        """Drafts of the n-gram kind are no work of a rank's."""
+
     @staticmethod
     def _computed(scheduled: Any) -> dict[str, int]:
         """By request: its tokens before the step."""
@@ -459,7 +473,7 @@ class ScriptedEngine(SleepMode):
     def _visit(self, rank: int, request_id: str, before: int, after: int) -> Callable[[RankMemory], None]:
         """Computes a request's tokens `before` to `after` in a rank's memory, and checks what that reads."""
         tables = [list(table) for table in self.scheduler.kv_cache_manager.get_block_ids(request_id)]
-        tokens = [*self.tokens[request_id], *self._drafts.get(request_id, ())]
+        tokens = list(self.tokens[request_id])
         lora = self.requests[request_id].lora_request
         adapter = b"" if lora is None else self.adapters[rank].content(lora)
         # vLLM's own cache knows an adapter's name alone: what it keeps may be of any content that was loaded by it.
@@ -500,7 +514,8 @@ class ScriptedEngine(SleepMode):
             "handle_preemptions": lambda: worker.handle_preemptions(meta),
             "bind_connector_metadata": lambda: worker.bind_connector_metadata(meta),
             FORWARD: lambda: self._check_and_compute(rank, scheduled),
-            DRAFT_FORWARD: lambda: None,
+            POSTPROCESS: lambda: self._postprocess(rank),
+            DRAFT_FORWARD: lambda: self._draft_forward(rank),
             "start_load_kv": lambda: worker.start_load_kv(None, **load_arguments),
             "get_transfer_results": lambda: worker.get_transfer_results(scheduled.finished_req_ids),
         }
@@ -522,19 +537,12 @@ class ScriptedEngine(SleepMode):
         )
 
     def _sampled(self, scheduled: Any) -> dict[str, list[int]]:
-        """By request: a token where the step reaches the end of what is known, behind the drafts that were right."""
+        """By request: a token where the step reaches the end of what is known."""
         computed = self._computed(scheduled)
         sampled = {}
         for request_id, count in scheduled.num_scheduled_tokens.items():
-            tokens = list(self.tokens[request_id])
-            known = len(tokens)
-            if computed[request_id] + count >= known:
-                tokens.append(next_token(tokens))
-                for draft in self._drafts.get(request_id, ()):
-                    if draft != tokens[-1]:
-                        break
-                    tokens.append(next_token(tokens))
-            sampled[request_id] = tokens[known:]
+            tokens = self.tokens[request_id]
+            sampled[request_id] = [next_token(tokens)] if computed[request_id] + count >= len(tokens) else []
         return sampled
 
     # --- what must hold at the end

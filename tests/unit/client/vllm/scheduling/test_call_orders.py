@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
+import textwrap
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +15,19 @@ from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 from vllm.v1.worker.gpu import kv_connector as gpu
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
-from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, V1, V1_DEFERRED, V2, V2_DEFERRED, V2_LOAD_ARGUMENTS
+from tests.fakes.call_orders import (
+    DRAFT_FORWARD,
+    FORWARD,
+    POSTPROCESS,
+    V1,
+    V1_DEFERRED,
+    V2,
+    V2_DEFERRED,
+    V2_LOAD_ARGUMENTS,
+)
 
 STEP: Any = SimpleNamespace(kv_connector_metadata=object(), has_sync_kv_loads=False, finished_req_ids=set())
 
@@ -63,7 +77,7 @@ def test_the_v1_runner_calls_in_the_order_of_its_table(recorder: Recorder, defer
     with runner.maybe_get_kv_connector_output(STEP, defer_finalize=deferred):
         recorder.calls.append(FORWARD)
     if deferred:
-        recorder.calls.append(DRAFT_FORWARD)
+        recorder.calls += [POSTPROCESS, DRAFT_FORWARD]
         runner.finalize_kv_connector()
     assert ("handle_preemptions", *recorder.calls) == (V1_DEFERRED if deferred else V1)
 
@@ -83,12 +97,51 @@ def test_the_v2_runner_calls_in_the_order_of_its_table(recorder: Recorder, defer
     connector.pre_forward(STEP, batch)
     recorder.calls.append(FORWARD)
     connector.finish_forward()
+    if not deferred:
+        recorder.calls += [POSTPROCESS, DRAFT_FORWARD]
     connector.post_forward(set(), **({"defer_finalize": True} if deferred else {}))
     if deferred:
-        recorder.calls.append(DRAFT_FORWARD)
+        recorder.calls += [POSTPROCESS, DRAFT_FORWARD]
         connector.finalize_step()
     assert tuple(recorder.calls) == (V2_DEFERRED if deferred else V2)
     assert recorder.load_arguments == V2_LOAD_ARGUMENTS
+
+
+def calls_of(method: Any) -> Iterator[str]:
+    """The names of what a method calls, in the order of its text."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    for call in sorted(calls, key=lambda call: (call.lineno, call.col_offset)):
+        assert isinstance(call.func, ast.Attribute)
+        yield call.func.attr
+
+
+def order_of(method: Any, **names: str) -> list[str]:
+    """The order in which a method makes these calls; the last one counts, as other stages leave the method before."""
+    calls = list(calls_of(method))
+    assert {*names} <= {*calls}, "the runner's own code has other names"
+    return [names[call] for call in sorted(names, key=lambda name: len(calls) - calls[::-1].index(name))]
+
+
+def test_the_v1_runner_copies_states_after_sampling_and_then_drafts() -> None:
+    """Also where the drafter computes with tokens that the host has, after its bookkeeping."""
+    names = {"_sample": FORWARD, "_update_states_after_model_execute": POSTPROCESS, "finalize_kv_connector": "save"}
+    assert order_of(V1Runner.sample_tokens, **names) == [FORWARD, POSTPROCESS, "save"]
+    text = inspect.getsource(V1Runner.sample_tokens)
+    drafts = [at for at in range(len(text)) if text.startswith("self.propose_draft_token_ids(", at)]
+    copies, saves = (text.index(f"self.{name}(") for name in [*names][1:])
+    assert drafts
+    assert all(copies < at < saves for at in drafts)
+
+
+def test_the_v2_runner_copies_states_after_sampling_and_then_drafts() -> None:
+    names = {"sample": FORWARD, "postprocess_sampled": POSTPROCESS, "propose": DRAFT_FORWARD, "post_forward": "kv"}
+    if V2_DEFERS:
+        order = [FORWARD, "kv", POSTPROCESS, DRAFT_FORWARD, "save"]
+        assert order_of(V2Runner.sample_tokens, **names, finalize_step="save") == order
+    else:
+        assert order_of(V2Runner.sample_tokens, **names) == [FORWARD, POSTPROCESS, DRAFT_FORWARD, "kv"]
+    assert "postprocess_state" in calls_of(V2Runner.postprocess_sampled)
 
 
 def test_the_runners_have_no_way_through_a_step_that_no_table_has() -> None:
@@ -108,5 +161,5 @@ def test_steps_without_tokens_make_the_same_calls(recorder: Recorder) -> None:
     assert ("handle_preemptions", *recorder.calls) == tuple(call for call in V1 if call != FORWARD)
     recorder.calls.clear()
     gpu.ActiveKVConnector(None, {}).no_forward(STEP)
-    assert tuple(recorder.calls) == tuple(call for call in V2 if call != FORWARD)
+    assert tuple(recorder.calls) == tuple(call for call in V2 if call not in (FORWARD, POSTPROCESS, DRAFT_FORWARD))
     assert recorder.load_arguments == ()
