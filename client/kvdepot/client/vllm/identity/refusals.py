@@ -50,10 +50,10 @@ def check_engine(
     drafting = speculation(vllm_config)
     kinds = _check_groups(kv_cache_config, drafting)
     if drafting is not None:
-        _check_speculation(vllm_config, drafting, kinds)
+        _check_speculation(vllm_config, kinds)
 
 
-def _check_speculation(vllm_config: Any, drafting: Speculation, kinds: set[Kind]) -> None:
+def _check_speculation(vllm_config: Any, kinds: set[Kind]) -> None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
         raise refused(
@@ -62,7 +62,6 @@ def _check_speculation(vllm_config: Any, drafting: Speculation, kinds: set[Kind]
         )
     if Kind.STATE in kinds:
         _check_states(vllm_config)
-    not_yet(drafting, kinds)
 
 
 def _check_states(vllm_config: Any) -> None:
@@ -81,15 +80,6 @@ def _check_states(vllm_config: Any) -> None:
             "vLLM's V1 runner may keep the state after a draft token that was rejected (vLLM issue 51571)",
             advice="set async_scheduling to false, VLLM_USE_V2_MODEL_RUNNER to 1, or switch speculative decoding off",
         )
-
-
-def not_yet(drafting: Speculation, kinds: set[Kind]) -> None:
-    """Refuse what needs keys that cover lookahead tokens, and loads that leave two tokens to compute.
-
-    NOT YET: the scheduler side has neither. This function and its call go away with the change that brings both.
-    """
-    if drafting.lookahead_tokens or Kind.STATE in kinds:
-        raise refused(drafting.method, "checkpoints and draft layers under speculative decoding are not served yet")
 
 
 def cacheable_groups(kv_cache_config: Any) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.vllm.base import compat
 from kvdepot.client.vllm.base.settings import Settings
 from kvdepot.client.vllm.connector import KVDepotConnector
-from kvdepot.client.vllm.identity import refusals
 from kvdepot.client.vllm.identity.refusals import _check_groups, check_engine
 from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.core.errors import ConfigError
@@ -110,10 +109,11 @@ def test_an_engine_without_speculative_decoding(folder: Path) -> None:
     assert speculation(engine_config(folder)) is None
 
 
-def test_speculative_decoding_that_is_not_served_yet(folder: Path) -> None:
-    """Until keys cover lookahead tokens, and loads leave two tokens to compute."""
-    assert "not served yet" in refused(drafting(engine_config(folder), "mtp", folder), dense())
-    assert "not served yet" in refused(drafting(engine_config(folder), "ngram"), hybrid())
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
+def test_speculative_decoding_is_served_with_and_without_states(folder: Path, method: str) -> None:
+    for layout, is_hybrid in ((dense(), False), (hybrid(), True)):
+        config = engine_config(folder, hybrid=is_hybrid)
+        check_engine(drafting(config, method, None if method == "ngram" else folder), layout, SETTINGS, {})
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,6 @@ def test_speculative_decoding_in_a_pipeline(folder: Path) -> None:
 
 
 def test_speculative_decoding_whose_states_may_be_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals, "not_yet", lambda *_: None)
     config = drafting(engine_config(folder, hybrid=True), "draft_model", folder)
     check_engine(config, hybrid(), SETTINGS, {})
     config.scheduler_config.async_scheduling = True
