@@ -10,6 +10,7 @@ from tests.e2e.speculation import (
     DENSE_CHUNK,
     DRAFTS,
     GENERATED,
+    HYBRID_CHUNK,
     next_turn,
     outcome,
     runs,
@@ -17,6 +18,11 @@ from tests.e2e.speculation import (
 
 pytestmark = pytest.mark.long
 CHUNKS = {
+    "mtp_1": HYBRID_CHUNK,
+    "mtp_2": HYBRID_CHUNK,
+    "mtp_3": HYBRID_CHUNK,
+    "ngram_hybrid": HYBRID_CHUNK,
+    "eagle3_3": DENSE_CHUNK,
     "draft_model": DENSE_CHUNK,
     "ngram_gemma3": DENSE_CHUNK,
 }
@@ -50,6 +56,8 @@ def test_ten_of_ten_and_after_a_restart(fleet: Fleet, name: str) -> None:
 @pytest.mark.parametrize(
     ("writer", "reader", "chunk"),
     [
+        ("mtp_2", "mtp_2_every_chunk", HYBRID_CHUNK),
+        ("mtp_2_every_chunk", "mtp_2", HYBRID_CHUNK),
         ("draft_model", "draft_model_short_steps", DENSE_CHUNK),
         ("draft_model_short_steps", "draft_model", DENSE_CHUNK),
     ],
@@ -68,9 +76,24 @@ def test_an_engine_with_other_steps_loads_what_another_stored(
         assert outcome(loaded.answer) == outcome(one.own)
 
 
+@pytest.mark.requirement("C2", "C6", "C7", "P4")
+@pytest.mark.long(seconds=60)
+@pytest.mark.parametrize("drafts", [1, 2, 3])
+def test_twenty_lengths_around_a_boundary_of_a_hybrid_model(fleet: Fleet, drafts: int) -> None:
+    engine, boundary = fleet.engine(f"mtp_{drafts}_every_chunk"), 3 * HYBRID_CHUNK
+    deep = fleet.prompt(4 * HYBRID_CHUNK + 20)
+    engine.ask(deep, 1)
+    for tokens in range(boundary - 8, boundary + 12):
+        one = runs(fleet, engine, deep[:tokens], 24)
+        one.check(HYBRID_CHUNK)
+        # One token left to compute would be padded with drafts that nobody made.
+        assert one.loaded.external_tokens == (tokens - 2) // HYBRID_CHUNK * HYBRID_CHUNK
+        assert outcome(one.loaded.answer) == outcome(one.cold)
+
+
 @pytest.mark.requirement("C2", "C6", "P4")
 @pytest.mark.long(seconds=60)
-@pytest.mark.parametrize("name", ["draft_model", "ngram_dense"])
+@pytest.mark.parametrize("name", ["draft_model", "eagle3_3", "ngram_dense"])
 def test_twenty_lengths_around_a_boundary_of_a_dense_model(fleet: Fleet, name: str) -> None:
     engine, boundary = fleet.engine(name), 2 * DENSE_CHUNK
     deep = fleet.prompt(3 * DENSE_CHUNK + 20)
@@ -86,6 +109,8 @@ def test_twenty_lengths_around_a_boundary_of_a_dense_model(fleet: Fleet, name: s
 @pytest.mark.parametrize(
     ("name", "chunk", "found"),
     [
+        ("mtp_3_every_chunk", HYBRID_CHUNK, 1),
+        ("eagle3_3", DENSE_CHUNK, 1),
         ("draft_model", DENSE_CHUNK, 2),
         ("ngram_dense", DENSE_CHUNK, 2),
     ],
@@ -112,7 +137,7 @@ def test_engines_share_what_does_not_depend_on_their_drafters(fleet: Fleet) -> N
     ids = fleet.prompt(700)
     cold = fleet.engine("dense_markov").ask(ids).tokens
     fleet.settle()
-    for name, external in (("ngram_dense", 512), ("draft_model", 0)):
+    for name, external in (("ngram_dense", 512), ("draft_model", 0), ("eagle3_3", 0), ("eagle3_4", 0)):
         loaded = fleet.ask(fleet.engine(name), ids)
         assert (loaded.external_tokens, loaded.tokens) == (external, cold), name
         fleet.settle()
