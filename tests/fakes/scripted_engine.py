@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import pickle
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -244,6 +245,7 @@ class ScriptedEngine(SleepMode):
         `runs_ahead`: asynchronous scheduling. A step is scheduled and computed before the scheduler knows the tokens
         of the one before (v1/engine/core.py, step_with_batch_queue).
         """
+        self.threads_before = set(threading.enumerate())
         self._order = order
         self._unread: deque[tuple[Any, ModelRunnerOutput]] = deque()  # steps whose output the scheduler has not seen
         self._ahead = int(runs_ahead)

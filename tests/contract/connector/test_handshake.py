@@ -119,7 +119,7 @@ def test_the_former_side_s_answers_acknowledgements_and_watchers_change_nothing(
     request_id = under_way(engine, depot, gate, "reserving")
     engine.abort(request_id)
     assert engine.side.holds.held_blocks
-    former, running = engine.side, threads()
+    former, running = engine.side, threads(engine)
     turn_layout(engine)
     engine.shake_hands()
     assert engine.side.holds.held_blocks == 0, "nothing is watched any more"

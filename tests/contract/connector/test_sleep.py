@@ -21,8 +21,10 @@ from tests.rigs.connector_rig import Gate, Make, cold, prompt
 CYCLES = 20
 
 
-def threads() -> Counter[str]:
-    return Counter(thread.name for thread in threading.enumerate() if thread.name.startswith("kvdepot"))
+def threads(engine: ScriptedEngine) -> Counter[str]:
+    """Threads that began since this engine did. Those of an earlier test may only now be ending."""
+    names = (thread.name for thread in set(threading.enumerate()) - engine.threads_before)
+    return Counter(name for name in names if name.startswith("kvdepot"))
 
 
 def belongings(engine: ScriptedEngine) -> dict[str, Any]:
@@ -31,7 +33,7 @@ def belongings(engine: ScriptedEngine) -> dict[str, Any]:
     return {
         "side": id(engine.side),
         "session": id(engine.session),
-        "threads": threads(),
+        "threads": threads(engine),
         "sessions": len(daemon._sessions.by_slot),
         "connections": sum(attached.connections for attached in daemon._sessions.attachments.values()),
         "leases": sum(len(session.leases) for session in daemon._sessions.by_slot.values()),
