@@ -182,19 +182,26 @@ def weights_sources(vllm_config: Any, model_revision: str) -> dict[str, WeightsS
     if drafting is None or not drafting.keeps_kv:
         return sources
     drafter = vllm_config.speculative_config.draft_model_config
-    load = vllm_config.speculative_config.draft_load_config or load
-    if model_revision and _files_of(drafter) == _files_of(model):
+    if drafting.method != "draft_model":  # vLLM loads a draft model as it loads the target
+        load = vllm_config.speculative_config.draft_load_config or load
+    # An MTP head without a revision of its own is taken from the hub's main branch, whatever the target's revision is.
+    if model_revision and (_files_of(drafter), _revision(drafter)) == (_files_of(model), _revision(model)):
         return sources
     try:
         # Digested also with a `model_revision`: somebody may replace the drafter and think of the model alone.
         source = weights_source(drafter, load, "")
     except ConfigError:
-        source = weights_source(drafter, load, model_revision)
+        source = weights_source(drafter, load, model_revision and f"{model_revision} with {_revision(drafter)}")
     return sources if source == sources["weights"] else sources | {"draft_weights": source}
 
 
 def _files_of(model_config: Any) -> str:
     return str(getattr(model_config, "model_weights", "") or model_config.model)
+
+
+def _revision(model_config: Any) -> str | None:
+    """Return what vLLM found a branch or tag to be when it started: the cache's answer may be newer, or older."""
+    return getattr(model_config.revision, "resolved", None) or model_config.revision
 
 
 def weights_source(model_config: Any, load_config: Any, model_revision: str) -> WeightsSource:
@@ -213,8 +220,7 @@ def weights_source(model_config: Any, load_config: Any, model_revision: str) -> 
         return WeightsSource(folder=Path(model_config.model))
     if os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in ("1", "true"):
         raise _unidentified(f"{model_config.model!r} comes from ModelScope")
-    # What vLLM found a branch or tag to be when it started: the cache's own answer may be newer, or older.
-    revision = getattr(model_config.revision, "resolved", None) or model_config.revision
+    revision = _revision(model_config)
     snapshot = _hub_snapshot(model_config.model, revision, load_config.download_dir)
     if snapshot is None:
         raise _unidentified(f"{model_config.model!r} is neither a folder nor in the local hub cache")

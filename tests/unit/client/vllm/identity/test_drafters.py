@@ -210,12 +210,33 @@ def test_weights_of_another_folder_are_digested_too(folder: Path, tmp_path: Path
 
 @pytest.mark.requirement("C7")
 def test_a_drafter_whose_weights_cannot_be_identified_needs_a_name_for_them(folder: Path) -> None:
-    config = drafting(engine_config(folder), "draft_model", folder, draft_load_config=LoadConfig("tensorizer"))
+    config = drafting(engine_config(folder), "eagle", folder, draft_load_config=LoadConfig("tensorizer"))
     with pytest.raises(ConfigError, match="model_revision"):
         weights_sources(config, "")
-    config = with_draft(config, "draft_model_config", model="org/drafter")
-    sources = weights_sources(config, "abc")
-    assert sources["draft_weights"].text == "revision abc of org/drafter"
+    names = {
+        weights_sources(
+            with_draft(config, "draft_model_config", model="org/drafter", revision=revision), "abc"
+        )["draft_weights"].text
+        for revision in (None, "r1", "r2")
+    }  # fmt: skip
+    assert names == {f"revision abc with {revision} of org/drafter" for revision in (None, "r1", "r2")}
+
+
+@pytest.mark.requirement("C7")
+def test_a_drafter_of_another_revision_of_the_target_s_repository_has_weights_of_its_own(folder: Path) -> None:
+    """vLLM gives an MTP head no revision if the user gives none, and then reads the main branch."""
+    config = drafting(engine_config(folder), "mtp", folder)
+    assert set(weights_sources(config, "abc")) == {"weights"}
+    other = with_draft(config, "draft_model_config", revision="r1")
+    assert weights_sources(other, "abc")["draft_weights"].folder == folder
+
+
+@pytest.mark.requirement("C7")
+def test_a_draft_model_is_digested_as_vllm_loads_it(folder: Path, tmp_path: Path) -> None:
+    """By the target's `load_config`: vLLM does not read `draft_load_config` for this method."""
+    other = drafter(tmp_path / "other")
+    config = drafting(engine_config(folder), "draft_model", other, draft_load_config=LoadConfig("dummy"))
+    assert weights_sources(config, "")["draft_weights"].folder == other
 
 
 QWEN3_NEXT = {
