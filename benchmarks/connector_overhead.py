@@ -1,7 +1,7 @@
 """What the connector costs on traffic that never hits (row D6): the same engine with and without it.
 
-Two engines of a toy (dense, or one with sliding windows) run side by side, one of them works at a time. A pair is four
-rounds, A B B A, in alternating roles, with fresh prompts that both get; each round ends with
+Two engines of a toy (dense, with sliding windows, or hybrid with MTP) run side by side, one of them works at a time. A
+pair is four rounds, A B B A, in alternating roles, with fresh prompts that both get; each round ends with
 the last token, and the next begins when the daemon has committed everything. The daemon's
 arena is smaller than what is stored, so it evicts all the time.
 """
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
 
@@ -21,9 +22,18 @@ from benchmarks.report import Report, arguments
 from demo.daemon import Daemon
 from demo.engine import ROOT, Engine, EngineOptions, depot_connector
 from demo.scenarios import await_lookups
-from demo.toys import DENSE, GEMMA3, Toy, make_toy, prompt
+from demo.toys import DENSE, GEMMA3, HYBRID, Toy, make_toy, prompt
+from tests.e2e.speculation import EXTENSION
+from tests.rigs.speculative_toys import make_hybrid_mtp
 
 TOYS = {toy.name: toy for toy in (DENSE, GEMMA3)}
+MTP = "hybrid-mtp"
+MTP_ALPHA = 0.3
+"""About a quarter of the drafts are accepted."""
+MTP_ARGUMENTS = {
+    "worker_extension_cls": EXTENSION,  # kernels that vLLM's CPU backend lacks
+    "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
+}
 PAIRS_MIN = 10
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 32
@@ -89,14 +99,22 @@ class Contest:
         return counted.prompt_tokens + counted.generated_tokens, seconds
 
 
-def measure(toy: Toy, pairs: int, requests: int, report: Report) -> None:
+def made(name: str) -> tuple[Toy, Path, dict[str, Any]]:
+    """Return a toy by its name, its folder, and its engine's arguments."""
+    models = ROOT / "build" / "toys"
+    if name == MTP:
+        return HYBRID, make_hybrid_mtp(MTP_ALPHA, models), ARGUMENTS | MTP_ARGUMENTS
+    return TOYS[name], make_toy(TOYS[name], models), ARGUMENTS
+
+
+def measure(name: str, pairs: int, requests: int, report: Report) -> None:
     logs = Path(tempfile.mkdtemp(prefix="kvd-overhead-"))
-    model = make_toy(toy, ROOT / "build" / "toys")
+    toy, model, engine_arguments = made(name)
     with Daemon(DAEMON) as daemon:
-        connected = EngineOptions(toy, model, depot_connector(daemon.endpoint), ARGUMENTS)
+        connected = EngineOptions(toy, model, depot_connector(daemon.endpoint), engine_arguments)
         with (
             Engine(connected, logs / "with.log") as with_connector,
-            Engine(EngineOptions(toy, model, None, ARGUMENTS), logs / "without.log") as without,
+            Engine(EngineOptions(toy, model, None, engine_arguments), logs / "without.log") as without,
         ):
             daemon.wait_attached(1)
             await_lookups(with_connector, daemon)
@@ -112,25 +130,25 @@ def measure(toy: Toy, pairs: int, requests: int, report: Report) -> None:
     mean, bound = lower_bound([one["with"] / one["without"] for one in found])
     report.figure("throughput_ratio", mean, "")
     report.figure("throughput_ratio_bound", bound, "", at_least=RATIO_MIN)
-    for name in ("with", "without"):
-        report.figure(f"{name}_tokens_s", statistics.median(one[name] for one in found), "tok/s")
+    for which in ("with", "without"):
+        report.figure(f"{which}_tokens_s", statistics.median(one[which] for one in found), "tok/s")
     for counter in ("granted_write_bytes", "evicted_bytes", "locates"):
         report.note(counter, int(after[counter] - before[counter]))
-    report.note("model", toy.name)
+    report.note("model", name)
     report.note("pairs", pairs)
     report.note("requests per round", f"{requests} of {PROMPT_TOKENS} + {OUTPUT_TOKENS} tokens")
 
 
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=TOYS, default=DENSE.name, help="(default %(default)s)")
+    parser.add_argument("--model", choices=(*TOYS, MTP), default=DENSE.name, help="(default %(default)s)")
     parser.add_argument("--pairs", type=int, default=12, help=f"at least {PAIRS_MIN} (default %(default)s)")
     parser.add_argument("--requests", type=int, default=16, help="of one round (default %(default)s)")
     options = parser.parse_args()
     if options.pairs < PAIRS_MIN:
         parser.error(f"--pairs {options.pairs}: below {PAIRS_MIN} the bound says nothing")
     report = Report("connector_overhead: traffic that never hits")
-    measure(TOYS[options.model], options.pairs, options.requests, report)
+    measure(options.model, options.pairs, options.requests, report)
     report.finish(options.json)
 
 
