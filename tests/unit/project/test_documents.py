@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvdepot.client.vllm.identity import speculation
 from kvdepot.server.observe import error_docs, metric_docs
 
 from tests.requirements import page
@@ -185,3 +186,12 @@ def test_a_link_to_a_section_that_is_not_there_ends_the_build(tmp_path: Path) ->
     done = build_site(tmp_path / "configs" / SITE.name, tmp_path / "site")
     assert done.returncode != 0
     assert "operations.md#no-such-section" in done.stdout + done.stderr
+
+
+def test_the_page_on_vllm_names_each_method_of_speculative_decoding() -> None:
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    section = page.partition("## Speculative decoding\n")[2].partition("\n## ")[0]
+    served, _, rest = section.partition("Refused, with the reason:")
+    refused = rest.partition("What was run:")[0]
+    assert {method for method in speculation.LOOKAHEAD if f"`{method}`" not in served} == set()
+    assert {method for method in speculation.REFUSED if f"`{method}`" not in refused} == set()

@@ -26,7 +26,7 @@ LOOKAHEAD: Final[Mapping[str, int]] = {
 }
 """Tokens after a block's end on which the block's draft KV depends, by the method. Other methods are refused."""
 _DRAFTS_FROM_TOKENS: Final = frozenset({"ngram", "ngram_gpu", "suffix"})
-_REFUSED: Final[Mapping[str, str]] = {
+REFUSED: Final[Mapping[str, str]] = {
     "medusa": "it has not been tried with kvdepot",
     "mlp_speculator": "it has not been tried with kvdepot",
     "dflash": "its drafter computes a block of draft tokens at once, and has not been tried with kvdepot",
@@ -65,7 +65,7 @@ def speculation(vllm_config: Any) -> Speculation | None:
     method, draft_tokens = str(config.method), int(config.num_speculative_tokens)
     lookahead = LOOKAHEAD.get(method)
     if lookahead is None:
-        raise refused(method, _REFUSED.get(method, "this kvdepot does not know the method"))
+        raise refused(method, REFUSED.get(method, "this kvdepot does not know the method"))
     if _modules(config) > 1:
         raise refused("several MTP modules", "each reads a token further ahead, and nobody has tried them")
     for option, reason in (
