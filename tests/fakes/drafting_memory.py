@@ -20,6 +20,7 @@ from tests.fakes.rank_memory import RankMemory
 
 HISTORY: Final = 3
 """Inputs that a state keeps: the width of its convolution, without the token that it computes."""
+BLOCK: Final = 16
 _INPUT_FLOATS: Final = 4
 _TEMPORAL_FLOATS: Final = 10
 _SLOT_BYTES: Final = 64  # of a token in a layer of attention, as `RankMemory` lays it out
@@ -82,8 +83,8 @@ class DraftingMemory(RankMemory):
     # --- attention
 
     def _slot(self, layer: str, table: Sequence[int], position: int) -> np.ndarray[Any, Any]:
-        slots: np.ndarray[Any, Any] = self._views[layer][table[position // 16]]
-        begin = position % 16 * _SLOT_BYTES
+        slots: np.ndarray[Any, Any] = self._views[layer][table[position // BLOCK]]
+        begin = position % BLOCK * _SLOT_BYTES
         return slots[begin : begin + _SLOT_BYTES]
 
     def write_slot(self, layer: str, table: Sequence[int], position: int, digest: bytes) -> None:
@@ -93,9 +94,12 @@ class DraftingMemory(RankMemory):
     def poison_slot(self, layer: str, table: Sequence[int], position: int) -> None:
         self._slot(layer, table, position)[:] = _POISON
 
+    def slot_bytes(self, layer: str, table: Sequence[int], position: int) -> bytes:
+        return self._slot(layer, table, position).tobytes()
+
     def slot_holds(self, layer: str, table: Sequence[int], position: int, digest: bytes) -> bool:
         content = _content(self._label("kv", layer), digest, _SLOT_BYTES)
-        return self._slot(layer, table, position).tobytes() == content
+        return self.slot_bytes(layer, table, position) == content
 
     # --- states
 
