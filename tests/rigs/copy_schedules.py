@@ -117,6 +117,7 @@ class Request:
     rewrite: bool = False  # its load failed: the next forward computes all
     aborted: bool = False
     stored: set[int] = field(default_factory=set)  # chunks
+    writes: list[int] = field(default_factory=list)  # blocks, in the last step
 
 
 @dataclass
@@ -215,13 +216,8 @@ class Schedule:
         *,
         early: int = 0,
         order: tuple[str, ...] | None = None,
-        drafts_write: bool = False,
     ) -> None:
-        """`early`: marks lie so many steps before their place. `order`: of calls in a step, instead of a real one.
-
-        `drafts_write`: a drafter has KV of its own in the same blocks, as those have that kvdepot refuses.
-        """
-        self._drafts_write = drafts_write
+        """`early`: marks lie so many steps before their place. `order`: of calls in a step, instead of a real one."""
         self.world = world
         self.random = random = Random(seed)
         self.met: Counter[str] = Counter()
@@ -374,9 +370,13 @@ class Schedule:
         return self.timeline.launch(lambda: None)
 
     def _launch_draft(self, step: Step) -> int:
-        """A draft model reads the same blocks. With KV of its own it writes its own layers of the new ones."""
-        written = self._of(step.written) if self._drafts_write else ()
-        self.timeline.works("a draft's forward", self._of(step.read), written)
+        """A drafter has layers of its own in the same blocks. It reads and writes those of the step's requests.
+
+        Not of one that was preempted in this step, as the model of the scheduler may do after it has counted it in.
+        """
+        written = [block for request in step.computing for block in request.writes]
+        read = [block for request in step.computing for block in request.table if block not in written]
+        self.timeline.works("a draft's forward", self._of(read), self._of(written))
         return self.timeline.launch(lambda: None)
 
     def _of(self, blocks: Iterable[int]) -> list[Cell]:
@@ -434,7 +434,9 @@ class Schedule:
 
     def _admit(self, step: Step) -> None:
         """A new request: with a load, with blocks of another one, or with nothing."""
-        request, others = Request([]), [one for one in self._requests if one.full]
+        request = Request([])
+        # Blocks of a failed load have no hash until they are computed, so that nobody takes them.
+        others = [one for one in self._requests if one.full and not one.rewrite]
         self._requests.append(request)
         kind = self.random.randrange(4)
         if kind == 0 and others:
@@ -483,7 +485,8 @@ class Schedule:
     def _compute(self, request: Request, step: Step, completes: bool) -> None:
         """One step of a request: it reads its blocks, and writes the last one."""
         if request.rewrite:
-            step.written += request.table
+            request.writes = list(request.table)
+            step.written += request.writes
             request.rewrite, request.full = False, len(request.table)
             step.computing.append(request)
             return
@@ -495,7 +498,8 @@ class Schedule:
                 step.copied.append((request.table[-1], block))
             request.table.append(block)
         step.read += request.table[:-1]
-        step.written.append(request.table[-1])
+        request.writes = [request.table[-1]]
+        step.written += request.writes
         step.computing.append(request)
         request.full += completes
 

@@ -19,7 +19,7 @@ from kvdepot.client.copy.driver import ANY_ORDER
 from kvdepot.client.copy.revocable import RevocableCopier
 from kvdepot.client.vllm.worker.copy_thread import CopyOutcome, CopyThread
 
-from tests.fakes.call_orders import FORWARD, V1, V1_DEFERRED
+from tests.fakes.call_orders import FORWARD, V1
 from tests.rigs.copy_schedules import Schedule, World
 from tests.rigs.seeds import drawn, steps_until
 
@@ -174,10 +174,6 @@ LOADS_FIRST: Final = (*V1[:_AT], "start_load_kv", *(call for call in V1[_AT:] if
         pytest.param(no_wait_before_sleep, {}, 1500, id="no wait before a sleep"),
         pytest.param(stores_in_any_order, {}, 400, id="stores read in any order"),
         pytest.param(no_wait_before_comparing, {}, 1000, id="no wait before comparing"),
-        pytest.param(
-            nothing, {"order": V1_DEFERRED, "drafts_write": True}, 8000, id="a drafter with KV of its own",
-            marks=pytest.mark.long(seconds=5),
-        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("seed", drawn([50]))
