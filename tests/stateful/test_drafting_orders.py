@@ -7,23 +7,25 @@ started again. In each step the target's and the drafter's forward check every b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 from kvdepot.client.vllm.scheduling import sides
 
 from tests.fakes.call_orders import ORDERS
 from tests.fakes.direct_session import DirectDepot
 from tests.fakes.drafting_engine import DraftingEngine
 from tests.fakes.late_words import LateWords
-from tests.fakes.scripted_engine import BLOCK, VOCABULARY, model_folder
+from tests.fakes.scripted_engine import BLOCK, VOCABULARY, ScriptedEngine, model_folder
 from tests.rigs.connector_histories import Watch, act, check_answers, prompt_of_few
 from tests.rigs.seeds import drawn, steps_until
 
-STEPS = 150
+STEPS = 120
 GENERATED_MAX = 60
 PROMPT_MAX = 14 * BLOCK
 METHODS = ("mtp", "mtp", "eagle3", "draft_model", "ngram")
@@ -50,7 +52,7 @@ class Conversations:
         added = [random.randrange(VOCABULARY) for _ in range(random.choice((0, 0, 1, 1, 5, 20)))]
         return [*turn[:cut], *added] or prompt_of_few(random)
 
-    def note(self, engine: DraftingEngine) -> None:
+    def note(self, engine: ScriptedEngine) -> None:
         self.turns += [list(request.all_token_ids) for request in engine.requests.values()]
 
 
@@ -116,19 +118,22 @@ def start(depot: DirectDepot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return lambda **options: DraftingEngine(depot, folder, monkeypatch, **options)
 
 
-SERVED = [
-    pytest.param(order, runs_ahead, model, id=f"{order}-{'async' if runs_ahead else 'sync'}-{model}")
-    for order in ORDERS
-    for runs_ahead in (False, True)
-    for model in MODELS
-    if not (order.startswith("v1") and runs_ahead and model == "hybrid")  # refused
-]
+def cases() -> Iterator[ParameterSet]:
+    """Every order, model and seed that is served. The quick ones are of models with states, and one without."""
+    for order, runs_ahead, model in itertools.product(ORDERS, (False, True), MODELS):
+        v1_ahead = order.startswith("v1") and runs_ahead
+        if v1_ahead and model == "hybrid":
+            continue  # refused
+        quick = model == "hybrid" or (model == "dense" and v1_ahead and order != "v1")
+        for number, seed in enumerate(drawn(range(11))):
+            marks = [] if quick and not number else [pytest.mark.long(seconds=3)]
+            name = f"{order}-{'async' if runs_ahead else 'sync'}-{model}-{number}"
+            yield pytest.param(order, runs_ahead, model, *seed.values, id=name, marks=marks)
 
 
 @pytest.mark.requirement("I1", "I3", "I5", "I6", "C6", "C7")
 @pytest.mark.timeout(600)  # on a busy machine
-@pytest.mark.parametrize("seed", [*drawn([0]), *drawn(range(1, 11), [pytest.mark.long(seconds=3)])])
-@pytest.mark.parametrize(("order", "runs_ahead", "model"), SERVED)
+@pytest.mark.parametrize(("order", "runs_ahead", "model", "seed"), cases())
 def test_random_turns_with_drafts_in_every_call_order(
     start: Callable[..., DraftingEngine], depot: DirectDepot, order: str, runs_ahead: bool, model: str, seed: int
 ) -> None:
