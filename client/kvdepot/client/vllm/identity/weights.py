@@ -201,7 +201,8 @@ def _files_of(model_config: Any) -> str:
 
 def _revision(model_config: Any) -> str | None:
     """Return what vLLM found a branch or tag to be when it started: the cache's answer may be newer, or older."""
-    return getattr(model_config.revision, "resolved", None) or model_config.revision
+    revision: str | None = getattr(model_config.revision, "resolved", None) or model_config.revision
+    return revision
 
 
 def weights_source(model_config: Any, load_config: Any, model_revision: str) -> WeightsSource:
