@@ -23,6 +23,7 @@ with contract.by_name(str(vllm_version), __file__):
     from vllm.config import (
         CacheConfig,
         KVTransferConfig,
+        ModelConfig,
         ParallelConfig,
         SchedulerConfig,
         SpeculativeConfig,
@@ -117,6 +118,7 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
         ("disable_eagle_block_drop", "draft_load_config", "draft_model_config", "draft_parallel_config", "method",
          "num_speculative_tokens", "parallel_drafting", "use_eagle", "use_heterogeneous_vocab"),
     ),
+    (ModelConfig, ("is_hybrid",)),
     (SchedulerConfig, ("async_scheduling",)),
     (
         ParallelConfig,
@@ -132,7 +134,7 @@ _USED: Final[tuple[tuple[type, contract.Names], ...]] = (
     (KVCacheGroupSpec, ("is_eagle_group", "kv_cache_spec", "layer_names")),
     (FullAttentionSpec, ("is_draft", "max_tp_shards", "non_causal", "prefix_replay_tokens")),
     (SlidingWindowSpec, ("extra_retained_tokens", "is_draft", "prefix_replay_tokens")),
-    (MambaSpec, ("dtypes", "mamba_cache_mode", "shapes")),
+    (MambaSpec, ("dtypes", "mamba_cache_mode", "mamba_type", "shapes")),
     (UniformTypeKVCacheSpecs, ("kv_cache_specs",)),
     (KVConnectorBase_V1, ("_connector_metadata", "_kv_cache_config", "_vllm_config")),
     (MultiConnector, ("_connectors", "_get_connector_classes_and_configs", "_requests_to_connector")),
@@ -325,6 +327,11 @@ def mamba_modes(spec: Any) -> set[str]:
     return {str(getattr(layer, "mamba_cache_mode", "none")) for layer in iter_layer_specs(spec)}
 
 
+def mamba_types(spec: Any) -> set[str]:
+    """Return vLLM's names of the kinds of a recurrent group's layers."""
+    return {layer.mamba_type.name for layer in iter_layer_specs(spec)}
+
+
 def hash_block_tokens(kv_cache_config: Any, vllm_config: Any) -> int:
     """Tokens per entry of `request.block_hashes`."""
     resolved = getattr(kv_cache_config, "hash_block_size", None)
@@ -447,6 +454,7 @@ __all__ = [
     "looks_ahead",
     "looks_past_blocks",
     "mamba_modes",
+    "mamba_types",
     "register",
     "replayed_tokens",
     "retained_below_window",

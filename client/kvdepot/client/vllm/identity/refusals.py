@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from kvdepot.client.vllm.base.settings import Settings
 
 WHERE = "kvdepot"
+ROLLED_BACK = frozenset({"GDN_ATTN", "MAMBA2", "SHORT_CONV"})
+"""Kinds of recurrent layers that vLLM tells how many draft tokens were accepted.
+
+Of v1/worker/gpu_model_runner.py and v1/worker/gpu/model_states/mamba_hybrid.py, 0.32 and 0.33. The state of another
+kind keeps rejected drafts, and its blocks at boundaries get scratch that nobody wrote.
+"""
 
 
 def check_engine(
@@ -50,10 +56,10 @@ def check_engine(
     drafting = speculation(vllm_config)
     kinds = _check_groups(kv_cache_config, drafting)
     if drafting is not None:
-        _check_speculation(vllm_config, kinds)
+        _check_speculation(vllm_config, kv_cache_config, kinds)
 
 
-def _check_speculation(vllm_config: Any, kinds: set[Kind]) -> None:
+def _check_speculation(vllm_config: Any, kv_cache_config: Any, kinds: set[Kind]) -> None:
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1:
         raise refused(
@@ -61,11 +67,18 @@ def _check_speculation(vllm_config: Any, kinds: set[Kind]) -> None:
             f"all stages but the last of {stages} are never told to save (vLLM defers that to its drafter)",
         )
     if Kind.STATE in kinds:
-        _check_states(vllm_config)
+        _check_states(vllm_config, kv_cache_config)
 
 
-def _check_states(vllm_config: Any) -> None:
+def _check_states(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raise ConfigError for recurrent models whose states under speculative decoding are wrong, or were not tried."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        if compat.group_kind(spec) is Kind.STATE and (kept := compat.mamba_types(spec) - ROLLED_BACK):
+            raise refused(
+                f"layers of kind {', '.join(sorted(kept))}",
+                "vLLM does not take rejected draft tokens out of their states",
+            )
     if vllm_config.cache_config.use_replayssm:
         raise ConfigError(
             WHERE,

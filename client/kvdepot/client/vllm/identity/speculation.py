@@ -66,6 +66,8 @@ def speculation(vllm_config: Any) -> Speculation | None:
     lookahead = LOOKAHEAD.get(method)
     if lookahead is None:
         raise refused(method, REFUSED.get(method, "this kvdepot does not know the method"))
+    if method == "draft_model" and config.draft_model_config.is_hybrid:
+        raise refused("a recurrent draft model", "vLLM does not take rejected draft tokens out of its states")
     if _modules(config) > 1:
         raise refused("several MTP modules", "each reads a token further ahead, and nobody has tried them")
     for option, reason in (

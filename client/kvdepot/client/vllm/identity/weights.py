@@ -185,7 +185,12 @@ def weights_sources(vllm_config: Any, model_revision: str) -> dict[str, WeightsS
     if drafting.method != "draft_model":  # vLLM loads a draft model as it loads the target
         load = vllm_config.speculative_config.draft_load_config or load
     # An MTP head without a revision of its own is taken from the hub's main branch, whatever the target's revision is.
-    if model_revision and (_files_of(drafter), _revision(drafter)) == (_files_of(model), _revision(model)):
+    own = (_files_of(drafter), _revision(drafter), load) != (
+        _files_of(model),
+        _revision(model),
+        vllm_config.load_config,
+    )
+    if model_revision and not own:
         return sources
     try:
         # Digested also with a `model_revision`: somebody may replace the drafter and think of the model alone.

@@ -229,6 +229,9 @@ def test_a_drafter_of_another_revision_of_the_target_s_repository_has_weights_of
     assert set(weights_sources(config, "abc")) == {"weights"}
     other = with_draft(config, "draft_model_config", revision="r1")
     assert weights_sources(other, "abc")["draft_weights"].folder == folder
+    read = drafting(engine_config(folder), "mtp", folder, draft_load_config=LoadConfig("safetensors"))
+    read.load_config = LoadConfig("dummy")
+    assert weights_sources(read, "abc")["draft_weights"].folder == folder
 
 
 @pytest.mark.requirement("C7")

@@ -18,6 +18,7 @@ from kvdepot.client.vllm.identity.refusals import _check_groups, check_engine
 from kvdepot.client.vllm.identity.speculation import speculation
 from kvdepot.core.errors import ConfigError
 from vllm.config import DiffusionConfig
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CircularBufferSpec,
@@ -177,6 +178,30 @@ def test_speculative_decoding_whose_states_may_be_wrong(folder: Path, monkeypatc
     config.cache_config.use_replayssm = True
     assert "set use_replayssm to false" in refused(config, hybrid())
     check_engine(config, dense(), SETTINGS, {})
+
+
+@pytest.mark.requirement("C7")
+@pytest.mark.parametrize("kind", MambaAttentionBackendEnum)
+def test_states_out_of_which_vllm_does_not_take_rejected_drafts(folder: Path, kind: MambaAttentionBackendEnum) -> None:
+    layout = hybrid()
+    spec = layout.kv_cache_groups[0].kv_cache_spec
+    layout.kv_cache_groups[0] = KVCacheGroupSpec(["s0"], replace(spec, mamba_type=kind))
+    config = engine_config(folder, hybrid=True)
+    check_engine(config, layout, SETTINGS, {})
+    speculating = drafting(config, "ngram")
+    if kind.name in ("MAMBA2", "GDN_ATTN", "SHORT_CONV"):
+        check_engine(speculating, layout, SETTINGS, {})
+    else:
+        assert f"kind {kind.name}" in refused(speculating, layout)
+
+
+@pytest.mark.requirement("C7")
+def test_a_recurrent_draft_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = drafting(engine_config(folder, hybrid=True), "draft_model", folder)
+    check_engine(config, hybrid(), SETTINGS, {})
+    monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
+    assert "recurrent draft model" in refused(config, hybrid())
+    check_engine(drafting(engine_config(folder, hybrid=True), "ngram"), hybrid(), SETTINGS, {})
 
 
 MARKED = ["eagle group", "draft layers", "draft layers with the model's own"]
