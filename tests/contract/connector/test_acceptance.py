@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from kvdepot.client.vllm.base import compat, versions
 
-from tests.contract.connector.test_pressure import Speculating
+from tests.fakes.drafting_engine import DraftingEngine
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
-from tests.rigs.connector_rig import PATIENCE_SECONDS, Make, prompt
-from tests.rigs.patience import Deadline
+from tests.rigs.connector_rig import Make, prompt
 
 
 class VllmCounts:
@@ -31,15 +31,15 @@ def counted(engine: ScriptedEngine, kv: str) -> tuple[int, int]:
     return counters[f"draft_tokens.{kv}"], counters[f"accepted_tokens.{kv}"]
 
 
-def test_draft_tokens_are_counted_as_vllm_counts_them(make: Make) -> None:
+@pytest.mark.requirement("C6")
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "mtp"])
+def test_draft_tokens_are_counted_as_vllm_counts_them(make: Make, method: str, runs_ahead: bool) -> None:
     for kv in ("computed", "loaded"):
-        engine = make(drafts=3)
+        engine = make(DraftingEngine, method=method, draft_tokens=3, runs_ahead=runs_ahead)
         vllm = VllmCounts(engine)
         ids = [engine.add(prompt(2.5 + number, seed=number), max_tokens=2 * BLOCK) for number in range(3)]
-        speculating, until = Speculating(engine, seed=3), Deadline(PATIENCE_SECONDS)
-        while engine.scheduler.has_requests():
-            assert not until.is_over()
-            speculating.step()
+        engine.run()
         engine.settle()
         # From 0.33 on vLLM takes back what it has accepted after a request's last token.
         taken_back = sum(len(engine.outputs[each]) - 2 * BLOCK for each in ids)

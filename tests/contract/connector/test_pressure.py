@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from random import Random
 from typing import Any
 
 import pytest
@@ -13,13 +12,12 @@ from kvdepot.client.copy.base import Direction
 from kvdepot.client.vllm.scheduling import stores as stores_module
 from kvdepot.client.vllm.scheduling.pins import PINNED_PART
 from kvdepot.core.calls import ReserveCall
-from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 
 from tests.fakes.direct_session import DirectDepot
-from tests.fakes.scripted_engine import BLOCK, VOCABULARY, ScriptedEngine, next_token
+from tests.fakes.drafting_engine import DraftingEngine
+from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import PATIENCE_SECONDS, Gate, Make, cold, prompt, step_until
-from tests.rigs.patience import Deadline
 from tests.rigs.seeds import drawn
 
 OBJECT_BYTES = 4096
@@ -205,44 +203,17 @@ def test_a_reset_of_running_requests_while_stores_are_pending(make: Make, gate: 
 # --- speculative decoding
 
 
-class Speculating:
-    """Proposes three tokens a request after each step, some of them wrong."""
-
-    def __init__(self, engine: ScriptedEngine, seed: int) -> None:
-        self._engine = engine
-        self._random = Random(seed)
-        self.accepted = 0
-
-    def step(self) -> None:
-        before = {each: len(tokens) for each, tokens in self._engine.outputs.items()}
-        self._engine.step()
-        self.accepted += sum(
-            max(len(tokens) - before[each] - 1, 0) for each, tokens in self._engine.outputs.items()
-        )  # fmt: skip
-        ids = list(self._engine.scheduler.requests)
-        self._engine.scheduler.update_draft_token_ids(DraftTokenIds(ids, [self._propose(each) for each in ids]))
-
-    def _propose(self, request_id: str) -> list[int]:
-        tokens = list(self._engine.tokens[request_id])
-        for _ in range(3):
-            right = next_token(tokens)
-            tokens.append(right if self._random.random() < 0.7 else (right + 1) % VOCABULARY)
-        return tokens[-3:]
-
-
 @pytest.mark.parametrize("seed", drawn(range(4)))
 def test_speculated_tokens_that_turn_out_wrong_are_stored_for_nobody(make: Make, seed: int) -> None:
     """Blocks full of rejected guesses are written and never hashed: what is stored is what was accepted."""
-    options: dict[str, Any] = {"drafts": 3, "blocks": 40}
-    engine, other = make(**options), make(**options)
+    options: dict[str, Any] = {"method": "ngram", "draft_tokens": 3, "acceptance": 0.7, "seed": seed, "blocks": 40}
+    engine, other = make(DraftingEngine, **options), make(DraftingEngine, **options)
     prompts = [prompt(2.5 + number, seed=number) for number in range(3)]
+    accepted = []
+    engine.observe = lambda stats: accepted.append(stats.spec_decoding_stats)
     ids = [engine.add(tokens, max_tokens=4 * BLOCK) for tokens in prompts]
-    speculating = Speculating(engine, seed)
-    until = Deadline(PATIENCE_SECONDS)
-    while engine.scheduler.has_requests():
-        assert not until.is_over()
-        speculating.step()
-    assert speculating.accepted > 10
+    engine.run()
+    assert sum(drafts.num_accepted_tokens for drafts in accepted if drafts is not None) > 10
     answers = [engine.outputs[each][: 4 * BLOCK] for each in ids]
     assert answers == [cold(tokens, 4 * BLOCK) for tokens in prompts]
     engine.assert_clean()
