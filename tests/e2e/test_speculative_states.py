@@ -101,14 +101,18 @@ def compare_with_prefill(fleet: Fleet, engine: Engine, drafts: int, seed: str) -
 
 
 @pytest.mark.requirement("B1", "C4", "C6")
-@pytest.mark.parametrize(("name", "least"), [("mtp_3_every_chunk", 4), ("mtp_3_most_accepted", 1)])
-def test_the_next_turn_finds_the_states_of_an_answer(fleet: Fleet, name: str, least: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "drafts", "least"),
+    # Of 8 were found 8, 7 and 6. Without the offers that come before their key it was 2, 3 and 5.
+    [("mtp_1_every_chunk", 1, 7), ("mtp_3_every_chunk", 3, 5), ("mtp_3_most_accepted", 3, 1)],
+)
+def test_the_next_turn_finds_the_states_of_an_answer(fleet: Fleet, name: str, drafts: int, least: int) -> None:
     """Where steps go over a boundary, vLLM may free its block before it offers the state: not all are there."""
     engine = fleet.engine(name)
     turns = []
     for tokens in LENGTHS:
-        ids = fleet.prompt(tokens)
-        answer, state = ask_for_state(fleet, engine, ids, 3, ANSWER_TOKENS)
+        ids = prompt(tokens, f"speculative-turn-{tokens}")
+        answer, state = ask_for_state(fleet, engine, ids, drafts, ANSWER_TOKENS)
         turns.append((next_turn(fleet, ids, answer), state is not None))
     computed = loaded = 0
     for ids, stored in turns:
