@@ -44,7 +44,11 @@ def test_draft_tokens_are_counted_as_vllm_counts_them(make: Make, method: str, r
         # From 0.33 on vLLM takes back what it has accepted after a request's last token.
         taken_back = sum(len(engine.outputs[each]) - 2 * BLOCK for each in ids)
         taken_back *= not versions.before(compat.VLLM_VERSION, (0, 33))
-        assert counted(engine, kv) == (vllm.drafted, vllm.accepted - taken_back)
+        drafted, accepted = counted(engine, kv)
+        assert drafted == vllm.drafted
+        # A step that runs ahead may end the request before vLLM takes them back.
+        least = vllm.accepted - taken_back
+        assert least <= accepted <= (vllm.accepted if runs_ahead else least)
         assert 0 < vllm.accepted < vllm.drafted
         engine.assert_clean()
 
