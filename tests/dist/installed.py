@@ -108,7 +108,7 @@ def serving(installed: Installed) -> Iterator[Path]:
             command = installed.command("kvdepotd", "serve", str(config))
             process = subprocess.Popen(command, cwd="/", env=_environment(), stdout=out, stderr=out)
         try:
-            wait_until(lambda: process.poll() is not None or "arena populated" in log.read_text(), "the daemon serves")
+            wait_until(lambda: process.poll() is not None or "ready to serve" in log.read_text(), "the daemon serves")
             assert process.poll() is None, log.read_text()
             yield folder / "d.sock"
             process.send_signal(signal.SIGTERM)

@@ -124,6 +124,7 @@ class DaemonProcess:
         if ready:
             self.wait_for_log("metrics on http://", before)
             self.wait_for_log("arena populated", before)
+            self.wait_for_log("ready to serve", before)
         return self
 
     def wait_for_log(self, text: str, start: int = 0) -> None:

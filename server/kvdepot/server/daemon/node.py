@@ -236,11 +236,16 @@ class Node:
             await self._control.reload()
 
     async def _tell_readiness(self) -> None:
-        ready = self.readiness().ready
-        await self._grpc.set_serving(ready)
-        self._told_ready = ready
+        found = self.readiness()
+        await self._grpc.set_serving(found.ready)
+        if found.ready != self._told_ready:
+            self._told_ready = found.ready
+            if found.ready:
+                self._log.info("ready to serve")
+            else:
+                self._log.info("not ready: %s", found.reason)
 
-    def _tick_readiness(self) -> None:
+    def _renew_readiness(self) -> None:
         """Tell of another readiness. What failed is tried again at the next tick."""
         if self.readiness().ready != self._told_ready and (self._health_task is None or self._health_task.done()):
             self._health_task = self._guard.task("task", self._tell_readiness(), self._loop)
@@ -369,6 +374,7 @@ class Node:
             self._log.info("arena grows again")
         if growth.done:
             self._log.info("arena populated: %s", "locked into memory" if growth.locked else "not locked into memory")
+        self._renew_readiness()
         self._notify(f"STATUS={self._progress()}")
 
     def _progress(self) -> str:
@@ -384,7 +390,7 @@ class Node:
             self._guard.call("tick", lambda: self._counters.observe("loop_lag_seconds", lag))
         self._guard.each(
             "tick", self._tick_engine, self._checksums.wake, self._spare.refill, lambda: drain(self._log),
-            self._tick_readiness, self._notify.alive,
+            self._renew_readiness, self._notify.alive,
         )  # fmt: skip
 
     def _tick_engine(self) -> None:

@@ -71,6 +71,7 @@ class GrpcListener:
                 self._server.add_insecure_port(address(path))
             except RuntimeError as error:
                 raise OSError(f"cannot listen on {path}: {error}") from error
+        await self.set_serving(False)  # or the health of "" is good from the first call on
         await self._server.start()
         for path in paths:
             os.chown(path, -1, group_id)

@@ -95,7 +95,7 @@ def node_with(grpc: Any, done: list[str]) -> Any:
     node._counters, node._guard = counters, engine_guard(counters.add)
     node._depot = SimpleNamespace(tick=lambda: False)
     node._checksums = SimpleNamespace(wake=lambda: None)
-    node._log = SimpleNamespace(handlers=[])
+    node._log = logging.getLogger("kvdepotd")
     node._spare = SimpleNamespace(refill=lambda: None)
     node._notify = SimpleNamespace(alive=lambda: done.append("alive"))
     node._grpc, node._told_ready = grpc, False
@@ -125,6 +125,27 @@ def test_the_daemon_s_readiness_is_told_again_until_it_is_told() -> None:
 
     assert asyncio.run(run()).get("internal_errors.task") == 2
     assert told == [True, True], "the one whose answer was lost, and the one that worked"
+
+
+def test_the_readiness_is_told_when_the_arena_has_grown_and_not_a_tick_later() -> None:
+    told = list[bool]()
+
+    async def set_serving(serving: bool) -> None:
+        told.append(serving)
+
+    async def run() -> None:
+        node = node_with(SimpleNamespace(set_serving=set_serving), [])
+        node._growth = Growth(0, done=False)
+        node._depot.ready = lambda _: None
+        node._arena = SimpleNamespace(layout=SimpleNamespace(size_bytes=PIECE))
+        node._notify = lambda _: None
+        node._loop = asyncio.get_running_loop()
+        for _ in range(2):
+            node._grew(Growth(PIECE, done=True))
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert told == [True], "once"
 
 
 def test_a_tick_whose_lag_cannot_be_noted_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
