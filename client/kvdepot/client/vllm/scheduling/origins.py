@@ -147,7 +147,8 @@ class Origins:
 
     def _note(self, state: RequestState, end: int, offers: BoundaryOffers, resolve: ResolveBlocks) -> None:
         """Note the blocks that this step computes, once a hash names them."""
-        states = [block_id for _, block_id, _ in offers if block_id]
+        named = self._stores.offers.is_named
+        states = [block_id for group, block_id, boundary in offers if named(state, group, block_id, boundary)]
         if states or end // self._hash_block_tokens > state.noted_tokens // self._hash_block_tokens:
             sound = state.excluded in _COMPUTED_SOUNDLY and not state.invalid
             sound = sound and state.store_epoch == self._namespaces.epoch_number

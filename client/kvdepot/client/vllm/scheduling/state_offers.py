@@ -58,15 +58,17 @@ class StateOffers:
             group = self._group_of.get(engine_group)
             if group is None or boundary % self._chunk_tokens or self._is_stored(state, boundary):
                 continue
-            if not self._holds.named(block_id, self._name(state, engine_group, boundary)):
-                continue  # taken back or reused in the same step: the engine will overwrite it
+            if not self.is_named(state, engine_group, block_id, boundary):
+                continue
             boundaries = self._waiting.setdefault(state, {})
             groups = boundaries.setdefault(boundary, {})
             if group in groups:
                 self._holds.drop(groups[group])
             groups[group] = self._holds.hold((block_id,))
-            if len(boundaries) > BOUNDARIES_MAX:
-                self._drop(boundaries.pop(min(boundaries)), "incomplete")
+
+    def is_named(self, state: RequestState, engine_group: int, block_id: int, boundary: int) -> bool:
+        """Return whether an offered block has the state's name: it was not taken back or reused in the same step."""
+        return self._holds.named(block_id, self._name(state, engine_group, boundary))
 
     def _is_stored(self, state: RequestState, boundary: int) -> bool:
         """Return whether a state needs no store. vLLM also offers states that were loaded."""
@@ -82,7 +84,7 @@ class StateOffers:
 
         `computed_tokens` are computed after this step, and in chunks with known keys.
         """
-        ready = {}
+        ready: dict[int, dict[int, int]] = {}
         for boundary, groups in list(self._waiting.get(state, {}).items()):
             if self._is_stored(state, boundary):
                 self._drop(self._pop(state, boundary), "")
@@ -90,6 +92,9 @@ class StateOffers:
                 self._drop(self._pop(state, boundary), "reused")
             elif boundary <= computed_tokens and len(groups) == len(self._members):
                 ready[boundary] = {group: hold.block_ids[0] for group, hold in groups.items()}
+        waiting = sorted(boundary for boundary in self._waiting.get(state, ()) if boundary not in ready)
+        for boundary in waiting[:-BOUNDARIES_MAX]:
+            self._drop(self._pop(state, boundary), "incomplete")
         return ready
 
     def take(self, state: RequestState, chunk: int) -> WeakHold:

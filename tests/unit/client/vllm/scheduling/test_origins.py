@@ -22,7 +22,9 @@ class Rig:
         holds: Any = SimpleNamespace(block_hash=lambda block_id: b"%d" % block_id, cached=lambda *_: None)
         planner: Any = SimpleNamespace(groups=[SimpleNamespace(block_tokens=BLOCK)])
         self.provenance = Provenance(holds, planner, [0], BLOCK)
-        stores: Any = SimpleNamespace(retract=lambda *_: None)
+        self.named = set[int]()  # offered blocks that have their state's name
+        offers = SimpleNamespace(is_named=lambda state, group, block_id, boundary: block_id in self.named)
+        stores: Any = SimpleNamespace(retract=lambda *_: None, offers=offers)
         namespaces: Any = SimpleNamespace(epoch_number=0)
         self.counters: Counter[str] = Counter()
         self.origins = Origins(self.provenance, stores, namespaces, self.counters, BLOCK)
@@ -102,3 +104,13 @@ def test_a_row_without_padding_is_stored() -> None:
     assert not rig.step(32, 2)
     rig.request.num_tokens = 35
     assert not rig.step(34, 4, ("r",)), "drafts of a later step are drafts"
+
+
+@pytest.mark.requirement("I1")
+@pytest.mark.parametrize("reused", [True, False])
+def test_an_offered_block_that_is_reused_in_the_same_step_stays_foreign(reused: bool) -> None:
+    rig, offered = Rig(40), 8
+    rig.named = set() if reused else {offered}
+    rig.provenance.foreign([[offered]], 0, BLOCK)  # it was given to a request of which a sibling loads KV
+    rig.origins.step({"r": rig.state}, {"r": 40}, {"r": [(0, offered, 32)]}, lambda _: [[*range(1, 4)]])
+    assert rig.provenance.any_foreign_of([offered]) == reused

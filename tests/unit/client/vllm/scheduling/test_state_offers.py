@@ -24,8 +24,8 @@ PLANNER = Planner([GroupSpec(Kind.ATTENTION, CHUNK, 0, (1,)), *[GroupSpec(Kind.S
 class Rig:
     """A pool, its holds, and the offers of one request."""
 
-    def __init__(self) -> None:
-        self.pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=CHUNK)
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        self.pool = BlockPool(blocks, enable_caching=True, hash_block_size=CHUNK)
         self.holds = BlockHolds(self.pool)
         self.counters: Counter[str] = Counter()
         self.offers = StateOffers(PLANNER, self.holds, [3, *GROUPS], CHUNK, self.counters)
@@ -159,8 +159,18 @@ def test_a_state_that_needs_no_store_is_not_held(rig: Rig) -> None:
 def test_only_so_many_boundaries_of_a_request_wait(rig: Rig) -> None:
     for chunk in range(1, BOUNDARIES_MAX + 3):
         rig.offer(chunk * CHUNK, GROUPS[:1])  # the other group never offers
+        assert rig.ready(8 * CHUNK) == {}
     assert rig.holds.held_blocks == BOUNDARIES_MAX
     assert rig.dropped == {"incomplete": 2}
+
+
+@pytest.mark.requirement("C4")
+def test_boundaries_that_can_be_stored_do_not_count_among_those_that_wait() -> None:
+    rig, boundaries = Rig(20), [chunk * CHUNK for chunk in range(1, 8)]
+    for boundary in boundaries:
+        rig.offer(boundary)
+    assert [*rig.ready(7 * CHUNK)] == boundaries
+    assert not rig.dropped
 
 
 @pytest.mark.requirement("P11")
