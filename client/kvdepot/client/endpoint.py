@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from urllib.parse import quote
 
+from kvdepot.core.secrets import mask_secrets
+
 _SCHEME = "unix://"
 PATH_BYTES_MAX = 107  # sun_path of Linux, without its closing zero
 _ATTACH_SUFFIX = ".attach"
@@ -24,17 +26,18 @@ class Endpoint:
     @staticmethod
     def parse(text: str) -> Endpoint:
         """From `unix:///run/kvdepot/kvdepot.sock`. Raises EndpointError."""
+        shown = mask_secrets(text)
         if not text.startswith(_SCHEME + "/"):
             raise EndpointError(
-                f"endpoint {text!r}: write unix:// and an absolute path, as unix:///run/kvdepot/kvdepot.sock"
+                f"endpoint {shown!r}: write unix:// and an absolute path, as unix:///run/kvdepot/kvdepot.sock"
             )
         path = text[len(_SCHEME) :]
         if "\0" in path or "," in path:
-            raise EndpointError(f"endpoint {text!r}: a socket's path here has neither a comma nor a NUL character")
+            raise EndpointError(f"endpoint {shown!r}: a socket's path here has neither a comma nor a NUL character")
         length = len(os.fsencode(path + _ATTACH_SUFFIX))
         if length > PATH_BYTES_MAX:
             raise EndpointError(
-                f"endpoint {text!r}: {length} bytes with {_ATTACH_SUFFIX}, unix sockets allow {PATH_BYTES_MAX}; "
+                f"endpoint {shown!r}: {length} bytes with {_ATTACH_SUFFIX}, unix sockets allow {PATH_BYTES_MAX}; "
                 "use a shorter path"
             )
         return Endpoint(path)

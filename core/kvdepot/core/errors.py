@@ -12,6 +12,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar
 
+from kvdepot.core.secrets import mask_secrets
+
 
 class Fault(Enum):
     """Who has to change something."""
@@ -189,13 +191,14 @@ class NotReady(KvDepotError):
 
 
 class ConfigError(KvDepotError):
-    """A refused setting: `file` (or its substitute), dotted `key`, and `reason`."""
+    """A refused setting: `file` (or its substitute), dotted `key`, and `reason`, in which secrets are masked."""
 
     code = "config_error"
     fault = Fault.OPERATOR
     default_advice = ""
 
     def __init__(self, file: str, key: str, reason: str, *, advice: str | None = None) -> None:
+        reason = mask_secrets(reason)
         super().__init__(": ".join(part for part in (file, key, reason) if part), advice=advice)
         self.file = file
         self.key = key

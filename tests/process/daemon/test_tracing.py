@@ -141,6 +141,22 @@ def test_a_collector_that_is_away_is_complained_of_once_a_minute(caplog: pytest.
     assert caplog.messages == ["traces: away at 0", "traces: away at 60", "traces: away at 120"]
 
 
+@pytest.mark.requirement("S6")
+def test_complaints_name_no_token(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as away:
+        away.bind(("127.0.0.1", 0))
+        endpoint = f"http://me:s3cret@127.0.0.1:{away.getsockname()[1]}/v1/traces?token=t0ken"
+
+        async def run() -> None:
+            tracing = Tracing(endpoint, 1.0, file="", version="1", log=logging.getLogger("test"))
+            tracing.ended(RECORD)
+            await tracing.close()
+
+        asyncio.run(run())
+        wait_until(lambda: "traces: " in caplog.text, "it complains")
+    assert not any(secret in caplog.text for secret in ("s3cret", "t0ken"))
+
+
 def test_without_the_extra_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"trace.endpoint: needs OpenTelemetry.*\.\[otel\]"):

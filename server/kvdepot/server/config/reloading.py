@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from kvdepot.core.control import ConfigChange
 from kvdepot.core.errors import ConfigError
+from kvdepot.core.secrets import mask_secrets
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.schema import DISK_KIND, Tables, TierTable
 
@@ -24,18 +25,24 @@ _LIVE_OF_DISKS: Final = frozenset({"high_watermark", "low_watermark"})
 
 
 def values(tables: Tables) -> dict[str, str]:
-    """Return each key with its value as text, sizes in bytes and times in seconds. Tiers and quotas are by subject."""
-    return {key: text for key, text, _ in _flat(tables)}
+    """Return each key with its value as text, sizes in bytes and times in seconds. Tiers and quotas are by subject.
+
+    Secrets are masked.
+    """
+    return {key: mask_secrets(text) for key, text, _ in _flat(tables)}
 
 
 def changes(before: Tables, after: Tables) -> tuple[ConfigChange, ...]:
-    """Return the keys whose values differ."""
+    """Return the keys whose values differ. Secrets are compared, and masked."""
     old = {key: (text, live) for key, text, live in _flat(before)}
     new = {key: (text, live) for key, text, live in _flat(after)}
     absent = (ABSENT, True)
     return tuple(
         ConfigChange(
-            key, old.get(key, absent)[0], new.get(key, absent)[0], old.get(key, absent)[1] and new.get(key, absent)[1]
+            key,
+            mask_secrets(old.get(key, absent)[0]),
+            mask_secrets(new.get(key, absent)[0]),
+            old.get(key, absent)[1] and new.get(key, absent)[1],
         )
         for key in sorted(old.keys() | new.keys())
         if old.get(key, absent)[0] != new.get(key, absent)[0]

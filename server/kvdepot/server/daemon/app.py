@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.core.errors import ConfigError, KvDepotError
+from kvdepot.core.secrets import mask_secrets
 from kvdepot.server.config import environment
 from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.config import DISK, Config, embedded, load
@@ -141,7 +142,8 @@ def described(config: Config, problems: Sequence[KvDepotError] = ()) -> str:
     """
     lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
     lines += [f"warning: {text}" for text in capacity_warnings(config)]
-    lines += [f"{key} = {json.dumps(value)} ({source})" for key, (value, source) in config.sources.items()]
+    for key, (value, source) in config.sources.items():
+        lines.append(f"{key} = {json.dumps(mask_secrets(value) if isinstance(value, str) else value)} ({source})")
     if problems:
         lines += ["", f"about this host ({os.uname().nodename}), on which the daemon would not start:"]
         lines += [f"warning: {error}" for error in problems]

@@ -16,6 +16,7 @@ from typing import Final
 
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.records import RequestRecord
+from kvdepot.core.secrets import mask_secrets
 
 KEY: Final = "trace.endpoint"
 _EXTRA = "pip install '.[otel]' in a clone of kvdepot, or leave the key empty"
@@ -137,4 +138,4 @@ class Complaints(logging.Handler):
         now = self._clock()
         if now >= self._not_before:
             self._not_before = now + COMPLAINT_SECONDS
-            self._log.warning("traces: %s", record.getMessage())
+            self._log.warning("traces: %s", mask_secrets(record.getMessage()))

@@ -14,6 +14,7 @@ from kvdepot.server.config.config import Config, load
 from kvdepot.server.config.reloading import changes, values
 from kvdepot.server.config.schema import Tables
 from kvdepot.server.config.set_quotas import SetQuotas
+from kvdepot.server.daemon.app import described
 from kvdepot.server.daemon.control import Control
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.types import Quota, TierConfig, WritePolicy
@@ -177,6 +178,30 @@ def test_without_a_file_there_is_nothing_to_reload(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ConfigError, match="without a configuration file"):
         asyncio.run(control.reload())
+
+
+@pytest.mark.requirement("S6")
+def test_secrets_of_a_url_are_compared_and_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url = "http://me:s3cret@collector:4318/v1/traces?token=t0ken"
+    daemon = Daemon(tmp_path, TEXT + f'[trace]\nendpoint = "{url}"\n')
+    assert daemon.control.configuration().values["trace.endpoint"] == "http://***@collector:4318/v1/traces?***"
+    daemon.change("s3cret", "n3w")
+    (change,) = asyncio.run(daemon.control.compare()).changes
+    assert (change.key, change.before) == ("trace.endpoint", change.after)
+    with pytest.raises(ConfigError) as refused:
+        asyncio.run(daemon.control.reload())
+    daemon.change("http://me:", "me:")
+    with pytest.raises(ConfigError, match="expected an http") as wrong:
+        asyncio.run(daemon.control.reload())
+    said = f"{change} {refused.value} {wrong.value} {caplog.text} {described(load_again(daemon, url))}"
+    assert not any(secret in said for secret in ("me:", "s3cret", "n3w", "t0ken"))
+    assert daemon.ran == []
+
+
+def load_again(daemon: Daemon, url: str) -> Config:
+    """Return the configuration of the first file."""
+    daemon.file.write_text(TEXT + f'[trace]\nendpoint = "{url}"\n')
+    return load(daemon.file)
 
 
 def test_every_key_is_shown() -> None:
