@@ -1,8 +1,8 @@
 """Bounds of fields that cross a process boundary, declared at the field: `keys: Annotated[bytes, Packed(16, 1024)]`.
 
-`kvdepot.proto.codec` checks them on every message that it decodes, and checks nothing else. So a field without a bound
-accepts whatever its wire type can hold. What several fields say together is checked by a method
-`check_fields(self) -> None` of the dataclass.
+`kvdepot.proto.codec` checks them on every message that it decodes. A text without a bound is checked like a name
+(`check_name`). Every other field without a bound accepts whatever its wire type can hold. What several fields say
+together is checked by a method `check_fields(self) -> None` of the dataclass.
 
 Each failure names the field and the bound. A count or a length above its limit raises LimitExceeded. Anything else
 raises InvalidArgument.
@@ -19,12 +19,19 @@ from kvdepot.core import limits
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.kinds import Kind
 from kvdepot.core.limits import check_limit
+from kvdepot.core.printable import control_character
 
 KEY_BYTES: Final = 16
 
 
 def bad(field: str, why: str) -> InvalidArgument:
     return InvalidArgument(f"{field}: {why}")
+
+
+def check_name(field: str, text: str) -> None:
+    """Raise InvalidArgument if a terminal or a log would obey the text, or show it in another order."""
+    if character := control_character(text):
+        raise bad(field, f"it has the control character U+{ord(character):04X}, and no name may have one")
 
 
 class Bound(Protocol):
@@ -75,14 +82,23 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """A string of at most so many bytes of UTF-8."""
+class Prose:
+    """A text of the daemon for people, of at most so many bytes of UTF-8. It may have lines: whoever shows it cares."""
 
     bytes_max: int
 
     def check(self, field: str, value: str) -> None:
         if 4 * len(value) > self.bytes_max:  # a character has at most 4
             check_limit(f"{field} bytes", len(value.encode("utf-8", "surrogatepass")), self.bytes_max)
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Prose):
+    """A name of at most so many bytes of UTF-8, without control characters."""
+
+    def check(self, field: str, value: str) -> None:
+        Prose.check(self, field, value)  # `super` does not work in a class with slots
+        check_name(field, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,4 +182,6 @@ Tenant = Annotated[str, Text(limits.TENANT_BYTES_MAX)]
 Epoch = Annotated[str, Text(limits.EPOCH_BYTES_MAX)]
 Version = Annotated[str, Text(limits.VERSION_BYTES_MAX)]
 Reason = Annotated[str, Text(limits.REASON_BYTES_MAX)]
-"""A reason, an error, or a tier's name."""
+"""A reason from a list, or a tier's name."""
+Explanation = Annotated[str, Prose(limits.REASON_BYTES_MAX)]
+"""A reason or an error in the daemon's own words."""

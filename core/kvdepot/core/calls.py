@@ -29,6 +29,7 @@ from kvdepot.core.bounds import (
     Count,
     EngineId,
     Exactly,
+    Explanation,
     Kinds,
     LeaseId,
     NamespaceId,
@@ -160,7 +161,7 @@ class AcquireReply:
     outcome: AcquireOutcome
     extents: Extents = b""
     arena_id: int = 0
-    reason: Reason = ""
+    reason: Explanation = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class ReserveReply:
     outcomes: ReserveOutcomes  # one an object
     extents: Extents = b""  # of the granted ones
     arena_id: int = 0
-    reason: Reason = ""
+    reason: Explanation = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +334,7 @@ class AttachReply:
     """
 
     protocol: int  # 0: refused
-    error: Reason = ""
+    error: Explanation = ""
     session: Annotated[bytes, Exactly(limits.SESSION_TOKEN_BYTES, or_empty=True)] = b""
     arena_id: int = 0
     arena_bytes: int = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from kvdepot.core.bounds import ChunkKeyOrNone, Label, NamespaceId, NamespaceIdOrNone, Tenant, bad
+from kvdepot.core.bounds import ChunkKeyOrNone, Explanation, Label, NamespaceId, NamespaceIdOrNone, Tenant, bad
 from kvdepot.core.epochs import Epochs
 from kvdepot.core.limits import NAMESPACE_ID_BYTES
 from kvdepot.core.report import PinStatus, SwitchesStatus
@@ -56,7 +56,7 @@ class SwitchReply:
 
     switches: SwitchesStatus  # after the call
     leases: int = 0  # granted before, still in progress
-    not_persisted: str = ""  # why the next run will not know the change; empty: it will
+    not_persisted: Explanation = ""  # why the next run will not know the change; empty: it will
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class BumpReply:
     chunks: int = 0  # of these namespaces
     leases: int = 0  # of loads and stores in progress, which are discarded
     shared: tuple[str, ...] = ()  # shared tiers: their other nodes have their own counters
-    not_persisted: str = ""  # as with switches
+    not_persisted: Explanation = ""  # as with switches
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class PinReply:
     """The pin, with what it covers now."""
 
     pin: PinStatus
-    not_persisted: str = ""  # as with switches
+    not_persisted: Explanation = ""  # as with switches
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class QuotasReply:
 class ChangeReply:
     """The answer of a call without a result."""
 
-    not_persisted: str = ""  # why the next run will not know the change; empty: it will
+    not_persisted: Explanation = ""  # why the next run will not know the change; empty: it will
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +205,8 @@ class ConfigChange:
     """One key whose value in the file differs from the one in effect. Values are text, sizes in bytes."""
 
     key: str
-    before: str
-    after: str
+    before: Explanation
+    after: Explanation
     live: bool  # whether a reload applies it; otherwise a restart
 
 
@@ -214,7 +214,7 @@ class ConfigChange:
 class ReloadReply:
     """What a reload changed, or would change."""
 
-    file: str
+    file: Explanation
     changes: tuple[ConfigChange, ...] = ()
 
 
@@ -222,8 +222,8 @@ class ReloadReply:
 class ConfigReply:
     """The configuration in effect: file, environment, command line and defaults, by key."""
 
-    file: str
-    values: Mapping[str, str]
+    file: Explanation
+    values: Mapping[str, Explanation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class VerifiedTier:
     damaged: Mapping[str, int] = field(default_factory=dict)  # by outcome; in quarantine, or dropped
     skipped: Mapping[str, int] = field(default_factory=dict)  # by reason
     finished: bool = False
-    reason: str = ""  # why it stopped before its end
+    reason: Explanation = ""  # why it stopped before its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,4 +308,4 @@ class PrefetchReply:
     refused: Mapping[str, int] = field(default_factory=dict)  # for lack of room: share, quota, room
     failed: Mapping[str, int] = field(default_factory=dict)  # by reason
     finished: bool = False
-    reason: str = ""  # why it stopped before its end
+    reason: Explanation = ""  # why it stopped before its end

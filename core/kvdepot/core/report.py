@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvdepot.core.bounds import Version
+from kvdepot.core.bounds import Explanation, Version
 from kvdepot.core.epochs import Epochs
 from kvdepot.core.kinds import Kind
 
@@ -26,7 +26,7 @@ class TierStatus:
     objects: int = 0
     unverified_objects: int = 0
     state: str = ""
-    reason: str = ""
+    reason: Explanation = ""
     # Of tiers below RAM:
     breaker: str = ""  # closed, open or probing
     queued_objects: int = 0  # waiting to be written
@@ -156,7 +156,7 @@ class DaemonStatus:
     pid: int
     uptime_seconds: float
     ready: bool
-    reason: str
+    reason: Explanation
     arena_id: int
     run: int
     tiers: tuple[TierStatus, ...] = ()

@@ -15,7 +15,8 @@ dataclass              a message. An absent one is decoded like an empty one
 =====================  ==================================================================
 
 `encode` accepts whatever the value can hold. `decode` believes nothing: every bound of a field (`kvdepot.core.bounds`)
-and `check_fields` of the value are checked. Whatever is too many or too long raises LimitExceeded, whatever is
+and `check_fields` of the value are checked. A text is a name, without control characters, unless its bound says
+`Prose`. Whatever is too many or too long raises LimitExceeded, whatever is
 malformed InvalidArgument. Both name the field and the bound, on either side of the wire.
 """
 
@@ -33,7 +34,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from kvdepot.core import limits
-from kvdepot.core.bounds import Bound, bad
+from kvdepot.core.bounds import Bound, Prose, bad, check_name
 from kvdepot.core.calls import AttachCall, AttachReply
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import check_limit
@@ -42,6 +43,7 @@ from kvdepot.proto.v1 import depot_pb2 as pb
 T = TypeVar("T")
 _Encode = Callable[[Any], Any]
 _Decode = Callable[[str, Any], Any]
+_Check = Callable[[str, Any], None]
 _TEXT_SHOWN: Final = 64
 _CODECS: Final[dict[tuple[type, type[Message]], Codec[Any]]] = {}
 
@@ -105,14 +107,13 @@ def codec_of(value_type: type[T], message_type: type[Message]) -> Codec[T]:
 
 def _coders(hint: Any, descriptor: FieldDescriptor) -> tuple[_Encode | None, _Decode | None]:
     """Return how a field is encoded, and how it is taken from its message; None: unchanged."""
-    hint, bounds = _bounds_of(hint)
+    hint, checks = _checks_of(hint)
     name = descriptor.name
     optional = get_origin(hint) in (Union, types.UnionType)
     if optional:
-        hint, inner_bounds = _bounds_of(next(one for one in get_args(hint) if one is not type(None)))
-        bounds += inner_bounds
+        hint, inner_checks = _checks_of(next(one for one in get_args(hint) if one is not type(None)))
+        checks += inner_checks
     encode, decode = _entry_coders(hint, descriptor)
-    checks = [bound.check for bound in bounds]
     if optional:
         if not descriptor.has_presence:
             raise TypeError(f"{descriptor.full_name} is always present")
@@ -150,9 +151,8 @@ def _entry_coders(hint: Any, descriptor: FieldDescriptor) -> tuple[_Encode | Non
 def _tuple_coders(hint: Any, descriptor: FieldDescriptor) -> tuple[_Encode | None, _Decode | None]:
     if not _is_repeated(descriptor):
         raise TypeError(f"{descriptor.full_name} is not repeated")
-    hint, bounds = _bounds_of(hint)
+    hint, checks = _checks_of(hint)
     encode, decode = _value_coders(hint, descriptor)
-    checks = [bound.check for bound in bounds]
     nested = is_dataclass(hint)
 
     def decode_all(field: str, values: Any) -> tuple[Any, ...]:
@@ -170,8 +170,8 @@ def _tuple_coders(hint: Any, descriptor: FieldDescriptor) -> tuple[_Encode | Non
 
 
 def _mapping_coders(key_hint: Any, value_hint: Any, descriptor: FieldDescriptor) -> tuple[_Encode, _Decode]:
-    key_hint, key_bounds = _bounds_of(key_hint)
-    value_hint, value_bounds = _bounds_of(value_hint)
+    key_hint, key_checks = _checks_of(key_hint)
+    value_hint, value_checks = _checks_of(value_hint)
     entry = descriptor.message_type
     if entry is None or not entry.GetOptions().map_entry:
         raise TypeError(f"{descriptor.full_name} is no map")
@@ -182,10 +182,10 @@ def _mapping_coders(key_hint: Any, value_hint: Any, descriptor: FieldDescriptor)
     def decode(field: str, values: Any) -> dict[Any, Any]:
         found = dict(sorted(values.items()))
         for key, value in found.items():
-            for bound in key_bounds:
-                bound.check(field, key)
-            for bound in value_bounds:
-                bound.check(f"{field}[]", value)
+            for check in key_checks:
+                check(field, key)
+            for check in value_checks:
+                check(f"{field}[]", value)
         return found if decode_key is None else {decode_key(field, key): value for key, value in found.items()}
 
     return dict, decode
@@ -245,11 +245,15 @@ def _repeated(message: Descriptor) -> frozenset[str]:
     return frozenset(field.name for field in proto.field if field.label == FieldDescriptorProto.LABEL_REPEATED)
 
 
-def _bounds_of(hint: Any) -> tuple[Any, tuple[Bound, ...]]:
-    """Return a type without its bounds, and the bounds."""
+def _checks_of(hint: Any) -> tuple[Any, list[_Check]]:
+    """Return a type without its bounds, and the checks of a value."""
+    bounds: tuple[Bound, ...] = ()
     if get_origin(hint) is Annotated:
-        return hint.__origin__, tuple(hint.__metadata__)
-    return hint, ()
+        hint, bounds = hint.__origin__, tuple(hint.__metadata__)
+    checks: list[_Check] = [bound.check for bound in bounds]
+    if hint is str and not any(isinstance(bound, Prose) for bound in bounds):
+        checks.append(check_name)
+    return hint, checks
 
 
 # --- messages that travel by themselves ---

@@ -34,7 +34,8 @@ from kvdepot.proto.v1 import control_pb2 as control_pb
 from kvdepot.proto.v1 import depot_pb2 as pb
 
 _TOKEN = st.binary(min_size=16, max_size=16)
-_TEXT = st.text(max_size=16)  # at four bytes each the shortest limit of a text
+_NAMED = st.characters(codec="utf-8", exclude_categories=["Cc", "Cf", "Zl", "Zp"])  # without control characters
+_TEXT = st.text(_NAMED, max_size=16)  # at four bytes each the shortest limit of a text
 _U64 = st.integers(0, 2**64 - 1)
 _LEASE = st.integers(1, 2**64 - 1)
 _LEASES = st.lists(_U64, max_size=5).map(tuple)
@@ -121,7 +122,7 @@ _ROUND_TRIPS: list[tuple[Codec[Any], st.SearchStrategy[Any]]] = [
             calls.AttachCall,
             protocol_min=_U32,
             protocol_max=_U32,
-            engine_id=st.text(min_size=1, max_size=40),
+            engine_id=st.text(_NAMED, min_size=1, max_size=40),
             scheduler=st.just(value=True),
             rank=st.integers(-1, 3),
             world_size=st.just(4),

@@ -14,7 +14,7 @@ from enum import IntEnum
 from typing import Annotated, Final
 
 from kvdepot.core.allocator import Extent
-from kvdepot.core.bounds import AtMost, Between, Count, Duration, Text, bad
+from kvdepot.core.bounds import AtMost, Between, Count, Duration, Prose, bad
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.limits import check_limit
 from kvdepot.core.objectfile import Codec
@@ -329,7 +329,7 @@ class Answer:
     """`stored_bytes`, `stored_sum` and `raw_sum` (XXH3-128) are of the payload, where the job had one."""
 
     outcome: IoOutcome
-    detail: Annotated[str, Text(DETAIL_BYTES_MAX)] = ""  # for the log: errno and path, or the field that differed
+    detail: Annotated[str, Prose(DETAIL_BYTES_MAX)] = ""  # for the log: errno and path, or the field that differed
     stored_bytes: int = 0
     stored_sum: Digest = 0
     raw_sum: Digest = 0

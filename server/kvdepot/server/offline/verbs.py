@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvdepot.core.printable import printable
 from kvdepot.core.units import size_text
 from kvdepot.server.offline import replay_verb
 from kvdepot.server.offline.fsck import Finding, Verdict, check_store
@@ -101,7 +102,7 @@ def _finding_record(finding: Finding) -> Record:
 
 
 def _print(record: Record, *, as_json: bool) -> None:
-    print(json.dumps(record, indent=2) if as_json else "\n".join(lines_of(record)))  # noqa: T201
+    print(json.dumps(record, indent=2) if as_json else "\n".join(map(printable, lines_of(record))))  # noqa: T201
 
 
 def lines_of(record: Record, indent: str = "") -> Iterator[str]:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from kvdepot.core.arena import NO_ROW, LentMode, RowState
+from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode, RowState
 from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, CommitOutcome, DeclareCall, Kind, ReserveOutcome
 from kvdepot.core.errors import EngineIdInUse
+from kvdepot.core.limits import LABEL_BYTES_MAX
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.depot.tree.rows import Rows
 
@@ -346,6 +347,16 @@ def test_an_entry_whose_reply_was_never_sent_is_cleared() -> None:
     rig.crash()
     assert rig.depot.status().tier.lent_bytes == 0
     audit(rig.depot)
+
+
+@pytest.mark.requirement("S6")
+def test_an_adopted_label_has_no_control_characters_and_fits_its_column() -> None:
+    rig = Rig()
+    rig.attach().store(path("p", 1))
+    labels = ArenaTables(rig.buffer, rig.layout).namespaces["label"].view("u1").reshape(-1, LABEL_BYTES_MAX)
+    labels[0] = list(("\x1b[2J\u202e" + "x" * 48).encode().ljust(LABEL_BYTES_MAX, b"\xff"))
+    rig.crash()
+    assert [one.label for one in rig.depot.status().namespaces] == ["?[2J?" + "x" * 48]
 
 
 def test_an_empty_arena_is_adopted_as_empty_and_is_not_ready_by_that() -> None:

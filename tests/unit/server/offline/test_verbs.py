@@ -356,6 +356,12 @@ def test_a_whole_object_that_lay_in_anothers_place(directory: Directory) -> None
     assert (found["outcome"], found["detail"]) == ("identity", f"sequence is {0x0102030405060708}, not 77")
 
 
+@pytest.mark.requirement("S6")
+def test_what_a_file_says_is_printed_without_what_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+    verbs._print({"detail": "evil\x1b[2J\nforged: line", "list": ["\x9b31m"]}, as_json=False)
+    assert capsys.readouterr().out == "detail: evil\\x1b[2J\\nforged: line\nlist: 1\n  \\x9b31m\n"
+
+
 @given(data=st.binary(max_size=9_000), stem=st.sampled_from(["00000001.log", "00000001.snap", "00001.seg", "any.kvd"]))
 @settings(max_examples=60)
 def test_any_file_is_told_about_or_refused(data: bytes, stem: str, tmp_path_factory: pytest.TempPathFactory) -> None:

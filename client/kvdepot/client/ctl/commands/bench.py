@@ -72,9 +72,9 @@ def bench(
         console.print(_table(found, total, per_token, prefill))
         for one in found:
             if one.note:
-                console.print(f"{one.tier}, {one.way}: {one.note}", markup=False, highlight=False)
+                console.print(escape(f"{one.tier}, {one.way}: {one.note}"), highlight=False)
         if prefill:
-            console.print(_verdict(found, per_token, prefill), markup=False, highlight=False, soft_wrap=True)
+            console.print(_verdict(found, per_token, prefill), highlight=False, soft_wrap=True)
     slow = prefill and any(one.way == "load" and one.times(per_token, prefill) < 1 for one in found)
     return EXIT_SLOW if slow else 0
 
@@ -108,7 +108,7 @@ def _verdict(found: list[Measured], per_token: float, prefill: float) -> str:
         if one.way == "load":
             times = one.times(per_token, prefill)
             slow = f"slower than computing ({times:.2f} times as fast): its loads cost more time than they save"
-            said.append(f"{one.tier}: {slow if times < 1 else f'{times:.1f} times as fast as computing'}")
+            said.append(f"{escape(one.tier)}: {slow if times < 1 else f'{times:.1f} times as fast as computing'}")
     return "\n".join(said)
 
 

@@ -82,7 +82,7 @@ def export(connection: tuple[Endpoint, float], name: str, file: str, tier: str, 
     assert done is not None
     said = f"exported {done.exported} objects, {size_text(done.exported_bytes)}, of namespace {namespace_id.hex()[:12]}"
     left_out = f"; left out: {counted(done.left_out)}" if done.left_out else ""
-    console.print(said + left_out, markup=False, highlight=False, soft_wrap=True)
+    console.print(escape(said + left_out), highlight=False, soft_wrap=True)
     return EXIT_NOT_ALL if done.left_out else 0
 
 

@@ -13,6 +13,7 @@ from kvdepot.core.calls import KEY_BYTES, ROOT_KEY, Kind, RequestEnd
 from kvdepot.core.keys import chunk_key
 from kvdepot.core.limits import REQUEST_ID_BYTES_MAX
 from kvdepot.core.misses import MissReason
+from kvdepot.core.printable import control_character, printable
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 """What vLLM's hashers make of a picture, clip or sound.
@@ -142,13 +143,17 @@ def lookahead_salt(request: EngineRequest, boundary_tokens: int, lookahead_token
 
 
 def depot_id(request_id: str) -> str:
-    """Return the engine's request id, or a digest of it if a user's id does not fit a call."""
+    """Return the engine's request id, or a digest of it if a user's id does not fit a call.
+
+    The daemon refuses control characters, so they become escapes. A header that is not ASCII has some.
+    """
     encoded = request_id.encode("utf-8", "surrogatepass")
     try:
         encoded.decode()
     except UnicodeDecodeError:
         return _digest(encoded)
-    return request_id if len(encoded) <= REQUEST_ID_BYTES_MAX else _digest(encoded)
+    name = printable(request_id) if control_character(request_id) else request_id
+    return name if len(name.encode()) <= REQUEST_ID_BYTES_MAX else _digest(encoded)
 
 
 def _digest(encoded: bytes) -> str:

@@ -13,6 +13,7 @@ from kvdepot.core.errors import NoRoom
 from kvdepot.core.keys import NamespaceSpec, check_sizes
 from kvdepot.core.limits import LABEL_BYTES_MAX
 from kvdepot.core.planner import Planner
+from kvdepot.core.printable import without_controls
 from kvdepot.core.report import NamespaceStatus
 
 SPECS_BYTES_MAX: Final = 32 << 20
@@ -145,7 +146,7 @@ class Namespaces:
                 self._used[slot] = 0
                 repeated += 1
                 continue
-            label = self._labels[slot].tobytes().rstrip(b"\0").decode(errors="replace")
+            label = without_controls(self._labels[slot].tobytes().rstrip(b"\0").decode(errors="ignore"))
             self._enter(self._made(slot, namespace_id, label, now))
         return repeated
 

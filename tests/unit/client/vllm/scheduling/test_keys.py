@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.scheduling.requests import RequestState
+from kvdepot.client.vllm.scheduling.requests import RequestState, depot_id
 from kvdepot.core.keys import chunk_key
 
 CHUNK, HASH_BLOCK = 32, 16
@@ -82,3 +82,22 @@ def test_a_key_covers_the_item_in_the_place_of_its_next_token() -> None:
     assert len({plain[1], begins[1], goes_on[1], other[1]}) == 4
     assert plain[0] == begins[0] == goes_on[0] == other[0]
     assert with_item("a" * 64, 65)[1] == with_item("a" * 64, 56)[1] == plain[1], "after the token, and before it"
+
+
+@pytest.mark.requirement("S6")
+@pytest.mark.parametrize(
+    ("request_id", "sent"),
+    [
+        ("cmpl-my-id-0-1a2b3c4d", "cmpl-my-id-0-1a2b3c4d"),
+        ("cmpl-caché", "cmpl-caché"),
+        ("cmpl-é".encode().decode("latin-1"), "cmpl-Ã©"),
+        ("cmpl-À".encode().decode("latin-1"), "cmpl-Ã\\x80"),  # as a header arrives that is not ASCII
+        ("cmpl-\x1b[2J", "cmpl-\\x1b[2J"),
+    ],
+)
+def test_a_user_s_request_id_reaches_the_daemon_without_control_characters(request_id: str, sent: str) -> None:
+    assert depot_id(request_id) == sent
+
+
+def test_a_request_id_whose_escapes_do_not_fit_becomes_a_digest() -> None:
+    assert depot_id("\x80" * 200).startswith("digest-")
