@@ -62,7 +62,7 @@ lint: venv proto-check ## ruff, mypy strict, import layers, English of documents
 
 # Most of the time of these goes by in waiting: for processes, deadlines, media. Not all of them at once: checksum
 # workers run at the lowest priority, and five workers of pytest on two cores leave them nothing for minutes.
-FOUR_AT_ONCE := tests/unit tests/contract tests/process tests/stateful
+FOUR_AT_ONCE := tests/unit tests/contract tests/process tests/security tests/stateful
 TWO_AT_ONCE := tests/crash tests/chaos
 # Real engines: most of the time of these is their starts, of which each takes one core. A module and its engines go
 # together; the longest ones go first (tests/e2e/conftest.py).

@@ -73,6 +73,7 @@ class FakeKernel:
         number = processes.process_number
         with (
             mock.patch.object(processes, "peer_credentials", lambda one: (self._seen_pid(self._peer(one)), 0)),
+            mock.patch.object(processes, "pid_namespace", lambda *_: 0),
             mock.patch.object(processes, "peer_pidfd", self._peer_pidfd),
             mock.patch.object(processes, "open_pidfd", self._open_pidfd),
             mock.patch.object(processes, "start_ticks", self._start_ticks),

@@ -94,10 +94,11 @@ class RawEngine:
 
     def __init__(
         self, grpc_socket: Path, engine_id: str = "engine", *, label: str = "dense", spec: NamespaceSpec | None = None,
-        elements: Elements = MappingProxyType({}),
+        elements: Elements = MappingProxyType({}), world_size: int = 1,
     ) -> None:  # fmt: skip
+        """`world_size`: with more than 1, processes of its other ranks attach elsewhere."""
         self.connection = attach_socket(grpc_socket.with_name(f"{grpc_socket.name}.attach"))
-        call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=1)
+        call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=world_size)
         self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
         assert self.reply.protocol == 1, self.reply.error
         (descriptor,) = descriptors

@@ -30,7 +30,7 @@ from kvdepot.server.config.schema import ATTACH_SUFFIX
 from kvdepot.server.depot.sessions.session import engine_digest
 from kvdepot.server.depot.sessions.workers import Workers
 from kvdepot.server.depot.tree.rows import COMMITTED
-from kvdepot.server.depot.types import Attached, Liveness, ProcessIdentity, TierConfig
+from kvdepot.server.depot.types import Attached, Liveness, Owner, ProcessIdentity, TierConfig
 from kvdepot.server.platform import processes
 from kvdepot.server.storage.base import Loan, Tier, WorkerRegistry
 
@@ -217,7 +217,7 @@ class AttachWorld:
         others = [
             self.owners[one.slot]
             for one in self.rig.depot._sessions.attachments.values()
-            if one.session.engine == engine_digest(engine_id) and not one.session.ended
+            if one.session.engine == engine_digest(engine_id, Owner(0)) and not one.session.ended
         ]
         known = process.sight is Sight.ALL or (self.kernel.numbers and self.kernel.names_peers)
         assert "streams" in error or any(one is not process or not known for one in others), "refused for itself"

@@ -103,7 +103,7 @@ class ProtocolMismatch(KvDepotError):
 
 
 class EngineIdInUse(KvDepotError):
-    """Another living process is attached in the same place of an engine with this id."""
+    """Another living process of the same user is attached in the same place of an engine with this id."""
 
     code = "engine_id_in_use"
     fault = Fault.OPERATOR

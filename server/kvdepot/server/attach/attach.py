@@ -25,7 +25,7 @@ from kvdepot.proto import codec
 from kvdepot.server.attach.streams import StreamProxies, StreamProxy
 from kvdepot.server.config.schema import ATTACH_SUFFIX
 from kvdepot.server.depot.depot import Depot
-from kvdepot.server.depot.types import AttachmentInfo, Liveness, ProcessIdentity, Watch
+from kvdepot.server.depot.types import AttachmentInfo, Liveness, Owner, ProcessIdentity, Watch
 from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import LogThrottle
@@ -191,7 +191,7 @@ class AttachListener:
             raise ProtocolMismatch(
                 (limits.PROTOCOL_MIN, limits.PROTOCOL_MAX), (call.protocol_min, call.protocol_max)
             )  # fmt: skip
-        client, pidfd = self._identify(connection.socket)
+        client, owner, pidfd = self._identify(connection.socket)
         process = client
         if call.stream:
             _close(pidfd)
@@ -199,7 +199,7 @@ class AttachListener:
         try:
             attached = self._depot.attach(
                 process, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size,
-                client=client,
+                owner=owner, client=client,
             )  # fmt: skip
         except Exception:
             _close(pidfd)
@@ -215,8 +215,8 @@ class AttachListener:
             if theirs is not None:
                 theirs.close()
         self._log.info(
-            "attached engine=%s pid=%d rank=%d scheduler=%s stream=%s",
-            call.engine_id, process.pid, call.rank, call.scheduler, call.stream,
+            "attached engine=%s uid=%d pid=%d rank=%d scheduler=%s stream=%s",
+            call.engine_id, owner.uid, process.pid, call.rank, call.scheduler, call.stream,
         )  # fmt: skip
 
     def _open_calls(self, connection: _Connection) -> socket.socket | None:
@@ -246,21 +246,22 @@ class AttachListener:
             raise NotReady(f"no proxy can be watched: {error}") from error
         return self._named(proxy.pid, pidfd), pidfd
 
-    def _identify(self, peer: socket.socket) -> tuple[ProcessIdentity, int | None]:
-        """Return who connected, and a pidfd that proves that the pid is not reused.
+    def _identify(self, peer: socket.socket) -> tuple[ProcessIdentity, Owner, int | None]:
+        """Return who connected, its owner, and a pidfd that proves that the pid is not reused.
 
         If the kernel names no pidfd, only the pid is known, and only the next daemon can prove its death.
         """
-        pid, _ = processes.peer_credentials(peer)
+        pid, uid = processes.peer_credentials(peer)
         try:
             pidfd = processes.peer_pidfd(peer, pid)
         except OSError as error:
             raise NotReady(f"process {pid} cannot be watched: {error.strerror}") from error
         process = self._named(pid, pidfd)
+        owner = Owner(uid, processes.pid_namespace(pid, pidfd))
         if processes.has_ended(pidfd) if pidfd is not None else pid > 0 and not process.pid:
             _close(pidfd)
             raise InvalidArgument(f"the process {pid} that connected has ended", advice="connect from a living process")
-        return process, pidfd
+        return process, owner, pidfd
 
     def _named(self, pid: int, pidfd: int | None) -> ProcessIdentity:
         """Return the identity of a process. Close `pidfd` before raising NotReady."""

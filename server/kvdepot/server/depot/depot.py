@@ -6,6 +6,7 @@ who may call what, deals with repeats and deadlines, and delegates the rest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MappingProxyType
@@ -40,7 +41,7 @@ from kvdepot.server.depot.loads.acquires import Answer
 from kvdepot.server.depot.operators.deletion import Deletion
 from kvdepot.server.depot.operators.operator_prefetch import OperatorPrefetch
 from kvdepot.server.depot.operators.verification import Verification
-from kvdepot.server.depot.sessions.session import Lease, ReadLease, Session, WriteLease
+from kvdepot.server.depot.sessions.session import Lease, ReadLease, Session, WriteLease, engine_digest
 from kvdepot.server.depot.sessions.sessions import LENT_ELSEWHERE
 from kvdepot.server.depot.tree.free_slots import free_slot
 from kvdepot.server.depot.tree.namespaces import Namespace, checked_id
@@ -49,12 +50,15 @@ from kvdepot.server.depot.types import (
     Attached,
     AttachmentInfo,
     Drift,
+    Owner,
     ProcessIdentity,
     ToCompare,
     ToSum,
     Watch,
 )
 
+OWN: Final = Owner(os.geteuid())
+"""Of engines within the daemon's process."""
 _NAMESPACE_EVICTIONS_MAX: Final = 4096
 """Nodes dropped in one call to make a namespace slot free: some 50 ms."""
 
@@ -72,19 +76,21 @@ class Depot(Assembly):
         scheduler: bool,
         rank: int,
         world_size: int,
+        owner: Owner = OWN,
         client: ProcessIdentity | None = None,
     ) -> Attached:
         """Attach one connection of one process. It joins the attachment that the process already has.
 
+        `owner`: of the process that connected. The same id of another owner is another engine.
         `client`: the process that `process`, a proxy, stands for. If the client has been attached itself, it stays in
         the table in addition to its proxy, because it may have the arena mapped.
 
         Raise the errors of core.errors: another live process is this engine's scheduler
         or rank, world_size is out of range or differs, tables are full.
         """
-        self._departures.make_room(engine_id, process)
+        self._departures.make_room(engine_digest(engine_id, owner), process)
         return self._sessions.attach(
-            process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, client=client
+            process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner, client=client
         )
 
     def disconnected(self, attachment: int) -> None:

@@ -10,6 +10,7 @@ from typing import Final
 from kvdepot.core.elements import ElementRun
 from kvdepot.core.report import NamespaceStatus, QuotaStatus, SessionStatus, TierStatus
 from kvdepot.server.platform.identity import Liveness as Liveness
+from kvdepot.server.platform.identity import Owner as Owner
 from kvdepot.server.platform.identity import ProcessIdentity as ProcessIdentity
 from kvdepot.server.platform.identity import Watch as Watch
 

@@ -39,6 +39,20 @@ class ProcessIdentity:
         return f"process {self.pid}" if self.pid else "a process without a visible pid"
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The user of an engine, as the kernel says. Engines of two owners share no session, whatever they call themselves.
+
+    A PID namespace that the kernel does not show to the daemon is 0: all of these are one.
+    """
+
+    uid: int
+    pid_namespace: int = 0
+
+    def __str__(self) -> str:
+        return f"uid {self.uid}"
+
+
 class Watch(Protocol):
     """What tells of the death of an attachment's process. Its attachment owns it: freed, it is closed."""
 

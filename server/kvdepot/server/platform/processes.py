@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import select
 import socket
@@ -14,6 +16,8 @@ from kvdepot.server.platform.identity import Liveness, ProcessIdentity
 
 SO_PEERPIDFD = 77
 """Linux 6.5; Python's socket module has no name for it before 3.14."""
+_PIDFD_GET_PID_NAMESPACE = 0xFF05
+"""Linux 6.11."""
 _NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _UCRED = struct.Struct("iII")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -48,6 +52,25 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Return (pid, uid) of the peer; pid 0 if it is in a PID namespace that is not visible from here."""
     pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid, uid
+
+
+def pid_namespace(pid: int, pidfd: int | None) -> int:
+    """Return the inode of a process's PID namespace; 0 if the kernel does not show it.
+
+    The kernel shows it to the process's own user and to CAP_SYS_PTRACE. The caller proves afterwards that the process
+    has not ended: else the pid may be another's.
+    """
+    if pidfd is not None:
+        with contextlib.suppress(OSError):
+            namespace = fcntl.ioctl(pidfd, _PIDFD_GET_PID_NAMESPACE, 0)
+            try:
+                return os.fstat(namespace).st_ino
+            finally:
+                os.close(namespace)
+    try:
+        return Path(f"/proc/{pid}/ns/pid").stat().st_ino if pid > 0 else 0
+    except OSError:
+        return 0
 
 
 def peer_pidfd(connection: socket.socket, pid: int) -> int | None:

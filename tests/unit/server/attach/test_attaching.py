@@ -141,3 +141,15 @@ def test_a_process_that_cannot_be_watched_is_attached_and_watched_later(monkeypa
     assert (reply.protocol, reply.error) == (1, "")
     assert len(watches) == 2
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208
+
+
+def test_the_kernel_says_in_which_pid_namespace_a_process_is() -> None:
+    own, pidfd = Path("/proc/self/ns/pid").stat().st_ino, os.pidfd_open(os.getpid())
+    assert processes.pid_namespace(os.getpid(), pidfd) == processes.pid_namespace(os.getpid(), None) == own
+    os.close(pidfd)
+
+
+def test_a_pid_namespace_that_the_kernel_does_not_show_is_0() -> None:
+    with Path(os.devnull).open() as no_pidfd:  # the call is unknown, as before Linux 6.11
+        assert processes.pid_namespace(1 << 30, no_pidfd.fileno()) == 0
+    assert processes.pid_namespace(0, None) == 0

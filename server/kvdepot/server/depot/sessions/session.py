@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from hashlib import blake2b
 from itertools import takewhile
@@ -14,7 +15,7 @@ from kvdepot.core.calls import AcquireCall, AcquireReply, CommitOutcome, Reserve
 from kvdepot.core.lifecycle import LeaseEvent, LeaseState, next_lease_state
 from kvdepot.core.report import SessionStatus
 from kvdepot.server.depot.tree.namespaces import Namespace
-from kvdepot.server.depot.types import ProcessIdentity, Watch
+from kvdepot.server.depot.types import Owner, ProcessIdentity, Watch
 
 NO_RANK: Final = -1
 WORKER_PREFIX: Final = "kvdepotd/io/"
@@ -168,7 +169,7 @@ class Session:
 
     def __init__(self, slot: int, engine: bytes, now: float) -> None:
         self.slot = slot
-        self.engine = engine  # digest of the engine id
+        self.engine = engine  # digest of owner and engine id
         self.engine_id = engine.hex()
         self.token = b""
         self.world_size = 0  # 0: not known yet in this run
@@ -231,9 +232,14 @@ def _lent_objects(lease: Lease) -> int:
     return lease.open if isinstance(lease, WriteLease) else len(lease.entries)
 
 
-def engine_digest(engine_id: str) -> bytes:
-    """Return the 16 bytes by which the session table knows an engine."""
-    return blake2b(engine_id.encode(), digest_size=16).digest()
+def engine_digest(engine_id: str, owner: Owner) -> bytes:
+    """Return the 16 bytes by which the session table knows an engine: an id says nothing without its owner."""
+    key = struct.pack("<QQ", owner.uid, owner.pid_namespace)
+    return blake2b(engine_id.encode(), digest_size=16, key=key).digest()
 
 
-WORKER_NUMBERS: Final = {engine_digest(f"{WORKER_PREFIX}{number}"): number for number in range(WORKERS_MAX)}
+def _worker_digest(number: int) -> bytes:
+    return blake2b(f"{WORKER_PREFIX}{number}".encode(), digest_size=16).digest()
+
+
+WORKER_NUMBERS: Final = {_worker_digest(number): number for number in range(WORKERS_MAX)}

@@ -23,7 +23,7 @@ from kvdepot.server.depot.sessions.session import (
     Session,
     engine_digest,
 )
-from kvdepot.server.depot.types import Attached, AttachmentInfo, ProcessIdentity, Watch
+from kvdepot.server.depot.types import Attached, AttachmentInfo, Owner, ProcessIdentity, Watch
 
 _USED: Final = 1
 _SCHEDULER: Final = 2
@@ -122,12 +122,12 @@ class Sessions:
             raise UnknownSession("this daemon run knows no such session")
         return session
 
-    def expired_for(self, engine_id: str, process: ProcessIdentity) -> Session | None:
-        """Return the current session of this engine id if it expired, else None.
+    def expired_for(self, engine: bytes, process: ProcessIdentity) -> Session | None:
+        """Return the current session of this engine if it expired, else None.
 
         Such a session is without connections for longer than grace, and is not a session of this process.
         """
-        session = self._current(engine_digest(engine_id), process)
+        session = self._current(engine, process)
         if session is None or session.connected or session.has(process):
             return None
         return session if self._clock() - session.idle_since >= self._grace_seconds else None
@@ -140,10 +140,11 @@ class Sessions:
         scheduler: bool,
         rank: int,
         world_size: int,
+        owner: Owner,
         client: ProcessIdentity | None = None,
     ) -> Attached:
         _check(engine_id, scheduler, rank, world_size)
-        engine = engine_digest(engine_id)
+        engine = engine_digest(engine_id, owner)
         session = self._current(engine, process) or self._revivable(engine, process)
         if session is not None:
             self._check_conflicts(session, (process, client or process), scheduler, rank, world_size)
