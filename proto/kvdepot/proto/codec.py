@@ -41,6 +41,7 @@ from kvdepot.core.limits import check_limit
 from kvdepot.proto.v1 import depot_pb2 as pb
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Message)
 _Encode = Callable[[Any], Any]
 _Decode = Callable[[str, Any], Any]
 _Check = Callable[[str, Any], None]
@@ -89,12 +90,17 @@ class Codec(Generic[T]):
 
     def parse(self, data: bytes) -> T:
         """Decode a message without a call around it, as `decode` does."""
-        message = self._message_type()
-        try:
-            message.ParseFromString(data)
-        except DecodeError as error:
-            raise bad("message", f"its {len(data)} bytes are no {self._message_type.DESCRIPTOR.name}") from error
-        return self.decode(message)
+        return self.decode(parse(self._message_type, data))
+
+
+def parse(message_type: type[M], data: bytes) -> M:
+    """Return the message that these bytes are, undecoded. Raise InvalidArgument."""
+    message = message_type()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise bad("message", f"its {len(data)} bytes are no {message_type.DESCRIPTOR.name}") from error
+    return message
 
 
 def codec_of(value_type: type[T], message_type: type[Message]) -> Codec[T]:

@@ -123,6 +123,21 @@ def _offset(packed: bytes) -> int:
     return int(struct.unpack_from("<5Q", packed)[2])
 
 
+def test_bytes_that_are_no_message_are_an_invalid_argument(rank: Rank) -> None:
+    load = rank.channel.unary_stream("/kvdepot.v1.Data/Load", None, None)
+    store = rank.channel.stream_unary("/kvdepot.v1.Data/Store", None, None)
+    for call in (
+        lambda: list(load(b"\xff" * 9, timeout=CALL_SECONDS)),
+        lambda: store(iter([b"\xff" * 9]), timeout=CALL_SECONDS),
+        lambda: store(iter([rank.begin().SerializeToString(), b"\xff" * 9]), timeout=CALL_SECONDS),
+    ):
+        with pytest.raises(grpc.RpcError) as raised:
+            call()
+        refusal = _refusal(raised.value)
+        assert refusal.code == "invalid_argument", refusal
+        assert "its 9 bytes are no" in refusal.message
+
+
 def calls(rank: Rank) -> dict[str, tuple[str, Any]]:
     """By name: the code of the refusal, the call."""
     stranger, all_of_it = bytes(SESSION_TOKEN_BYTES), piece(b"x" * BYTES)

@@ -27,9 +27,9 @@ from kvdepot.core.calls import STREAM_READY, DataCall
 from kvdepot.core.errors import InvalidArgument, KvDepotError, UnknownSession
 from kvdepot.core.limits import MESSAGE_BYTES_MAX
 from kvdepot.proto import codec_data
+from kvdepot.proto.codec import parse
 from kvdepot.proto.status import to_status
 from kvdepot.proto.v1 import data_pb2 as pb
-from kvdepot.proto.v1 import data_pb2_grpc as pb_grpc
 from kvdepot.server.io.lent_extents import LentExtents
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.stream_wire import OPENING
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
     tables = ArenaTables(arena, layout)
     extents = LentExtents(arena, tables, int(tables.attachments["session"][opening.attachment]))
     server = grpc.server(ThreadPoolExecutor(_CALLS_MAX), options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX)
-    pb_grpc.add_DataServicer_to_server(DataService(extents, opening.session), server)  # type: ignore[no-untyped-call]
+    server.add_generic_rpc_handlers((data_service(extents, opening.session),))
     server.add_insecure_port(address(Path(path)))
     server.start()
     os.chown(path, -1, group)
@@ -78,16 +78,26 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-class DataService(pb_grpc.DataServicer):
+def data_service(extents: LentExtents, session: bytes) -> grpc.GenericRpcHandler[Any, Any]:
+    """Return the handlers of service Data. Messages are bytes, so that what is none gets our refusal, not gRPC's."""
+    data = _Data(extents, session)
+    handlers = {
+        "Load": grpc.unary_stream_rpc_method_handler(data.load, None, pb.LoadResponse.SerializeToString),
+        "Store": grpc.stream_unary_rpc_method_handler(data.store, None, pb.StoreResponse.SerializeToString),
+    }
+    return grpc.method_handlers_generic_handler(pb.DESCRIPTOR.services_by_name["Data"].full_name, handlers)
+
+
+class _Data:
     """Serves one session. Every refusal is a status, and nothing is touched before a call has been checked."""
 
     def __init__(self, extents: LentExtents, session: bytes) -> None:
         self._extents = extents
         self._session = session
 
-    def Load(self, request: pb.LoadRequest, context: Context) -> Iterator[pb.LoadResponse]:  # noqa: N802
+    def load(self, request: bytes, context: Context) -> Iterator[pb.LoadResponse]:
         try:
-            call = codec_data.decode_load_call(request)
+            call = codec_data.decode_load_call(parse(pb.LoadRequest, request))
             self._check(call)
             _check_deadline(context)
             reading = self._extents.to_read(call.extents)
@@ -100,17 +110,17 @@ class DataService(pb_grpc.DataServicer):
             _abort(context, error)
         yield codec_data.encode_load_end()
 
-    def Store(self, requests: Iterator[pb.StoreRequest], context: Context) -> pb.StoreResponse:  # noqa: N802
+    def store(self, requests: Iterator[bytes], context: Context) -> pb.StoreResponse:
         try:
             _check_deadline(context)  # before a thread waits for what a stranger may never say
             first = next(requests, None)
             if first is None:
                 raise InvalidArgument("a store begins with a message that names extents")
-            call = codec_data.decode_store_call(first)
+            call = codec_data.decode_store_call(parse(pb.StoreRequest, first))
             self._check(call)
             writing = self._extents.to_write(call.extents)
             for message in requests:
-                writing.write(codec_data.decode_store_piece(message))
+                writing.write(codec_data.decode_store_piece(parse(pb.StoreRequest, message)))
             writing.finish()
         except KvDepotError as error:
             _abort(context, error)

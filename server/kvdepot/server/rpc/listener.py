@@ -10,13 +10,14 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import _async as health_aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection
 from kvdepot.core import limits
 from kvdepot.proto.v1 import control_pb2
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server.platform.grpc_guards import address, connections_max, guards
 from kvdepot.server.rpc.service import Service
+from kvdepot.server.rpc.standard_services import standard_services
 
 SERVICES = tuple(
     service.full_name for file in (pb, control_pb2) for service in file.DESCRIPTOR.services_by_name.values()
@@ -56,9 +57,8 @@ class GrpcListener:
     def __init__(self, services: Sequence[Service], *, sockets: int) -> None:
         self._server = grpc.aio.server(options=(*_OPTIONS, *guards(connections_max(sockets))))
         self._health = _Health()
-        self._server.add_generic_rpc_handlers(tuple(services))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        self._server.add_generic_rpc_handlers((*services, *standard_services(self._health, names)))
 
     async def listen(self, paths: Sequence[Path], mode: int, group_id: int) -> None:
         """Bind, give the socket files mode and group, and serve. Raises OSError.
