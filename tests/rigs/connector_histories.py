@@ -92,8 +92,8 @@ class Watch:
         assert Counter(engine.loaded_reports + engine.failed_reports) == self.allocated
         assert not self.written_late
         sessions = engine.depot.engine._sessions.by_slot.values()
-        own = {attached.session for attached in engine.session.ranks}
-        assert not any(session.leases for session in sessions if session.token in own)
+        own = {attached.attachment for attached in engine.session.ranks}
+        assert not any(session.leases for session in sessions if own & session.attachments.keys())
         engine.reset()
         engine.assert_clean(engine.depot.lent() if len(sessions) > 1 else 0)
 

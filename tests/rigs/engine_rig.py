@@ -451,10 +451,10 @@ def _audit_sessions(engine: Depot) -> None:
         assert attachment.session.attachments[slot] is attachment
     for slot, session in sessions.by_slot.items():
         assert sessions._engines[slot].tobytes() == session.engine
-    assert {token: session.slot for token, session in sessions.by_token.items()} == {
-        session.token: slot for slot, session in sessions.by_slot.items() if session.token
+    assert {token: attachment.slot for token, attachment in sessions.by_token.items()} == {
+        attachment.token: slot for slot, attachment in sessions.attachments.items() if attachment.token
     }
-    assert not any(session.ended for session in sessions.by_token.values())
+    assert not any(attachment.session.ended for attachment in sessions.by_token.values())
     for namespace in engine._tree.namespaces.by_slot.values():
         registered = [one for one in sessions.by_slot.values() if one.namespaces.get(namespace.id) is namespace]
         assert namespace.sessions == len(registered), "a namespace miscounts the sessions that have registered it"

@@ -98,9 +98,15 @@ def attach(socket: str, scheduler: bool, rank: int, world_size: int) -> tuple[by
     return _kept[-1].reply.session, _kept[-1].reply.error
 
 
-def declare_nothing(socket: str, token: bytes) -> None:
+def declare_nothing(socket: str, token: bytes) -> str:
+    """Say that the engine holds no lease. Return the status of a refusal."""
     with grpc.insecure_channel(f"unix:{socket}") as channel:
-        _declare(channel, token)
+        try:
+            _declare(channel, token)
+        except grpc.RpcError as error:
+            refusal: Any = error
+            return str(refusal.code().name)
+    return ""
 
 
 def reserve_as(socket: str, engine_id: str) -> set[int]:
@@ -136,11 +142,26 @@ def test_another_user_neither_joins_an_engine_nor_ends_its_leases(
     granted = honest.run("reserve")
     assert len(granted) == 4
     hostile_token, _ = hostile.run("attach", socket, True, 0, 2)
-    hostile.run("declare_nothing", socket, hostile_token)
+    assert hostile.run("declare_nothing", socket, hostile_token) == ""
     theirs = hostile.run("reserve_as", socket, "other")
     assert theirs and not theirs & granted, "granted to two"
     assert honest.run("write_reserved")
     assert honest.run("check") == 4
+
+
+@pytest.mark.requirement("S2", "I5", "I6")
+def test_a_rank_of_the_engine_does_not_end_its_leases(daemon: DaemonProcess, honest: OtherUser) -> None:
+    """A token is its attachment's, and a rank's is not good for calls."""
+    socket = str(daemon.socket)
+    honest.run("begin", socket, 2)
+    with OtherUser(HONEST, __name__) as rank:
+        token, _ = rank.run("attach", socket, False, 1, 2)
+        granted = honest.run("reserve")
+        assert rank.run("declare_nothing", socket, token) == "PERMISSION_DENIED"
+        theirs = rank.run("reserve_as", socket, "other")
+        assert theirs and not theirs & granted, "granted to two"
+        assert honest.run("write_reserved")
+        assert honest.run("check") == 4
 
 
 @pytest.mark.requirement("S2", "I5", "I6")
@@ -167,7 +188,7 @@ def test_after_a_restart_an_engine_is_still_its_owners(
     tokens = [hostile.run("attach", socket, scheduler, rank, 2)[0] for scheduler, rank in ((True, 0), (False, 1))]
     for token in tokens:
         assert token
-    hostile.run("declare_nothing", socket, tokens[0])
+    assert hostile.run("declare_nothing", socket, tokens[0]) == ""
     assert not hostile.run("reserve_as", socket, "other") & granted, "granted to two"
     assert honest.run("come_back", socket) == []
     assert honest.run("write_reserved")

@@ -27,7 +27,7 @@ from kvdepot.server.attach import streams
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
 from kvdepot.server.config.schema import ATTACH_SUFFIX
-from kvdepot.server.depot.sessions.session import engine_digest
+from kvdepot.server.depot.sessions.session import Session, engine_digest
 from kvdepot.server.depot.sessions.workers import Workers
 from kvdepot.server.depot.tree.rows import COMMITTED
 from kvdepot.server.depot.types import Attached, Liveness, Owner, ProcessIdentity, TierConfig
@@ -71,10 +71,14 @@ class Link:
     holder: FakeProcess
     slot: int
     token: bytes
+    session: Session
     engine_id: str
-    scheduler: bool
-    client: Client
+    client: Client | None  # of a scheduler: nobody else makes calls
     lifeline: list[int]
+
+    @property
+    def scheduler(self) -> bool:
+        return self.client is not None
 
 
 @dataclass(eq=False)
@@ -142,7 +146,7 @@ class AttachWorld:
         self.proxies: dict[int, _Proxy] = {}
         self.proxies_hang = False
         self.owners: dict[int, FakeProcess] = {}
-        self.schedulers: dict[bytes, set[FakeProcess]] = {}  # by token; also those of earlier runs
+        self.schedulers: dict[Session, set[FakeProcess]] = {}  # also those of earlier runs
         self.paths = 0
         self._listen()
 
@@ -203,10 +207,13 @@ class AttachWorld:
             os.close(fd)
         assert slot not in before or self.owners[slot] is holder, "it joined another process's attachment"
         self.owners[slot] = holder
-        client = Client(self.rig, Attached(reply.session, slot), DENSE)
-        link = Link(connection, process, holder, slot, reply.session, engine_id, scheduler, client, kept)
+        session = self.rig.depot._sessions.attachments[slot].session
+        others = [one for one in self.links if one.token == reply.session]
+        assert all(one.slot == slot for one in others), "the token of another attachment"
+        client = Client(self.rig, Attached(reply.session, slot), DENSE) if scheduler else None
+        link = Link(connection, process, holder, slot, reply.session, session, engine_id, client, kept)
         self.links.append(link)
-        self._note_schedulers(reply.session)
+        self._note_schedulers(session)
         if scheduler:
             self._declare(link)
         self.check()
@@ -222,11 +229,10 @@ class AttachWorld:
         known = process.sight is Sight.ALL or (self.kernel.numbers and self.kernel.names_peers)
         assert "streams" in error or any(one is not process or not known for one in others), "refused for itself"
 
-    def _note_schedulers(self, token: bytes) -> None:
+    def _note_schedulers(self, session: Session) -> None:
         """A session may be of an earlier run, and its scheduler of before have no connection any more."""
-        attachments = self.rig.depot._sessions.of(token).attachments.values()
-        schedulers = {self.owners[one.slot] for one in attachments if one.scheduler}
-        self.schedulers.setdefault(token, set()).update(schedulers)
+        schedulers = {self.owners[one.slot] for one in session.attachments.values() if one.scheduler}
+        self.schedulers.setdefault(session, set()).update(schedulers)
 
     def _declare(self, link: Link) -> None:
         """It says what it still holds, and is told what of it is lost: nothing, if it is known to have been here."""
@@ -237,16 +243,18 @@ class AttachWorld:
         self.paths += 1
         lease, extents = self._reserve(link)
         if extents:
+            assert link.client is not None
             link.client.commit(lease, *range(len(extents)))
 
     def reserve(self, link: Link) -> None:
         lease, extents = self._reserve(link)
         if extents:
-            holders = [one.holder for one in self.links if one.token == link.token]
+            holders = [one.holder for one in self.links if one.session is link.session]
             self.held.append(Held(link.engine_id, link.process, lease, extents, holders))
 
     def _reserve(self, link: Link) -> tuple[int, list[tuple[int, int]]]:
         self.paths += 1
+        assert link.client is not None
         lease, reply = link.client.reserve(path(self.paths, 2))
         extents = [(offset, offset + length) for _, _, offset, length, _ in unpack(reply.extents)]
         for held in self.held:
@@ -256,8 +264,7 @@ class AttachWorld:
 
     def acknowledge(self, held: Held, link: Link) -> None:
         """The engine that was granted it abandons it, if it is this session's."""
-        session = self.rig.depot._sessions.of(link.token)
-        if held.lease in session.leases:
+        if link.client is not None and held.lease in link.session.leases:
             link.client.abandon(held.lease)
             self.held.remove(held)
 
@@ -371,14 +378,14 @@ class AttachWorld:
         sessions = self.rig.depot._sessions
         for link in list(self.links):
             if self._at_end(link):
-                own = [link.holder, *self.schedulers.get(link.token, ())]
+                own = [link.holder, *self.schedulers.get(link.session, ())]
                 assert any(one.ended for one in own), "closed, and all who matter live"
                 self._forget(link)
                 continue
             if sessions.attachments[link.slot].watch is not None:  # else a child that has the socket keeps it open
                 assert not link.holder.ended
-            session = sessions.of(link.token)
-            assert sessions.attachments[link.slot].session is session
+            assert sessions.by_token[link.token] is sessions.attachments[link.slot]
+            assert sessions.attachments[link.slot].session is link.session
             assert sessions.attachments[link.slot].connections == sum(one.slot == link.slot for one in self.links)
 
     @staticmethod

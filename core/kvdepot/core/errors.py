@@ -110,6 +110,14 @@ class EngineIdInUse(KvDepotError):
     default_advice = "give each engine its own engine_id, or stop the other process"
 
 
+class NotScheduler(KvDepotError):
+    """A rank made a call that only the scheduler of its engine may make."""
+
+    code = "not_scheduler"
+    fault = Fault.CLIENT
+    default_advice = "make the call with the token that the engine's scheduler got when it attached"
+
+
 class NamespaceRefused(KvDepotError):
     """A namespace spec that contradicts itself or is over a limit. The message has the numbers."""
 
@@ -242,6 +250,7 @@ ERRORS: tuple[type[KvDepotError], ...] = (
     NotFound,
     ProtocolMismatch,
     EngineIdInUse,
+    NotScheduler,
     NamespaceRefused,
     StaleEpoch,
     LimitExceeded,

@@ -27,6 +27,7 @@ STATUS: dict[type[errors.KvDepotError], grpc.StatusCode] = {
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EngineIdInUse: grpc.StatusCode.ALREADY_EXISTS,
+    errors.NotScheduler: grpc.StatusCode.PERMISSION_DENIED,
     errors.NamespaceRefused: grpc.StatusCode.INVALID_ARGUMENT,
     errors.StaleEpoch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LimitExceeded: grpc.StatusCode.INVALID_ARGUMENT,

@@ -150,7 +150,7 @@ class Depot(Assembly):
                 owner.namespaces.pop(oldest).sessions -= 1
         return namespace_id, owner.ranks_attached
 
-    # Calls; all raise the "attach first" error on an unknown session token
+    # Calls, of the scheduler alone: all raise UnknownSession for an unknown token, NotScheduler for a rank's
 
     def locate(self, call: LocateCall, answer: Callable[[LocateReply], None]) -> float:
         """Call `answer` once: before this returns, or when shared tiers have been asked for what is not known.

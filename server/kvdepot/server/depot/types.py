@@ -25,7 +25,7 @@ ID_DIGITS: Final = re.compile(r"[0-9a-f]{8,32}")
 class Attached:
     """Answer of `Depot.attach`."""
 
-    session: bytes  # the session's token, 16 bytes
+    session: bytes  # the attachment's token, 16 bytes
     attachment: int  # slot of the attachment table; the same for a joined attachment
 
 

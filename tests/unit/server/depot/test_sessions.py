@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from kvdepot.core.arena import NAMESPACES_MAX
-from kvdepot.core.calls import CommitOutcome, DeclareCall, Kind, ReserveOutcome
-from kvdepot.core.errors import EngineIdInUse, InvalidArgument, LimitExceeded, NamespaceRefused, UnknownSession
+from kvdepot.core.calls import (
+    ROOT_KEY,
+    AbandonCall,
+    AcquireCall,
+    CommitCall,
+    CommitItem,
+    CommitOutcome,
+    DeclareCall,
+    EndRequestCall,
+    Kind,
+    LocateCall,
+    ReleaseCall,
+    ReserveCall,
+    ReserveOutcome,
+)
+from kvdepot.core.errors import (
+    EngineIdInUse,
+    InvalidArgument,
+    LimitExceeded,
+    NamespaceRefused,
+    NotScheduler,
+    UnknownSession,
+)
 from kvdepot.server.depot.types import ProcessIdentity
 
 from tests.rigs.engine_rig import BOOT, CHUNK, DENSE, Client, Rig, audit, path, process
@@ -211,3 +233,59 @@ def test_ranks_may_attach_before_the_scheduler() -> None:
     assert not rig.depot.status().sessions[0].scheduler_attached
     rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=1)
     assert rig.depot.status().sessions[0].scheduler_attached
+
+
+@pytest.mark.requirement("S2")
+def test_each_attachment_has_a_token_of_its_own_and_only_the_schedulers_makes_calls() -> None:
+    rig = Rig()
+    scheduler = rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=2)
+    first = rig.depot.attach(process(11), "e", scheduler=False, rank=0, world_size=2)
+    second = rig.depot.attach(process(12), "e", scheduler=False, rank=1, world_size=2)
+    assert len({scheduler.session, first.session, second.session}) == 3
+    client = Client(rig, scheduler, DENSE)
+    keys = path("p", 2)
+    client.store(keys)
+    lease, _ = client.reserve(path("q", 1))
+    read, _ = client.acquire(keys)
+    token, namespace = first.session, client.namespace
+    items = (CommitItem(lease, b""),)
+    calls: list[Callable[[], object]] = [
+        lambda: rig.depot.register_namespace(token, DENSE),
+        lambda: rig.depot.locate(LocateCall(token, namespace, b"".join(keys), 1 << 30), print),
+        lambda: rig.depot.acquire(AcquireCall(token, 77, namespace, keys[0], b"\x01"), print),
+        lambda: rig.depot.reserve(ReserveCall(token, 78, namespace, keys[0], ROOT_KEY, b"\x01", b"\0\1\0\0")),
+        lambda: rig.depot.release(ReleaseCall(token, (read,))),
+        lambda: rig.depot.commit(CommitCall(token, items)),
+        lambda: rig.depot.abandon(AbandonCall(token, items)),
+        lambda: rig.depot.declare(DeclareCall(token, ())),
+        lambda: next(rig.depot.drop_undeclared(DeclareCall(token, ()))),
+        lambda: rig.depot.end_request(EndRequestCall(token, "r")),
+    ]
+    before = rig.depot.status()
+    for call in calls:
+        with pytest.raises(NotScheduler, match="rank 0"):
+            call()
+    assert rig.depot.status().sessions == before.sessions
+    assert client.commit(lease, 0) == bytes([CommitOutcome.COMMITTED])
+    audit(rig.depot)
+
+
+def test_a_process_that_is_scheduler_and_rank_has_one_token_for_both() -> None:
+    """Over two connections, in either order: the process that holds the leases may end them."""
+    rig = Rig()
+    rank = rig.depot.attach(process(10), "e", scheduler=False, rank=0, world_size=1)
+    with pytest.raises(NotScheduler):
+        rig.depot.declare(DeclareCall(rank.session, ()))
+    scheduler = rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=1)
+    assert rank.session == scheduler.session
+    assert rig.depot.declare(DeclareCall(scheduler.session, ())).ranks_attached == 1
+
+
+def test_a_token_ends_with_its_attachment() -> None:
+    rig = Rig()
+    rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=1)
+    rank = rig.depot.attach(process(11), "e", scheduler=False, rank=0, world_size=1)
+    rig.depot.process_dead(rank.attachment)
+    with pytest.raises(UnknownSession):
+        rig.depot.declare(DeclareCall(rank.session, ()))
+    audit(rig.depot)

@@ -154,6 +154,7 @@ class Attachment:
         self.process = process
         self.rank = rank
         self.scheduler = scheduler
+        self.token = b""
         self.connections = 0
         self.watch: Watch | None = None
 
@@ -171,7 +172,6 @@ class Session:
         self.slot = slot
         self.engine = engine  # digest of owner and engine id
         self.engine_id = engine.hex()
-        self.token = b""
         self.world_size = 0  # 0: not known yet in this run
         self.attachments: dict[int, Attachment] = {}
         self.namespaces: dict[bytes, Namespace] = {}

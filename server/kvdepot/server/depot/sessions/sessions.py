@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from kvdepot.core import limits
 from kvdepot.core.arena import ATTACHMENTS_MAX, SESSIONS_MAX, ArenaTables
-from kvdepot.core.errors import EngineIdInUse, InvalidArgument, LimitExceeded, NoRoom, UnknownSession
+from kvdepot.core.errors import EngineIdInUse, InvalidArgument, LimitExceeded, NoRoom, NotScheduler, UnknownSession
 from kvdepot.core.limits import check_limit
 from kvdepot.server.depot.sessions.session import (
     NO_RANK,
@@ -55,7 +55,7 @@ class Sessions:
         self._random_bytes = random_bytes
         self._grace_seconds = grace
         self.by_slot: dict[int, Session] = {}
-        self.by_token: dict[bytes, Session] = {}
+        self.by_token: dict[bytes, Attachment] = {}
         self.attachments: dict[int, Attachment] = {}
 
     # Adopting
@@ -116,11 +116,16 @@ class Sessions:
     # Attaching
 
     def of(self, token: bytes) -> Session:
-        """Return the session of this token. Raise UnknownSession where this run has none."""
-        session = self.by_token.get(token)
-        if session is None:
+        """Return the session whose scheduler has this token.
+
+        Raise UnknownSession where this run has no such token, and NotScheduler for the token of a rank.
+        """
+        attachment = self.by_token.get(token)
+        if attachment is None:
             raise UnknownSession("this daemon run knows no such session")
-        return session
+        if not attachment.scheduler:
+            raise NotScheduler(f"{attachment.process} is rank {attachment.rank} and not the scheduler of its engine")
+        return attachment.session
 
     def expired_for(self, engine: bytes, process: ProcessIdentity) -> Session | None:
         """Return the current session of this engine if it expired, else None.
@@ -157,10 +162,10 @@ class Sessions:
         session.engine_id = engine_id
         session.world_size = world_size
         session.ended = False
-        if not session.token:
-            session.token = self._random_bytes(limits.SESSION_TOKEN_BYTES)
-            self.by_token[session.token] = session
         attachment = attachment or self._add(slot, session, process, rank)
+        if not attachment.token:
+            attachment.token = self._random_bytes(limits.SESSION_TOKEN_BYTES)
+            self.by_token[attachment.token] = attachment
         if rank != NO_RANK and attachment.rank != rank:
             self._rank[attachment.slot] = rank
             attachment.rank = rank
@@ -168,7 +173,7 @@ class Sessions:
             attachment.scheduler = True
             self._used[attachment.slot] = _SCHEDULER
         attachment.connections += 1
-        return Attached(session.token, attachment.slot)
+        return Attached(attachment.token, attachment.slot)
 
     def open_worker(self, process: ProcessIdentity) -> Attachment:
         """Open a session for an I/O worker of this run. Raise NoRoom."""
@@ -261,17 +266,22 @@ class Sessions:
         return sorted(idle, key=lambda session: session.idle_since)[:wanted]
 
     def end(self, session: Session) -> None:
-        """End the service under the session's token."""
+        """End the service under the tokens of the session."""
         session.ended = True
-        self.by_token.pop(session.token, None)
-        session.token = b""
+        for attachment in session.attachments.values():
+            self._forget_token(attachment)
 
     def remove_attachment(self, attachment: Attachment) -> None:
         """Free the slot of an attachment. From now on the death of its process is not reported."""
         attachment.unwatch()
+        self._forget_token(attachment)
         self._used[attachment.slot] = 0
         del self.attachments[attachment.slot]
         del attachment.session.attachments[attachment.slot]
+
+    def _forget_token(self, attachment: Attachment) -> None:
+        self.by_token.pop(attachment.token, None)
+        attachment.token = b""
 
     def remove(self, session: Session) -> None:
         """Free the slot of a session that is lent nothing and has no attachment."""
