@@ -17,6 +17,7 @@ from typing import Final
 
 from kvdepot.core.objectfile import PAGE_BYTES
 from kvdepot.server.io.jobs import Part
+from kvdepot.server.platform.beneath import within
 from kvdepot.server.platform.durable_files import LACKED, naming, sync_file, sync_folder
 from kvdepot.server.storage.base import IoOutcome
 
@@ -112,15 +113,21 @@ class DirectFiles:
         """Make the name of a new file durable."""
         sync_folder(os.path.dirname(self.path(file)))  # noqa: PTH120
 
+    def within(self, file: str) -> contextlib.AbstractContextManager[tuple[str, int]]:
+        """Yield the file's name and its folder's descriptor, as `beneath.within` does."""
+        return within(self.directory, file)
+
     @contextlib.contextmanager
     def held(self, file: str, *, create: bool = False) -> Iterator[int]:
         """Open it once: until the end this name means this file, whatever others do with the name. Its descriptor.
 
+        No symbolic link below the directory is followed.
         `create`: a new file, and nothing else may have this name. What closing says is raised: the write of a
         network file system may fail that late.
         """
         flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL if create else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = self._open_directly(self.path(file), flags)
+        with self.within(file) as (name, folder):
+            fd = self._open_directly(self.path(file), flags, name, folder)
         self._held[file] = _OpenFile(fd, create, 0, 0)
         try:
             yield fd
@@ -133,18 +140,18 @@ class DirectFiles:
         while self._open:
             os.close(self._open.popitem()[1].fd)
 
-    def open_buffered(self, file: str, *, create: bool, flags: int = 0, folders: bool = True) -> int:
+    def open_buffered(self, file: str, *, create: bool, flags: int = 0) -> int:
         """Return a descriptor without O_DIRECT, which the caller has to close.
 
-        `create`: make the file if it is missing, and with `folders` also the folders below the directory. The directory
-        itself is never made.
+        `create`: make the file if it is missing, and the folders below the directory. The directory itself is never
+        made.
         """
         wanted, path = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0) | flags, self.path(file)
         with naming("open", path):
             try:
                 return os.open(path, wanted, 0o600)
             except FileNotFoundError:
-                if not create or not folders:
+                if not create:
                     raise
                 self.make_folders(file)
                 return os.open(path, wanted, 0o600)
@@ -155,7 +162,8 @@ class DirectFiles:
         for name in file.split("/")[:-1]:
             folder = f"{folder}/{name}" if folder else name
             with contextlib.suppress(FileExistsError), naming("mkdir", self.path(folder)):
-                os.mkdir(self.path(folder), 0o700)  # noqa: PTH102
+                with self.within(folder) as (last, above):
+                    os.mkdir(last, 0o700, dir_fd=above)
                 made.append(folder)
         return made
 
@@ -240,15 +248,18 @@ class DirectFiles:
         self._open[file] = opened = _OpenFile(fd, writable, status.st_dev, status.st_ino)
         return opened
 
-    def _open_directly(self, path: str, flags: int) -> int:
-        """Open with O_DIRECT, or without it if it is refused or not safe. A refusal may leave a new file behind."""
+    def _open_directly(self, path: str, flags: int, name: str = "", folder: int | None = None) -> int:
+        """Open with O_DIRECT, or without it if it is refused or not safe. A refusal may leave a new file behind.
+
+        `name`: of the file in its `folder`, if that is open.
+        """
         with naming("open", path):
             try:
-                fd = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o600)
+                fd = os.open(name or path, flags | (os.O_DIRECT if self.direct else 0), 0o600, dir_fd=folder)
             except OSError as error:
                 if not self.direct or error.errno not in _REFUSES_DIRECT:
                     raise
-                fd = os.open(path, flags & ~os.O_EXCL, 0o600)
+                fd = os.open(name or path, flags & ~os.O_EXCL, 0o600, dir_fd=folder)
                 self._give_up_direct()
         try:
             if not self._is_safe(fd):

@@ -49,12 +49,12 @@ def _threads() -> ThreadPoolExecutor:
 def stat_files(job: StatFiles, context: Context) -> Answer:
     """Return the length of each file, or ABSENT if it is no regular file. Raise OSError if every request failed."""
 
-    def length(path: str) -> int:
-        with naming("stat", path):
-            found = os.stat(path, follow_symlinks=False)  # noqa: PTH116
+    def length(file: str) -> int:
+        with naming("stat", context.files.path(file)), context.files.within(file) as (name, folder):
+            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return found.st_size if S_ISREG(found.st_mode) else ABSENT
 
-    return _each(job.files, context, length)
+    return _each(job.files, length)
 
 
 def touch(job: TouchFiles, context: Context) -> Answer:
@@ -63,29 +63,27 @@ def touch(job: TouchFiles, context: Context) -> Answer:
     It is no error if the file system cannot set times at all.
     """
 
-    def now(path: str) -> int:
-        with naming("utimensat", path):
-            os.utime(path, follow_symlinks=False)  # without a time: the server's
+    def now(file: str) -> int:
+        with naming("utimensat", context.files.path(file)), context.files.within(file) as (name, folder):
+            os.utime(name, dir_fd=folder, follow_symlinks=False)  # without a time: the server's
         return 0
 
-    return _each(job.files, context, now, lacked=LACKED)
+    return _each(job.files, now, lacked=LACKED)
 
 
-def _each(
-    files: Iterable[str], context: Context, ask: Callable[[str], int], lacked: frozenset[int] = frozenset()
-) -> Answer:
+def _each(files: Iterable[str], ask: Callable[[str], int], lacked: frozenset[int] = frozenset()) -> Answer:
     """Ask for each file, by several threads. Raise OSError if every request failed and one of the errors counts.
 
     `lacked`: errors of a call that the file system does not have. They say nothing against the file system.
     """
 
-    def asked(path: str) -> int | OSError:
+    def asked(file: str) -> int | OSError:
         try:
-            return ask(path)
+            return ask(file)
         except OSError as error:
             return ABSENT if error.errno in _VANISHED else error
 
-    answers = list(_threads().map(asked, map(context.files.path, files)))
+    answers = list(_threads().map(asked, files))
     errors = [answer for answer in answers if isinstance(answer, OSError)]
     serious = [error for error in errors if error.errno not in lacked]
     if serious and len(errors) == len(answers):
@@ -126,9 +124,8 @@ def publish(job: PublishFile, context: Context) -> Answer:
     already = _already_there(job, context)
     if already is not None:
         return already
-    path = context.files.path(job.temporary)
-    with contextlib.suppress(FileNotFoundError), naming("unlink", path):  # of a worker that died over this job
-        os.unlink(path)  # noqa: PTH108
+    with contextlib.suppress(FileNotFoundError):  # of a worker that died over this job
+        _unlink(job.temporary, context)
     try:
         answer = _write_temporary(job, context)
         if answer.outcome is IoOutcome.OK:
@@ -139,10 +136,15 @@ def publish(job: PublishFile, context: Context) -> Answer:
             return answer
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(path)  # noqa: PTH108
+            _unlink(job.temporary, context)
         raise
-    os.unlink(path)  # noqa: PTH108
+    _unlink(job.temporary, context)
     return answer
+
+
+def _unlink(file: str, context: Context) -> None:
+    with naming("unlink", context.files.path(file)), context.files.within(file) as (name, folder):
+        os.unlink(name, dir_fd=folder)
 
 
 def _room_bytes(raw_bytes: int, file_bytes: int, coded_bytes_max: int) -> int:
@@ -210,8 +212,14 @@ def _rename(job: PublishFile, context: Context) -> list[str]:
     path = context.files.path(job.file)
     for attempt in range(1, _RENAMES_MAX + 1):
         try:
-            with naming("rename", path):
-                os.rename(context.files.path(job.temporary), path)  # noqa: PTH104
+            with (
+                naming("rename", path),
+                context.files.within(job.temporary) as (temporary, aside),
+                context.files.within(job.file) as (name, within),
+            ):
+                os.rename(temporary, name, src_dir_fd=aside, dst_dir_fd=within)
+        except NotADirectoryError as error:
+            raise OSError(errno.EIO, "a symbolic link or a file is in the place of its folder", path) from error
         except FileNotFoundError as error:
             if attempt == _RENAMES_MAX:  # the temporary is what is missing: somebody removed it
                 raise OSError(errno.EIO, "cannot be renamed", job.temporary) from error
@@ -227,8 +235,10 @@ def _rename(job: PublishFile, context: Context) -> list[str]:
 def _describe(folder: str, namespace: bytes, context: Context) -> None:
     """Describe a namespace for people. Its fields are not known here, and a tier without them serves as well."""
     values = {"format": FORMAT_VERSION, "namespace": namespace.hex()}
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with contextlib.suppress(OSError):
-        fd = context.files.open_buffered(f"{folder}/{NAMESPACE}", create=True, flags=os.O_EXCL, folders=False)
+        with context.files.within(f"{folder}/{NAMESPACE}") as (name, within):
+            fd = os.open(name, flags, 0o600, dir_fd=within)
         with open(fd, "w") as file:  # noqa: PTH123 - a descriptor
             file.write(json.dumps(values, indent=1) + "\n")
 
@@ -250,13 +260,13 @@ def _quarantine(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError,
 
     If that took another file than the one behind `fd`, another node has published again: its file is put back.
     """
-    path = context.files.path(job.file)
-    aside = context.files.path(f"{job.quarantine}.{damage.damage}{SUFFIX}")
+    there = context.files.within(f"{job.quarantine}.{damage.damage}{SUFFIX}")
     read = os.fstat(fd)
-    with contextlib.suppress(OSError):  # whatever becomes of the file, it is not served
-        os.rename(path, aside)  # noqa: PTH104
-        taken = os.stat(aside, follow_symlinks=False)  # noqa: PTH116
+    with contextlib.suppress(OSError), context.files.within(job.file) as (name, folder), there as (aside, beside):
+        # Whatever becomes of the file, it is not served.
+        os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=beside)
+        taken = os.stat(aside, dir_fd=beside, follow_symlinks=False)
         if (taken.st_dev, taken.st_ino) != (read.st_dev, read.st_ino):
             with contextlib.suppress(FileExistsError):
-                os.link(aside, path, follow_symlinks=False)
-            os.unlink(aside)  # noqa: PTH108
+                os.link(aside, name, src_dir_fd=beside, dst_dir_fd=folder, follow_symlinks=False)
+            os.unlink(aside, dir_fd=beside)

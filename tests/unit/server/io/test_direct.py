@@ -77,10 +77,10 @@ def test_a_killed_process_s_request_fills_no_pages_later(
 def test_nor_where_o_direct_is_refused_as_well(rig: IoRig, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     real_open = os.open
 
-    def refusing(path: str, flags: int, *rest: int) -> int:
+    def refusing(path: str, flags: int, *rest: int, **named: Any) -> int:
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT")
-        return real_open(path, flags, *rest)
+        return real_open(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", refusing)
     write = rig.write(1, MIB + 5)

@@ -16,6 +16,7 @@ from kvdepot.server.io import direct_io, file_objects, objects
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import ABSENT, UNKNOWN, Answer, Probe, PublishFile, ReadFile, StatFiles, TouchFiles
 from kvdepot.server.io.perform import perform
+from kvdepot.server.platform import beneath
 from kvdepot.server.storage import shared_layout as layout
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.storage.shared_layout import object_file, quarantine_file, temporary_file
@@ -115,9 +116,9 @@ def test_a_file_is_whole_or_not_there(files: Files, monkeypatch: pytest.MonkeyPa
     seen: list[list[str]] = []
     real = os.rename
 
-    def rename(old: str, new: str) -> None:
+    def rename(old: str, new: str, **folders: int) -> None:
         seen.append(files.files())
-        real(old, new)
+        real(old, new, **folders)
 
     monkeypatch.setattr(os, "rename", rename)
     job = files.stored(1)
@@ -224,11 +225,11 @@ def test_a_path_that_refuses_o_direct_is_used_through_the_page_cache(
 ) -> None:
     real_open, real_write = os.open, os.pwritev
 
-    def refuse_open(path: str, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
-            os.close(real_open(path, flags & ~os.O_DIRECT, mode))  # as some do: the file is there, and the call failed
+    def refuse_open(path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_DIRECT:  # as some do: the file is there, and the call failed
+            os.close(real_open(path, flags & ~os.O_DIRECT, mode, dir_fd=dir_fd))
             raise OSError(errno.EINVAL, "injected", path)
-        return real_open(path, flags, mode)
+        return real_open(path, flags, mode, dir_fd=dir_fd)
 
     def refuse_write(fd: int, buffers: list[memoryview], offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
@@ -394,7 +395,7 @@ def test_an_unreadable_file_is_told_apart(files: Files, monkeypatch: pytest.Monk
     real = os.open
 
     def refuse(path: str, *arguments: Any, **more: Any) -> int:
-        if path.endswith(job.file):
+        if path == files.path(job).name:
             raise PermissionError(errno.EACCES, "injected", path)
         return real(path, *arguments, **more)
 
@@ -435,10 +436,10 @@ def test_quarantine_never_takes_somebody_else_s_new_file(files: Files, monkeypat
     _flip(files.path(job), 9_000)
     real = os.rename
 
-    def rename(old: str, new: str) -> None:
+    def rename(old: str, new: str, **folders: int) -> None:
         monkeypatch.setattr(os, "rename", real)
         good.rename(files.path(job))  # published between the verdict and the rename
-        real(old, new)
+        real(old, new, **folders)
 
     monkeypatch.setattr(os, "rename", rename)
     assert files.read(job)[0] is IoOutcome.CORRUPT
@@ -501,7 +502,7 @@ def test_a_name_that_fails_leaves_the_others_of_its_job_answered(
     real = getattr(os, call)
 
     def fail(path: str, *arguments: Any, **more: Any) -> Any:
-        if path.endswith(bad.file):
+        if path == files.path(bad).name:
             raise OSError(number, "injected", path)
         return real(path, *arguments, **more)
 
@@ -521,3 +522,48 @@ def test_a_touch_is_now_by_the_file_system_s_clock_and_tells_what_is_gone(files:
     assert answer.outcome is IoOutcome.OK and answer.lengths[0] == ABSENT != answer.lengths[1]
     (files.directory / "now").touch()
     assert abs((files.directory / "now").stat().st_mtime - files.path(job).stat().st_mtime) < HOUR
+
+
+# Symbolic links
+
+
+@pytest.mark.parametrize("openat2", [True, False])
+@pytest.mark.parametrize("level", ["namespace", "shard"])
+def test_an_object_is_neither_read_nor_written_through_a_symbolic_link(
+    files: Files, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, level: str, openat2: bool
+) -> None:
+    """Somebody who may write to the directory has put it in a folder's place. The tier stays usable."""
+    if not openat2:
+        monkeypatch.setattr(beneath, "_OPENAT2", 1 << 20)  # no such system call: the kernel answers ENOSYS
+    outside = tmp_path_factory.mktemp("outside")
+    job, other = files.stored(1), files.job(4)
+    folder = files.path(job).parents[0 if level == "shard" else 1]
+    folder.rename(outside / "moved")
+    folder.symlink_to(outside / "moved")
+    before = {path: path.stat().st_mtime_ns for path in outside.rglob("*")}
+    assert files.read(job)[0] is IoOutcome.GONE
+    assert perform(StatFiles((job.file,)), files.context).lengths == (ABSENT,)
+    assert perform(TouchFiles((job.file,)), files.context).outcome is IoOutcome.OK
+    same_folder = replace(other, file=str(Path(job.file).parent / Path(other.file).name))
+    refused = files.publish(same_folder)
+    assert refused.outcome is IoOutcome.IO_ERROR, "GONE is said of the folder of temporaries"
+    assert "symbolic link" in refused.detail and str(files.path(same_folder)) in refused.detail
+    assert {path: path.stat().st_mtime_ns for path in outside.rglob("*")} == before
+    assert files.files(".tmp") == []
+    folder.unlink()
+    (outside / "moved").rename(folder)
+    assert files.read(job)[0] is IoOutcome.OK
+
+
+@pytest.mark.parametrize("folder", [".tmp", ".quarantine"])
+def test_temporaries_and_quarantine_are_not_followed_either(
+    files: Files, tmp_path_factory: pytest.TempPathFactory, folder: str
+) -> None:
+    outside, job = tmp_path_factory.mktemp("outside"), files.stored(1)
+    _flip(files.path(job), HEADER_BYTES + 5)
+    (files.directory / folder).rmdir()
+    (files.directory / folder).symlink_to(outside)
+    assert files.read(job)[0] is IoOutcome.CORRUPT
+    if folder == ".tmp":
+        assert files.publish(files.job(2)).outcome is IoOutcome.GONE
+    assert list(outside.iterdir()) == []

@@ -246,7 +246,7 @@ def test_what_the_medium_refuses_is_told_apart(
     perform(write, context)
     context.close()
 
-    def refuse(*_: Any) -> int:
+    def refuse(*_: Any, **__: Any) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, call, refuse)
@@ -339,10 +339,10 @@ def test_a_path_that_refuses_o_direct_is_used_through_the_page_cache_and_says_so
 ) -> None:
     real_open, real_write = os.open, os.pwritev
 
-    def refusing_open(path: str, flags: int, *rest: int) -> int:
+    def refusing_open(path: str, flags: int, *rest: int, **named: Any) -> int:
         if where == "open" and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT")
-        return real_open(path, flags, *rest)
+        return real_open(path, flags, *rest, **named)
 
     def refusing_write(fd: int, buffers: list[memoryview], offset: int) -> int:
         if int(Path(f"/proc/self/fdinfo/{fd}").read_text().split("flags:")[1].split()[0], 8) & os.O_DIRECT:

@@ -175,7 +175,7 @@ class Coordinator:
 
     def _read_lease(self) -> tuple[Found | None, JanitorRecord | None]:
         """Return the lease file and its record. A record with a term below one that was seen came late: None."""
-        found = read_small(self._root / JANITOR, JANITOR_BYTES_MAX)
+        found = read_small(self._root, JANITOR, JANITOR_BYTES_MAX)
         record = JanitorRecord.unpack(found.data) if found else None
         if record is None or record.lease.term < self._seen.term:
             return found, None

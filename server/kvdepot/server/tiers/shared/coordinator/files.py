@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvdepot.core.objectfile import PAGE_BYTES
-from kvdepot.server.platform.durable_files import naming, opened
+from kvdepot.core.limits import OBJECT_BYTES_MAX
+from kvdepot.core.objectfile import PAGE_BYTES, object_bytes
+from kvdepot.server.platform.beneath import within
+from kvdepot.server.platform.durable_files import naming
 from kvdepot.server.storage.shared_layout import TEMPORARIES
 
 NANOSECONDS: Final = 1_000_000_000
+_OBJECT_FILE_BYTES_MAX: Final = object_bytes(OBJECT_BYTES_MAX)
 _BLOCK_BYTES: Final = 512  # of st_blocks, whatever the file system's are (stat(2))
 
 
 def taken_bytes(status: os.stat_result) -> int:
-    """Return the bytes that a file occupies: its blocks, or its length in pages if the blocks are not known yet."""
-    return max(status.st_blocks * _BLOCK_BYTES, -(-status.st_size // PAGE_BYTES) * PAGE_BYTES)
+    """Return the bytes that a file occupies: its blocks, or its length in pages if the blocks are not known yet.
+
+    Of a file that no object can be, the blocks alone count: a sparse file of any length would fill the tier.
+    """
+    length = 0 if is_oversized(status) else -(-status.st_size // PAGE_BYTES) * PAGE_BYTES
+    return max(status.st_blocks * _BLOCK_BYTES, length)
+
+
+def is_oversized(status: os.stat_result) -> bool:
+    """Return whether the file is longer than the largest object."""
+    return status.st_size > _OBJECT_FILE_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +44,11 @@ class Found:
     device: int
 
 
-def read_small(path: Path, bytes_max: int) -> Found | None:
+def read_small(root: Path, file: str, bytes_max: int) -> Found | None:
     """Read a file, at most one byte more than `bytes_max`. Return None if it is not there. Raise OSError otherwise."""
+    path = root / file
     try:
-        with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd, naming("read", path):
+        with opened_within(root, file, os.O_RDONLY | os.O_NONBLOCK) as fd, naming("read", path):
             status = os.fstat(fd)
             size_bytes = min(status.st_size, bytes_max + 1)  # no request for the end: a file is never written in place
             data = b""
@@ -51,18 +65,43 @@ def read_small(path: Path, bytes_max: int) -> Found | None:
 
 def replace_small(root: Path, file: str, data: bytes, temporary: str) -> None:
     """Write a file whole or not at all. No folder is made. Raise OSError."""
-    path = root / TEMPORARIES / temporary
-    with naming("open", path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with naming("write", path):
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
-        finally:
-            os.close(fd)  # on NFS only this says whether it got there
-    with naming("rename", root / file):
-        path.replace(root / file)
+    new = f"{TEMPORARIES}/{temporary}"
+    with (  # on NFS only closing says whether it got there
+        opened_within(root, new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd,
+        naming("write", root / new),
+    ):
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    rename_within(root, new, file)
+
+
+@contextmanager
+def opened_within(root: Path, file: str, flags: int) -> Iterator[int]:
+    """Open a file for the block, without following a symbolic link. Errors name opening and closing."""
+    with naming("open", root / file), within(root, file) as (name, folder):
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    try:
+        yield fd
+    finally:
+        with naming("close", root / file):
+            os.close(fd)
+
+
+def status_within(root: Path, file: str) -> os.stat_result:
+    """Return the status of a file, or of the symbolic link that it is."""
+    with naming("stat", root / file), within(root, file) as (name, folder):
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+
+
+def rename_within(root: Path, file: str, new: str) -> None:
+    with naming("rename", root / new), within(root, file) as (name, folder), within(root, new) as (name_then, there):
+        os.rename(name, name_then, src_dir_fd=folder, dst_dir_fd=there)
+
+
+def unlink_within(root: Path, file: str) -> None:
+    with naming("unlink", root / file), within(root, file) as (name, folder):
+        os.unlink(name, dir_fd=folder)
 
 
 class ServerClock:

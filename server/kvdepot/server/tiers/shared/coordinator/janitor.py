@@ -19,7 +19,7 @@ from typing import Final
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectDamageError, ObjectHeader, ObjectName
 from kvdepot.server.storage.shared_layout import JANITOR, node_file, temporary_file
 from kvdepot.server.tiers.shared.coordinator.deletion import delete_object
-from kvdepot.server.tiers.shared.coordinator.files import Found, ServerClock, read_small, replace_small
+from kvdepot.server.tiers.shared.coordinator.files import Found, ServerClock, opened_within, read_small, replace_small
 from kvdepot.server.tiers.shared.coordinator.ledger import Ledger
 from kvdepot.server.tiers.shared.coordinator.nodes import Nodes
 from kvdepot.server.tiers.shared.coordinator.order import in_order
@@ -166,7 +166,7 @@ class Janitor:
         if not self._kept:
             self._ledger = told.ledger(self._capacity_bytes)
             self._objects, self._quarantined_bytes = told.objects, told.quarantined_bytes
-        if read_small(self._root / JANITOR, JANITOR_BYTES_MAX) == found:  # nobody was faster
+        if read_small(self._root, JANITOR, JANITOR_BYTES_MAX) == found:  # nobody was faster
             self._lease, self._told = lease, told
             self._renew()
             self._contended_at = self._clock()
@@ -203,7 +203,7 @@ class Janitor:
         if self._late():
             self._suspend()
             return False
-        found = read_small(self._root / JANITOR, JANITOR_BYTES_MAX)
+        found = read_small(self._root, JANITOR, JANITOR_BYTES_MAX)
         if self._is_anothers(JanitorRecord.unpack(found.data) if found else None):
             self._resign()
         return self.holding
@@ -370,7 +370,14 @@ class Janitor:
         self._order = in_order(scan.columns, self._read_name)
         self._counted_at = self._clock()
         self._count_took = self._counted_at - self._count_began
-        self._uncounted = f"{scan.skipped} folders could not be counted" if scan.skipped else ""
+        self._uncounted = "; ".join(
+            text
+            for count, text in (
+                (scan.skipped, f"{scan.skipped} folders could not be counted"),
+                (scan.oversized, f"{scan.oversized} files are longer than any object, and are ignored: remove them"),
+            )
+            if count
+        )
 
     def _evict(self) -> Iterator[bool]:
         goal = self._settings.low_watermark * self._ledger.capacity_bytes
@@ -391,12 +398,9 @@ class Janitor:
             yield True
 
     def _read_name(self, file: str) -> ObjectName | None:
-        with suppress(OSError, ObjectDamageError):
-            fd = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                return ObjectHeader.unpack(os.pread(fd, HEADER_BYTES, 0)).name
-            finally:
-                os.close(fd)
+        flags = os.O_RDONLY | os.O_NONBLOCK
+        with suppress(OSError, ObjectDamageError), opened_within(self._root, file, flags) as fd:
+            return ObjectHeader.unpack(os.pread(fd, HEADER_BYTES, 0)).name
         return None
 
     def _purge(self) -> Iterator[bool]:
@@ -408,7 +412,7 @@ class Janitor:
         for node in gone:
             if not self._acts():
                 return
-            self._ledger.deleted(remove(self._root / node_file(node)))
+            self._ledger.deleted(remove(self._root, node_file(node)))
             self._nodes.forget(node)
             self._ledger.leave(node)
         files, self._quarantined = self._quarantined, []

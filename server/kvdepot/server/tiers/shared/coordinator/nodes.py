@@ -25,7 +25,7 @@ def registered(root: Path) -> list[str]:
 
 def read_node(root: Path, node: str) -> tuple[Found | None, NodeRecord | None]:
     """Return a node's file and its record. None: it is not there, or is not understood. Raise OSError."""
-    found = read_small(root / node_file(node), NODE_BYTES_MAX)
+    found = read_small(root, node_file(node), NODE_BYTES_MAX)
     return found, NodeRecord.unpack(found.data) if found else None
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvdepot.server.platform.beneath import open_folder
 from kvdepot.server.platform.durable_files import LACKED, naming, opened, sync_file
 from kvdepot.server.storage.shared_layout import (
     FOLDERS,
@@ -55,6 +56,7 @@ def open_directory(root: Path, known: Known, created_by: str, *, on_root_filesys
     for folder in FOLDERS:
         with naming("mkdir", root / folder):
             (root / folder).mkdir(mode=0o700, exist_ok=True)
+        _check_folder(root, folder)
     return found
 
 
@@ -74,6 +76,14 @@ def check_directory(root: Path, known: Known) -> Known:
     return Known(marker.directory_id, device)
 
 
+def _check_folder(root: Path, folder: str) -> None:
+    """Raise NotThereError if somebody has put a symbolic link in the folder's place."""
+    try:
+        os.close(open_folder(root, folder))
+    except NotADirectoryError as error:
+        raise NotThereError(f"{root / folder} is a symbolic link, and kvdepot follows none: remove it") from error
+
+
 def _device(root: Path) -> int:
     """Return the device of the directory. Raise NotThereError or OSError."""
     try:
@@ -85,7 +95,7 @@ def _device(root: Path) -> int:
 
 def _marker(root: Path) -> tuple[Marker, int] | None:
     """Return the marker and the device that it is on; None if there is none. Raise NotThereError for a bad one."""
-    found = read_small(root / MARKER, MARKER_BYTES_MAX)
+    found = read_small(root, MARKER, MARKER_BYTES_MAX)
     try:
         return (Marker.unpack(found.data), found.device) if found else None
     except NotSharedError as error:

@@ -11,7 +11,7 @@ from typing import Final
 from kvdepot.server.io.jobs import prober
 from kvdepot.server.storage.shared_layout import PROBE, QUARANTINE, TEMPORARIES, temporary_node, trash_of
 from kvdepot.server.tiers.shared.coordinator.deletion import settle
-from kvdepot.server.tiers.shared.coordinator.files import taken_bytes
+from kvdepot.server.tiers.shared.coordinator.files import status_within, taken_bytes, unlink_within
 from kvdepot.server.tiers.shared.coordinator.scan import Quarantined
 
 TEMPORARY_SECONDS_MAX: Final = 3_600.0
@@ -32,7 +32,7 @@ def purge_quarantine(
         if age < _SETTLED_SECONDS or (age <= keep_seconds and total <= capacity_bytes) or not may():
             return
         total -= file.size_bytes
-        yield remove(root / QUARANTINE / file.file_name)
+        yield remove(root, f"{QUARANTINE}/{file.file_name}")
 
 
 def purge_temporaries(
@@ -57,7 +57,7 @@ def purge_temporaries(
             if node is None and prober(f"{TEMPORARIES}/{entry.name}", PROBE) is None:
                 continue
             try:
-                age = age_seconds(os.lstat(entry.path).st_mtime_ns)
+                age = age_seconds(status_within(root, f"{TEMPORARIES}/{entry.name}").st_mtime_ns)
             except FileNotFoundError:
                 continue
             known = node is None or node in living
@@ -67,16 +67,16 @@ def purge_temporaries(
             elif not may():
                 return
             else:
-                yield remove(Path(entry.path))
+                yield remove(root, f"{TEMPORARIES}/{entry.name}")
 
 
-def remove(path: Path) -> int:
+def remove(root: Path, file: str) -> int:
     """Remove a file. Return the bytes freed: 0 if it is already gone, or is no file. Raise OSError."""
     try:
-        status = os.lstat(path)
+        status = status_within(root, file)
         if not stat.S_ISREG(status.st_mode):
             return 0
-        path.unlink()
+        unlink_within(root, file)
     except FileNotFoundError:
         return 0
     return taken_bytes(status) if status.st_nlink == 1 else 0

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from kvdepot.core.objectfile import PAGE_BYTES
 from kvdepot.server.storage.shared_layout import MARKER, QUARANTINE, TEMPORARIES, object_of, object_path
-from kvdepot.server.tiers.shared.coordinator.files import read_small, taken_bytes
+from kvdepot.server.tiers.shared.coordinator.files import is_oversized, read_small, taken_bytes
 
 OBJECTS_MAX: Final = 8 << 20
 """Objects that are candidates for eviction; more are counted only."""
@@ -133,6 +133,7 @@ class Scan:
     quarantined_bytes: int = 0
     quarantined: list[Quarantined] = field(default_factory=list)
     skipped: int = 0  # folders that nobody may look into, or too deep
+    oversized: int = 0  # files that are longer than any object; of these, the blocks count
 
     def steps(self) -> Iterator[OSError | None]:
         """Yield before every entry: the steps are some microseconds, or an answer of the server, apart.
@@ -191,7 +192,7 @@ class Scan:
             self.skipped += folder is None
             return folder
         except (FileNotFoundError, NotADirectoryError):
-            if read_small(self.root / MARKER, 0) is None:
+            if read_small(self.root, MARKER, 0) is None:
                 raise OSError(errno.ENOENT, "the directory went away while it was counted") from None
             return None
         except PermissionError:
@@ -207,6 +208,9 @@ class Scan:
         self.files += 1
         self.used_bytes += size_bytes
         if not stat.S_ISREG(status.st_mode):
+            return
+        if is_oversized(status):
+            self.oversized += 1
             return
         named = object_of(file)
         if named is not None:

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from kvdepot.core.calls import Kind
 from kvdepot.core.objectfile import ObjectDamageError, ObjectHeader, ObjectName
-from kvdepot.server.storage.shared_layout import FOLDERS, MARKER, object_file, trash_file
-from kvdepot.server.tiers.shared.coordinator import scan
+from kvdepot.server.platform import beneath
+from kvdepot.server.storage.shared_layout import FOLDERS, MARKER, Marker, object_file, trash_file
+from kvdepot.server.tiers.shared.coordinator import deletion, files, scan
 from kvdepot.server.tiers.shared.coordinator.deletion import delete_object, settle
+from kvdepot.server.tiers.shared.coordinator.opening import Known, NotThereError, open_directory
 from kvdepot.server.tiers.shared.coordinator.order import in_order
 from kvdepot.server.tiers.shared.coordinator.purge import purge_quarantine, purge_temporaries
 from kvdepot.server.tiers.shared.coordinator.scan import ROW, Columns, Quarantined, Scan
@@ -112,20 +114,20 @@ def test_a_file_replaced_at_the_last_moment_is_put_back(
     """Between the janitor's look at it and its rename another daemon publishes."""
     file = put(root, 0, age_hours=5)
     mtime_ns = (root / file).stat().st_mtime_ns
-    look = os.lstat
+    look = files.status_within
 
-    def look_and_be_overtaken(path: Path) -> os.stat_result:
-        status = look(path)
-        monkeypatch.setattr(os, "lstat", look)
+    def look_and_be_overtaken(directory: Path, name: str) -> os.stat_result:
+        status = look(directory, name)
+        monkeypatch.setattr(deletion, "status_within", look)
         new = root / ".tmp" / "node-1.tmp"
         new.write_bytes(b"published anew")
         os.utime(new, ns=(mtime_ns, mtime_ns))  # as coarse as clocks of file systems are
         new.rename(root / file)
         return status
 
-    monkeypatch.setattr(os, "lstat", look_and_be_overtaken)
+    monkeypatch.setattr(deletion, "status_within", look_and_be_overtaken)
     if not links:
-        monkeypatch.setattr(Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(OSError(95, "no links here")))
+        monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(95, "no links here")))
     assert delete_object(root, file, mtime_ns) == 0
     assert (root / file).read_bytes() == b"published anew"
     assert list((root / ".tmp").iterdir()) == []
@@ -289,3 +291,53 @@ def test_a_count_is_given_up_when_its_files_are_missing_because_the_directory_is
             if step == 9:
                 away = True
                 (root / MARKER).unlink()
+
+
+@pytest.mark.requirement("T3", "I4")
+def test_a_sparse_file_longer_than_any_object_does_not_fill_the_tier(root: Path) -> None:
+    """Neither as an object nor as anything else. A large file whose blocks are there counts by them."""
+    put(root, 0)
+    before = scanned(root)
+    for file in (object_file(name_of(1)), ".quarantine/1-1.corrupt.kvd", "anything"):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+        os.truncate(root / file, 1 << 43)
+    after = scanned(root)
+    assert (before.oversized, after.oversized) == (0, 3)
+    assert after.used_bytes - before.used_bytes < MIB
+    assert len(after.columns) == len(before.columns) == 1
+    assert after.quarantined == []
+
+
+@pytest.mark.parametrize("openat2", [True, False])
+def test_nothing_is_deleted_or_renamed_through_a_symbolic_link(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, openat2: bool
+) -> None:
+    if not openat2:
+        monkeypatch.setattr(beneath, "_OPENAT2", 1 << 20)  # no such system call: the kernel answers ENOSYS
+    outside = tmp_path_factory.mktemp("outside")
+    file = put(root, 0, age_hours=5)
+    mtime_ns = (root / file).stat().st_mtime_ns
+    folder = (root / file).parent
+    folder.rename(outside / folder.name)
+    folder.symlink_to(outside / folder.name)
+    before = sorted(outside.rglob("*"))
+    assert delete_object(root, file, mtime_ns) == 0
+    (outside / "node-9-1.tmp").write_bytes(b"somebody's")
+    os.utime(outside / "node-9-1.tmp", (0, 0))
+    (root / ".tmp").rmdir()
+    (root / ".tmp").symlink_to(outside)
+    with pytest.raises(NotADirectoryError):
+        list(purge_temporaries(root, [], lambda _: 1e9))
+    (outside / "node-9-1.tmp").unlink()
+    assert sorted(outside.rglob("*")) == before
+
+
+def test_a_directory_whose_folder_is_a_symbolic_link_is_not_used(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (root / ".quarantine").rmdir()
+    (root / ".quarantine").symlink_to(tmp_path_factory.mktemp("outside"))
+    (root / MARKER).write_bytes(Marker("ab" * 16, "a test").pack())
+    with pytest.raises(NotThereError, match=r"\.quarantine is a symbolic link"):
+        open_directory(root, Known(), "a test", on_root_filesystem=True)
