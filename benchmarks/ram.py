@@ -121,6 +121,8 @@ class Depot:
         rng: random.Random,
         source_bytes: int = SOURCE_BYTES,
         target_bytes: int = TARGET_BYTES,
+        *,
+        verify_loads: float = 0.0,
     ) -> None:
         self.namespace = spec().namespace_id()
         self.session, self.arena, self.copies, self.rng = session, arena, copies, rng
@@ -130,6 +132,7 @@ class Depot:
         self.chains: deque[Chain] = deque()
         self.outstanding = 0
         self.failures: list[str] = []
+        self.verify_loads = verify_loads
 
     def put(self, batch: int, objects: int) -> float:
         """Seconds from the first reservation to the last confirmed commit."""
@@ -237,6 +240,8 @@ class Depot:
                 self.failures.append("a generation changed")
             if not self.arena.load(self.writers, extents, batch):
                 self.failures.append("a load did not get there")
+        if self.rng.random() < self.verify_loads and not self.arena.intact(extents):
+            self.failures.append("an object does not match its checksum")
         if not self.arena.check(rows, generations):
             self.failures.append("a generation changed")
         self.session.release((lease,))
@@ -331,11 +336,13 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 1])
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--transport", type=Transport, choices=(Transport.SHM, Transport.STREAM), default=Transport.SHM)
+    parser.add_argument("--verify-loads", type=float, default=0.0, help="the share of gets compared with checksums")
     options: argparse.Namespace = parser.parse_args()
     seed = options.seed if options.seed is not None else random.randrange(2**32)
     way = "shared memory" if options.transport is Transport.SHM else "streams"
     report = Report(f"ram: 4 MiB objects through {way}, one copying thread")
     report.note("seed", seed)
+    report.note("share of gets compared with checksums", options.verify_loads)
     # By recency alone, so that it is known here what the daemon still has.
     with tempfile.TemporaryDirectory() as directory:
         config = Path(directory, "kvdepot.toml")
@@ -351,7 +358,7 @@ def run(options: argparse.Namespace, config: Path, seed: int, report: Report) ->
         with engine(started.endpoint, spec(), transport=options.transport) as (session, worker):
             arena = worker.arena
             assert arena is not None
-            depot = Depot(session, arena, Copies(), random.Random(seed))
+            depot = Depot(session, arena, Copies(), random.Random(seed), verify_loads=options.verify_loads)
             plain = Plain(depot, WORKING_SET_BYTES, str(started.arena_directory))
             filled = 0
             while filled < arena.size_bytes:  # from here on every put evicts

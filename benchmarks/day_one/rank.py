@@ -61,7 +61,7 @@ class Rank:
     """One whose copying thread runs. `objects` of its blocks can be stored, and as many loaded elsewhere."""
 
     def __init__(
-        self, machine: Machine, attached: Attached, objects: int, *, way: Way | None = None, verify_loads: int = 0
+        self, machine: Machine, attached: Attached, objects: int, *, way: Way | None = None, read_back: int = 0
     ) -> None:
         shape = (2 * objects * BLOCKS_IN_OBJECT, BLOCK_BYTES)
         self.machine = machine
@@ -70,7 +70,7 @@ class Rank:
         copier = DeviceCopier(self.layers, machine.copies(), way=way)
         self.failures = Failures(logging.getLogger("benchmarks.day_one"))
         self._name = f"copies of {id(self)}"
-        self.thread = CopyThread(attached, copier, self.failures, verify_loads=verify_loads, name=self._name)
+        self.thread = CopyThread(attached, copier, self.failures, read_back=read_back, name=self._name)
         problem = self.thread.prove()
         if problem:
             raise RuntimeError(f"the rank refuses: {problem}")

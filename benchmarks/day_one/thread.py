@@ -21,7 +21,7 @@ def copying_thread(context: Context) -> None:
     """Run every case, and the lost device in a process of its own."""
     arena = make_arena(OBJECTS * OBJECT_BYTES)
     cases = (store_and_load, cancel, miss_a_deadline, load_before_stores)
-    rank = Rank(context.machine, MappedArena(arena), OBJECTS, verify_loads=len(cases))
+    rank = Rank(context.machine, MappedArena(arena), OBJECTS, read_back=len(cases))
     try:
         for done, case in enumerate(cases):
             context.case(done, len(cases) + 1)

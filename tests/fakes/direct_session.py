@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import xxhash
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.calls import ChainedAcquire
 from kvdepot.client.copy.base import Arena
@@ -110,7 +111,11 @@ class DirectDepot:
     def sum_all(self) -> None:
         """What the checksum worker does when it has time."""
         while (job := self.engine.next_to_sum()) is not None:
-            self.engine.summed(job.row, job.generation, 1, 1)
+            taken = xxhash.xxh3_128()
+            for offset, length in job.extents:
+                taken.update(self.buffer[offset : offset + length])
+            sum_hi, sum_lo = divmod(taken.intdigest(), 1 << 64)
+            self.engine.summed(job.row, job.generation, sum_lo, sum_hi)
 
     def lent(self) -> int:
         """Entries of the lent table: what the daemon believes that somebody may touch."""
@@ -252,9 +257,10 @@ class DirectSession:
         for done, reply, then in waiting:
             self._answer(done, reply, then)
 
-    def release(self, lease_ids: Sequence[int], *, used: bool = True) -> None:
-        unused = () if used else tuple(lease_ids)
-        self.depot.engine.release(ReleaseCall(self._token, tuple(lease_ids), unused))
+    def release(self, lease_ids: Sequence[int], *, used: bool = True, doubted: bool = False) -> None:
+        leases = tuple(lease_ids)
+        self.depot.engine.release(ReleaseCall(self._token, leases, () if used else leases, leases if doubted else ()))
+        self.depot.sum_all()
 
     def commit(self, lease_id: int, indices: Sequence[int], done: Callable[[bytes], None] | None = None) -> None:
         call = CommitCall(self._token, (_item(lease_id, indices),))

@@ -268,7 +268,7 @@ class Schedule:
         self.failures = Failures(logging.getLogger("test.races"))
         verified = random.choice((0, 0, 0, 1))
         clock: Callable[[], float] = lambda: self.now  # noqa: E731
-        self.copies = CopyThread(self.attachment, self.copier, self.failures, clock=clock, verify_loads=verified)
+        self.copies = CopyThread(self.attachment, self.copier, self.failures, clock=clock, read_back=verified)
         if random.random() < PROVED_SHARE:
             self.timeline.works("zeroing of new caches", (), [cell for cells in self._cells for cell in cells])
             self.timeline.launch(lambda: None)

@@ -7,8 +7,18 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
+import xxhash
 from kvdepot.client.copy.base import Direction
-from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, ArenaLayout, Superblock, generations
+from kvdepot.core.arena import (
+    EXTENT_COLUMNS,
+    PAGE_BYTES,
+    ArenaFormatError,
+    ArenaLayout,
+    Superblock,
+    Table,
+    checksum,
+    generations,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,6 +57,8 @@ class ArenaMap:
         self.arena_id: int = superblock.arena_id
         self.layout: ArenaLayout = superblock.layout
         self._generations: memoryview | None = generations(self._buffer, self.layout)
+        layout = self.layout
+        self._extents: Table | None = Table(self._buffer, layout.extents_offset, EXTENT_COLUMNS, layout.rows)
         self._populated_bytes = 0
 
     @property
@@ -119,8 +131,29 @@ class ArenaMap:
             0 <= row < limit and column[row] == generation for row, generation in zip(rows, granted, strict=True)
         )
 
+    def intact(self, extents: Extents) -> bool | None:
+        """Compare each object of a grant with its checksum, as `Arena` has it. Only `check` after it makes it true."""
+        buffer, table = self._buffer, self._extents
+        if buffer is None or table is None:
+            return None
+        known = True
+        for first, end in extents.fragments.values():
+            raw_sum = checksum(table, int(extents.rows[first]))
+            if raw_sum is None:
+                known = False
+                continue
+            taken = xxhash.xxh3_128()
+            for offset, length in zip(
+                extents.offsets[first:end].tolist(), extents.lengths[first:end].tolist(), strict=True
+            ):
+                taken.update(buffer[offset : offset + length])
+            if taken.intdigest() != raw_sum:
+                return False
+        return True if known else None
+
     def close(self) -> None:
         """Forget the mapping. Views handed out before stay valid."""
+        self._extents = None
         self._generations = None
         self._buffer = None
         self._map = None

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from kvdepot.core.calls import (
@@ -55,11 +55,17 @@ class _Item:
         return CommitItem(self.lease_id, np.array(self.indices, dtype="<u4").tobytes())
 
 
+class _Release(NamedTuple):
+    id: int
+    used: bool
+    doubted: bool
+
+
 class Outbox:
     """Queues of Release, Commit, Abandon and EndRequest."""
 
     def __init__(self) -> None:
-        self._releases: deque[tuple[int, bool]] = deque()  # lease, used
+        self._releases: deque[_Release] = deque()
         self._commits: deque[_Item] = deque()
         self._abandons: deque[_Item] = deque()
         self._requests: deque[tuple[str, int, RequestEnd]] = deque(maxlen=REQUESTS_QUEUED_MAX)
@@ -68,8 +74,8 @@ class Outbox:
         self._in_flight: dict[type[OutboxCall], int] = {}  # kind -> how many items of the queue's head
         self._single: set[type[OutboxCall]] = set()  # kinds whose last call was refused: one item a call, to find it
 
-    def release(self, lease_ids: Iterable[int], *, used: bool) -> None:
-        self._releases.extend((lease_id, used) for lease_id in lease_ids)
+    def release(self, lease_ids: Iterable[int], *, used: bool, doubted: bool = False) -> None:
+        self._releases.extend(_Release(lease_id, used, doubted) for lease_id in lease_ids)
 
     def commit(self, lease_id: int, indices: tuple[int, ...], done: CommitDone | None) -> None:
         self._commits.append(_Item(lease_id, indices, done))
@@ -91,8 +97,9 @@ class Outbox:
         if self._releases and ReleaseCall not in self._in_flight:
             leases = list(islice(self._releases, 1 if ReleaseCall in self._single else LEASES_PER_CALL))
             self._in_flight[ReleaseCall] = len(leases)
-            unused = tuple(lease_id for lease_id, used in leases if not used)
-            calls.append(ReleaseCall(session, tuple(lease_id for lease_id, _ in leases), unused))
+            unused = tuple(lease.id for lease in leases if not lease.used)
+            doubted = tuple(lease.id for lease in leases if lease.doubted)
+            calls.append(ReleaseCall(session, tuple(lease.id for lease in leases), unused, doubted))
         if self._commits and CommitCall not in self._in_flight:
             calls.append(CommitCall(session, self._take(CommitCall, self._commits)))
         if self._abandons and AbandonCall not in self._in_flight:
@@ -134,7 +141,7 @@ class Outbox:
     def _ended(self, kind: type[OutboxCall], reply: CommitReply | None) -> Confirmed:
         count = self._in_flight.pop(kind)
         if kind is ReleaseCall:
-            return Confirmed(leases=tuple(self._releases.popleft()[0] for _ in range(count)))
+            return Confirmed(leases=tuple(self._releases.popleft().id for _ in range(count)))
         if kind is EndRequestCall:
             self._requests.popleft()
             return Confirmed()

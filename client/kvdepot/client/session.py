@@ -168,12 +168,15 @@ class DepotSession:
     def _fail(self, done: Done, code: str, message: str) -> None:
         self._completions.put((done, CallFailure(FailureReason.UNAVAILABLE, code, message)))
 
-    def release(self, lease_ids: Sequence[int], *, used: bool = True) -> None:
+    def release(self, lease_ids: Sequence[int], *, used: bool = True, doubted: bool = False) -> None:
         """End reader leases that every rank is done with. Repeated until the daemon confirms.
 
-        `used`: whether they brought the engine something; else the daemon does not count them as hits.
+        Args:
+            lease_ids: the leases.
+            used: whether they brought the engine something; else the daemon does not count them as hits.
+            doubted: whether their bytes did not match their checksums; the daemon compares them itself.
         """
-        self._loop.post(self._loop.release, tuple(lease_ids), used)
+        self._loop.post(self._loop.release, tuple(lease_ids), used, doubted)
 
     def cancel(self, lease_id: int) -> None:
         """Cancel a chained Acquire: it is not made, or its lease is released."""

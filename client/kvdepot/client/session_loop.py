@@ -379,9 +379,9 @@ class SessionLoop:
 
     # --- ends ---
 
-    def release(self, lease_ids: tuple[int, ...], used: bool) -> None:
+    def release(self, lease_ids: tuple[int, ...], used: bool, doubted: bool) -> None:
         """Queue the end of reader leases."""
-        self._outbox.release(lease_ids, used=used)
+        self._outbox.release(lease_ids, used=used, doubted=doubted)
 
     def commit(self, lease_id: int, indices: tuple[int, ...], done: CommitDone | None) -> None:
         """Queue the commit of objects of a reservation."""

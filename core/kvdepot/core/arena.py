@@ -273,3 +273,10 @@ def generations(buffer: Buffer, layout: ArenaLayout) -> memoryview:
     """Return the generation column as u64s, for readers: `generations(...)[row]` is one aligned load."""
     start = layout.extents_offset
     return buffer[start : start + 8 * layout.rows].cast("Q")
+
+
+def checksum(extents: Table, row: int) -> int | None:
+    """Return the XXH3-128 of a committed object's payload by the row of its head. None: it has none yet."""
+    if not extents["flags"][row] & RowFlag.SUMMED:
+        return None
+    return int(extents["sum_hi"][row]) << 64 | int(extents["sum_lo"][row])

@@ -171,6 +171,7 @@ class ReleaseCall:
     session: SessionToken
     lease_ids: LeaseIds
     unused: LeaseIds = ()  # those of them that no engine has got anything from: they were no hits
+    doubted: LeaseIds = ()  # those of them whose bytes did not match their checksums
 
 
 @dataclass(frozen=True, slots=True)

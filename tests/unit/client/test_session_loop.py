@@ -156,7 +156,7 @@ def test_when_the_thread_ends_nobody_is_left_waiting(session: Session) -> None:
 
 
 def test_a_session_that_is_to_end_sends_what_it_owes_and_detaches_last(session: Session) -> None:
-    session.loop.post(session.loop.release, (7,), True)
+    session.loop.post(session.loop.release, (7,), True, False)
     session.loop.end(0.2)
     assert session.detached.wait(patient(PATIENCE_SECONDS))
     assert any(isinstance(call, ReleaseCall) for call in session.channel.calls)

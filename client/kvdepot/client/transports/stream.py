@@ -83,6 +83,10 @@ class StreamArena:
         """Whether it is worth asking: the proxy checks generations, before and after it touches an extent."""
         return not self.ended
 
+    def intact(self, extents: Extents) -> bool | None:  # noqa: ARG002 - the tables are not mapped
+        """See Arena."""
+        return None
+
     def load(
         self, copier: BlockCopier, extents: Extents, batch: CopyBatch, timeout_seconds: float = STORE_SECONDS_MAX
     ) -> bool:

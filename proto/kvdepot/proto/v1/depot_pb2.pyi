@@ -575,6 +575,7 @@ class ReleaseRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     LEASE_IDS_FIELD_NUMBER: builtins.int
     UNUSED_FIELD_NUMBER: builtins.int
+    DOUBTED_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     @property
     def lease_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -582,14 +583,19 @@ class ReleaseRequest(google.protobuf.message.Message):
     def unused(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """those of lease_ids that no engine used: they were no hits"""
 
+    @property
+    def doubted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """those of lease_ids whose bytes did not match their checksums"""
+
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         lease_ids: collections.abc.Iterable[builtins.int] | None = ...,
         unused: collections.abc.Iterable[builtins.int] | None = ...,
+        doubted: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["lease_ids", b"lease_ids", "session", b"session", "unused", b"unused"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["doubted", b"doubted", "lease_ids", b"lease_ids", "session", b"session", "unused", b"unused"]) -> None: ...
 
 global___ReleaseRequest = ReleaseRequest
 

@@ -212,6 +212,8 @@ class Depot(Assembly):
         for lease_id in call.lease_ids:
             lease = session.leases.get(lease_id)
             if isinstance(lease, ReadLease):
+                if lease_id in call.doubted:
+                    self._checksums.doubt(self._ram.lent.rows[lease.entries].tolist())
                 self._loads.release(lease, used=lease_id not in unused)
             elif lease is None and lease_id not in session.ended_leases:
                 session.ended_leases.add(lease_id)

@@ -358,6 +358,7 @@ _RAM = (
         ("adopted", "namespace_repeated", "stored_again", *ADOPTION_REASONS[1:]),
     ),
     _counter("verified_objects", "Adopted objects that matched their checksum."),
+    _counter("doubted_objects", "Objects of RAM of which an engine said that they do not match their checksums."),
     _counter("corrupt_objects", "Objects of RAM that did not match their checksum."),
     _counter(
         "dropped_objects",

@@ -182,11 +182,14 @@ class DepotCalls:
             asyncio.get_running_loop().call_soon(self._place_some)
 
     def _release(self, value: ReleaseCall, call: _Call) -> None:
-        unused = frozenset(value.unused)
+        unused, doubted = frozenset(value.unused), frozenset(value.doubted)
 
         def steps() -> Iterator[None]:
             for lease in value.lease_ids:
-                self._depot.release(ReleaseCall(value.session, (lease,), (lease,) if lease in unused else ()))
+                one = (lease,)
+                self._depot.release(
+                    ReleaseCall(value.session, one, one if lease in unused else (), one if lease in doubted else ())
+                )
                 yield
 
         self._in_turns(call, steps(), Confirmed)

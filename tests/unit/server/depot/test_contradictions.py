@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from kvdepot.core.arena import LentMode
+from kvdepot.core.calls import ReleaseCall
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.stores.checksums import HELD_BACK_SECONDS_MAX
 from kvdepot.server.depot.types import ToSum
@@ -248,3 +250,44 @@ def test_a_file_that_the_tier_does_not_keep_is_compared_too() -> None:
     audit(rig.depot)
     assert rig.counter("corrupt_objects") == 1
     assert not rig.shared_medium.files
+
+
+@pytest.mark.requirement("I1")
+@pytest.mark.parametrize("bad", [True, False])
+def test_an_object_that_an_engine_doubts_is_compared_first_and_dropped_only_if_it_is_bad(bad: bool) -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    store(client, KEYS[:2])
+    verify(rig)
+    store(client, KEYS[2:3])  # has no checksum yet
+    lease, _ = client.acquire(KEYS[:2])
+    rows = rig.depot._ram.lent.rows[rig.depot._ram.lent.modes == LentMode.READ].tolist()
+    if bad:
+        rig.buffer[rig.depot._ram.rows.offset[rows[1]]] ^= 1
+    rig.depot.release(ReleaseCall(client.session, (lease,), (lease,), (lease,)))
+    assert rig.counter("doubted_objects") == 2
+    jobs = [rig.depot.next_to_sum(), rig.depot.next_to_sum()]
+    assert {job.row for job in jobs if job} == set(rows)
+    rig.depot.sum_worker_died()
+    verify(rig)
+    audit(rig.depot)
+    assert rig.counter("corrupt_objects") == bad
+    assert not rig.depot._checksums._doubted
+
+
+@pytest.mark.requirement("I4")
+def test_doubts_of_objects_without_a_checksum_and_of_those_that_left_are_forgotten() -> None:
+    rig = Rig(tier=COMMIT)
+    client = rig.attach()
+    store(client, KEYS[:1])
+    for verified in (False, True):
+        if verified:
+            verify(rig)
+        lease, _ = client.acquire(KEYS[:1])
+        rig.depot.release(ReleaseCall(client.session, (lease,), (), (lease,)))
+        assert bool(rig.depot._checksums._doubted) == verified
+    doubted = rig.depot._checksums._doubted
+    (row,) = doubted
+    doubted[row] -= 2  # as if another object had the row now
+    assert rig.depot.next_to_sum() is None
+    assert not doubted

@@ -82,6 +82,7 @@ class RankMeta(KVConnectorWorkerMetadata):
     loads: dict[int, tuple[int, int]] = field(default_factory=dict)
     stores: dict[int, tuple[int, frozenset[int]]] = field(default_factory=dict)
     suspended: frozenset[int] = frozenset()  # of `loads`, those that failed because KV memory was taken away
+    corrupt: frozenset[int] = frozenset()  # of `loads`, those whose bytes in RAM did not match their checksums
     adapters: tuple[AdapterRead, ...] = ()  # read since the last message
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankMeta:
@@ -89,7 +90,7 @@ class RankMeta(KVConnectorWorkerMetadata):
         assert isinstance(other, RankMeta)
         merged = RankMeta(
             dict(self.arenas), dict(self.loads), dict(self.stores), self.suspended | other.suspended,
-            self.adapters + other.adapters,
+            self.corrupt | other.corrupt, self.adapters + other.adapters,
         )  # fmt: skip
         for rank, report in other.arenas.items():
             merged.arenas[rank] = max(report, self.arenas.get(rank, report), key=lambda each: each.reported_at)

@@ -29,6 +29,7 @@ _BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "max_pinned_blocks": (1, 1 << 24),
     "loads_in_flight": (1, 4096),
     "verify_first_loads": (0, 1 << 24),
+    "verify_loads": (0.0, 1.0),
 }
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -63,6 +64,7 @@ class Settings:
     tenant: str = ""
     cuda_copies: str = "auto"  # how batches travel on GPUs; auto: by the length of their runs, and the device
     verify_first_loads: int = 100  # on GPUs: read so many loads back, and stop copying if one is wrong
+    verify_loads: float = 0.0  # the share of loads whose bytes in RAM are compared with their checksums
     pin: str = "background"  # the arena: pin it slowly, before the engine serves, or only what copies touch
     audit_path: str = ""  # JSON lines of what was stored and loaded, with digests; for tests and audits
 

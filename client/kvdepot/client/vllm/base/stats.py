@@ -43,6 +43,7 @@ COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
     "copied_bytes": ("direction", "Bytes that ranks moved, all of them together: of an object only what was needed."),
     "copy_seconds": ("direction", "Seconds that ranks spent on it, all of them together."),
     "verified_loads": ("result", "Loads on GPUs that were read back from the KV cache: right, or wrong."),
+    "checked_loads": ("result", "Loads whose bytes in RAM were compared with their checksums: intact, or corrupt."),
     "lost_devices": ("", "GPUs that failed under a rank, which copies nothing more until its engine starts again."),
     "errors": ("", "Errors that the connector caught: each is a bug of kvdepot, see the log."),
 }

@@ -96,6 +96,7 @@ class Load:
     ranks_done: int = 0  # as bits
     ranks_failed: int = 0
     suspended: bool = False  # a rank failed it because the engine has taken its KV memory away
+    corrupt: bool = False  # a rank failed it because bytes in RAM did not match their checksum
 
 
 class Loads:
@@ -329,7 +330,9 @@ class Loads:
 
     # --- the end
 
-    def acknowledged(self, op_id: int, ranks: int, failed: int, *, suspended: bool = False) -> None:
+    def acknowledged(
+        self, op_id: int, ranks: int, failed: int, *, suspended: bool = False, corrupt: bool = False
+    ) -> None:
         """Note that ranks have finished an operation, and will not touch its extents or blocks again.
 
         Repeated messages, and those about another side's operations, change nothing.
@@ -339,6 +342,7 @@ class Loads:
             ranks: those that have finished, as bits.
             failed: those of them that failed, as bits.
             suspended: whether one failed because the engine has taken its KV memory away.
+            corrupt: whether one failed because bytes in RAM did not match their checksum.
         """
         load = self._ops.get(op_id)
         if load is None:
@@ -346,13 +350,14 @@ class Loads:
         load.ranks_done |= ranks
         load.ranks_failed |= failed
         load.suspended |= suspended
+        load.corrupt |= corrupt
         if load.ranks_done & self._all_ranks != self._all_ranks:
             return
         del self._ops[op_id]
         self._end(load)
-        self._session.release([load.lease_id], used=not load.ranks_failed)
+        self._session.release([load.lease_id], used=not load.ranks_failed, doubted=load.corrupt)
         if load.ranks_failed:
-            reason = "suspended" if load.suspended else "copy"
+            reason = "suspended" if load.suspended else "checksum" if load.corrupt else "copy"
             self._count_failure(load, reason if load.epoch == self._namespaces.epoch_number else "epoch")
             return
         assert load.plan is not None

@@ -338,7 +338,8 @@ class SchedulerSide:
             partial(self.namespaces.rank_arena, rank, arena) for rank, arena in meta.arenas.items()
         ]
         for op_id, (ranks, failed) in meta.loads.items():
-            calls.append(partial(self.loads.acknowledged, op_id, ranks, failed, suspended=op_id in meta.suspended))
+            suspended, corrupt = op_id in meta.suspended, op_id in meta.corrupt
+            calls.append(partial(self.loads.acknowledged, op_id, ranks, failed, suspended=suspended, corrupt=corrupt))
         if self.stores is not None:
             for op_id, (ranks, indices) in meta.stores.items():
                 calls.append(partial(self.stores.acknowledged, op_id, ranks, indices))

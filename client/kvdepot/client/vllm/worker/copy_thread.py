@@ -10,6 +10,7 @@ An operation belongs to the KV memory and to the geometry with which it came. Wh
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
 import time
 from collections import deque
@@ -55,6 +56,7 @@ class CopyOutcome:
     seconds: float = 0.0  # of copying
     places: ObjectPlaces | None = None  # by which it was copied
     verified: bool | None = None  # whether a load was right, where it was read back
+    intact: bool | None = None  # whether a load's objects had their checksums, where it was compared
     suspended: bool = False  # it failed because the engine has taken its KV memory away
 
     @classmethod
@@ -94,7 +96,8 @@ class CopyThread:
         *,
         clock: Callable[[], float] = time.monotonic,
         audit: Audit | None = None,
-        verify_loads: int = 0,
+        read_back: int = 0,
+        verify_loads: float = 0.0,
         name: str = "kvdepot-copy",
     ) -> None:
         self._attachment = attachment
@@ -105,8 +108,10 @@ class CopyThread:
         self._failures = failures
         self._clock = clock
         self._audit = audit
-        self._to_verify = verify_loads  # so many more loads are read back
+        self._to_read_back = read_back  # so many more loads
+        self._verify_loads = verify_loads  # the share of them whose objects are compared with their checksums
         self._verified: bool | None = None  # the last load
+        self._intact: bool | None = None  # the objects of the last load
         self._proof: object = None  # the engine's mark, where the copier is to be proved
         self._proved = threading.Event()
         self._problem = ""
@@ -316,7 +321,7 @@ class CopyThread:
                 self._done.append(CopyOutcome.all_failed(op))
             return
         failed = frozenset(copied.index for copied in op.objects)
-        began, self._verified = self._clock(), None
+        began, self._verified, self._intact = self._clock(), None, None
         kv, places = self._target(op)
         revoked = False
         try:
@@ -343,8 +348,8 @@ class CopyThread:
             if revoked or (kv.revoked and isinstance(op, LoadOp)):
                 self._done.append(CopyOutcome.memory_gone(op))
             else:
-                verified = self._verified if isinstance(op, LoadOp) else None
-                self._done.append(CopyOutcome(op, failed, self._clock() - began, places, verified))
+                verified, intact = (self._verified, self._intact) if isinstance(op, LoadOp) else (None, None)
+                self._done.append(CopyOutcome(op, failed, self._clock() - began, places, verified, intact))
 
     def _lose_device(self) -> None:
         """Copy no more: nothing that this device is given from now on could be proved."""
@@ -386,7 +391,7 @@ class CopyThread:
             if self._left(op) <= 0:
                 return everything
             kv.move(layers, sources, targets)
-        right, read_back = True, self._to_verify > 0
+        right, read_back = True, self._to_read_back > 0
         for batch in pieces.split():
             seconds_left = self._left(op)
             if seconds_left <= 0 or not arena.load(kv, extents, batch, seconds_left):
@@ -395,17 +400,26 @@ class CopyThread:
                 kv.wait(Direction.LOAD)
                 right = right and arena.verify(kv, batch)
         kv.wait(Direction.LOAD)
+        intact = arena.intact(extents) if random.random() < self._verify_loads else None  # noqa: S311 - a sample
         if not arena.check(rows, granted) or op.op_id in self._cancelled:
             return everything  # and the extents may have had other bytes when they were compared
-        if read_back:
-            self._to_verify -= 1
-            self._verified = right
-        if not right:
-            raise WrongBytesError("a load put wrong bytes into the KV cache; this rank stops copying")
+        if not self._judge(right if read_back else None, intact):
+            return everything
         if self._audit is not None:
             with kv.use():
                 self._audit.record(LOADED, op.request_id, op.objects)
         return []
+
+    def _judge(self, right: bool | None, intact: bool | None) -> bool:
+        """Note what was found of a load's bytes. Return whether they can be used. None: that was not looked at.
+
+        Raise WrongBytesError if they are not those of the arena.
+        """
+        self._intact, self._verified = intact, right
+        self._to_read_back -= right is not None
+        if right is False:
+            raise WrongBytesError("a load put wrong bytes into the KV cache; this rank stops copying")
+        return intact is not False
 
     def _left(self, op: LoadOp) -> float:
         """Return the seconds in which a load may still write into the engine's blocks."""

@@ -90,8 +90,10 @@ def _memory(
     except (LayoutError, CopyError, OSError) as error:
         return layers, None, None, str(error)
     device = isinstance(copier, DeviceCopier)
-    verified = settings.verify_first_loads if device else 0
-    copies = CopyThread(attachment, copier, failures, audit=audit, verify_loads=verified)
+    read_back = settings.verify_first_loads if device else 0
+    copies = CopyThread(
+        attachment, copier, failures, audit=audit, read_back=read_back, verify_loads=settings.verify_loads
+    )
     problem = copies.prove() if device else ""
     if problem:
         copies.close()

@@ -179,6 +179,8 @@ class WorkerSide:
             self._meta.loads[op.op_id] = (rank, rank * failed_all)
             if outcome.suspended:
                 self._meta.suspended |= {op.op_id}
+            if outcome.intact is False:
+                self._meta.corrupt |= {op.op_id}
             finished.add(op.request_id)
             if failed_all:
                 failed.add(op.request_id)
@@ -208,6 +210,8 @@ class WorkerSide:
             self._stats.add("copy_seconds", direction, outcome.seconds)
         if outcome.verified is not None:
             self._stats.add("verified_loads", "right" if outcome.verified else "wrong", 1)
+        if outcome.intact is not None:
+            self._stats.add("checked_loads", "intact" if outcome.intact else "corrupt", 1)
 
     def add_stats(self, stats: KVDepotStats) -> None:
         """Add what this rank has copied since the last call."""

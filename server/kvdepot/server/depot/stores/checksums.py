@@ -2,7 +2,7 @@
 
 Adopted objects are verified first, beginning with those that a request asked for. Then
 committed objects get their checksum. There is no queue that could grow: the extent table is
-swept. Objects to be compared once more (`again`) come last.
+swept. Objects to be compared once more (`again`) come last, but those that an engine doubts come first.
 
 A first checksum waits while engines copy: XXH3 at full speed takes 1/5 of the memory bandwidth
 from them (docs/benchmarks.md). It never waits longer than `HELD_BACK_SECONDS_MAX`, because
@@ -12,7 +12,7 @@ objects without a checksum are lost with the daemon.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Final
 
@@ -62,6 +62,7 @@ class Checksums:
         self._again: deque[int] = deque()  # verified rows that are to be summed once more
         self._summing_again: set[int] = set()  # of them, those with the worker
         self._told: dict[int, tuple[int, Callable[[Compared], None]]] = {}  # by row: (generation, who waits for it)
+        self._doubted: dict[int, int] = {}  # row -> generation
         self._found: list[int] = []  # candidates of the last swept slice, lowest row last
         self._at = 0
         self._verifies = True
@@ -75,6 +76,16 @@ class Checksums:
         self._wanted[row] = None
         if len(self._wanted) > WANTED_MAX:
             self._wanted.popitem(last=False)
+
+    def doubt(self, rows: Iterable[int]) -> None:
+        """Compare objects with their checksums soon, because an engine has read bytes that do not match.
+
+        The engine's word alone drops nothing. What has no checksum, or is being compared, is left.
+        """
+        for row in rows:
+            self._counters.add("doubted_objects")
+            if self._rows.summed(row) and row not in self._working:
+                self._doubted[row] = self._rows.generation[row]
 
     def again(self, row: int, told: Callable[[Compared], None]) -> None:
         """Compare an object that has a sum with it once more. `told` is called once, unless `forget_again` comes first.
@@ -96,7 +107,9 @@ class Checksums:
     def next(self) -> ToSum | None:
         if len(self._working) >= _PARALLEL_MAX or not self._lent.free_count:
             return None
-        row = self._next_row()
+        row = self._next_doubted()
+        if row is None:
+            row = self._next_row()
         if row is None:
             row = self._next_again()
         if row is None:
@@ -124,6 +137,7 @@ class Checksums:
         entries = list(self._working.values())
         self._working.clear()
         self._again.extend(row for row in self._summing_again if row in self._told)
+        self._doubted |= {row: self._rows.generation[row] for row in self._summing_again if row not in self._told}
         self._summing_again.clear()
         for entry in entries:
             self._ram.end_loan(entry)
@@ -152,6 +166,17 @@ class Checksums:
             self._tree.drop_doubtful(row, raw_sum)
             return Compared.CORRUPT
         return Compared.SAME
+
+    def _next_doubted(self) -> int | None:
+        rows = self._rows
+        while self._doubted and self._verifies:
+            row, generation = self._doubted.popitem()
+            if row in self._working or rows.state[row] != COMMITTED or rows.generation[row] != generation:
+                continue
+            if rows.run_of[row] == rows.run:  # else it is compared as what it is: adopted
+                self._summing_again.add(row)
+            return row
+        return None
 
     def _next_row(self) -> int | None:
         while self._wanted and self._verifies:
