@@ -81,7 +81,7 @@ class Status:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._channel = grpc.insecure_channel(
-            endpoint.grpc_target,
+            endpoint.admin_target,
             options=(("grpc.initial_reconnect_backoff_ms", 20), ("grpc.max_reconnect_backoff_ms", 20)),
         )
         self._stub = depot_pb2_grpc.OperatorStub(self._channel)  # type: ignore[no-untyped-call]

@@ -111,7 +111,7 @@ class Daemon:
         """Raises grpc.RpcError while the daemon does not answer."""
         if self._channel is None:
             self._channel = grpc.insecure_channel(
-                f"unix:{self.socket}",
+                f"unix:{self.socket}.admin",
                 options=[("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200)],
             )
         return Operator(self._channel, timeout_seconds).status()

@@ -6,16 +6,26 @@ import logging
 from pathlib import Path
 
 from kvdepot.server.config.config import Config
+from kvdepot.server.config.operators import resolve
 from kvdepot.server.config.schema import Tables
 from kvdepot.server.config.set_quotas import SetQuotas
 from kvdepot.server.daemon.control import Control
 from kvdepot.server.daemon.state_file import StateFile
+from kvdepot.server.platform.audit_log import AuditLog
+from kvdepot.server.platform.peers import Peer
+from kvdepot.server.rpc.operator_calls import OperatorCalls
 
 from tests.rigs.engine_rig import Rig
 
 
 async def _nothing() -> None:
     pass
+
+
+def calls_of_anybody() -> OperatorCalls:
+    """Let every connection be root's."""
+    log = logging.getLogger("tests.operators")
+    return OperatorCalls(lambda _: Peer(1, 0, 0, frozenset()), resolve((), ()), AuditLog("", log, lambda _: None))
 
 
 def control_over(rig: Rig, file: StateFile) -> Control:

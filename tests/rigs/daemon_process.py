@@ -72,6 +72,10 @@ class DaemonProcess:
         return self.socket.with_name("d.sock.attach")
 
     @property
+    def admin_socket(self) -> Path:
+        return self.socket.with_name("d.sock.admin")
+
+    @property
     def pid(self) -> int:
         assert self.process is not None
         return self.process.pid

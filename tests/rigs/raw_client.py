@@ -107,7 +107,8 @@ class RawEngine:
         self.session = self.reply.session
         self.channel = grpc.insecure_channel(f"unix:{grpc_socket}")
         self.stub = pb_grpc.DepotStub(self.channel)  # type: ignore[no-untyped-call]
-        self.operator = pb_grpc.OperatorStub(self.channel)  # type: ignore[no-untyped-call]
+        self.admin_channel = grpc.insecure_channel(f"unix:{grpc_socket}.admin")
+        self.operator = pb_grpc.OperatorStub(self.admin_channel)  # type: ignore[no-untyped-call]
         self.spec = spec or dense_spec(label)
         registered = self.register(self.spec, elements)
         self.namespace, self.ranks_attached = registered.namespace_id, registered.ranks_attached
@@ -234,6 +235,7 @@ class RawEngine:
     def close(self) -> None:
         self.connection.close()
         self.channel.close()
+        self.admin_channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -248,6 +250,6 @@ def _status(operator: Any) -> DaemonStatus:
 
 
 def status_of(grpc_socket: Path) -> DaemonStatus:
-    with grpc.insecure_channel(f"unix:{grpc_socket}") as channel:
+    with grpc.insecure_channel(f"unix:{grpc_socket}.admin") as channel:
         stub = pb_grpc.OperatorStub(channel)  # type: ignore[no-untyped-call]
         return _status(stub)

@@ -11,6 +11,7 @@ from kvdepot.core.secrets import mask_secrets
 _SCHEME = "unix://"
 PATH_BYTES_MAX = 107  # sun_path of Linux, without its closing zero
 _ATTACH_SUFFIX = ".attach"
+_ADMIN_SUFFIX = ".admin"
 
 
 class EndpointError(ValueError):
@@ -19,9 +20,10 @@ class EndpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A daemon's gRPC socket by absolute path."""
+    """A daemon's sockets. `path`: that of engines; `admin`: that of operators, if it is not next to the former."""
 
     path: str
+    admin: str = ""
 
     @staticmethod
     def parse(text: str) -> Endpoint:
@@ -45,6 +47,15 @@ class Endpoint:
     @property
     def attach_path(self) -> str:
         return self.path + _ATTACH_SUFFIX
+
+    @property
+    def admin_path(self) -> str:
+        """Return the path of the operators' socket."""
+        return self.admin or self.path + _ADMIN_SUFFIX
+
+    @property
+    def admin_target(self) -> str:
+        return _grpc_address(self.admin_path)
 
     @property
     def grpc_target(self) -> str:

@@ -86,6 +86,14 @@ class NotFound(KvDepotError):
     default_advice = "`kvdepotctl ls` lists namespaces and chunks"
 
 
+class PermissionDenied(KvDepotError):
+    """The caller's user may not make this call. The kernel says who the caller is."""
+
+    code = "permission_denied"
+    fault = Fault.OPERATOR
+    default_advice = "add the user or its group to [operators] in the daemon's configuration, and reload it"
+
+
 class ProtocolMismatch(KvDepotError):
     """The protocol ranges of client and daemon do not overlap."""
 
@@ -248,6 +256,7 @@ ERRORS: tuple[type[KvDepotError], ...] = (
     UnknownSession,
     UnknownNamespace,
     NotFound,
+    PermissionDenied,
     ProtocolMismatch,
     EngineIdInUse,
     NotScheduler,

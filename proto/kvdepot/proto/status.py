@@ -25,6 +25,7 @@ STATUS: dict[type[errors.KvDepotError], grpc.StatusCode] = {
     errors.UnknownSession: grpc.StatusCode.UNAUTHENTICATED,
     errors.UnknownNamespace: grpc.StatusCode.NOT_FOUND,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.EngineIdInUse: grpc.StatusCode.ALREADY_EXISTS,
     errors.NotScheduler: grpc.StatusCode.PERMISSION_DENIED,

@@ -262,7 +262,7 @@ def test_the_verb_asks_first_and_says_what_is_wrong_by_exit_code(daemon: DaemonP
 
 
 def test_a_bump_says_what_it_is_about(daemon: DaemonProcess) -> None:
-    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+    with grpc.insecure_channel(f"unix:{daemon.admin_socket}") as channel:
         stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         for call in (
             control_pb2.BumpEpochRequest(),

@@ -241,7 +241,7 @@ def test_fields_that_no_engine_has_registered_are_said_to_be_unknown(tmp_path: P
 def test_a_daemon_that_knows_no_listing_is_told_apart_from_none(tmp_path: Path) -> None:
     socket = tmp_path / "old.sock"
     older = grpc.server(ThreadPoolExecutor(1))
-    older.add_insecure_port(f"unix:{socket}")
+    older.add_insecure_port(f"unix:{socket}.admin")
     older.start()
     try:
         refused = kvdepotctl(f"unix://{socket}", "ls")

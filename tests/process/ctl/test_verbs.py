@@ -217,14 +217,14 @@ def test_who_may_not_open_the_socket_is_refused(daemon: DaemonProcess, engine: R
         command = [sys.executable, "-c", program, "--endpoint", daemon.endpoint, *verb]
         refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert refused.returncode == 4, refused.stderr
-        assert "may not open the daemon's socket" in refused.stderr
+        assert "may not open the operators' socket" in refused.stderr
     assert not json.loads(answered(daemon, "status", "--json"))["switches"]["loads_off"]
     assert record(daemon, "quota", "list") == []
 
 
 def test_every_method_of_control_is_served(daemon: DaemonProcess) -> None:
     """And what is no sense is refused as such."""
-    with grpc.insecure_channel(f"unix:{daemon.socket}") as channel:
+    with grpc.insecure_channel(f"unix:{daemon.admin_socket}") as channel:
         stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         for method in control_pb2.DESCRIPTOR.services_by_name["Control"].methods:
             try:

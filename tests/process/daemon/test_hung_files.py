@@ -21,7 +21,7 @@ from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.platform import durable_files
 from kvdepot.server.rpc.control_service import control_service
 
-from tests.fakes.operator_control import control_over
+from tests.fakes.operator_control import calls_of_anybody, control_over
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_rig import Rig
 from tests.rigs.patience import wait_until
@@ -55,7 +55,7 @@ def test_a_bump_whose_caller_gave_up_is_done_and_not_only_kept(tmp_path: Path, m
         control = control_over(rig, state)
         control.restore()
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((control_service(control, logging.getLogger("tests")),))
+        server.add_generic_rpc_handlers((control_service(control, calls_of_anybody(), logging.getLogger("tests")),))
         server.add_insecure_port(f"unix:{tmp_path}/s")
         await server.start()
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:

@@ -26,7 +26,7 @@ from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 from kvdepot.server.observe.metric_families import FAMILIES
 
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
+from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 
 @pytest.fixture(scope="module")
@@ -170,12 +170,16 @@ def test_a_repeated_reserve_repeats_its_answer(engine: RawEngine) -> None:
 
 
 def test_health_and_reflection_answer(engine: RawEngine) -> None:
-    health = health_pb2_grpc.HealthStub(engine.channel)
-    for service in ("", "kvdepot.v1.Depot", "kvdepot.v1.Operator"):
-        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    services = set(ProtoReflectionDescriptorDatabase(engine.channel).get_services())
-    assert {"kvdepot.v1.Depot", "kvdepot.v1.Operator", "grpc.health.v1.Health"} <= services
+    beside = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    for channel, own in (
+        (engine.channel, {"kvdepot.v1.Depot"}),
+        (engine.admin_channel, {"kvdepot.v1.Operator", "kvdepot.v1.Control"}),
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", *own):
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=CALL_SECONDS)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert set(ProtoReflectionDescriptorDatabase(channel).get_services()) == own | beside
 
 
 @pytest.mark.requirement("T4")

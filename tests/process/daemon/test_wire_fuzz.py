@@ -17,6 +17,7 @@ from kvdepot.proto.methods import BY_CALL
 from kvdepot.proto.status import RefusedByDaemon, from_status
 
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.operators import methods
 from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
 from tests.rigs.seeds import drawn
 
@@ -29,6 +30,7 @@ _METHODS: Final[dict[str, MethodDescriptor]] = {
     )
     if method.full_name != "grpc.health.v1.Health.List"  # not served
 }
+_OF_OPERATORS: Final = [*methods()]
 _ENDS_THE_RUN: Final = "/kvdepot.v1.Control/SetDraining"
 """Whatever a message of it says, an honest engine may have to stop storing."""
 _CALLS: Final = 100
@@ -42,14 +44,19 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture(scope="module")
-def channel(daemon: DaemonProcess) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(f"unix:{daemon.socket}") as opened:
-        yield opened
+def channels(daemon: DaemonProcess) -> Iterator[tuple[grpc.Channel, grpc.Channel]]:
+    """Yield a channel of engines, and one of operators."""
+    with (
+        grpc.insecure_channel(f"unix:{daemon.socket}") as engines,
+        grpc.insecure_channel(f"unix:{daemon.admin_socket}") as operators,
+    ):
+        yield engines, operators
 
 
-def _first_answer(channel: Any, path: str, data: bytes) -> KvDepotError | None:
+def _first_answer(channels: tuple[Any, Any], path: str, data: bytes) -> KvDepotError | None:
     """Call a method with bytes. Return its refusal, or None for an answer."""
     method = _METHODS[path]
+    channel = channels[method in _OF_OPERATORS]
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     call = getattr(channel, kind)(path, None, None)
     try:
@@ -64,8 +71,10 @@ def _first_answer(channel: Any, path: str, data: bytes) -> KvDepotError | None:
 
 
 @pytest.mark.parametrize("path", list(_METHODS))
-def test_bytes_that_are_no_message_are_an_invalid_argument(channel: grpc.Channel, path: str) -> None:
-    refusal = _first_answer(channel, path, b"\xff" * 9)
+def test_bytes_that_are_no_message_are_an_invalid_argument(
+    channels: tuple[grpc.Channel, grpc.Channel], path: str
+) -> None:
+    refusal = _first_answer(channels, path, b"\xff" * 9)
     assert isinstance(refusal, InvalidArgument), refusal
     assert "its 9 bytes are no" in refusal.message
 
@@ -73,7 +82,7 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(channel: grpc.Channel
 @pytest.mark.requirement("I2")
 @pytest.mark.parametrize("seed", drawn(range(1)))
 def test_random_bytes_get_answers_of_the_catalogue_and_harm_nobody(
-    daemon: DaemonProcess, channel: grpc.Channel, seed: int
+    daemon: DaemonProcess, channels: tuple[grpc.Channel, grpc.Channel], seed: int
 ) -> None:
     random, keys = Random(seed), keys_of(f"fuzz {seed}", 2)
     with RawEngine(daemon.socket, "honest") as engine:
@@ -81,7 +90,7 @@ def test_random_bytes_get_answers_of_the_catalogue_and_harm_nobody(
         tokens = [engine.session, engine.namespace]
         for path in random.sample(sorted(_METHODS.keys() - {_ENDS_THE_RUN}), len(_METHODS) - 1):
             for _ in range(_CALLS):
-                refusal = _first_answer(channel, path, _drawn_bytes(random, tokens))
+                refusal = _first_answer(channels, path, _drawn_bytes(random, tokens))
                 if isinstance(refusal, RefusedByDaemon):  # of gRPC's own protocol
                     assert (path, refusal.status.name) == ("/grpc.health.v1.Health/Check", "NOT_FOUND"), refusal
                     continue

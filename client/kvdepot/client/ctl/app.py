@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -42,13 +43,14 @@ from kvdepot.core.errors import (
     LoadsOff,
     NoRoom,
     NotFound,
+    PermissionDenied,
     StaleEpoch,
     StoresOff,
 )
 
 EXIT_CODES = (
     "Exit codes: 0 ok; 1 the daemon refuses, or the result is negative (see the help of each verb); 2 wrong usage; "
-    "3 the daemon does not answer; 4 this user may not open the socket; 141 nobody reads the output."
+    "3 the daemon does not answer; 4 this user is no operator; 141 nobody reads the output."
 )
 EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_FORBIDDEN = 1, 2, 3, 4
 EXIT_PIPE = 141
@@ -89,14 +91,18 @@ class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since 
     "--endpoint", type=EndpointType(), envvar="KVDEPOT_ENDPOINT", default=default_endpoint, show_envvar=True,
     help="URL of the daemon's socket: unix:///run/kvdepot/kvdepot.sock.",
 )  # fmt: skip
+@click.option(
+    "--admin", type=EndpointType(), envvar="KVDEPOT_ADMIN", show_envvar=True,
+    help="URL of the operators' socket. Default: that of --endpoint, with the suffix .admin.",
+)  # fmt: skip
 @click.version_option(package_name="kvdepot", message="kvdepotctl %(version)s")
 @click.option(
     "--timeout", type=click.FloatRange(min=0.01), default=5.0, show_default=True, help="Seconds to wait for an answer."
 )
 @click.pass_context
-def cli(context: click.Context, endpoint: Endpoint, timeout: float) -> None:
+def cli(context: click.Context, endpoint: Endpoint, admin: Endpoint | None, timeout: float) -> None:
     """Inspect and control a running kvdepotd."""
-    context.obj = (endpoint, timeout)
+    context.obj = (endpoint if admin is None else replace(endpoint, admin=admin.path), timeout)
 
 
 cli.add_section("Inspect", status, top, ls, describe, config, completion)
@@ -122,10 +128,12 @@ def main() -> None:
         sys.exit(EXIT_PIPE)
     except grpc.RpcError as error:
         if "Permission denied" in (error.details() or ""):
-            say("kvdepotctl: this user may not open the daemon's socket; add the user to [daemon] group", err=True)
+            say("kvdepotctl: this user may not open the operators' socket; run kvdepotctl as root or as the", err=True)
+            say("daemon's user, or see [daemon] admin_group and [operators] in docs/operations.md", err=True)
             sys.exit(EXIT_FORBIDDEN)
         say(f"kvdepotctl: no answer: {error.code().name}: {error.details()}", err=True)
-        say("Start kvdepotd, or name its socket with --endpoint.", err=True)
+        say("Start kvdepotd, or name its socket with --endpoint. Operators use the socket with the suffix", err=True)
+        say(".admin next to it; if [daemon] admin is set, name that one with --admin.", err=True)
         sys.exit(EXIT_UNREACHABLE)
     except KvDepotError as error:
         say(f"kvdepotctl: {error}", err=True)
@@ -155,6 +163,8 @@ def _drop_output() -> None:
 
 
 def _exit_code(error: KvDepotError) -> int:
+    if isinstance(error, PermissionDenied):
+        return EXIT_FORBIDDEN
     if isinstance(error, NotFound | ConfigError | LimitExceeded | LoadsOff | StoresOff | StaleEpoch | NoRoom):
         return EXIT_REFUSED
     return EXIT_USAGE if isinstance(error, InvalidArgument) else EXIT_UNREACHABLE

@@ -75,7 +75,7 @@ Reply = TypeVar("Reply")
 @contextmanager
 def connect(endpoint: Endpoint, timeout_seconds: float) -> Iterator[Operator]:
     """`timeout_seconds` is each call's."""
-    with grpc.insecure_channel(endpoint.grpc_target, options=CHANNEL_OPTIONS) as channel:
+    with grpc.insecure_channel(endpoint.admin_target, options=CHANNEL_OPTIONS) as channel:
         yield Operator(channel, timeout_seconds)
 
 

@@ -29,6 +29,7 @@ from kvdepot.server.config.memory_room import (
     directory_bytes,
     host_bytes,
 )
+from kvdepot.server.config.operators import Operators, resolve
 from kvdepot.server.config.places import check_places
 from kvdepot.server.config.schema import AUTO, DISK_KIND, SHARED_KIND, Tables
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
@@ -57,6 +58,7 @@ class Config:
     note: str = ""  # what the log should say beside it
     sources: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """By key ("ram.capacity", "tier.nvme.write") that has no default, or another value: as it was given, and where."""
+    operators: Operators = field(default_factory=lambda: resolve((), ()))
 
     @property
     def state_path(self) -> Path:
@@ -197,7 +199,8 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
         capacity_bytes = _auto_capacity_bytes(arena_path.parent)
     assert isinstance(capacity_bytes, int)
     _check_combinations(file, tables, capacity_bytes)
-    config = Config(file, tables, capacity_bytes, arena_path)
+    operators = resolve(tables.operators.admins, tables.operators.readers)
+    config = Config(file, tables, capacity_bytes, arena_path, operators=operators)
     check_places(file, tables, arena_path, config.state_path)
     return config
 

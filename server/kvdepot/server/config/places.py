@@ -112,10 +112,17 @@ def _files(tables: Tables, arena_path: Path, state_path: Path) -> Iterator[tuple
     yield "daemon.state", "the state file before it is published", beside(state_path, TEMPORARY)
     if tables.daemon.state:
         yield "daemon.state", "the state file's lock", beside(state_path, LOCK_SUFFIX)
+    if tables.audit.path:
+        yield "audit.path", "the audit log", Path(tables.audit.path)
     for path in tables.daemon.sockets:
         yield "daemon.listen", _SOCKET, path
         yield "daemon.listen", "the socket's lock", beside(path, LOCK_SUFFIX)
         yield "daemon.listen", "the attachment socket", beside(path, ATTACH_SUFFIX)
+    for path in tables.daemon.admin_sockets:
+        yield "daemon.admin", "the operators' socket", path
+        if tables.daemon.admin:
+            yield "daemon.admin", "the lock of the operators' socket", beside(path, LOCK_SUFFIX)
+    yield "daemon.listen", "the socket behind the operators'", tables.daemon.rpc_socket
 
 
 def _place(key: str, what: str, path: str, mounts: Sequence[Mount]) -> _Place:

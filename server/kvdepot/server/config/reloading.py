@@ -14,7 +14,8 @@ from kvdepot.server.config.schema import DISK_KIND, Tables, TierTable
 ABSENT: Final = "(absent)"
 _LIVE: Final = frozenset(
     {
-        "log.level", "log.format", "ram.high_watermark", "ram.low_watermark", "sessions.credit", "sessions.grace",
+        "operators.admins", "operators.readers", "log.level", "log.format",
+        "ram.high_watermark", "ram.low_watermark", "sessions.credit", "sessions.grace",
         "sessions.streams", "policy.prefetch_share", "policy.pin_share", "policy.loads_in_flight",
         "policy.lease_deadline", "policy.audit_sample",
     }

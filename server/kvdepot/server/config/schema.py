@@ -15,11 +15,15 @@ from urllib.parse import urlsplit
 from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
+from kvdepot.server.config.operators import GROUP_MARK
 from kvdepot.server.depot.types import EVERY, ID_DIGITS
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"
 ATTACH_SUFFIX = ".attach"
+ADMIN_SUFFIX = ".admin"
+RPC_SUFFIX = ".rpc"
+"""Suffix of the socket on which gRPC gets operators' connections, behind the admin sockets."""
 STREAM_SUFFIX = ".stream-"
 """Suffix of the socket of a stream's proxy; a number follows."""
 SOCKET_PATH_BYTES_MAX = 107
@@ -70,7 +74,17 @@ class DaemonTable(_Table):
     metrics: str = "127.0.0.1:9421"  # empty: off
     mode: str = Field(default="0660", pattern=r"^0?[0-7]{3}$")
     group: str = ""
+    admin: str = ""
+    admin_mode: str = Field(default="0600", pattern=r"^0?[0-7]{3}$")
+    admin_group: str = ""
     state: str = ""
+
+    @field_validator("admin")
+    @classmethod
+    def _check_admin(cls, url: str) -> str:
+        if url:
+            _check_url(url)
+        return url
 
     @field_validator("state")
     @classmethod
@@ -100,16 +114,61 @@ class DaemonTable(_Table):
         return tuple(Path(url.removeprefix("unix://")) for url in self.listen)
 
     @property
+    def admin_sockets(self) -> tuple[Path, ...]:
+        """Return the operators' sockets: the configured one, or one beside each socket of engines."""
+        if self.admin:
+            return (Path(self.admin.removeprefix("unix://")),)
+        return tuple(path.with_name(f"{path.name}{ADMIN_SUFFIX}") for path in self.sockets)
+
+    @property
+    def rpc_socket(self) -> Path:
+        """Return the socket behind the operators' sockets."""
+        first = self.sockets[0]
+        return first.with_name(f"{first.name}{RPC_SUFFIX}")
+
+    @property
     def mode_bits(self) -> int:
         return int(self.mode, 8)
 
     @property
+    def admin_mode_bits(self) -> int:
+        return int(self.admin_mode, 8)
+
+    @property
     def group_id(self) -> int:
-        """Return the id of the group; -1 without a group, or for a group that this host does not know."""
-        try:
-            return grp.getgrnam(self.group).gr_gid if self.group else -1
-        except KeyError:
-            return -1
+        return _group_id(self.group)
+
+    @property
+    def admin_group_id(self) -> int:
+        return _group_id(self.admin_group)
+
+
+class OperatorsTable(_Table):
+    """The table `[operators]`."""
+
+    admins: list[str] = Field(default=[], max_length=256)
+    readers: list[str] = Field(default=[], max_length=256)
+
+    @field_validator("admins", "readers")
+    @classmethod
+    def _check_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not name.removeprefix(GROUP_MARK):
+                raise ValueError(f'expected a user, or "{GROUP_MARK}" and a group, got {name!r}')
+        return names
+
+
+class AuditTable(_Table):
+    """The table `[audit]`."""
+
+    path: str = ""
+
+    @field_validator("path")
+    @classmethod
+    def _check_path(cls, path: str) -> str:
+        if path and (not Path(path).is_absolute() or path.endswith("/")):
+            raise ValueError(f"expected the absolute path of a file, got {path!r}")
+        return path
 
 
 class _WatermarkTable(_Table):
@@ -275,6 +334,8 @@ class Tables(_Table):
     breaker: BreakerTable = BreakerTable()
     scrub: ScrubTable = ScrubTable()
     quota: list[QuotaTable] = Field(default=[], max_length=256)
+    operators: OperatorsTable = OperatorsTable()
+    audit: AuditTable = AuditTable()
     log: LogTable = LogTable()
     trace: TraceTable = TraceTable()
 
@@ -292,6 +353,14 @@ def host_and_port(address: str) -> tuple[str, int]:
 def url_address(host: str, port: int) -> str:
     """Return the address as a URL has it: IPv6 in brackets, its zone escaped (RFC 6874)."""
     return f"[{host.replace('%', '%25')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _group_id(name: str) -> int:
+    """Return the id of a group; -1 without a name, or for a group that this host does not know."""
+    try:
+        return grp.getgrnam(name).gr_gid if name else -1
+    except KeyError:
+        return -1
 
 
 def _short(text: str, bytes_max: int) -> str:

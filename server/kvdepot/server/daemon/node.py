@@ -45,13 +45,16 @@ from kvdepot.server.observe.summary import summary_line
 from kvdepot.server.observe.tracing import Tracing
 from kvdepot.server.platform import processes
 from kvdepot.server.platform.accepting import SPARE_DESCRIPTORS, SpareDescriptors
+from kvdepot.server.platform.audit_log import AuditLog
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import drain, make_log
 from kvdepot.server.platform.service_notify import ServiceNotifier
+from kvdepot.server.rpc.admin_socket import AdminSocket
 from kvdepot.server.rpc.control_service import control_service
 from kvdepot.server.rpc.depot_calls import DepotCalls
 from kvdepot.server.rpc.depot_service import depot_service
-from kvdepot.server.rpc.listener import GrpcListener
+from kvdepot.server.rpc.listener import ENGINES, OPERATORS, GrpcListener
+from kvdepot.server.rpc.operator_calls import OperatorCalls
 from kvdepot.server.rpc.operator_service import operator_service
 
 ARENA_NAME = "arena"
@@ -64,6 +67,7 @@ CLOSE_SECONDS = 7.0
 """What tiers get to finish what is in flight: with the rest of a stop, less than 10 s whatever a medium does."""
 GRACE_SECONDS = 1.0
 """What calls in flight get at a stop."""
+_OWN_MODE = 0o600
 _THREADS_MAX = 4
 _DRAIN_STEP_SECONDS = 0.01
 
@@ -138,6 +142,7 @@ class Node:
             reread=self._reread, configure=self._configure,
             readiness_changed=self._tell_readiness, quotas=self._quotas, log=self._log,
         )  # fmt: skip
+        self._compose_operators()
         self._control.restore()
         self._checksums = ChecksumService(
             arena=arena, depot=self._depot, loop=self._loop, log=self._log, quarantine=self._control.quarantine
@@ -157,14 +162,7 @@ class Node:
             depot=self._depot, calls=calls, offer=offer, streams=streams,
             loop=self._loop, log=self._log, boot_id=self._boot_id, spare=self._spare,
         )  # fmt: skip
-        self._grpc = GrpcListener(
-            (
-                depot_service(calls),
-                operator_service(self.status, self._depot.listing, self._depot.records, self._log),
-                control_service(self._control, self._log),
-            ),
-            sockets=len(tables.daemon.listen),
-        )
+        self._grpc = GrpcListener((depot_service(calls),), ENGINES, sockets=len(tables.daemon.listen))
         self._http = HttpListener(
             metrics=exposition(self.status, counters.histograms),
             summary=lambda: summary_line(self.status()),
@@ -172,6 +170,26 @@ class Node:
             log=self._log,
             spare=self._spare,
         )
+
+    def _compose_operators(self) -> None:
+        self._audit = self._open_audit()
+        self._admin = AdminSocket(
+            self._config.tables.daemon.rpc_socket, loop=self._loop, log=self._log, spare=self._spare
+        )
+        self._operator_calls = calls = OperatorCalls(self._admin.peer, self._config.operators, self._audit)
+        services = (
+            operator_service(self.status, self._depot.listing, self._depot.records, calls, self._log),
+            control_service(self._control, calls, self._log),
+        )
+        self._operators_grpc = GrpcListener(services, OPERATORS, sockets=1)
+
+    def _open_audit(self) -> AuditLog:
+        """Open the audit log. Raise ConfigError."""
+        path = self._config.tables.audit.path
+        try:
+            return AuditLog(path, self._log, self._counters.add)
+        except OSError as error:
+            raise ConfigError(self._config.file, "audit.path", f"cannot use {path}: {error.strerror}") from error
 
     async def start(self) -> None:
         """Adopt, populate, listen. Raises ConfigError when an address cannot be had; then `stop` is still due."""
@@ -192,10 +210,14 @@ class Node:
                 self._attach.listen(path, tables.mode_bits, tables.group_id)
             self._attach.watch_adopted()
             self._start_tiers()
+            await self._operators_grpc.listen((tables.rpc_socket,), _OWN_MODE, -1)
+            for path in tables.admin_sockets:
+                self._admin.listen(path, tables.admin_mode_bits, tables.admin_group_id)
             await self._grpc.listen(tables.sockets, tables.mode_bits, tables.group_id)
         except OSError as error:
             raise ConfigError(self._config.file, "daemon.listen", f"cannot listen: {error}") from error
         self._log.info("listening on %s", ", ".join(tables.listen))
+        self._log.info("operators connect to %s", ", ".join(map(str, tables.admin_sockets)))
         await self._listen_http(tables.metrics)
         self._serving = True
         await self._tell_readiness()
@@ -211,8 +233,13 @@ class Node:
         self._log.info("stopping")
         self._notify("STOPPING=1")
         self._attach.refuse_new()
-        await self._grpc.set_serving(False)
-        await asyncio.gather(self._grpc.stop(GRACE_SECONDS), self._attach.finish_calls(GRACE_SECONDS))
+        await self._set_serving(serving=False)
+        await asyncio.gather(
+            self._grpc.stop(GRACE_SECONDS),
+            self._operators_grpc.stop(GRACE_SECONDS),
+            self._attach.finish_calls(GRACE_SECONDS),
+        )
+        self._admin.close()
         await self._control.close(GRACE_SECONDS)
         drained, closed, _ = await asyncio.gather(self._drain(), self._close_tiers(), self._close_tracing())
         for handle in (self._tick_handle, self._trim_handle):
@@ -220,6 +247,7 @@ class Node:
                 handle.cancel()
         self._http.close()
         self._attach.close()
+        self._audit.close()
         self._checksums.close()
         await self._loop.run_in_executor(None, self._populator.stop)
         kept = "" if drained else ", some objects without a checksum will be dropped"
@@ -237,13 +265,17 @@ class Node:
 
     async def _tell_readiness(self) -> None:
         found = self.readiness()
-        await self._grpc.set_serving(found.ready)
+        await self._set_serving(serving=found.ready)
         if found.ready != self._told_ready:
             self._told_ready = found.ready
             if found.ready:
                 self._log.info("ready to serve")
             else:
                 self._log.info("not ready: %s", found.reason)
+
+    async def _set_serving(self, *, serving: bool) -> None:
+        for server in (self._grpc, self._operators_grpc):
+            await server.set_serving(serving)
 
     def _renew_readiness(self) -> None:
         """Tell of another readiness. What failed is tried again at the next tick."""
@@ -256,6 +288,10 @@ class Node:
         tiers = {tier.name: engine_tier_config(tier) for tier in tables.tier}
         self._depot.configure(engine_config(config, self._quotas), tiers)
         self._streams.count_max = tables.sessions.streams
+        self._operator_calls.operators = config.operators
+        if config.operators.unknown:
+            self._log.warning("operators not known on this host: %s", ", ".join(config.operators.unknown))
+        self._audit.reopen()
         make_log(tables.log.level, tables.log.format)
 
     def readiness(self) -> Readiness:

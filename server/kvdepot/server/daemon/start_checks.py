@@ -52,10 +52,17 @@ def host_problems(config: Config, boot_id: bytes) -> Iterator[KvDepotError]:
 def _checks(config: Config) -> Iterator[Callable[[], object]]:
     for key, path, what in locked_files(config):
         yield partial(lock_file, config, key, path, what, take=False)
-    for path in config.tables.daemon.sockets:
+    daemon = config.tables.daemon
+    for path in daemon.sockets:
         for one in (path, path.with_name(f"{path.name}{ATTACH_SUFFIX}")):
-            yield partial(_check_socket, config, one)
-    yield partial(_check_group, config)
+            yield partial(_check_socket, config, "daemon.listen", one)
+    for path in (*daemon.admin_sockets, daemon.rpc_socket):
+        yield partial(_check_socket, config, "daemon.admin" if daemon.admin else "daemon.listen", path)
+    yield partial(_check_group, config, "daemon.group", daemon.group, daemon.group_id)
+    yield partial(_check_group, config, "daemon.admin_group", daemon.admin_group, daemon.admin_group_id)
+    yield partial(_check_operators, config)
+    if config.tables.audit.path:
+        yield partial(_check_audit, config)
     yield StateFile(config.state_path).read
     if config.tables.daemon.metrics:
         yield partial(_check_metrics, config)
@@ -77,6 +84,8 @@ def locked_files(config: Config) -> Iterator[tuple[str, Path, str]]:
     yield "ram.path", config.arena_path, "the arena"
     for path in config.tables.daemon.sockets:
         yield "daemon.listen", path, "the socket"
+    if config.tables.daemon.admin:  # another one is next to the engines' socket, and behind its lock
+        yield "daemon.admin", config.tables.daemon.admin_sockets[0], "the operators' socket"
     # One beside the arena is behind the arena's lock. Where nothing can be written `Control.restore` says so.
     if config.tables.daemon.state and StateFile(config.state_path).writable:
         yield "daemon.state", config.state_path, "the state file"
@@ -92,7 +101,7 @@ def lock_file(config: Config, key: str, path: Path, what: str, *, take: bool = T
     try:
         if take:
             return FileLock(lock, f"{what} {path}")
-        _look_at_lock(lock)
+        _look_at_own_file(lock, os.O_RDWR)
     except FileNotFoundError as error:
         reason = f"cannot use {path.parent}: {error.strerror}"
         raise ConfigError(config.file, key, reason, advice=_NO_DIRECTORY) from error
@@ -101,15 +110,15 @@ def lock_file(config: Config, key: str, path: Path, what: str, *, take: bool = T
     return None
 
 
-def _look_at_lock(lock: Path) -> None:
-    """Raise OSError if the lock file could not be created or opened."""
+def _look_at_own_file(path: Path, flags: int) -> None:
+    """Raise OSError if the file could not be created or opened."""
     try:
-        os.close(open_own(lock, os.O_RDWR))
+        os.close(open_own(path, flags))
     except FileNotFoundError:
-        if not stat.S_ISDIR(lock.parent.stat().st_mode):
+        if not stat.S_ISDIR(path.parent.stat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
-        if _forbids_files(lock.parent):
-            raise PermissionError(errno.EACCES, f"{lock.parent} cannot be written to") from None
+        if _forbids_files(path.parent):
+            raise PermissionError(errno.EACCES, f"{path.parent} cannot be written to") from None
 
 
 def _forbids_files(folder: Path) -> bool:
@@ -122,7 +131,7 @@ def _forbids_files(folder: Path) -> bool:
     return own and not os.access(folder, os.W_OK | os.X_OK)
 
 
-def _check_socket(config: Config, path: Path) -> None:
+def _check_socket(config: Config, key: str, path: Path) -> None:
     """Raise ConfigError for a file at a socket's path that is no socket: a start removes only sockets."""
     try:
         found = path.lstat()
@@ -132,7 +141,7 @@ def _check_socket(config: Config, path: Path) -> None:
     if not stat.S_ISSOCK(found.st_mode):
         raise ConfigError(
             config.file,
-            "daemon.listen",
+            key,
             f"{path} exists and is not a socket",
             advice="move it away, or choose another path",
         )
@@ -140,18 +149,31 @@ def _check_socket(config: Config, path: Path) -> None:
     if folder.st_mode & stat.S_ISVTX and user not in (0, found.st_uid, folder.st_uid):
         denied = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
         reason = f"{path} is a socket of uid {found.st_uid}, which uid {user} cannot delete"
-        raise ConfigError(config.file, "daemon.listen", reason, advice="delete it") from denied
+        raise ConfigError(config.file, key, reason, advice="delete it") from denied
 
 
-def _check_group(config: Config) -> None:
-    name, group = config.tables.daemon.group, config.tables.daemon.group_id
+def _check_operators(config: Config) -> None:
+    if unknown := config.operators.unknown:
+        reason = f"this host has no such user or group: {', '.join(unknown)}"
+        raise ConfigError(config.file, "operators", reason, advice='write users as "alice", and groups as "@ops"')
+
+
+def _check_audit(config: Config) -> None:
+    path = Path(config.tables.audit.path)
+    try:
+        _look_at_own_file(path, os.O_WRONLY | os.O_APPEND)
+    except OSError as error:
+        raise ConfigError(config.file, "audit.path", f"cannot use {path}: {error.strerror}") from error
+
+
+def _check_group(config: Config, key: str, name: str, group: int) -> None:
     if name and group == -1:
-        raise ConfigError(config.file, "daemon.group", f"group {name!r} does not exist on this host")
+        raise ConfigError(config.file, key, f"group {name!r} does not exist on this host")
     if os.geteuid() and group not in (-1, os.getegid(), *os.getgroups()):
         denied = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
         reason = f"uid {os.geteuid()} is not a member of {name!r}, and cannot give its sockets to it"
         advice = "add the daemon's user to the group (SupplementaryGroups= in the unit)"
-        raise ConfigError(config.file, "daemon.group", reason, advice=advice) from denied
+        raise ConfigError(config.file, key, reason, advice=advice) from denied
 
 
 def _check_metrics(config: Config) -> None:

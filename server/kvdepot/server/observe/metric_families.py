@@ -218,6 +218,10 @@ _DAEMON = (
         "failed_state_writes",
         "Failed writes of the state file; operator settings will be lost on restart.",
     ),
+    _counter(
+        "failed_audit_lines",
+        "Audit lines that the file did not take within 1 s; the daemon's log has them.",
+    ),
 )
 
 _ENGINES = (

@@ -23,6 +23,8 @@ from kvdepot.core.printable import printable
 
 EVENTS: Final = "kvdepot.events"
 """Logger of single objects: what became durable and what was dropped, at level debug."""
+AUDIT: Final = "kvdepot.audit"
+"""Logger of operators' calls, at every level of the log."""
 REPEAT_SECONDS: Final = 60.0
 """Seconds for which the same line is not repeated."""
 LINES_MAX: Final = 10_000
@@ -128,6 +130,8 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         event = {"time": _time(record), "level": record.levelname.lower(), "event": record.getMessage()}
+        if record.name == AUDIT:
+            event |= {"event": "operator call", "audit": record.__dict__["audit"]}
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
         priority = _PRIORITIES.get(record.levelname.lower(), "<3>") if self._journal else ""
@@ -135,20 +139,21 @@ class _JsonFormatter(logging.Formatter):
 
 
 def make_log(level: str, style: Literal["text", "json"], environment: Mapping[str, str] = os.environ) -> logging.Logger:
-    """Return the daemon's logger, which writes to stderr. The logger `EVENTS` writes there too.
+    """Return the daemon's logger, which writes to stderr. The loggers `EVENTS` and `AUDIT` write there too.
 
     Another call changes level and style, and keeps the lines that wait.
     """
-    log, events = logging.getLogger("kvdepotd"), logging.getLogger(EVENTS)
+    log, events, audit = (logging.getLogger(name) for name in ("kvdepotd", EVENTS, AUDIT))
     handler = next((handler for handler in log.handlers if isinstance(handler, LossyHandler)), None) or LossyHandler(
         _STDERR
     )
     make = _JsonFormatter if style == "json" else _TextFormatter
     handler.setFormatter(make(journal=_to_journal(environment)))
-    for logger in (log, events):
+    for logger in (log, events, audit):
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
+    audit.setLevel(logging.INFO)
     return log
 
 

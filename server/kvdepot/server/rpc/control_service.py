@@ -35,6 +35,7 @@ from kvdepot.core.control import (
     VerifyReply,
 )
 from kvdepot.proto.methods import CONTROL
+from kvdepot.server.rpc.operator_calls import OperatorCalls
 from kvdepot.server.rpc.service import Service, operators_service
 
 
@@ -57,7 +58,7 @@ class Control(Protocol):
     async def reload(self) -> ReloadReply: ...
 
 
-def control_service(control: Control, log: logging.Logger) -> Service:
+def control_service(control: Control, calls: OperatorCalls, log: logging.Logger) -> Service:
     """Return the handlers of service Control."""
 
     async def unpin(call: UnpinCall) -> ChangeReply:
@@ -102,4 +103,4 @@ def control_service(control: Control, log: logging.Logger) -> Service:
         "Reload": reload,
         "GetConfig": configuration,
     }
-    return operators_service(CONTROL, handlers, log)
+    return operators_service(CONTROL, handlers, calls, log)

@@ -29,6 +29,7 @@ from kvdepot.proto.methods import OPERATOR
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server.depot.loads.records import Records
 from kvdepot.server.depot.operators.listing import Listing
+from kvdepot.server.rpc.operator_calls import OperatorCalls
 from kvdepot.server.rpc.service import Service, operators_service
 
 PAGE_SIZE_MAX: Final = 64
@@ -84,7 +85,7 @@ class _Operator:
 
 
 def operator_service(
-    status: Callable[[], DaemonStatus], listing: Listing, records: Records, log: logging.Logger
+    status: Callable[[], DaemonStatus], listing: Listing, records: Records, calls: OperatorCalls, log: logging.Logger
 ) -> Service:
     """Return the handlers of service Operator."""
     operator = _Operator(status, listing, records)
@@ -98,7 +99,7 @@ def operator_service(
         "ExplainRequest": operator.explain,
         "RecordTrace": operator.trace,
     }
-    return operators_service(OPERATOR, handlers, log)
+    return operators_service(OPERATOR, handlers, calls, log)
 
 
 def _size(wanted: int, maximum: int) -> int:

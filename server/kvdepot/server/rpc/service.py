@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import grpc
 from kvdepot.proto.methods import Method
 from kvdepot.server.rpc.answer import Context, domain_error, refuse
+from kvdepot.server.rpc.operator_calls import OperatorCalls
 
 Service: TypeAlias = "grpc.GenericRpcHandler[Any, Any]"
 Handler = Callable[[Any], Any]
@@ -32,9 +33,12 @@ def service(
 
 
 def operators_service(
-    methods: Mapping[str, Method[Any, Any]], handlers: Mapping[str, Handler], log: logging.Logger
+    methods: Mapping[str, Method[Any, Any]], handlers: Mapping[str, Handler], calls: OperatorCalls, log: logging.Logger
 ) -> Service:
-    """Return a service whose methods are answered by `handlers`, one for each method by name."""
+    """Return a service whose methods are answered by `handlers`, one for each method by name.
+
+    `calls` says who may call them, and writes the audit log.
+    """
     assert handlers.keys() == methods.keys()
 
     def answering(method: Method[Any, Any]) -> Callable[..., Any]:
@@ -42,15 +46,19 @@ def operators_service(
 
         async def answer_one(request: bytes, context: Context) -> bytes:
             try:
-                return _encoded(method, await handler(method.call.parse(request)))
+                async with calls.call(method, context.peer()) as call:
+                    return _encoded(method, await handler(call.decode(request)))
             except Exception as error:  # noqa: BLE001 - a refusal, or whatever it is: the caller hears of it
                 await refuse(context, domain_error(error, log))
 
         async def answer_many(request: bytes, context: Context) -> None:
             try:
-                async with aclosing(handler(method.call.parse(request))) as replies:
-                    async for reply in replies:
-                        await context.write(_encoded(method, reply))
+                async with calls.call(method, context.peer()) as call:
+                    value = call.decode(request)
+                    await calls.started(call)
+                    async with aclosing(handler(value)) as replies:
+                        async for reply in replies:
+                            await context.write(_encoded(method, reply))
             except Exception as error:  # noqa: BLE001 - likewise
                 await refuse(context, domain_error(error, log))
 

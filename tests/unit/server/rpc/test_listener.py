@@ -6,20 +6,20 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvdepot.server.rpc.listener import SERVICES, GrpcListener
+from kvdepot.server.rpc.listener import ENGINES, GrpcListener
 
 STATUS = health_pb2.HealthCheckResponse
 
 
 async def statuses(path: Path, told: bool | None) -> set[int]:
-    listener = GrpcListener((), sockets=1)
+    listener = GrpcListener((), ENGINES, sockets=1)
     await listener.listen([path], 0o600, -1)
     if told is not None:
         await listener.set_serving(told)
     try:
         async with grpc.aio.insecure_channel(f"unix://{path}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
-            requests = [health_pb2.HealthCheckRequest(service=service) for service in ("", *SERVICES)]
+            requests = [health_pb2.HealthCheckRequest(service=service) for service in ("", *ENGINES)]
             return {(await stub.Check(request, timeout=30)).status for request in requests}
     finally:
         await listener.stop(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import json
 import os
@@ -18,7 +19,7 @@ from kvdepot.client.attachment import EngineProcess
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.transports.attach import Attached, AttachError, attach
 from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, Superblock
-from kvdepot.core.errors import KvDepotError
+from kvdepot.core.errors import KvDepotError, PermissionDenied
 
 if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
@@ -78,6 +79,8 @@ def ask(endpoint: Endpoint, timeout_seconds: float, *, attaching: bool) -> Daemo
         status = _status(endpoint, timeout_seconds)
     except grpc.RpcError as error:
         return Daemon(endpoint, None, f"{error.code().name}: {error.details()}", peer, attach_error)
+    except PermissionDenied as error:
+        return Daemon(endpoint, None, f"{os.strerror(errno.EACCES)}: {error.message}", peer, attach_error)
     except KvDepotError as error:
         return Daemon(endpoint, None, str(error), peer, attach_error)
     attachment = _attach(endpoint, timeout_seconds) if attaching and peer is not None else None

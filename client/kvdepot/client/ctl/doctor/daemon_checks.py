@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _DENIED: Final = os.strerror(errno.EACCES)
 _JOIN: Final = "join the sockets' group (`usermod -aG`), or set [daemon] mode and group for this user"
+_OPERATE: Final = "run this as root or as the daemon's user, or set [daemon] admin_group and [operators] for this user"
 _SILENT: Final = "the daemon does not answer"
 _WELL: Final = ("growing", "opening", "ready")
 """States of tiers that are well; the others are in docs/operations.md."""
@@ -28,7 +29,7 @@ _WELL: Final = ("growing", "opening", "ready")
 def check_daemon(daemon: Daemon) -> Finding:
     check, status = Check("answers", DAEMON), daemon.status
     if status is None and _DENIED in daemon.silence:
-        return check.fail(f"{daemon.endpoint}: {daemon.silence}", _JOIN)
+        return check.fail(f"{daemon.endpoint}: {daemon.silence}", _OPERATE)
     if status is None:
         return check.fail(
             f"{daemon.endpoint}: {daemon.silence}",

@@ -77,7 +77,7 @@ def test_a_daemon_that_does_not_answer_is_one_failure(tmp_path: Path) -> None:
     assert {one.outcome for one in others} == {Outcome.SKIPPED}
     assert not list(daemon_checks.check_tiers(SILENT))
     denied = daemon_checks.check_daemon(replace(SILENT, silence="UNAVAILABLE: connect: Permission denied"))
-    assert "sockets' group" in denied.fix
+    assert "[operators]" in denied.fix
 
 
 def test_a_daemon_that_is_not_ready_or_degraded() -> None:

@@ -1,0 +1,131 @@
+"""The operators' calls: each has a caller, whose role allows it, and a line in the audit log.
+
+A call is answered after its line is written. A call with many replies has two lines: `started`, and its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import fields, is_dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Any, Final
+
+from kvdepot.core.control import ReloadCall
+from kvdepot.core.errors import KvDepotError, PermissionDenied
+from kvdepot.core.secrets import mask_secrets
+from kvdepot.proto.methods import OPERATOR, Method
+from kvdepot.server.config.operators import Operators, Role
+from kvdepot.server.platform.audit_log import AuditLog
+from kvdepot.server.platform.peers import Peer
+
+_READS: Final = frozenset({*OPERATOR, "ListQuotas", "GetConfig"})
+"""Methods that a reader may call. Every other method is an admin's, also a new one."""
+TEXT_MAX: Final = 256
+"""Characters of one argument in a line."""
+ITEMS_MAX: Final = 64
+"""Entries of one argument in a line."""
+
+
+class Call:
+    """A call of an operator, from its arrival to its line."""
+
+    def __init__(self, method: Method[Any, Any], peer: Peer | None, role: Role | None) -> None:
+        self._method = method
+        self._peer = peer
+        self._role = role
+        self._arguments: Any = None
+
+    def decode(self, request: bytes) -> Any:
+        """Return the call's value. Raise PermissionDenied, or what a malformed message raises."""
+        if self._peer is None:
+            raise PermissionDenied("the connection did not come over the admin socket", advice="connect to that one")
+        if self._role is None:
+            raise PermissionDenied(f"uid {self._peer.uid} is no operator")
+        admin = self._role >= Role.ADMIN
+        denied = PermissionDenied(f"uid {self._peer.uid} may only read, and {self._method.name} needs an admin")
+        try:
+            call = self._method.call.parse(request)
+        except Exception:
+            if admin or self._method.name in _READS:
+                raise
+            raise denied from None
+        self._arguments = shown(call)
+        if not (admin or _reads(self._method, call)):
+            raise denied
+        return call
+
+    def line(self, outcome: str) -> Mapping[str, Any]:
+        """Return the fields of the call's line."""
+        peer, role = self._peer, self._role
+        return {
+            "time": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
+            "uid": None if peer is None else peer.uid,
+            "gid": None if peer is None else peer.gid,
+            "pid": None if peer is None else peer.pid,
+            "executable": None if peer is None else peer.executable[:TEXT_MAX],
+            "command": None if peer is None else peer.command[:TEXT_MAX],
+            "role": None if role is None else role.name.lower(),
+            "verb": self._method.name,
+            "arguments": self._arguments,
+            "outcome": outcome,
+        }
+
+
+class OperatorCalls:
+    """Knows the callers and their roles, and writes the lines.
+
+    `peer_of` returns who is behind a connection, by gRPC's name for it; None for connections that have no operator.
+    """
+
+    def __init__(self, peer_of: Callable[[str], Peer | None], operators: Operators, audit: AuditLog) -> None:
+        self._peer_of = peer_of
+        self.operators = operators
+        self._audit = audit
+
+    @asynccontextmanager
+    async def call(self, method: Method[Any, Any], connection: str) -> AsyncIterator[Call]:
+        """Yield a call. At its end its line is written, with the outcome."""
+        peer = self._peer_of(connection)
+        call = Call(method, peer, None if peer is None else self.operators.role(peer.uid, peer.groups))
+        try:
+            yield call
+        except asyncio.CancelledError:
+            self._audit.put(call.line("cancelled"))  # the caller is gone: nobody waits
+            raise
+        except Exception as error:
+            await self._audit.write(call.line(error.code if isinstance(error, KvDepotError) else KvDepotError.code))
+            raise
+        await self._audit.write(call.line("ok"))
+
+    async def started(self, call: Call) -> None:
+        """Write that a call with many replies is allowed, and begins."""
+        await self._audit.write(call.line("started"))
+
+
+def shown(value: Any) -> Any:
+    """Return a call's value for a line of JSON: ids in hexadecimal, secrets masked, texts and lists cut."""
+    if is_dataclass(value):
+        return {field.name: shown(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if isinstance(value, bytes):
+        return _cut(value[: TEXT_MAX + 1].hex())
+    if isinstance(value, str):
+        return _cut(mask_secrets(value[: 16 * TEXT_MAX]))
+    if isinstance(value, Mapping):
+        return {_cut(str(key)): shown(entry) for key, entry in list(value.items())[:ITEMS_MAX]}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [shown(entry) for entry in list(value)[:ITEMS_MAX]]
+    return value
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= TEXT_MAX else f"{text[: TEXT_MAX - 3]}..."
+
+
+def _reads(method: Method[Any, Any], call: object) -> bool:
+    return method.name in _READS or (isinstance(call, ReloadCall) and call.dry_run)
