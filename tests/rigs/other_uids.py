@@ -34,9 +34,9 @@ IN_A_PID_NAMESPACE: Final = ("unshare", "--pid", "--fork", "--kill-child")
 
 
 def open_to_group(daemon: DaemonProcess) -> None:
-    """Give the sockets of a running daemon to the engines' group."""
+    """Give the engines' sockets of a running daemon to their group."""
     daemon.directory.chmod(0o755)
-    for path in filter(Path.is_socket, daemon.directory.iterdir()):
+    for path in (daemon.socket, daemon.attach_socket):
         os.chown(path, -1, GROUP)
         path.chmod(0o660)
 

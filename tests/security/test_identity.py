@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,6 @@ from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.other_uids import (
     HONEST,
-    HOSTILE,
     IN_A_PID_NAMESPACE,
     Attached,
     Comparing,
@@ -29,25 +27,6 @@ from tests.rigs.raw_client import CALL_SECONDS, EXTENT, RawEngine, keys_of, payl
 pytestmark = needs_root
 ENGINE: Final = "prod"
 KEYS: Final = keys_of("reserved", 4)
-
-
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as process:
-        open_to_group(process)
-        yield process
-
-
-@pytest.fixture
-def honest() -> Iterator[OtherUser]:
-    with OtherUser(HONEST, __name__) as user:
-        yield user
-
-
-@pytest.fixture
-def hostile() -> Iterator[OtherUser]:
-    with OtherUser(HOSTILE, __name__) as user:
-        yield user
 
 
 # --- what the processes of the users do

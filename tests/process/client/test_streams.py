@@ -326,7 +326,7 @@ def test_what_an_earlier_run_left_beside_the_socket_is_removed_at_start(daemon: 
 
 
 @pytest.mark.requirement("I4")
-@pytest.mark.parametrize(("limit", "says"), [(0, "0 processes use streams already"), (1, "1 processes use streams")])
+@pytest.mark.parametrize(("limit", "says"), [(0, "0 processes of uid"), (1, "1 processes of uid")])
 def test_proxies_are_bounded_and_the_refusal_names_the_key(limit: int, says: str) -> None:
     with DaemonProcess(config=f"[sessions]\nstreams = {limit}\n") as daemon:
         attached = [EngineClient(daemon.endpoint, f"e{n}", transport=Transport.STREAM).start() for n in range(limit)]

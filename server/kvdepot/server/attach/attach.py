@@ -195,7 +195,11 @@ class AttachListener:
         process = client
         if call.stream:
             _close(pidfd)
-            process, pidfd = self._start_proxy(connection)
+            self._depot.check_attachment(
+                client, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size,
+                owner=owner,
+            )  # fmt: skip
+            process, pidfd = self._start_proxy(connection, owner)
         try:
             attached = self._depot.attach(
                 process, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size,
@@ -237,9 +241,9 @@ class AttachListener:
         connection.calls = calls
         return theirs
 
-    def _start_proxy(self, connection: _Connection) -> tuple[ProcessIdentity, int]:
+    def _start_proxy(self, connection: _Connection, owner: Owner) -> tuple[ProcessIdentity, int]:
         """Start the proxy that touches extents for the connected process. Return its identity and pidfd."""
-        proxy = connection.proxy = self._streams.start(connection.daemon_socket)
+        proxy = connection.proxy = self._streams.start(connection.daemon_socket, owner.uid)
         try:
             pidfd = os.dup(proxy.pidfd)
         except OSError as error:

@@ -16,10 +16,12 @@ from kvdepot.server.io.child import spawn
 from kvdepot.server.io.stream_wire import OPENING, Opening
 
 _MODULE: Final = "kvdepot.server.io.stream_proxy"
+_USERS_MAX: Final = 4
+"""So many times the proxies of one user are all that there may be: one takes some 40 MiB."""
 
 
 class StreamProxies:
-    """All proxies of this daemon, at most `count_max`. Everything runs on the loop's thread.
+    """All proxies of this daemon, at most `count_max` of one uid. Everything runs on the loop's thread.
 
     Their sockets lie beside the daemon's, which the caller holds the lock of.
     """
@@ -48,12 +50,18 @@ class StreamProxies:
             if path.name.startswith(f"{daemon_socket.name}{STREAM_SUFFIX}"):
                 path.unlink(missing_ok=True)
 
-    def start(self, daemon_socket: Path) -> StreamProxy:
-        """Start a proxy. Raise NoRoom (too many), or NotReady (no room on the host, or no path for its socket)."""
-        number = next((number for number in range(self.count_max) if number not in self._proxies), None)
+    def start(self, daemon_socket: Path, uid: int) -> StreamProxy:
+        """Start a proxy for a process of this user.
+
+        Raise NoRoom (too many), or NotReady (no room on the host, or no path for its socket).
+        """
+        own = sum(proxy.uid == uid for proxy in self._proxies.values())
+        numbers = range(_USERS_MAX * self.count_max if own < self.count_max else 0)
+        number = next((number for number in numbers if number not in self._proxies), None)
         if number is None:
+            users = f"{own} processes of uid {uid}" if own >= self.count_max else f"{len(self._proxies)} processes"
             raise NoRoom(
-                f"{self.count_max} processes use streams already",
+                f"{users} use streams already",
                 advice="raise [sessions] streams, or let engines map the arena (transport = shm)",
             )
         path = daemon_socket.with_name(f"{daemon_socket.name}{STREAM_SUFFIX}{number}")
@@ -68,7 +76,7 @@ class StreamProxies:
             )
         except OSError as error:
             raise NotReady(f"no proxy can be started: {error}") from error
-        proxy = self._proxies[number] = StreamProxy(name, path, process, lifeline, pidfd)
+        proxy = self._proxies[number] = StreamProxy(name, path, process, lifeline, pidfd, uid)
         self._loop.add_reader(pidfd, self._died, number)
         return proxy
 
@@ -93,9 +101,10 @@ class StreamProxy:
     """One proxy. `lifeline` is the end that the client gets; `name` is its socket's name behind the daemon's."""
 
     def __init__(
-        self, name: str, path: Path, process: subprocess.Popen[bytes], lifeline: socket.socket, pidfd: int
+        self, name: str, path: Path, process: subprocess.Popen[bytes], lifeline: socket.socket, pidfd: int, uid: int
     ) -> None:
         self.name = name
+        self.uid = uid  # of the process that it serves
         self.lifeline = lifeline
         self.pidfd = pidfd  # this object's own
         self.killed = False

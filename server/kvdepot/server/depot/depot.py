@@ -88,10 +88,17 @@ class Depot(Assembly):
         Raise the errors of core.errors: another live process is this engine's scheduler
         or rank, world_size is out of range or differs, tables are full.
         """
-        self._departures.make_room(engine_digest(engine_id, owner), process)
+        self._departures.make_room(engine_digest(engine_id, owner), process, owner.uid)
         return self._sessions.attach(
             process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner, client=client
         )
+
+    def check_attachment(
+        self, client: ProcessIdentity, engine_id: str, *, scheduler: bool, rank: int, world_size: int, owner: Owner
+    ) -> None:
+        """Raise what `attach` would raise for a process that needs a proxy, before the proxy is started."""
+        self._departures.make_room(engine_digest(engine_id, owner), client, owner.uid)
+        self._sessions.check(client, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner)
 
     def disconnected(self, attachment: int) -> None:
         """Note that one connection of the attachment ended. Its process lives, or its death cannot be proven."""
@@ -139,7 +146,7 @@ class Depot(Assembly):
         if namespace_id not in owner.namespaces:
             namespace = self._tree.namespaces.by_id.get(namespace_id) or self._new_namespace(namespace_id, spec)
             if namespace.spec is None:
-                self._tree.namespaces.define(namespace, spec)
+                self._tree.namespaces.define(namespace, spec, owner.uid)
             namespace.invalid = False
             namespace.describe(elements)
             namespace.sessions += 1

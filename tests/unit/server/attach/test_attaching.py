@@ -23,9 +23,10 @@ from kvdepot.server.attach.streams import StreamProxy
 from kvdepot.server.config.schema import STREAM_SUFFIX
 from kvdepot.server.io.stream_wire import OPENING, Opening
 from kvdepot.server.platform import processes
+from kvdepot.server.platform.identity import Owner
 from kvdepot.server.platform.processes import read_boot_id
 
-from tests.rigs.engine_rig import Rig
+from tests.rigs.engine_rig import Rig, process
 
 _NO_STREAMS: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None)
 _NO_CALLS: Any = None
@@ -108,9 +109,9 @@ def test_a_proxy_hears_whom_it_serves_before_its_client_has_the_lifeline() -> No
     lifeline, proxys = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     process: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: 0)
     name = f"{STREAM_SUFFIX}0".lstrip(".")
-    proxy = StreamProxy(name, Path(name), process, lifeline, os.pidfd_open(os.getpid()))
+    proxy = StreamProxy(name, Path(name), process, lifeline, os.pidfd_open(os.getpid()), 0)
     inode = os.fstat(lifeline.fileno()).st_ino
-    streams: Any = SimpleNamespace(tidy=lambda _: None, close=proxy.forget, start=lambda _: proxy)
+    streams: Any = SimpleNamespace(tidy=lambda _: None, close=proxy.forget, start=lambda *_: proxy)
     reply, (received,) = attached(rig, streams, stream=True)
     with closing(proxys):
         begun = Opening(rig.depot.attachments()[0].attachment, reply.session)
@@ -118,6 +119,17 @@ def test_a_proxy_hears_whom_it_serves_before_its_client_has_the_lifeline() -> No
     assert (reply.protocol, reply.stream) == (1, name)
     assert os.fstat(received).st_ino == inode
     os.close(received)
+
+
+@pytest.mark.requirement("S4", "I4")
+def test_no_proxy_is_started_for_an_attachment_that_is_refused() -> None:
+    rig = Rig()
+    owner = Owner(os.geteuid(), processes.pid_namespace(os.getpid(), None))
+    rig.depot.attach(process(10), "e", scheduler=False, rank=0, world_size=1, owner=owner)
+    started: list[object] = []
+    streams: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None, start=lambda *_: started.append(1))
+    reply, _ = attached(rig, streams, stream=True)
+    assert "already rank 0" in reply.error and not started
 
 
 @pytest.mark.requirement("I6")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kvdepot.core import limits
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, DeclareCall, Kind, ReserveOutcome
-from kvdepot.core.errors import NoRoom
+from kvdepot.core.errors import LimitExceeded, NoRoom
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.depot import depot as engine_module
 from kvdepot.server.depot.sessions import sessions as sessions_module
@@ -15,7 +15,7 @@ from kvdepot.server.depot.stores import store as store_module
 from kvdepot.server.depot.tiering import tiering as tiering_module
 from kvdepot.server.depot.tree import namespaces as namespaces_module
 from kvdepot.server.depot.tree import tree as tree_module
-from kvdepot.server.depot.types import ProcessIdentity
+from kvdepot.server.depot.types import Owner, ProcessIdentity
 
 from tests.fakes.memory_tier import Medium
 from tests.rigs.engine_rig import BOOT, CHUNK, DENSE, HYBRID, Client, Rig, audit, path, process, spec_of
@@ -172,6 +172,60 @@ def test_specs_are_bounded_and_those_of_idle_namespaces_go_first(monkeypatch: py
     rig.depot.process_dead(using.attachment)
     again = rig.attach("fourth", pid=4, spec=leaving.spec)
     assert again.locate(path("p", 2)).boundary_tokens == 2 * CHUNK
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("S4", "I4")
+def test_a_users_specs_are_bounded_by_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own idle ones go first, and those of others stay."""
+    monkeypatch.setattr(namespaces_module, "SPECS_OF_A_USER_BYTES_MAX", 5_000)
+    rig = Rig()
+
+    def register(name: str, uid: int) -> Client:
+        attached = rig.depot.attach(
+            process(ord(name)), name, scheduler=True, rank=0, world_size=1, owner=Owner(uid)
+        )  # fmt: skip
+        return Client(rig, attached, replace(DENSE, identity={"model": name * 3_000}))
+
+    others = register("a", 1)
+    rig.depot.process_dead(others.attachment)
+    leaving = register("b", 2)
+    rig.depot.process_dead(leaving.attachment)
+    using = register("c", 2)
+    with pytest.raises(NoRoom, match="uid 2"):
+        register("d", 2)
+    specs = {namespace.id for namespace in rig.depot._tree.namespaces.by_slot.values() if namespace.spec}
+    assert specs == {others.namespace, using.namespace}
+    register("e", 3)
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("S4", "I4")
+def test_a_user_has_its_share_of_sessions_and_attachments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its share, idle sessions of its own end before grace. Those of others stay."""
+    monkeypatch.setattr(sessions_module, "SESSIONS_OF_A_USER_MAX", 3)
+    monkeypatch.setattr(sessions_module, "ATTACHMENTS_OF_A_USER_MAX", 4)
+    rig = Rig()
+
+    def attach(name: str, uid: int, pid: int, rank: int = 0) -> int:
+        return rig.depot.attach(
+            process(pid), name, scheduler=not rank, rank=rank, world_size=4, owner=Owner(uid)
+        ).attachment  # fmt: skip
+
+    rig.depot.disconnected(attach("idle", 1, 10))
+    for number in range(3):
+        attach(f"e{number}", 2, 20 + number)
+    with pytest.raises(LimitExceeded, match="sessions of uid 2: 4 is more than 3"):
+        attach("e3", 2, 23)
+    attach("e0", 2, 24, 1)
+    with pytest.raises(LimitExceeded, match="attachments of uid 2: 5 is more than 4"):
+        attach("e0", 2, 25, 2)
+    slot = attach("e1", 2, 21)  # it has this one
+    rig.depot.disconnected(slot)
+    rig.depot.disconnected(slot)
+    attach("e3", 2, 26)
+    attach("e0", 3, 30)
+    assert len(rig.depot.status().sessions) == 5  # of user 1, three of user 2, of user 3
     audit(rig.depot)
 
 

@@ -172,6 +172,7 @@ class Session:
         self.slot = slot
         self.engine = engine  # digest of owner and engine id
         self.engine_id = engine.hex()
+        self.uid: int | None = None  # of its owner; None: it was adopted, and nobody has come back yet
         self.world_size = 0  # 0: not known yet in this run
         self.attachments: dict[int, Attachment] = {}
         self.namespaces: dict[bytes, Namespace] = {}

@@ -31,6 +31,9 @@ _SCHEDULER: Final = 2
 LENT_SESSIONS_MAX: Final = 32
 """Sessions of one process that are lent something. Those it has left stay until it dies; a process has one engine."""
 LENT_ELSEWHERE: Final = f"{LENT_SESSIONS_MAX} other sessions of this process are lent extents: end it, or release them"
+SESSIONS_OF_A_USER_MAX: Final = SESSIONS_MAX // 4
+ATTACHMENTS_OF_A_USER_MAX: Final = ATTACHMENTS_MAX // 4
+"""Of one uid, so that no user fills the tables alone: 256 engines, and 2,048 processes."""
 _FREE_SLOTS: Final = 16
 """With fewer left, sessions that nobody is connected to and that are lent nothing go before grace."""
 _FULL: Final = "`kvdepotctl status` lists sessions and their processes: end engines that are not needed, then retry"
@@ -137,6 +140,29 @@ class Sessions:
             return None
         return session if self._clock() - session.idle_since >= self._grace_seconds else None
 
+    def check(
+        self,
+        process: ProcessIdentity,
+        engine_id: str,
+        *,
+        scheduler: bool,
+        rank: int,
+        world_size: int,
+        owner: Owner,
+        client: ProcessIdentity | None = None,
+    ) -> Session | None:
+        """Return the session that a process would join, None for a new one. Raise where it is refused."""
+        _check(engine_id, scheduler, rank, world_size)
+        engine = engine_digest(engine_id, owner)
+        session = self._current(engine, process) or self._revivable(engine, process)
+        if session is not None:
+            self._check_conflicts(session, (process, client or process), scheduler, rank, world_size)
+        else:
+            self._check_lent(process)
+        if session is None or _joinable(session, process, rank) is None:
+            self._check_share(owner.uid, new=session is None)
+        return session
+
     def attach(
         self,
         process: ProcessIdentity,
@@ -148,18 +174,15 @@ class Sessions:
         owner: Owner,
         client: ProcessIdentity | None = None,
     ) -> Attached:
-        _check(engine_id, scheduler, rank, world_size)
-        engine = engine_digest(engine_id, owner)
-        session = self._current(engine, process) or self._revivable(engine, process)
-        if session is not None:
-            self._check_conflicts(session, (process, client or process), scheduler, rank, world_size)
-        else:
-            self._check_lent(process)
+        session = self.check(
+            process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner, client=client
+        )
         attachment = None if session is None else _joinable(session, process, rank)
         slot = self._free_attachment() if attachment is None else attachment.slot  # a session without one never ends
         if session is None:
-            session = self._open(engine)
+            session = self._open(engine_digest(engine_id, owner))
         session.engine_id = engine_id
+        session.uid = owner.uid
         session.world_size = world_size
         session.ended = False
         attachment = attachment or self._add(slot, session, process, rank)
@@ -255,15 +278,19 @@ class Sessions:
             if session.ended and not session.leases and not session.connected
         ]
 
-    def crowding(self) -> Iterable[Session]:
-        """Return sessions to end before grace, so that there are slots for others. The longest idle ones come first."""
+    def crowding(self, uid: int) -> Iterable[Session]:
+        """Return sessions to end before grace, so that there are slots for others. The longest idle ones come first.
+
+        A user that is about to attach and has its share of the tables ends its own ones.
+        """
+        own = self._of_user(uid)
+        attachments = sum(len(one.attachments) for one in own)
+        if len(own) >= SESSIONS_OF_A_USER_MAX or attachments >= ATTACHMENTS_OF_A_USER_MAX:
+            return _longest_idle(own, _FREE_SLOTS)
         wanted = max(
             _FREE_SLOTS - SESSIONS_MAX + len(self.by_slot), _FREE_SLOTS - ATTACHMENTS_MAX + len(self.attachments)
         )
-        if wanted <= 0:
-            return []
-        idle = [one for one in self.by_slot.values() if not (one.connected or one.leases or one.worker)]
-        return sorted(idle, key=lambda session: session.idle_since)[:wanted]
+        return _longest_idle(self.by_slot.values(), wanted)
 
     def end(self, session: Session) -> None:
         """End the service under the tokens of the session."""
@@ -330,6 +357,24 @@ class Sessions:
                 advice="end the process, or have its engines release what they hold before they go",
             )  # fmt: skip
 
+    def _check_share(self, uid: int, *, new: bool) -> None:
+        """Check a user's part of the tables before it gets one more attachment. Raise LimitExceeded.
+
+        Args:
+            uid: the user.
+            new: whether the attachment needs a new session.
+        """
+        own = self._of_user(uid)
+        attachments = sum(len(session.attachments) for session in own)
+        if new and len(own) >= SESSIONS_OF_A_USER_MAX:
+            raise LimitExceeded(f"sessions of uid {uid}", len(own) + 1, SESSIONS_OF_A_USER_MAX, advice=_FULL)
+        if attachments >= ATTACHMENTS_OF_A_USER_MAX:
+            raise LimitExceeded(f"attachments of uid {uid}", attachments + 1, ATTACHMENTS_OF_A_USER_MAX, advice=_FULL)
+
+    def _of_user(self, uid: int) -> list[Session]:
+        """Return the sessions of a user that has attached to them in this run."""
+        return [session for session in self.by_slot.values() if session.uid == uid]
+
     def _open(self, engine: bytes) -> Session:
         slot = next((slot for slot in range(SESSIONS_MAX) if slot not in self.by_slot), None)
         if slot is None:
@@ -372,6 +417,12 @@ def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
         raise InvalidArgument(f"rank {rank} is not one of the {world_size} ranks")
     if rank == NO_RANK and not scheduler:
         raise InvalidArgument("the process is neither the scheduler nor a rank")
+
+
+def _longest_idle(sessions: Iterable[Session], count: int) -> list[Session]:
+    """Return up to so many sessions that nobody is connected to and that are lent nothing."""
+    idle = [one for one in sessions if not (one.connected or one.leases or one.worker)]
+    return sorted(idle, key=lambda session: session.idle_since)[: max(count, 0)]
 
 
 def _joinable(session: Session, process: ProcessIdentity, rank: int) -> Attachment | None:

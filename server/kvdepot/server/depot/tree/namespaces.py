@@ -18,6 +18,8 @@ from kvdepot.core.report import NamespaceStatus
 
 SPECS_BYTES_MAX: Final = 32 << 20
 """Of all namespaces, in the daemon's private memory: 600 specs of 50 KiB."""
+SPECS_OF_A_USER_BYTES_MAX: Final = SPECS_BYTES_MAX // 2
+"""Of the namespaces that engines of one uid have defined, so that no user takes all."""
 
 
 class Namespace:
@@ -33,6 +35,7 @@ class Namespace:
         self.label = label
         self.tenant: str | None = None  # known once registered
         self.spec: NamespaceSpec | None = None
+        self.uid: int | None = None  # of the engine that defined the spec
         self.spec_bytes = 0  # of the spec's canonical encoding
         self.planner: Planner | None = None
         self.base_id: bytes | None = None  # its id with a bump counter of 0, and its counter; known once registered
@@ -88,6 +91,7 @@ class Namespace:
     def forget_spec(self) -> None:
         """Forget the spec, as after a restart. Objects stay. An engine that registers it again defines it again."""
         self.spec = None
+        self.uid = None
         self.spec_bytes = 0
         self.planner = None
         self.elements = {}
@@ -162,21 +166,27 @@ class Namespaces:
         self._enter(namespace)
         return namespace
 
-    def define(self, namespace: Namespace, spec: NamespaceSpec) -> None:
-        """Define a namespace by its spec. Specs of idle namespaces are forgotten first.
+    def define(self, namespace: Namespace, spec: NamespaceSpec, uid: int | None) -> None:
+        """Define a namespace by the spec of an engine of this user. Specs of idle namespaces are forgotten first.
 
         Raise NoRoom when the specs in use leave no room.
         """
         namespace.define(spec)
+        namespace.uid = uid
         self._listener.named(namespace)
-        over = sum(one.spec_bytes for one in self.by_slot.values()) - SPECS_BYTES_MAX
-        for idle in self.idle() if over > 0 else ():
-            if over > 0 and idle is not namespace:
+        self._bound_specs(namespace, f" of uid {uid}", SPECS_OF_A_USER_BYTES_MAX, lambda one: one.uid == uid)
+        self._bound_specs(namespace, "", SPECS_BYTES_MAX, lambda _: True)
+
+    def _bound_specs(self, new: Namespace, whose: str, bytes_max: int, counts: Callable[[Namespace], bool]) -> None:
+        """Forget idle specs until those that count have room for the new one. Raise NoRoom."""
+        over = sum(one.spec_bytes for one in self.by_slot.values() if counts(one)) - bytes_max
+        for idle in filter(counts, self.idle() if over > 0 else ()):
+            if over > 0 and idle is not new:
                 over -= idle.spec_bytes
                 idle.forget_spec()
         if over > 0:
-            namespace.forget_spec()
-            raise NoRoom(f"the specs of the namespaces in use have {SPECS_BYTES_MAX >> 20} MiB already")
+            new.forget_spec()
+            raise NoRoom(f"the specs{whose} of the namespaces in use have {bytes_max >> 20} MiB already")
 
     def remove(self, namespace: Namespace) -> None:
         """Remove a namespace whose slot no row names any more as part of the index."""
