@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvdepot.client.ctl.doctor import daemon_checks, directories, engines, memory, probe
+from kvdepot.client.ctl.doctor import daemon_checks, directories, engines, memory, probe, users
 from kvdepot.client.ctl.doctor.daemon import metrics_answer
 from kvdepot.client.ctl.doctor.directories import Looked, check_answers
 from kvdepot.client.ctl.doctor.probe import Probed
@@ -32,6 +32,7 @@ def examine(
     if settings is not None:
         yield daemon_checks.check_same_configuration(daemon, settings)
     yield daemon_checks.check_sockets(daemon, settings, host)
+    yield users.check_group(daemon, host)
     yield daemon_checks.check_descriptor(daemon)
     yield daemon_checks.check_identity(daemon)
     if settings is not None:
@@ -50,6 +51,7 @@ def examine(
     status = daemon.status
     sessions = status.sessions if status and daemon.in_sight else ()
     yield engines.check_hashes(host, sessions, status.namespaces if status else ())
+    yield users.check_engine_users(host, sessions)
     yield engines.check_vllm(engines.vllm_version())
 
 

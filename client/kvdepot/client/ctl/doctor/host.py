@@ -62,6 +62,11 @@ class Host:
         count = proc_text.amount(self.data("/proc/meminfo"), name)
         return None if count is None else count * 1024
 
+    def user_of(self, pid: int) -> int | None:
+        """Return the effective user of a process, or None."""
+        users = (proc_text.labelled(self.data(f"/proc/{pid}/status"), "Uid") or "").split()
+        return int(users[1]) if len(users) > 1 and users[1].isdecimal() else None
+
     def limit(self, process: str, name: str) -> int | float | None:
         """Return the soft limit of a process (a pid, or `self`), named as in /proc/PID/limits, or None."""
         limits = self.data(f"/proc/{process}/limits")
