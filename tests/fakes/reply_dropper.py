@@ -28,6 +28,7 @@ class ReplyDropper(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not sub
     def __init__(self, daemon_socket: Path, *, calls: bool = True) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvp", dir="/tmp"))
         self.socket = self.directory / "p.sock"
+        (self.directory / "p.sock.admin").symlink_to(f"{daemon_socket}.admin")  # operators lose nothing
         self._channel = grpc.insecure_channel(f"unix:{daemon_socket}")
         self._drop: dict[str, tuple[Loss, int]] = {}
         self._lock = threading.Lock()
