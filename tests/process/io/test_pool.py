@@ -82,11 +82,11 @@ def test_every_kind_of_job_is_done(rig: IoRig) -> None:
 @pytest.mark.requirement("T5")
 def test_a_name_that_cannot_be_looked_up_costs_neither_a_worker_nor_the_path(rig: IoRig) -> None:
     (rig.directory / "good").write_bytes(bytes(MIB))
-    (rig.directory / "folder").symlink_to("folder")
+    too_long = "x" * 256
 
     async def run() -> None:
         async with pool_on(rig) as under:
-            answer = await under.ask(StatFiles(("good", "folder/bad", "absent")))
+            answer = await under.ask(StatFiles(("good", too_long, "absent")))
             assert (answer.outcome, answer.lengths) == (IoOutcome.OK, (MIB, UNKNOWN, ABSENT))
             assert under.counts["io_workers.crashed"] == 0
 

@@ -213,7 +213,7 @@ def _rename(job: PublishFile, context: Context) -> list[str]:
     for attempt in range(1, _RENAMES_MAX + 1):
         try:
             with (
-                naming("rename", path),
+                naming("rename", context.files.path(job.temporary), path),
                 context.files.within(job.temporary) as (temporary, aside),
                 context.files.within(job.file) as (name, within),
             ):

@@ -20,14 +20,19 @@ _WRITE_BYTES: Final = 1 << 20
 
 
 @contextlib.contextmanager
-def naming(call: str, path: str | Path) -> Iterator[None]:
-    """Have an OSError of a system call say which call it was, and of which file. The innermost name counts."""
+def naming(call: str, path: str | Path, to: str | Path | None = None) -> Iterator[None]:
+    """Have an OSError of a system call say which call it was, and of which file. The innermost name counts.
+
+    `to`: the second file of a call that is given names relative to folders. Its error has these names alone.
+    """
     try:
         yield
     except OSError as error:
         if _NAMED not in (error.strerror or ""):
             error.strerror = f"{call}{_NAMED}{error.strerror or error}"
-            if error.filename2 is None:  # a rename names both
+            if to is not None:
+                error.filename, error.filename2 = os.fspath(path), os.fspath(to)
+            elif error.filename2 is None:  # a rename names both
                 error.filename = os.fspath(path)
         raise
 

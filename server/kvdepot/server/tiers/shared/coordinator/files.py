@@ -95,7 +95,11 @@ def status_within(root: Path, file: str) -> os.stat_result:
 
 
 def rename_within(root: Path, file: str, new: str) -> None:
-    with naming("rename", root / new), within(root, file) as (name, folder), within(root, new) as (name_then, there):
+    with (
+        naming("rename", root / file, root / new),
+        within(root, file) as (name, folder),
+        within(root, new) as (name_then, there),
+    ):
         os.rename(name, name_then, src_dir_fd=folder, dst_dir_fd=there)
 
 
