@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
@@ -54,6 +55,7 @@ class DirectDepot:
         tables_bytes = ArenaLayout.plan(64 << 20, rows, rows).data_offset
         self.layout = ArenaLayout.plan(tables_bytes + data_bytes, rows, rows)
         self.descriptor = os.memfd_create("depot")
+        weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, self.layout.size_bytes)
         self._map = mmap.mmap(self.descriptor, self.layout.size_bytes)
         self.buffer = memoryview(self._map)

@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import socket
+import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -44,7 +45,10 @@ def silent_max(most: int) -> int:
 
 
 class SpareDescriptors:
-    """Descriptors that are open for nothing, and closed when a listener that has to answer finds none."""
+    """Descriptors that are open for nothing, and closed when a listener that has to answer finds none.
+
+    They go with this object, also where what it was made for could not start.
+    """
 
     def __init__(self, count: int, log: logging.Logger, clock: Callable[[], float]) -> None:
         self._count = count
@@ -52,16 +56,16 @@ class SpareDescriptors:
         self._clock = clock
         self._throttle = LogThrottle(clock)
         self._held: list[int] = []
+        weakref.finalize(self, _close, self._held)
         self._refill_at = clock()
         self.refill()
 
     def give_up(self) -> bool:
         """Close them. False: there was none."""
-        held, self._held = self._held, []
-        for fd in held:
-            os.close(fd)
+        any_held = bool(self._held)
+        _close(self._held)
         self._refill_at = self._clock() + _GIVEN_UP_SECONDS
-        return bool(held)
+        return any_held
 
     def refill(self) -> None:
         """Open those that are missing, as far as there is one. Cheap where none is missing."""
@@ -76,6 +80,11 @@ class SpareDescriptors:
                     "descriptors are scarce: %s; new connections and files may wait; raise LimitNOFILE (or --ulimit"
                     " nofile), or find the process that keeps connections open", error.strerror,
                 )  # fmt: skip
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
 
 
 class Acceptor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import resource
@@ -187,3 +188,13 @@ def test_every_listener_of_the_daemon_is_guarded() -> None:
     servers = [name for name, text in texts.items() if "grpc.aio.server(" in text or "grpc.server(" in text]
     assert sorted(servers) == ["listener.py", "stream_proxy.py"]
     assert all("guards(" in texts[name] for name in servers)
+
+
+def test_spare_descriptors_go_with_their_owner() -> None:
+    """A daemon that cannot start, within a process that lives on, keeps none."""
+    spare = SpareDescriptors(4, LOG, lambda: 0.0)
+    held = spare._held
+    assert len(held) == 4
+    del spare
+    gc.collect()
+    assert not held, "each is closed"
