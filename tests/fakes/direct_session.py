@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import xxhash
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.calls import ChainedAcquire
 from kvdepot.client.copy.base import Arena
@@ -38,6 +37,7 @@ from kvdepot.core.calls import (
 from kvdepot.core.elements import Elements
 from kvdepot.core.errors import EngineIdInUse, StaleEpoch, UnknownNamespace
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import Attached, DepotConfig, ProcessIdentity
 
@@ -113,10 +113,8 @@ class DirectDepot:
     def sum_all(self) -> None:
         """What the checksum worker does when it has time."""
         while (job := self.engine.next_to_sum()) is not None:
-            taken = xxhash.xxh3_128()
-            for offset, length in job.extents:
-                taken.update(self.buffer[offset : offset + length])
-            sum_hi, sum_lo = divmod(taken.intdigest(), 1 << 64)
+            raw_sum = payload_sum(self.buffer[offset : offset + length] for offset, length in job.extents)
+            sum_hi, sum_lo = divmod(raw_sum, 1 << 64)
             self.engine.summed(job.row, job.generation, sum_lo, sum_hi)
 
     def lent(self) -> int:

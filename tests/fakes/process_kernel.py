@@ -72,7 +72,7 @@ class FakeKernel:
     def installed(self) -> Iterator[None]:
         number = processes.process_number
         with (
-            mock.patch.object(processes, "peer_credentials", lambda one: (self._seen_pid(self._peer(one)), 0)),
+            mock.patch.object(processes, "peer_credentials", lambda one: (self._seen_pid(self._peer(one)), 0, 0)),
             mock.patch.object(processes, "pid_namespace", lambda *_: 0),
             mock.patch.object(processes, "peer_pidfd", self._peer_pidfd),
             mock.patch.object(processes, "open_pidfd", self._open_pidfd),

@@ -7,7 +7,6 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-import xxhash
 from kvdepot.client.copy.base import Direction
 from kvdepot.core.arena import (
     EXTENT_COLUMNS,
@@ -19,6 +18,7 @@ from kvdepot.core.arena import (
     checksum,
     generations,
 )
+from kvdepot.core.objectfile import payload_sum
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,8 +57,7 @@ class ArenaMap:
         self.arena_id: int = superblock.arena_id
         self.layout: ArenaLayout = superblock.layout
         self._generations: memoryview | None = generations(self._buffer, self.layout)
-        layout = self.layout
-        self._extents: Table | None = Table(self._buffer, layout.extents_offset, EXTENT_COLUMNS, layout.rows)
+        self._extents: Table | None = Table(self._buffer, self.layout.extents_offset, EXTENT_COLUMNS, self.layout.rows)
         self._populated_bytes = 0
 
     @property
@@ -142,12 +141,9 @@ class ArenaMap:
             if raw_sum is None:
                 known = False
                 continue
-            taken = xxhash.xxh3_128()
-            for offset, length in zip(
-                extents.offsets[first:end].tolist(), extents.lengths[first:end].tolist(), strict=True
-            ):
-                taken.update(buffer[offset : offset + length])
-            if taken.intdigest() != raw_sum:
+            offsets, lengths = extents.offsets[first:end].tolist(), extents.lengths[first:end].tolist()
+            parts = (buffer[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True))
+            if payload_sum(parts) != raw_sum:
                 return False
         return True if known else None
 

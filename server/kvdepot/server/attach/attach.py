@@ -26,7 +26,7 @@ from kvdepot.server.attach.streams import StreamProxies, StreamProxy
 from kvdepot.server.config.schema import ATTACH_SUFFIX
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import AttachmentInfo, Liveness, Owner, ProcessIdentity, Watch
-from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, silent_max
+from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, bound_socket, silent_max
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.rpc.call_socket import CallSocket
@@ -94,16 +94,8 @@ class AttachListener:
         The caller holds the lock of `daemon_socket`, so an old socket file beside it is nobody's.
         """
         path = daemon_socket.with_name(f"{daemon_socket.name}{ATTACH_SUFFIX}")
-        path.unlink(missing_ok=True)
         self._streams.tidy(daemon_socket)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(os.fspath(path))
-            os.chown(path, -1, group_id)
-            path.chmod(mode)
-        except OSError:
-            listener.close()
-            raise
+        listener = bound_socket(path, socket.SOCK_SEQPACKET, mode, group_id)
         self._listeners[path] = Acceptor(
             listener, partial(self._accepted, daemon_socket), name="attach", loop=self._loop, log=self._log,
             throttle=self._refusals, spare=self._spare, pause_seconds=ACCEPT_PAUSE_SECONDS,
@@ -255,7 +247,7 @@ class AttachListener:
 
         If the kernel names no pidfd, only the pid is known, and only the next daemon can prove its death.
         """
-        pid, uid = processes.peer_credentials(peer)
+        pid, uid, _ = processes.peer_credentials(peer)
         try:
             pidfd = processes.peer_pidfd(peer, pid)
         except OSError as error:

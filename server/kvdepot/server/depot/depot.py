@@ -215,11 +215,11 @@ class Depot(Assembly):
     def release(self, call: ReleaseCall) -> None:
         session = self._sessions.of(call.session)
         check_limit("leases of one call", len(call.lease_ids), limits.LEASES_PER_CALL_MAX)
-        unused = frozenset(call.unused)
+        unused, doubted = frozenset(call.unused), frozenset(call.doubted)
         for lease_id in call.lease_ids:
             lease = session.leases.get(lease_id)
             if isinstance(lease, ReadLease):
-                if lease_id in call.doubted:
+                if lease_id in doubted:
                     self._checksums.doubt(self._ram.lent.rows[lease.entries].tolist())
                 self._loads.release(lease, used=lease_id not in unused)
             elif lease is None and lease_id not in session.ended_leases:

@@ -15,6 +15,7 @@ import resource
 import socket
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from kvdepot.server.platform.logs import LogThrottle
@@ -80,6 +81,24 @@ class SpareDescriptors:
                     "descriptors are scarce: %s; new connections and files may wait; raise LimitNOFILE (or --ulimit"
                     " nofile), or find the process that keeps connections open", error.strerror,
                 )  # fmt: skip
+
+
+def bound_socket(path: Path, kind: socket.SocketKind, mode: int, group_id: int) -> socket.socket:
+    """Return a unix socket bound to `path`, with this mode and group (-1: as it is). Raise OSError.
+
+    The caller holds the lock of the path, so an old file there is nobody's. The process's umask keeps other users out
+    until the mode is set.
+    """
+    path.unlink(missing_ok=True)
+    bound = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+    try:
+        bound.bind(os.fspath(path))
+        os.chown(path, -1, group_id)
+        path.chmod(mode)
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def _close(descriptors: list[int]) -> None:

@@ -6,14 +6,12 @@ import array
 import contextlib
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from kvdepot.server.platform.processes import has_ended, open_pidfd
+from kvdepot.server.platform.processes import has_ended, open_pidfd, peer_credentials
 
-_UCRED: Final = struct.Struct("iII")
 _SO_PEERGROUPS: Final = 59
 """Linux 4.13; Python's socket module has no name for it."""
 _GROUPS_BYTES_MAX: Final = 1024
@@ -38,8 +36,7 @@ class Peer:
 
 def peer_of(connection: socket.socket) -> Peer:
     """Return the peer of a connection. Raise OSError if the kernel does not name it."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, gid = _UCRED.unpack(credentials)
+    pid, uid, gid = peer_credentials(connection)
     executable, command = _names(pid)
     return Peer(pid, uid, gid, frozenset((gid, *_groups(connection))), executable, command)
 

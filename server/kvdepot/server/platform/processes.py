@@ -48,10 +48,10 @@ def has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Return (pid, uid) of the peer; pid 0 if it is in a PID namespace that is not visible from here."""
-    pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return pid, uid
+def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Return (pid, uid, gid) of the peer; pid 0 if it is in a PID namespace that is not visible from here."""
+    pid, uid, gid = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid, gid
 
 
 def pid_namespace(pid: int, pidfd: int | None) -> int:

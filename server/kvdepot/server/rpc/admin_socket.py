@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors
+from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, bound_socket
 from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.platform.peers import Peer, peer_of
 
@@ -52,15 +52,7 @@ class AdminSocket:
 
     def listen(self, path: Path, mode: int, group_id: int) -> None:
         """Bind and accept. Raise OSError. The caller holds the lock of the path, so an old file is nobody's."""
-        path.unlink(missing_ok=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(os.fspath(path))
-            os.chown(path, -1, group_id)
-            path.chmod(mode)
-        except OSError:
-            listener.close()
-            raise
+        listener = bound_socket(path, socket.SOCK_STREAM, mode, group_id)
         self._listeners[path] = Acceptor(
             listener, self._accepted, name="admin", loop=self._loop, log=self._log, throttle=self._throttle,
             spare=self._spare,

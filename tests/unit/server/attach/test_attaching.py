@@ -62,7 +62,7 @@ def attached(rig: Rig, streams: Any = _NO_STREAMS, *, stream: bool = False) -> t
 
 def seen_as(monkeypatch: pytest.MonkeyPatch, pid: int, *, ticks: int | None, pidfd: int | None) -> None:
     """What the kernel says of who connects. `ticks`: when it started, None where nobody can tell."""
-    monkeypatch.setattr(processes, "peer_credentials", lambda _: (pid, 0))
+    monkeypatch.setattr(processes, "peer_credentials", lambda _: (pid, 0, 0))
     monkeypatch.setattr(processes, "peer_pidfd", lambda *_: pidfd)
     monkeypatch.setattr(processes, "start_ticks", lambda _: ticks)
 
