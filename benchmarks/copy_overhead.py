@@ -40,8 +40,6 @@ class NullDevice(HostDevice):
 class Memory:
     """Instead of an arena: all of it can be pinned."""
 
-    data_offset = 0
-
     def __init__(self, size_bytes: int) -> None:
         self.buffer = self.pinnable = memoryview(bytearray(size_bytes))
         self.size_bytes = size_bytes

@@ -21,7 +21,7 @@ from kvdepot.client.copy.base import CopyBatch, Direction, object_pieces
 from kvdepot.client.copy.device import Device, DeviceCopier, Way
 from kvdepot.client.copy.pinning import PIECE_BYTES
 from kvdepot.client.extents import parse_extents
-from kvdepot.core.arena import PAGE_BYTES, ArenaLayout, Superblock
+from kvdepot.core.arena import ArenaLayout, Superblock
 
 BLOCKS_IN_OBJECT = 16
 ROWS = 1024
@@ -32,25 +32,25 @@ GENERATION = 2
 def make_arena(size_bytes: int) -> ArenaMap:
     """Return one that has all its pages, in this process too, and room for `size_bytes` of objects."""
     layout = ArenaLayout.plan(size_bytes + (8 << 20), rows=ROWS, lent_rows=ROWS)
-    descriptor = os.memfd_create("arena")
+    tables, data = os.memfd_create("tables"), os.memfd_create("data")
     piece = bytes(PIECE_BYTES)
-    for at in range(0, layout.size_bytes, len(piece)):  # pages that were never written count as holes
-        os.pwrite(descriptor, piece[: layout.size_bytes - at], at)
-    os.pwrite(descriptor, Superblock(1, layout, 1, b"\0" * 16).pack(), 0)
-    arena = ArenaMap(descriptor)
-    population = Population(arena, descriptor)  # which closes the descriptor
+    for at in range(0, layout.data_bytes, len(piece)):  # pages that were never written count as holes
+        os.pwrite(data, piece[: layout.data_bytes - at], at)
+    os.ftruncate(tables, layout.tables_bytes)
+    os.pwrite(tables, Superblock(1, layout, 1, b"\0" * 16).pack(), 0)
+    os.pwrite(tables, np.full(ROWS, GENERATION, "<u8").tobytes(), layout.extents_offset)
+    arena = ArenaMap(data, tables)
+    os.close(tables)
+    population = Population(arena, data)  # which closes the descriptor
     while population.step(PIECE_BYTES) is not None:
         pass
     population.close()
-    np.frombuffer(arena.buffer, dtype="<u8", count=ROWS, offset=PAGE_BYTES)[:] = GENERATION
     return arena
 
 
-def packed_extents(arena: ArenaMap, places: Sequence[int], object_bytes: int) -> bytes:
+def packed_extents(places: Sequence[int], object_bytes: int) -> bytes:
     """Return objects of one size, one extent each, packed. Place 1 begins where place 0 ends."""
-    words = [
-        [i, i, arena.data_offset + place * object_bytes, object_bytes, GENERATION] for i, place in enumerate(places)
-    ]
+    words = [[i, i, place * object_bytes, object_bytes, GENERATION] for i, place in enumerate(places)]
     return np.array(words, dtype="<u8").tobytes()
 
 
@@ -158,7 +158,7 @@ class RatioBench:
         """These blocks of every layer, as objects end to end in the arena."""
         objects = list(range(len(blocks) // BLOCKS_IN_OBJECT))
         sizes = [self.copier.block_bytes(layer) for layer in range(len(self.layers))]
-        packed = packed_extents(self.arena, objects, sum(sizes) * BLOCKS_IN_OBJECT)
+        packed = packed_extents(objects, sum(sizes) * BLOCKS_IN_OBJECT)
         extents = parse_extents(packed, self.arena.size_bytes)
         ids = np.array(blocks, dtype=np.int64).reshape(len(objects), BLOCKS_IN_OBJECT)
         return object_pieces(extents, objects, 0, range(len(self.layers)), sizes, BLOCKS_IN_OBJECT, ids)

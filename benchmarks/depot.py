@@ -38,7 +38,7 @@ class Daemon:
 
     @property
     def arena_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.arena_directory.glob("*.arena"))
+        return sum(path.stat().st_size for path in self.arena_directory.glob("*.arena.data"))
 
 
 @contextlib.contextmanager

@@ -57,8 +57,8 @@ class Index:
         size_bytes = objects * OBJECT_BYTES * 5 // 4 + (1 << 30)  # below the watermark: nothing is evicted
         layout = ArenaLayout.plan(size_bytes, rows=objects + objects // 16)
         descriptor = os.memfd_create("index")
-        os.ftruncate(descriptor, layout.size_bytes)
-        self._map = mmap.mmap(descriptor, layout.size_bytes)
+        os.ftruncate(descriptor, layout.tables_bytes)
+        self._map = mmap.mmap(descriptor, layout.tables_bytes)
         config = DepotConfig(credit_bytes=layout.size_bytes)
         self.engine = Depot(
             ArenaTables(memoryview(self._map), layout),
@@ -68,7 +68,7 @@ class Index:
             random_bytes=random.randbytes,
             config=config,
         )
-        self.engine.ready(layout.size_bytes)
+        self.engine.ready(layout.data_bytes)
         process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
         self.session = self.engine.attach(process, "benchmark", scheduler=True, rank=0, world_size=1).session
         group = GroupSpec(Kind.ATTENTION, CHUNK_TOKENS, rank_block_bytes=(OBJECT_BYTES,), layers=("a",))

@@ -99,7 +99,7 @@ class Daemon:
 
     @property
     def arena(self) -> Path:
-        """The arena's file, by the daemon's own rule."""
+        """The file of the arena's tables, by the daemon's own rule."""
         from kvdepot.server.config.config import embedded
 
         place: dict[str, dict[str, Any]] = {"daemon": {"listen": [self.endpoint]}}
@@ -211,7 +211,7 @@ class Daemon:
         self.kill()
         if self._channel is not None:
             self._channel.close()
-        for file in (arena, arena.with_name(arena.name + ".lock")):
+        for file in (arena, *(arena.with_name(arena.name + suffix) for suffix in (".data", ".lock"))):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.memory, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)

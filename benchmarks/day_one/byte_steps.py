@@ -52,7 +52,7 @@ def copy_layers(context: Context) -> None:
         with copier_on(context.machine, layers, arena, way) as copier:
             total = 4 * sum(copier.block_bytes(number) for number in range(len(layers)))
             try:
-                check_layers(copier, arena, layers, backward_cut(arena.data_offset, total, cut_bytes), chance)
+                check_layers(copier, arena, layers, backward_cut(total, cut_bytes), chance)
             except WrongByteError as error:
                 raise WrongByteError(f"{way}, {name}, fragments of {cut_bytes} bytes: {error}") from error
     context.figure("cases", len(cases), "")

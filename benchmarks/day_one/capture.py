@@ -58,7 +58,7 @@ class _Side:
 
     def copy(self) -> None:
         count = 16
-        held = extents_of([(self.arena.data_offset, count * BLOCK_BYTES)], self.arena.size_bytes)
+        held = extents_of([(0, count * BLOCK_BYTES)], self.arena.size_bytes)
         for direction in Direction:
             pieces = object_pieces(held, [0], 0, [0], [BLOCK_BYTES], count, [range(count)])
             self.copier.copy(self.arena, pieces, direction)

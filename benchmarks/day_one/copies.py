@@ -69,21 +69,21 @@ def extents_of(cut: Cut, arena_bytes: int) -> Extents:
     return parse_extents(np.array(words, dtype="<u8").tobytes(), arena_bytes)
 
 
-def backward_cut(base: int, total: int, cut_bytes: int) -> Cut:
+def backward_cut(total: int, cut_bytes: int) -> Cut:
     """Return fragments of `cut_bytes`, in reverse order in the arena; one fragment with 0."""
     if not cut_bytes:
-        return [(base, total)]
+        return [(0, total)]
     count = -(-total // cut_bytes)
-    return [(base + (count - i) * 8192, min(cut_bytes, total - i * cut_bytes)) for i in range(count)]
+    return [((count - i) * 8192, min(cut_bytes, total - i * cut_bytes)) for i in range(count)]
 
 
-def random_cut(base: int, total: int, most: int, chance: random.Random) -> Cut:
+def random_cut(total: int, most: int, chance: random.Random) -> Cut:
     """Return up to `most` fragments with gaps, in any order in the arena. They lie within twice `total`."""
     ends = sorted({*(chance.randrange(1, total + 1) for _ in range(chance.randrange(most))), total})
     lengths = [int(length) for length in np.diff([0, *ends])]
     order = list(range(len(lengths)))
     chance.shuffle(order)
-    offsets, at = [0] * len(lengths), base
+    offsets, at = [0] * len(lengths), 0
     for number in order:
         at += chance.randrange(1 + total // len(lengths))
         offsets[number] = at
@@ -146,7 +146,7 @@ def check_group(
     drawn = chance.sample(range(blocks), 2 * count)
     source, target = drawn[:count], drawn[count:]
     sizes = [ranks.facts[layer].block_bytes for layer in layers]
-    cut = random_cut(arena.data_offset, sum(sizes) * count, 7, chance)
+    cut = random_cut(sum(sizes) * count, 7, chance)
     held = extents_of(cut, arena.size_bytes)
     for direction, ids in ((Direction.STORE, source), (Direction.LOAD, target)):
         for batch in object_pieces(held, [0], 0, layers, sizes, count, [ids]).split(chance.choice([1 << 16, 1 << 22])):

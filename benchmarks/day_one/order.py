@@ -37,7 +37,7 @@ def order(context: Context) -> None:
 
 def _copy(copier: DeviceCopier, arena: ArenaMap, direction: Direction, blocks: list[int]) -> None:
     size = len(blocks) * BLOCK_BYTES
-    held = extents_of([(arena.data_offset, size)], arena.size_bytes)
+    held = extents_of([(0, size)], arena.size_bytes)
     copier.copy(arena, object_pieces(held, [0], 0, [0], [BLOCK_BYTES], len(blocks), [blocks]), direction)
 
 
@@ -52,7 +52,7 @@ def see_late_writes(
     _copy(copier, arena, Direction.STORE, blocks)
     copier.wait()
     size = len(blocks) * BLOCK_BYTES
-    if bytes(arena.buffer[arena.data_offset : arena.data_offset + size]) != bytes([value]) * size:
+    if bytes(arena.buffer[:size]) != bytes([value]) * size:
         raise WrongByteError(f"{way}: a store did not wait for the engine's writes")
     machine.synchronize()
 
@@ -66,7 +66,7 @@ def spare_late_reads(
     before = [block_bytes_of(layer, block) for block in range(BLOCKS)]
     read = torch.zeros_like(layer)
     machine.synchronize()
-    arena.buffer[arena.data_offset : arena.data_offset + size] = bytes([value]) * size
+    arena.buffer[:size] = bytes([value]) * size
     machine.delay(LATE_SECONDS)
     machine.on_engine(lambda: read.copy_(layer))
     copier.after(copier.mark())

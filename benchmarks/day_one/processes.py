@@ -53,7 +53,7 @@ def processes(context: Context) -> None:
         if stored["digest"] != loaded["digest"]:
             raise WrongByteError("the second engine has not loaded what the first one stored")
         context.note("stored and loaded", stored["digest"][:16])
-        (path,) = node.arena_directory.glob("*.arena")
+        (path,) = node.arena_directory.glob("*.arena.data")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as arena:
             kill(context, endpoint, arena)
 

@@ -92,7 +92,7 @@ class Rank:
 
     def store(self, objects: Sequence[int], arena: ArenaMap) -> StoreOp:
         """Return the operation that stores these objects, each at its own place of an arena of this process."""
-        return self.store_granted(objects, arena.arena_id, self._extents(objects, arena))
+        return self.store_granted(objects, arena.arena_id, self._extents(objects))
 
     def store_granted(self, objects: Sequence[int], arena_id: int, extents: bytes) -> StoreOp:
         """Return the operation that stores them into extents that a daemon has granted."""
@@ -100,7 +100,7 @@ class Rank:
 
     def load(self, objects: Sequence[int], arena: ArenaMap, seconds: float = 60.0) -> LoadOp:
         """Return the operation that loads them into the other half of the blocks."""
-        return self.load_granted(objects, arena.arena_id, self._extents(objects, arena), seconds)
+        return self.load_granted(objects, arena.arena_id, self._extents(objects), seconds)
 
     def load_granted(self, objects: Sequence[int], arena_id: int, extents: bytes, seconds: float = 60.0) -> LoadOp:
         """Return the operation that loads them out of extents that a daemon has granted."""
@@ -155,8 +155,8 @@ class Rank:
             for index, number in enumerate(objects)
         )
 
-    def _extents(self, objects: Sequence[int], arena: ArenaMap) -> bytes:
-        return packed_extents(arena, objects, OBJECT_BYTES)
+    def _extents(self, objects: Sequence[int]) -> bytes:
+        return packed_extents(objects, OBJECT_BYTES)
 
 
 def block_ids(number: int) -> tuple[int, ...]:

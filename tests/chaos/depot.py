@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 import grpc
-from kvdepot.core.arena import PAGE_BYTES, Superblock
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.core.units import parse_size_bytes
 from kvdepot.server.io.jobs import Part
@@ -309,10 +308,10 @@ class Depot:
 
     def flip_arena(self, rng: random.Random, count: int) -> None:
         """Flip bits anywhere in the payloads. The daemon does not run, and nobody reads or writes any."""
-        with self.daemon.arena.open("r+b") as file:
-            layout = Superblock.unpack(file.read(PAGE_BYTES)).layout
+        with self.daemon.data.open("r+b") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
             for _ in range(count):
-                at = rng.randrange(layout.data_offset, layout.size_bytes)
+                at = rng.randrange(size_bytes)
                 (found,) = os.pread(file.fileno(), 1, at)
                 os.pwrite(file.fileno(), bytes([found ^ 1 << rng.randrange(8)]), at)
 

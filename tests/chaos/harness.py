@@ -23,6 +23,7 @@ from tests.chaos.messages import Command
 from tests.chaos.models import FLEETS
 from tests.chaos.plan import Phase, phases
 from tests.chaos.watch import Watch, accounts, contents, degraded, owed
+from tests.rigs.daemon_process import ARENA_FILES
 from tests.rigs.patience import patience
 
 DRAIN_SECONDS: Final = 60.0
@@ -305,9 +306,8 @@ class Harness:
         shunned = failed and lies[0] == tier.objects and 0 < tier.used_bytes - lies[1] <= tier.capacity_bytes / 64
         if lies != (tier.objects, tier.used_bytes) and not damaged and not fewer and not shunned:
             raise ViolationError(f"I4: {lies} objects and bytes on the medium, {tier} before the stop")
-        left = [path.name for path in depot.daemon.arena_directory.iterdir()]
-        if sorted(name.rpartition(".")[2] for name in left) != ["arena", "lock"]:
-            raise ViolationError(f"T7: left in memory: {left}")
+        if depot.daemon.arena_files != ARENA_FILES:
+            raise ViolationError(f"T7: left in memory: {depot.daemon.arena_files}")
         self._event(f"stopped; on the medium {lies[0]} objects, whole but for {dict(damaged) or 'nothing'}")
 
     # --- what is said

@@ -90,7 +90,7 @@ class Rank:
         if self._plant and self._rng.random() < 0.05:
             group, ids = op.objects[0].blocks[0]
             self._of_group(group)[0][ids[0], 0] ^= 1
-        extents = parse_extents(op.extents, arena.layout.size_bytes)
+        extents = parse_extents(op.extents, arena.size_bytes)
         rows, granted = extents.granted(placed.index for placed in op.objects)
         if not arena.check(rows, granted):
             return False, "not granted any more"
@@ -104,7 +104,7 @@ class Rank:
         arena = self._arena(op.arena_id)
         if arena is None:
             return False, "another arena"
-        extents = parse_extents(op.extents, arena.layout.size_bytes)
+        extents = parse_extents(op.extents, arena.size_bytes)
         rows, granted = extents.granted(placed.index for placed in op.objects)
         if not arena.check(rows, granted):
             return False, "generation"

@@ -54,8 +54,9 @@ def test_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) -> 
 
 @pytest.mark.requirement("T1")
 def test_the_arena_is_populated_and_counted(daemon: DaemonProcess) -> None:
-    found = daemon.arena.stat()
-    assert found.st_blocks * 512 == found.st_size < CAPACITY_BYTES
+    for path in (daemon.arena, daemon.data):
+        found = path.stat()
+        assert found.st_blocks * 512 == found.st_size < CAPACITY_BYTES
     assert status_of(daemon.socket).tiers[0].capacity_bytes == CAPACITY_BYTES
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.core.arena import PAGE_BYTES, Superblock
+from kvdepot.core.arena import PAGE_BYTES
 from kvdepot.core.calls import ReserveOutcome
 
-from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.daemon_process import ARENA_FILES, DaemonProcess
 from tests.rigs.engine_process import EngineProcess
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
@@ -108,7 +108,7 @@ def test_a_bit_flipped_while_no_daemon_ran_is_a_miss_and_counted(daemon: DaemonP
         engine.store(keys)
         _wait_summed(engine, 5)
     assert daemon.stop() == 0
-    _flip_a_bit_of(daemon.arena, payload_of(keys[chunk])[:4096])
+    _flip_a_bit_of(daemon.data, payload_of(keys[chunk])[:4096])
     daemon.start()
     _wait_verified(daemon)
     with RawEngine(daemon.socket) as again:
@@ -119,11 +119,9 @@ def test_a_bit_flipped_while_no_daemon_ran_is_a_miss_and_counted(daemon: DaemonP
         assert again.counter("corrupt_objects") >= 1
 
 
-def _flip_a_bit_of(arena: Path, page: bytes) -> None:
+def _flip_a_bit_of(data: Path, page: bytes) -> None:
     """In the last byte of the first page of the object that starts with these bytes."""
-    with arena.open("r+b") as file:
-        start = Superblock.unpack(file.read(PAGE_BYTES)).layout.data_offset
-        file.seek(start)
+    with data.open("r+b") as file:
         while (found := file.read(PAGE_BYTES)) != page:
             assert found, "the object is not in the arena"
         file.seek(-1, os.SEEK_CUR)
@@ -205,7 +203,7 @@ def test_a_stopped_process_keeps_its_extents_beyond_every_deadline() -> None:
 
 def _fill_and_check_untouched(daemon: DaemonProcess, holder: EngineProcess, *, ask: bool = True) -> None:
     """Store far more than the arena holds; no grant may touch what the other process was lent."""
-    arena_bytes = daemon.arena.stat().st_size
+    arena_bytes = daemon.data.stat().st_size
     granted = 0
     with RawEngine(daemon.socket, "filler") as filler:
         for number in range(2 * arena_bytes // (64 * OBJECT_BYTES)):
@@ -241,7 +239,7 @@ def test_an_engine_killed_in_a_store_leaves_nothing(daemon: DaemonProcess) -> No
     status = status_of(daemon.socket)
     assert not status.sessions
     assert not status.tiers[0].used_bytes
-    assert sorted(path.suffix for path in daemon.arena_directory.iterdir()) == [".arena", ".lock"]
+    assert daemon.arena_files == ARENA_FILES
     with RawEngine(daemon.socket, "next") as engine:
         assert engine.locate(keys_of("never stored", 8)) == 0
         engine.store(keys_of("never stored", 8))
@@ -269,7 +267,7 @@ def test_another_capacity_waits_for_the_living(daemon: DaemonProcess) -> None:
         assert "ram.capacity" in refused.stderr
         assert f"pid {writer.process.pid}" in refused.stderr
         assert writer.ask("check") == "same"
-    size_before = daemon.arena.stat().st_size
+    size_before = daemon.data.stat().st_size
     daemon.start(options=("--ram", "512MiB"))
-    assert daemon.arena.stat().st_size > size_before
+    assert daemon.data.stat().st_size > size_before
     assert "recreated (its size changes" in daemon.log

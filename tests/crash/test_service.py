@@ -79,12 +79,12 @@ def test_ram_is_kept_over_restarts_though_its_name_is_removed(daemon: DaemonProc
     engine.store(keys)
     wait_until(lambda: engine.counter("checksummed_objects") == len(keys), "the sums", 60)
     for run, end in enumerate((daemon.stop, daemon.kill), 2):
-        for path in daemon.arena_directory.iterdir():  # the arena and its lock
+        for path in daemon.arena_directory.iterdir():  # the arena, its data and its lock
             path.unlink()
         end()
         engine.close()
         supervisor.hear()
-        assert [name for name, _ in supervisor.store] == ["arena"]
+        assert [name for name, _ in supervisor.store] == ["arena", "arena-data"]
         supervisor.restart(daemon)
         assert "adopted (its name was removed)" in daemon.log
         engine = RawEngine(daemon.socket)

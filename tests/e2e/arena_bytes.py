@@ -23,9 +23,13 @@ class StoredObject:
     length_bytes: int
 
 
+def data_of(arena: Path) -> Path:
+    return arena.with_name(f"{arena.name}.data")
+
+
 @contextmanager
-def mapped(arena: Path) -> Iterator[mmap.mmap]:
-    with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+def mapped(path: Path) -> Iterator[mmap.mmap]:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         yield memory
 
 
@@ -33,7 +37,7 @@ def committed(arena: Path) -> set[StoredObject]:
     with mapped(arena) as memory:
         # A copy of the tables: views would keep the mapping from closing.
         layout = Superblock.unpack(memory[:PAGE_BYTES]).layout
-        table = ArenaTables(memoryview(memory[: layout.data_offset]), layout).extents
+        table = ArenaTables(memoryview(memory[: layout.tables_bytes]), layout).extents
         rows = np.flatnonzero(table["state"] == RowState.COMMITTED)
         return {
             StoredObject(
@@ -48,13 +52,13 @@ def committed(arena: Path) -> set[StoredObject]:
 
 def read(arena: Path, stored: StoredObject) -> bytes:
     """The bytes of an object that lies in one piece."""
-    with mapped(arena) as memory:
+    with mapped(data_of(arena)) as memory:
         return memory[stored.offset : stored.offset + stored.length_bytes]
 
 
 def damage(arena: Path, stored: StoredObject) -> None:
     """Turn an object's bytes around: every value stays a plausible one, none stays in its place."""
-    with mapped(arena) as memory:
+    with mapped(data_of(arena)) as memory:
         end = stored.offset + stored.length_bytes
         words = np.frombuffer(memory[stored.offset : end], dtype=np.uint32)
         memory[stored.offset : end] = words[::-1].tobytes()

@@ -68,16 +68,16 @@ class AttachRelay:
             request = pb.AttachRequest.FromString(client.recv(8192))
             request.calls = request.calls and self._calls
             daemon.send(request.SerializeToString())
-            answer, descriptors, _, _ = socket.recv_fds(daemon, 8192, 2)
-            if len(descriptors) == 2:
+            answer, descriptors, _, _ = socket.recv_fds(daemon, 8192, 3)
+            if request.calls:
                 ours, theirs = socket.socketpair()
-                upstream = socket.socket(fileno=descriptors[1])
+                upstream = socket.socket(fileno=descriptors.pop())
                 with theirs:
-                    socket.send_fds(client, [answer], [descriptors[0], theirs.fileno()])
+                    socket.send_fds(client, [answer], [*descriptors, theirs.fileno()])
                 self._begin(self._relay, ours, upstream)
             else:
                 socket.send_fds(client, [answer], descriptors)
-            for descriptor in descriptors[:1]:
+            for descriptor in descriptors:
                 os.close(descriptor)
             self._hold(client, daemon)
 

@@ -21,7 +21,7 @@ from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.calls import ChainedAcquire
 from kvdepot.client.copy.base import Arena
 from kvdepot.client.failures import CallFailure, FailureReason
-from kvdepot.core.arena import ArenaLayout, ArenaTables, Superblock
+from kvdepot.core.arena import ArenaLayout, ArenaTables
 from kvdepot.core.calls import (
     AbandonCall,
     AcquireCall,
@@ -41,6 +41,7 @@ from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import Attached, DepotConfig, ProcessIdentity
 
+from tests.rigs.memory_arena import arena_files
 from tests.rigs.stream_rig import Proxy
 
 ARENA_ID = 77
@@ -52,16 +53,14 @@ class DirectDepot:
     """One arena and one engine over it, for any number of sessions."""
 
     def __init__(self, data_bytes: int = 8 << 20, rows: int = 4096, **config: Any) -> None:
-        tables_bytes = ArenaLayout.plan(64 << 20, rows, rows).data_offset
+        tables_bytes = ArenaLayout.plan(64 << 20, rows, rows).tables_bytes
         self.layout = ArenaLayout.plan(tables_bytes + data_bytes, rows, rows)
-        self.descriptor = os.memfd_create("depot")
-        weakref.finalize(self, os.close, self.descriptor)
-        os.ftruncate(self.descriptor, self.layout.size_bytes)
-        self._map = mmap.mmap(self.descriptor, self.layout.size_bytes)
-        self.buffer = memoryview(self._map)
-        page = Superblock(ARENA_ID, self.layout, 1, BOOT).pack()
-        self.buffer[: len(page)] = page
-        self.tables = ArenaTables(self.buffer, self.layout)
+        self.arena_fds = arena_files(self.layout, ARENA_ID)
+        tables_fd, data_fd = self.arena_fds
+        for descriptor in self.arena_fds:
+            weakref.finalize(self, os.close, descriptor)
+        self.buffer = memoryview(mmap.mmap(data_fd, self.layout.data_bytes))
+        self.tables = ArenaTables(memoryview(mmap.mmap(tables_fd, self.layout.tables_bytes)), self.layout)
         self.now = 0.0
         self.engine = Depot(
             self.tables,
@@ -71,7 +70,7 @@ class DirectDepot:
             random_bytes=Random(1).randbytes,
             config=DepotConfig(**({"credit_bytes": 1 << 30, "high_watermark": 1.0} | config)),
         )
-        self.engine.ready(self.layout.size_bytes)
+        self.engine.ready(self.layout.data_bytes)
         self._present = True
         self.attachments = 1  # of each session
         self.held: set[type] = set()  # replies of these calls wait for `let_go`
@@ -91,7 +90,8 @@ class DirectDepot:
         self._present = present
 
     def arena(self) -> ArenaMap:
-        return ArenaMap(self.descriptor)
+        tables_fd, data_fd = self.arena_fds
+        return ArenaMap(data_fd, tables_fd)
 
     def attach(self, engine_id: str, world_size: int) -> list[Attached]:
         """Each rank's, the first one the scheduler's too. Those of an engine that is known are the same processes."""
@@ -108,7 +108,7 @@ class DirectDepot:
 
     def proxy(self, attached: Attached) -> Proxy:
         """As a rank gets that cannot map the arena."""
-        return Proxy(self.descriptor, ARENA_ID, self.layout.size_bytes, attached.attachment, attached.session)
+        return Proxy(self.arena_fds, ARENA_ID, self.layout.data_bytes, attached.attachment, attached.session)
 
     def sum_all(self) -> None:
         """What the checksum worker does when it has time."""

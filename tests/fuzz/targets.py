@@ -193,12 +193,11 @@ def data_request(data: bytes) -> None:
     with contextlib.suppress(DecodeError, KvDepotError):
         message.ParseFromString(data[1:])
         decode_call(message)
-    arena = bytearray(_DATA_ARENA)
-    extents = LentExtents(memoryview(arena), ArenaTables(memoryview(arena), _DATA_LAYOUT), session=3)
+    arena = bytearray(_DATA_LAYOUT.data_bytes)
+    extents = LentExtents(memoryview(arena), ArenaTables(memoryview(_DATA_TABLES), _DATA_LAYOUT), session=3)
     words = data[1 : 1 + len(data[1:]) // 40 * 40]
-    offset = _DATA_LAYOUT.data_offset
     # As it is, and with rows, offsets and lengths that nearly are those that are lent.
-    near = struct.pack("<5Q", 0, *_near(data, (1, offset + PAGE_BYTES, 100, 7)))
+    near = struct.pack("<5Q", 0, *_near(data, (1, PAGE_BYTES, 100, 7)))
     for packed in (words, near):
         with contextlib.suppress(KvDepotError):
             assert len(b"".join(extents.to_read(packed).pieces(16))) <= len(packed) // 40 * 100
@@ -206,8 +205,8 @@ def data_request(data: bytes) -> None:
             writing = extents.to_write(packed)
             writing.write(b"w" * min(writing.length, 1000))
             writing.finish()
-    arena[offset + PAGE_BYTES : offset + PAGE_BYTES + 100] = bytes(100)
-    assert arena == _DATA_ARENA
+    arena[PAGE_BYTES : PAGE_BYTES + 100] = bytes(100)
+    assert not any(arena)
 
 
 def _near(data: bytes, wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -216,21 +215,21 @@ def _near(data: bytes, wanted: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(value + (off % 5) - 2, 0) if off else value for value, off in zip(wanted, offs, strict=True))
 
 
-def _data_arena() -> bytes:
+def _data_tables() -> bytes:
     """Row 0 is lent for reading and row 1 for writing to session 3; 100 bytes each, of zeros."""
-    arena = bytearray(_DATA_LAYOUT.size_bytes)
-    tables = ArenaTables(memoryview(arena), _DATA_LAYOUT)
+    mapped = bytearray(_DATA_LAYOUT.tables_bytes)
+    tables = ArenaTables(memoryview(mapped), _DATA_LAYOUT)
     for row, (state, mode) in enumerate(((RowState.COMMITTED, LentMode.READ), (RowState.RESERVED, LentMode.WRITE))):
-        values = {"generation": 6 + row, "offset": _DATA_LAYOUT.data_offset + row * PAGE_BYTES, "length": 100}
+        values = {"generation": 6 + row, "offset": row * PAGE_BYTES, "length": 100}
         for column, value in (values | {"state": state, "next": NO_ROW}).items():
             tables.extents[column][row] = value
         for column, value in {"row": row, "session": 3, "mode": mode}.items():
             tables.lent[column][row] = value
-    return bytes(arena)
+    return bytes(mapped)
 
 
-_DATA_LAYOUT = ArenaLayout.plan(ArenaLayout.plan(64 << 20, 8, 8).data_offset + 2 * PAGE_BYTES, 8, 8)
-_DATA_ARENA = _data_arena()
+_DATA_LAYOUT = ArenaLayout.plan(ArenaLayout.plan(64 << 20, 8, 8).tables_bytes + 2 * PAGE_BYTES, 8, 8)
+_DATA_TABLES = _data_tables()
 
 
 def call_frames(data: bytes) -> None:

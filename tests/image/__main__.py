@@ -129,7 +129,7 @@ def serve(name: str, folder: Path) -> None:
         assert process.wait(30) == 0, process.stderr and process.stderr.read()
     finally:
         process.kill()
-    assert [path.suffix for path in sorted((folder / "arena").iterdir())] == [".arena", ".lock"]
+    assert [path.suffix for path in sorted((folder / "arena").iterdir())] == [".arena", ".data", ".lock"]
 
 
 def main() -> int:

@@ -204,7 +204,7 @@ class LongLife:
     def _slots(self) -> int:
         with self._daemon.arena.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
             layout = Superblock.unpack(mapped[:4096]).layout
-            return int(ArenaTables(memoryview(mapped[: layout.data_offset]), layout).attachments["used"].sum())
+            return int(ArenaTables(memoryview(mapped[: layout.tables_bytes]), layout).attachments["used"].sum())
 
 
 def trouble(samples: list[Sample]) -> list[str]:

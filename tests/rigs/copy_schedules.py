@@ -40,7 +40,7 @@ from kvdepot.core.groups import GroupSpec
 from tests.fakes.call_orders import DRAFT_FORWARD, FORWARD, ORDERS
 from tests.fakes.race_rank import RaceCopier, RaceRank, RaceTimeline
 from tests.rigs.interleaving import Interleaving
-from tests.rigs.memory_arena import make_arena
+from tests.rigs.memory_arena import granted, make_arena
 from tests.rigs.races import Cell, Queues, Races
 
 ACTORS: Final = ("the engine", "the copying thread", "the daemon", "the engine's queue", "stores", "loads")
@@ -76,7 +76,7 @@ class World:
         self._descriptors = [descriptor for _, descriptor in made]
         for arena in self.arenas:
             arena.populated(arena.size_bytes)
-        self.places = [slot_places(slot, self.arenas[0].layout.data_offset) for slot in range(SLOTS)]
+        self.places = [slot_places(slot) for slot in range(SLOTS)]
         for module in (device_module, indexed, pinning):
             monkeypatch.setattr(module, "PIECE_BYTES", PIECE_BYTES)
         monkeypatch.setattr(device_module, "BATCH_RUN_BYTES", 2 * BLOCK_BYTES)
@@ -97,9 +97,9 @@ class World:
         self._monkeypatch.setattr(copy_thread, "deque", queues)
 
 
-def slot_places(slot: int, begin: int) -> Fragments:
+def slot_places(slot: int) -> Fragments:
     """Where an object lies: across the end of a pinned piece, in fragments that split a block, or neither."""
-    border = (begin // PIECE_BYTES + 1 + slot // 3) * PIECE_BYTES
+    border = (1 + slot // 3) * PIECE_BYTES
     if slot % 3 == 0:
         return ((border - OBJECT_BYTES // 2, OBJECT_BYTES),)
     if slot % 3 == 1:
@@ -143,11 +143,10 @@ class Depot:
         self.free = list(range(SLOTS))
         self.objects: list[int] = []
         self.leases: Counter[int] = Counter()
-        self._generations = [
-            np.frombuffer(arena.buffer, dtype="<u8", count=SLOTS, offset=4096) for arena in self._arenas
-        ]
+        self._generations = [granted(arena) for arena in self._arenas]
         for column in self._generations:
-            column[:] = 2
+            for slot in range(SLOTS):
+                column[slot] = 2
         bases = [address_of(arena.buffer) for arena in self._arenas]
         self._cells = [
             [schedule.device.cells((base + offset, length) for offset, length in places) for places in self._places]

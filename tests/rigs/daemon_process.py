@@ -16,6 +16,8 @@ from typing import Final, Protocol, Self
 from tests.rigs import forked_program
 from tests.rigs.patience import Deadline, patient
 
+ARENA_FILES: Final = ("arena", "arena.data", "arena.lock")
+"""What a daemon without a state file of its own has in `arena_directory`, without the part before the first dot."""
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
 _MEMORY = Path("/dev/shm")
@@ -85,9 +87,19 @@ class DaemonProcess:
         return self.log_path.read_text() if self.log_path.exists() else ""
 
     @property
+    def data(self) -> Path:
+        (path,) = self.arena_directory.glob("*.arena.data")
+        return path
+
+    @property
     def arena(self) -> Path:
         (path,) = self.arena_directory.glob("*.arena")
         return path
+
+    @property
+    def arena_files(self) -> tuple[str, ...]:
+        """To compare with ARENA_FILES."""
+        return tuple(sorted(path.name.partition(".")[2] for path in self.arena_directory.iterdir()))
 
     @property
     def metrics(self) -> str:

@@ -108,9 +108,10 @@ class Rig:
         audit_share: float = RAM_SHARE_MAX,
         **config: object,
     ) -> None:
-        tables_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).data_offset
+        tables_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).tables_bytes
         self.layout = ArenaLayout.plan(tables_bytes + data_pages * 4096, rows, lent_rows)
-        self.buffer = memoryview(bytearray(self.layout.size_bytes))
+        self.buffer = memoryview(bytearray(self.layout.data_bytes))
+        self.tables = memoryview(bytearray(self.layout.tables_bytes))
         self.now = 100.0
         self.run = 0
         self.dead: set[int] = set()
@@ -136,7 +137,7 @@ class Rig:
     def start(self) -> None:
         self.run += 1
         self.depot = Depot(
-            ArenaTables(self.buffer, self.layout),
+            ArenaTables(self.tables, self.layout),
             arena_id=ARENA_ID,
             run=self.run,
             clock=lambda: self.now,
@@ -150,8 +151,13 @@ class Rig:
         self.report = self.depot.adopt(self.liveness)
         self.ready_bytes_after_adoption = self.depot.status().tier.ready_bytes
         if self.populated_at_start:
-            self.depot.ready(self.layout.size_bytes)
+            self.depot.ready(self.layout.data_bytes)
         self.depot.start_tiers()
+
+    def wipe(self) -> None:
+        """Forget the arena, as a reboot does."""
+        self.buffer[:] = bytes(len(self.buffer))
+        self.tables[:] = bytes(len(self.tables))
 
     def _tiers(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
         tiers: list[tuple[Tier, TierConfig]] = []

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from kvdepot.core.arena import PAGE_BYTES, Superblock, generations
 from kvdepot.core.calls import (
     ROOT_KEY,
     AcquireCall,
@@ -104,8 +103,6 @@ class KnownEngine(RawEngine):
     def __init__(self, grpc_socket: Path, spec: NamespaceSpec, seed: int = 0) -> None:
         super().__init__(grpc_socket, spec.label, spec=spec)
         self._seed = seed
-        layout = Superblock.unpack(self.arena[:PAGE_BYTES]).layout
-        self._generations = generations(memoryview(self.arena), layout)
         declare = encode(DeclareCall(self.session, ()))  # what a former connection held is over
         self.stub.Declare(declare, timeout=CALL_SECONDS)
 
@@ -171,7 +168,7 @@ class KnownEngine(RawEngine):
             known = objects[index]
             same = np.array_equal(view, content(known, self._length(known))[piece : piece + len(view)])
             row, generation = granted
-            if not same and self._generations[row] == generation:
+            if not same and self.generations[row] == generation:
                 raise WrongBytesError(f"{known} at byte {piece} of {self._length(known)}")
             seen[index] += len(view)
         short = {objects[index] for index, length in seen.items() if length != self._length(objects[index])}

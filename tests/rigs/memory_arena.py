@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from kvdepot.client.arena_map import ArenaMap
-from kvdepot.core.arena import ArenaLayout, Superblock
+from kvdepot.core.arena import ArenaLayout, Superblock, generations
 
 ARENA_BYTES: Final = 16 << 20
+_granted: WeakKeyDictionary[ArenaMap, memoryview] = WeakKeyDictionary()
 
 
 def make_arena(size_bytes: int = ARENA_BYTES, arena_id: int = 7) -> tuple[ArenaMap, int]:
-    layout = ArenaLayout.plan(size_bytes, rows=1024, lent_rows=1024)
-    descriptor = os.memfd_create("arena")
-    os.ftruncate(descriptor, layout.size_bytes)
-    os.pwrite(descriptor, Superblock(arena_id, layout, 1, b"\0" * 16).pack(), 0)
-    return ArenaMap(descriptor), descriptor
+    """Return an arena whose data has `size_bytes`, and the descriptor of the data."""
+    rows = 1024
+    layout = ArenaLayout.plan(ArenaLayout.plan(64 << 20, rows, rows).tables_bytes + size_bytes, rows, rows)
+    tables, data = arena_files(layout, arena_id)
+    made = ArenaMap(data, tables)
+    _granted[made] = generations(memoryview(mmap.mmap(tables, layout.tables_bytes)), layout)
+    os.close(tables)
+    return made, data
+
+
+def granted(arena: ArenaMap) -> memoryview:
+    """Return the generations of an arena of `make_arena`, writable, as the daemon has them."""
+    return _granted[arena]
+
+
+def arena_files(layout: ArenaLayout, arena_id: int) -> tuple[int, int]:
+    """Return descriptors of the tables, which have a superblock, and of the data."""
+    tables, data = os.memfd_create("tables"), os.memfd_create("data")
+    os.ftruncate(tables, layout.tables_bytes)
+    os.ftruncate(data, layout.data_bytes)
+    os.pwrite(tables, Superblock(arena_id, layout, 1, b"\0" * 16).pack(), 0)
+    return tables, data

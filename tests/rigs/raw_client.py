@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import grpc
+from kvdepot.core.arena import PAGE_BYTES, Superblock, generations
 from kvdepot.core.calls import (
     ROOT_KEY,
     AbandonCall,
@@ -79,7 +80,7 @@ def attach_socket(path: Path) -> socket.socket:
 def exchange(connection: socket.socket, datagram: bytes) -> tuple[AttachReply, list[int]]:
     """Send one datagram, return the answer and the descriptors that came with it."""
     connection.send(datagram)
-    answer, ancillary, _, _ = connection.recvmsg(8192, socket.CMSG_SPACE(4))
+    answer, ancillary, _, _ = connection.recvmsg(8192, socket.CMSG_SPACE(12))
     if not answer:
         raise ConnectionResetError("the daemon has closed the connection")
     descriptors = array.array("i")
@@ -101,9 +102,13 @@ class RawEngine:
         call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=world_size)
         self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
         assert self.reply.protocol == 1, self.reply.error
-        (descriptor,) = descriptors
-        self.arena = mmap.mmap(descriptor, self.reply.arena_bytes)
-        os.close(descriptor)
+        data, tables = descriptors
+        self.arena = mmap.mmap(data, self.reply.arena_bytes)
+        layout = Superblock.unpack(os.pread(tables, PAGE_BYTES, 0)).layout
+        mapped = mmap.mmap(tables, layout.tables_bytes, prot=mmap.PROT_READ)
+        self.generations = generations(memoryview(mapped), layout)
+        os.close(data)
+        os.close(tables)
         self.session = self.reply.session
         self.channel = grpc.insecure_channel(f"unix:{grpc_socket}")
         self.stub = pb_grpc.DepotStub(self.channel)  # type: ignore[no-untyped-call]

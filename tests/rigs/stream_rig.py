@@ -23,13 +23,15 @@ _numbers = itertools.count()
 class Proxy:
     """`arena` is the client's end. `attachment` is a slot of the arena's attachment table."""
 
-    def __init__(self, arena_fd: int, arena_id: int, size_bytes: int, attachment: int, session: bytes) -> None:
+    def __init__(
+        self, arena_fds: tuple[int, int], arena_id: int, size_bytes: int, attachment: int, session: bytes
+    ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))
         self.path = self.directory / f"d.sock.stream-{next(_numbers)}"
         self.process, lifeline, self._pidfd = spawn(
             "kvdepot.server.io.stream_proxy",
-            lambda socket_fd: (arena_fd, socket_fd, os.getpid(), 0o600, -1, self.path),
-            (arena_fd,),
+            lambda socket_fd: (*arena_fds, socket_fd, os.getpid(), 0o600, -1, self.path),
+            arena_fds,
         )
         lifeline.send(OPENING.pack(Opening(attachment, session)))
         assert select.select([lifeline], [], [], 30)[0], "the proxy does not start"

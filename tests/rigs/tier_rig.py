@@ -48,7 +48,7 @@ def on_tier_only(rig: Rig, keys: list[bytes], fill: int = 7) -> Client:
 
 def reboot(rig: Rig) -> None:
     """The arena is gone, the medium is not."""
-    rig.buffer[:] = bytes(len(rig.buffer))
+    rig.wipe()
     rig.start()
 
 

@@ -152,11 +152,11 @@ class AttachWorld:
 
     def _listen(self) -> None:
         proxies = StreamProxies(
-            arena_fd=-1, count_max=4, mode=0o600, group_id=-1, loop=self.loop, log=_LOG
+            arena_fds=(-1, -1), count_max=4, mode=0o600, group_id=-1, loop=self.loop, log=_LOG
         )  # fmt: skip
         self.listener = AttachListener(
             depot=self.rig.depot, calls=_NO_CALLS, streams=proxies, loop=self.loop, log=_LOG, boot_id=BOOT,
-            offer=ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR)),
+            offer=ArenaOffer(1, 4096, "1", lambda: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY))),
         )  # fmt: skip
         self.listener.listen(self.directory / "d", 0o600, -1)
         self.listener.watch_adopted()

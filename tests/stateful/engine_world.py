@@ -523,7 +523,7 @@ class World:
         for who in list(self.engines):
             self.rig.dead.add(self.engines[who].pid)
             self.engines[who] = self._born(self.engines[who].spec)
-        self.rig.buffer[:] = bytes(len(self.rig.buffer))
+        self.rig.wipe()
         self.rig.run = 0
         self.rig.crash()
         self.contradicted = 0

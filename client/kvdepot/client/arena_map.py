@@ -1,4 +1,4 @@
-"""The arena as this process sees it: one shared mapping, read and written by the copiers."""
+"""The arena as this process sees it: the data, read and written by the copiers, and the tables, only read."""
 
 from __future__ import annotations
 
@@ -43,37 +43,32 @@ class ArenaMap:
     reads, and never faults.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        """Map `descriptor` (not taken over: the caller closes it).
+    def __init__(self, data: int, tables: int) -> None:
+        """Map the files of two descriptors (not taken over: the caller closes them).
 
         Raises ArenaFormatError (not an arena, or another format) or OSError (cannot be mapped).
         """
-        page = os.pread(descriptor, PAGE_BYTES, 0)
-        superblock = Superblock.unpack(page)
-        if os.fstat(descriptor).st_size < superblock.layout.size_bytes:
-            raise ArenaFormatError(f"superblock: {superblock.layout.size_bytes} bytes, the file is shorter")
-        self._map: mmap.mmap | None = mmap.mmap(descriptor, superblock.layout.size_bytes, mmap.MAP_SHARED)
+        superblock = Superblock.unpack(os.pread(tables, PAGE_BYTES, 0))
+        self.layout: ArenaLayout = superblock.layout
+        self.size_bytes: int = self.layout.data_bytes  # of the data
+        for descriptor, size_bytes in ((tables, self.layout.tables_bytes), (data, self.size_bytes)):
+            if os.fstat(descriptor).st_size < size_bytes:
+                raise ArenaFormatError(f"superblock: {size_bytes} bytes, the file is shorter")
+        mapped = mmap.mmap(tables, self.layout.tables_bytes, access=mmap.ACCESS_READ)
+        self._map: mmap.mmap | None = mmap.mmap(data, self.size_bytes, mmap.MAP_SHARED)
         self._buffer: memoryview | None = memoryview(self._map)
         self.arena_id: int = superblock.arena_id
-        self.layout: ArenaLayout = superblock.layout
-        self._generations: memoryview | None = generations(self._buffer, self.layout)
-        self._extents: Table | None = Table(self._buffer, self.layout.extents_offset, EXTENT_COLUMNS, self.layout.rows)
+        tables_view = memoryview(mapped)
+        self._generations: memoryview | None = generations(tables_view, self.layout)
+        self._extents: Table | None = Table(tables_view, self.layout.extents_offset, EXTENT_COLUMNS, self.layout.rows)
         self._populated_bytes = 0
 
     @property
     def buffer(self) -> memoryview:
-        """All bytes of the arena, writable. Raises ValueError after `close`."""
+        """All bytes of the data, writable. Raises ValueError after `close`."""
         if self._buffer is None:
             raise ValueError("this arena mapping was closed")
         return self._buffer
-
-    @property
-    def data_offset(self) -> int:
-        return self.layout.data_offset
-
-    @property
-    def size_bytes(self) -> int:
-        return self.layout.size_bytes
 
     @property
     def pinnable(self) -> memoryview:
@@ -163,7 +158,7 @@ class Population:
     """
 
     def __init__(self, arena: ArenaMap, descriptor: int) -> None:
-        """Take over `descriptor`, of the arena's file."""
+        """Take over `descriptor`, of the data."""
         self._arena = arena
         self._descriptor = descriptor
         self._at_bytes = 0
@@ -173,7 +168,7 @@ class Population:
 
         Advice only: a kernel before 5.14, or a refusal, leaves the pages to their first touch.
         """
-        size_bytes = self._arena.layout.size_bytes
+        size_bytes = self._arena.size_bytes
         if self._arena.closed or self._at_bytes >= size_bytes:
             return None
         try:

@@ -23,7 +23,7 @@ from kvdepot.core.calls import STREAM_READY, AttachCall
 from kvdepot.core.limits import PROTOCOL_MAX, PROTOCOL_MIN
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from kvdepot.client.copy.base import Arena
     from kvdepot.client.endpoint import Endpoint
@@ -270,34 +270,36 @@ class Attachment:
             self._publish(_State(None, self._state.arena, reason))
 
     def _adopt(self, accepted: Attached) -> Arena | None:
-        """Return the mapping to use: the present one if it is of the same arena. Take over the descriptor."""
+        """Return the mapping to use: the present one if it is of the same arena. Take over the descriptors."""
         known, arena_id = self._state.arena, accepted.reply.arena_id
         if not self._map_arena or (known is not None and known.arena_id == arena_id):
-            if accepted.descriptor is not None:
-                os.close(accepted.descriptor)
+            _close(accepted.descriptors)
             return known
-        if accepted.descriptor is None:
-            raise OSError("its descriptor did not arrive")
+        if not accepted.descriptors:
+            raise OSError("its descriptors did not arrive")
+        data, tables = accepted.descriptors
         try:
-            arena = ArenaMap(accepted.descriptor)
+            arena = ArenaMap(data, tables)
             if arena.arena_id != arena_id:
                 raise ArenaFormatError(f"superblock: arena {arena.arena_id:016x}, the daemon said {arena_id:016x}")
         except (ArenaFormatError, OSError):
-            os.close(accepted.descriptor)
+            os.close(data)
             raise
+        finally:
+            os.close(tables)
         if self._population is not None:
             self._population.close()
-        self._population = Population(arena, accepted.descriptor)
+        self._population = Population(arena, data)
         return arena  # the old mapping goes with the last copy that uses it
 
     def _connect_proxy(self, accepted: Attached) -> StreamArena:
         """Wait until the proxy serves, and connect. Take over the descriptor. Raise OSError."""
-        if accepted.descriptor is None:
+        if not accepted.descriptors:
             raise OSError("the lifeline's descriptor did not arrive")
         if not accepted.reply.stream:
-            os.close(accepted.descriptor)
+            _close(accepted.descriptors)
             raise OSError("this daemon has no streams; upgrade it")
-        lifeline = socket.socket(fileno=accepted.descriptor)
+        lifeline = socket.socket(fileno=accepted.descriptors[0])
         self._await_proxy(lifeline, accepted.connection)
         arena = StreamArena(
             arena_id=accepted.reply.arena_id,
@@ -377,3 +379,8 @@ class Attachment:
             self._on_change(state.session, calls)
         elif calls is not None:
             calls.close()
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -62,7 +62,7 @@ class _MemoryCopier:
 
     def copy(self, arena: CopyMemory, batch: CopyBatch, direction: Direction) -> None:
         there = np.frombuffer(arena.buffer, np.uint8)
-        self._bounds.check(batch, arena.data_offset, len(there))
+        self._bounds.check(batch, len(there))
         skips, offsets, lengths = batch.skips.tolist(), batch.offsets.tolist(), batch.lengths.tolist()
         for at, offset, length in zip(skips, offsets, lengths, strict=True):
             if direction is Direction.LOAD:

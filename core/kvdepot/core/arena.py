@@ -1,10 +1,10 @@
 """The arena's layout: what lies where in the shared memory that is the RAM tier.
 
-The arena is one file (a memfd, or a file on tmpfs): a superblock, tables, then the
-data region. The tables *are* the daemon's columns: there is no second copy in its
-heap, so a restarted daemon finds what the last one knew (docs/formats/arena.md).
+The arena is two files in memory: the tables with a superblock, and the data. The tables *are* the daemon's
+columns: there is no second copy in its heap, so a restarted daemon finds what the last one knew
+(docs/formats/arena.md).
 
-Only the daemon writes the tables. Engines map the same file and read generations.
+Only the daemon writes the tables. Engines get a descriptor that can only read them, and read generations.
 Every store that publishes something is one aligned store of at most 8 bytes, made
 last, so a SIGKILL between any two instructions leaves either the old or the new truth.
 """
@@ -21,11 +21,12 @@ import numpy.typing as npt
 import xxhash
 
 MAGIC = b"KVDARENA"
-FORMAT_VERSION = 1
-COMPATIBLE_SINCE = 1
+FORMAT_VERSION = 2
+COMPATIBLE_SINCE = 2
 PAGE_BYTES = 4096
 COLUMN_ALIGN_BYTES = 64
-DATA_ALIGN_BYTES = 2 << 20
+FILE_ALIGN_BYTES = 2 << 20
+"""Both files can lie on hugetlbfs with pages of this size."""
 NO_ROW = 0xFFFF_FFFF
 ROW_BYTES_MEAN = 64 << 10
 """Rows are planned for objects of this size and more; smaller ones run out of rows before bytes."""
@@ -69,7 +70,7 @@ class LentMode(IntEnum):
 # `generation` is first: engines read it knowing only the offset of the table and the row.
 EXTENT_COLUMNS: Columns = (
     ("generation", "<u8"),
-    ("offset", "<u8"),  # bytes from the start of the arena
+    ("offset", "<u8"),  # bytes from the start of the data
     ("length", "<u8"),  # bytes of payload in this extent (the extent itself is rounded up to pages)
     ("key", "V16"),  # chunk key
     ("parent", "V16"),  # chunk key of the parent chunk, zeros for the root
@@ -111,8 +112,10 @@ SESSIONS_MAX = 1024
 ATTACHMENTS_MAX = 8192
 NAMESPACES_MAX = 1024
 
-# magic, version, compatible since, arena id, size, rows, lent rows, boot id; then their XXH3-64; then the run.
-_IDENTITY = struct.Struct("<8sIIQQII16s")
+# magic, version, compatible since, arena id, size, rows, lent rows, boot id, device and inode of the data's file;
+# then their XXH3-64; then the run.
+_IDENTITY = struct.Struct("<8sIIQQII16sQQ")
+_IDENTITY_1 = struct.Struct("<8sIIQQII16s")
 _SUM_AND_RUN = struct.Struct("<QQ")
 SUPERBLOCK_BYTES = _IDENTITY.size + _SUM_AND_RUN.size
 
@@ -154,12 +157,12 @@ class ArenaLayout:
             raise ArenaFormatError(f"arena layout: size_bytes is {self.size_bytes}, no multiple of {PAGE_BYTES}")
         if self.data_bytes < PAGE_BYTES:
             raise ArenaFormatError(
-                f"arena layout: {self.size_bytes} bytes have no room beside tables of {self.data_offset} bytes"
+                f"arena layout: {self.size_bytes} bytes have no room beside tables of {self.tables_bytes} bytes"
             )
 
     @staticmethod
     def plan(size_bytes: int, rows: int | None = None, lent_rows: int | None = None) -> ArenaLayout:
-        """Return the layout of an arena file of `size_bytes`, rounded down to pages."""
+        """Return the layout of an arena whose files have `size_bytes` together, rounded down to pages."""
         if rows is None:
             rows = min(max(size_bytes // ROW_BYTES_MEAN, 1024), ROWS_MAX)
         if lent_rows is None:
@@ -187,23 +190,26 @@ class ArenaLayout:
         return self.attachments_offset + _table_bytes(ATTACHMENT_COLUMNS, ATTACHMENTS_MAX)
 
     @property
-    def data_offset(self) -> int:
+    def tables_bytes(self) -> int:
+        """Return the size of the file of the tables."""
         end = self.namespaces_offset + _table_bytes(NAMESPACE_COLUMNS, NAMESPACES_MAX)
-        return _round_up(end, DATA_ALIGN_BYTES)
+        return _round_up(end, FILE_ALIGN_BYTES)
 
     @property
     def data_bytes(self) -> int:
-        return self.size_bytes - self.data_offset
+        """Return the size of the file of the data."""
+        return self.size_bytes - self.tables_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Superblock:
-    """The first page. All but `run` is written once, when the arena is made."""
+    """The first page of the tables. All but `run` is written once, when the arena is made."""
 
     arena_id: int  # random; extents of one arena mean nothing in another
     layout: ArenaLayout
     run: int  # counts daemon runs on this arena
     boot: bytes  # boot id, 16 bytes
+    data_file: tuple[int, int] = (0, 0)  # st_dev and st_ino: an engine can write an id in the data, and not these
 
     def pack(self) -> bytes:
         """Return the SUPERBLOCK_BYTES to write at offset 0.
@@ -215,6 +221,7 @@ class Superblock:
         identity = _IDENTITY.pack(
             MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE,
             self.arena_id, layout.size_bytes, layout.rows, layout.lent_rows, self.boot,
+            *self.data_file,
         )  # fmt: skip
         return identity + _SUM_AND_RUN.pack(xxhash.xxh3_64_intdigest(identity), self.run)
 
@@ -224,7 +231,7 @@ class Superblock:
         if len(page) < SUPERBLOCK_BYTES:
             raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
         identity = bytes(page[: _IDENTITY.size])
-        magic, version, compatible, arena_id, size, rows, lent_rows, boot = _IDENTITY.unpack(identity)
+        magic, version, compatible, arena_id, size, rows, lent_rows, boot, device, inode = _IDENTITY.unpack(identity)
         if magic != MAGIC:
             raise ArenaFormatError("superblock: magic is not KVDARENA")
         # Before the sum: a later format may have another one.
@@ -232,14 +239,31 @@ class Superblock:
             raise ArenaFormatError(
                 f"superblock: format {version} is readable since {compatible}, this is {FORMAT_VERSION}"
             )
+        if version < COMPATIBLE_SINCE:
+            raise ArenaFormatError(f"superblock: format {version} is too old, this is {FORMAT_VERSION}")
         total, run = _SUM_AND_RUN.unpack(bytes(page[_IDENTITY.size : SUPERBLOCK_BYTES]))
         if total != xxhash.xxh3_64_intdigest(identity):
             raise ArenaFormatError("superblock: checksum does not match")
-        return Superblock(arena_id, ArenaLayout(size, rows, lent_rows), run, boot)
+        return Superblock(arena_id, ArenaLayout(size, rows, lent_rows), run, boot, (device, inode))
+
+
+def format_1(page: bytes) -> tuple[ArenaLayout, bytes] | None:
+    """Return layout and boot id of an arena of one file, whose tables lie as they do today; None if it is not one."""
+    identity = page[: _IDENTITY_1.size]
+    if len(page) < _IDENTITY_1.size + _SUM_AND_RUN.size:
+        return None
+    magic, version, _, _, size, rows, lent_rows, boot = _IDENTITY_1.unpack(identity)
+    total, _ = _SUM_AND_RUN.unpack_from(page, _IDENTITY_1.size)
+    if magic != MAGIC or version != 1 or total != xxhash.xxh3_64_intdigest(identity):
+        return None
+    try:
+        return ArenaLayout(size, rows, lent_rows), boot
+    except ArenaFormatError:
+        return None
 
 
 class Table:
-    """Named columns over a slice of the arena; `table[name]` is a numpy view, never a copy."""
+    """Named columns over a slice of the tables; `table[name]` is a numpy view, never a copy."""
 
     def __init__(self, buffer: Buffer, offset_bytes: int, columns: Columns, rows: int) -> None:
         self.rows = rows
@@ -253,14 +277,14 @@ class Table:
 
 
 class ArenaTables:
-    """The five tables of a mapped arena. `buffer` must stay alive and, for the daemon, be writable.
+    """The five tables. `buffer` maps their file; it must stay alive and, for the daemon, be writable.
 
-    The data region need not be mapped. ArenaFormatError when the tables are not all in `buffer`.
+    ArenaFormatError when the tables are not all in `buffer`.
     """
 
     def __init__(self, buffer: Buffer, layout: ArenaLayout) -> None:
-        if len(buffer) < layout.data_offset:
-            raise ArenaFormatError(f"arena: {len(buffer)} bytes are mapped, its tables end at {layout.data_offset}")
+        if len(buffer) < layout.tables_bytes:
+            raise ArenaFormatError(f"arena: {len(buffer)} bytes are mapped, its tables have {layout.tables_bytes}")
         self.layout = layout
         self.extents = Table(buffer, layout.extents_offset, EXTENT_COLUMNS, layout.rows)
         self.lent = Table(buffer, layout.lent_offset, LENT_COLUMNS, layout.lent_rows)

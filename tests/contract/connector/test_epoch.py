@@ -30,8 +30,7 @@ def committed(depot: DirectDepot) -> int:
 
 def poison(depot: DirectDepot) -> None:
     """What lies in the arena is wrong from now on: whoever is served it answers wrongly."""
-    start = depot.layout.data_offset
-    depot.buffer[start : start + depot.layout.data_bytes] = bytes([0xA5]) * depot.layout.data_bytes
+    depot.buffer[:] = bytes([0xA5]) * depot.layout.data_bytes
 
 
 @pytest.mark.requirement("P2")

@@ -14,7 +14,6 @@ import grpc
 import pytest
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
-from kvdepot.core.arena import PAGE_BYTES, Superblock, generations
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.registration import RegisterCall
@@ -131,8 +130,7 @@ def test_nothing_in_progress_succeeds_and_what_is_lent_stays_until_it_is_given_b
         writing, outcomes, _ = one.reserve(keys_of("fresh", 2))
         assert set(outcomes) == {ReserveOutcome.GRANTED}
         assert bump(daemon, None if everywhere else one.namespace)["leases"] == 2
-        layout = Superblock.unpack(one.arena[:PAGE_BYTES]).layout
-        now = generations(memoryview(one.arena), layout)
+        now = one.generations
         words = memoryview(extents).cast("Q").tolist()
         for row, generation in zip(words[1::5], words[4::5], strict=True):
             assert now[row] != generation, "a rank reports failure"

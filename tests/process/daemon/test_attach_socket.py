@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -38,10 +39,13 @@ def test_an_attachment_gets_the_arena(daemon: DaemonProcess) -> None:
         reply, descriptors = exchange(connection, codec.encode_attach_call(_call("gets-arena")))
         assert reply.protocol == 1
         assert len(reply.session) == limits.SESSION_TOKEN_BYTES
-        (descriptor,) = descriptors
-        assert os.fstat(descriptor).st_size == reply.arena_bytes == daemon.arena.stat().st_size
-        assert os.fstat(descriptor).st_ino == daemon.arena.stat().st_ino
-        os.close(descriptor)
+        data, tables = descriptors
+        assert os.fstat(data).st_size == reply.arena_bytes == daemon.data.stat().st_size
+        assert os.fstat(data).st_ino == daemon.data.stat().st_ino
+        assert os.fstat(tables).st_ino == daemon.arena.stat().st_ino
+        assert fcntl.fcntl(tables, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        os.close(data)
+        os.close(tables)
 
 
 def test_the_status_knows_who_attached(daemon: DaemonProcess) -> None:
@@ -93,13 +97,15 @@ def test_a_newer_client_that_still_speaks_ours_is_served(daemon: DaemonProcess) 
     with attach_socket(daemon.attach_socket) as connection:
         reply, descriptors = exchange(connection, codec.encode_attach_call(call))
     assert reply.protocol == 1
-    os.close(*descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def test_a_second_datagram_ends_the_connection(daemon: DaemonProcess) -> None:
     with attach_socket(daemon.attach_socket) as connection:
         _, descriptors = exchange(connection, codec.encode_attach_call(_call("twice")))
-        os.close(*descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         reply, _ = exchange(connection, codec.encode_attach_call(_call("twice")))
         assert "attached already" in reply.error
         assert connection.recv(1) == b""

@@ -42,9 +42,9 @@ def node(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 def _huge_share(node: DaemonProcess) -> float:
     """Of the arena, as the daemon maps it."""
-    mappings = Path(f"/proc/{node.pid}/smaps").read_text().partition(".arena\n")[2]
+    mappings = Path(f"/proc/{node.pid}/smaps").read_text().partition(".arena.data\n")[2]
     (line,) = [line for line in mappings.splitlines()[:30] if line.startswith("ShmemPmdMapped")]
-    return (int(line.split()[1]) << 10) / node.arena.stat().st_size
+    return (int(line.split()[1]) << 10) / node.data.stat().st_size
 
 
 def _loaded(node: DaemonProcess, keys: list[bytes]) -> None:

@@ -65,7 +65,7 @@ def test_without_descriptors_the_listener_waits_instead_of_spinning(
 
     async def run() -> bytes:
         loop = asyncio.get_running_loop()
-        offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
+        offer = ArenaOffer(1, 4096, "1", lambda: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)))
         log = logging.getLogger("scarce")
         listener = AttachListener(
             depot=Rig().depot,
@@ -94,7 +94,7 @@ def test_an_attachment_without_a_descriptor_for_it_ends() -> None:
     path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
     rig = Rig()
 
-    def none_left() -> int:
+    def none_left() -> tuple[int, int]:
         raise OSError("no descriptor left")
 
     async def run() -> bytes:
@@ -138,7 +138,7 @@ def test_a_process_that_could_be_watched_is_not_attached_unwatched(
 
     async def run() -> bytes:
         loop = asyncio.get_running_loop()
-        offer = ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR))
+        offer = ArenaOffer(1, 4096, "1", lambda: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)))
         listener = AttachListener(
             depot=rig.depot, calls=_NO_CALLS, offer=offer, streams=_NO_STREAMS, loop=loop,
             log=logging.getLogger("scarce"), boot_id=read_boot_id(),
@@ -162,7 +162,7 @@ def test_a_checksum_worker_that_cannot_start_is_tried_again(monkeypatch: pytest.
     monkeypatch.setattr(subprocess if failing == "Popen" else os, failing, refuse)
     later: list[tuple[float, Any]] = []
     loop: Any = SimpleNamespace(call_later=lambda seconds, what: later.append((seconds, what)))
-    arena: Any = SimpleNamespace(fd=os.open(os.devnull, os.O_RDWR), layout=SimpleNamespace(size_bytes=4096))
+    arena: Any = SimpleNamespace(data_fd=os.open(os.devnull, os.O_RDWR), layout=SimpleNamespace(data_bytes=4096))
     with _none_given_back():
         before = len(list(Path("/proc/self/fd").iterdir()))
         service = ChecksumService(
@@ -170,7 +170,7 @@ def test_a_checksum_worker_that_cannot_start_is_tried_again(monkeypatch: pytest.
         )
         service.start()
         service.start()
-        os.close(arena.fd)
+        os.close(arena.data_fd)
         after = len(list(Path("/proc/self/fd").iterdir()))
     assert [seconds for seconds, _ in later] == [0.1, 0.2]
     assert all(what == service.start for _, what in later)

@@ -31,9 +31,9 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
 
     async def run() -> None:
         arena: Any = SimpleNamespace(
-            fd=os.memfd_create("arena"), layout=SimpleNamespace(size_bytes=rig.layout.size_bytes)
+            data_fd=os.memfd_create("data"), layout=SimpleNamespace(data_bytes=rig.layout.data_bytes)
         )
-        os.ftruncate(arena.fd, rig.layout.size_bytes)
+        os.ftruncate(arena.data_fd, rig.layout.data_bytes)
         service = ChecksumService(
             arena=arena, depot=rig.depot, loop=asyncio.get_running_loop(), log=logging.getLogger("hung"),
             quarantine=lambda _: None,
@@ -51,7 +51,7 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
         assert lent() == 0
         assert service._overdue is None, "a worker that has nothing to do is left alone"
         service.close()
-        os.close(arena.fd)
+        os.close(arena.data_fd)
 
     with caplog.at_level(logging.WARNING, "hung"):
         asyncio.run(run())

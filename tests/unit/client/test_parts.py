@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Iterator
 
 import pytest
 from kvdepot.client.arena_map import ArenaMap, Population
@@ -90,52 +91,63 @@ def test_extents_that_cannot_be_true_are_refused(wrong: bytes) -> None:
 
 
 @pytest.fixture
-def descriptor() -> int:
-    return os.memfd_create("arena")
+def data() -> Iterator[int]:
+    descriptor = os.memfd_create("data")
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def tables() -> Iterator[int]:
+    descriptor = os.memfd_create("tables")
+    yield descriptor
+    os.close(descriptor)
 
 
 LAYOUT = ArenaLayout.plan(8 << 20, rows=64, lent_rows=64)
 
 
 @pytest.mark.requirement("I1")
-def test_what_is_no_arena_is_not_mapped(descriptor: int) -> None:
+def test_what_is_no_arena_is_not_mapped(data: int, tables: int) -> None:
     with pytest.raises(ArenaFormatError, match="short"):
-        ArenaMap(descriptor)
-    os.ftruncate(descriptor, LAYOUT.size_bytes)
+        ArenaMap(data, tables)
+    os.ftruncate(tables, LAYOUT.tables_bytes)
     with pytest.raises(ArenaFormatError, match="magic"):
-        ArenaMap(descriptor)
-    os.pwrite(descriptor, Superblock(1, LAYOUT, 1, b"\0" * 16).pack(), 0)
-    os.ftruncate(descriptor, LAYOUT.size_bytes - 4096)
+        ArenaMap(data, tables)
+    os.pwrite(tables, Superblock(1, LAYOUT, 1, b"\0" * 16).pack(), 0)
+    os.ftruncate(data, LAYOUT.data_bytes - 4096)
     with pytest.raises(ArenaFormatError, match="shorter"):
-        ArenaMap(descriptor)
-    os.close(descriptor)
+        ArenaMap(data, tables)
+    os.ftruncate(data, LAYOUT.data_bytes)
+    os.ftruncate(tables, LAYOUT.tables_bytes - 4096)
+    with pytest.raises(ArenaFormatError, match="shorter"):
+        ArenaMap(data, tables)
 
 
 @pytest.mark.requirement("T1")
-def test_only_pages_that_the_daemon_has_populated_are_touched(descriptor: int) -> None:
-    os.ftruncate(descriptor, LAYOUT.size_bytes)
-    os.pwrite(descriptor, Superblock(1, LAYOUT, 1, b"\0" * 16).pack(), 0)
-    arena = ArenaMap(descriptor)
-    before = os.fstat(descriptor).st_blocks
-    population = Population(arena, os.dup(descriptor))
+def test_only_pages_that_the_daemon_has_populated_are_touched(data: int, tables: int) -> None:
+    os.ftruncate(tables, LAYOUT.tables_bytes)
+    os.ftruncate(data, LAYOUT.data_bytes)
+    os.pwrite(tables, Superblock(1, LAYOUT, 1, b"\0" * 16).pack(), 0)
+    arena = ArenaMap(data, tables)
+    population = Population(arena, os.dup(data))
     piece = 1 << 20
-    assert population.step(piece) not in (0.0, None), "one page of eight million bytes: not yet"
-    assert os.fstat(descriptor).st_blocks == before
-    half = LAYOUT.size_bytes // 2
-    os.pwrite(descriptor, b"\0" * (half - 4096), 4096)
+    assert population.step(piece) not in (0.0, None), "no page of six million bytes: not yet"
+    assert os.fstat(data).st_blocks == 0
+    half = LAYOUT.data_bytes // 2
+    os.pwrite(data, b"\0" * half, 0)
     steps = 0
     while population.step(piece) == 0.0:
         steps += 1
     assert steps == half // piece
-    os.pwrite(descriptor, b"\0" * half, half)
+    os.pwrite(data, b"\0" * half, half)
     while (wait := population.step(piece)) == 0.0:
         steps += 1
     assert wait is None
-    assert steps == LAYOUT.size_bytes // piece
+    assert steps == LAYOUT.data_bytes // piece
     arena.close()
     assert population.step(piece) is None
     population.close()
-    os.close(descriptor)
 
 
 @pytest.mark.parametrize(

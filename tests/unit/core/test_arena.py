@@ -35,7 +35,7 @@ TABLES = {
     "Attachment": arena.ATTACHMENT_COLUMNS,
     "Namespace": arena.NAMESPACE_COLUMNS,
 }
-IDENTITY_BYTES = 56
+IDENTITY_BYTES = 72
 
 layouts = st.builds(
     lambda rows, lent_rows, spare: ArenaLayout.plan((64 + spare) * MIB, rows, lent_rows),
@@ -46,7 +46,7 @@ layouts = st.builds(
 
 
 def superblock(layout: ArenaLayout) -> Superblock:
-    return Superblock(arena_id=0x1122334455667788, layout=layout, run=3, boot=BOOT)
+    return Superblock(arena_id=0x1122334455667788, layout=layout, run=3, boot=BOOT, data_file=(25, 4711))
 
 
 def summed(identity: bytes, run: int = 1) -> bytes:
@@ -94,8 +94,8 @@ def test_the_page_has_the_limits_of_the_code() -> None:
 def test_golden_superblock() -> None:
     page = superblock(ArenaLayout.plan(64 * MIB, rows=1024, lent_rows=512)).pack()
     assert page.hex() == (
-        "4b56444152454e410100000001000000887766554433221100000004000000000004000000020000"
-        "000102030405060708090a0b0c0d0e0f6ba2d2b665ce70470300000000000000"
+        "4b56444152454e410200000002000000887766554433221100000004000000000004000000020000"
+        "000102030405060708090a0b0c0d0e0f19000000000000006712000000000000321a7a3ba69e1ee10300000000000000"
     )  # fmt: skip
     assert len(page) == arena.SUPERBLOCK_BYTES
 
@@ -110,14 +110,14 @@ def test_columns_are_aligned_and_never_overlap(layout: ArenaLayout) -> None:
         for _, dtype in columns:
             at = -(-at // 64) * 64 + np.dtype(dtype).itemsize * rows
         end = at
-    assert end <= layout.data_offset
-    assert layout.data_offset % arena.DATA_ALIGN_BYTES == 0
-    assert layout.data_offset + layout.data_bytes == layout.size_bytes
+    assert end <= layout.tables_bytes
+    assert layout.tables_bytes % arena.FILE_ALIGN_BYTES == 0
+    assert layout.tables_bytes + layout.data_bytes == layout.size_bytes
 
 
 def test_tables_are_views_of_the_file_at_the_documented_places() -> None:
     layout = ArenaLayout.plan(8 * MIB, rows=1000, lent_rows=100)
-    buffer = memoryview(mmap.mmap(-1, layout.size_bytes))
+    buffer = memoryview(mmap.mmap(-1, layout.tables_bytes))
     tables = ArenaTables(buffer, layout)
     for table, (offset, columns, rows) in zip(
         (tables.extents, tables.lent, tables.sessions, tables.attachments, tables.namespaces),
@@ -136,7 +136,7 @@ def test_tables_are_views_of_the_file_at_the_documented_places() -> None:
 @pytest.mark.requirement("I1b")
 def test_a_reader_sees_the_generation_the_daemon_wrote() -> None:
     layout = ArenaLayout.plan(8 * MIB, rows=1000, lent_rows=100)
-    buffer = memoryview(mmap.mmap(-1, layout.size_bytes))
+    buffer = memoryview(mmap.mmap(-1, layout.tables_bytes))
     column = ArenaTables(buffer, layout).extents["generation"]
     seen = generations(buffer, layout)
     column[999] = 2**63 + 5
@@ -145,9 +145,9 @@ def test_a_reader_sees_the_generation_the_daemon_wrote() -> None:
 
 def test_tables_that_are_not_all_mapped_are_refused() -> None:
     layout = ArenaLayout.plan(64 * MIB)
-    ArenaTables(memoryview(bytearray(layout.data_offset)), layout)
-    with pytest.raises(ArenaFormatError, match=f"tables end at {layout.data_offset}"):
-        ArenaTables(memoryview(bytearray(layout.data_offset - 1)), layout)
+    ArenaTables(memoryview(bytearray(layout.tables_bytes)), layout)
+    with pytest.raises(ArenaFormatError, match=f"its tables have {layout.tables_bytes}"):
+        ArenaTables(memoryview(bytearray(layout.tables_bytes - 1)), layout)
 
 
 @pytest.mark.requirement("T1")
@@ -159,7 +159,7 @@ def test_a_planned_arena_is_never_larger_than_asked_and_its_tables_are_small(siz
         assert size < 4 * MIB
         return
     assert size - arena.PAGE_BYTES < layout.size_bytes <= size
-    assert layout.data_offset <= 0.0017 * size + 3 * MIB
+    assert layout.tables_bytes <= 0.0017 * size + 3 * MIB
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,24 @@ def test_a_run_written_half_leaves_a_sound_superblock(written: int) -> None:
 @pytest.mark.requirement("I8")
 def test_a_later_format_is_refused_unless_it_says_that_this_one_can_read_it() -> None:
     identity = bytearray(superblock(ArenaLayout.plan(64 * MIB)).pack()[:IDENTITY_BYTES])
-    identity[8:16] = struct.pack("<II", 7, 1)
-    assert Superblock.unpack(summed(bytes(identity))).run == 1
     identity[8:16] = struct.pack("<II", 7, 2)
-    with pytest.raises(ArenaFormatError, match="format 7 is readable since 2, this is 1"):
+    assert Superblock.unpack(summed(bytes(identity))).run == 1
+    identity[8:16] = struct.pack("<II", 7, 3)
+    with pytest.raises(ArenaFormatError, match="format 7 is readable since 3, this is 2"):
         Superblock.unpack(bytes(identity) + bytes(16))
+
+
+@pytest.mark.requirement("I1c")
+def test_an_arena_of_one_file_is_refused_and_its_tables_are_found() -> None:
+    layout = ArenaLayout.plan(64 * MIB)
+    page = summed(struct.pack("<8sIIQQII16s", b"KVDARENA", 1, 1, 7, 64 * MIB, layout.rows, layout.lent_rows, BOOT))
+    with pytest.raises(ArenaFormatError, match="format 1 is too old, this is 2"):
+        Superblock.unpack(page.ljust(arena.PAGE_BYTES, b"\0"))
+    assert arena.format_1(page.ljust(arena.PAGE_BYTES, b"\0")) == (layout, BOOT)
+    assert arena.format_1(page[:-9] + b"x" + page[-8:]) is None
+    assert arena.format_1(page[:40]) is None
+    assert arena.format_1(superblock(layout).pack()) is None
+    assert arena.format_1(summed(struct.pack("<8sIIQQII16s", b"KVDARENA", 1, 1, 7, 0, 0, 0, BOOT))) is None
 
 
 @given(st.binary(max_size=200))
@@ -231,7 +244,7 @@ def test_any_bytes_are_refused(page: bytes) -> None:
     st.integers(0, 2**32 - 1) | st.integers(1, 1 << 18),
 )
 def test_any_numbers_with_a_right_sum_are_refused_or_fit(arena_id: int, size: int, rows: int, lent: int) -> None:
-    page = summed(struct.pack("<8sIIQQII16s", b"KVDARENA", 1, 1, arena_id, size, rows, lent, BOOT))
+    page = summed(struct.pack("<8sIIQQII16sQQ", b"KVDARENA", 2, 2, arena_id, size, rows, lent, BOOT, 25, 4711))
     try:
         layout = Superblock.unpack(page).layout
     except ArenaFormatError as error:

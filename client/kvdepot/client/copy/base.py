@@ -71,9 +71,6 @@ class CopyMemory(Protocol):
 
     @property
     def buffer(self) -> memoryview: ...
-    @property
-    def data_offset(self) -> int:
-        """No piece begins before it."""
 
 
 class BlockCopier(Protocol):
@@ -191,20 +188,20 @@ class Bounds:
     blocks: Column
     block_bytes: Column
 
-    def check(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> None:
+    def check(self, batch: CopyBatch, arena_bytes: int) -> None:
         """Raise CopyError for a piece out of bounds."""
         # Seen as unsigned, a negative number is a large one: one comparison for both bounds.
         layers = batch.layers.view(np.uint64)
         if (layers >= len(self.blocks)).any():
-            raise CopyError(self.what_is_wrong(batch, data_offset, arena_bytes))
+            raise CopyError(self.what_is_wrong(batch, arena_bytes))
         block_bytes = self.block_bytes[batch.layers]
         wrong = batch.blocks.view(np.uint64) >= self.blocks[batch.layers].view(np.uint64)
         wrong |= batch.skips.view(np.uint64) >= block_bytes.view(np.uint64)
         wrong |= (batch.lengths - 1).view(np.uint64) >= (block_bytes - batch.skips).view(np.uint64)
-        wrong |= batch.offsets < data_offset
+        wrong |= batch.offsets < 0
         wrong |= batch.offsets + batch.lengths > arena_bytes
         if wrong.any():
-            raise CopyError(self.what_is_wrong(batch, data_offset, arena_bytes))
+            raise CopyError(self.what_is_wrong(batch, arena_bytes))
 
     def check_move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
         """Raise CopyError for a block out of bounds."""
@@ -215,7 +212,7 @@ class Bounds:
             if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.blocks[layer]:
                 raise CopyError(f"blocks {blocks.min()} to {blocks.max()} of a layer of {self.blocks[layer]}")
 
-    def what_is_wrong(self, batch: CopyBatch, data_offset: int, arena_bytes: int) -> str:
+    def what_is_wrong(self, batch: CopyBatch, arena_bytes: int) -> str:
         """Of a batch in which something is."""
         if batch.layers.min() < 0 or batch.layers.max() >= len(self.blocks):
             return f"a piece names layer {batch.layers.max()} of {len(self.blocks)}"
@@ -225,7 +222,7 @@ class Bounds:
             return "a piece is empty or begins before its block"
         if (batch.skips + batch.lengths > self.block_bytes[batch.layers]).any():
             return "a piece ends after its block"
-        return f"a piece lies outside the arena's data, bytes {data_offset} to {arena_bytes}"
+        return f"a piece lies outside the arena's data, bytes 0 to {arena_bytes}"
 
     def runs(self, batch: CopyBatch) -> Iterator[tuple[int, int, bool]]:
         """Pieces (start, end, whole) that are one layer's whole blocks, end to end in the arena; or a part of one."""

@@ -42,8 +42,8 @@ class CpuCopier:
         memory = np.frombuffer(arena.buffer, dtype=np.uint8)
         pieces = np.array((batch.layers, batch.blocks, batch.skips, batch.offsets, batch.lengths), np.int64)
         base, size_bytes, store = memory.ctypes.data, len(memory), direction is Direction.STORE
-        if native.copy(self._table.words, self._table.begins, pieces, base, arena.data_offset, size_bytes, store) >= 0:
-            raise CopyError(self._table.bounds.what_is_wrong(batch, arena.data_offset, size_bytes))
+        if native.copy(self._table.words, self._table.begins, pieces, base, size_bytes, store) >= 0:
+            raise CopyError(self._table.bounds.what_is_wrong(batch, size_bytes))
 
     def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None:
         """On this thread. Raises CopyError before any byte moved for a block out of range."""

@@ -272,7 +272,7 @@ class DeviceCopier:
         if not len(batch):
             return
         host = arena.buffer
-        self._table.bounds.check(batch, arena.data_offset, len(host))
+        self._table.bounds.check(batch, len(host))
         table = self._table.table(batch, PIECE_BYTES)
         pinned = self._pins.touch(host, table.offsets)
         queue = self._queues[direction]

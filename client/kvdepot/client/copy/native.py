@@ -28,8 +28,8 @@ _memmove.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t)
 _memmove.restype = None
 
 
-@njit("int64(int64[:, ::1], int64[:, ::1], int64, int64)")
-def _first_wrong(layers: Words, pieces: Words, data_offset: int, arena_bytes: int) -> int:
+@njit("int64(int64[:, ::1], int64[:, ::1], int64)")
+def _first_wrong(layers: Words, pieces: Words, arena_bytes: int) -> int:
     """Return the first of `pieces`, [5, n], that lies outside its block or the arena's data, or -1."""
     for i in range(pieces.shape[1]):
         layer, block, skip = pieces[LAYER, i], pieces[BLOCK, i], pieces[SKIP, i]
@@ -38,15 +38,15 @@ def _first_wrong(layers: Words, pieces: Words, data_offset: int, arena_bytes: in
             return i
         if length <= 0 or skip < 0 or length > layers[layer, BLOCK_BYTES] - skip:
             return i
-        if offset < data_offset or offset > arena_bytes - length:
+        if offset < 0 or offset > arena_bytes - length:
             return i
     return -1
 
 
-@njit("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64, int64, int64, boolean)", nogil=True)
-def copy(layers: Words, runs: Words, pieces: Words, arena: int, data_offset: int, arena_bytes: int, store: bool) -> int:
+@njit("int64(int64[:, ::1], int64[::1], int64[:, ::1], int64, int64, boolean)", nogil=True)
+def copy(layers: Words, runs: Words, pieces: Words, arena: int, arena_bytes: int, store: bool) -> int:
     """Between `pieces` and the arena at this address. Not -1: the first wrong one, and nothing was moved."""
-    wrong: int = _first_wrong(layers, pieces, data_offset, arena_bytes)
+    wrong: int = _first_wrong(layers, pieces, arena_bytes)
     if wrong >= 0:
         return wrong
     for i in range(pieces.shape[1]):

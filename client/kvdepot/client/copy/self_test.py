@@ -33,8 +33,6 @@ BLOCKS_MIN: Final = 6
 class _Host:
     """Host memory that a device may pin, as the arena is."""
 
-    data_offset = 0
-
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.buffer = self.pinnable = memoryview(mmap.mmap(-1, self.size_bytes))

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 class Staging:
     """Memory that takes one batch; grows to the largest one, which `CopyBatch.split` bounds."""
 
-    data_offset = 0
-
     def __init__(self) -> None:
         self.buffer = memoryview(bytearray())
 

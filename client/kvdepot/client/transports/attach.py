@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _DESCRIPTORS_MAX = 8
-"""Room for more than the two that may be due, so that an unexpected one is closed and not lost."""
+"""Room for more than the three that may be due, so that an unexpected one is closed and not lost."""
 
 
 class AttachError(Exception):
@@ -31,15 +31,15 @@ class AttachError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """An accepted attachment. The connection is the liveness; descriptor and call socket are the caller's to close.
+    """An accepted attachment. The connection is the liveness; descriptors and call socket are the caller's to close.
 
-    The descriptor is the arena's, or, where the reply names a stream, that of the proxy's lifeline. Both are None where
-    something between the two processes takes descriptors away.
+    The descriptors are those of the arena's data and tables, or, where the reply names a stream, that of the proxy's
+    lifeline. There are none where something between the two processes takes descriptors away.
     """
 
     connection: socket.socket
     reply: AttachReply
-    descriptor: int | None
+    descriptors: tuple[int, ...]
     calls: socket.socket | None = None
 
 
@@ -60,9 +60,13 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         reply = codec.decode_attach_reply(datagram)
         if not reply.protocol:
             raise AttachError(reply.error or "refused without a reason", by_daemon=True)
-        if len(descriptors) > 1 + reply.calls:
+        due = (1 if reply.stream else 2) + reply.calls
+        if len(descriptors) > due:
             raise AttachError(f"the answer carries {len(descriptors)} descriptors", by_daemon=True)
-        calls = socket.socket(fileno=descriptors[1]) if len(descriptors) > 1 else None
+        if len(descriptors) < due:  # something has taken some away: nobody knows which ones are left
+            _close_all(descriptors)
+            descriptors = []
+        calls = socket.socket(fileno=descriptors.pop()) if reply.calls and descriptors else None
     except AttachError:
         _close(connection, descriptors)
         raise
@@ -70,7 +74,7 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         _close(connection, descriptors)
         raise AttachError(f"{path}: {error}", by_daemon=isinstance(error, KvDepotError)) from error
     connection.settimeout(None)
-    return Attached(connection, reply, descriptors[0] if descriptors else None, calls)
+    return Attached(connection, reply, tuple(descriptors), calls)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
@@ -86,6 +90,10 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 def _close(connection: socket.socket, descriptors: Iterable[int]) -> None:
     connection.close()
+    _close_all(descriptors)
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

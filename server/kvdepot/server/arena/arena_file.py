@@ -1,8 +1,11 @@
-"""The file of the arena: created, or adopted from an earlier daemon (design.md#arena).
+"""The two files of the arena: created, or adopted from an earlier daemon (design.md#arena).
 
-An orderly stop and a SIGKILL both leave the file, with its memory. The next daemon adopts it by its name, or by a
-descriptor that the supervisor kept, if the name was deleted (docs/adr/0025). Delete the file while no daemon runs to
-free its memory. There is never a second arena while an earlier one has loans.
+The tables lie at the configured path, the data beside them. An engine gets a descriptor of the tables that can only
+read, and one of the data that can write (docs/adr/0064). Both files are adopted, or none.
+
+An orderly stop and a SIGKILL both leave the files, with their memory. The next daemon adopts them by their names, or by
+descriptors that the supervisor kept, if a name was deleted (docs/adr/0025). Delete the files while no daemon runs to
+free their memory. There is never a second arena while an earlier one has loans.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -26,13 +29,16 @@ from kvdepot.core.arena import (
     ArenaTables,
     LentMode,
     Superblock,
+    format_1,
 )
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.memory_room import MIB, directory_room, memory_room
+from kvdepot.server.config.schema import DATA_SUFFIX
 from kvdepot.server.depot.types import Liveness, ProcessIdentity
 from kvdepot.server.platform.own_files import open_own
 
 _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
+Alive = Callable[[ProcessIdentity], Liveness]
 
 
 class Origin(Enum):
@@ -45,169 +51,261 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaRequest:
-    """What the configuration asks for. `capacity_bytes` is only for messages; the file has `size_bytes`."""
+    """What the configuration asks for. `capacity_bytes` is only for messages; the files have `size_bytes` together."""
 
     path: Path
     size_bytes: int
     capacity_bytes: int
     config_file: str
 
+    @property
+    def data_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}{DATA_SUFFIX}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFiles:
+    """Descriptors that an earlier daemon had its supervisor keep."""
+
+    tables: Sequence[int] = ()
+    data: Sequence[int] = ()
+
+
+NOTHING_KEPT = KeptFiles()
+
 
 class ArenaFile:
-    """A mapped arena with its superblock. The daemon's own descriptor; engines get fresh opens of it."""
+    """A mapped arena with its superblock. The descriptors are the daemon's own; engines get fresh opens."""
 
-    def __init__(self, path: Path, fd: int, superblock: Superblock, origin: Origin, note: str) -> None:
+    def __init__(
+        self, path: Path, tables_fd: int, data_fd: int, superblock: Superblock, origin: Origin, note: str
+    ) -> None:
         self.path = path
-        self.fd = fd
+        self.tables_fd = tables_fd
+        self.data_fd = data_fd
         self.superblock = superblock
         self.layout = superblock.layout
         self.origin = origin
         self.note = note
-        self._map = mmap.mmap(fd, self.layout.size_bytes)
-        self.buffer = memoryview(self._map)
-        self.tables = ArenaTables(self.buffer, self.layout)
+        self._tables_map = mmap.mmap(tables_fd, self.layout.tables_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self._data_map = mmap.mmap(data_fd, self.layout.data_bytes)
+        self.tables = ArenaTables(memoryview(self._tables_map), self.layout)
+        self.data = memoryview(self._data_map)
 
     @property
     def address(self) -> int:
-        """Return the address at which this process maps the arena."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        """Return the address at which this process maps the data."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._data_map))
+
+    @property
+    def tables_address(self) -> int:
+        """Return the address at which this process maps the tables."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._tables_map))
 
     def populated_bytes(self) -> int:
-        """Return how far from its start the file has all its pages: up to its first hole."""
+        """Return how far from its start the data has all its pages: up to its first hole."""
         try:
-            return os.lseek(self.fd, 0, os.SEEK_HOLE)
+            return os.lseek(self.data_fd, 0, os.SEEK_HOLE)
         except OSError:  # cannot be said: everything is populated again, which changes no byte
             return 0
 
-    def open_descriptor(self) -> int:
-        """Return another descriptor for another process. It shares no offset, flag or lock with the daemon."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+    def open_for_engine(self) -> tuple[int, int]:
+        """Return descriptors of the data, and of the tables for reading only, for another process.
+
+        They share no offset, flag or lock with the daemon. The inode of the tables is the daemon's with mode 0600, so
+        another uid cannot open the tables for writing by /proc. Raises OSError.
+        """
+        data = os.open(f"/proc/self/fd/{self.data_fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return data, os.open(f"/proc/self/fd/{self.tables_fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            os.close(data)
+            raise
 
     def close(self) -> None:
-        """Close the file. The mapping ends with the process, because numpy views still point into it."""
-        os.close(self.fd)
+        """Close the files. The mappings end with the process, because numpy views still point into them."""
+        os.close(self.tables_fd)
+        os.close(self.data_fd)
+
+
+@dataclass(slots=True)
+class _Old:
+    """What an earlier daemon left. `reason` says why it cannot be adopted; empty if it can.
+
+    `layout` and `boot` are known where the tables can be read, of a former format too.
+    """
+
+    tables: int | None = None
+    data: int | None = None  # the one that belongs to the tables
+    others: list[int] = field(default_factory=list)  # data that belongs to no tables here
+    superblock: Superblock | None = None
+    layout: ArenaLayout | None = None
+    boot: bytes = b""
+    reason: str = ""
+
+    @property
+    def files(self) -> list[int]:
+        return [fd for fd in (self.tables, self.data, *self.others) if fd is not None]
+
+    def close(self) -> None:
+        for fd in self.files:
+            os.close(fd)
 
 
 def open_arena(
     request: ArenaRequest,
     *,
-    kept: Sequence[int] = (),
+    kept: KeptFiles = NOTHING_KEPT,
     boot_id: bytes,
     random_bytes: Callable[[int], bytes],
-    alive: Callable[[ProcessIdentity], Liveness],
+    alive: Alive,
 ) -> ArenaFile:
     """Adopt the arena at `request.path`, or create it. The caller holds its lock.
 
-    `kept`: descriptors that an earlier daemon had its supervisor keep; taken over. One whose file has lost its name
-    is the arena if there is none at the path.
+    `kept` is taken over. Of each file, one that has lost its name counts if there is none at the path.
 
     Never a second arena beside an old one: what cannot be adopted gives its pages back first
     (engines that still map it see zeros, whose generations match no grant).
 
     Raises ConfigError when the size does not fit, or changes while extents are lent to living processes.
     """
-    old = _open_existing(request)
-    for fd in kept:
-        old = _choose(old, fd, request, alive)
-    if old is None:
-        _check_room(request, held_bytes=0)
-        return _create(request, boot_id, random_bytes, Origin.CREATED, "")
-    try:
-        superblock = _read_superblock(old)
-        reason = _why_not(superblock, request, boot_id)
-        if reason and superblock.boot == boot_id:
-            _refuse_if_lent(old, superblock, request, alive)
-    except ArenaFormatError as error:
-        superblock, reason = None, str(error)
-    if superblock is not None and not reason:
-        adopted = replace(superblock, run=superblock.run + 1)
-        _write_superblock(old, adopted)
-        return ArenaFile(request.path, old, adopted, Origin.ADOPTED, "")
-    _check_room(request, held_bytes=os.fstat(old).st_blocks * 512)
-    _discard(old, request.path)
-    return _create(request, boot_id, random_bytes, Origin.RECREATED, reason)
+    tables = _open_existing(request, request.path)
+    for fd in kept.tables:
+        tables = _choose(tables, fd, request, alive)
+    data = _open_existing(request, request.data_path)
+    old = _judge(tables, [*([] if data is None else [data]), *filter(_nameless, kept.data)], request, boot_id)
+    if old.superblock is not None and old.tables is not None and old.data is not None and not old.reason:
+        _free(old.others)
+        adopted = replace(old.superblock, run=old.superblock.run + 1)
+        _write_superblock(old.tables, adopted)
+        return ArenaFile(request.path, old.tables, old.data, adopted, Origin.ADOPTED, "")
+    if old.tables is not None and old.layout is not None and old.boot == boot_id:
+        _refuse_if_lent(old.tables, old.layout, request, alive, old.reason)
+    _check_room(request, held_bytes=_held_bytes(old))
+    _free(old.files)
+    for path in (request.path, request.data_path):
+        path.unlink(missing_ok=True)
+    return _create(request, boot_id, random_bytes, Origin.RECREATED if old.files else Origin.CREATED, old.reason)
 
 
 def check_arena(request: ArenaRequest, boot_id: bytes) -> None:
     """Raise ConfigError where `open_arena` would, except for loans. Changes nothing."""
-    old = _open_existing(request)
-    if old is None:
-        _check_room(request, held_bytes=0)
-        return
+    data = _open_existing(request, request.data_path)
+    old = _judge(_open_existing(request, request.path), [] if data is None else [data], request, boot_id)
     try:
-        if _why_not(_read_superblock(old), request, boot_id):
-            _check_room(request, held_bytes=os.fstat(old).st_blocks * 512)
-    except ArenaFormatError:
-        _check_room(request, held_bytes=os.fstat(old).st_blocks * 512)
+        if old.reason or not old.files:
+            _check_room(request, held_bytes=_held_bytes(old))
     finally:
-        os.close(old)
+        old.close()
 
 
-def _open_existing(request: ArenaRequest) -> int | None:
+def _open_existing(request: ArenaRequest, path: Path) -> int | None:
     try:
-        return open_own(request.path, os.O_RDWR)
+        return open_own(path, os.O_RDWR)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(
-            request.config_file, "ram.path", f"cannot open {request.path}: {error.strerror}",
+            request.config_file, "ram.path", f"cannot open {path}: {error.strerror}",
             advice="remove it or configure another directory",
         ) from error  # fmt: skip
 
 
-def _choose(
-    old: int | None, kept: int, request: ArenaRequest, alive: Callable[[ProcessIdentity], Liveness]
-) -> int | None:
-    """Return the arena of two candidates. The other is closed; if no path leads to it, its pages are freed."""
+def _nameless(kept: int) -> bool:
+    """Return whether a kept descriptor is of a file of the daemon's that has lost its name. Close it otherwise."""
     found = os.fstat(kept)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink:
-        os.close(kept)  # what has a name is found by it
-        return old
-    if old is None and found.st_dev == request.path.parent.stat().st_dev:
+    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_nlink:
+        return True
+    os.close(kept)  # what has a name is found by it
+    return False
+
+
+def _choose(tables: int | None, kept: int, request: ArenaRequest, alive: Alive) -> int | None:
+    """Return the tables of two candidates. The other is closed; if no path leads to it, its pages are freed."""
+    if not _nameless(kept):
+        return tables
+    if tables is None and os.fstat(kept).st_dev == request.path.parent.stat().st_dev:
         return kept
+    layout, _ = _layout(kept)
+    if layout is not None:
+        _refuse_if_lent(kept, layout, request, alive, "another one has its name")
+    _free([kept])
+    return tables
+
+
+def _layout(tables: int) -> tuple[ArenaLayout | None, bytes]:
+    """Return layout and boot id, also of an arena of format 1. The layout is None if there are no such tables."""
     with contextlib.suppress(ArenaFormatError):
-        _refuse_if_lent(kept, _read_superblock(kept), request, alive)
-    _punch(kept)
-    os.close(kept)
+        superblock = _read_superblock(tables)
+        return superblock.layout, superblock.boot
+    former = format_1(os.pread(tables, PAGE_BYTES, 0))
+    if former is not None and os.fstat(tables).st_size >= former[0].tables_bytes:
+        return former
+    return None, b""
+
+
+def _judge(tables: int | None, data: list[int], request: ArenaRequest, boot_id: bytes) -> _Old:
+    """Return what of these files can be adopted. Only data whose file the tables name belongs to them."""
+    old = _Old(tables, others=data)
+    if tables is None:
+        old.reason = "its tables are missing" if data else ""
+        return old
+    old.layout, old.boot = _layout(tables)
+    try:
+        old.superblock = superblock = _read_superblock(tables)
+    except ArenaFormatError as error:
+        old.reason = str(error)
+        return old
+    old.data = next((fd for fd in data if _file_of(fd) == superblock.data_file), None)
+    old.others = [fd for fd in data if fd != old.data]
+    old.reason = _why_not(superblock, old.data, request, boot_id)
     return old
 
 
-def _read_superblock(fd: int) -> Superblock:
-    superblock = Superblock.unpack(os.pread(fd, PAGE_BYTES, 0))
-    size_bytes = os.fstat(fd).st_size
-    if size_bytes != superblock.layout.size_bytes:
-        raise ArenaFormatError(f"the file has {size_bytes} bytes, its superblock says {superblock.layout.size_bytes}")
+def _file_of(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
+
+
+def _read_superblock(tables: int) -> Superblock:
+    superblock = Superblock.unpack(os.pread(tables, PAGE_BYTES, 0))
+    size_bytes = os.fstat(tables).st_size
+    if size_bytes != superblock.layout.tables_bytes:
+        raise ArenaFormatError(f"its tables have {size_bytes} bytes, their superblock says otherwise")
     return superblock
 
 
-def _why_not(superblock: Superblock, request: ArenaRequest, boot_id: bytes) -> str:
+def _why_not(superblock: Superblock, data: int | None, request: ArenaRequest, boot_id: bytes) -> str:
     """Return why a valid arena cannot be adopted; empty if it can."""
+    layout = superblock.layout
     if superblock.boot != boot_id:
         return "it is from before the last boot"
-    if superblock.layout.size_bytes != request.size_bytes:
-        return f"its size changes from {superblock.layout.size_bytes} to {request.size_bytes} bytes"
+    if layout.size_bytes != request.size_bytes:
+        return f"its size changes from {layout.size_bytes} to {request.size_bytes} bytes"
+    if data is None:
+        return "its data is missing, or belongs to another arena"
+    if os.fstat(data).st_size != layout.data_bytes:
+        return f"its data has {os.fstat(data).st_size} bytes instead of {layout.data_bytes}"
     return ""
 
 
-def _refuse_if_lent(
-    fd: int, superblock: Superblock, request: ArenaRequest, alive: Callable[[ProcessIdentity], Liveness]
-) -> None:
-    holders = lent_to(fd, superblock.layout, alive)
+def _refuse_if_lent(tables: int, layout: ArenaLayout, request: ArenaRequest, alive: Alive, reason: str) -> None:
+    holders = lent_to(tables, layout, alive)
     if holders:
         pids = ", ".join(str(pid) if pid else "unknown" for pid in sorted(holders))
         raise ConfigError(
             request.config_file, "ram.capacity",
-            f"the arena {request.path} has {superblock.layout.size_bytes} bytes, {request.size_bytes} are configured"
-            f" (the capacity, less what the workers and objects of the tiers below take), and extents of it are lent to"
-            f" living processes (pid {pids})",
+            f"the arena {request.path} cannot be adopted ({reason}), and extents of it are lent to living processes"
+            f" (pid {pids}). It has {layout.size_bytes} bytes, {request.size_bytes} are configured (the capacity, less"
+            " what the workers and objects of the tiers below take)",
             advice="keep [ram].capacity, and capacity, codec and io_workers of each [[tier]], until these engines"
             " have ended, or end them",
         )  # fmt: skip
 
 
-def lent_to(fd: int, layout: ArenaLayout, alive: Callable[[ProcessIdentity], Liveness]) -> set[int]:
+def lent_to(tables_fd: int, layout: ArenaLayout, alive: Alive) -> set[int]:
     """Return the pids (0: unknown), not proven dead, of sessions with loans in this arena."""
-    tables = ArenaTables(memoryview(mmap.mmap(fd, layout.data_offset, access=mmap.ACCESS_READ)), layout)
+    tables = ArenaTables(memoryview(mmap.mmap(tables_fd, layout.tables_bytes, access=mmap.ACCESS_READ)), layout)
     lent = tables.lent["mode"]
     borrowers = (lent == LentMode.READ) | (lent == LentMode.WRITE)
     sessions = {int(session) for session in tables.lent["session"][borrowers]}
@@ -228,23 +326,31 @@ def lent_to(fd: int, layout: ArenaLayout, alive: Callable[[ProcessIdentity], Liv
 def _create(
     request: ArenaRequest, boot_id: bytes, random_bytes: Callable[[int], bytes], origin: Origin, note: str
 ) -> ArenaFile:
-    """Create an arena. The superblock is written last: a file without one is no arena, and is created again."""
+    """Create an arena. The superblock is written last: files without one are no arena, and are created again."""
     layout = ArenaLayout.plan(request.size_bytes)
-    fd = os.open(request.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    data = _new_file(request.data_path, layout.data_bytes)
+    tables = _new_file(request.path, layout.tables_bytes)
     try:
-        os.ftruncate(fd, layout.size_bytes)
-        os.posix_fallocate(fd, 0, layout.data_offset)
+        os.posix_fallocate(tables, 0, layout.tables_bytes)
     except OSError as error:
-        os.close(fd)
-        request.path.unlink()
+        for fd, path in ((tables, request.path), (data, request.data_path)):
+            os.close(fd)
+            path.unlink()
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise
         raise ConfigError(
             request.config_file, "ram.capacity", f"no room in {request.path.parent} even for the arena's tables"
         ) from error
-    superblock = Superblock(int.from_bytes(random_bytes(8), "little") | 1, layout, run=1, boot=boot_id)
-    _write_superblock(fd, superblock)
-    return ArenaFile(request.path, fd, superblock, origin, note)
+    arena_id = int.from_bytes(random_bytes(8), "little") | 1
+    superblock = Superblock(arena_id, layout, run=1, boot=boot_id, data_file=_file_of(data))
+    _write_superblock(tables, superblock)
+    return ArenaFile(request.path, tables, data, superblock, origin, note)
+
+
+def _new_file(path: Path, size_bytes: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    os.ftruncate(fd, size_bytes)
+    return fd
 
 
 def _write_superblock(fd: int, superblock: Superblock) -> None:
@@ -259,24 +365,24 @@ def _write_superblock(fd: int, superblock: Superblock) -> None:
             mapped[: len(page)] = page
 
 
-def _discard(fd: int, path: Path) -> None:
-    _punch(fd)
-    path.unlink(missing_ok=True)
-    os.close(fd)
+def _held_bytes(old: _Old) -> int:
+    return sum(os.fstat(fd).st_blocks * 512 for fd in old.files)
 
 
-def _punch(fd: int) -> None:
-    """Free all pages. Truncation was rejected: an engine that still maps the file would get SIGBUS instead of zeros."""
+def _free(files: Iterable[int]) -> None:
+    """Free all pages and close. Truncation was rejected: an engine that maps a file would get SIGBUS, not zeros."""
     libc = ctypes.CDLL(None, use_errno=True)
-    size_bytes = os.fstat(fd).st_size
-    if size_bytes:
-        libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size_bytes))
+    for fd in files:
+        size_bytes = os.fstat(fd).st_size
+        if size_bytes:
+            libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size_bytes))
+        os.close(fd)
 
 
 def _check_room(request: ArenaRequest, held_bytes: int) -> None:
     """Raise ConfigError, with numbers, if file system, cgroup or host have no room for the arena.
 
-    `held_bytes` are those of the old file, which goes.
+    `held_bytes` are those of the old files, which go.
     """
     for room in (directory_room(request.path.parent), memory_room()):
         available = room.available_bytes + held_bytes
@@ -291,7 +397,8 @@ def _check_room(request: ArenaRequest, held_bytes: int) -> None:
 
 def describe(arena: ArenaFile) -> str:
     """Return one line for the log."""
-    nameless = "" if os.fstat(arena.fd).st_nlink else "its name was removed"
+    named = all(os.fstat(fd).st_nlink for fd in (arena.tables_fd, arena.data_fd))
+    nameless = "" if named else "its name was removed"
     why = f" ({arena.note or nameless})" if arena.note or nameless else ""
     size = f"{arena.layout.size_bytes // MIB} MiB, format {FORMAT_VERSION}, run {arena.superblock.run}"
     return f"{arena.path} {arena.origin.value}{why}, {size}"

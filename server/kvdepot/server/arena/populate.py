@@ -1,7 +1,7 @@
-"""The arena's pages, allocated and touched piece by piece by a few threads (design.md#arena).
+"""The pages of the arena's data, allocated and touched piece by piece by a few threads (design.md#arena).
 
 A first touch costs ten times a copy, so it happens before an extent is granted: the ready
-part grows from the arena's start and serves meanwhile.
+part grows from the data's start and serves meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Growth:
 
 
 class Populator:
-    """Populates a mapped arena from its start; `report` is called from its threads, in growing order.
+    """Populates the mapped data from its start; `report` is called from its threads, in growing order.
 
     What an adopted arena has already costs a fraction of a first touch: it is only mapped and locked here.
     Where there is no room the growth pauses with a reason: what is ready stays in service. Where the limits
@@ -52,6 +52,7 @@ class Populator:
         size_bytes: int,
         threads: int,
         report: Callable[[Growth], None],
+        lock_too: tuple[tuple[int, int], ...] = (),
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
         self._fd = fd
@@ -60,6 +61,7 @@ class Populator:
         self._threads_max = threads
         self._report = report
         self._retry_seconds = retry_seconds
+        self._lock_too = lock_too  # (address, length) of what has its pages already: the tables
         self._pieces = list(range(0, size_bytes, PIECE_BYTES))  # a heap: those that have no pages, and nobody tries
         self._finished: set[int] = set()
         self._ready = 0
@@ -83,6 +85,8 @@ class Populator:
             self._thread.join()
 
     def _mark_locked(self) -> None:
+        for address, length in self._lock_too:
+            self._libc.mlock2(address, length, _MLOCK_ONFAULT)
         self._locked = self._locked or not self._libc.mlock2(self._address, self._size, _MLOCK_ONFAULT)
 
     def _run(self) -> None:

@@ -45,12 +45,12 @@ WATCH_AGAIN_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ArenaOffer:
-    """What an accepted process gets: `open_descriptor` makes a fresh descriptor of the arena."""
+    """What an accepted process gets: `open_descriptors` makes fresh ones of the data, and of the tables to read."""
 
     arena_id: int
     arena_bytes: int
     daemon_version: str
-    open_descriptor: Callable[[], int]
+    open_descriptors: Callable[[], tuple[int, int]]
 
 
 class AttachListener:
@@ -278,13 +278,14 @@ class AttachListener:
             calls=calls is not None,
         )
         try:
-            descriptor = self._descriptor(connection, session)
+            descriptors = self._descriptors(connection, session)
             try:
-                descriptors = [descriptor] if calls is None else [descriptor, calls.fileno()]
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))
+                sent = descriptors if calls is None else (*descriptors, calls.fileno())
+                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))
                 connection.socket.sendmsg([codec.encode_attach_reply(reply)], [rights])
             finally:
-                os.close(descriptor)
+                for descriptor in descriptors:
+                    os.close(descriptor)
         except OSError as error:  # gone already, it does not read, or no descriptor is left: as good as disconnected
             self._complain("cannot answer", error)
             self._ended(connection)
@@ -293,14 +294,14 @@ class AttachListener:
         if self._refusals.due(f"{what}: {error.errno}"):
             self._log.warning("attach: %s: %s", what, error)
 
-    def _descriptor(self, connection: _Connection, session: bytes) -> int:
-        """Return the descriptor that goes with the answer: the arena, or the lifeline of the proxy."""
+    def _descriptors(self, connection: _Connection, session: bytes) -> tuple[int, ...]:
+        """Return the descriptors that go with the answer: data and tables, or the lifeline of the proxy."""
         proxy = connection.proxy
         if proxy is None:
-            return self._offer.open_descriptor()
+            return self._offer.open_descriptors()
         assert connection.attachment is not None
         proxy.begin(connection.attachment, session)
-        return proxy.lifeline.detach()  # closed once it is sent, so that only the client has it
+        return (proxy.lifeline.detach(),)  # closed once it is sent, so that only the client has it
 
     def _refuse(self, connection: _Connection, error: KvDepotError) -> None:
         if self._refusals.due(str(error)):

@@ -29,14 +29,14 @@ class StreamProxies:
     def __init__(
         self,
         *,
-        arena_fd: int,
+        arena_fds: tuple[int, int],
         count_max: int,
         mode: int,
         group_id: int,
         loop: asyncio.AbstractEventLoop,
         log: logging.Logger,
     ) -> None:
-        self._arena_fd = arena_fd
+        self._arena_fds = arena_fds  # of the tables, of the data
         self.count_max = count_max  # those above a new one go on
         self._mode = mode
         self._group_id = group_id
@@ -71,8 +71,8 @@ class StreamProxies:
         try:
             process, lifeline, pidfd = spawn(
                 _MODULE,
-                lambda socket_fd: (self._arena_fd, socket_fd, os.getpid(), self._mode, self._group_id, path),
-                (self._arena_fd,),
+                lambda socket_fd: (*self._arena_fds, socket_fd, os.getpid(), self._mode, self._group_id, path),
+                self._arena_fds,
             )
         except OSError as error:
             raise NotReady(f"no proxy can be started: {error}") from error

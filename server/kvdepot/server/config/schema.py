@@ -26,6 +26,8 @@ RPC_SUFFIX = ".rpc"
 """Suffix of the socket on which gRPC gets operators' connections, behind the admin sockets."""
 STREAM_SUFFIX = ".stream-"
 """Suffix of the socket of a stream's proxy; a number follows."""
+DATA_SUFFIX = ".data"
+"""Suffix of the file of the arena's data, next to its tables."""
 SOCKET_PATH_BYTES_MAX = 107
 """Bytes of a path in sockaddr_un (unix(7)), without its final zero."""
 AUTO: Literal["auto"] = "auto"

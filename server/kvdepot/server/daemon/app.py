@@ -24,6 +24,7 @@ from typing import Any
 
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.core.secrets import mask_secrets
+from kvdepot.server.arena.arena_file import KeptFiles
 from kvdepot.server.config import environment
 from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.config import DISK, Config, embedded, load
@@ -51,8 +52,8 @@ Environment variables KVDEPOT_<TABLE>__<KEY> override single keys. Options overr
 SIGHUP reloads CONFIG, as `kvdepotctl reload` does: it applies all changes or none.
 
 SIGTERM and SIGINT stop the daemon with exit code 0. It grants no more leases, and takes the pending checksums. The
-arena file and its memory stay, so that the next daemon serves the same objects. To free the memory, delete that file
-while no daemon runs. The last line of the log names the file.
+arena and its memory stay, so that the next daemon serves the same objects. To free the memory, delete its two files
+while no daemon runs. The last line of the log names the file ARENA. The other one is ARENA.data.
 """
 
 
@@ -209,7 +210,7 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
-    from kvdepot.server.daemon.node import ARENA_NAME, Node  # with gRPC, which the other verbs do not need
+    from kvdepot.server.daemon.node import DATA_NAME, TABLES_NAME, Node  # with gRPC, which the other verbs do not need
 
     log = make_log(config.tables.log.level, config.tables.log.format)
     loop = asyncio.get_running_loop()
@@ -222,9 +223,9 @@ async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
     if config.note:
         log.warning("configuration: %s", config.note)
     notify = ServiceNotifier(os.environ, pid=os.getpid(), clock=time.monotonic)
-    kept = take_kept(os.environ, pid=os.getpid(), name=ARENA_NAME)
+    kept = take_kept(os.environ, pid=os.getpid(), names=(TABLES_NAME, DATA_NAME))
     try:
-        node = Node(config, log=log, loop=loop, notify=notify, kept_arenas=kept, reread=reread)
+        node = Node(config, log=log, loop=loop, notify=notify, kept=KeptFiles(*kept), reread=reread)
     except (KvDepotError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1

@@ -81,8 +81,8 @@ class ChecksumService:
         try:
             self._process, self._socket, self._pidfd = spawn(
                 _MODULE,
-                lambda socket_fd: (self._arena.fd, socket_fd, self._arena.layout.size_bytes, os.getpid()),
-                (self._arena.fd,),
+                lambda socket_fd: (self._arena.data_fd, socket_fd, self._arena.layout.data_bytes, os.getpid()),
+                (self._arena.data_fd,),
                 niceness=_NICENESS,
             )
         except Exception as error:  # noqa: BLE001 - an OSError, or whatever it is: tried again

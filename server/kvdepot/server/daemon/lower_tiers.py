@@ -57,8 +57,8 @@ class LowerTiers:
     def _tier(self, table: TierTable, registry: WorkerRegistry) -> Tier:
         tables = self._config.tables
         means = TierMeans(
-            arena_fd=self._arena.fd,
-            arena_bytes=self._arena.layout.size_bytes,
+            arena_fd=self._arena.data_fd,
+            arena_bytes=self._arena.layout.data_bytes,
             arena_id=self._arena.superblock.arena_id,
             registry=registry,
             loop=self._loop,

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -22,7 +21,7 @@ from kvdepot.core.errors import ConfigError, KvDepotError, NoRoom
 from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import DaemonStatus, TierStatus
-from kvdepot.server.arena.arena_file import ArenaFile, describe, open_arena
+from kvdepot.server.arena.arena_file import NOTHING_KEPT, ArenaFile, KeptFiles, describe, open_arena
 from kvdepot.server.arena.populate import RETRY_SECONDS, Growth, Populator
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
@@ -57,8 +56,8 @@ from kvdepot.server.rpc.listener import ENGINES, OPERATORS, GrpcListener
 from kvdepot.server.rpc.operator_calls import OperatorCalls
 from kvdepot.server.rpc.operator_service import operator_service
 
-ARENA_NAME = "arena"
-"""Of the arena's descriptor, where the supervisor keeps it."""
+TABLES_NAME, DATA_NAME = "arena", "arena-data"
+"""Of the arena's descriptors, where the supervisor keeps them."""
 TICK_SECONDS = 0.1
 TRIM_SECONDS = 0.005
 DRAIN_SECONDS = 5.0
@@ -75,7 +74,7 @@ _DRAIN_STEP_SECONDS = 0.01
 class Node:
     """One daemon. Locks and arena are taken in the constructor, which is where a start is refused.
 
-    `notify` tells the supervisor. `kept_arenas`: descriptors that it kept over a restart, taken over. `reread` is asked
+    `notify` tells the supervisor. `kept`: descriptors that it kept over a restart, taken over. `reread` is asked
     at a reload; None: there is no file.
     """
 
@@ -86,7 +85,7 @@ class Node:
         log: logging.Logger,
         loop: asyncio.AbstractEventLoop,
         notify: ServiceNotifier,
-        kept_arenas: Sequence[int] = (),
+        kept: KeptFiles = NOTHING_KEPT,
         reread: Reread | None,
     ) -> None:
         self._notify = notify
@@ -101,8 +100,9 @@ class Node:
         check_host(config)
         self._locks = [lock_file(config, *file) for file in locked_files(config)]
         self._state = StateFile(config.state_path)
-        self._arena = self._open_arena(kept_arenas)
-        notify.keep(ARENA_NAME, self._arena.fd)
+        self._arena = self._open_arena(kept)
+        notify.keep(TABLES_NAME, self._arena.tables_fd)
+        notify.keep(DATA_NAME, self._arena.data_fd)
         self._quotas = SetQuotas()
         self._growth = Growth(0, done=False)
         self._serving = False
@@ -130,10 +130,10 @@ class Node:
             identify=self._identify,
         )
         self._tracing = self._make_tracing()
-        offer = ArenaOffer(superblock.arena_id, arena.layout.size_bytes, self._version, arena.open_descriptor)
+        offer = ArenaOffer(superblock.arena_id, arena.layout.data_bytes, self._version, arena.open_for_engine)
         tables = self._config.tables
         streams = StreamProxies(
-            arena_fd=arena.fd, count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
+            arena_fds=(arena.tables_fd, arena.data_fd), count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
             group_id=tables.daemon.group_id, loop=self._loop, log=self._log,
         )  # fmt: skip
         self._streams = streams
@@ -148,9 +148,10 @@ class Node:
             arena=arena, depot=self._depot, loop=self._loop, log=self._log, quarantine=self._control.quarantine
         )
         self._populator = Populator(
-            fd=arena.fd,
+            fd=arena.data_fd,
             address=arena.address,
-            size_bytes=arena.layout.size_bytes,
+            size_bytes=arena.layout.data_bytes,
+            lock_too=((arena.tables_address, arena.layout.tables_bytes),),
             threads=min(os.cpu_count() or 1, _THREADS_MAX),
             report=self._report_growth,
         )
@@ -298,7 +299,7 @@ class Node:
         return readiness(
             serving=self._serving,
             stopping=self._stopping,
-            ready_bytes=max(self._growth.ready_bytes - self._arena.layout.data_offset, 0),
+            ready_bytes=self._growth.ready_bytes,
             growth_reason=self._growth.reason,
             tiers_reason=self._tiers.trouble,
             draining=self._depot.switches.draining,
@@ -335,7 +336,7 @@ class Node:
             epochs=self._depot.invalidation.epochs,
         )
 
-    def _open_arena(self, kept: Sequence[int]) -> ArenaFile:
+    def _open_arena(self, kept: KeptFiles) -> ArenaFile:
         config = self._config
         folder = config.arena_path.parent
         kind = file_system(folder)
@@ -415,7 +416,7 @@ class Node:
 
     def _progress(self) -> str:
         """Return one line for the supervisor."""
-        growth, size_bytes = self._growth, self._arena.layout.size_bytes
+        growth, size_bytes = self._growth, self._arena.layout.data_bytes
         populated = f"{growth.ready_bytes // MIB} of {size_bytes // MIB} MiB of the arena are populated"
         return f"degraded: {growth.reason}" if growth.reason else populated
 

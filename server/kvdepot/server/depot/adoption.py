@@ -70,12 +70,13 @@ class Adoption:
         self._sessions = sessions
         self._stores = stores
         self._loads = loads
-        self._start, self._end = layout.data_offset, layout.data_offset + layout.data_bytes
+        self._end = layout.data_bytes
         states = self._rows.states
         self._heads: _Numbers = np.flatnonzero((states != FREE) & (states != CONTINUATION))
         self._reasons = np.zeros(len(self._heads), np.uint8)
         self._detached: _Flags = np.zeros(len(self._heads), np.bool_)
         self._chains: dict[int, list[int]] = {}  # of objects with several extents only
+        self._sharing: list[tuple[int, int]] = []  # (object, one before it that has the row that it links)
 
     def run(self, alive: Callable[[ProcessIdentity], Liveness]) -> AdoptionReport:
         repeated = self._namespaces.load(self._clock())
@@ -88,7 +89,7 @@ class Adoption:
         self._judge_repeats()
         self._rebuild_index()
         states = self._rows.states[self._heads[(self._reasons == 0) & ~self._detached]]
-        lent = self._lent.pins[self._heads] > 0
+        lent = self._lent_heads()
         dropped = Counter({REASONS[c]: int(n) for c, n in enumerate(np.bincount(self._reasons)) if c and n})
         if repeated:
             dropped["namespace_repeated"] = repeated
@@ -131,25 +132,25 @@ class Adoption:
         owners: dict[int, int] = {}
         for at in np.flatnonzero(rows.nexts[self._heads] != NO_ROW).tolist():
             head = int(self._heads[at])
-            chain, whole = self._chain(head)
+            # No row is walked twice: many heads that link one long chain would take hours.
+            chain, whole = rows.follow(head, owners)
             self._chains[head] = chain
-            if not whole:
-                self._reasons[at] = _CODE["torn_links"]
-            for row in chain[1:]:
-                other = owners.setdefault(row, at)
-                if other != at:
-                    self._reasons[at] = self._reasons[other] = _CODE["torn_links"]
+            owners.update(dict.fromkeys(chain[1:], at))
+            if whole:
+                continue
+            self._reasons[at] = _CODE["torn_links"]
+            link = rows.next[chain[-1]]
+            other = owners.get(link, at)
+            if other != at and rows.continues(head, link):  # two heads of one name: which is right?
+                self._reasons[other] = _CODE["torn_links"]
+                self._sharing.append((at, other))
 
-    def _chain(self, head: int) -> tuple[list[int], bool]:
-        """Return the rows as far as the links can be followed, and whether that is to the end."""
-        rows = self._rows
-        chain, seen = [head], {head}
-        while (row := rows.next[chain[-1]]) != NO_ROW:
-            if row >= rows.count or row in seen or rows.state[row] != CONTINUATION:
-                return chain, False
-            chain.append(row)
-            seen.add(row)
-        return chain, True
+    def _lent_heads(self) -> _Flags:
+        """Return which objects somebody may touch. One whose rows a lent one links as well counts as lent."""
+        lent: _Flags = self._lent.pins[self._heads] > 0
+        for at, other in reversed(self._sharing):
+            lent[other] |= lent[at]
+        return lent
 
     def _extents(self) -> tuple[_Numbers, _Numbers]:
         """Return all rows of all objects, and for each the index of its head in `_heads`."""
@@ -201,7 +202,7 @@ class Adoption:
     def _in_arena(self, all_rows: _Numbers) -> _Flags:
         rows, size = self._rows, np.uint64(self._end)
         offsets, lengths = rows.offsets[all_rows], rows.lengths[all_rows]
-        sane = (offsets >= self._start) & (offsets < size) & (lengths > 0) & (lengths <= size)
+        sane = (offsets < size) & (lengths > 0) & (lengths <= size)
         inside: _Flags = sane & (offsets % self._allocator.granule_bytes == 0)
         inside[inside] = self._ends(all_rows[inside]) <= self._end
         return inside

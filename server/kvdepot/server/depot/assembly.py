@@ -150,8 +150,8 @@ class Assembly:
         """Apply deadlines, grace and provisional paths, in bounded slices, and `trim`. Call this about every 100 ms."""
         self._guard.each(
             "tick", self._departures.tick, self._requests.expire, self._prefetch.tick, self.pins.tick,
-            self.invalidation.tick, self._tree.reclaim, self._tree.refresh_some, self._ram.evictor.offer_deferred,
-            self._tiering.tick, self._locates.tick,
+            self.invalidation.tick, self._tree.drop_torn, self._tree.reclaim, self._tree.refresh_some,
+            self._ram.evictor.offer_deferred, self._tiering.tick, self._locates.tick,
         )  # fmt: skip
         return self.trim()
 

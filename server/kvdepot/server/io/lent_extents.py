@@ -26,33 +26,33 @@ _HEAD_STATES = {
 class LentExtents:
     """The arena as one session may see it. `session` is its slot."""
 
-    def __init__(self, arena: memoryview, tables: ArenaTables, session: int) -> None:
-        self._arena = arena
+    def __init__(self, data: memoryview, tables: ArenaTables, session: int) -> None:
+        self._data = data
         self._tables = tables
         self._session = session
 
     def to_read(self, packed: bytes) -> Reading:
         """Return parts of extents that the session is lent for reading. Raise InvalidArgument or NotLent."""
-        return Reading(self._arena, self._tables, *self._parts(packed, LentMode.READ))
+        return Reading(self._data, self._tables, *self._parts(packed, LentMode.READ))
 
     def to_write(self, packed: bytes) -> Writing:
         """Return parts of extents that the session has reserved. Raise InvalidArgument or NotLent."""
-        return Writing(self._arena, self._tables, *self._parts(packed, LentMode.WRITE))
+        return Writing(self._data, self._tables, *self._parts(packed, LentMode.WRITE))
 
     def _parts(self, packed: bytes, mode: LentMode) -> tuple[Words, Words, Words, Words]:
         """Return rows, offsets, lengths and generations of packed extents, each of which was checked."""
         columns = self._tables.extents
         table = np.frombuffer(packed, dtype="<i8").reshape(-1, EXTENT_WORDS).astype(np.int64)
         _, rows, offsets, lengths, generations = np.ascontiguousarray(table.T)
-        # Before anything is added up: of numbers below the arena's size no sum overflows.
-        size_bytes = len(self._arena)
+        # Before anything is added up: of numbers below the data's size no sum overflows.
+        size_bytes = len(self._data)
         if len(table) and (table.min() < 0 or max(offsets.max(), lengths.max()) > size_bytes or not lengths.all()):
             raise InvalidArgument(f"extents: one is empty or outside the arena of {size_bytes} bytes")
         if len(table) and rows.max() >= columns.rows:
             raise InvalidArgument(f"extents: row {rows.max()} of {columns.rows}")
         starts, ends = columns["offset"][rows].astype(np.int64), offsets + lengths
         within = (starts <= offsets) & (ends <= starts + columns["length"][rows].astype(np.int64))
-        within &= (offsets >= self._tables.layout.data_offset) & (ends <= size_bytes)
+        within &= ends <= size_bytes
         wrong = ~(within & np.isin(rows, self._lent_rows(rows, mode)))
         if wrong.any():
             raise NotLent(f"row {rows[wrong][0]}: not all of it is lent to this session in mode {mode.name}")
@@ -62,6 +62,7 @@ class LentExtents:
         """Return the head rows that are lent and, if other rows are asked for, the rows that they link."""
         lent, columns = self._tables.lent, self._tables.extents
         heads = lent["row"][(lent["mode"] == mode) & (lent["session"] == self._session)].astype(np.int64)
+        heads = heads[heads < columns.rows]
         heads = heads[np.isin(columns["state"][heads], _HEAD_STATES[mode])]
         found: Words = heads
         last: Words = heads
@@ -77,9 +78,9 @@ class _Parts:
     """Checked parts of extents, one after the other. `length` is of all, in bytes."""
 
     def __init__(
-        self, arena: memoryview, tables: ArenaTables, rows: Words, offsets: Words, lengths: Words, generations: Words
+        self, data: memoryview, tables: ArenaTables, rows: Words, offsets: Words, lengths: Words, generations: Words
     ) -> None:
-        self._arena = arena
+        self._data = data
         self._column = tables.extents["generation"]
         self._rows = rows
         self._generations = generations.astype(np.uint64)
@@ -106,7 +107,7 @@ class Reading(_Parts):
         for offset, length in self._ranges:
             at, end = offset, offset + length
             while at < end:
-                part = self._arena[at : min(at + room, end)]
+                part = self._data[at : min(at + room, end)]
                 gathered.append(part)
                 at += len(part)
                 room -= len(part)
@@ -139,7 +140,7 @@ class Writing(_Parts):
             offset, length = self._ranges[self._number]
             count = min(length - self._filled, len(data) - at)
             start = offset + self._filled
-            self._arena[start : start + count] = source[at : at + count]
+            self._data[start : start + count] = source[at : at + count]
             at += count
             self._filled += count
             if self._filled == length:

@@ -1,7 +1,7 @@
 """The proxy of one process that cannot map the arena: it moves that process's payload by gRPC (service Data).
 
-Started by the daemon as `python -m kvdepot.server.io.stream_proxy ARENA_FD SOCKET_FD PARENT_PID MODE GROUP PATH`, one
-for each such process. To the daemon it is the process that may touch what the rank is lent: it stands in the
+Started by the daemon as `python -m kvdepot.server.io.stream_proxy TABLES_FD DATA_FD SOCKET_FD PARENT_PID MODE GROUP
+PATH`, one for each such process. To the daemon it is the process that may touch what the rank is lent: it stands in the
 attachment table, and its proven death is what frees the rank's place.
 
 SOCKET_FD is its lifeline. The daemon writes the attachment and the session's token, then passes the other end on to
@@ -52,8 +52,8 @@ Context = Any
 
 
 def main(arguments: list[str]) -> int:
-    arena_fd, socket_fd, parent, mode, group = map(int, arguments[:5])
-    path = arguments[5]
+    tables_fd, data_fd, socket_fd, parent, mode, group = map(int, arguments[:6])
+    path = arguments[6]
     die_with(parent)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which ends this process itself
         signal.signal(ending, signal.SIG_IGN)
@@ -62,10 +62,11 @@ def main(arguments: list[str]) -> int:
     if frame is None:
         return 0
     opening = frame[1]
-    layout = Superblock.unpack(os.pread(arena_fd, PAGE_BYTES, 0)).layout
-    arena = memoryview(mmap.mmap(arena_fd, layout.size_bytes))
-    tables = ArenaTables(arena, layout)
-    extents = LentExtents(arena, tables, int(tables.attachments["session"][opening.attachment]))
+    layout = Superblock.unpack(os.pread(tables_fd, PAGE_BYTES, 0)).layout
+    mapped = mmap.mmap(tables_fd, layout.tables_bytes, access=mmap.ACCESS_READ)
+    tables = ArenaTables(memoryview(mapped), layout)
+    data = memoryview(mmap.mmap(data_fd, layout.data_bytes))
+    extents = LentExtents(data, tables, int(tables.attachments["session"][opening.attachment]))
     server = grpc.server(ThreadPoolExecutor(_CALLS_MAX), options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX)
     server.add_generic_rpc_handlers((data_service(extents, opening.session),))
     server.add_insecure_port(address(Path(path)))

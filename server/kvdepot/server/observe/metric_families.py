@@ -365,6 +365,10 @@ _RAM = (
     _counter("doubted_objects", "Objects of RAM of which an engine said that they do not match their checksums."),
     _counter("corrupt_objects", "Objects of RAM that did not match their checksum."),
     _counter(
+        "torn_objects",
+        "Objects of RAM that were dropped, because the links between their extents were damaged.",
+    ),
+    _counter(
         "dropped_objects",
         "Objects that became unreachable because an ancestor was deleted, by reason.",
         "reason",

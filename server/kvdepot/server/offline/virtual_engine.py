@@ -20,12 +20,12 @@ class VirtualEngine:
         self, capacity_bytes: int, rows: int, *, clock: Callable[[], float], eviction: str = "gdsf"
     ) -> None:  # fmt: skip
         """Create a depot with a virtual engine. `rows` is the maximum number of objects."""
-        tables_bytes = ArenaLayout.plan(1 << 40, rows).data_offset
+        tables_bytes = ArenaLayout.plan(1 << 40, rows).tables_bytes
         layout = ArenaLayout.plan(tables_bytes + capacity_bytes, rows)
         descriptor = os.memfd_create("virtual-arena")
         try:
-            os.ftruncate(descriptor, layout.size_bytes)
-            self._map = mmap.mmap(descriptor, layout.size_bytes)
+            os.ftruncate(descriptor, layout.tables_bytes)
+            self._map = mmap.mmap(descriptor, layout.tables_bytes)
         finally:
             os.close(descriptor)
         self.depot = Depot(
@@ -33,7 +33,7 @@ class VirtualEngine:
             random_bytes=secrets.token_bytes,
             config=DepotConfig(credit_bytes=layout.size_bytes, high_watermark=1.0, eviction=eviction),
         )  # fmt: skip
-        self.depot.ready(layout.size_bytes)
+        self.depot.ready(layout.data_bytes)
         process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
         self.session = self.depot.attach(process, "replay", scheduler=True, rank=0, world_size=1).session
         self._leases = 0

@@ -54,23 +54,22 @@ class ServiceNotifier:
             sender.sendmsg([state.encode()], rights, 0, self._address)
 
 
-def take_kept(environ: MutableMapping[str, str], *, pid: int, name: str) -> tuple[int, ...]:
-    """Return the descriptors that systemd kept under `name`; close any others.
+def take_kept(environ: MutableMapping[str, str], *, pid: int, names: tuple[str, ...]) -> tuple[list[int], ...]:
+    """Return the descriptors that systemd kept under each of `names`; close any others.
 
     The caller owns them. The variables are deleted, so that no child takes its own descriptors for them.
     """
     count = _number(environ.pop("LISTEN_FDS", ""))
-    names = environ.pop("LISTEN_FDNAMES", "").split(":")
-    if _number(environ.pop("LISTEN_PID", "")) != pid:
-        return ()
-    kept = []
-    for place, descriptor in enumerate(range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + count)):
-        if place < len(names) and names[place] == name:
-            os.set_inheritable(descriptor, False)
-            kept.append(descriptor)
-        else:
-            os.close(descriptor)
-    return tuple(kept)
+    given = environ.pop("LISTEN_FDNAMES", "").split(":")
+    kept: dict[str, list[int]] = {name: [] for name in names}
+    if _number(environ.pop("LISTEN_PID", "")) == pid:
+        for place, descriptor in enumerate(range(_FIRST_DESCRIPTOR, _FIRST_DESCRIPTOR + count)):
+            if place < len(given) and given[place] in kept:
+                os.set_inheritable(descriptor, False)
+                kept[given[place]].append(descriptor)
+            else:
+                os.close(descriptor)
+    return tuple(kept.values())
 
 
 def _watchdog_seconds(environ: MutableMapping[str, str], pid: int) -> float:

@@ -21,11 +21,10 @@ from kvdepot.client.copy.cpu import CpuCopier
 from kvdepot.client.copy.device import DeviceCopier, Way
 from kvdepot.client.copy.native import MOVE_BYTES_MAX
 from kvdepot.client.extents import Extents, parse_extents
-from kvdepot.core.arena import PAGE_BYTES
 
 from benchmarks.day_one.copies import backward_cut, block_bytes_of, check_layers, filled, layer_sets
 from tests.fakes.late_device import LateDevice
-from tests.rigs.memory_arena import ARENA_BYTES
+from tests.rigs.memory_arena import ARENA_BYTES, granted
 from tests.rigs.seeds import RUN_SEED, drawn
 
 Copier = CpuCopier | DeviceCopier
@@ -67,7 +66,7 @@ def test_stored_bytes_are_the_blocks_bytes_and_come_back_into_other_blocks(
     layers = layouts()[name]
     copier = make_copier(layers)
     total = 4 * sum(copier.block_bytes(number) for number in range(len(layers)))
-    cut = backward_cut(arena.data_offset, total, cut_bytes)
+    cut = backward_cut(total, cut_bytes)
     if cut[0][0] + cut_bytes > ARENA_BYTES:
         pytest.skip("more fragments than this arena holds")
     check_layers(copier, arena, layers, cut, random.Random(RUN_SEED))
@@ -110,8 +109,8 @@ def test_padding_between_blocks_is_neither_stored_nor_written(arena: ArenaMap, m
     storage = torch.full((8, 6144), 7, dtype=torch.uint8)
     layer = storage[:, :4096]
     copier = make_copier([layer])
-    arena.buffer[arena.layout.data_offset : arena.layout.data_offset + 8192] = b"\x55" * 8192
-    pieces = object_pieces(extents((arena.layout.data_offset, 8192)), [0], 0, [0], [4096], 2, [[1, 6]])
+    arena.buffer[:8192] = b"\x55" * 8192
+    pieces = object_pieces(extents((0, 8192)), [0], 0, [0], [4096], 2, [[1, 6]])
     copier.copy(arena, pieces, Direction.LOAD)
     copier.wait()
     assert (storage[:, 4096:] == 7).all()
@@ -123,7 +122,7 @@ def test_a_part_within_an_object_takes_only_its_missing_blocks(arena: ArenaMap, 
     """Part at byte 4096 of the object, blocks 1 and 2 of 3: layer-major positions (docs/formats/namespace.md)."""
     layers = [filled((10, 1024), torch.uint8, seed) for seed in (1, 2)]
     copier = make_copier(layers)
-    base = arena.layout.data_offset
+    base = 0
     held = extents((base, 4096 + 2 * 3 * 1024))
     pieces = object_pieces(held, [0], 4096, [0, 1], [1024, 1024], 3, [[8, 4]], first_block=1)
     assert (pieces.offsets - base).tolist() == [
@@ -192,19 +191,19 @@ def test_batches_are_bounded_and_in_order() -> None:
     [
         ({"layers": 1}, "layer"), ({"layers": -1}, "layer"), ({"blocks": 8}, "block"), ({"blocks": -1}, "block"),
         ({"skips": -1}, "before"), ({"lengths": 0}, "empty"), ({"skips": 1}, "after"), ({"lengths": 2049}, "after"),
-        ({"offsets": 0}, "outside"), ({"offsets": ARENA_BYTES - 2047}, "outside"),
+        ({"offsets": -4096}, "outside"), ({"offsets": ARENA_BYTES - 2047}, "outside"),
     ],
 )  # fmt: skip
 def test_refuses_pieces_out_of_range_before_any_byte_moves(
     arena: ArenaMap, make_copier: MakeCopier, change: dict[str, int], names: str
 ) -> None:
     layer = filled((8, 2048), torch.uint8)
-    good = {"layers": 0, "blocks": 2, "skips": 0, "offsets": arena.layout.data_offset, "lengths": 2048}
+    good = {"layers": 0, "blocks": 2, "skips": 0, "offsets": 0, "lengths": 2048}
     rows = [good, good | {"offsets": good["offsets"] + 2048} | change]
     batch = CopyBatch(*(np.array([row[name] for row in rows], dtype=np.int64) for name in good))
     with pytest.raises(CopyError, match=names):
         make_copier([layer]).copy(arena, batch, Direction.STORE)
-    assert not any(arena.buffer[arena.layout.data_offset : arena.layout.data_offset + 4096])
+    assert not any(arena.buffer[:4096])
 
 
 def test_refuses_a_layer_that_has_no_blocks(make_copier: MakeCopier) -> None:
@@ -221,7 +220,7 @@ def test_other_threads_run_python_while_a_batch_moves(
     blocks = np.arange(64, dtype=np.int64)
     zeros = np.zeros_like(blocks)
     copier = CpuCopier([filled((64, 1 << 17), torch.uint8)])
-    batch = CopyBatch(zeros, blocks, zeros, arena.layout.data_offset + (1 << 17) * blocks, zeros + (1 << 17))
+    batch = CopyBatch(zeros, blocks, zeros, (1 << 17) * blocks, zeros + (1 << 17))
     moving = seen = False
     real = native.copy
 
@@ -263,7 +262,7 @@ def test_refuses_a_layer_elsewhere_than_on_the_cpu() -> None:
 
 @pytest.mark.requirement("I1b")
 def test_a_generation_that_changed_fails_the_check(arena: ArenaMap) -> None:
-    column = np.frombuffer(arena.buffer, dtype="<u8", count=1024, offset=PAGE_BYTES)
+    column = granted(arena)
     column[5], column[9] = 4, 7
     assert arena.check([5, 9], [4, 7])
     column[9] = 8

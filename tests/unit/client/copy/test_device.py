@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.day_one.copies import block_bytes_of, filled
 from tests.fakes.late_device import EngineWork, LateDevice
+from tests.rigs.memory_arena import granted
 from tests.rigs.patience import patient, wait_until
 
 BLOCK_BYTES = 2048
@@ -39,13 +40,13 @@ BLOCK_BYTES = 2048
 def batch_of(arena: ArenaMap, blocks: list[int], at: int = 0) -> CopyBatch:
     """Blocks of layer 0, end to end in the arena from `at` on."""
     count = len(blocks)
-    offsets = arena.layout.data_offset + at + np.arange(count, dtype=np.int64) * BLOCK_BYTES
+    offsets = at + np.arange(count, dtype=np.int64) * BLOCK_BYTES
     zeros = np.zeros(count, dtype=np.int64)
     return CopyBatch(zeros, np.array(blocks, dtype=np.int64), zeros, offsets, zeros + BLOCK_BYTES)
 
 
 def stored(arena: ArenaMap, count: int, at: int = 0) -> bytes:
-    begin = arena.layout.data_offset + at
+    begin = at
     return bytes(arena.buffer[begin : begin + count * BLOCK_BYTES])
 
 
@@ -103,7 +104,7 @@ def test_a_load_is_reported_when_its_moves_are_done(arena: ArenaMap) -> None:
 def test_engines_tensors_made_in_inference_mode_are_written(arena: ArenaMap) -> None:
     with torch.inference_mode():
         layer = torch.zeros((8, BLOCK_BYTES), dtype=torch.uint8)
-    arena.buffer[arena.layout.data_offset : arena.layout.data_offset + BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
+    arena.buffer[:BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
     copier = DeviceCopier([layer], LateDevice())
     copier.copy(arena, batch_of(arena, [2]), Direction.LOAD)
     copier.move([0], np.array([2]), np.array([4]))
@@ -140,7 +141,6 @@ def test_a_block_stored_in_parts_and_whole_again_in_one_batch_is_right_in_both_p
         (4, 0, 16384 + BLOCK_BYTES, BLOCK_BYTES),
     ]
     blocks, skips, offsets, lengths = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
-    offsets += arena.layout.data_offset
     copier = DeviceCopier([layer], LateDevice())
     copier.copy(arena, CopyBatch(np.zeros(4, dtype=np.int64), blocks, skips, offsets, lengths), Direction.STORE)
     copier.wait()
@@ -154,7 +154,7 @@ def test_transfers_are_as_long_as_pinned_pieces_let_them_be(arena: ArenaMap, mon
     _, transfers, size_bytes = copies._plan(batch_of(arena, list(range(10)), at=2048))
     assert size_bytes == 10 * BLOCK_BYTES
     assert sum(one.length for one in transfers) == size_bytes
-    begin = arena.layout.data_offset + 2048
+    begin = 2048
     assert [one.offset for one in transfers] == [begin, *range(-(-begin // 8192) * 8192, begin + size_bytes, 8192)]
     assert all(one.offset // 8192 == (one.offset + one.length - 1) // 8192 for one in transfers)
 
@@ -176,7 +176,7 @@ def test_long_runs_go_straight_in_one_call(arena: ArenaMap, direction: Direction
     blocks = np.array([6, 1, 3], dtype=np.int64)
     zeros = np.zeros(3, dtype=np.int64)
     lengths = zeros + device_module.BATCH_RUN_BYTES
-    offsets = arena.layout.data_offset + np.arange(3) * 2 * device_module.BATCH_RUN_BYTES
+    offsets = np.arange(3) * 2 * device_module.BATCH_RUN_BYTES
     copier.copy(arena, CopyBatch(zeros, blocks, zeros, offsets, lengths), direction)
     assert device.transfers == [(True, 3)] and not device.shuffles
 
@@ -217,7 +217,7 @@ def test_what_is_not_pinned_never_goes_by_a_batch_call(arena: ArenaMap, way: Way
 def test_a_load_waits_for_no_store(arena: ArenaMap) -> None:
     layer, device = filled((8, BLOCK_BYTES), torch.uint8), LateDevice()
     copier = usable([layer], device, arena)
-    arena.buffer[arena.layout.data_offset : arena.layout.data_offset + BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
+    arena.buffer[:BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
     copier.copy(arena, batch_of(arena, [1, 2], at=8192), Direction.STORE)
     copier.copy(arena, batch_of(arena, [3]), Direction.LOAD)
     copier.wait(Direction.LOAD)
@@ -249,7 +249,7 @@ def test_a_batch_of_thousands_of_blocks_is_a_handful_of_torch_operations(
     numbers = np.arange(count, dtype=np.int64)
     lengths = np.full(count, 64, dtype=np.int64)
     blocks = np.random.default_rng(0).permutation(256)[numbers % 256].astype(np.int64)
-    offsets = arena.layout.data_offset + numbers * 64
+    offsets = numbers * 64
     batch = CopyBatch(numbers // 256, blocks, np.zeros(count, dtype=np.int64), offsets, lengths)
     copier.copy(arena, batch, direction)  # takes scratch memory
     with Dispatches() as dispatches:
@@ -265,7 +265,7 @@ def test_what_was_queued_before_a_batch_failed_is_waited_for(arena: ArenaMap, mo
     def refused(*_: Any) -> None:
         raise RuntimeError("launch failed")
 
-    arena.buffer[arena.layout.data_offset : arena.layout.data_offset + BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
+    arena.buffer[:BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
     monkeypatch.setattr(device, "shuffle", refused)
     with pytest.raises(RuntimeError, match="launch failed"):
         copier.copy(arena, batch_of(arena, [3]), Direction.LOAD)
@@ -301,7 +301,7 @@ def thread_on(arena: ArenaMap, layer: torch.Tensor, device: LateDevice, places: 
 
 
 def op_of(kind: type[LoadOp | StoreOp], arena: ArenaMap) -> LoadOp | StoreOp:
-    words = [0, 5, arena.layout.data_offset, 2 * BLOCK_BYTES, 4]
+    words = [0, 5, 0, 2 * BLOCK_BYTES, 4]
     extents = np.array(words, dtype="<u8").tobytes()
     objects = (ObjectCopy(index=0, kind=0, key=b"k" * 16, boundary_tokens=0, spans=()),)
     if kind is StoreOp:
@@ -310,7 +310,7 @@ def op_of(kind: type[LoadOp | StoreOp], arena: ArenaMap) -> LoadOp | StoreOp:
 
 
 def grant(arena: ArenaMap) -> None:
-    np.frombuffer(arena.buffer, dtype="<u8", count=1024, offset=4096)[5] = 4
+    granted(arena)[5] = 4
 
 
 @pytest.mark.requirement("I1", "P5")
@@ -330,7 +330,7 @@ def test_a_copy_that_fails_half_way_is_reported_when_nothing_moves_any_more(aren
 def test_what_is_submitted_begins_behind_what_the_engine_had_queued_then(arena: ArenaMap, kind: Any) -> None:
     grant(arena)
     layer, device = filled((8, BLOCK_BYTES), torch.uint8), LateDevice()
-    arena.buffer[arena.layout.data_offset : arena.layout.data_offset + BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
+    arena.buffer[:BLOCK_BYTES] = b"\x55" * BLOCK_BYTES
     thread = thread_on(arena, layer, device, Places(arena))
     device.engine = EngineWork(lambda: layer[1].fill_(0x77))
     op: Any = op_of(kind, arena)

@@ -20,11 +20,10 @@ from kvdepot.client.copy.device import DeviceCopier, Way
 from kvdepot.client.vllm.base.guard import Failures
 from kvdepot.client.vllm.base.operations import LoadOp, ObjectCopy, StoreOp
 from kvdepot.client.vllm.worker.copy_thread import CopyOutcome, CopyThread
-from kvdepot.core.arena import PAGE_BYTES
 
 from benchmarks.day_one.copies import block_bytes_of, filled
 from tests.fakes.late_device import LateDevice
-from tests.rigs.memory_arena import make_arena
+from tests.rigs.memory_arena import granted, make_arena
 
 BLOCK_BYTES = 4096
 PIECE = 1 << 20
@@ -101,7 +100,7 @@ def test_a_batch_that_touches_a_piece_which_is_refused_is_copied_unpinned_and_ri
     device, layer = FaultyDevice(), filled((BLOCKS, BLOCK_BYTES), torch.uint8)
     device.refused_pins = frozenset({1})
     copier = usable(device, arena, layer, way)
-    border = (arena.layout.data_offset // PIECE + 2) * PIECE
+    border = 2 * PIECE
     first, across = [3, 9], [20, 7, 21, 40]
     before = np.random.default_rng(1).bytes(4 * BLOCK_BYTES)
     arena.buffer[border - 2 * BLOCK_BYTES : border + 2 * BLOCK_BYTES] = before
@@ -145,7 +144,7 @@ class Rank:
     def do(self, kind: type[LoadOp | StoreOp], block: int, offset: int) -> list[CopyOutcome]:
         """Copy two blocks, and return what is reported."""
         arena = self.attachment.arena
-        np.frombuffer(arena.buffer, dtype="<u8", count=1, offset=PAGE_BYTES)[0] = 4
+        granted(arena)[0] = 4
         self._ops += 1
         extents = np.array([0, 0, offset, 2 * BLOCK_BYTES, 4], dtype="<u8").tobytes()
         objects = (ObjectCopy(0, 0, b"k" * 16, block, ()),)
@@ -167,7 +166,7 @@ def test_memory_that_is_short_for_a_moment_costs_one_copy(arena: ArenaMap, kind:
     device, layer = FaultyDevice(), filled((BLOCKS, BLOCK_BYTES), torch.uint8)
     device.refused_memory = frozenset({refused})
     rank = Rank(device, arena, layer, way)
-    begin = arena.layout.data_offset
+    begin = 0
     failed = []
     for number in range(4):
         offset = begin + 4 * number * BLOCK_BYTES
@@ -191,7 +190,7 @@ def test_an_event_that_raises_once_leaves_that_copy_without_a_report_and_ends_al
     """Nobody knows whether that copy has ended: its extents stay lent. The device is given nothing more."""
     device, layer = FaultyDevice(), filled((BLOCKS, BLOCK_BYTES), torch.uint8)
     rank = Rank(device, arena, layer)
-    begin = arena.layout.data_offset
+    begin = 0
     assert len(rank.do(kind, 0, begin)) == 1
     device.refused_waits = frozenset({device.waits, device.waits + 1})  # that of the copy, and the one before a report
     assert rank.do(kind, 8, begin + 8 * BLOCK_BYTES) == []
@@ -206,7 +205,7 @@ def test_an_event_that_raises_once_leaves_that_copy_without_a_report_and_ends_al
 def test_an_event_that_raises_between_batches_queues_no_more_of_that_copy(arena: ArenaMap) -> None:
     device, layer = FaultyDevice(), filled((BLOCKS, BLOCK_BYTES), torch.uint8)
     copier = usable(device, arena, layer)
-    begin = arena.layout.data_offset
+    begin = 0
     device.refused_waits = frozenset({0})
     for number in range(2):
         copier.copy(arena, batch_of([number], begin + number * BLOCK_BYTES), Direction.STORE)
@@ -240,7 +239,7 @@ def test_an_arena_that_changes_while_it_is_pinned_is_let_go_of_and_the_next_one_
     device, layer = SwappingDevice(), filled((BLOCKS, BLOCK_BYTES), torch.uint8)
     rank = Rank(device, arena, layer)
     device.attachment, device.following = rank.attachment, other_arena
-    begin = other_arena.layout.data_offset
+    begin = 0
     if background:
         rank.copier._pins._background = True
         rank.copier.prepare(arena)

@@ -11,7 +11,6 @@ import pytest
 from kvdepot.client.arena_map import Population
 from kvdepot.client.copy import pinning
 from kvdepot.client.copy.pinning import PREPARE_AGAIN_SECONDS, Pins
-from kvdepot.core.arena import PAGE_BYTES
 
 from tests.fakes.late_device import LateDevice
 from tests.rigs.memory_arena import ARENA_BYTES, make_arena
@@ -45,7 +44,7 @@ class PinnedArena:
     def __init__(self, arena_id: int, device: SlowDevice, pins: Pins | None = None, *, background: bool = True) -> None:
         self.device = device
         self.arena, self.descriptor = make_arena(arena_id=arena_id)
-        self.arena.buffer[PAGE_BYTES:] = bytes(self.arena.size_bytes - PAGE_BYTES)  # so that it has its pages
+        self.arena.buffer[:] = bytes(self.arena.size_bytes)  # so that it has its pages
         self.population = Population(self.arena, os.dup(self.descriptor))
         self.pins = pins or Pins(device, logging.getLogger("test.pins"), lambda: device.now, background=background)
 

@@ -72,16 +72,17 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
-def test_an_accepted_process_gets_the_descriptor_and_stays_connected(daemon: Daemon) -> None:
-    daemon.answers(codec.encode_attach_reply(ACCEPTED), 1)
+def test_an_accepted_process_gets_the_descriptors_and_stays_connected(daemon: Daemon) -> None:
+    daemon.answers(codec.encode_attach_reply(ACCEPTED), 2)
     attached = attach(daemon.path, CALL, SECONDS)
     with attached.connection:
         assert attached.reply == ACCEPTED and attached.calls is None
-        assert attached.descriptor is not None
-        assert os.fstat(attached.descriptor).st_rdev == Path(os.devnull).stat().st_rdev
-        assert not os.get_inheritable(attached.descriptor)
+        assert len(attached.descriptors) == 2
+        for descriptor in attached.descriptors:
+            assert os.fstat(descriptor).st_rdev == Path(os.devnull).stat().st_rdev
+            assert not os.get_inheritable(descriptor)
+            os.close(descriptor)
         assert attached.connection.gettimeout() is None
-        os.close(attached.descriptor)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_an_accepted_process_gets_the_descriptor_and_stays_connected(daemon: Dae
     [
         (codec.encode_attach_reply(AttachReply(0, error="no room")), 1, True, "no room"),
         (codec.encode_attach_reply(AttachReply(0, daemon_version="1")), 0, True, "refused without a reason"),
-        (codec.encode_attach_reply(ACCEPTED), 2, True, "the answer carries 2 descriptors"),
+        (codec.encode_attach_reply(ACCEPTED), 3, True, "the answer carries 3 descriptors"),
         (b"\xff" * 20, 1, True, "AttachResponse"),
         (b"", 0, False, "the daemon closed the connection"),
     ],

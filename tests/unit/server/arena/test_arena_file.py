@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
 import subprocess
 import tempfile
 import threading
@@ -10,9 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.core.arena import LentMode, RowState
+import xxhash
+from kvdepot.core.arena import PAGE_BYTES, LentMode, RowState
 from kvdepot.core.errors import ArenaInUse, ConfigError
-from kvdepot.server.arena.arena_file import ArenaFile, ArenaRequest, Origin, describe, open_arena
+from kvdepot.server.arena.arena_file import (
+    NOTHING_KEPT,
+    ArenaFile,
+    ArenaRequest,
+    KeptFiles,
+    Origin,
+    describe,
+    open_arena,
+)
 from kvdepot.server.arena.populate import PIECE_BYTES, Growth, Populator
 from kvdepot.server.config.memory_room import Room
 from kvdepot.server.depot.types import Liveness, ProcessIdentity
@@ -34,10 +45,27 @@ def folder() -> Iterator[Path]:
 
 def _open(
     path: Path, size_bytes: int = SIZE_BYTES, *, boot: bytes = BOOT, alive: Liveness = Liveness.DEAD,
-    kept: tuple[int, ...] = (),
+    kept: KeptFiles = NOTHING_KEPT,
 ) -> ArenaFile:  # fmt: skip
     request = ArenaRequest(path, size_bytes, size_bytes, "test.toml")
     return open_arena(request, kept=kept, boot_id=boot, random_bytes=os.urandom, alive=lambda _: alive)
+
+
+def _data(path: Path) -> Path:
+    return path.with_name(f"{path.name}.data")
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+    _data(path).unlink()
+
+
+def _kept(arena: ArenaFile) -> KeptFiles:
+    return KeptFiles((os.dup(arena.tables_fd),), (os.dup(arena.data_fd),))
+
+
+def _pages(arena: ArenaFile) -> int:
+    return os.fstat(arena.tables_fd).st_blocks + os.fstat(arena.data_fd).st_blocks
 
 
 def _lend(arena: ArenaFile, mode: LentMode = LentMode.WRITE) -> None:
@@ -55,9 +83,12 @@ def test_a_new_arena_has_its_tables_and_only_them(folder: Path) -> None:
     arena = _open(folder / "a")
     assert arena.origin is Origin.CREATED
     assert arena.superblock.run == 1
-    assert arena.layout.size_bytes == SIZE_BYTES == (folder / "a").stat().st_size
-    assert (folder / "a").stat().st_mode & 0o777 == 0o600
-    assert (folder / "a").stat().st_blocks * 512 < 2 * arena.layout.data_offset
+    assert arena.layout.size_bytes == SIZE_BYTES
+    for path, size_bytes in ((folder / "a", arena.layout.tables_bytes), (_data(folder / "a"), arena.layout.data_bytes)):
+        assert path.stat().st_size == size_bytes
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert (folder / "a").stat().st_blocks * 512 == arena.layout.tables_bytes
+    assert _data(folder / "a").stat().st_blocks == 0
     assert not arena.tables.extents["state"].any()
 
 
@@ -65,14 +96,75 @@ def test_a_new_arena_has_its_tables_and_only_them(folder: Path) -> None:
 def test_the_next_run_adopts_what_the_last_one_left(folder: Path) -> None:
     first = _open(folder / "a")
     first.tables.extents["state"][9] = RowState.COMMITTED
-    first.buffer[SIZE_BYTES - 5 : SIZE_BYTES] = b"hello"
+    first.data[-5:] = b"hello"
     first.close()
     second = _open(folder / "a")
     assert second.origin is Origin.ADOPTED
     assert second.superblock.run == 2
     assert second.superblock.arena_id == first.superblock.arena_id
     assert second.tables.extents["state"][9] == RowState.COMMITTED
-    assert bytes(second.buffer[SIZE_BYTES - 5 :]) == b"hello"
+    assert bytes(second.data[-5:]) == b"hello"
+
+
+@pytest.mark.requirement("I1a", "I1c")
+@pytest.mark.parametrize("lost", ["tables", "data"])
+def test_one_file_without_the_other_is_made_anew(folder: Path, lost: str) -> None:
+    first = _open(folder / "a")
+    first.data[:5] = b"hello"
+    (folder / "a" if lost == "tables" else _data(folder / "a")).unlink()
+    second = _open(folder / "a")
+    assert second.origin is Origin.RECREATED
+    assert lost in second.note
+    assert second.superblock.arena_id != first.superblock.arena_id
+    assert os.fstat(first.data_fd if lost == "tables" else first.tables_fd).st_blocks == 0
+    assert bytes(second.data[:5]) == bytes(5)
+
+
+@pytest.mark.requirement("I1a", "I1c")
+def test_tables_of_one_arena_are_never_adopted_with_data_of_another(folder: Path) -> None:
+    """Also of the same size, and with the first page of the right data, which an engine could write."""
+    first, other = _open(folder / "a"), _open(folder / "b")
+    first.data[:] = b"1" * len(first.data)
+    other.data[:] = first.data
+    _data(folder / "b").rename(_data(folder / "a"))
+    second = _open(folder / "a")
+    assert second.origin is Origin.RECREATED
+    assert "belongs to another arena" in second.note
+    assert not any(second.data)
+    assert os.fstat(other.data_fd).st_blocks == 0
+
+
+@pytest.mark.requirement("I1a", "T1")
+def test_an_arena_whose_data_is_lost_stays_while_it_is_lent_to_the_living(folder: Path) -> None:
+    _lend(_open(folder / "a"))
+    _data(folder / "a").unlink()
+    with pytest.raises(ConfigError, match=r"its data is missing.*pid 4711"):
+        _open(folder / "a", alive=Liveness.ALIVE)
+    assert _open(folder / "a").origin is Origin.RECREATED
+
+
+def _former(path: Path) -> ArenaFile:
+    """Make an arena of one file, as format 1 had it. Its extents, if any, are lent as `_lend` does it."""
+    made = _open(path)
+    identity = made.superblock.pack()[:56]
+    identity = identity[:8] + struct.pack("<II", 1, 1) + identity[16:]
+    page = identity + struct.pack("<QQ", xxhash.xxh3_64_intdigest(identity), 1)
+    os.pwrite(made.tables_fd, page.ljust(PAGE_BYTES, b"\0"), 0)
+    os.ftruncate(made.tables_fd, SIZE_BYTES)
+    _data(path).unlink()
+    return made
+
+
+@pytest.mark.requirement("I1a", "I1c", "T1")
+def test_an_arena_of_one_file_is_made_anew_unless_it_is_lent_to_the_living(folder: Path) -> None:
+    first = _former(folder / "a")
+    _lend(first)
+    with pytest.raises(ConfigError, match=r"format 1 is too old.*pid 4711"):
+        _open(folder / "a", alive=Liveness.ALIVE)
+    second = _open(folder / "a")
+    assert second.origin is Origin.RECREATED
+    assert "format 1 is too old" in second.note
+    assert os.fstat(first.tables_fd).st_blocks == 0
 
 
 @pytest.mark.requirement("I1c")
@@ -92,30 +184,39 @@ def test_an_arena_from_before_the_last_boot_is_made_anew(folder: Path) -> None:
 )
 def test_a_foreign_format_is_made_anew_and_said_so(folder: Path, offset: int, found: str) -> None:
     first = _open(folder / "a")
-    first.buffer[offset] ^= 0xFF
+    (found_byte,) = os.pread(first.tables_fd, 1, offset)
+    os.pwrite(first.tables_fd, bytes([found_byte ^ 0xFF]), offset)
     second = _open(folder / "a")
     assert second.origin is Origin.RECREATED
     assert any(word in second.note for word in found.split("|"))
 
 
-def test_a_file_cut_short_is_made_anew(folder: Path) -> None:
-    _open(folder / "a").close()
-    os.truncate(folder / "a", SIZE_BYTES // 2)
+@pytest.mark.parametrize("which", ["tables", "data"])
+def test_a_file_cut_short_is_made_anew(folder: Path, which: str) -> None:
+    first = _open(folder / "a")
+    first.close()
+    path, size_bytes = folder / "a", first.layout.tables_bytes
+    if which == "data":
+        path, size_bytes = _data(path), first.layout.data_bytes
+    os.truncate(path, size_bytes // 2)
     second = _open(folder / "a")
     assert second.origin is Origin.RECREATED
-    assert str(SIZE_BYTES // 2) in second.note
-    assert len(second.buffer) == SIZE_BYTES
+    assert str(size_bytes // 2) in second.note
+    assert len(second.data) == second.layout.data_bytes
 
 
 @pytest.mark.requirement("T1")
 def test_never_a_second_arena_beside_an_old_one(folder: Path) -> None:
-    """An engine that still maps the old file holds no page of it and is not killed by reading."""
+    """An engine that still maps the old files holds no page of them and is not killed by reading."""
     first = _open(folder / "a")
-    first.buffer[:] = b"\1" * SIZE_BYTES
+    first.data[:] = b"\1" * len(first.data)
+    engines = first.open_for_engine()
     second = _open(folder / "a", SIZE_BYTES // 2)
     assert second.origin is Origin.RECREATED
-    assert os.fstat(first.fd).st_blocks == 0
-    assert bytes(first.buffer[SIZE_BYTES // 2 : SIZE_BYTES // 2 + 8]) == bytes(8)
+    assert [os.fstat(fd).st_blocks for fd in engines] == [0, 0]
+    assert bytes(first.data[-8:]) == bytes(8)
+    for fd in engines:
+        os.close(fd)
 
 
 @pytest.mark.requirement("I1a")
@@ -148,67 +249,103 @@ def test_refuses_what_there_is_no_room_for(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.requirement("T6")
-def test_a_kept_descriptor_stands_for_a_name_that_was_removed(folder: Path) -> None:
+@pytest.mark.parametrize("removed", [("tables",), ("data",), ("tables", "data")])
+def test_kept_descriptors_stand_for_names_that_were_removed(folder: Path, removed: tuple[str, ...]) -> None:
     first = _open(folder / "a")
-    first.buffer[SIZE_BYTES - 5 : SIZE_BYTES] = b"hello"
-    (folder / "a").unlink()
-    second = _open(folder / "a", kept=(os.dup(first.fd),))
+    first.data[-5:] = b"hello"
+    for which in removed:
+        (folder / "a" if which == "tables" else _data(folder / "a")).unlink()
+    second = _open(folder / "a", kept=_kept(first))
     assert second.origin is Origin.ADOPTED
     assert second.superblock.run == 2
-    assert bytes(second.buffer[SIZE_BYTES - 5 :]) == b"hello"
+    assert bytes(second.data[-5:]) == b"hello"
     assert describe(second).startswith(f"{folder / 'a'} adopted (its name was removed), ")
-    engines = second.open_descriptor()
-    assert os.path.sameopenfile(engines, first.fd)
-    os.close(engines)
+    engines = second.open_for_engine()
+    assert os.path.sameopenfile(engines[0], first.data_fd)
+    assert os.path.sameopenfile(engines[1], first.tables_fd)
+    for fd in engines:
+        os.close(fd)
+
+
+@pytest.mark.requirement("I1a", "I1c")
+@pytest.mark.parametrize("kept", ["tables", "data"])
+def test_one_kept_descriptor_alone_is_made_anew(folder: Path, kept: str) -> None:
+    """As if the supervisor lost the other one."""
+    first = _open(folder / "a")
+    first.data[-5:] = b"hello"
+    _remove(folder / "a")
+    fds = KeptFiles((os.dup(first.tables_fd),)) if kept == "tables" else KeptFiles(data=(os.dup(first.data_fd),))
+    second = _open(folder / "a", kept=fds)
+    assert second.origin is Origin.RECREATED
+    assert os.fstat(first.tables_fd if kept == "tables" else first.data_fd).st_blocks == 0
+
+
+@pytest.mark.requirement("I1a", "I1c", "T1")
+def test_kept_tables_are_not_adopted_with_the_data_of_another_arena(folder: Path) -> None:
+    """The supervisor had the new tables and not yet the new data when the daemon was killed."""
+    first = _open(folder / "a")
+    first.data[:] = b"1" * len(first.data)
+    _remove(folder / "a")
+    second = _open(folder / "a")
+    _remove(folder / "a")
+    kept = KeptFiles((os.dup(second.tables_fd),), (os.dup(first.data_fd),))
+    third = _open(folder / "a", kept=kept)
+    assert third.origin is Origin.RECREATED
+    assert "belongs to another arena" in third.note
+    assert not any(third.data)
+    assert os.fstat(first.data_fd).st_blocks == 0
 
 
 @pytest.mark.requirement("T1")
 def test_a_kept_arena_that_does_not_fit_is_made_anew(folder: Path) -> None:
     first = _open(folder / "a")
-    (folder / "a").unlink()
-    second = _open(folder / "a", 2 * SIZE_BYTES, kept=(os.dup(first.fd),))
+    _remove(folder / "a")
+    second = _open(folder / "a", 2 * SIZE_BYTES, kept=_kept(first))
     assert second.origin is Origin.RECREATED
-    assert os.fstat(first.fd).st_blocks == 0
-    assert (folder / "a").stat().st_size == 2 * SIZE_BYTES
+    assert _pages(first) == 0
+    assert second.layout.size_bytes == 2 * SIZE_BYTES
 
 
 def test_what_has_its_name_is_found_by_it(folder: Path) -> None:
     """Also where the name is another's: a daemon with that name may use it."""
     first = _open(folder / "a")
-    assert _open(folder / "a", kept=(os.dup(first.fd),)).superblock.run == 2
-    elsewhere = _open(folder / "b", kept=(os.dup(first.fd),))
+    assert _open(folder / "a", kept=_kept(first)).superblock.run == 2
+    elsewhere = _open(folder / "b", kept=_kept(first))
     assert elsewhere.origin is Origin.CREATED
-    assert os.fstat(first.fd).st_blocks
+    assert _pages(first)
 
 
 @pytest.mark.requirement("T1")
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_kept_arena_that_another_has_replaced_gives_its_pages_back(folder: Path, elsewhere: bool) -> None:
-    """Another file at the path, or another file system than it is on."""
+    """Other files at the path, or another file system than it is on."""
     first = _open(folder / "a")
-    (folder / "a").unlink()
+    first.data[:5] = b"hello"
+    _remove(folder / "a")
     if elsewhere:
-        kept = os.memfd_create("arena")
-        os.write(kept, bytes(first.buffer[: first.layout.data_offset]))
+        kept = KeptFiles((os.memfd_create("tables"),), (os.memfd_create("data"),))
+        os.write(kept.tables[0], os.pread(first.tables_fd, first.layout.tables_bytes, 0))
+        os.write(kept.data[0], b"hello".ljust(PAGE_BYTES))
     else:
-        kept = os.dup(first.fd)
+        kept = _kept(first)
         _open(folder / "a")
-    watched = os.dup(kept)
-    assert os.fstat(watched).st_blocks
-    second = _open(folder / "a", kept=(kept,))
-    assert second.origin is (Origin.CREATED if elsewhere else Origin.ADOPTED)
-    assert os.fstat(watched).st_blocks == 0
+    watched = [os.dup(fd) for fd in (*kept.tables, *kept.data)]
+    assert all(os.fstat(fd).st_blocks for fd in watched)
+    second = _open(folder / "a", kept=kept)
+    assert second.origin is (Origin.RECREATED if elsewhere else Origin.ADOPTED)
+    assert [os.fstat(fd).st_blocks for fd in watched] == [0, 0]
 
 
 @pytest.mark.requirement("I1a")
 def test_a_replaced_arena_that_is_lent_to_the_living_is_kept(folder: Path) -> None:
     first = _open(folder / "a")
     _lend(first)
-    (folder / "a").unlink()
+    first.data[:5] = b"hello"
+    _remove(folder / "a")
     _open(folder / "a")
     with pytest.raises(ConfigError, match="lent to living processes"):
-        _open(folder / "a", kept=(os.dup(first.fd),), alive=Liveness.ALIVE)
-    assert os.fstat(first.fd).st_blocks
+        _open(folder / "a", kept=_kept(first), alive=Liveness.ALIVE)
+    assert os.fstat(first.tables_fd).st_blocks and os.fstat(first.data_fd).st_blocks
 
 
 def test_refuses_a_link_in_its_place(folder: Path) -> None:
@@ -225,13 +362,21 @@ def test_a_second_holder_of_the_lock_is_refused_by_name(folder: Path) -> None:
     FileLock(folder / "a.lock", "the arena").close()
 
 
-def test_engines_get_a_description_of_their_own(folder: Path) -> None:
+def test_engines_get_descriptions_of_their_own_and_cannot_write_the_tables(folder: Path) -> None:
     arena = _open(folder / "a")
-    descriptor = arena.open_descriptor()
-    os.lseek(descriptor, 100, os.SEEK_SET)
-    assert os.lseek(arena.fd, 0, os.SEEK_CUR) == 0
-    assert not os.get_inheritable(descriptor)
-    os.close(descriptor)
+    data, tables = arena.open_for_engine()
+    for ours, engines in ((arena.data_fd, data), (arena.tables_fd, tables)):
+        os.lseek(engines, 100, os.SEEK_SET)
+        assert os.lseek(ours, 0, os.SEEK_CUR) == 0
+        assert not os.get_inheritable(engines)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(tables, b"x", 0)
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.ftruncate(tables, 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(tables, PAGE_BYTES)
+    os.close(data)
+    os.close(tables)
 
 
 class _Grown:
@@ -248,9 +393,9 @@ class _Grown:
 def _populate(arena: ArenaFile, threads: int = 3) -> list[Growth]:
     grown = _Grown()
     populator = Populator(
-        fd=arena.fd,
+        fd=arena.data_fd,
         address=arena.address,
-        size_bytes=arena.layout.size_bytes,
+        size_bytes=arena.layout.data_bytes,
         threads=threads,
         report=grown,
     )
@@ -262,30 +407,30 @@ def _populate(arena: ArenaFile, threads: int = 3) -> list[Growth]:
 
 def test_populating_reports_a_growing_ready_part_and_changes_no_byte(folder: Path) -> None:
     arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
-    arena.buffer[-4:] = b"kept"
+    arena.data[-4:] = b"kept"
     steps = _populate(arena, threads=1)
-    size_bytes = arena.layout.size_bytes
+    size_bytes = arena.layout.data_bytes
     assert [step.ready_bytes for step in steps] == [PIECE_BYTES, 2 * PIECE_BYTES, size_bytes, size_bytes]
     assert [step.done for step in steps] == [False, False, False, True]
     assert not steps[-1].reason
     assert arena.populated_bytes() == size_bytes
-    assert bytes(arena.buffer[-4:]) == b"kept"
+    assert bytes(arena.data[-4:]) == b"kept"
 
 
 def test_pieces_that_are_populated_out_of_order_are_reported_in_order(folder: Path) -> None:
     arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
-    arena.buffer[-4:] = b"kept"
+    arena.data[-4:] = b"kept"
     ready = [step.ready_bytes for step in _populate(arena)]
     assert ready == sorted(ready)
-    assert ready[-1] == arena.layout.size_bytes == arena.populated_bytes()
-    assert bytes(arena.buffer[-4:]) == b"kept"
+    assert ready[-1] == arena.layout.data_bytes == arena.populated_bytes()
+    assert bytes(arena.data[-4:]) == b"kept"
 
 
 def test_a_stopped_populator_does_not_claim_to_be_done(folder: Path) -> None:
     arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
     grown = _Grown()
     populator = Populator(
-        fd=arena.fd, address=arena.address, size_bytes=arena.layout.size_bytes, threads=3, report=grown
+        fd=arena.data_fd, address=arena.address, size_bytes=arena.layout.data_bytes, threads=3, report=grown
     )
     populator.stop()
     populator.start()
@@ -298,7 +443,7 @@ def test_an_arena_populated_in_part_is_ready_up_to_its_first_hole(folder: Path) 
     arena = _open(folder / "a", 4 * PIECE_BYTES)
     assert arena.populated_bytes() < PIECE_BYTES
     _populate(arena)
-    assert _open(folder / "a", 4 * PIECE_BYTES).populated_bytes() == 4 * PIECE_BYTES
+    assert _open(folder / "a", 4 * PIECE_BYTES).populated_bytes() == arena.layout.data_bytes
 
 
 @pytest.mark.requirement("T1")

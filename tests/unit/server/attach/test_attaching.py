@@ -32,6 +32,10 @@ _NO_STREAMS: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None)
 _NO_CALLS: Any = None
 
 
+def _descriptors() -> tuple[int, int]:
+    return os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)
+
+
 def attached(rig: Rig, streams: Any = _NO_STREAMS, *, stream: bool = False) -> tuple[AttachReply, list[int]]:
     """What this process is answered when it attaches, and the descriptors that came along."""
     path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
@@ -41,7 +45,7 @@ def attached(rig: Rig, streams: Any = _NO_STREAMS, *, stream: bool = False) -> t
         loop = asyncio.get_running_loop()
         listener = AttachListener(
             depot=rig.depot, calls=_NO_CALLS,
-            offer=ArenaOffer(1, 4096, "1", lambda: os.open(os.devnull, os.O_RDWR)), streams=streams, loop=loop,
+            offer=ArenaOffer(1, 4096, "1", _descriptors), streams=streams, loop=loop,
             log=logging.getLogger("attaching"), boot_id=read_boot_id(),
         )  # fmt: skip
         listener.listen(path, 0o600, -1)
@@ -52,7 +56,7 @@ def attached(rig: Rig, streams: Any = _NO_STREAMS, *, stream: bool = False) -> t
             loop.add_reader(client, readable.set)
             await asyncio.wait_for(readable.wait(), 10)
             loop.remove_reader(client)
-            answer, ancillary, _, _ = client.recvmsg(8192, socket.CMSG_SPACE(4))
+            answer, ancillary, _, _ = client.recvmsg(8192, socket.CMSG_SPACE(12))
         listener.close()
         descriptors = array.array("i", b"".join(data for _, _, data in ancillary))
         return codec.decode_attach_reply(answer), list(descriptors)
@@ -98,8 +102,9 @@ def test_a_pidfd_says_that_a_process_has_ended_whose_pid_another_has(monkeypatch
 def test_a_process_without_a_pidfd_is_attached(monkeypatch: pytest.MonkeyPatch, pid: int, ticks: int | None) -> None:
     rig = Rig()
     seen_as(monkeypatch, pid, ticks=ticks, pidfd=None)
-    reply, (arena,) = attached(rig)
-    os.close(arena)
+    reply, received = attached(rig)
+    for descriptor in received:
+        os.close(descriptor)
     assert (reply.protocol, reply.error) == (1, "")
     assert [info.process.pid for info in rig.depot.attachments()] == [pid]
 
@@ -148,8 +153,9 @@ def test_a_process_that_cannot_be_watched_is_attached_and_watched_later(monkeypa
     monkeypatch.setattr(attach_module, "_Watch", watching)
     monkeypatch.setattr(attach_module, "WATCH_AGAIN_SECONDS", 0.0)
     descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    reply, (arena,) = attached(rig)
-    os.close(arena)
+    reply, received = attached(rig)
+    for descriptor in received:
+        os.close(descriptor)
     assert (reply.protocol, reply.error) == (1, "")
     assert len(watches) == 2
     assert len(os.listdir("/proc/self/fd")) == descriptors  # noqa: PTH208

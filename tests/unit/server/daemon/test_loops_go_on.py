@@ -142,7 +142,7 @@ def test_the_readiness_is_told_when_the_arena_has_grown_and_not_a_tick_later() -
         node = node_with(SimpleNamespace(set_serving=set_serving), [])
         node._growth = Growth(0, done=False)
         node._depot.ready = lambda _: None
-        node._arena = SimpleNamespace(layout=SimpleNamespace(size_bytes=PIECE))
+        node._arena = SimpleNamespace(layout=SimpleNamespace(data_bytes=PIECE))
         node._notify = lambda _: None
         node._loop = asyncio.get_running_loop()
         for _ in range(2):
@@ -278,7 +278,7 @@ def test_an_attachment_that_failed_is_made_again_with_a_pause(
     def attach(*_: object) -> Attached:
         ours, theirs = socket.socketpair()
         ends.append(theirs)
-        return Attached(ours, AttachReply(1, session=b"%d" % len(ends)), None)
+        return Attached(ours, AttachReply(1, session=b"%d" % len(ends)), ())
 
     def jitter() -> float:
         pauses.append(time.monotonic())

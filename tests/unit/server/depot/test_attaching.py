@@ -269,7 +269,7 @@ def test_checkpoints_find_their_attention_on_disk() -> None:
     client = rig.attach(spec=HYBRID)
     store(client, KEYS[:3], kinds=BOTH)
     rig.tier.run()
-    rig.buffer[:] = bytes(len(rig.buffer))
+    rig.wipe()
     rig.start()
     client = rig.attach(spec=HYBRID)
     lease, reply = client.reserve(KEYS[:4], BOTH)

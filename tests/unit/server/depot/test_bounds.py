@@ -264,7 +264,7 @@ def test_watermarks_evict_nothing_while_the_arena_is_being_populated() -> None:
     rig.crash()
     rig.depot.tick()
     assert rig.depot.status().tier.objects == 8
-    rig.depot.ready(rig.layout.size_bytes)
+    rig.depot.ready(rig.layout.data_bytes)
     rig.depot.tick()
     assert rig.depot.status().tier.objects == 8
 

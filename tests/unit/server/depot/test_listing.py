@@ -378,12 +378,12 @@ def test_a_listing_changes_nothing() -> None:
     client = rig.attach(spec=HYBRID)
     store(client, path("p", 5), kinds=BOTH)
     rig.tier.run()
-    before = bytes(rig.buffer)
+    before = bytes(rig.tables)
     chunks_of(rig, client)
     for one in path("p", 5):
         rig.depot.listing.describe_chunk(client.namespace, one)
     rig.depot.listing.namespaces("", 64, "")
-    assert bytes(rig.buffer) == before
+    assert bytes(rig.tables) == before
     audit(rig.depot)
 
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 
 import pytest
-from kvdepot.core.arena import ArenaTables, RowState
+from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode, RowState
 from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.errors import InvalidArgument, NotLent
@@ -39,7 +39,7 @@ class World:
         self.theirs = unpack(theirs.extents)
         for _, row, offset, length, _ in self.readable:
             self.rig.buffer[offset : offset + length] = bytes([row]) * length
-        self.tables = ArenaTables(self.rig.buffer, self.rig.layout)
+        self.tables = ArenaTables(self.rig.tables, self.rig.layout)
         self.extents = self.of(self.client)
         self.before = bytes(self.rig.buffer)
 
@@ -77,12 +77,12 @@ def test_parts_of_extents_in_any_order_are_read_and_written(world: World) -> Non
 
 def wrong(world: World) -> Iterator[tuple[str, bytes, str]]:
     """(what is wrong, packed extents, "read" or "write")"""
-    _, row, offset, length, generation = world.readable[0]
+    _, row, offset, length, generation = world.readable[1]
     layout = world.rig.layout
     yield "beyond its row", packed((0, row, offset, length + 1, generation)), "read"
     yield "before its row", packed((0, row, offset - 1, length, generation)), "read"
-    yield "another row's place", packed((0, row, world.readable[1][2], length, generation)), "read"
-    yield "the tables", packed((0, row, 0, length, generation)), "read"
+    yield "another row's place", packed((0, row, world.readable[0][2], length, generation)), "read"
+    yield "beyond the data", packed((0, row, layout.data_bytes, length, generation)), "read"
     yield "empty", packed((0, row, offset, 0, generation)), "read"
     yield "a sum that overflows", packed((0, row, (1 << 63) - 1, (1 << 63) - 1, generation)), "read"
     yield "negative", packed((0, row, 1 << 63, length, generation)), "read"
@@ -165,7 +165,7 @@ def test_what_an_audit_asks_for_is_written_beside_what_is_new() -> None:
     other = rig.attach("other", 11, elements=elements)
     lease, reserved = other.reserve(path("p", 2))
     assert reserved.outcomes == bytes([ReserveOutcome.GRANTED] * 2)
-    tables = ArenaTables(rig.buffer, rig.layout)
+    tables = ArenaTables(rig.tables, rig.layout)
     extents = LentExtents(rig.buffer, tables, int(tables.attachments["session"][other.attachment]))
     writing = extents.to_write(reserved.extents)
     writing.write(b"w" * writing.length)
@@ -184,7 +184,7 @@ def test_the_fragments_of_an_object_are_found_by_its_links() -> None:
     big = rig.attach("big", 11, spec_of(GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4 * 2048,)), name="big"))
     lease, reserved = big.reserve(path("big", 1))
     head, link = unpack(reserved.extents)
-    tables = ArenaTables(rig.buffer, rig.layout)
+    tables = ArenaTables(rig.tables, rig.layout)
     assert tables.extents["state"][link[1]] == RowState.CONTINUATION
     extents = LentExtents(rig.buffer, tables, int(tables.attachments["session"][big.attachment]))
     for granted in ([head], [link], [head, link]):
@@ -203,3 +203,10 @@ def test_tables_that_link_in_circles_end_in_an_answer(world: World) -> None:
     world.tables.extents["state"][rows - 1] = RowState.CONTINUATION
     with pytest.raises(NotLent):
         world.extents.to_read(packed((0, rows - 2, world.readable[0][2], 1, 1)))
+
+
+def test_an_entry_of_a_row_outside_the_table_ends_in_an_answer(world: World) -> None:
+    lent = world.tables.lent
+    lent["row"][lent["mode"] == LentMode.READ] = NO_ROW
+    with pytest.raises(NotLent):
+        world.extents.to_read(packed(world.readable[0]))

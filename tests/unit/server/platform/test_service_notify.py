@@ -104,7 +104,7 @@ def _is_open(descriptor: int) -> bool:
 
 def test_what_was_kept_is_taken_by_name_and_the_rest_closed(passed: tuple[int, int]) -> None:
     environ = {"LISTEN_PID": str(PID), "LISTEN_FDS": "2", "LISTEN_FDNAMES": "other:arena", "HOME": "/"}
-    assert take_kept(environ, pid=PID, name="arena") == passed[1:]
+    assert take_kept(environ, pid=PID, names=("data", "arena")) == ([], [passed[1]])
     assert environ == {"HOME": "/"}
     assert not os.get_inheritable(passed[1])
     assert not _is_open(passed[0])
@@ -114,7 +114,7 @@ def test_what_was_kept_is_taken_by_name_and_the_rest_closed(passed: tuple[int, i
 @pytest.mark.parametrize("addressee", [{"LISTEN_PID": "1"}, {}])
 def test_what_is_for_another_process_is_left_alone(passed: tuple[int, int], addressee: dict[str, str]) -> None:
     environ = {"LISTEN_FDS": "2", "LISTEN_FDNAMES": "arena:arena", **addressee}
-    assert take_kept(environ, pid=PID, name="arena") == ()
+    assert take_kept(environ, pid=PID, names=("arena",)) == ([],)
     assert environ == {}
     for descriptor in passed:
         assert _is_open(descriptor)

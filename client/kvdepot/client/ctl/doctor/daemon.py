@@ -39,7 +39,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """`trouble`: empty where the arena's descriptor came through. `pids`: whom the daemon takes this process for."""
+    """`trouble`: empty where the arena's descriptors came through. `pids`: whom the daemon takes this process for."""
 
     trouble: str
     arena_bytes: int = 0
@@ -119,17 +119,17 @@ def _attach(endpoint: Endpoint, timeout_seconds: float) -> Attachment:
         except grpc.RpcError as error:
             return Attachment(f"the daemon does not answer any more: {error.code().name}")
         finally:
-            if attached.descriptor is not None:
-                os.close(attached.descriptor)
+            for descriptor in attached.descriptors:
+                os.close(descriptor)
     pids = next((session.pids for session in status.sessions if session.engine_id == engine_id), ())
     return Attachment(trouble, attached.reply.arena_bytes, pids)
 
 
 def _trouble_with(attached: Attached) -> str:
-    if attached.descriptor is None:
-        return "the answer came without a descriptor"
+    if not attached.descriptors:
+        return "the answer came without descriptors"
     try:
-        superblock = Superblock.unpack(os.pread(attached.descriptor, PAGE_BYTES, 0))
+        superblock = Superblock.unpack(os.pread(attached.descriptors[-1], PAGE_BYTES, 0))
     except (OSError, ArenaFormatError) as error:
         return f"the descriptor is no arena's: {error}"
     return "" if superblock.arena_id == attached.reply.arena_id else "the descriptor is another arena's"

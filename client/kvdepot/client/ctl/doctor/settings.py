@@ -106,8 +106,8 @@ def _refused(reason: str, *, by_permissions: bool) -> Finding:
 def decode(facts: Any) -> Settings:
     """From `kvdepot.server.config.facts`."""
     arena = Path(facts["ram"]["arena_path"])
-    # Whoever runs the daemon: the name has the uid in its middle.
-    held = "-".join((arena.name.split("-")[0], "*", arena.name.split("-")[-1]))
+    # Whoever runs the daemon: the name has the uid in its middle. Tables, data and what is small.
+    held = "-".join((arena.name.split("-")[0], "*", f"{arena.name.split('-')[-1]}*"))
     ram = Place("ram", "ram", str(arena.parent), facts["ram"]["arena_bytes"], held)
     tiers = (
         Place(

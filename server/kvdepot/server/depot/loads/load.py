@@ -24,6 +24,7 @@ from kvdepot.server.depot.tiering.tiering import Tiering
 from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
+from kvdepot.server.depot.tree.rows import TornLinksError
 from kvdepot.server.depot.tree.switches import REFUSALS, Refusal
 from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.depot.types import DepotConfig
@@ -92,9 +93,10 @@ class Loads:
     def _grant(
         self, session: Session, namespace: Namespace, call: AcquireCall, nodes: _Rows, rows: _Rows
     ) -> AcquireReply:
-        extents, granted_bytes = self._pack(rows)
-        if len(extents) > limits.FRAGMENTS_PER_REPLY_MAX * EXTENT_WORDS * 8:
-            return AcquireReply(AcquireOutcome.REFUSED)  # in more pieces than a reply holds
+        packed = self._pack(rows)
+        if packed is None:
+            return AcquireReply(AcquireOutcome.REFUSED)
+        extents, granted_bytes = packed
         entries = self._lent.lend_many(call.lease_id, session.slot, LentMode.READ, rows)
         reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
         lease = ReadLease(session, call.lease_id, entries, hash(call), reply, self._deadline(), call.request_id)
@@ -107,10 +109,11 @@ class Loads:
         """Grant a lease whose objects are all in RAM and pinned. From now on its time runs as for any other lease."""
         session = lease.session
         lease.enter(LeaseEvent.GRANT)
-        extents, granted_bytes = self._pack(asked.rows)
-        if len(extents) > limits.FRAGMENTS_PER_REPLY_MAX * EXTENT_WORDS * 8:
+        packed = self._pack(asked.rows)
+        if packed is None:
             self.release(lease)
             return AcquireReply(AcquireOutcome.REFUSED)
+        extents, granted_bytes = packed
         lease.reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
         lease.deadline = self._deadline()
         session.leases[lease.id] = session.leases.pop(lease.id)  # in order of deadline
@@ -127,12 +130,15 @@ class Loads:
             rows[chosen] = self._index.rows[kind - 1][nodes[chosen]]
         return nodes, rows
 
-    def _pack(self, rows: _Rows) -> tuple[bytes, int]:
-        """Return the fragments of these objects, and their bytes."""
+    def _pack(self, rows: _Rows) -> tuple[bytes, int] | None:
+        """Return the fragments of these objects, and their bytes. None: more than a reply holds, or damaged links."""
         table = self._rows
         indices = np.arange(len(rows), dtype=np.int64)
         if (table.nexts[rows] != NO_ROW).any():
-            chains = [table.chain(row) for row in rows.tolist()]
+            try:
+                chains = [table.chain(row) for row in rows.tolist()]
+            except TornLinksError:
+                return None
             indices = np.repeat(indices, [len(chain) for chain in chains])
             rows = np.array([row for chain in chains for row in chain], np.int64)
         packed = np.empty((len(rows), EXTENT_WORDS), "<u8")
@@ -142,6 +148,8 @@ class Loads:
         lengths = table.lengths[rows]
         packed[:, 3] = lengths
         packed[:, 4] = table.generations[rows]
+        if len(packed) > limits.FRAGMENTS_PER_REPLY_MAX:
+            return None
         return packed.tobytes(), int(lengths.sum())
 
     def _count(self, lease: ReadLease, asked: Asked, granted_bytes: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from kvdepot.core.arena import LentMode
 from kvdepot.server.depot.tree.lent import NO_SESSION
 from kvdepot.server.depot.tree.ram import RamTier
-from kvdepot.server.depot.tree.rows import COMMITTED, SUMMED
+from kvdepot.server.depot.tree.rows import COMMITTED, SUMMED, TornLinksError
 from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.depot.types import ToSum
 
@@ -114,9 +114,13 @@ class Checksums:
             row = self._next_again()
         if row is None:
             return None
+        try:
+            extents = self._rows.extents(row)
+        except TornLinksError:
+            return None
         self._working[row] = self._lent.lend(0, NO_SESSION, LentMode.CHECKSUM, row, 0)
         verify = self._rows.run_of[row] != self._rows.run
-        return ToSum(row, self._rows.generation[row], self._rows.extents(row), verify)
+        return ToSum(row, self._rows.generation[row], extents, verify)
 
     def summed(self, row: int, generation: int, sum_lo: int, sum_hi: int) -> None:
         """Apply the worker's answer. If the row was unindexed or reused meanwhile, the answer only ends the loan."""

@@ -51,7 +51,7 @@ class RamTier:
         self.rows = Rows(tables, run)
         self.detached = Detached(self.rows)
         self.lent = LentTable(tables)
-        self.allocator = ExtentAllocator(layout.data_offset, layout.data_bytes)
+        self.allocator = ExtentAllocator(0, layout.data_bytes)
         self.pins = PinTable(layout.rows, counters)
         self._prefetch_pinned, self._user_pinned = self.pins.prefetch.pinned, self.pins.user.pinned
         self.evictor = Evictor(tree, self, policy)
@@ -195,6 +195,7 @@ class RamTier:
 
     def drop_detached(self, row: int) -> None:
         """Drop a detached object. Its bytes stay until its last loan ends."""
+        self._mend(row)
         self.detached.remove(row)
         self._unindex(row)
 
@@ -241,6 +242,7 @@ class RamTier:
     def drop(self, node: int, kind: int) -> None:
         """Unindex the object. Its bytes stay until its last loan ends."""
         row = self._index.row(node, kind)
+        self._mend(row)
         if self.rows.state[row] == COMMITTED:
             self._count_committed(row, -1)
             if self.rows.run_of[row] != self.rows.run:
@@ -256,7 +258,12 @@ class RamTier:
         if not self.lent.pinned(row):
             self._free(row)
 
+    def _mend(self, row: int) -> None:
+        if self.rows.mend(row):
+            self._counters.add("torn_objects")
+
     def _free(self, row: int) -> None:
+        self._mend(row)  # damage since it was unindexed
         self.account.add(self.rows.namespace[row], -1, -self.rounded_bytes(row))
         self.rows.free(row, self.allocator)
 

@@ -14,7 +14,7 @@ Continuation rows mean something only through a head that links them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final
 
 import numpy as np
@@ -33,6 +33,10 @@ CONTINUATION: Final = int(RowState.CONTINUATION)
 DYING: Final = int(RowState.DYING)
 SUMMED: Final = int(RowFlag.SUMMED)
 VERIFIED: Final = int(RowFlag.VERIFIED)
+
+
+class TornLinksError(Exception):
+    """The links between the rows of an object are damaged. It is dropped at the next tick."""
 
 
 def _bytes_of(column: Column) -> memoryview:
@@ -80,6 +84,7 @@ class Rows:
         self._free: U32 = np.empty(0, np.uint32)
         self._free_stack = self._free.data
         self.free_count = 0
+        self.torn: set[int] = set()  # heads whose links were found damaged, for `Tree.drop_torn`
         self.reset_free(np.arange(self.count, dtype=np.uint32))
 
     def reset_free(self, free_rows: U32) -> None:
@@ -98,11 +103,46 @@ class Rows:
         return bytes(self._parent[16 * row : 16 * row + 16])
 
     def chain(self, head: int) -> list[int]:
-        """Return the object's rows, head first."""
-        rows = [head]
-        while (head := self.next[head]) != NO_ROW:
-            rows.append(head)
+        """Return the object's rows, head first. Raise TornLinksError, and note the head in `torn`."""
+        if self.next[head] == NO_ROW:
+            return [head]
+        rows, whole = self.follow(head)
+        if not whole:
+            self.torn.add(head)
+            raise TornLinksError(f"row {rows[-1]} links {self.next[rows[-1]]}")
         return rows
+
+    def follow(self, head: int, others: Container[int] = ()) -> tuple[list[int], bool]:
+        """Return the rows as far as the links can be followed, and whether that is to the end.
+
+        A walk ends at a row outside the table, at one that it has seen, at one that does not continue this object, and
+        at one of `others`. So it never takes more steps than there are rows.
+        """
+        rows, seen = [head], {head}
+        while (row := self.next[rows[-1]]) != NO_ROW:
+            if row >= self.count or row in seen or row in others or not self.continues(head, row):
+                return rows, False
+            rows.append(row)
+            seen.add(row)
+        return rows, True
+
+    def continues(self, head: int, row: int) -> bool:
+        """Return whether a row of the table is a further extent of this object, as `reserve` has written it."""
+        same = self.kind[row] == self.kind[head] and self.namespace[row] == self.namespace[head]
+        return same and self.state[row] == CONTINUATION and self.key(row) == self.key(head)
+
+    def mend(self, head: int) -> bool:
+        """Cut off a damaged link, so that the object can be dropped. Return whether there was one.
+
+        Rows and bytes that no link leads to stay out of use until the next adoption.
+        """
+        if self.next[head] == NO_ROW:
+            return False
+        self.torn.discard(head)
+        rows, whole = self.follow(head)
+        if not whole:
+            self.next[rows[-1]] = NO_ROW
+        return not whole
 
     def extents(self, head: int) -> tuple[Extent, ...]:
         return tuple((self.offset[row], self.length[row]) for row in self.chain(head))

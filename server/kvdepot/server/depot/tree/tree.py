@@ -279,6 +279,16 @@ class Tree:
         self.note_lost(node, MissReason.CORRUPT)
         self.counters.add("dropped_objects.below_corrupt", self.drop_subtree(node) - 1)
 
+    def drop_torn(self) -> None:
+        """Drop objects whose links were found damaged. One that is dying already goes when its last loan ends."""
+        for row in list(self.ram.rows.torn):
+            node = self.ram.node_of(row)
+            if node != NONE:
+                self.drop_row(node, self.ram.rows.kind[row], MissReason.CORRUPT)
+            elif self.ram.detached.flags[row]:
+                self.ram.drop_detached(row)
+            self.ram.rows.torn.discard(row)
+
     def _note_corrupt(self, row: int) -> tuple[int, int]:
         """Count a corrupt object, and return its node and kind."""
         node, kind = self.ram.node_of(row), self.ram.rows.kind[row]

@@ -222,7 +222,7 @@ def test_a_configuration_is_read_by_the_daemons_own_program(tmp_path: Path) -> N
     assert (settings.capacity_bytes, settings.metrics) == (640 << 20, "127.0.0.1:9421")
     ram, nvme, nfs = settings.places
     assert ram.path == str(tmp_path) and 0 < ram.needed_bytes < 640 << 20
-    assert ram.held.startswith("kvdepot-*-") and ram.held.endswith(".arena")
+    assert ram.held.startswith("kvdepot-*-") and ram.held.endswith(".arena*")
     assert nvme == Place("nvme", "disk", "/mnt/nvme", 256 << 20, "*")
     assert nfs == Place("nfs", "shared", "/mnt/nfs", 1 << 30, "", on_root_filesystem=True)
 
