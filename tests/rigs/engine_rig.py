@@ -31,10 +31,18 @@ from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec, Planner
-from kvdepot.server.depot.depot import Depot
+from kvdepot.server.depot.depot import OWN, Depot
 from kvdepot.server.depot.stores.audits import RAM_SHARE_MAX
 from kvdepot.server.depot.tree.index import NONE
-from kvdepot.server.depot.types import AdoptionReport, Attached, DepotConfig, Liveness, ProcessIdentity, TierConfig
+from kvdepot.server.depot.types import (
+    AdoptionReport,
+    Attached,
+    DepotConfig,
+    Liveness,
+    Owner,
+    ProcessIdentity,
+    TierConfig,
+)
 from kvdepot.server.storage.base import Tier, WorkerRegistry
 
 from tests.fakes.memory_tier import Medium, MemoryTier
@@ -193,9 +201,9 @@ class Rig:
 
     def attach(
         self, engine_id: str = "engine", pid: int = 10, spec: NamespaceSpec = DENSE,
-        elements: Elements = MappingProxyType({}),
+        elements: Elements = MappingProxyType({}), *, owner: Owner = OWN,
     ) -> Client:  # fmt: skip
-        attached = self.depot.attach(process(pid), engine_id, scheduler=True, rank=0, world_size=1)
+        attached = self.depot.attach(process(pid), engine_id, scheduler=True, rank=0, world_size=1, owner=owner)
         return Client(self, attached, spec, elements)
 
     def sum_all(self, sum_of: Callable[[int], int] = lambda row: row) -> int:

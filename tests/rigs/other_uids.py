@@ -100,10 +100,10 @@ class Comparing(RawEngine):
     def check(self, chunks: int = 4) -> int:
         """Store a prompt, and load this one and the first one. Return how many objects were right."""
         self._prompts += 1
-        self.store(self._keys(self._prompts, chunks))
+        self.store(self.keys(self._prompts, chunks))
         right = 0
         for number in {1, self._prompts}:
-            keys = self._keys(number, chunks)
+            keys = self.keys(number, chunks)
             loaded = self.load(keys)
             assert loaded is not None, f"prompt {number} is not served"
             assert loaded == [payload_of(key) for key in keys], f"prompt {number} has wrong bytes"
@@ -111,7 +111,8 @@ class Comparing(RawEngine):
         return right
 
     @staticmethod
-    def _keys(number: int, chunks: int) -> list[bytes]:
+    def keys(number: int, chunks: int) -> list[bytes]:
+        """Return the keys of a prompt, by its number from 1 on."""
         return keys_of(f"{os.getpid()}-{number}", chunks)
 
 

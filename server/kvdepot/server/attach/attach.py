@@ -24,11 +24,13 @@ from kvdepot.core.errors import InvalidArgument, KvDepotError, LimitExceeded, No
 from kvdepot.proto import codec
 from kvdepot.server.attach.streams import StreamProxies, StreamProxy
 from kvdepot.server.config.schema import ATTACH_SUFFIX
+from kvdepot.server.config.tenants import NO_TENANTS, Tenants
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import AttachmentInfo, Liveness, Owner, ProcessIdentity, Watch
 from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, bound_socket, silent_max
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import LogThrottle
+from kvdepot.server.platform.peers import groups_of
 from kvdepot.server.rpc.call_socket import CallSocket
 from kvdepot.server.rpc.depot_calls import DepotCalls
 
@@ -70,6 +72,7 @@ class AttachListener:
         log: logging.Logger,
         boot_id: bytes,
         spare: SpareDescriptors | None = None,
+        tenants: Tenants = NO_TENANTS,
     ) -> None:
         self._depot = depot
         self._calls = calls
@@ -80,6 +83,7 @@ class AttachListener:
         self._guard = engine_guard(depot.counters.add)
         self._boot_id = boot_id
         self._spare = spare
+        self._tenants = tenants
         self._pending_max = silent_max(PENDING_CONNECTIONS_MAX)
         self._listeners: dict[Path, Acceptor] = {}
         self._connections: dict[int, _Connection] = {}  # by descriptor, oldest first
@@ -247,13 +251,14 @@ class AttachListener:
 
         If the kernel names no pidfd, only the pid is known, and only the next daemon can prove its death.
         """
-        pid, uid, _ = processes.peer_credentials(peer)
+        pid, uid, gid = processes.peer_credentials(peer)
+        tenant = self._tenants.of(uid, (gid, *groups_of(peer)))
         try:
             pidfd = processes.peer_pidfd(peer, pid)
         except OSError as error:
             raise NotReady(f"process {pid} cannot be watched: {error.strerror}") from error
         process = self._named(pid, pidfd)
-        owner = Owner(uid, processes.pid_namespace(pid, pidfd))
+        owner = Owner(uid, processes.pid_namespace(pid, pidfd), tenant)
         if processes.has_ended(pidfd) if pidfd is not None else pid > 0 and not process.pid:
             _close(pidfd)
             raise InvalidArgument(f"the process {pid} that connected has ended", advice="connect from a living process")

@@ -32,6 +32,7 @@ from kvdepot.server.config.memory_room import (
 from kvdepot.server.config.operators import Operators, resolve
 from kvdepot.server.config.places import check_places
 from kvdepot.server.config.schema import AUTO, DISK_KIND, SHARED_KIND, Tables
+from kvdepot.server.config.tenants import Tenants, resolve_tenants
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
 from kvdepot.server.depot.types import EVERY
 from pydantic import BaseModel, ValidationError
@@ -59,6 +60,7 @@ class Config:
     sources: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """By key ("ram.capacity", "tier.nvme.write") that has no default, or another value: as it was given, and where."""
     operators: Operators = field(default_factory=lambda: resolve((), ()))
+    tenants: Tenants = field(default_factory=Tenants)
 
     @property
     def state_path(self) -> Path:
@@ -172,9 +174,9 @@ def _sources(
             found[f"{prefix}.{key}"] = (value, source)
 
     for table, keys in document.items():
-        if table == "tier":
-            for tier in keys:
-                note(f"tier.{tier['name']}", tier, tier if DISK in overrides else ())
+        if table in ("tier", "tenant"):
+            for one in keys:
+                note(f"{table}.{one['name']}", one, one if table == "tier" and DISK in overrides else ())
         elif table == "quota":
             for number, quota in enumerate(keys):
                 note(f"quota[{number}]", quota, ())
@@ -200,7 +202,8 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
     assert isinstance(capacity_bytes, int)
     _check_combinations(file, tables, capacity_bytes)
     operators = resolve(tables.operators.admins, tables.operators.readers)
-    config = Config(file, tables, capacity_bytes, arena_path, operators=operators)
+    tenants = resolve_tenants(file, tables.tenant)
+    config = Config(file, tables, capacity_bytes, arena_path, operators=operators, tenants=tenants)
     check_places(file, tables, arena_path, config.state_path)
     return config
 
@@ -301,6 +304,12 @@ def check_quotas(file: str, tables: Tables) -> None:
             raise ConfigError(
                 file, f"quota[{number}].tier", f"there is no tier {quota.tier!r}",
                 advice=f"choose one of: {', '.join(tiers)}",
+            )  # fmt: skip
+        names = [EVERY, *(tenant.name for tenant in tables.tenant)]
+        if tables.tenant and quota.tenant not in names:
+            raise ConfigError(
+                file, f"quota[{number}].tenant", f"there is no tenant {quota.tenant!r}",
+                advice=f"choose one of: {', '.join(names)}",
             )  # fmt: skip
         first = seen.setdefault((quota.tenant, quota.namespace, quota.tier), number)
         if first != number:

@@ -77,8 +77,8 @@ def _tier_number(one: Variable, tiers: list[Any]) -> int:
 
 def _variable(name: str, text: str) -> Variable:
     table, *rest = name.removeprefix(_PREFIX).split(_SEPARATOR)
-    if table == "QUOTA":
-        _refuse(name, "quotas have no variables", "use [[quota]] in the file")
+    if table in ("QUOTA", "TENANT"):
+        _refuse(name, f"{table.lower()}s have no variables", f"use [[{table.lower()}]] in the file")
     if table == "TIER":
         if len(rest) != 2:
             _refuse(name, "is not a variable of a tier", f"write {_PREFIX}TIER__<NAME>__<KEY>")

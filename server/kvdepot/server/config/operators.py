@@ -8,7 +8,7 @@ from __future__ import annotations
 import grp
 import os
 import pwd
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -49,7 +49,7 @@ def resolve(admins: Iterable[str], readers: Iterable[str]) -> Operators:
     for role, names in ((Role.ADMIN, admins), (Role.READER, readers)):
         for name in names:
             is_group = name.startswith(GROUP_MARK)
-            found = _id(name.removeprefix(GROUP_MARK), _group_id if is_group else _user_id)
+            found = group_id(name.removeprefix(GROUP_MARK)) if is_group else user_id(name)
             if found is None:
                 unknown.append(name)
             else:
@@ -61,18 +61,25 @@ def resolve(admins: Iterable[str], readers: Iterable[str]) -> Operators:
     )
 
 
-def _id(name: str, look_up: Callable[[str], int]) -> int | None:
-    if name.isascii() and name.isdigit():
+def user_id(name: str) -> int | None:
+    """Return the id of a user; None if this host has no such user. Digits are an id."""
+    if _is_id(name):
         return int(name)
     try:
-        return look_up(name)
+        return pwd.getpwnam(name).pw_uid
     except KeyError:
         return None
 
 
-def _user_id(name: str) -> int:
-    return pwd.getpwnam(name).pw_uid
+def group_id(name: str) -> int | None:
+    """Return the id of a group; None if this host has no such group. Digits are an id."""
+    if _is_id(name):
+        return int(name)
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
 
 
-def _group_id(name: str) -> int:
-    return grp.getgrnam(name).gr_gid
+def _is_id(name: str) -> bool:
+    return name.isascii() and name.isdigit()

@@ -9,7 +9,7 @@ from kvdepot.core.control import ConfigChange
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.secrets import mask_secrets
 from kvdepot.server.config.config import Config
-from kvdepot.server.config.schema import DISK_KIND, Tables, TierTable
+from kvdepot.server.config.schema import DISK_KIND, Tables, TenantTable, TierTable
 
 ABSENT: Final = "(absent)"
 _LIVE: Final = frozenset(
@@ -71,6 +71,10 @@ def _flat(tables: Tables) -> Iterator[tuple[str, str, bool]]:
             yield "tier", ", ".join(tier.name for tier in model) or "none", False
             for tier in model:
                 yield from _flat_tier(tier)
+        elif table == "tenant":
+            yield "tenant", ", ".join(tenant.name for tenant in model) or "none", False
+            for tenant in model:
+                yield from _flat_tenant(tenant)
         elif table == "quota":
             for quota in model:
                 about = f"tenant={quota.tenant},namespace={quota.namespace or '(total)'},tier={quota.tier}"
@@ -85,6 +89,11 @@ def _flat_tier(tier: TierTable) -> Iterator[tuple[str, str, bool]]:
     live = _LIVE_OF_TIERS | (_LIVE_OF_DISKS if tier.kind == DISK_KIND else frozenset())
     for name, value in tier:
         yield f"tier.{tier.name}.{name}", _text(value), name in live
+
+
+def _flat_tenant(tenant: TenantTable) -> Iterator[tuple[str, str, bool]]:
+    for name, value in tenant:
+        yield f"tenant.{tenant.name}.{name}", _text(value), False
 
 
 def _text(value: Any) -> str:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
+from kvdepot.core.printable import control_character
 from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
 from kvdepot.server.config.operators import GROUP_MARK
 from kvdepot.server.depot.types import EVERY, ID_DIGITS
@@ -34,6 +35,7 @@ AUTO: Literal["auto"] = "auto"
 NONE = "none"
 DISK_KIND: Final = "disk"
 SHARED_KIND: Final = "shared"
+TENANTS_MAX: Final = 64
 _PORT_MAX: Final = 65535
 _CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
 
@@ -158,6 +160,34 @@ class OperatorsTable(_Table):
             if not name.removeprefix(GROUP_MARK):
                 raise ValueError(f'expected a user, or "{GROUP_MARK}" and a group, got {name!r}')
         return names
+
+
+class TenantTable(_Table):
+    """One `[[tenant]]`. `name` is required, and one user or group."""
+
+    name: str = Field(min_length=1)
+    users: list[str] = Field(default=[], max_length=4096)
+    groups: list[str] = Field(default=[], max_length=256)
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if name == EVERY or control_character(name):
+            raise ValueError(f"expected a name without control characters, and not {EVERY!r}, got {name!r}")
+        return _short(name, TENANT_BYTES_MAX)
+
+    @field_validator("users", "groups")
+    @classmethod
+    def _check_members(cls, names: list[str]) -> list[str]:
+        if "" in names:
+            raise ValueError("expected names or ids, got an empty text")
+        return names
+
+    @model_validator(mode="after")
+    def _check_somebody(self) -> Self:
+        if not self.users and not self.groups:
+            raise ValueError("has neither users nor groups, so nobody would be in it")
+        return self
 
 
 class AuditTable(_Table):
@@ -336,6 +366,7 @@ class Tables(_Table):
     breaker: BreakerTable = BreakerTable()
     scrub: ScrubTable = ScrubTable()
     quota: list[QuotaTable] = Field(default=[], max_length=256)
+    tenant: list[TenantTable] = Field(default=[], max_length=TENANTS_MAX)
     operators: OperatorsTable = OperatorsTable()
     audit: AuditTable = AuditTable()
     log: LogTable = LogTable()

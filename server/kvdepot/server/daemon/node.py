@@ -161,7 +161,7 @@ class Node:
         )  # fmt: skip
         self._attach = AttachListener(
             depot=self._depot, calls=calls, offer=offer, streams=streams,
-            loop=self._loop, log=self._log, boot_id=self._boot_id, spare=self._spare,
+            loop=self._loop, log=self._log, boot_id=self._boot_id, spare=self._spare, tenants=self._config.tenants,
         )  # fmt: skip
         self._grpc = GrpcListener((depot_service(calls),), ENGINES, sockets=len(tables.daemon.listen))
         self._http = HttpListener(

@@ -61,6 +61,7 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
     yield partial(_check_group, config, "daemon.group", daemon.group, daemon.group_id)
     yield partial(_check_group, config, "daemon.admin_group", daemon.admin_group, daemon.admin_group_id)
     yield partial(_check_operators, config)
+    yield partial(_check_tenants, config)
     if config.tables.audit.path:
         yield partial(_check_audit, config)
     yield StateFile(config.state_path).read
@@ -156,6 +157,12 @@ def _check_operators(config: Config) -> None:
     if unknown := config.operators.unknown:
         reason = f"this host has no such user or group: {', '.join(unknown)}"
         raise ConfigError(config.file, "operators", reason, advice='write users as "alice", and groups as "@ops"')
+
+
+def _check_tenants(config: Config) -> None:
+    if unknown := config.tenants.unknown:
+        reason = f"this host has no such user or group: {', '.join(unknown)}"
+        raise ConfigError(config.file, "tenant", reason, advice="create it, or delete it from the file")
 
 
 def _check_audit(config: Config) -> None:

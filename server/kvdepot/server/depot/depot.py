@@ -33,7 +33,7 @@ from kvdepot.core.calls import (
 )
 from kvdepot.core.control import Switch, VerifyCall
 from kvdepot.core.elements import Elements, check_elements
-from kvdepot.core.errors import InvalidArgument, NoRoom, NotFound, UnknownNamespace
+from kvdepot.core.errors import InvalidArgument, NoRoom, NotFound, PermissionDenied, UnknownNamespace
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import check_limit
 from kvdepot.server.depot.assembly import Assembly
@@ -136,10 +136,12 @@ class Depot(Assembly):
     ) -> tuple[bytes, int]:
         """Register a namespace for a session. Return (namespace id, ranks attached).
 
-        Raise when the spec lies about sizes, the table is full, or an operator has invalidated the namespace.
+        Raise when the spec is another tenant's or lies about sizes, the table is full, or an operator has invalidated
+        the namespace.
         `elements`: the element layout of the objects, where the engine reports it.
         """
         owner = self._sessions.of(session)
+        _check_tenant(owner, spec)
         namespace_id = checked_id(spec)
         self.invalidation.check(spec)
         check_elements(elements, spec.object_bytes)
@@ -390,6 +392,18 @@ class Depot(Assembly):
         if namespace is None:
             raise NoRoom("the namespace table is full, and none could be dropped at once")
         return namespace
+
+
+def _check_tenant(session: Session, spec: NamespaceSpec) -> None:
+    """Raise PermissionDenied for a spec of another tenant. The answer depends on nothing that the daemon has.
+
+    The daemon does not put the right name in its place: an engine computes the namespace's id itself.
+    """
+    if session.tenant is not None and spec.tenant != session.tenant:
+        raise PermissionDenied(
+            f"uid {session.uid} is in tenant {session.tenant!r}, and the namespace says {spec.tenant!r}",
+            advice=f'set "tenant": "{session.tenant}" in kv_connector_extra_config',
+        )
 
 
 def _namespace(session: Session, namespace_id: bytes) -> Namespace:

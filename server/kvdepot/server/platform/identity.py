@@ -43,11 +43,13 @@ class ProcessIdentity:
 class Owner:
     """The user of an engine, as the kernel says. Engines of two owners share no session, whatever they call themselves.
 
-    A PID namespace that the kernel does not show to the daemon is 0: all of these are one.
+    A PID namespace that the kernel does not show to the daemon is 0: all of these are one. `tenant` follows from uid
+    and groups by the configuration; None: no tenants are configured.
     """
 
     uid: int
     pid_namespace: int = 0
+    tenant: str | None = None
 
     def __str__(self) -> str:
         return f"uid {self.uid}"

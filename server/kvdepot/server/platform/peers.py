@@ -38,10 +38,11 @@ def peer_of(connection: socket.socket) -> Peer:
     """Return the peer of a connection. Raise OSError if the kernel does not name it."""
     pid, uid, gid = peer_credentials(connection)
     executable, command = _names(pid)
-    return Peer(pid, uid, gid, frozenset((gid, *_groups(connection))), executable, command)
+    return Peer(pid, uid, gid, frozenset((gid, *groups_of(connection))), executable, command)
 
 
-def _groups(connection: socket.socket) -> array.array[int]:
+def groups_of(connection: socket.socket) -> array.array[int]:
+    """Return the supplementary groups that the peer had when it connected."""
     found = array.array("I")
     with contextlib.suppress(OSError):  # more groups than fit: fewer rights, never more
         found.frombytes(connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX))

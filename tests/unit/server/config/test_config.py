@@ -17,7 +17,7 @@ from kvdepot.server.config.memory_room import (
     arena_bytes_of,
     cgroup_limits,
 )
-from kvdepot.server.config.schema import QuotaTable, Tables, TierTable
+from kvdepot.server.config.schema import QuotaTable, Tables, TenantTable, TierTable
 from kvdepot.server.config.set_quotas import SetQuotas
 from kvdepot.server.config.tier_settings import disk_config, engine_tier_config, shared_config
 from kvdepot.server.daemon import app
@@ -29,6 +29,7 @@ REPOSITORY = Path(__file__).parents[4]
 MIB = 1 << 20
 TIER = '\n[[tier]]\nname = "nvme"\nkind = "disk"\npath = "/d"\ncapacity = "1GiB"\n'
 SHARED = TIER.replace('"nvme"', '"pool"').replace('"disk"', '"shared"').replace('"/d"', '"/s"')
+TENANT = '\n[[tenant]]\nname = "a"\nusers = ["1001"]\n'
 QUOTA = '[[quota]]\ntier = "nvme"\ncapacity = "1GiB"\n'
 GOOD = '[daemon]\nlisten = ["unix:///tmp/k.sock"]\n[ram]\ncapacity = "512MiB"\npath = "/tmp"\n'
 
@@ -129,6 +130,15 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
             "quota[0].tenant",
             "expected at most 128 bytes, got 129",
         ),
+        (TENANT.replace('"a"', '"*"'), "tenant[0].name", "expected a name without control characters, and not '*'"),
+        (TENANT.replace('"a"', '"a\\u001b[31m"'), "tenant[0].name", "expected a name without control characters"),
+        (TENANT.replace('"a"', '""'), "tenant[0].name", "at least 1 character"),
+        (TENANT.replace('["1001"]', "[]"), "tenant[0]", "has neither users nor groups"),
+        (TENANT.replace('["1001"]', '[""]'), "tenant[0].users", "expected names or ids, got an empty text"),
+        (TENANT + "user = 1", "tenant[0].user", "did you mean 'users'?"),
+        (TENANT + TENANT, "tenant[1].name", "two tenants have the name 'a'"),
+        (TENANT + TENANT.replace('"a"', '"b"'), "tenant[1].users", "'1001' is in tenant 'a' already"),
+        (TENANT + '[[quota]]\ntenant = "b"\ncapacity = "1GiB"', "quota[0].tenant", "there is no tenant 'b'"),
         ('[[quota]]\ncapacity = "1GiB"\ntier = "nvme"', "quota[0].tier", "there is no tier 'nvme'"),
         (TIER + QUOTA + QUOTA.replace('"nvme"', '"ram"') + QUOTA.replace("1GiB", "2GiB"), "quota[2]", "as quota[0]"),
         ("[policy]\nprefetch_share = 1.5", "policy.prefetch_share", "less than or equal to 1"),
@@ -171,13 +181,13 @@ def test_the_reference_file_has_every_key_at_its_default() -> None:
     document = tomllib.loads((REPOSITORY / "configs" / "kvdepot.toml").read_text())
     assert Tables.model_validate(document) == Tables()
     for table, model in Tables():
-        if table not in ("tier", "quota"):
+        if table not in ("tier", "quota", "tenant"):
             assert set(document[table]) == set(type(model).model_fields), table
 
 
-@pytest.mark.parametrize(("table", "model"), [("tier", TierTable), ("quota", QuotaTable)])
-def test_the_reference_file_shows_every_key_of_a_tier_and_a_quota_at_its_default(
-    table: str, model: type[TierTable | QuotaTable]
+@pytest.mark.parametrize(("table", "model"), [("tier", TierTable), ("quota", QuotaTable), ("tenant", TenantTable)])
+def test_the_reference_file_shows_every_key_of_a_list_of_tables_at_its_default(
+    table: str, model: type[TierTable | QuotaTable | TenantTable]
 ) -> None:
     lines = (REPOSITORY / "configs" / "kvdepot.toml").read_text().splitlines()
     (shown,) = tomllib.loads("\n".join(line[3:] for line in lines if line.startswith("#: ")))[table]
@@ -185,7 +195,7 @@ def test_the_reference_file_shows_every_key_of_a_tier_and_a_quota_at_its_default
     if table == "quota":
         assert fields.pop("namespace").default is None  # absent is a value of its own: the total
     assert set(shown) == set(fields)
-    required = {name: shown[name] for name, field in fields.items() if field.is_required()}
+    required = {name: shown[name] for name, field in fields.items() if field.is_required() or name == "users"}
     assert model.model_validate(shown) == model.model_validate(required)
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from kvdepot.server.config.schema import QuotaTable, Tables, TierTable
+from kvdepot.server.config.schema import QuotaTable, Tables, TenantTable, TierTable
 
 from tests.rigs.promql import NO_PROMTOOL, promtool, series, why_unknown
 
@@ -41,9 +41,14 @@ QUERIES = {
 
 
 def test_every_key_is_explained_and_nothing_else() -> None:
-    keys = {f"tier.{name}" for name in TierTable.model_fields} | {f"quota.{name}" for name in QuotaTable.model_fields}
+    lists: dict[str, type[TierTable | QuotaTable | TenantTable]] = {
+        "tier": TierTable,
+        "quota": QuotaTable,
+        "tenant": TenantTable,
+    }
+    keys = {f"{table}.{name}" for table, model in lists.items() for name in model.model_fields}
     for table, model in Tables():
-        if table not in ("tier", "quota"):
+        if table not in lists:
             keys |= {f"{table}.{name}" for name in type(model).model_fields}
     assert set(EXPLAINED) == keys - {"quota.namespace"}  # absent is a value of its own; it is explained in place
 

@@ -207,7 +207,8 @@ def load_again(daemon: Daemon, url: str) -> Config:
 def test_every_key_is_shown() -> None:
     shown = values(Tables())
     for table, model in Tables():
-        assert table in ("tier", "quota") or {f"{table}.{name}" for name in type(model).model_fields} <= shown.keys()
+        lists = ("tier", "quota", "tenant")
+        assert table in lists or {f"{table}.{name}" for name in type(model).model_fields} <= shown.keys()
     assert changes(Tables(), Tables()) == ()
 
 
@@ -316,3 +317,21 @@ def test_what_a_tier_is_given_changes() -> None:
     rig.tier.run()
     assert in_tier(rig) == 2
     audit(rig.depot)
+
+
+@pytest.mark.requirement("T9", "S2")
+@pytest.mark.parametrize(
+    ("before", "after", "key"),
+    [
+        ('users = ["1001"]', 'users = ["1001", "1002"]', "tenant.t.users"),
+        ('users = ["1001"]', 'users = ["1001"]\ngroups = ["2001"]', "tenant.t.groups"),
+        ('name = "t"', 'name = "u"', "tenant, tenant.t.groups, tenant.t.name, tenant.t.users, tenant.u.groups"),
+    ],
+)
+def test_who_is_in_a_tenant_takes_a_restart(tmp_path: Path, before: str, after: str, key: str) -> None:
+    daemon = Daemon(tmp_path, TEXT.replace('"a"', '"*"') + '[[tenant]]\nname = "t"\nusers = ["1001"]\n')
+    daemon.change(before, after)
+    with pytest.raises(ConfigError, match="cannot change while the daemon runs") as refused:
+        asyncio.run(daemon.control.reload())
+    assert refused.value.key.startswith(key) and not daemon.ran
+    assert daemon.control.configuration().values["tenant.t.users"] == "1001"

@@ -6,6 +6,7 @@ Counters, engines and `explain` show them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -50,7 +51,7 @@ class Miss:
     reason: MissReason | None
     chunk: int
     other: Namespace | None = None  # that has it
-    foreign: bool = False  # it is another tenant's
+    told: MissReason | None = None  # to the engine, in place of the reason
 
 
 class Misses:
@@ -97,12 +98,13 @@ class Misses:
         other = self._elsewhere(namespace, key)
         if other is not None and namespace.base_id == other.base_id is not None:
             return Miss(MissReason.EPOCH_BUMPED, at)  # not dropped yet
-        if other is not None:
-            foreign = other.spec is None or namespace.spec is None or other.spec.tenant != namespace.spec.tenant
-            return Miss(MissReason.OTHER_NAMESPACE, at, other, foreign)
         if looked_up is not None:
-            return Miss(MissReason.PROBE_ABSENT, at)
-        return Miss(MissReason.TIER_UNAVAILABLE if self._some_index_is_missing() else MissReason.UNKNOWN, at)
+            nowhere = MissReason.PROBE_ABSENT
+        else:
+            nowhere = MissReason.TIER_UNAVAILABLE if self._some_index_is_missing() else MissReason.UNKNOWN
+        if other is None:
+            return Miss(nowhere, at)
+        return Miss(MissReason.OTHER_NAMESPACE, at, other, nowhere if _foreign(namespace, other) else None)
 
     def _some_index_is_missing(self) -> bool:
         """Return whether a tier's objects are not known, because it has not opened yet or its directory is gone."""
@@ -110,18 +112,20 @@ class Misses:
         return any(tier.status().state in _WITHOUT_INDEX for tier in tiers)
 
     def _elsewhere(self, namespace: Namespace, key: bytes) -> Namespace | None:
-        """Return another namespace that has the chunk, or None. Chunk hashes do not depend on the namespace."""
-        others = (one for one in self._namespaces.by_slot.values() if one is not namespace and one.nodes)
+        """Return another namespace that has the chunk, or None. Chunk hashes do not depend on the namespace.
+
+        Those of the same tenant come first, so that no other tenant's changes what the engine is told.
+        """
+        others = [one for one in self._namespaces.by_slot.values() if one is not namespace and one.nodes]
+        others.sort(key=partial(_foreign, namespace))
         for other in islice(others, _NAMESPACES_ASKED_MAX):
             if self._index.find(other.slot, key) != NONE:
                 return other
         return None
 
     def told(self, miss: Miss) -> str:
-        """Return the reason to report to the engine. It reveals nothing of what other tenants have."""
-        if miss.reason is MissReason.OTHER_NAMESPACE and miss.foreign:
-            return MissReason.UNKNOWN
-        return miss.reason or ""
+        """Return the reason to report to the engine: for what another tenant has, as if nobody had it."""
+        return miss.told or miss.reason or ""
 
     def lookup(self, namespace: Namespace, call: LocateCall, seen: Seen, offer: Offer, miss: Miss) -> Lookup:
         """Return the lookup to record for the operator."""
@@ -146,6 +150,11 @@ class Misses:
             missing_key=call.keys[at : at + KEY_BYTES] or ROOT_KEY,
             other_namespace=miss.other.id if miss.other is not None else b"",
         )
+
+
+def _foreign(namespace: Namespace, other: Namespace) -> bool:
+    """Return whether the other namespace is another tenant's, as far as is known."""
+    return other.spec is None or namespace.spec is None or other.spec.tenant != namespace.spec.tenant
 
 
 def path_chunks(namespace: Namespace, seen: Seen) -> int:

@@ -173,6 +173,7 @@ class Session:
         self.engine = engine  # digest of owner and engine id
         self.engine_id = engine.hex()
         self.uid: int | None = None  # of its owner; None: it was adopted, and nobody has come back yet
+        self.tenant: str | None = None  # likewise; also None if no tenants are configured
         self.world_size = 0  # 0: not known yet in this run
         self.attachments: dict[int, Attachment] = {}
         self.namespaces: dict[bytes, Namespace] = {}

@@ -156,6 +156,7 @@ class Sessions:
         engine = engine_digest(engine_id, owner)
         session = self._current(engine, process) or self._revivable(engine, process)
         if session is not None:
+            _check_tenant(session, owner)
             self._check_conflicts(session, (process, client or process), scheduler, rank, world_size)
         else:
             self._check_lent(process)
@@ -182,7 +183,7 @@ class Sessions:
         if session is None:
             session = self._open(engine_digest(engine_id, owner))
         session.engine_id = engine_id
-        session.uid = owner.uid
+        session.uid, session.tenant = owner.uid, owner.tenant
         session.world_size = world_size
         session.ended = False
         attachment = attachment or self._add(slot, session, process, rank)
@@ -417,6 +418,12 @@ def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
         raise InvalidArgument(f"rank {rank} is not one of the {world_size} ranks")
     if rank == NO_RANK and not scheduler:
         raise InvalidArgument("the process is neither the scheduler nor a rank")
+
+
+def _check_tenant(session: Session, owner: Owner) -> None:
+    """Refuse a process of the same user in another tenant, by its groups. An adopted session has no tenant yet."""
+    if session.uid is not None and session.tenant != owner.tenant:
+        raise EngineIdInUse(f"{owner} has an engine with this id in another tenant")
 
 
 def _longest_idle(sessions: Iterable[Session], count: int) -> list[Session]:
