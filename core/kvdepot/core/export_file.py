@@ -33,6 +33,7 @@ END_MAGIC: Final = b"KVDEXEND"
 FORMAT_VERSION: Final = 1
 COMPATIBLE_SINCE: Final = 1
 
+_READ_BYTES_MAX: Final = 16 << 20
 _PREFIX: Final = struct.Struct("<8sII")  # magic, version, compatible since; then the sum
 _SUM: Final = struct.Struct("<Q")
 _HEAD: Final = struct.Struct("<16sQQ16sQQ")
@@ -145,7 +146,7 @@ class ExportReader:
             except ObjectDamageError as error:
                 self.cut_short = f"{error}"
                 return
-            stored = self._read(object_bytes(size_bytes) - HEADER_BYTES)
+            stored = self._read_pieces(object_bytes(size_bytes) - HEADER_BYTES)
             payload = memoryview(stored)[:size_bytes]
             if len(payload) < size_bytes:
                 self.cut_short = f"payload: {len(payload)} of {size_bytes} bytes"
@@ -177,11 +178,14 @@ class ExportReader:
 
     def _read(self, size_bytes: int) -> bytes:
         """Return `size` bytes, or fewer at the end of the file. A pipe may give less at a time."""
-        parts: list[bytes] = []
-        while size_bytes > 0 and (part := self._file.read(size_bytes)):
-            parts.append(part)
-            size_bytes -= len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return bytes(self._read_pieces(size_bytes))
+
+    def _read_pieces(self, size_bytes: int) -> bytearray:
+        """Read as `_read` does. A read takes its memory before there is a byte, and a header may announce too much."""
+        data = bytearray()
+        while part := self._file.read(min(size_bytes - len(data), _READ_BYTES_MAX)):
+            data += part
+        return data
 
 
 def _page(magic: bytes, body: bytes) -> bytes:

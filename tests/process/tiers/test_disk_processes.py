@@ -324,3 +324,37 @@ def test_a_worker_with_an_old_token_does_nothing(tmp_path: Path) -> None:
             assert written.outcome in (IoOutcome.IO_ERROR, IoOutcome.CANCELLED)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.requirement("I6")
+@pytest.mark.parametrize("file", ["journal", "store.json"])
+def test_a_pipe_in_the_place_of_a_file_is_named_and_not_waited_for(tmp_path: Path, file: str) -> None:
+    root = tmp_path / "tier"
+
+    async def scenario() -> None:
+        async with live(root):
+            pass
+        path = root / file if file == "store.json" else max((root / "journal").glob("*.log"))
+        path.unlink()
+        os.mkfifo(path)
+        async with live(root, opened=False) as second:
+            said = f"{path.name} is no regular file"
+            await second.until(lambda: said in second.tier.status().reason, "the pipe is named")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_directory_that_every_user_may_write_to_is_refused_with_advice(tmp_path: Path, mode: int) -> None:
+    root = tmp_path / "tier"
+    root.mkdir()
+    root.chmod(mode)
+
+    async def scenario() -> None:
+        async with live(root, opened=False) as under:
+            await under.until(lambda: "run `chmod o-w`" in under.tier.status().reason, "it is refused")
+            assert list(root.iterdir()) == []
+            root.chmod(0o755)
+            await under.until(lambda: under.tier.writable, "and used once that has ended")
+
+    asyncio.run(scenario())

@@ -19,7 +19,7 @@ from kvdepot.core.export_file import ExportedObject, ExportEnd, ExportHead, Expo
 from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.listing import Chunk, ChunkPage
-from kvdepot.core.objectfile import ObjectHeader, ObjectName, payload_sum
+from kvdepot.core.objectfile import Codec, ObjectHeader, ObjectName, payload_sum
 from kvdepot.proto import codec
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "export-v1" / "hybrid.kvdx"
@@ -178,3 +178,28 @@ def test_a_plan_has_parents_first_one_path_after_the_other_and_paths_before_stat
         planned(page, SPEC, bytes([9] * 16), "")
     with pytest.raises(NotFound, match="there are ram, nvme"):
         planned(page, SPEC, b"", "tape")
+
+
+class _Counting(io.BytesIO):
+    largest = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        self.largest = max(self.largest, size or 0)
+        return super().read(size)
+
+
+@pytest.mark.requirement("I4")
+def test_an_object_that_is_announced_and_not_there_takes_no_memory() -> None:
+    """A read of 8 GiB takes them before there is a byte."""
+    size_bytes = 8 << 30
+    groups = (GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(size_bytes,)),)
+    spec = NamespaceSpec({"model": '"large"'}, 16, groups, {Kind.ATTENTION: size_bytes})
+    name = ObjectName(spec.namespace_id(), KEYS[0], ROOT_KEY, Kind.ATTENTION, 16, size_bytes)
+    file = _Counting()
+    ExportWriter(file, ExportHead(spec.namespace_id(), codec.encode_spec(spec), 1_800_000_000, 1, size_bytes))
+    file.write(ObjectHeader(name, Codec.NONE, size_bytes, 0, 0, 0, 1_800_000_000).pack() + bytes(100_000))
+    file.seek(0)
+    reader = ExportReader(file)
+    assert list(reader.objects(spec.object_bytes)) == []
+    assert reader.cut_short == f"payload: 100000 of {size_bytes} bytes"
+    assert file.largest <= 16 << 20

@@ -21,3 +21,13 @@ def open_own(path: Path, flags: int) -> int:
     os.close(fd)
     reason = f"it is no regular file of uid {os.geteuid()} to which nobody else may write"
     raise PermissionError(errno.EPERM, reason, str(path))
+
+
+def refuse_world_writable(folder: Path, status: os.stat_result) -> None:
+    """Raise PermissionError if every user may create files in a folder.
+
+    The sticky bit is not enough: with it, another user can still create a name before the daemon does.
+    """
+    if status.st_mode & stat.S_IWOTH:
+        reason = "every user may write to it: run `chmod o-w`, or name a folder in it that belongs to the daemon's user"
+        raise PermissionError(errno.EACCES, reason, str(folder))

@@ -16,6 +16,7 @@ from kvdepot.server.daemon.start_checks import lock_file
 from kvdepot.server.daemon.state_file import OperatorState, StateFile
 from kvdepot.server.depot.types import Liveness
 from kvdepot.server.platform.file_lock import FileLock
+from kvdepot.server.platform.own_files import refuse_world_writable
 
 NOBODY = 65534
 STATE = (
@@ -113,3 +114,17 @@ def test_the_default_socket_s_directory_is_not_there_yet(tmp_path: Path) -> None
     (tmp_path / "d.sock.lock").symlink_to("elsewhere")
     with pytest.raises(ConfigError, match=r"cannot use .*d\.sock\.lock: .*delete it while no daemon runs"):
         lock_file(config, "daemon.listen", tmp_path / "d.sock", "the socket")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o702, 0o2777, 0o1777])
+def test_a_folder_that_every_user_may_write_to_is_refused_with_advice(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(PermissionError, match="run `chmod o-w`") as raised:
+        refuse_world_writable(tmp_path, tmp_path.stat())
+    assert raised.value.filename == str(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o770, 0o2775])
+def test_a_folder_to_which_only_some_users_may_write_is_accepted(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    refuse_world_writable(tmp_path, tmp_path.stat())

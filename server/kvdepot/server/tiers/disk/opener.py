@@ -30,6 +30,7 @@ from kvdepot.server.io.directory_guard import (
 from kvdepot.server.io.lifeline import die_with, exit_code
 from kvdepot.server.io.waiting import readable
 from kvdepot.server.platform.durable_files import naming
+from kvdepot.server.platform.own_files import refuse_world_writable
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.disk.layout import DAEMON_LOCK
 from kvdepot.server.tiers.disk.messages import (
@@ -120,10 +121,10 @@ class Guard:
         if not begin.device:
             with naming("mkdir", self._root):
                 self._root.mkdir(mode=0o700, exist_ok=True)
-            return
         with naming("stat", self._root):
-            device = self._root.stat().st_dev
-        if device != begin.device:
+            status = self._root.stat()
+        refuse_world_writable(self._root, status)
+        if begin.device and status.st_dev != begin.device:
             raise OSError(0, "is on another file system than before: not mounted?", os.fspath(self._root))
 
     def _hold(self) -> Iterator[Message]:

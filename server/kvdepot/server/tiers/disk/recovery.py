@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +63,7 @@ class SnapshotFacts:
 def read_store(root: Path) -> Store | None:
     """Return the store, or None if there is none yet. Raise BadFile for a store that this version cannot open."""
     try:
-        with naming("read", root / names.STORE):
-            return Store.unpack((root / names.STORE).read_bytes())
+        return Store.unpack(_read(root / names.STORE))
     except FileNotFoundError:
         return None
 
@@ -149,7 +149,7 @@ def compact(root: Path, store: Store, generation: int, synced_sequence: int) -> 
 def sync_segments(root: Path) -> None:
     """Make everything durable that was written to a segment."""
     for path in sorted((root / names.SEGMENTS).glob("*.seg")):
-        with opened(path, os.O_RDONLY) as fd:
+        with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd:
             sync_file(fd, path, data_only=True)
 
 
@@ -277,8 +277,11 @@ def _row_start(journals: dict[int, Path]) -> int:
 
 
 def _read(path: Path) -> bytes:
-    with naming("read", path), path.open("rb") as file:
-        data = file.read(_FILE_BYTES_MAX + 1)
+    with opened(path, os.O_RDONLY | os.O_NONBLOCK) as fd, naming("read", path):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise BadFile(f"{path.name} is no regular file")
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(_FILE_BYTES_MAX + 1)
     if len(data) > _FILE_BYTES_MAX:
         raise BadFile(f"{path.name} has more than {_FILE_BYTES_MAX} bytes")
     return data

@@ -12,6 +12,7 @@ from typing import Final
 
 from kvdepot.server.platform.beneath import open_folder
 from kvdepot.server.platform.durable_files import LACKED, naming, opened, sync_file
+from kvdepot.server.platform.own_files import refuse_world_writable
 from kvdepot.server.storage.shared_layout import (
     FOLDERS,
     LEFT_BY_PROBES,
@@ -45,8 +46,9 @@ def open_directory(root: Path, known: Known, created_by: str, *, on_root_filesys
     The folder itself is never made. Without `on_root_filesystem`, no marker is made on the file system of `/`. Either
     would take the place of a mount that is late.
     """
-    if not known.directory_id and _device(root) and _marker(root) is None:
-        if not on_root_filesystem and _device(root) == _device(ROOT_FILESYSTEM):
+    device = _device(root)
+    if not known.directory_id and _marker(root) is None:
+        if not on_root_filesystem and device == ROOT_FILESYSTEM.stat().st_dev:
             raise NotThereError(
                 f"{root} has no {MARKER}, and lies on the file system of {ROOT_FILESYSTEM}: not mounted? "
                 "To begin a shared directory just there, set on_root_filesystem = true"
@@ -85,10 +87,12 @@ def _check_folder(root: Path, folder: str) -> None:
 
 
 def _device(root: Path) -> int:
-    """Return the device of the directory. Raise NotThereError or OSError."""
+    """Return the device of the directory. Raise NotThereError or OSError. A directory of every user is refused."""
     try:
         with naming("stat", root):
-            return root.stat().st_dev
+            status = root.stat()
+        refuse_world_writable(root, status)
+        return status.st_dev
     except FileNotFoundError as error:
         raise NotThereError(f"{root} is not there: not mounted? It is not made by a daemon") from error
 

@@ -77,7 +77,7 @@ def test_a_mount_that_comes_late_is_the_directory(tmp_path: Path, monkeypatch: p
     (tmp_path / "shared").mkdir()
     coordinator = Coordinator(CoordinatorSettings(tmp_path / "shared", 64 * MIB), Before(), lambda: 0.0)
     assert isinstance(coordinator.heartbeat(), Failed)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path / "shared")], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=755", "tmpfs", str(tmp_path / "shared")], check=True)
     try:
         assert isinstance(coordinator.heartbeat(), Report)
         assert (tmp_path / "shared" / MARKER).exists()
@@ -464,3 +464,15 @@ def test_the_janitor_says_that_its_work_failed_until_it_got_to_an_end(
         assert "given up" in nodes.reports[0].reason
     nodes.go_on(32)
     assert nodes.reports[0].reason == ""
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_directory_that_every_user_may_write_to_is_not_used_until_that_ends(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    coordinator = Coordinator(settings_of(tmp_path), Before(), lambda: 0.0)
+    message = coordinator.heartbeat()
+    assert isinstance(message, Failed)
+    assert str(tmp_path) in message.reason and "run `chmod o-w`" in message.reason
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o770)
+    assert isinstance(coordinator.heartbeat(), Report)
