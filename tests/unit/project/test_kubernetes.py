@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -111,6 +112,20 @@ def test_who_runs_it_may_do_nothing_else() -> None:
     (directories,) = pod["initContainers"]
     assert directories["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN", "FOWNER"]}
     assert directories["image"] == _container("DaemonSet")["image"]
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "livenessProbe"])
+@pytest.mark.parametrize(("answer", "alive"), [(0, True), (1, True), (3, False), (124, False)])
+def test_a_full_metrics_port_does_not_restart_the_daemon(tmp_path: Path, probe: str, answer: int, alive: bool) -> None:
+    """The probe asks over the socket. A daemon that answers and is not ready (1) is alive."""
+    found = _container("DaemonSet")[probe]
+    assert "httpGet" not in found and "tcpSocket" not in found
+    program = tmp_path / "kvdepotctl"
+    program.write_text(f"#!/bin/sh\necho said\nexit {answer}\n")
+    program.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(found["exec"]["command"], env=path, check=False, capture_output=True)
+    assert (done.returncode == 0, done.stdout) == (alive, b"")
 
 
 def test_two_daemons_never_meet_on_a_node() -> None:

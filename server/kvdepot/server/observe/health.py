@@ -18,6 +18,8 @@ from kvdepot.server.platform.listening import bind_all
 from kvdepot.server.platform.logs import LogThrottle
 
 _REQUEST_BYTES_MAX = 8192
+_HEAD_SECONDS = 1.0
+"""Until the request is there. A client sends it at once."""
 _REQUEST_SECONDS = 5.0
 _CONNECTIONS_MAX = 64
 
@@ -48,7 +50,7 @@ def readiness(
 class HttpListener:
     """HTTP/1.0, GET and HEAD, one request a connection; bounded in size, time and number.
 
-    With one connection too many the oldest ends: whoever connects and says nothing keeps nobody out.
+    With one connection too many the oldest without a request ends, so peers that say nothing keep nobody out.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class HttpListener:
         self._spare = spare
         self._connections_max = silent_max(_CONNECTIONS_MAX)
         self._listeners: list[Acceptor] = []
-        self._connections: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._connections: dict[asyncio.Task[None], bool] = {}  # oldest first; True: its request is there
 
     async def listen(self, host: str, port: int) -> str:
         """Listen, and return the bound address for a URL: port 0 takes a free one. Raise OSError."""
@@ -87,11 +89,12 @@ class HttpListener:
 
     def _accepted(self, peer: socket.socket) -> None:
         while len(self._connections) >= self._connections_max:
-            oldest = next(iter(self._connections))
+            silent = (connection for connection, has_request in self._connections.items() if not has_request)
+            oldest = next(silent, None) or next(iter(self._connections))
             del self._connections[oldest]
             oldest.cancel()
         connection = asyncio.ensure_future(self._serve(peer))
-        self._connections[connection] = None
+        self._connections[connection] = False
         connection.add_done_callback(lambda ended: self._connections.pop(ended, None))
 
     async def _serve(self, peer: socket.socket) -> None:
@@ -115,9 +118,13 @@ class HttpListener:
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
         try:
-            head = await reader.readuntil(b"\r\n\r\n")
+            async with asyncio.timeout(_HEAD_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        connection = asyncio.current_task()
+        if connection in self._connections:  # else one too many came meanwhile
+            self._connections[connection] = True
         method, target, version, *more = [*head.partition(b"\r\n")[0].split(b" "), b"", b""]
         if not version.startswith(b"HTTP/") or any(more):
             return _response(HTTPStatus.BAD_REQUEST)

@@ -16,6 +16,12 @@ from kvdepot.server.observe.health import HttpListener, Readiness
 BODY = b"# HELP kvdepot_x\n"
 
 
+@pytest.fixture(autouse=True)
+def _late_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine sends no head late."""
+    monkeypatch.setattr(health, "_HEAD_SECONDS", 600.0)
+
+
 @asynccontextmanager
 async def listening(
     metrics: Callable[[], bytes] = lambda: BODY, host: str = "127.0.0.1"
@@ -109,6 +115,52 @@ def test_peers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch)
     head, ended = asyncio.run(run())
     assert b" 200 " in head
     assert ended >= 16
+
+
+def test_half_a_request_ends_before_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(health, "_REQUEST_SECONDS", 600.0)
+
+    async def run() -> bytes:
+        async with listening() as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
+            try:
+                return await asyncio.wait_for(reader.read(), 60)
+            except ConnectionResetError:
+                return b""
+            finally:
+                writer.close()
+
+    assert asyncio.run(run()) == b""
+
+
+def test_half_requests_that_are_renewed_end_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scraper that reads slowly gets all of a large answer, and a probe gets its own."""
+    monkeypatch.setattr(health, "_CONNECTIONS_MAX", 4)
+    monkeypatch.setattr(health, "_REQUEST_SECONDS", 600.0)
+    body = b"x" * (16 << 20)
+
+    async def run() -> tuple[bytes, int]:
+        async with listening(lambda: body) as address:
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            received = 0
+            half = []
+            for _ in range(20):
+                half.append(await asyncio.open_connection(*address))
+                half[-1][1].write(b"GET /healthz HTTP/1.1\r\n")
+            head, _ = await ask(address, b"GET /healthz HTTP/1.1\r\n\r\n")
+            while part := await asyncio.wait_for(reader.read(1 << 20), 60):
+                received += len(part)
+            for _, one in (*half, (reader, writer)):
+                one.close()
+            return head, received
+
+    head, received = asyncio.run(run())
+    assert b" 200 " in head
+    assert received == len(body)
 
 
 def test_a_scraper_that_does_not_read_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
