@@ -99,6 +99,24 @@ def test_what_one_daemon_stored_another_one_serves(nodes: Nodes) -> None:
 
 
 @pytest.mark.requirement("P6", "I1")
+def test_nothing_is_written_through_a_symbolic_link_in_a_folder_s_place(nodes: Nodes, tmp_path: Path) -> None:
+    """Another writer of the directory put it there. What lies where it leads stays as it is, and RAM serves on."""
+    daemon = nodes.start()
+    keys = keys_of("through", 12)
+    _store(nodes, daemon, keys_of("before", 4))
+    folder, outside = nodes.files()[0].parent, tmp_path / "outside"
+    folder.rename(outside)
+    folder.symlink_to(outside)
+    there = {path.name: path.stat().st_mtime_ns for path in outside.iterdir()}
+    with RawEngine(daemon.socket) as engine:
+        engine.store(keys)
+        said = "a symbolic link or a file is in the place of its folder"
+        wait_until(lambda: said in daemon.log, "the log names the folder", WAIT_SECONDS)
+        assert engine.load(keys) == [payload_of(key) for key in keys]
+    assert {path.name: path.stat().st_mtime_ns for path in outside.iterdir()} == there
+
+
+@pytest.mark.requirement("P6", "I1")
 def test_a_damaged_file_is_a_miss_and_quarantined(nodes: Nodes) -> None:
     first, second = nodes.start(), nodes.start()
     keys = keys_of("damaged", 6)
