@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 from kvdepot.core.calls import AcquireOutcome
-from kvdepot.core.objectfile import HEADER_BYTES, ObjectHeader
+from kvdepot.core.objectfile import FORMAT_VERSION, HEADER_BYTES, ObjectHeader
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.offline.store_files import layout_as_found
 from kvdepot.server.tiers.disk.layout import segment_name
@@ -119,7 +119,7 @@ def _named(header: ObjectHeader, **other: Any) -> ObjectHeader:
 def _version(world: DiskDaemon, place: Place) -> None:
     """A header of a version to come that this one cannot read."""
     page = bytearray(_read(world, place.parts[0], 0, HEADER_BYTES))
-    page[8:16] = (2).to_bytes(4, "little") * 2
+    page[8:16] = (FORMAT_VERSION + 1).to_bytes(4, "little") * 2
     _write(world, place.parts[0], 0, _summed(page))
 
 

@@ -21,6 +21,7 @@ from kvdepot.core.calls import Kind
 from kvdepot.core.errors import KvDepotError
 from kvdepot.core.export_file import ExportedObject, ExportHead, ExportReader, ExportWriter
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.core.object_keys import NO_KEYS, KeyRing, parse_keys
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectDamageError, ObjectHeader, ObjectName, fields_as_found
 from kvdepot.core.planner import GroupSpec
 from kvdepot.proto import call_frames as call_frames_codec
@@ -32,6 +33,7 @@ from kvdepot.server.io import checksum_wire, jobs, stream_wire
 from kvdepot.server.io.codecs import decode
 from kvdepot.server.io.framing import FrameError, Framing
 from kvdepot.server.io.lent_extents import LentExtents
+from kvdepot.server.io.macs import mac_of
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.disk import messages
 from kvdepot.server.tiers.disk.layout import Store
@@ -72,6 +74,16 @@ def header(data: bytes) -> None:
         except ObjectDamageError:
             continue
         assert 0 < found.stored_bytes <= found.name.raw_bytes
+        for keys in (NO_KEYS, KeyRing((bytes(31) + b"k",))):
+            with contextlib.suppress(ObjectDamageError):
+                mac = mac_of(found, page, keys)
+                assert mac is not None or not (found.keyed or keys)
+
+
+def key_file(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        ring = parse_keys(data.decode("ascii", "replace"))
+        assert ring.keys and all(len(key) == 32 for key in ring.keys)
 
 
 def lz4(data: bytes) -> None:
@@ -255,7 +267,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
     for target in (
         header, lz4, bitshuffle_lz4, journal, snapshot, store, export, configuration, request, attach_datagram,
-        data_request, call_frames, child_frames,
+        data_request, call_frames, child_frames, key_file,
     )
 }  # fmt: skip
 CORPORA = {

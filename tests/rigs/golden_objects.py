@@ -1,4 +1,4 @@
-"""The objects of tests/golden/object-v1, as values; the files were written once and are never rewritten."""
+"""The objects of tests/golden/object-v1 and -v2, as values; the files were written once and are never rewritten."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import struct
 from hashlib import shake_128
 from pathlib import Path
 
+from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.core.objectfile import (
     Codec,
     ObjectHeader,
@@ -15,9 +16,13 @@ from kvdepot.core.objectfile import (
     worth_bytes_max,
 )
 from kvdepot.server.io.codecs import SLICE_BYTES, encode
+from kvdepot.server.io.macs import with_mac
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden" / "object-v1"
 FILES = {codec: FOLDER / f"{codec.name.lower().replace('_', '-')}.kvd" for codec in Codec}
+KEYED_FILES = {codec: FOLDER.with_name("object-v2") / path.name for codec, path in FILES.items()}
+KEYS = KeyRing((bytes(range(32)),))
+"""Of the objects of version 2."""
 
 
 def golden_payload(codec: Codec) -> bytes:
@@ -43,7 +48,7 @@ def stored_form(codec: Codec, raw: bytes) -> bytes:
     return bytes(into[: encode(codec, [memoryview(raw)], memoryview(into))])
 
 
-def golden_object(codec: Codec) -> bytes:
+def golden_object(codec: Codec, keys: KeyRing = NO_KEYS) -> bytes:
     """The whole file, as the code of today writes it."""
     raw = golden_payload(codec)
     stored = stored_form(codec, raw)
@@ -51,4 +56,5 @@ def golden_object(codec: Codec) -> bytes:
         golden_name(codec), codec, len(stored), payload_sum([raw]), payload_sum([stored]),
         sequence=0x0102030405060708, created_at=1_795_000_000,
     )  # fmt: skip
+    header = with_mac(header, [memoryview(stored)], keys)
     return (header.pack() + stored).ljust(object_bytes(len(stored)), b"\0")

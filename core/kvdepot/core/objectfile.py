@@ -7,7 +7,7 @@ input makes it allocate more than a header.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Annotated, Final
@@ -15,9 +15,12 @@ from typing import Annotated, Final
 import xxhash
 from kvdepot.core.bounds import AtMost, Between, ChunkKey, NamespaceId
 from kvdepot.core.limits import OBJECT_BYTES_MAX
+from kvdepot.core.object_keys import NO_KEY_ID
 
 MAGIC: Final = b"KVDOBJCT"
-FORMAT_VERSION: Final = 1
+PLAIN_VERSION: Final = 1
+"""Of an object without a MAC, as before there were any."""
+FORMAT_VERSION: Final = 2
 COMPATIBLE_SINCE: Final = 1
 READABLE_SINCE: Final = 1
 """Oldest format version that this code reads."""
@@ -25,16 +28,20 @@ HEADER_BYTES: Final = 4096
 PAGE_BYTES: Final = 4096
 NOT_STATED: Final = bytes(16)
 """A part table digest that nobody took."""
+MAC_BYTES: Final = 32
+NO_MAC: Final = bytes(MAC_BYTES)
 
 _PREFIX = struct.Struct("<8sII")  # magic, version, compatible since; then the sum
 _SUM = struct.Struct("<Q")
-_BODY = struct.Struct("<16s16s16sBBHIQQQQ16s16s16s")
+_BODY = struct.Struct("<16s16s16sBBHIQQQQ16s16s16s8s32s")
 _FIELDS = (
     "namespace", "key", "parent", "kind", "codec", "zeros", "boundary_tokens", "sequence", "created_at", "raw_bytes",
-    "stored_bytes", "raw_sum", "stored_sum", "parts_digest",
+    "stored_bytes", "raw_sum", "stored_sum", "parts_digest", "key_id", "mac",
 )  # fmt: skip
 _BODY_AT = _PREFIX.size + _SUM.size
-_REST = bytes(HEADER_BYTES - _BODY_AT - _BODY.size)
+_MAC_END = _BODY_AT + _BODY.size
+_MAC_AT = _MAC_END - MAC_BYTES
+_REST = bytes(HEADER_BYTES - _MAC_END)
 _SLICE_BYTES = 4 << 20
 """XXH3 runs without the GIL, but a signal is only handled between slices."""
 
@@ -58,6 +65,10 @@ class Damage(StrEnum):
     LENGTH = "length"  # raw length is not what the namespace says, or the lengths contradict each other
     CODEC = "codec"  # unknown, or it refuses bytes whose sum held
     CORRUPT = "corrupt"  # the payload's checksum
+    # Of keys (ADR 68). The last two prove nothing against the file: who asks may have other keys than its writer.
+    FORGED = "forged"  # checksums hold, and the MAC does not
+    UNKEYED = "unkeyed"  # no MAC, and the tier has a key
+    UNKNOWN_KEY = "unknown_key"  # a MAC of a key that the reader does not have
 
 
 class ObjectDamageError(ValueError):
@@ -92,15 +103,23 @@ class ObjectHeader:
     sequence: int
     created_at: int
     parts_digest: bytes = NOT_STATED
+    key_id: bytes = NO_KEY_ID
+    mac: bytes = NO_MAC
+
+    @property
+    def keyed(self) -> bool:
+        """Return whether the object has a MAC."""
+        return self.key_id != NO_KEY_ID
 
     def pack(self) -> bytes:
         """Return the HEADER_BYTES of the header."""
         name = self.name
-        prefix = _PREFIX.pack(MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE)
+        prefix = _PREFIX.pack(MAGIC, FORMAT_VERSION if self.keyed else PLAIN_VERSION, COMPATIBLE_SINCE)
         body = _BODY.pack(
             name.namespace, name.key, name.parent, name.kind, self.codec, 0, name.boundary_tokens,
             self.sequence, self.created_at, name.raw_bytes, self.stored_bytes,
             self.raw_sum.to_bytes(16, "little"), self.stored_sum.to_bytes(16, "little"), self.parts_digest,
+            self.key_id, self.mac,
         ) + _REST  # fmt: skip
         return prefix + _SUM.pack(header_sum(prefix, body)) + body
 
@@ -141,7 +160,7 @@ class ObjectHeader:
             raise ObjectDamageError(Damage.LENGTH, f"raw length is {name.raw_bytes}, not {expected.raw_bytes}")
 
     def check_room(self, payload_bytes: int) -> None:
-        """Check 9: `payload_bytes` lie behind the header. Raises ObjectDamageError."""
+        """Check 11: `payload_bytes` lie behind the header. Raises ObjectDamageError."""
         if self.stored_bytes > payload_bytes:
             raise ObjectDamageError(Damage.TOO_SHORT, f"payload: {payload_bytes} of {self.stored_bytes} bytes")
 
@@ -164,6 +183,13 @@ def fields_as_found(page: bytes | memoryview) -> dict[str, int | str]:
     return {name: value.hex() if isinstance(value, bytes) else value for name, value in found.items()}
 
 
+def authenticated(page: bytes | memoryview) -> bytes:
+    """Return what a MAC covers of a header's page: all of it, with zeros for the checksum and the MAC itself."""
+    return b"".join(
+        (page[: _PREFIX.size], bytes(_SUM.size), page[_BODY_AT:_MAC_AT], NO_MAC, page[_MAC_END:HEADER_BYTES])
+    )
+
+
 def object_bytes(stored_bytes: int) -> int:
     """Return the bytes of an object on a device: header, payload, padding."""
     return HEADER_BYTES + -(-stored_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -177,11 +203,17 @@ def worth_bytes_max(raw_bytes: int) -> int:
 def payload_sum(parts: Iterable[bytes | bytearray | memoryview]) -> int:
     """Return the XXH3-128 of a payload's parts in order."""
     state = xxhash.xxh3_128()
+    for piece in sliced(parts):
+        state.update(piece)
+    return state.intdigest()
+
+
+def sliced(parts: Iterable[bytes | bytearray | memoryview]) -> Iterator[memoryview]:
+    """Yield the bytes of the parts in pieces between which a signal can be handled."""
     for part in parts:
         view = memoryview(part)
         for start in range(0, len(view), _SLICE_BYTES):
-            state.update(view[start : start + _SLICE_BYTES])
-    return state.intdigest()
+            yield view[start : start + _SLICE_BYTES]
 
 
 def header_sum(prefix: bytes, body: bytes | memoryview) -> int:
@@ -195,14 +227,14 @@ def _parsed(body: bytes | memoryview) -> ObjectHeader:
     """Return the header of a page whose checksum holds."""
     (
         namespace, key, parent, kind, codec, _, boundary, sequence, created_at, raw_bytes, stored_bytes,
-        raw_sum, stored_sum, digest,
+        raw_sum, stored_sum, digest, key_id, mac,
     ) = _BODY.unpack(body[: _BODY.size])  # fmt: skip
     if codec not in Codec.__members__.values():
         raise ObjectDamageError(Damage.CODEC, f"header: codec {codec} is unknown")
     header = ObjectHeader(
         ObjectName(namespace, key, parent, kind, boundary, raw_bytes),
         Codec(codec), stored_bytes, int.from_bytes(raw_sum, "little"), int.from_bytes(stored_sum, "little"),
-        sequence, created_at, digest,
+        sequence, created_at, digest, key_id, mac,
     )  # fmt: skip
     if not 0 < raw_bytes <= OBJECT_BYTES_MAX:
         raise ObjectDamageError(Damage.LENGTH, f"header: raw length is {raw_bytes}")

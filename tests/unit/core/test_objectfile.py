@@ -13,24 +13,28 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.core.limits import OBJECT_BYTES_MAX
+from kvdepot.core.object_keys import NO_KEYS, key_id
 from kvdepot.core.objectfile import (
     FORMAT_VERSION,
     HEADER_BYTES,
     MAGIC,
+    PLAIN_VERSION,
     Codec,
     Damage,
     ObjectDamageError,
     ObjectHeader,
     ObjectName,
+    authenticated,
     fields_as_found,
     object_bytes,
     payload_sum,
     worth_bytes_max,
 )
 from kvdepot.server.io.codecs import decode
+from kvdepot.server.io.macs import mac_of
 from kvdepot.server.storage.base import DAMAGED, IoOutcome
 
-from tests.rigs.golden_objects import FILES, golden_name, golden_object, golden_payload
+from tests.rigs.golden_objects import FILES, KEYED_FILES, KEYS, golden_name, golden_object, golden_payload
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs/formats/object.md").read_text()
 SUM_AT = 16
@@ -49,11 +53,13 @@ def headers(draw: st.DrawFn) -> ObjectHeader:
     name = draw(names)
     codec = draw(st.sampled_from(Codec)) if worth_bytes_max(name.raw_bytes) else Codec.NONE
     stored = name.raw_bytes if codec is Codec.NONE else draw(st.integers(1, worth_bytes_max(name.raw_bytes)))
-    return ObjectHeader(name, codec, stored, draw(u128), draw(u128), draw(u64), draw(u64), draw(ids))
+    key_id, mac = draw(st.binary(min_size=8, max_size=8)), draw(st.binary(min_size=32, max_size=32))
+    return ObjectHeader(name, codec, stored, draw(u128), draw(u128), draw(u64), draw(u64), draw(ids), key_id, mac)
 
 
 NAME = ObjectName(b"n" * 16, b"k" * 16, b"p" * 16, 1, 512, 100_000)
 HEADER = ObjectHeader(NAME, Codec.LZ4, 50_000, 1 << 100, 2 << 100, 7, 1_795_000_000)
+KEYED = replace(HEADER, key_id=b"key id..", mac=bytes(range(32)))
 
 
 def damage_of(page: bytes) -> Damage:
@@ -90,7 +96,7 @@ def test_a_header_says_what_was_packed(header: ObjectHeader) -> None:
 def test_the_page_describes_the_header() -> None:
     rows = documented()
     assert [at + size for at, size, _ in rows] == [at for at, _, _ in rows[1:]] + [HEADER_BYTES]
-    page = HEADER.pack()
+    page = KEYED.pack()
     said = {text.split(",")[0].split(":")[0]: page[at : at + size] for at, size, text in rows}
     number = {text: int.from_bytes(value, "little") for text, value in said.items()}
     assert said["magic"] == MAGIC
@@ -101,6 +107,7 @@ def test_the_page_describes_the_header() -> None:
     assert (number["sequence"], number["creation time"]) == (HEADER.sequence, HEADER.created_at)
     assert (number["raw length"], number["stored length"]) == (NAME.raw_bytes, HEADER.stored_bytes)
     assert (number["raw sum"], number["stored sum"]) == (HEADER.raw_sum, HEADER.stored_sum)
+    assert (said["key id"], said["MAC"]) == (KEYED.key_id, KEYED.mac)
     assert not any(page[at : at + size] != bytes(size) for at, size, text in rows if text == "zeros")
 
 
@@ -109,6 +116,20 @@ def test_the_page_names_every_outcome_and_codec() -> None:
     assert set(re.findall(r"\| `(\w+)` \|$", reading, re.M)) == {str(damage) for damage in Damage}
     for codec in Codec:
         assert f"{int(codec)} {codec.name.lower().replace('_', '-')}" in PAGE
+
+
+def test_a_header_without_a_key_is_one_of_version_1() -> None:
+    assert int.from_bytes(HEADER.pack()[8:12], "little") == PLAIN_VERSION
+    assert int.from_bytes(KEYED.pack()[8:12], "little") == FORMAT_VERSION
+    assert not any(HEADER.pack()[160:])
+
+
+@given(headers())
+def test_a_mac_covers_the_whole_page_but_itself_and_the_checksum(header: ObjectHeader) -> None:
+    page = header.pack()
+    covered = authenticated(page)
+    assert covered == page[:16] + bytes(8) + page[24:168] + bytes(32) + page[200:]
+    assert covered == authenticated(memoryview(replace(header, mac=bytes(32)).pack()))
 
 
 def test_every_damage_is_an_outcome_of_the_tiers() -> None:
@@ -236,15 +257,21 @@ def test_a_codec_is_used_only_where_it_saves_a_page(raw_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("codec", Codec)
-def test_golden_files_of_version_1_are_read(codec: Codec) -> None:
-    data = FILES[codec].read_bytes()
+@pytest.mark.parametrize("version", [1, 2])
+def test_golden_files_are_read(codec: Codec, version: int) -> None:
+    keys = KEYS if version == 2 else NO_KEYS
+    data = (KEYED_FILES if keys else FILES)[codec].read_bytes()
     header = ObjectHeader.unpack(data[:HEADER_BYTES])
     header.check(golden_name(codec), 0x0102030405060708)
     header.check_room(len(data) - HEADER_BYTES)
     stored = data[HEADER_BYTES : HEADER_BYTES + header.stored_bytes]
     assert header.codec is codec
     assert len(data) == object_bytes(header.stored_bytes)
-    assert payload_sum([stored]) == header.stored_sum
+    mac = mac_of(header, data[:HEADER_BYTES], keys)
+    assert payload_sum([stored] if mac is None else mac.over([memoryview(stored)])) == header.stored_sum
+    if mac is not None:
+        mac.check(header)
+        assert header.key_id == key_id(keys.keys[0])
     raw = bytearray(stored if codec is Codec.NONE else header.name.raw_bytes)
     if codec is not Codec.NONE:
         assert decode(codec, memoryview(stored), [memoryview(raw)]) is IoOutcome.OK
@@ -254,6 +281,7 @@ def test_golden_files_of_version_1_are_read(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", Codec)
 def test_the_writer_of_today_writes_the_golden_bytes(codec: Codec) -> None:
-    # What the codecs' libraries emit may change with their version and still be version 1: then the file stays,
+    # What the codecs' libraries emit may change with their version and still be the same version: then the file stays,
     # is read by the test above, and this one goes for that codec.
     assert golden_object(codec) == FILES[codec].read_bytes()
+    assert golden_object(codec, KEYS) == KEYED_FILES[codec].read_bytes()

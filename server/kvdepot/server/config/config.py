@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 from kvdepot.core import runtime
 from kvdepot.core.errors import ConfigError
+from kvdepot.core.object_keys import KeyRing
 from kvdepot.server.config import environment
 from kvdepot.server.config.embedded_disk import NoDiskError, default_directory, tier_table
 from kvdepot.server.config.environment import Variable
@@ -61,6 +62,8 @@ class Config:
     """By key ("ram.capacity", "tier.nvme.write") that has no default, or another value: as it was given, and where."""
     operators: Operators = field(default_factory=lambda: resolve((), ()))
     tenants: Tenants = field(default_factory=Tenants)
+    keys: Mapping[str, KeyRing] = field(default_factory=dict)
+    """By tier, of those with a `key_file`; empty before `key_files.with_keys` has read them."""
 
     @property
     def state_path(self) -> Path:

@@ -45,6 +45,7 @@ def facts(config: Config, refused: KvDepotError | None = None) -> dict[str, Any]
                 "path": tier.path,
                 "capacity_bytes": tier.capacity,
                 "on_root_filesystem": tier.on_root_filesystem,
+                "keyed": bool(tier.key_file),
             }
             for tier in config.tables.tier
         ],

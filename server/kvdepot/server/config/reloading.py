@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from kvdepot.core.control import ConfigChange
 from kvdepot.core.errors import ConfigError
+from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.core.secrets import mask_secrets
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.schema import DISK_KIND, Tables, TenantTable, TierTable
@@ -23,20 +24,21 @@ _LIVE: Final = frozenset(
 _LIVE_OF_TIERS: Final = frozenset({"write", "load_weight"})
 _LIVE_OF_DISKS: Final = frozenset({"high_watermark", "low_watermark"})
 """Those of a shared tier are its janitor's, who may be another node."""
+_KEY_FILE: Final = "key_file"
 
 
-def values(tables: Tables) -> dict[str, str]:
+def values(config: Config) -> dict[str, str]:
     """Return each key with its value as text, sizes in bytes and times in seconds. Tiers and quotas are by subject.
 
-    Secrets are masked.
+    Secrets are masked. Of the keys in a key file, the ids are shown.
     """
-    return {key: mask_secrets(text) for key, text, _ in _flat(tables)}
+    return {key: mask_secrets(text) for key, text, _ in _flat(config.tables, config.keys)}
 
 
-def changes(before: Tables, after: Tables) -> tuple[ConfigChange, ...]:
+def changes(before: Config, after: Config) -> tuple[ConfigChange, ...]:
     """Return the keys whose values differ. Secrets are compared, and masked."""
-    old = {key: (text, live) for key, text, live in _flat(before)}
-    new = {key: (text, live) for key, text, live in _flat(after)}
+    old = {key: (text, live) for key, text, live in _flat(before.tables, before.keys)}
+    new = {key: (text, live) for key, text, live in _flat(after.tables, after.keys)}
     absent = (ABSENT, True)
     return tuple(
         ConfigChange(
@@ -64,13 +66,13 @@ def refuse_what_needs_a_restart(before: Config, after: Config, found: tuple[Conf
     raise ConfigError(after.file, ", ".join(keys), "cannot change while the daemon runs", advice=advice)
 
 
-def _flat(tables: Tables) -> Iterator[tuple[str, str, bool]]:
+def _flat(tables: Tables, keys: Mapping[str, KeyRing]) -> Iterator[tuple[str, str, bool]]:
     """Yield (key, text, whether it may change)."""
     for table, model in tables:
         if table == "tier":
             yield "tier", ", ".join(tier.name for tier in model) or "none", False
             for tier in model:
-                yield from _flat_tier(tier)
+                yield from _flat_tier(tier, keys.get(tier.name, NO_KEYS))
         elif table == "tenant":
             yield "tenant", ", ".join(tenant.name for tenant in model) or "none", False
             for tenant in model:
@@ -85,10 +87,11 @@ def _flat(tables: Tables) -> Iterator[tuple[str, str, bool]]:
                 yield key, _text(value), key in _LIVE
 
 
-def _flat_tier(tier: TierTable) -> Iterator[tuple[str, str, bool]]:
-    live = _LIVE_OF_TIERS | (_LIVE_OF_DISKS if tier.kind == DISK_KIND else frozenset())
+def _flat_tier(tier: TierTable, keys: KeyRing) -> Iterator[tuple[str, str, bool]]:
+    live = _LIVE_OF_TIERS | (_LIVE_OF_DISKS if tier.kind == DISK_KIND else frozenset({_KEY_FILE}))
     for name, value in tier:
-        yield f"tier.{tier.name}.{name}", _text(value), name in live
+        text = f"{value} (keys {keys.shown})" if name == _KEY_FILE and keys else _text(value)
+        yield f"tier.{tier.name}.{name}", text, name in live
 
 
 def _flat_tenant(tenant: TenantTable) -> Iterator[tuple[str, str, bool]]:

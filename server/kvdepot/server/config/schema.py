@@ -265,12 +265,20 @@ class TierTable(_WatermarkTable):
     load_weight: float = Field(default=1.0, ge=0, le=1000)
     fsync: bool = False
     on_root_filesystem: bool = False
+    key_file: str = ""
 
     @field_validator("path")
     @classmethod
     def _check_path(cls, path: str) -> str:
         if not Path(path).is_absolute():
             raise ValueError(f"expected the absolute path of a directory, got {path!r}")
+        return path
+
+    @field_validator("key_file")
+    @classmethod
+    def _check_key_file(cls, path: str) -> str:
+        if path and (not Path(path).is_absolute() or path.endswith("/")):
+            raise ValueError("expected the absolute path of a file with a key")  # without the value: it may be a key
         return path
 
     @field_validator("name")
@@ -284,6 +292,8 @@ class TierTable(_WatermarkTable):
     def _check_kind(self) -> Self:
         if self.on_root_filesystem and self.kind != SHARED_KIND:
             raise ValueError(f'on_root_filesystem needs kind = "{SHARED_KIND}"')
+        if self.key_file and self.kind != SHARED_KIND:
+            raise ValueError(f'key_file needs kind = "{SHARED_KIND}": a disk tier is its daemon\'s alone')
         return self
 
     @property

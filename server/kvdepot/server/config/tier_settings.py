@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdepot.core.errors import ConfigError
+from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.core.objectfile import Codec
 from kvdepot.core.units import format_size
 from kvdepot.server.config.memory_room import (
@@ -28,12 +29,13 @@ def disk_config(tables: Tables, tier: TierTable) -> DiskConfig:
     return DiskConfig(**_common(tables, tier), scrub_bytes_per_second=tables.scrub.rate)
 
 
-def shared_config(tables: Tables, tier: TierTable) -> SharedConfig:
+def shared_config(tables: Tables, tier: TierTable, keys: KeyRing = NO_KEYS) -> SharedConfig:
     """Return the settings of one shared tier."""
     return SharedConfig(
         **_common(tables, tier),
         negative_ttl_seconds=tables.policy.negative_ttl,
         on_root_filesystem=tier.on_root_filesystem,
+        keys=keys,
         high_watermark=tier.high_watermark,
         low_watermark=tier.low_watermark,
     )

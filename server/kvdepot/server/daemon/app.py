@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
@@ -29,6 +28,7 @@ from kvdepot.server.config import environment
 from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.config import DISK, Config, embedded, load
 from kvdepot.server.config.facts import facts
+from kvdepot.server.config.key_files import with_keys
 from kvdepot.server.daemon.start_checks import host_problems
 from kvdepot.server.offline import verbs as offline
 from kvdepot.server.platform.logs import UnhandledErrors, make_log
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return answer
     os.umask(_UMASK)
     prepare()
-    reread = None if options.config is None else partial(_config, options)
+    reread = None if options.config is None else lambda: with_keys(_config(options))
     return asyncio.run(_serve(answer, reread))
 
 
@@ -98,6 +98,7 @@ def _run(options: argparse.Namespace) -> int | Config:
         config = _config(options)
         if options.verb == "check-config":
             return _check_config(config, as_json=options.json, any_host=options.any_host)
+        config = with_keys(config)
     except (KvDepotError, OSError) as error:  # OSError: what the configuration is made from cannot be asked
         if isinstance(error, BrokenPipeError):
             raise

@@ -322,19 +322,19 @@ class Control:
     # The configuration
 
     def configuration(self) -> ConfigReply:
-        return ConfigReply(self._config.file, values(self._config.tables))
+        return ConfigReply(self._config.file, values(self._config))
 
     async def compare(self) -> ReloadReply:
         """Return how the file differs from the running configuration. Raise ConfigError for a bad file."""
         after = await self._read()
-        return ReloadReply(after.file, changes(self._config.tables, after.tables))
+        return ReloadReply(after.file, changes(self._config, after))
 
     async def reload(self) -> ReloadReply:
         """Apply the whole file or nothing. Raise ConfigError, which names each key at fault."""
         async with self._reloading:
             try:
                 after = await self._read()
-                found = changes(self._config.tables, after.tables)
+                found = changes(self._config, after)
                 refuse_what_needs_a_restart(self._config, after, found)
             except KvDepotError as error:
                 self._log.error("configuration not reloaded: %s", error)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
+from kvdepot.core.object_keys import NO_KEYS
 from kvdepot.core.report import TierStatus
 from kvdepot.server.arena.arena_file import ArenaFile
 from kvdepot.server.config.config import Config
@@ -20,6 +21,7 @@ from kvdepot.server.tiers.disk.making import make_disk_tier
 from kvdepot.server.tiers.health import State
 from kvdepot.server.tiers.pools import TierMeans
 from kvdepot.server.tiers.shared.making import make_shared_tier
+from kvdepot.server.tiers.shared.tier import SharedTier
 
 _TROUBLED: Final = (State.DEGRADED, State.READ_ONLY, State.OFFLINE)
 
@@ -48,6 +50,12 @@ class LowerTiers:
         self._made = [self._tier(table, registry) for table in tables]
         return list(zip(self._made, map(engine_tier_config, tables), strict=True))
 
+    def configure(self, config: Config) -> None:
+        """Use the keys of another configuration."""
+        for tier in self._made:
+            if isinstance(tier, SharedTier):
+                tier.use_keys(config.keys.get(tier.name, NO_KEYS))
+
     @property
     def trouble(self) -> str:
         """Return what is wrong with the tiers, for people; empty if nothing is."""
@@ -66,7 +74,8 @@ class LowerTiers:
             count=self._count(table.name),
         )
         if table.kind == SHARED_KIND:
-            return make_shared_tier(shared_config(tables, table), means)
+            keys = self._config.keys.get(table.name, NO_KEYS)
+            return make_shared_tier(shared_config(tables, table, keys), means)
         return make_disk_tier(disk_config(tables, table), means)
 
     def _count(self, tier: str) -> Callable[[str, float], None]:

@@ -288,6 +288,7 @@ class Node:
         self._config, tables = config, config.tables
         tiers = {tier.name: engine_tier_config(tier) for tier in tables.tier}
         self._depot.configure(engine_config(config, self._quotas), tiers)
+        self._tiers.configure(config)
         self._streams.count_max = tables.sessions.streams
         self._operator_calls.operators = config.operators
         if config.operators.unknown:

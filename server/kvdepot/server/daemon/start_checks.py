@@ -17,6 +17,7 @@ from typing import Final
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.server.arena.arena_file import ArenaRequest, check_arena
 from kvdepot.server.config.config import Config
+from kvdepot.server.config.key_files import read_keys
 from kvdepot.server.config.schema import ATTACH_SUFFIX, host_and_port, url_address
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.observe import tracing
@@ -62,6 +63,7 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
     yield partial(_check_group, config, "daemon.admin_group", daemon.admin_group, daemon.admin_group_id)
     yield partial(_check_operators, config)
     yield partial(_check_tenants, config)
+    yield partial(read_keys, config)
     if config.tables.audit.path:
         yield partial(_check_audit, config)
     yield StateFile(config.state_path).read

@@ -13,6 +13,7 @@ from functools import cache
 from stat import S_ISREG
 from typing import Final
 
+from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.objectfile import HEADER_BYTES, Damage, ObjectDamageError, ObjectHeader, object_bytes, payload_sum
 from kvdepot.server.io.context import Context, padded
 from kvdepot.server.io.direct_io import first_bytes
@@ -28,10 +29,11 @@ from kvdepot.server.io.jobs import (
     TouchFiles,
     WriteObject,
 )
+from kvdepot.server.io.macs import mac_of
 from kvdepot.server.io.objects import read_object, write_object
 from kvdepot.server.platform.durable_files import LACKED, naming
 from kvdepot.server.platform.file_room import check_room
-from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.base import OTHER_KEYS, IoOutcome
 from kvdepot.server.storage.shared_layout import FORMAT_VERSION, MARKER, NAMESPACE, SUFFIX
 
 _THREADS_MAX: Final = 64
@@ -97,15 +99,13 @@ def read_file(job: ReadFile, context: Context) -> Answer:
         with context.files.held(job.file) as fd:
             room = _room_bytes(job.name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
             try:
-                answer = read_object(ReadObject((Part(job.file, 0, room),), job.name, 0, job.extents), context)
+                read = ReadObject((Part(job.file, 0, room),), job.name, 0, job.extents)
+                answer = read_object(read, context, job.keys)
                 if answer.raw_sum in job.doubtful:
                     raise ObjectDamageError(Damage.CORRUPT, "payload: another checksum of it differed")
                 return answer
             except ObjectDamageError as damage:
-                if _foreign(job, damage, context):
-                    return Answer(IoOutcome.FOREIGN, str(damage))
-                _quarantine(job, fd, damage, context)
-                raise
+                return _judged(job, fd, damage, context)
     except OSError as error:
         if error.errno not in _VANISHED:
             raise
@@ -157,9 +157,10 @@ def _room_bytes(raw_bytes: int, file_bytes: int, coded_bytes_max: int) -> int:
 
 
 def _already_there(job: PublishFile, context: Context) -> Answer | None:
-    """Return the answer if the object is already there, or foreign. Return None if it is not there.
+    """Return the answer if the object is already there, or another one is in its place. Return None otherwise.
 
-    A foreign object is not replaced: it is a hit for somebody. A damaged one is moved to quarantine, and None returned.
+    A foreign object is not replaced, nor one of an unknown key: it is a hit for somebody. A damaged one is moved to
+    quarantine, and None returned. None is also returned for a file that is to be replaced.
     """
     try:
         with context.files.held(job.file) as fd:
@@ -167,12 +168,12 @@ def _already_there(job: PublishFile, context: Context) -> Answer | None:
                 read = context.files.read([Part(job.file, 0, HEADER_BYTES)], [context.header])
                 header = ObjectHeader.unpack(context.header[:read])
                 header.check(job.name)
+                mac_of(header, context.header, job.keys)
                 header.check_room(os.fstat(fd).st_size - HEADER_BYTES)
             except ObjectDamageError as damage:
-                if _foreign(job, damage, context):
-                    return Answer(IoOutcome.FOREIGN, str(damage))
-                _quarantine(job, fd, damage, context)
-                return None
+                answer = _judged(job, fd, damage, context)
+                stays = answer.outcome in (IoOutcome.FOREIGN, IoOutcome.UNKNOWN_KEY)
+                return answer if stays and not _retired(job.keys, context) else None
             with contextlib.suppress(OSError):  # not ours to write to: it is there all the same
                 os.utime(fd)
     except OSError as error:
@@ -194,7 +195,7 @@ def _write_temporary(job: PublishFile, context: Context) -> Answer:
         write = WriteObject(
             parts, job.name, 0, job.codec, job.created_at, job.extents, job.raw_sum, job.sync,
         )  # fmt: skip
-        answer = write_object(write, context)
+        answer = write_object(write, context, job.keys)
         length = os.fstat(fd).st_size
         if answer.outcome is IoOutcome.OK and length != object_bytes(answer.stored_bytes):
             raise OSError(
@@ -243,6 +244,21 @@ def _describe(folder: str, namespace: bytes, context: Context) -> None:
             file.write(json.dumps(values, indent=1) + "\n")
 
 
+def _judged(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError, context: Context) -> Answer:
+    """Return the answer to a read that failed so. A file that is proved damaged is quarantined."""
+    if _foreign(job, damage, context):
+        try:
+            if job.keys:
+                _check_writer(job, fd, context)
+            return Answer(IoOutcome.FOREIGN, str(damage))
+        except ObjectDamageError as forged:
+            damage = forged
+    outcome = IoOutcome(damage.damage.value)
+    if outcome not in OTHER_KEYS:
+        _quarantine(job, fd, damage, context)
+    return Answer(outcome, str(damage))
+
+
 def _foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Context) -> bool:
     """Return whether only a client's word speaks against the file (ADR 0022).
 
@@ -253,6 +269,21 @@ def _foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Co
         return False
     name = ObjectHeader.unpack(context.header).name
     return replace(name, parent=job.name.parent, boundary_tokens=job.name.boundary_tokens) == job.name
+
+
+def _check_writer(job: ReadFile | PublishFile, fd: int, context: Context) -> None:
+    """Verify a foreign object: what it says is a client's word only if somebody with a key wrote it.
+
+    Raise ObjectDamageError.
+    """
+    name = ObjectHeader.unpack(context.header).name
+    room = _room_bytes(name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
+    read_object(ReadObject((Part(job.file, 0, room),), name, 0, None), context, job.keys)
+
+
+def _retired(keys: KeyRing, context: Context) -> bool:
+    """Return whether the header that was read is of a key that nobody has any more."""
+    return ObjectHeader.unpack(context.header).key_id in keys.retired
 
 
 def _quarantine(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError, context: Context) -> None:

@@ -17,6 +17,7 @@ from kvdepot.core.allocator import Extent
 from kvdepot.core.bounds import AtMost, Between, Count, Duration, Prose, bad
 from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.limits import check_limit
+from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.core.objectfile import Codec
 from kvdepot.server.io.framing import As, Digest, Framing, Signed
 from kvdepot.server.platform.durable_files import TEMPORARY
@@ -266,6 +267,8 @@ class ReadFile:
     GONE. If the marker of the directory is missing too, that says nothing of the file: IO_ERROR.
 
     `doubtful`: sums of payloads that count as damaged (CORRUPT), although they match the header.
+
+    `keys`: UNKEYED and UNKNOWN_KEY leave the file where it is.
     """
 
     file: FileName
@@ -273,6 +276,7 @@ class ReadFile:
     extents: Extents | None
     quarantine: FileName
     doubtful: Annotated[tuple[Digest, ...], Count(DOUBTFUL_MAX)] = ()
+    keys: KeyRing = NO_KEYS
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +284,8 @@ class PublishFile:
     """Make an object a file: write `temporary`, then rename it; or nothing, where it is there already.
 
     GONE: the folder of temporaries is missing, or on another file system than `device` (0: any); nothing was written.
-    Nor was it where the answer is FOREIGN (see `ReadFile`).
+    Nor was it where the answer is FOREIGN (see `ReadFile`), or UNKNOWN_KEY: the file is right for those who have its
+    key. A file without a MAC is replaced where there are `keys`, and so is one of a retired key.
     """
 
     file: FileName
@@ -293,6 +298,7 @@ class PublishFile:
     raw_sum: Digest | None  # of the payload when known
     sync: bool
     quarantine: FileName  # as for `ReadFile`: of a damaged file that is in the way
+    keys: KeyRing = NO_KEYS
 
 
 @dataclass(frozen=True, slots=True)

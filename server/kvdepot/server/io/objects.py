@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.core.objectfile import (
     HEADER_BYTES,
     PAGE_BYTES,
@@ -20,64 +21,73 @@ from kvdepot.server.io import codecs
 from kvdepot.server.io.context import Context, padded
 from kvdepot.server.io.direct_io import first_bytes
 from kvdepot.server.io.jobs import Answer, Part, ReadObject, WriteObject
+from kvdepot.server.io.macs import Mac, mac_of, with_mac
 from kvdepot.server.storage.base import IoOutcome
 
 PIECE_BYTES: Final = 4 << 20
 """What is verified or copied without a place in the arena is read piece by piece."""
 
 
-def read_object(job: ReadObject, context: Context) -> Answer:
+def read_object(job: ReadObject, context: Context, keys: KeyRing = NO_KEYS) -> Answer:
+    """Read an object. Raise ObjectDamageError if it is not the one that the job names, or not one of these keys."""
     room = room_of(job.parts)
     if job.extents is None:
-        return _verify(job, context, room)
+        return _verify(job, context, room, keys)
     raw = context.views(job.extents, job.name.raw_bytes)
     if room >= padded(job.name.raw_bytes):  # so that is most likely what is stored
-        header = _header(job, context, context.files.read(job.parts, [context.header, *raw]))
+        header, mac = _header(job, context, context.files.read(job.parts, [context.header, *raw]), keys)
         stored = _exactly(raw, header.stored_bytes)
         if header.codec is Codec.NONE:
-            return _plain(header, payload_sum(stored))
+            return _plain(header, stored, mac)
         coded = context.scratch(0, header.stored_bytes)
         _copy(stored, coded)
     else:
         coded = context.scratch(0, room)
-        header = _header(job, context, context.files.read(job.parts, [context.header, coded]))
+        header, mac = _header(job, context, context.files.read(job.parts, [context.header, coded]), keys)
         coded = coded[: header.stored_bytes]
-    return _decoded(header, coded, _exactly(raw, job.name.raw_bytes))
+    return _decoded(header, coded, _exactly(raw, job.name.raw_bytes), mac)
 
 
-def _verify(job: ReadObject, context: Context, room: int) -> Answer:
+def _verify(job: ReadObject, context: Context, room: int, keys: KeyRing) -> Answer:
     """Read all of it, keep nothing."""
     read = context.files.read(job.parts, [context.header])
-    header = _header(job, context, read + room if read == HEADER_BYTES else read)
+    header, mac = _header(job, context, read + room if read == HEADER_BYTES else read, keys)
     payload = within(job.parts, HEADER_BYTES, padded(header.stored_bytes))
     if header.codec is Codec.NONE:
-        return _plain(header, payload_sum(first_bytes(_pieces(payload, context), header.stored_bytes)))
+        return _plain(header, first_bytes(_pieces(payload, context), header.stored_bytes), mac)
     coded = context.scratch(0, padded(header.stored_bytes))
     header.check_room(context.files.read(payload, [coded]))
-    return _decoded(header, coded[: header.stored_bytes], [context.scratch(1, header.name.raw_bytes)])
+    return _decoded(header, coded[: header.stored_bytes], [context.scratch(1, header.name.raw_bytes)], mac)
 
 
-def _header(job: ReadObject, context: Context, read_bytes: int) -> ObjectHeader:
-    """Make checks 1 to 9 of docs/formats/object.md and return the header. Raise ObjectDamageError.
+def _header(job: ReadObject, context: Context, read_bytes: int, keys: KeyRing) -> tuple[ObjectHeader, Mac | None]:
+    """Make checks 1 to 11 of docs/formats/object.md. Return the header, and the MAC that the payload has to give.
 
-    `read_bytes` of the object were there.
+    Raise ObjectDamageError. `read_bytes` of the object were there.
     """
-    header = ObjectHeader.unpack(context.header[:read_bytes])
+    page = context.header[:read_bytes]
+    header = ObjectHeader.unpack(page)
     header.check(job.name, job.sequence)
+    mac = mac_of(header, page, keys)
     header.check_room(read_bytes - HEADER_BYTES)
-    return header
+    return header, mac
 
 
-def _plain(header: ObjectHeader, total: int) -> Answer:
+def _plain(header: ObjectHeader, stored: Iterable[memoryview], mac: Mac | None) -> Answer:
+    total = _stored_sum(stored, mac)
     if total != header.stored_sum or total != header.raw_sum:
         raise ObjectDamageError(Damage.CORRUPT, "payload: checksum does not match")
+    if mac is not None:
+        mac.check(header)
     return Answer(IoOutcome.OK, "", header.stored_bytes, total, total)
 
 
-def _decoded(header: ObjectHeader, coded: memoryview, raw: list[memoryview]) -> Answer:
-    """Decode a payload and make checks 10 to 12. Nothing reaches the codec before its checksum is found right."""
-    if payload_sum([coded]) != header.stored_sum:
+def _decoded(header: ObjectHeader, coded: memoryview, raw: list[memoryview], mac: Mac | None) -> Answer:
+    """Decode a payload and make checks 12 to 15. Nothing reaches the codec before checksum and MAC are found right."""
+    if _stored_sum([coded], mac) != header.stored_sum:
         raise ObjectDamageError(Damage.CORRUPT, "stored payload: checksum does not match")
+    if mac is not None:
+        mac.check(header)
     if codecs.decode(header.codec, coded, raw) is not IoOutcome.OK:
         raise ObjectDamageError(Damage.CODEC, f"codec {header.codec.name} refuses a payload whose checksum held")
     raw_sum = payload_sum(raw)
@@ -86,7 +96,12 @@ def _decoded(header: ObjectHeader, coded: memoryview, raw: list[memoryview]) -> 
     return Answer(IoOutcome.OK, "", header.stored_bytes, header.stored_sum, raw_sum)
 
 
-def write_object(job: WriteObject, context: Context) -> Answer:
+def _stored_sum(stored: Iterable[memoryview], mac: Mac | None) -> int:
+    """Return the checksum of a stored payload, which the MAC takes in on the same way."""
+    return payload_sum(stored if mac is None else mac.over(stored))
+
+
+def write_object(job: WriteObject, context: Context, keys: KeyRing = NO_KEYS) -> Answer:
     """Write an object: header and payload.
 
     The checksum is computed first because it goes in front. Its cost is hidden by the other thread's request.
@@ -100,7 +115,7 @@ def write_object(job: WriteObject, context: Context) -> Answer:
         return Answer(IoOutcome.CORRUPT, "the copy in RAM is not what was committed", 0, 0, raw_sum)
     codec, payload, stored_bytes, stored_sum = _encoded(job, context, raw, raw_sum)
     header = ObjectHeader(job.name, codec, stored_bytes, raw_sum, stored_sum, job.sequence, job.created_at)
-    context.header[:] = header.pack()
+    context.header[:] = with_mac(header, payload, keys).pack()
     pages = [context.header, *_whole_pages(payload, context.tail)]
     context.files.write(within(job.parts, 0, object_bytes(stored_bytes)), pages)
     if job.sync:

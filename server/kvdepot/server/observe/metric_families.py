@@ -445,7 +445,7 @@ _TIERS = (
     _tier_counter("tier_lost_objects", "Objects that were missing when they were read."),
     _tier_counter(
         "tier_damaged_objects",
-        "Objects whose damage a read or the scrubber proved, by reason.",
+        "Objects whose damage a read or the scrubber proved, by reason; also those of which the tier has no key.",
         "reason",
         _DAMAGES,
     ),

@@ -31,7 +31,8 @@ class IoOutcome(StrEnum):
     """The outcome of one read or write. The values are labels of counters."""
 
     OK = "ok"
-    # The medium holds something else than it should: quarantined, never served. `IoOutcome(damage)` converts.
+    # The medium holds something else than it should: never served, and quarantined but for OTHER_KEYS.
+    # `IoOutcome(damage)` converts.
     TOO_SHORT = Damage.TOO_SHORT.value
     MAGIC = Damage.MAGIC.value
     VERSION = Damage.VERSION.value
@@ -40,6 +41,9 @@ class IoOutcome(StrEnum):
     LENGTH = Damage.LENGTH.value
     CODEC = Damage.CODEC.value
     CORRUPT = Damage.CORRUPT.value  # the payload's checksum
+    FORGED = Damage.FORGED.value  # the MAC
+    UNKEYED = Damage.UNKEYED.value
+    UNKNOWN_KEY = Damage.UNKNOWN_KEY.value
     BAD_PLACE = "bad_place"  # it failed again and again while others were read: given up, and its place is not reused
     TORN = "torn"  # likewise, but newer than the last synced snapshot: a power loss explains it
     # The medium did not answer, or refused.
@@ -56,7 +60,9 @@ class IoOutcome(StrEnum):
 
 
 DAMAGED: Final = frozenset({*map(IoOutcome, Damage), IoOutcome.TORN, IoOutcome.BAD_PLACE})
-"""The object is proved bad: its handle is dead."""
+"""The object is proved bad, or no key of this tier says that it is good: its handle is dead."""
+OTHER_KEYS: Final = frozenset({IoOutcome.UNKEYED, IoOutcome.UNKNOWN_KEY})
+"""Of these. They prove nothing against the object: it stays where it is."""
 
 
 class UnknownWorker(LookupError):  # noqa: N818 - says what it found

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.core.bounds import AtMost, Count
 from kvdepot.core.elements import ElementRun
+from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.objectfile import Codec, ObjectName
 from kvdepot.server.io import checksum_wire
 from kvdepot.server.io.checksum_wire import Compare, Compared, Sum, Summed
@@ -63,6 +64,11 @@ files = st.lists(file_names, min_size=1, max_size=3).map("/".join)
 parts = st.lists(st.builds(Part, files, u62, u62), max_size=4).map(tuple)
 extents = st.lists(st.tuples(u62, u62), max_size=4).map(tuple)
 names = st.builds(ObjectName, sixteen, sixteen, sixteen, st.integers(0, 255), u32, st.integers(1, 64 << 30))
+rings = st.builds(
+    KeyRing,
+    st.lists(st.binary(min_size=32, max_size=32), max_size=8).map(tuple),
+    st.lists(st.binary(min_size=8, max_size=8), max_size=4).map(tuple),
+)
 jobs: st.SearchStrategy[Job] = st.one_of(
     st.builds(ReadObject, parts, names, u64, st.none() | extents),
     st.builds(
@@ -76,10 +82,10 @@ jobs: st.SearchStrategy[Job] = st.one_of(
     st.builds(Probe, files, st.none() | files),
     st.builds(StatFiles, st.lists(files, max_size=5).map(tuple)),
     st.builds(TouchFiles, st.lists(files, max_size=5).map(tuple)),
-    st.builds(ReadFile, files, names, st.none() | extents, files),
+    st.builds(ReadFile, files, names, st.none() | extents, files, st.lists(sums, max_size=2).map(tuple), rings),
     st.builds(
         PublishFile, files, files, u64, names, st.sampled_from([int(codec) for codec in Codec]), u64, extents,
-        st.none() | sums, st.booleans(), files,
+        st.none() | sums, st.booleans(), files, rings,
     ),
 )  # fmt: skip
 answers = st.builds(

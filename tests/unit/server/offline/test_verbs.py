@@ -142,7 +142,7 @@ def with_header(change: Callable[[ObjectHeader], ObjectHeader]) -> Callable[[Dir
 
 DAMAGES: dict[str, Callable[[Directory], None]] = {
     "magic": lambda directory: directory.overwrite(1, 0, bytes(HEADER_BYTES)),
-    "version": lambda directory: directory.overwrite(1, 12, b"\2"),
+    "version": lambda directory: directory.overwrite(1, 12, b"\3"),
     "header": lambda directory: directory.overwrite(1, 200, b"\1"),
     "identity": with_header(lambda header: replace(header, sequence=99)),
     "length": with_header(lambda header: replace(header, name=replace(header.name, raw_bytes=30_001))),

@@ -17,7 +17,10 @@ def name_key(name: ObjectName) -> bytes:
 
 
 class AbsentNames:
-    """Names of objects that are not there, for `ttl_seconds` each. Of more than NAMES_MAX, the oldest are forgotten."""
+    """Names of objects that are not there, for `ttl_seconds` each. Of more than NAMES_MAX, the oldest are forgotten.
+
+    A name may be kept longer. Those that were added after it are then only forgotten with it: they no longer count.
+    """
 
     def __init__(self, ttl_seconds: float, clock: Callable[[], float]) -> None:
         self._ttl_seconds = ttl_seconds
@@ -27,15 +30,19 @@ class AbsentNames:
     def __contains__(self, name: ObjectName) -> bool:
         return self._until.get(name_key(name), 0.0) > self._clock()
 
-    def add(self, name: ObjectName) -> None:
+    def add(self, name: ObjectName, seconds: float = 0.0) -> None:
+        """Take note that an object is not there. `seconds`: for at least so long."""
         now = self._clock()
         while self._until and (len(self._until) >= NAMES_MAX or next(iter(self._until.values())) <= now):
             self._until.popitem(last=False)
-        if self._ttl_seconds:
+        if seconds := max(seconds, self._ttl_seconds):
             key = name_key(name)
-            self._until[key] = now + self._ttl_seconds
+            self._until[key] = now + seconds
             self._until.move_to_end(key)
 
     def discard(self, name: ObjectName) -> None:
         """Forget a name whose object is there now."""
         self._until.pop(name_key(name), None)
+
+    def clear(self) -> None:
+        self._until.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.server.tiers.config import LowerTierConfig
 
 _QUARANTINE_SHARE: Final = 16
@@ -21,6 +22,7 @@ class SharedConfig(LowerTierConfig):
 
     negative_ttl_seconds: float = 2.0
     on_root_filesystem: bool = False  # whether a directory may be begun on the file system of /
+    keys: KeyRing = NO_KEYS  # at the start; a reload may bring others
     high_watermark: float = 0.95
     low_watermark: float = 0.90
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.server.platform.guard import Guard
 from kvdepot.server.tiers.budget import WriteBudget
 from kvdepot.server.tiers.shared.absent import AbsentNames
@@ -30,3 +31,4 @@ class Directory:
     guard: Guard
     node: str = ""  # as the coordinator registered it
     device: int = 0
+    keys: KeyRing = NO_KEYS

@@ -8,7 +8,7 @@ from typing import Final
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.io.jobs import Answer, Priority, ReadFile
-from kvdepot.server.storage.base import DAMAGED, IoOutcome, Loan, Read
+from kvdepot.server.storage.base import DAMAGED, OTHER_KEYS, IoOutcome, Loan, Read
 from kvdepot.server.storage.shared_layout import object_file, quarantine_file
 from kvdepot.server.tiers.failing import FailingObjects
 from kvdepot.server.tiers.shared.absent import name_key
@@ -17,6 +17,8 @@ from kvdepot.server.tiers.wall_time import unix_seconds
 
 _DEAD: Final = DAMAGED | {IoOutcome.GONE, IoOutcome.FOREIGN}
 """The handle is of no use after it. A foreign file is there for those who ask as its writer did."""
+_OTHER_KEYS_SECONDS: Final = 60.0
+"""For so long nobody waits again for an object that this node has no key of."""
 
 
 class Reading:
@@ -82,7 +84,7 @@ class Reading:
             outcome = self._guard.value("the end of a read", IoOutcome.CANCELLED, self._judge, name, answer)
             if outcome is IoOutcome.OK or outcome is IoOutcome.FOREIGN:
                 directory.absent.discard(name)  # the file is another one
-            elif outcome in DAMAGED:
+            elif outcome in DAMAGED - OTHER_KEYS:
                 directory.count(f"tier_damaged_objects.{outcome}", 1)
             elif outcome is not IoOutcome.GONE:
                 self._guard.call("telling of a failure", failed, name, answer)
@@ -91,7 +93,7 @@ class Reading:
 
     def _job(self, name: ObjectName, extents: tuple[Extent, ...] | None, doubtful: tuple[int, ...] = ()) -> ReadFile:
         aside = quarantine_file(unix_seconds(self._directory.wall_clock), name)
-        return ReadFile(object_file(name), name, extents, aside, doubtful)
+        return ReadFile(object_file(name), name, extents, aside, doubtful, self._directory.keys)
 
     def _submit(
         self, handle: int, name: ObjectName, extents: tuple[Extent, ...] | None, loan: Loan | None,
@@ -117,5 +119,5 @@ class Reading:
         if outcome in DAMAGED:
             self._damaged(name, outcome, answer.detail)
         if outcome in DAMAGED or outcome is IoOutcome.GONE:
-            self._directory.absent.add(name)
+            self._directory.absent.add(name, _OTHER_KEYS_SECONDS if outcome in OTHER_KEYS else 0.0)
         return outcome

@@ -14,11 +14,13 @@ from datetime import UTC, datetime
 from typing import Final
 
 from kvdepot.core.allocator import Extent
+from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.objectfile import ObjectName
 from kvdepot.core.report import TierStatus
 from kvdepot.server.io.jobs import Answer, Priority, Probe
 from kvdepot.server.platform.guard import tier_guard
-from kvdepot.server.storage.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
+from kvdepot.server.platform.logs import LogThrottle
+from kvdepot.server.storage.base import OTHER_KEYS, IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.storage.found import FoundObjects
 from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.budget import WriteBudget
@@ -64,11 +66,12 @@ class SharedTier:
         self._health = Health(
             config.name, probe_seconds=config.probe_seconds, failures_max=config.failures, clock=clock, log=log
         )
+        self._throttle = LogThrottle(clock)
         self._guard = guard = tier_guard(f"tier {config.name}", count, log, clock)
         count = guard.safe("a count", count)
         self._directory = directory = Directory(
             config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), QuotaGrant(),
-            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard,
+            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard, keys=config.keys,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept)
         self._reading = Reading(directory, answered=self._read, damaged=self._damaged, lost=self._lose)
@@ -182,6 +185,12 @@ class SharedTier:
     def stored(self, handle: int) -> Stored:
         """Return how an object is stored. If it was only looked up, the length is that of its pages."""
         return Stored(self._directory.holdings.stored_bytes(handle), 0, None)
+
+    def use_keys(self, keys: KeyRing) -> None:
+        """Use these keys from now on. Jobs that are under way go on with the keys that they began with."""
+        if keys != self._directory.keys:
+            self._directory.keys = keys
+            self._directory.absent.clear()
 
     def look_up(self, names: Sequence[ObjectName], done: Callable[[], None]) -> None:
         if not self.readable:
@@ -306,6 +315,8 @@ class SharedTier:
             self._health.read_refused(answer.outcome, answer.detail)
 
     def _damaged(self, name: ObjectName, outcome: IoOutcome, detail: str) -> None:
+        if outcome in OTHER_KEYS and not self._throttle.due(outcome):
+            return
         self._log.warning("tier %s: object %s is %s: %s", self.name, name.key.hex(), outcome, detail)
 
     def _not_quarantined(self, name: ObjectName, answer: Answer) -> None:

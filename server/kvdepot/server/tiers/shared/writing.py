@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, object_bytes
@@ -17,6 +18,9 @@ from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.shared.quota_grant import file_cost_bytes
 from kvdepot.server.tiers.wall_time import unix_seconds
 from kvdepot.server.tiers.workers import Hold
+
+_LEFT_ALONE: Final = frozenset({IoOutcome.FOREIGN, IoOutcome.UNKNOWN_KEY})
+"""Another file has the place of the object, and stays: nothing was written."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,6 +74,7 @@ class Writing:
         job = PublishFile(
             object_file(name), temporary_file(directory.node, self._numbers), directory.device, name,
             directory.config.codec, now, tuple(extents), raw_sum, directory.config.fsync, quarantine_file(now, name),
+            directory.keys,
         )  # fmt: skip
         if directory.holdings.room <= self.in_flight or not directory.grant.begin(cost_bytes):
             done(Written(IoOutcome.NO_SPACE))
@@ -121,7 +126,7 @@ class Writing:
             write.overdue = True
         else:
             # One that failed may lie there all the same: its removal failed too, or only its folder's sync did.
-            untouched = not tries or (answer.outcome is IoOutcome.FOREIGN and tries == 1)
+            untouched = not tries or (answer.outcome in _LEFT_ALONE and tries == 1)
             self._over(write, 0 if untouched else write.cost_bytes)
         self._refused(answer.outcome, answer.detail)
         self._end(write, Written(answer.outcome))
