@@ -31,7 +31,7 @@ READS = {
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
+    with DaemonProcess(options=("--log-level", "debug")) as running:
         yield running
 
 
@@ -124,7 +124,7 @@ def test_roles_are_of_users_and_groups() -> None:
     roles = f'[operators]\nadmins = ["{ADMIN}"]\nreaders = ["@{READERS_GROUP}"]\n'
     config = '[daemon]\nadmin_mode = "0666"\n'
     verbs = [name for name in NAMES if name not in STREAMS]
-    with DaemonProcess(config=config + roles) as daemon:
+    with DaemonProcess(config=config + roles, options=("--log-level", "debug")) as daemon:
         daemon.directory.chmod(0o755)
         assert "permission_denied" not in outcomes_as(ADMIN, [], daemon.admin_socket, *verbs).values()
         read = outcomes_as(READER, [READERS_GROUP], daemon.admin_socket, *verbs)
@@ -182,16 +182,28 @@ def test_an_audit_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Pat
         daemon.close()
 
 
+@pytest.mark.requirement("S3")
+def test_who_only_looks_fills_no_log_and_who_is_refused_or_changes_something_is_there() -> None:
+    with DaemonProcess() as daemon, Caller(daemon.admin_socket) as caller:
+        outcomes = [caller.outcome(name) for name in sorted(READS - {*STREAMS})]
+        refused = [one for one in outcomes if one != "ok"]
+        assert [one["outcome"] for one in lines_of_log(daemon.log)] == refused != outcomes
+        assert caller.outcome("SetSwitch") == lines_of_log(daemon.log)[-1]["outcome"]
+        with Caller(daemon.directory / "d.sock.rpc") as nobody:
+            nobody.outcome("GetStatus")
+        assert [one["outcome"] for one in lines_of_log(daemon.log)][len(refused) + 1 :] == ["permission_denied"]
+
+
 def test_in_a_log_of_json_a_line_is_an_object_at_every_level() -> None:
     daemon = DaemonProcess(options=("--log-format", "json", "--log-level", "error"))
     try:
         daemon.start(ready=False)
         wait_until(daemon.admin_socket.exists, "it listens")
         with Caller(daemon.admin_socket) as caller:
-            wait_until(lambda: caller.outcome("GetConfig") == "ok", "it answers")
+            wait_until(lambda: caller.outcome("Reload") != "UNAVAILABLE", "it answers")
         *_, event = [json.loads(line) for line in daemon.log.splitlines()]
         audit = event["audit"]
-        assert (event["event"], audit["verb"], audit["outcome"]) == ("operator call", "GetConfig", "ok")
+        assert (event["event"], audit["verb"], audit["outcome"]) == ("operator call", "Reload", "config_error")
     finally:
         daemon.close()
 

@@ -44,9 +44,9 @@ class AuditLog:
             self._fd = open_own(self._path, _FLAGS)
             threading.Thread(target=self._run, name="kvdepot-audit", daemon=True).start()
 
-    async def write(self, fields: Mapping[str, Any]) -> None:
-        """Write a line. Return when it is written, or elsewhere."""
-        written = self.put(fields)
+    async def write(self, fields: Mapping[str, Any], *, level: int = logging.INFO) -> None:
+        """Write a line. Return when it is written, or elsewhere. `level` counts in the daemon's log alone."""
+        written = self.put(fields, level=level)
         if written is None:
             return
         try:
@@ -54,10 +54,10 @@ class AuditLog:
         except TimeoutError:
             self._to_daemons_log(fields, "the audit file took none for 1 s")
 
-    def put(self, fields: Mapping[str, Any]) -> asyncio.Future[None] | None:
+    def put(self, fields: Mapping[str, Any], *, level: int = logging.INFO) -> asyncio.Future[None] | None:
         """Write a line, and do not wait. Return the future of its end; None if nobody has to wait."""
         if self._path is None:
-            self._events.info("operator call: %s", json.dumps(fields), extra={"audit": fields})
+            self._events.log(level, "operator call: %s", json.dumps(fields), extra={"audit": fields})
             return None
         if self._waiting >= WAITING_MAX:
             self._to_daemons_log(fields, f"{WAITING_MAX} lines wait for the audit file")

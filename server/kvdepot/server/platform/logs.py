@@ -153,7 +153,7 @@ def make_log(level: str, style: Literal["text", "json"], environment: Mapping[st
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
-    audit.setLevel(logging.INFO)
+    audit.setLevel(min(audit.level, logging.INFO))
     return log
 
 

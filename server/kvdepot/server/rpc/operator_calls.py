@@ -6,6 +6,7 @@ A call is answered after its line is written. A call with many replies has two l
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -38,6 +39,7 @@ class Call:
         self._peer = peer
         self._role = role
         self._arguments: Any = None
+        self._only_reads = False
 
     def decode(self, request: bytes) -> Any:
         """Return the call's value. Raise PermissionDenied, or what a malformed message raises."""
@@ -54,9 +56,15 @@ class Call:
                 raise
             raise denied from None
         self._arguments = shown(call)
-        if not (admin or _reads(self._method, call)):
+        self._only_reads = _reads(self._method, call)
+        if not (admin or self._only_reads):
             raise denied
         return call
+
+    @property
+    def level(self) -> int:
+        """Return the level of the line of a call that was allowed. Who looks every second must not fill a log."""
+        return logging.DEBUG if self._only_reads else logging.INFO
 
     def line(self, outcome: str) -> Mapping[str, Any]:
         """Return the fields of the call's line."""
@@ -99,7 +107,7 @@ class OperatorCalls:
         except Exception as error:
             await self._audit.write(call.line(error.code if isinstance(error, KvDepotError) else KvDepotError.code))
             raise
-        await self._audit.write(call.line("ok"))
+        await self._audit.write(call.line("ok"), level=call.level)
 
     async def started(self, call: Call) -> None:
         """Write that a call with many replies is allowed, and begins."""

@@ -34,7 +34,7 @@ class Lines(AuditLog):
         super().__init__("", LOG, lambda _: None)
         self.lines: list[dict[str, Any]] = []
 
-    def put(self, fields: Any) -> None:
+    def put(self, fields: Any, *, level: int = logging.INFO) -> None:
         self.lines.append(json.loads(json.dumps(fields)))
 
 
