@@ -342,6 +342,8 @@ def audit(engine: Depot) -> None:
     _audit_bytes(engine, chained)
     used = np.flatnonzero(lent.modes != LentMode.FREE)
     assert lent.free_count == lent.count - len(used)
+    reads = np.bincount(lent.sessions[lent.modes == LentMode.READ], minlength=len(lent.reads))
+    assert (lent.reads == reads).all(), "sessions are lent other numbers of objects"
     pins = np.bincount(lent.rows[used], minlength=rows.count)
     assert (pins == lent.pins).all(), "pins differ from the lent table"
     _audit_index(engine, heads)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import pytest
+from kvdepot.core.calls import ReserveOutcome
 from kvdepot.core.limits import NAMESPACES_PER_SESSION_MAX
 
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.other_uids import HOSTILE, Attached, Comparing, OtherUser, needs_root, open_to_group
-from tests.rigs.raw_client import RawEngine, dense_spec
+from tests.rigs.other_uids import HONEST, HOSTILE, Attached, Comparing, OtherUser, needs_root, open_to_group
+from tests.rigs.raw_client import EXTENT, RawEngine, dense_spec, keys_of, status_of
 
 pytestmark = needs_root
 SHARE: Final = 256
@@ -24,9 +26,9 @@ _engine: list[Comparing] = []
 # --- what the processes of the users do
 
 
-def check(socket: str) -> int:
+def check(socket: str, tenant: str = "") -> int:
     if not _engine:
-        _engine.append(Comparing(Path(socket), "honest"))
+        _engine.append(Comparing(Path(socket), "honest", spec=replace(dense_spec(), tenant=tenant)))
     return _engine[0].check()
 
 
@@ -75,7 +77,64 @@ def take_specs(socket: str, most: int) -> tuple[int, str]:
     return most, ""
 
 
+def hold(socket: str, sessions: int, how: str, tenant: str = "") -> int:
+    """Reserve in several sessions, or load what they stored, until nothing is granted. Return the bytes that are held.
+
+    Nothing is ended.
+    """
+    spec = replace(dense_spec("hog"), tenant=tenant)
+    return sum(_held(RawEngine(Path(socket), f"hog{len(_kept)}", spec=spec), how) for _ in range(sessions))
+
+
+def _held(engine: RawEngine, how: str) -> int:
+    _kept.append(engine)
+    held = 0
+    for number in range(100):
+        keys = keys_of(f"{os.getpid()}-{len(_kept)}-{number}", 20)
+        lease, outcomes, extents = engine.reserve(keys)
+        if how == "load":
+            granted = outcomes.count(ReserveOutcome.GRANTED)
+            engine.commit(lease, granted)
+            _, _, extents = engine.acquire(keys[:granted] or keys)
+        if not extents:
+            break
+        held += sum(length for _, _, _, length, _ in EXTENT.iter_unpack(extents))
+    return held
+
+
 # --- the tests
+
+
+@pytest.mark.requirement("S4", "I4")
+@pytest.mark.parametrize("how", ["reserve", "load"])
+def test_a_user_cannot_hold_all_of_ram(daemon: DaemonProcess, honest: OtherUser, hostile: OtherUser, how: str) -> None:
+    """It reserves in four sessions, or loads what it has stored, and ends none of it."""
+    socket = str(daemon.socket)
+    assert honest.run("check", socket) == 4
+    held, ram = hostile.run("hold", socket, 4, how), _ram_bytes(daemon)
+    assert ram // 2 < held <= ram * 7 // 8
+    assert [honest.run("check", socket) for _ in range(3)] == [8, 8, 8]
+    assert honest.run("hold", socket, 1, "reserve") > 0
+    assert hostile.run("hold", socket, 1, how) == 0, "its share has become smaller"
+
+
+@pytest.mark.requirement("S4", "I4")
+@pytest.mark.parametrize("how", ["reserve", "load"])
+def test_a_tenant_holds_its_own_part_of_ram_only(honest: OtherUser, hostile: OtherUser, how: str) -> None:
+    tenants = f'[[tenant]]\nname = "a"\nusers = ["{HONEST}"]\n[[tenant]]\nname = "b"\nusers = ["{HOSTILE}"]\n'
+    with DaemonProcess(config=tenants) as daemon:
+        open_to_group(daemon)
+        socket = str(daemon.socket)
+        assert honest.run("check", socket, "a") == 4
+        held, ram = hostile.run("hold", socket, 4, how, "b"), _ram_bytes(daemon)
+        assert ram // 3 < held <= ram // 2
+        assert [honest.run("check", socket) for _ in range(3)] == [8, 8, 8]
+        assert honest.run("hold", socket, 1, "reserve", "a") > ram // 3
+
+
+def _ram_bytes(daemon: DaemonProcess) -> int:
+    """Return the size of the arena, of which tables are a small part."""
+    return status_of(daemon.socket).tiers[0].ready_bytes
 
 
 @pytest.mark.requirement("S4", "I4")

@@ -273,10 +273,27 @@ def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:
         )  # fmt: skip
     credit_bytes = tables.sessions.credit
     arena_bytes = arena_bytes_of(capacity_bytes, reserve_bytes)
+    _check_tenants(file, tables, arena_bytes)
     if "credit" in tables.sessions.model_fields_set and credit_bytes > arena_bytes:
         raise ConfigError(
             file, "sessions.credit",
             f"expected at most the whole arena of {arena_bytes // MIB} MiB, got {credit_bytes // MIB} MiB",
+        )  # fmt: skip
+
+
+def _check_tenants(file: str, tables: Tables, arena_bytes: int) -> None:
+    """Refuse credits that together promise more than there is, and two entries about the RAM of a tenant."""
+    limited = {(tenant.name, None, "ram") for tenant in tables.tenant if tenant.ram is not None}
+    for number, quota in enumerate(tables.quota):
+        if (quota.tenant, quota.namespace, quota.tier) in limited:
+            raise ConfigError(file, f"quota[{number}]", f"is about the same as `ram` of tenant {quota.tenant!r}")
+    credit_bytes = sum(tenant.credit or 0 for tenant in tables.tenant)
+    some_without = any(tenant.credit is None for tenant in tables.tenant)
+    if credit_bytes > arena_bytes or (some_without and credit_bytes >= arena_bytes):
+        raise ConfigError(
+            file, "tenant.credit",
+            f"expected at most the arena of {arena_bytes // MIB} MiB for all tenants, got {credit_bytes // MIB} MiB",
+            advice="tenants without credit share what the others leave",
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ _LIVE: Final = frozenset(
         "policy.lease_deadline", "policy.audit_sample",
     }
 )  # fmt: skip
+_LIVE_OF_TENANTS: Final = frozenset({"ram", "credit"})
 _LIVE_OF_TIERS: Final = frozenset({"write", "load_weight"})
 _LIVE_OF_DISKS: Final = frozenset({"high_watermark", "low_watermark"})
 """Those of a shared tier are its janitor's, who may be another node."""
@@ -96,7 +97,7 @@ def _flat_tier(tier: TierTable, keys: KeyRing) -> Iterator[tuple[str, str, bool]
 
 def _flat_tenant(tenant: TenantTable) -> Iterator[tuple[str, str, bool]]:
     for name, value in tenant:
-        yield f"tenant.{tenant.name}.{name}", _text(value), False
+        yield f"tenant.{tenant.name}.{name}", _text(value), name in _LIVE_OF_TENANTS
 
 
 def _text(value: Any) -> str:

@@ -168,6 +168,8 @@ class TenantTable(_Table):
     name: str = Field(min_length=1)
     users: list[str] = Field(default=[], max_length=4096)
     groups: list[str] = Field(default=[], max_length=256)
+    ram: SizeOrNone = None
+    credit: SizeOrNone = None
 
     @field_validator("name")
     @classmethod

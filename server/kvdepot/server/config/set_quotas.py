@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Final
 
@@ -48,7 +48,7 @@ class SetQuotas:
 
     def in_effect(self, tables: Tables) -> tuple[QuotaEntry, ...]:
         """Return the entries of the configuration that are not overridden, then those of operators."""
-        configured = {_subject(one): one.capacity for one in tables.quota}
+        configured = {_subject(one): one.capacity for one in (*tables.quota, *_of_tenants(tables))}
         return (
             *(QuotaEntry(subject, capacity) for subject, capacity in configured.items() if subject not in self._set),
             *self.kept(),
@@ -59,6 +59,13 @@ class SetQuotas:
             Quota(one.subject.tenant, one.subject.namespace, one.subject.tier, one.capacity_bytes)
             for one in self.in_effect(tables)
         )
+
+
+def _of_tenants(tables: Tables) -> Iterator[QuotaTable]:
+    """Yield the quota that `ram` of a tenant is."""
+    for tenant in tables.tenant:
+        if tenant.ram is not None:
+            yield QuotaTable.model_construct(tenant=tenant.name, namespace=None, tier="ram", capacity=tenant.ram)
 
 
 def _subject(one: QuotaTable) -> QuotaSubject:

@@ -475,4 +475,5 @@ def engine_config(config: Config, quotas: SetQuotas) -> DepotConfig:
         audit_sample=tables.policy.audit_sample,
         eviction=tables.policy.eviction,
         quotas=quotas.for_engine(tables),
+        tenant_credits={tenant.name: tenant.credit for tenant in tables.tenant},
     )

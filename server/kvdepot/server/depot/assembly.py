@@ -20,6 +20,7 @@ from kvdepot.server.depot.loads.records import Records
 from kvdepot.server.depot.operators.invalidation import Invalidation
 from kvdepot.server.depot.operators.listing import Listing
 from kvdepot.server.depot.operators.pins import Pins
+from kvdepot.server.depot.sessions.budgets import Budgets
 from kvdepot.server.depot.sessions.requests import Requests
 from kvdepot.server.depot.sessions.sessions import Sessions
 from kvdepot.server.depot.sessions.workers import WorkerLoans, Workers
@@ -93,8 +94,9 @@ class Assembly:
         self._checksums = Checksums(tree, ram, self._sessions.hold_extents, self._tiering.verified)
         self.switches = Switches()
         self._audits = Audits(tree, ram, config, random_bytes)
+        self._budgets = Budgets(self._sessions, ram, config)
         self._stores = Stores(
-            tree, ram, self._requests, config, arena_id, self._tiering, self.switches, self._audits
+            tree, ram, self._requests, config, arena_id, self._tiering, self.switches, self._audits, self._budgets
         )  # fmt: skip
         self.listing = Listing(tree, ram, self._sessions)
         self._prefetch = Prefetch(
@@ -104,7 +106,7 @@ class Assembly:
         self._locates = Locates(
             tree, ram, self._tiering, self._prefetch, self.records, self.switches, self._checksums.want
         )  # fmt: skip
-        self._loads = Loads(tree, ram, config, arena_id, self._tiering, self.records.unused)
+        self._loads = Loads(tree, ram, config, arena_id, self._tiering, self.records.unused, self._budgets)
         self._departures = Departures(
             self._sessions, self._stores, self._loads, self._requests, self._prefetch, clock, self._guard
         )  # fmt: skip
@@ -203,6 +205,7 @@ class Assembly:
         No lease ends because of this. What is above a smaller limit goes by use, by time or tick by tick.
         """
         self._config = config
+        self._budgets.configure(config)
         self._stores.configure(config)
         self._audits.configure(config)
         self._loads.configure(config)

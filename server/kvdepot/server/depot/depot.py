@@ -153,6 +153,8 @@ class Depot(Assembly):
             namespace.describe(elements)
             namespace.sessions += 1
             namespace.used_at = self._clock()
+            sizes = map(self._ram.allocator.rounded, namespace.object_bytes.values())
+            owner.object_bytes_max = max(owner.object_bytes_max, *sizes)
             owner.namespaces[namespace_id] = namespace
             if len(owner.namespaces) > limits.NAMESPACES_PER_SESSION_MAX:
                 oldest = next(iter(owner.namespaces))  # of an epoch long gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -67,6 +68,7 @@ class DepotConfig:
     evictions_at_once: int = 16  # ahead of need: 1 to 2 ms in which nobody is answered
     eviction: str = "gdsf"  # a name of core.eviction.policy_names()
     quotas: tuple[Quota, ...] = ()
+    tenant_credits: Mapping[str, int | None] = field(default_factory=dict)  # None: an equal part of what is left
 
 
 class WritePolicy(StrEnum):

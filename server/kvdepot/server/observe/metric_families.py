@@ -335,6 +335,12 @@ _STORES = (
         "reason",
         ("stores_off", "draining"),
     ),
+    _counter(
+        "budget_refusals",
+        "Times that a user or tenant held its share of RAM. `call`: objects of `stores`, or whole `loads`.",
+        "call",
+        ("loads", "stores"),
+    ),
     _counter("granted_write_bytes", "Bytes lent to engines for stores."),
     _counter(
         "committed_objects",

@@ -138,6 +138,13 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         (TENANT + "user = 1", "tenant[0].user", "did you mean 'users'?"),
         (TENANT + TENANT, "tenant[1].name", "two tenants have the name 'a'"),
         (TENANT + TENANT.replace('"a"', '"b"'), "tenant[1].users", "'1001' is in tenant 'a' already"),
+        (
+            TENANT + 'ram = "1GiB"\n[[quota]]\ntenant = "a"\ntier = "ram"\ncapacity = "1GiB"',
+            "quota[0]",
+            "about the same",
+        ),
+        (TENANT + 'credit = "64GiB"', "tenant.credit", "MiB for all tenants, got 65536 MiB"),
+        (TENANT + "credit = 5", "tenant[0].credit", "expected a string with a unit"),
         (TENANT + '[[quota]]\ntenant = "b"\ncapacity = "1GiB"', "quota[0].tenant", "there is no tenant 'b'"),
         ('[[quota]]\ncapacity = "1GiB"\ntier = "nvme"', "quota[0].tier", "there is no tier 'nvme'"),
         (TIER + QUOTA + QUOTA.replace('"nvme"', '"ram"') + QUOTA.replace("1GiB", "2GiB"), "quota[2]", "as quota[0]"),
@@ -197,6 +204,20 @@ def test_the_reference_file_shows_every_key_of_a_list_of_tables_at_its_default(
     assert set(shown) == set(fields)
     required = {name: shown[name] for name, field in fields.items() if field.is_required() or name == "users"}
     assert model.model_validate(shown) == model.model_validate(required)
+
+
+@pytest.mark.requirement("S4")
+def test_the_ram_of_a_tenant_is_a_quota_that_operators_can_override(tmp_path: Path) -> None:
+    path = tmp_path / "k.toml"
+    path.write_text(
+        GOOD + TENANT + 'ram = "64MiB"\ncredit = "32MiB"\n' + TENANT.replace('"a"', '"b"').replace("1001", "2")
+    )
+    config, quotas = load(path), SetQuotas()
+    (quota,) = engine_config(config, quotas).quotas
+    assert (quota.tenant, quota.namespace, quota.tier, quota.capacity_bytes) == ("a", None, "ram", 64 << 20)
+    assert engine_config(config, quotas).tenant_credits == {"a": 32 << 20, "b": None}
+    quotas.set(config.tables, QuotaEntry(QuotaSubject("a", None, "ram"), 16 << 20))
+    assert [one.capacity_bytes for one in engine_config(config, quotas).quotas] == [16 << 20]
 
 
 @pytest.mark.requirement("T8")

@@ -16,6 +16,7 @@ from kvdepot.server.config.schema import Tables
 from kvdepot.server.config.set_quotas import SetQuotas
 from kvdepot.server.daemon.app import described
 from kvdepot.server.daemon.control import Control
+from kvdepot.server.daemon.node import engine_config
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.types import Quota, TierConfig, WritePolicy
 
@@ -318,6 +319,19 @@ def test_what_a_tier_is_given_changes() -> None:
     rig.tier.run()
     assert in_tier(rig) == 2
     audit(rig.depot)
+
+
+@pytest.mark.requirement("T9", "S4")
+def test_budgets_of_tenants_change_at_once(tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, TEXT.replace('"a"', '"*"') + '[[tenant]]\nname = "t"\nusers = ["1001"]\n')
+    daemon.change('users = ["1001"]', 'users = ["1001"]\nram = "1GiB"\ncredit = "64MiB"')
+    found = asyncio.run(daemon.control.reload()).changes
+    assert [(one.key, one.before, one.after) for one in found] == [
+        ("tenant.t.credit", "none", str(64 << 20)), ("tenant.t.ram", "none", str(1 << 30)),
+    ]  # fmt: skip
+    (ran,) = daemon.ran
+    config = engine_config(ran, SetQuotas())
+    assert config.tenant_credits == {"t": 64 << 20} and Quota("t", None, "ram", 1 << 30) in config.quotas
 
 
 @pytest.mark.requirement("T9", "S2")

@@ -19,6 +19,7 @@ from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
 from kvdepot.server.depot.loads.acquires import Answer, Asked, PendingAcquires
+from kvdepot.server.depot.sessions.budgets import OVER_BUDGET, Budgets
 from kvdepot.server.depot.sessions.session import ReadLease, Session
 from kvdepot.server.depot.tiering.tiering import Tiering
 from kvdepot.server.depot.tree.index import NONE
@@ -43,6 +44,7 @@ class Loads:
         arena_id: int,
         tiering: Tiering,
         unused: Callable[[ReadLease], None],
+        budgets: Budgets,
     ) -> None:
         """Make the part that grants loads. `unused` is called with each lease that was granted and ends unused."""
         self._tree = tree
@@ -53,6 +55,7 @@ class Loads:
         self._rows = ram.rows
         self._lent = ram.lent
         self._unused = unused
+        self._budgets = budgets
         self._tiering = tiering
         self._pending = PendingAcquires(tree, ram, tiering.promotions, self._grant_pending)
         self._config = config
@@ -81,7 +84,10 @@ class Loads:
             return
         nodes, rows = self._resolve(namespace, call)
         visible = self._rows.visible_many(rows)
-        if visible.all():
+        if not self._budgets.may_lend(session, rows):
+            self._counters.add("budget_refusals.loads")
+            answer(AcquireReply(AcquireOutcome.LATER, reason=OVER_BUDGET))
+        elif visible.all():
             answer(self._grant(session, namespace, call, nodes, rows))
         else:
             self._pending.begin(Asked(session, namespace, call, nodes, rows), visible, self._deadline(), answer)

@@ -254,6 +254,12 @@ class Sessions:
             if session.leases and any(a.process in processes for a in session.attachments.values())
         ]
 
+    def of_owner(self, session: Session) -> list[Session]:
+        """Return the sessions of the same tenant or, without tenants, user. Adopted ones have no owner yet."""
+        if session.tenant is not None:
+            return [one for one in self.by_slot.values() if one.tenant == session.tenant]
+        return [one for one in self.by_slot.values() if one.uid == session.uid]
+
     def hold_extents(self) -> bool:
         """Return whether an engine in service holds a lease: it may be copying."""
         return any(session.leases and not session.ended and not session.worker for session in self.by_slot.values())

@@ -24,6 +24,7 @@ from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
 from kvdepot.core.misses import MissReason
+from kvdepot.server.depot.sessions.budgets import OVER_BUDGET, Budgets
 from kvdepot.server.depot.sessions.requests import Requests
 from kvdepot.server.depot.sessions.session import NO_ENTRY, OPEN, Session, WriteLease
 from kvdepot.server.depot.stores.audits import Audits
@@ -93,6 +94,7 @@ class Stores:
         tiering: Tiering,
         switches: Switches,
         audits: Audits,
+        budgets: Budgets,
     ) -> None:
         self._tree = tree
         self._ram = ram
@@ -105,6 +107,7 @@ class Stores:
         self._lent = ram.lent
         self._allocator = ram.allocator
         self._audits = audits
+        self._budgets = budgets
         self._switches = switches
         self._tiering = tiering
         self._requests = requests
@@ -112,6 +115,7 @@ class Stores:
         self._arena_id = arena_id
         self._attention_reserved_bytes = 0  # of all sessions
         self._reason = ""  # of the last refusal in the call at hand
+        self._reserved_bytes_max = 0  # that the session of the call at hand may have
 
     def configure(self, config: DepotConfig) -> None:
         self._config = config
@@ -137,6 +141,8 @@ class Stores:
         refused: dict[bytes, int] = {}  # keys of this call that got no node: what descends from them shares the answer
         fragments: list[int] = []
         self._reason = ""
+        room_bytes = self._budgets.reservable_bytes(session, len(asked) * session.object_bytes_max)
+        self._reserved_bytes_max = session.credit_used_bytes + room_bytes
         deepest: _Asked | None = None  # of what is there
         for one in asked:
             outcome = self._reserve_one(namespace, lease, one, refused, fragments)
@@ -245,6 +251,10 @@ class Stores:
             return ReserveOutcome.REFUSED
         if session.left_bytes + session.credit_used_bytes + size_bytes > config.credit_bytes:
             return ReserveOutcome.LATER
+        if session.credit_used_bytes + size_bytes > self._reserved_bytes_max:
+            self._reason = OVER_BUDGET
+            self._counters.add("budget_refusals.stores")
+            return ReserveOutcome.LATER if size_bytes <= self._budgets.bound_bytes(session) else ReserveOutcome.NO_ROOM
         if attention and session.attention_used_bytes + size_bytes > credit_bytes:
             return ReserveOutcome.LATER
         if attention and self._attention_reserved_bytes + size_bytes > arena_bytes * share:

@@ -61,7 +61,7 @@ class RamTier:
         self._namespaces = tree.namespaces
         self._counters = counters
         self._give_way = give_way
-        self._data_bytes = layout.data_bytes
+        self.data_bytes = layout.data_bytes
         self.unverified = 0  # adopted objects not yet verified
         self.pending_checksums = 0  # committed objects without a sum
         self.objects = 0  # committed objects
@@ -70,7 +70,7 @@ class RamTier:
     @property
     def growing(self) -> bool:
         """Whether the arena is still being populated."""
-        return self.allocator.ready_bytes < self._data_bytes
+        return self.allocator.ready_bytes < self.data_bytes
 
     @property
     def used_bytes(self) -> int:

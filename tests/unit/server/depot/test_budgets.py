@@ -1,0 +1,163 @@
+"""Budgets of RAM: no user and no tenant holds all of it, by reservations or by loans (S4, I4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
+from kvdepot.core.planner import GroupSpec
+from kvdepot.server.depot.types import Owner
+
+from tests.rigs.engine_rig import DENSE, Client, Rig, audit, path, spec_of
+from tests.rigs.tier_rig import ATTENTION, COMMIT, on_tier_only, settle
+
+PAGES = 64
+OBJECTS = PAGES // 2
+"""That RAM has room for."""
+GRANTED, LATER = ReserveOutcome.GRANTED, ReserveOutcome.LATER
+CREDIT = 28 * 8192
+
+
+def rig_of(**config: object) -> Rig:
+    return Rig(PAGES, **({"credit_bytes": CREDIT} | config))  # type: ignore[arg-type]
+
+
+def user(rig: Rig, uid: int, number: int = 0, tenant: str | None = None) -> Client:
+    spec = DENSE if tenant is None else replace(DENSE, tenant=tenant)
+    return rig.attach(f"e{number}", uid * 10 + number, spec=spec, owner=Owner(uid, tenant=tenant))
+
+
+def reserved(client: Client, name: str, most: int = OBJECTS) -> int:
+    """Return how many objects of a prompt are granted."""
+    outcomes = [outcome for one in range(most) for outcome in client.reserve(path((name, one), 1))[1].outcomes]
+    assert set(outcomes) <= {GRANTED, LATER, ReserveOutcome.NO_ROOM}
+    return outcomes.count(GRANTED)
+
+
+@pytest.mark.requirement("S4")
+def test_sessions_of_one_user_leave_room_for_another_user() -> None:
+    """Four of them would have reserved everything."""
+    rig = rig_of()
+    assert sum(reserved(user(rig, 1, number), f"hog{number}") for number in range(4)) == OBJECTS * 7 // 8
+    assert reserved(user(rig, 2), "honest") == OBJECTS // 8
+    assert rig.counter("budget_refusals.stores") > 0
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("S4")
+def test_users_that_hold_something_have_equal_parts() -> None:
+    rig = rig_of()
+    honest = user(rig, 2)
+    first = reserved(honest, "honest", 4)
+    assert first == 4
+    assert sum(reserved(user(rig, 1, number), f"hog{number}") for number in range(4)) == OBJECTS // 2
+    assert reserved(honest, "more") == OBJECTS // 2 - 4
+
+
+@pytest.mark.requirement("S4")
+def test_many_users_have_a_quarter_each() -> None:
+    rig = rig_of()
+    for uid in range(2, 7):
+        assert reserved(user(rig, uid), f"{uid}", 1) == 1
+    assert reserved(user(rig, 1), "hog") == OBJECTS // 4
+
+
+@pytest.mark.requirement("S4")
+def test_a_single_engine_has_its_whole_credit() -> None:
+    rig = rig_of(credit_bytes=OBJECTS * 8192)
+    assert reserved(user(rig, 1), "a") == OBJECTS
+
+
+@pytest.mark.requirement("S4")
+def test_what_is_lent_to_read_counts_once_for_each_object() -> None:
+    rig = rig_of()
+    hog, honest = user(rig, 1), user(rig, 2)
+    for one in range(OBJECTS):
+        hog.store(path(one, 1))
+    for _ in range(2):  # the second time lends nothing more
+        granted = [hog.acquire(path(one, 1))[1].outcome for one in range(OBJECTS)]
+        assert granted.count(AcquireOutcome.GRANTED) == OBJECTS * 7 // 8
+        assert set(granted) == {AcquireOutcome.GRANTED, AcquireOutcome.LATER}
+    assert reserved(honest, "honest") == OBJECTS // 8
+    assert reserved(hog, "more") == 0
+    assert rig.counter("budget_refusals.loads") > 0
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("S4")
+def test_what_ends_may_be_held_again() -> None:
+    rig = rig_of()
+    hog = user(rig, 1)
+    for one in range(OBJECTS):
+        hog.store(path(one, 1))
+    for _ in range(3):
+        lease, reply = hog.acquire([path(one, 1)[0] for one in range(OBJECTS * 7 // 8)])
+        assert reply.outcome is AcquireOutcome.GRANTED
+        hog.release(lease)
+    lease, reserved_now = hog.reserve(path("r", 20))
+    assert set(reserved_now.outcomes) == {GRANTED}
+    hog.abandon(lease)
+    granted = [hog.acquire(path(one, 1))[1].outcome for one in range(OBJECTS)]
+    assert granted.count(AcquireOutcome.GRANTED) == OBJECTS - 20, "that the reservation has not evicted"
+
+
+@pytest.mark.requirement("S4")
+@pytest.mark.parametrize(
+    ("given", "hog", "honest"),
+    [
+        ({"a": None, "b": None}, 16, 16),
+        ({"a": None, "b": None, "c": None, "d": None}, 8, 8),
+        ({"a": 4 * 8192, "b": None}, 4, 28),
+        ({"a": 4 * 8192, "b": 6 * 8192}, 4, 6),
+    ],
+)
+def test_each_tenant_has_its_credit_whatever_others_hold(given: dict[str, int | None], hog: int, honest: int) -> None:
+    rig = rig_of(tenant_credits=given, credit_bytes=1 << 30)
+    assert sum(reserved(user(rig, number, number, "a"), f"hog{number}") for number in range(3)) == hog
+    assert reserved(user(rig, 9, tenant="b"), "honest") == honest
+
+
+@pytest.mark.requirement("S4", "I8")
+def test_an_engine_that_comes_back_brings_what_it_holds() -> None:
+    rig = rig_of()
+    hog = user(rig, 1)
+    assert reserved(hog, "hog") == OBJECTS * 7 // 8
+    rig.crash()
+    assert reserved(user(rig, 1), "hog again") == 0
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("S4")
+def test_an_object_larger_than_the_share_has_no_room() -> None:
+    rig = rig_of(tenant_credits={"a": 4096, "b": None})
+    client = user(rig, 1, tenant="a")
+    assert client.reserve(path("p", 1))[1].outcomes == bytes([ReserveOutcome.NO_ROOM])
+
+
+@pytest.mark.requirement("S4")
+def test_small_objects_count_what_they_take() -> None:
+    spec = spec_of(GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(50,)))  # 100 bytes, a page
+    rig = rig_of(tenant_credits={"a": 4 * 4096, "b": None})
+    client = rig.attach(spec=replace(spec, tenant="a"), owner=Owner(1, tenant="a"))
+    for one in range(8):
+        client.store(path(one, 1))
+    granted = [client.acquire(path(one, 1))[1].outcome for one in range(8)]
+    assert granted.count(AcquireOutcome.GRANTED) == 4
+
+
+@pytest.mark.requirement("S4")
+def test_what_has_to_be_read_into_ram_counts_before_it_is_read() -> None:
+    rig, keys, half = Rig(PAGES, tier=COMMIT, credit_bytes=CREDIT), path("p", OBJECTS // 2 + 1), OBJECTS // 2
+    client = on_tier_only(rig, keys)
+    assert reserved(user(rig, 1), "other", 1) == 1
+    answers = client.acquire_later(keys[:half], ATTENTION * half, 1)
+    (refused,) = client.acquire_later(keys[half:], ATTENTION, 2)
+    settle(rig)
+    assert [answers[0].outcome, refused.outcome] == [AcquireOutcome.GRANTED, AcquireOutcome.LATER]
+    assert refused.reason.startswith("the engines of this user or tenant hold their share of RAM")
+    client.release(1)
+    answers = client.acquire_later(keys[1:], ATTENTION * half, 3)
+    settle(rig)
+    assert answers[0].outcome is AcquireOutcome.GRANTED
+    audit(rig.depot)
