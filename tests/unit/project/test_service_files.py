@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
 from kvdepot.server.attach import attach
+from kvdepot.server.config import arena_directory
 from kvdepot.server.config import schema as config_schema
-from kvdepot.server.config.config import DEFAULT_ARENA_DIRECTORY
 from kvdepot.server.daemon.node import CLOSE_SECONDS, DRAIN_SECONDS, GRACE_SECONDS
 
 from tests.fakes.confined import settings
@@ -83,7 +83,7 @@ def test_directories_are_the_same_everywhere() -> None:
             ["d", f"/var/lib/{state}", *settings(UNIT, "StateDirectoryMode"), user, group, "-"]
             for state in states.split()
         ),
-        ["x", f"{DEFAULT_ARENA_DIRECTORY}/kvdepot-*"],
+        ["x", f"{arena_directory.BASE}/kvdepot-*"],
     ]
     assert config_schema.DEFAULT_SOCKET.startswith(f"unix:///run/{runtime}/")
     assert settings(UNIT, "RuntimeDirectoryPreserve") == ["yes"]  # what containers have bound

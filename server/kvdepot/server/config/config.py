@@ -19,7 +19,7 @@ from typing import Any, get_args
 from kvdepot.core import runtime
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.object_keys import KeyRing
-from kvdepot.server.config import environment
+from kvdepot.server.config import arena_directory, environment
 from kvdepot.server.config.embedded_disk import NoDiskError, default_directory, tier_table
 from kvdepot.server.config.environment import Variable
 from kvdepot.server.config.memory_room import (
@@ -42,7 +42,6 @@ EMBEDDED = "embedded default"
 DISK = "disk"
 """Among the overrides: `path` and `capacity` of the only tier below RAM."""
 AUTO_CAPACITY_BYTES_MAX = 4 << 30
-DEFAULT_ARENA_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the arena is memory, its name carries the uid
 _NOT_AVAILABLE = {
     "tls": "TLS is",
 }
@@ -253,11 +252,13 @@ def _auto_capacity_bytes(directory: Path) -> int:
 
 
 def _arena_path(file: str, tables: Tables) -> Path:
-    directory = Path(tables.ram.path) if tables.ram.path else DEFAULT_ARENA_DIRECTORY
+    """Return the path of the arena. The default directory may not be there yet."""
+    directory = Path(tables.ram.path) if tables.ram.path else arena_directory.BASE
     if not os.path.isdir(directory):  # noqa: PTH112 - Path's raises where it may not look
         raise ConfigError(file, "ram.path", f"{directory} is not a directory")
     digest = hashlib.blake2b(os.fsencode(tables.daemon.sockets[0]), digest_size=6).hexdigest()
-    return directory / f"kvdepot-{os.geteuid()}-{digest}.arena"
+    name = f"kvdepot-{os.geteuid()}-{digest}.arena"
+    return (directory if tables.ram.path else arena_directory.choose(name)) / name
 
 
 def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvdepot.server.config import arena_directory
 from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.schema import host_and_port, url_address
 
@@ -37,6 +38,7 @@ def facts(config: Config, refused: KvDepotError | None = None) -> dict[str, Any]
             "capacity_bytes": config.capacity_bytes,
             "arena_bytes": config.arena_bytes,
             "arena_path": str(config.arena_path),
+            "created_in": "" if config.tables.ram.path else str(arena_directory.BASE),
         },
         "tiers": [
             {

@@ -56,7 +56,7 @@ def memory_room() -> Room:
 
 
 def directory_room(directory: Path) -> Room:
-    found = os.statvfs(directory)
+    found = _statvfs(directory)
     return Room(found.f_bavail * found.f_frsize, f"free space of {directory}")
 
 
@@ -66,8 +66,16 @@ def host_bytes() -> int:
 
 def directory_bytes(directory: Path) -> int:
     """Return the size of the file system that holds `directory`."""
-    found = os.statvfs(directory)
+    found = _statvfs(directory)
     return found.f_blocks * found.f_frsize
+
+
+def _statvfs(directory: Path) -> os.statvfs_result:
+    """Return the room of a directory, or of the one in which it will be created."""
+    try:
+        return os.statvfs(directory)
+    except FileNotFoundError:
+        return os.statvfs(directory.parent)
 
 
 def read_mounts() -> list[proc_text.Mount]:

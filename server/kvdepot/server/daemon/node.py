@@ -25,6 +25,7 @@ from kvdepot.server.arena.arena_file import NOTHING_KEPT, ArenaFile, KeptFiles, 
 from kvdepot.server.arena.populate import RETRY_SECONDS, Growth, Populator
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
+from kvdepot.server.config import arena_directory
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.memory_room import MIB, file_system
 from kvdepot.server.config.schema import host_and_port
@@ -88,6 +89,9 @@ class Node:
         kept: KeptFiles = NOTHING_KEPT,
         reread: Reread | None,
     ) -> None:
+        if not config.tables.ram.path:
+            folder = arena_directory.make(config.arena_path.name, config.file)
+            config = replace(config, arena_path=folder / config.arena_path.name)
         self._notify = notify
         self._reread = reread
         self._config = config
@@ -99,6 +103,8 @@ class Node:
         self._version = version("kvdepot")
         check_host(config)
         self._locks = [lock_file(config, *file) for file in locked_files(config)]
+        for event in () if config.tables.ram.path else arena_directory.move_former(config.arena_path):
+            log.warning("arena: %s", event)
         self._state = StateFile(config.state_path)
         self._arena = self._open_arena(kept)
         notify.keep(TABLES_NAME, self._arena.tables_fd)

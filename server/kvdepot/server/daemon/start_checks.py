@@ -10,12 +10,14 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.server.arena.arena_file import ArenaRequest, check_arena
+from kvdepot.server.config import arena_directory
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.key_files import read_keys
 from kvdepot.server.config.schema import ATTACH_SUFFIX, host_and_port, url_address
@@ -79,7 +81,9 @@ def arena_request(config: Config) -> ArenaRequest:
 
 def check_arena_of(config: Config, boot_id: bytes) -> None:
     """Raise ConfigError if the host has no room for the arena, and no arena of its size."""
-    check_arena(arena_request(config), boot_id)
+    request = arena_request(config)
+    left = None if config.tables.ram.path else arena_directory.former(request.path)
+    check_arena(request if left is None else replace(request, path=left), boot_id)
 
 
 def locked_files(config: Config) -> Iterator[tuple[str, Path, str]]:
@@ -104,7 +108,8 @@ def lock_file(config: Config, key: str, path: Path, what: str, *, take: bool = T
     try:
         if take:
             return FileLock(lock, f"{what} {path}")
-        _look_at_own_file(lock, os.O_RDWR)
+        is_created = path == config.arena_path and not config.tables.ram.path and not path.parent.exists()
+        _look_at_own_file(lock, os.O_RDWR, arena_directory.BASE if is_created else path.parent)
     except FileNotFoundError as error:
         reason = f"cannot use {path.parent}: {error.strerror}"
         raise ConfigError(config.file, key, reason, advice=_NO_DIRECTORY) from error
@@ -113,15 +118,15 @@ def lock_file(config: Config, key: str, path: Path, what: str, *, take: bool = T
     return None
 
 
-def _look_at_own_file(path: Path, flags: int) -> None:
-    """Raise OSError if the file could not be created or opened."""
+def _look_at_own_file(path: Path, flags: int, folder: Path) -> None:
+    """Raise OSError if the file could not be opened, or created: it, or its directory, would be created in `folder`."""
     try:
         os.close(open_own(path, flags))
     except FileNotFoundError:
-        if not stat.S_ISDIR(path.parent.stat().st_mode):
+        if not stat.S_ISDIR(folder.stat().st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
-        if _forbids_files(path.parent):
-            raise PermissionError(errno.EACCES, f"{path.parent} cannot be written to") from None
+        if _forbids_files(folder):
+            raise PermissionError(errno.EACCES, f"{folder} cannot be written to") from None
 
 
 def _forbids_files(folder: Path) -> bool:
@@ -170,7 +175,7 @@ def _check_tenants(config: Config) -> None:
 def _check_audit(config: Config) -> None:
     path = Path(config.tables.audit.path)
     try:
-        _look_at_own_file(path, os.O_WRONLY | os.O_APPEND)
+        _look_at_own_file(path, os.O_WRONLY | os.O_APPEND, path.parent)
     except OSError as error:
         raise ConfigError(config.file, "audit.path", f"cannot use {path}: {error.strerror}") from error
 

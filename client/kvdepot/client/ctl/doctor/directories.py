@@ -80,13 +80,21 @@ def check_there(looked: Looked) -> Finding:
 
 
 def check_owner(looked: Looked) -> Finding:
-    """Check the mode only: the daemon's user may be another one than the caller."""
-    check, probed = Check("permissions", looked.name), looked.probed
+    """Check owner and mode only: the daemon's user may be another one than the caller."""
+    check, probed, path = Check("permissions", looked.name), looked.probed, looked.place.path
     if not probed.is_there:
         return check.skipped("the directory is not there")
+    shown = f"of uid {probed.uid}, mode {probed.mode:04o}"
+    if looked.place.is_of_all_users:
+        if probed.mode & stat.S_IWOTH and not probed.mode & stat.S_ISVTX:
+            return check.warn(f"{shown}: without the sticky bit every user can rename the arena", f"chmod 1777 {path}")
+    elif others := _others(looked):
+        refused = looked.place.kind != "ram" and probed.mode & stat.S_IWOTH
+        fix = f"chmod go-w {path}, and let it belong to the daemon's user"
+        return (check.fail if refused else check.warn)(f"{shown}: {others} can create and replace files in it", fix)
     if looked.daemon_uid is None:
         return check.skipped("no daemon answers, so its user is not known")
-    shown = f"of uid {probed.uid}, mode {probed.mode:04o}; the daemon's uid is {looked.daemon_uid}"
+    shown = f"{shown}; the daemon's uid is {looked.daemon_uid}"
     if looked.daemon_uid == 0 or probed.mode & stat.S_IRWXO & ~stat.S_IROTH == stat.S_IWOTH | stat.S_IXOTH:
         return check.ok(shown)
     owners = probed.mode & stat.S_IRWXU == stat.S_IRWXU
@@ -94,10 +102,19 @@ def check_owner(looked: Looked) -> Finding:
         return check.ok(shown)
     if probed.uid != looked.daemon_uid and probed.mode & stat.S_IWGRP:
         return check.ok(f"{shown}: by its group")
-    path = looked.place.path
-    if looked.place.kind == "ram":
+    if looked.place.is_of_all_users:
         return check.fail(shown, f"chmod 1777 {path}, or name a directory of the daemon's user by [ram] path")
     return check.fail(shown, f"chown {looked.daemon_uid} {path} && chmod 0700 {path}")
+
+
+def _others(looked: Looked) -> str:
+    """Return who can write to a directory that should be the daemon's alone; empty for nobody.
+
+    A group that can write to a shared tier is no finding: the daemons of other nodes may have other users.
+    """
+    if looked.probed.mode & stat.S_IWOTH:
+        return "every user"
+    return "its group" if looked.place.kind != "shared" and looked.probed.mode & stat.S_IWGRP else ""
 
 
 def check_file_system(looked: Looked) -> Finding:
@@ -174,6 +191,8 @@ def check_room(looked: Looked) -> Finding:
     if place.kind == "ram":
         if due_bytes <= probed.free_bytes:
             return check.ok(shown)
+        if place.is_of_all_users and looked.asker_uid not in (0, looked.daemon_uid):
+            return check.skipped(f"{shown} as far as uid {looked.asker_uid} sees: ask as the daemon's user or as root")
         needed = size_text(probed.total_bytes + due_bytes - probed.free_bytes)
         point = looked.mount.point if looked.mount else place.path
         return check.fail(shown, f"lower [ram] capacity, or mount -o remount,size=SIZE {point}, of at least {needed}")

@@ -43,6 +43,7 @@ class Place:
     needed_bytes: int
     held: str = ""
     on_root_filesystem: bool = False
+    is_of_all_users: bool = False  # the daemon creates a directory of its user in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,10 @@ def decode(facts: Any) -> Settings:
     arena = Path(facts["ram"]["arena_path"])
     # Whoever runs the daemon: the name has the uid in its middle. Tables, data and what is small.
     held = "-".join((arena.name.split("-")[0], "*", f"{arena.name.split('-')[-1]}*"))
-    ram = Place("ram", "ram", str(arena.parent), facts["ram"]["arena_bytes"], held)
+    folder = facts["ram"]["created_in"] or str(arena.parent)
+    ram = Place(
+        "ram", "ram", folder, facts["ram"]["arena_bytes"], held, is_of_all_users=bool(facts["ram"]["created_in"])
+    )
     tiers = (
         Place(
             one["name"], one["kind"], one["path"], one["capacity_bytes"],

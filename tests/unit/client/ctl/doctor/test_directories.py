@@ -31,7 +31,9 @@ EXT4 = Mount(PATH, "ext4", frozenset({"rw", "relatime"}))
 TMPFS = Mount("/dev/shm", "tmpfs", frozenset({"rw", "nosuid", "noexec"}))
 NFS = Mount(PATH, "nfs4", frozenset({"rw", "hard", "lookupcache=pos", "vers=4.2"}))
 HUGE = Mount("/mnt/huge", "hugetlbfs", frozenset({"rw", "pagesize=2M"}))
-RAM = Looked(Place("ram", "ram", "/dev/shm", 40 * GIB, "kvdepot-*-a.arena"), replace(GOOD, mode=0o1777), TMPFS, 990)
+ALL_USERS = Place("ram", "ram", "/dev/shm", 40 * GIB, "kvdepot-*-a.arena", is_of_all_users=True)
+RAM = Looked(ALL_USERS, replace(GOOD, mode=0o1777), TMPFS, 990)
+OWN_RAM = Looked(Place("ram", "ram", "/mnt/ram", 40 * GIB, "kvdepot-*-a.arena"), GOOD, TMPFS, 990)
 DISK = Looked(Place("nvme", "disk", PATH, 50 * GIB, "*"), GOOD, EXT4, 990)
 SHARED = Looked(Place("nfs", "shared", PATH, 50 * GIB), GOOD, NFS, 990)
 
@@ -44,7 +46,7 @@ def nfs(*options: str) -> Mount:
     return replace(NFS, options=frozenset({"rw", *options}))
 
 
-@pytest.mark.parametrize("looked", [RAM, DISK, SHARED], ids=lambda looked: looked.name)
+@pytest.mark.parametrize("looked", [RAM, OWN_RAM, DISK, SHARED], ids=lambda looked: looked.name)
 def test_what_is_well_is_ok(looked: Looked) -> None:
     checks = {"ram": directories.OF_RAM, "disk": directories.OF_TIERS, "shared": directories.OF_SHARED}
     findings = [check(looked) for check in checks[looked.place.kind]]
@@ -61,6 +63,11 @@ BAD: list[tuple[Check, Looked, str, str, str]] = [
     (directories.check_owner, seen(DISK, uid=1000), "fail", "the daemon's uid is 990", "chown 990 /mnt/tier"),
     (directories.check_owner, seen(DISK, mode=0o500), "fail", "mode 0500", "chmod 0700"),
     (directories.check_owner, seen(RAM, mode=0o755, uid=0), "fail", "mode 0755", "chmod 1777 /dev/shm"),
+    (directories.check_owner, seen(RAM, mode=0o777, uid=0), "warn", "without the sticky bit", "chmod 1777 /dev/shm"),
+    (directories.check_owner, seen(OWN_RAM, mode=0o1777), "warn", "every user can create", "chmod go-w /mnt/ram"),
+    (directories.check_owner, seen(DISK, mode=0o1777), "fail", "every user can create", "chmod go-w /mnt/tier"),
+    (directories.check_owner, seen(SHARED, mode=0o777), "fail", "every user can create", "chmod go-w /mnt/tier"),
+    (directories.check_owner, seen(DISK, uid=0, mode=0o770), "warn", "its group can create", "chmod go-w /mnt/tier"),
     (directories.check_file_system, seen(RAM, EXT4), "fail", "on a medium", "[ram] path"),
     (directories.check_file_system, seen(DISK, TMPFS), "warn", "this is memory", "on a medium"),
     (directories.check_file_system, seen(DISK, Mount("/", "overlay", frozenset())), "warn", "container", "a volume"),
@@ -99,7 +106,7 @@ def test_what_is_wrong_is_said_with_its_fix(check: Check, looked: Looked, outcom
         (directories.check_room, seen(DISK, free_bytes=GIB, held_bytes=50 * GIB), "50.00 GiB are held"),
         (directories.check_files, seen(DISK, total_files=0, free_files=0), "no limit"),
         (directories.check_files, seen(DISK, free_files=500, held_bytes=GIB), "500 are free"),
-        (directories.check_owner, seen(DISK, uid=0, mode=0o770), "by its group"),
+        (directories.check_owner, seen(SHARED, uid=0, mode=0o770), "by its group"),
         (directories.check_there, seen(SHARED, on_root_filesystem=True), "is there"),
     ],
 )
@@ -123,6 +130,13 @@ def test_what_the_asker_may_not_write_the_daemon_may() -> None:
     assert "ask as the daemon's user" in directories.check_writable(denied).message
     assert directories.check_rename(denied).outcome is Outcome.SKIPPED
     assert directories.check_writable(replace(denied, asker_uid=990)).outcome is Outcome.FAIL
+
+
+def test_who_may_not_look_into_the_arena_s_directory_says_nothing_of_its_room() -> None:
+    full = seen(RAM, free_bytes=39 * GIB)
+    assert "ask as the daemon's user" in directories.check_room(replace(full, asker_uid=1000)).message
+    assert directories.check_room(replace(full, asker_uid=990)).outcome is Outcome.FAIL
+    assert directories.check_room(replace(seen(OWN_RAM, free_bytes=GIB), asker_uid=1000)).outcome is Outcome.FAIL
 
 
 def test_huge_pages_are_counted(tmp_path: Path) -> None:
