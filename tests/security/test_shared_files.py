@@ -1,4 +1,4 @@
-"""A user who can write to a shared directory, and has no key: a forged object is a miss, counted, and no byte (S2, P6).
+"""A user who can write to a shared directory, and has no key: a forged object is a miss, counted, and no byte (S5, P6).
 
 Two real daemons have the directory, and each has its own copy of the key file, as nodes do.
 """
@@ -154,7 +154,7 @@ def right(prompt: str) -> list[bytes]:
 
 
 @needs_root
-@pytest.mark.requirement("S2", "P6", "I1")
+@pytest.mark.requirement("S5", "P6", "I1")
 def test_who_writes_to_the_directory_without_the_key_has_nothing_served(nodes: Nodes) -> None:
     first, second = nodes.start(NEW), nodes.start(NEW)
     prompts = ("good", "forged", "stripped", "moved", "corrected")
@@ -182,7 +182,7 @@ def test_who_writes_to_the_directory_without_the_key_has_nothing_served(nodes: N
     assert not any(key in daemon.log for key in (OLD, NEW) for daemon in nodes.daemons)
 
 
-@pytest.mark.requirement("P6", "T3")
+@pytest.mark.requirement("S5", "T3")
 def test_an_upgrade_heals_and_a_node_that_was_left_out_deletes_nothing(nodes: Nodes) -> None:
     plain = nodes.start()
     nodes.store(plain, keys_of("old", 1))
@@ -208,7 +208,7 @@ def test_an_upgrade_heals_and_a_node_that_was_left_out_deletes_nothing(nodes: No
     assert nodes.quarantined() == []
 
 
-@pytest.mark.requirement("T9", "P6")
+@pytest.mark.requirement("S5", "T9")
 def test_a_key_is_changed_while_both_daemons_run(nodes: Nodes) -> None:
     first, second = nodes.start(OLD), nodes.start(OLD)
     nodes.store(first, keys_of("before", 1))

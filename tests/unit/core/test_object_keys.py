@@ -1,4 +1,4 @@
-"""Key files: what they may say, and that nothing repeats a key (S2)."""
+"""Key files: what they may say, and that nothing repeats a key (S5)."""
 
 from __future__ import annotations
 

@@ -24,13 +24,14 @@ def with_keys(config: Config) -> Config:
 def read_keys(config: Config) -> Mapping[str, KeyRing]:
     """Return the keys of each tier that has a key file. Raise ConfigError for the first file that cannot be used."""
     return {
-        tier.name: _read(config.file, f"tier.{tier.name}.key_file", Path(tier.key_file))
+        tier.name: read_key_file(Path(tier.key_file), file=config.file, key=f"tier.{tier.name}.key_file")
         for tier in config.tables.tier
         if tier.key_file
     }
 
 
-def _read(file: str, key: str, path: Path) -> KeyRing:
+def read_key_file(path: Path, *, file: str, key: str) -> KeyRing:
+    """Return the keys of one file. Raise ConfigError, which names the setting `key` of `file`."""
     try:
         return parse_keys(_text(path))
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from kvdepot.core.calls import Kind
 from kvdepot.core.limits import OBJECT_BYTES_MAX
+from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.core.objectfile import (
     HEADER_BYTES,
     MAGIC,
@@ -25,8 +26,9 @@ from kvdepot.core.objectfile import (
     object_bytes,
 )
 from kvdepot.server.io.context import Context
+from kvdepot.server.io.direct_io import outcome_of
 from kvdepot.server.io.jobs import Part, ReadObject
-from kvdepot.server.io.perform import perform
+from kvdepot.server.io.objects import read_object
 from kvdepot.server.offline.store_files import (
     OfflineRefusalError,
     layout_as_found,
@@ -56,8 +58,11 @@ _FILE_BYTES_MAX: Final = 2 << 30
 Record = dict[str, Any]
 
 
-def inspect(path: Path) -> Record:
-    """Return what a path holds. Raise OfflineRefusalError for files of other programs, and OSError."""
+def inspect(path: Path, keys: KeyRing = NO_KEYS) -> Record:
+    """Return what a path holds. Raise OfflineRefusalError for files of other programs, and OSError.
+
+    `keys` are for an object with a MAC.
+    """
     if path.is_dir():
         return _directory(path)
     folder = path.absolute().parent.parent
@@ -67,7 +72,7 @@ def inspect(path: Path) -> Record:
         return _snapshot(path, store_of(folder))
     if path.suffix == ".seg":
         return {"what": "segment", "file": str(path), "bytes": path.stat().st_size} | _listed("headers", _headers(path))
-    return _object(path)
+    return _object(path, keys)
 
 
 def _directory(root: Path) -> Record:
@@ -146,7 +151,7 @@ def _puts(data: memoryview) -> Iterator[Put]:
             yield record
 
 
-def _object(path: Path) -> Record:
+def _object(path: Path, keys: KeyRing) -> Record:
     """Return what an object in a file of its own holds, or what is left of it."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
@@ -154,7 +159,7 @@ def _object(path: Path) -> Record:
     kept = quarantined(path)
     if kept is None and page[: len(MAGIC)] != MAGIC:
         raise OfflineRefusalError(f"{path} is no object, segment, journal or snapshot")
-    outcome, detail = _verified(path, page, size_bytes, 0 if kept is None else kept.sequence)
+    outcome, detail = _verified(path, page, size_bytes, 0 if kept is None else kept.sequence, keys)
     record: Record = {
         "what": "object", "file": str(path), "bytes": size_bytes, "outcome": str(outcome), "detail": detail,
         "header": _header_record(page),
@@ -166,7 +171,7 @@ def _object(path: Path) -> Record:
     return record
 
 
-def _verified(path: Path, page: bytes, size_bytes: int, sequence: int) -> tuple[IoOutcome, str]:
+def _verified(path: Path, page: bytes, size_bytes: int, sequence: int, keys: KeyRing) -> tuple[IoOutcome, str]:
     """Return the outcome of a file's object. Its header names it, except the sequence, which the file name has."""
     try:
         header = ObjectHeader.unpack(page)
@@ -176,7 +181,11 @@ def _verified(path: Path, page: bytes, size_bytes: int, sequence: int) -> tuple[
     part = Part(path.name, 0, min(whole_pages, object_bytes(OBJECT_BYTES_MAX)))
     context = Context(str(path.absolute().parent))
     try:
-        answer = perform(ReadObject((part,), header.name, sequence, None), context)
+        answer = read_object(ReadObject((part,), header.name, sequence, None), context, keys)
+    except ObjectDamageError as error:
+        return IoOutcome(error.damage.value), str(error)
+    except OSError as error:
+        return outcome_of(error), str(error)
     finally:
         context.close()
     return answer.outcome, answer.detail

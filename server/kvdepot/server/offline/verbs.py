@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvdepot.core.errors import ConfigError
+from kvdepot.core.object_keys import NO_KEYS
 from kvdepot.core.printable import printable
 from kvdepot.core.units import size_text
+from kvdepot.server.config.key_files import read_key_file
 from kvdepot.server.offline import replay_verb
 from kvdepot.server.offline.fsck import Finding, Verdict, check_store
 from kvdepot.server.offline.inspection import Record, inspect, kind_text, objects_record, time_text
@@ -43,6 +46,7 @@ def add_verbs(verbs: Subparsers) -> None:
         epilog="FILE: an object (for example a quarantined one), a segment, a journal or a snapshot. Changes nothing.",
     )
     show.add_argument("path", type=Path, metavar="DIR|FILE")
+    show.add_argument("--key-file", type=Path, metavar="KEYS", help="[[tier]].key_file, to check the MAC of an object")
     show.add_argument("--json", action="store_true", help="print one JSON object")
     replay_verb.add(verbs)
 
@@ -54,10 +58,12 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.verb == "fsck":
             return _fsck(options.directory, as_json=options.json)
-        record = inspect(options.path)
+        given = options.key_file
+        keys = NO_KEYS if given is None else read_key_file(given, file="command line", key="--key-file")
+        record = inspect(options.path, keys)
     except BrokenPipeError:  # nobody reads what is printed
         raise
-    except (OfflineRefusalError, OSError) as error:
+    except (OfflineRefusalError, ConfigError, OSError) as error:
         print(f"kvdepotd {options.verb}: {error}", file=sys.stderr)  # noqa: T201
         return _REFUSED
     _print(record, as_json=options.json)

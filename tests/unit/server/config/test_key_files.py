@@ -1,4 +1,4 @@
-"""`[[tier]] key_file`: a file that only the daemon's user can read, or a refusal that says what to do (S2)."""
+"""`[[tier]] key_file`: a file that only the daemon's user can read, or a refusal that says what to do (S5)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def test_a_link_to_a_secret_is_followed(key_file: Path, tmp_path: Path) -> None:
     assert read_keys(config_with(tmp_path / "link"))["nfs"].keys == (A, B)
 
 
+@pytest.mark.requirement("S5")
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
 def test_a_file_that_others_can_read_is_refused(key_file: Path, mode: int) -> None:
     key_file.chmod(mode)
@@ -81,6 +82,7 @@ def test_the_setting_is_a_path_and_a_shared_tier_s() -> None:
         config_with("/etc/kvdepot/nfs.key", kind="disk")
 
 
+@pytest.mark.requirement("S5")
 def test_ids_are_shown_and_keys_are_not(key_file: Path) -> None:
     config = with_keys(config_with(key_file))
     shown = values(config)["tier.nfs.key_file"]
@@ -89,6 +91,7 @@ def test_ids_are_shown_and_keys_are_not(key_file: Path) -> None:
     assert not any(text in said for key in (A, B) for text in (key.hex(), repr(key)[2:-1]))
 
 
+@pytest.mark.requirement("S5", "T9")
 def test_a_reload_takes_other_keys_of_the_same_file(key_file: Path) -> None:
     before = with_keys(config_with(key_file))
     key_file.write_text(f"{B.hex()}\nretired {key_id(A).hex()}\n")

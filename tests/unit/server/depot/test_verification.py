@@ -12,7 +12,7 @@ from kvdepot.server.depot.operators import verification as module
 from kvdepot.server.depot.operators.verification import Verification
 from kvdepot.server.depot.tree import walks
 from kvdepot.server.depot.types import ToSum
-from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.storage.base import OTHER_KEYS, IoOutcome
 
 from tests.rigs.engine_rig import CHUNK, Rig, audit, path
 from tests.rigs.tier_rig import COMMIT, in_ram, in_tier, reboot, settle, store
@@ -192,6 +192,16 @@ def test_a_tier_that_answers_too_late_or_goes_out_of_use_is_left_to_itself() -> 
     verification = rig.depot.verification(VerifyCall(FAST, tier="memory"))
     assert not verification.run_once()
     assert found(verification)["memory"].reason == "degraded"
+
+
+@pytest.mark.parametrize("outcome", sorted(OTHER_KEYS))
+def test_an_object_of_other_keys_is_skipped_and_not_damaged(outcome: IoOutcome) -> None:
+    rig = stored()
+    verification = rig.depot.verification(VerifyCall(FAST, tier="memory"))
+    verification.run_once()
+    rig.tier.finish(rig.tier.jobs[0], outcome)
+    tier = finish(rig, verification)["memory"]
+    assert (tier.damaged, tier.skipped[outcome]) == ({}, 1)
 
 
 def test_cancelled_it_begins_nothing_more_and_the_next_one_begins_anew() -> None:

@@ -1,4 +1,4 @@
-"""Objects of a keyed directory: written with a MAC, and refused without the right one, on real files (P6, S2)."""
+"""Objects of a keyed directory: written with a MAC, and refused without the right one, on real files (P6, S5)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def forged(data: bytes) -> bytes:
     return (header.pack() + payload).ljust(object_bytes(len(payload)), b"\0")
 
 
-@pytest.mark.requirement("P6")
+@pytest.mark.requirement("S5", "P6")
 @pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.name)
 @pytest.mark.parametrize("raw_bytes", [1, PAGE, 3 * MIB + 5])
 def test_what_was_published_with_a_key_is_read_back_with_it(files: Files, codec: Codec, raw_bytes: int) -> None:
@@ -79,7 +79,7 @@ def test_what_was_published_with_a_key_is_read_back_with_it(files: Files, codec:
     assert header.key_id == key_id(NEW)
 
 
-@pytest.mark.requirement("P6")
+@pytest.mark.requirement("S5", "P6")
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.LZ4], ids=lambda codec: codec.name)
 def test_right_checksums_do_not_make_a_forged_object_a_hit(files: Files, codec: Codec) -> None:
     job = stored(files, codec=codec)
@@ -91,7 +91,7 @@ def test_right_checksums_do_not_make_a_forged_object_a_hit(files: Files, codec: 
     assert aside.endswith(".forged.kvd") and (files.directory / aside).read_bytes() == data
 
 
-@pytest.mark.requirement("P6")
+@pytest.mark.requirement("S5", "P6")
 def test_verifying_finds_the_forged_object_too(files: Files) -> None:
     job = stored(files)
     files.path(job).write_bytes(forged(files.path(job).read_bytes()))
@@ -110,7 +110,7 @@ def test_nothing_that_was_forged_reaches_a_codec(files: Files, monkeypatch: pyte
     assert read(files, job, KEYED)[0] is IoOutcome.FORGED
 
 
-@pytest.mark.requirement("P6")
+@pytest.mark.requirement("S5", "P6")
 def test_no_flipped_bit_of_header_or_payload_passes_under_right_checksums() -> None:
     """Of each byte one bit, and of the fields that a MAC concerns each bit."""
     payload = pattern(PAGE, 1)
@@ -146,7 +146,7 @@ def _check(page: bytes, payload: bytes) -> None:
     mac.check(header)
 
 
-@pytest.mark.requirement("P6")
+@pytest.mark.requirement("S5", "P6")
 def test_an_object_that_was_moved_to_another_name_is_no_hit(files: Files) -> None:
     """As it is, and with a header that says the other name."""
     job, other = stored(files, seed=1), stored(files, seed=4)
@@ -159,7 +159,7 @@ def test_an_object_that_was_moved_to_another_name_is_no_hit(files: Files) -> Non
     assert read(files, other, KEYED)[0] is IoOutcome.FORGED
 
 
-@pytest.mark.requirement("P6")
+@pytest.mark.requirement("S5", "P6")
 def test_a_forged_object_is_not_left_alone_because_of_what_it_claims(files: Files) -> None:
     """A parent that differs is a client's word, if somebody with a key wrote it down."""
     job = stored(files)
@@ -193,7 +193,7 @@ MISSES: dict[str, tuple[KeyRing, KeyRing, IoOutcome]] = {
 }
 
 
-@pytest.mark.requirement("P6")
+@pytest.mark.requirement("S5", "P6")
 @pytest.mark.parametrize("case", MISSES)
 def test_an_object_of_other_keys_is_a_miss_and_stays_where_it_is(files: Files, case: str) -> None:
     writer, reader, outcome = MISSES[case]
@@ -252,7 +252,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], IoOutcome]] = {
 }
 
 
-@pytest.mark.requirement("P6")
+@pytest.mark.requirement("S5", "P6")
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_rot_is_told_apart_from_forgery(files: Files, damage: str) -> None:
     change, outcome = DAMAGES[damage]

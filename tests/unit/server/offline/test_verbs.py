@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvdepot.core.allocator import Extent
+from kvdepot.core.object_keys import key_id
 from kvdepot.core.objectfile import HEADER_BYTES, Codec, ObjectHeader, ObjectName, object_bytes, payload_sum
 from kvdepot.server.daemon.app import main
 from kvdepot.server.io.directory_guard import WORKERS_LOCK, enter, renew_token
@@ -31,7 +32,7 @@ from kvdepot.server.tiers.disk.opener_process import OpenerProcess
 from kvdepot.server.tiers.disk.records import Mark, Put, RecordType, pack_mark, pack_put
 from kvdepot.server.tiers.disk.recovery import SnapshotFacts, make_store, write_generation
 
-from tests.rigs.golden_objects import FILES, stored_form
+from tests.rigs.golden_objects import FILES, KEYED_FILES, KEYS, stored_form
 
 CAPACITY_BYTES = 64 << 20
 MIB = 1 << 20
@@ -331,6 +332,26 @@ def test_inspecting_an_object(codec: Codec) -> None:
     assert (found["outcome"], found["header"]["codec"]) == ("ok", codec.name.lower().replace("_", "-"))
     assert found["header"]["created_at"] == "2026-11-18T11:06:40Z"
     assert "quarantined" not in found
+
+
+@pytest.mark.requirement("S5")
+@pytest.mark.parametrize("codec", Codec)
+def test_inspecting_an_object_with_a_mac(codec: Codec, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its header is shown to everybody, and whether its MAC is right to who has the key."""
+    found = inspect(KEYED_FILES[codec])
+    assert (found["outcome"], found["header"]["key_id"]) == ("unknown_key", key_id(KEYS.keys[0]).hex())
+    (key_file := tmp_path / "key").touch(0o600)
+    key_file.write_text(KEYS.keys[0].hex())
+    assert main(["inspect", "--json", "--key-file", str(key_file), str(KEYED_FILES[codec])]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "ok"
+    forged = bytearray(KEYED_FILES[codec].read_bytes())
+    header = ObjectHeader.unpack(bytes(forged[:HEADER_BYTES]))
+    forged[:HEADER_BYTES] = replace(header, created_at=1).pack()
+    (tmp_path / "forged.kvd").write_bytes(forged)
+    assert inspect(tmp_path / "forged.kvd", KEYS)["outcome"] == "forged"
+    key_file.chmod(0o644)
+    assert main(["inspect", "--key-file", str(key_file), str(KEYED_FILES[codec])]) == 2
+    assert "chmod 0600" in capsys.readouterr().err
 
 
 def test_the_story_of_a_quarantined_object(directory: Directory) -> None:

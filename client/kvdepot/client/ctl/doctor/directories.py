@@ -276,6 +276,23 @@ def check_clock(looked: Looked) -> Finding:
     return check.ok(f"agrees with the server's within {SKEW_SECONDS_MAX:g} s")
 
 
+def check_key(looked: Looked) -> Finding:
+    """Check that nobody but the nodes can write objects that are served. On a local file system this is the mode's."""
+    check = Check("key", looked.name)
+    if looked.place.keyed:
+        return check.ok("objects have a MAC: a forged one is not served")
+    if looked.mount is None:
+        return check.skipped("/proc/self/mountinfo does not tell the mount")
+    if looked.mount.kind not in NETWORK_KINDS and not looked.mount.kind.startswith("fuse"):
+        return check.ok(
+            f"none, on {looked.mount.kind}: who may write to {looked.place.path} can have wrong bytes served"
+        )
+    return check.warn(
+        f"no key_file, on {looked.mount.kind}: the server, and who may write to it, can have wrong bytes served",
+        "set key_file on all nodes (docs/operations.md, Keys of a shared tier)",
+    )
+
+
 _MAKES_HUGE_PAGES = ("always", "within_size")
 """Values of tmpfs's option `huge` that need no advice, which nobody gives for an arena."""
 
@@ -340,4 +357,4 @@ OF_RAM: Final[tuple[Callable[[Looked], Finding], ...]] = (
     check_there, check_owner, check_file_system, check_options, check_room, check_files,
 )  # fmt: skip
 OF_TIERS: Final = (*OF_RAM, check_writable, check_rename, check_direct)
-OF_SHARED: Final = (*OF_TIERS, check_clock)
+OF_SHARED: Final = (*OF_TIERS, check_clock, check_key)

@@ -44,6 +44,7 @@ class Place:
     held: str = ""
     on_root_filesystem: bool = False
     is_of_all_users: bool = False  # the daemon creates a directory of its user in it
+    keyed: bool = False  # objects have MACs
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ def decode(facts: Any) -> Settings:
         Place(
             one["name"], one["kind"], one["path"], one["capacity_bytes"],
             held="*" if one["kind"] == "disk" else "", on_root_filesystem=one["on_root_filesystem"],
+            keyed=one["keyed"],
         )
         for one in facts["tiers"]
     )  # fmt: skip

@@ -25,7 +25,7 @@ from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.tree.rows import COMMITTED, RESERVED
 from kvdepot.server.depot.tree.tree import Tree
-from kvdepot.server.storage.base import DAMAGED, NO_HANDLE, IoOutcome
+from kvdepot.server.storage.base import DAMAGED, NO_HANDLE, OTHER_KEYS, IoOutcome
 
 RAM: Final = "ram"
 SILENCE_SECONDS: Final = 60.0
@@ -146,7 +146,7 @@ class _InTier:
 def _verdict(outcome: IoOutcome) -> _Verdict:
     if outcome is IoOutcome.OK:
         return _Verdict.VERIFIED
-    if outcome in DAMAGED:
+    if outcome in DAMAGED - OTHER_KEYS:
         return _Verdict.DAMAGED
     return _Verdict.SILENT if outcome is IoOutcome.TIMEOUT else _Verdict.SKIPPED
 

@@ -210,11 +210,14 @@ def test_a_port_of_metrics_that_nobody_has() -> None:
 
 
 def test_a_configuration_is_read_by_the_daemons_own_program(tmp_path: Path) -> None:
-    file = tmp_path / "kvdepot.toml"
+    file, key_file = tmp_path / "kvdepot.toml", tmp_path / "nfs.key"
+    key_file.touch(0o600)
+    key_file.write_text("01" * 32)
     file.write_text(
         f'[daemon]\nlisten = ["unix:///run/x.sock"]\nmode = "0600"\n[ram]\ncapacity = "640MiB"\npath = "{tmp_path}"\n'
         '[[tier]]\nname = "nvme"\nkind = "disk"\npath = "/mnt/nvme"\ncapacity = "256MiB"\n'
         '[[tier]]\nname = "nfs"\nkind = "shared"\npath = "/mnt/nfs"\ncapacity = "1GiB"\non_root_filesystem = true\n'
+        f'key_file = "{key_file}"\n'
     )
     settings, found = read_settings(str(file))
     assert found.outcome is Outcome.OK and settings is not None
@@ -224,7 +227,7 @@ def test_a_configuration_is_read_by_the_daemons_own_program(tmp_path: Path) -> N
     assert ram.path == str(tmp_path) and 0 < ram.needed_bytes < 640 << 20
     assert ram.held.startswith("kvdepot-*-") and ram.held.endswith(".arena*")
     assert nvme == Place("nvme", "disk", "/mnt/nvme", 256 << 20, "*")
-    assert nfs == Place("nfs", "shared", "/mnt/nfs", 1 << 30, "", on_root_filesystem=True)
+    assert nfs == Place("nfs", "shared", "/mnt/nfs", 1 << 30, "", on_root_filesystem=True, keyed=True)
 
 
 def test_a_configuration_that_is_refused_hangs_or_cannot_be_read_here(tmp_path: Path) -> None:

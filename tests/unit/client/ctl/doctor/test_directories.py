@@ -35,7 +35,8 @@ ALL_USERS = Place("ram", "ram", "/dev/shm", 40 * GIB, "kvdepot-*-a.arena", is_of
 RAM = Looked(ALL_USERS, replace(GOOD, mode=0o1777), TMPFS, 990)
 OWN_RAM = Looked(Place("ram", "ram", "/mnt/ram", 40 * GIB, "kvdepot-*-a.arena"), GOOD, TMPFS, 990)
 DISK = Looked(Place("nvme", "disk", PATH, 50 * GIB, "*"), GOOD, EXT4, 990)
-SHARED = Looked(Place("nfs", "shared", PATH, 50 * GIB), GOOD, NFS, 990)
+SHARED = Looked(Place("nfs", "shared", PATH, 50 * GIB, keyed=True), GOOD, NFS, 990)
+UNKEYED = replace(SHARED, place=replace(SHARED.place, keyed=False))
 
 
 def seen(looked: Looked, mount: Mount | None = None, **changed: object) -> Looked:
@@ -52,6 +53,12 @@ def test_what_is_well_is_ok(looked: Looked) -> None:
     findings = [check(looked) for check in checks[looked.place.kind]]
     assert {one.outcome for one in findings} == {Outcome.OK}
     assert len({one.check for one in findings}) == len(findings)
+
+
+@pytest.mark.requirement("S5")
+def test_a_shared_tier_on_a_local_file_system_has_a_note_of_its_key() -> None:
+    found = directories.check_key(seen(UNKEYED, EXT4))
+    assert found.outcome is Outcome.OK and "can have wrong bytes served" in found.message
 
 
 EMPTY = seen(SHARED, on_root_filesystem=True, is_empty=True)
@@ -88,6 +95,8 @@ BAD: list[tuple[Check, Looked, str, str, str]] = [
     (directories.check_rename, seen(DISK, rename="Invalid argument"), "fail", "no atomic", "another file system"),
     (directories.check_direct, seen(DISK, direct="Invalid argument"), "warn", "page cache", "ext4 or xfs"),
     (directories.check_clock, seen(SHARED, ahead_seconds=-90.0), "warn", "90.0 s behind", "NTP"),
+    (directories.check_key, UNKEYED, "warn", "no key_file, on nfs4", "set key_file on all nodes"),
+    (directories.check_key, seen(UNKEYED, Mount(PATH, "fuse.ceph", frozenset())), "warn", "fuse.ceph", "key_file"),
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A shared tier with keys: what its counters, log and look-ups make of objects of other keys (P6, S2)."""
+"""A shared tier with keys: what its counters, log and look-ups make of objects of other keys (P6, S5)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quarantined(rig: SharedRig) -> list[str]:
     return [file.name.split(".")[-2] for file in (rig.root / layout.QUARANTINE).iterdir()]
 
 
-@pytest.mark.requirement("I1", "P6")
+@pytest.mark.requirement("S5", "I1", "P6")
 def test_nodes_with_one_key_serve_each_other_s_objects_and_no_forged_one(rig: SharedRig) -> None:
     other = rig.another(keys=KEYED)
     handle = rig.stored(NAME)
