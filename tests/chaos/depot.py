@@ -27,8 +27,8 @@ from kvdepot.server.tiers.disk.records import SEQUENCE_BITS
 from tests.chaos.shared_directory import SHARED_CAPACITY, SharedDirectory
 from tests.chaos.stepped_clock import ALLOWED_SECONDS, WallClock
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.disk_daemon import children
 from tests.rigs.patience import patience
 from tests.rigs.raw_client import status_of
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import STOP_SECONDS, DaemonProcess
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.process_memory import used_bytes
@@ -24,10 +25,6 @@ CAPACITY_BYTES = 384 << 20
 def daemon() -> Iterator[DaemonProcess]:
     with DaemonProcess(ram="384MiB") as running:
         yield running
-
-
-def _children(daemon: DaemonProcess) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()]
 
 
 @pytest.mark.requirement("T1")
@@ -46,7 +43,7 @@ def test_arena_and_processes_stay_within_the_capacity(daemon: DaemonProcess) -> 
         daemon.kill()
     daemon.start(ready=False)
     for _ in range(20):
-        wait_until(lambda: _children(daemon), "the worker")
+        wait_until(lambda: children(daemon.pid), "the worker")
         assert used_bytes(daemon) <= CAPACITY_BYTES
     daemon.wait_for_log("metrics on http://", len(daemon.log) // 2)
     assert len(list(daemon.arena_directory.glob("*.arena"))) == 1
@@ -83,7 +80,7 @@ def test_an_orderly_stop_before_it_is_ready_exits_with_0() -> None:
 
 
 def test_an_orderly_stop_does_not_wait_for_a_stuck_worker(daemon: DaemonProcess) -> None:
-    (worker,) = _children(daemon)
+    (worker,) = children(daemon.pid)
     os.kill(worker, signal.SIGSTOP)
     with RawEngine(daemon.socket) as engine:
         engine.store(keys_of("unsummed", 2))
@@ -101,7 +98,7 @@ def test_sighup_without_a_file_says_so_and_harms_nothing(daemon: DaemonProcess) 
 
 @pytest.mark.requirement("I6")
 def test_a_dead_checksum_worker_is_replaced_and_the_sums_go_on(daemon: DaemonProcess) -> None:
-    (worker,) = _children(daemon)
+    (worker,) = children(daemon.pid)
     os.kill(worker, signal.SIGSTOP)
     keys = keys_of("two workers", 4)
     with RawEngine(daemon.socket) as engine:
@@ -110,7 +107,7 @@ def test_a_dead_checksum_worker_is_replaced_and_the_sums_go_on(daemon: DaemonPro
         os.kill(worker, signal.SIGKILL)
         wait_until(lambda: engine.counter("checksummed_objects") == 4, "the sums of the next worker")
         wait_until(lambda: not engine.status().tiers[0].lent_bytes, "nothing lent")
-        assert _children(daemon) != [worker]
+        assert children(daemon.pid) != [worker]
         assert engine.locate(keys) == 4 * CHUNK_TOKENS
         assert engine.load(keys) == [payload_of(key) for key in keys]
 
@@ -121,8 +118,8 @@ def test_a_signal_to_the_whole_group_ends_no_child_before_the_daemon(tmp_path: P
     with DaemonProcess(ram="512MiB", config=tier) as daemon:
         with RawEngine(daemon.socket) as engine:
             wait_until(lambda: engine.status().tiers[1].state == "ready", "the tier is open")
-            children = _children(daemon)
-            for pid in children:
+            workers = children(daemon.pid)
+            for pid in workers:
                 blocked = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
                 for number in (signal.SIGTERM, signal.SIGINT):
                     assert int(blocked, 16) >> (number - 1) & 1
@@ -130,7 +127,7 @@ def test_a_signal_to_the_whole_group_ends_no_child_before_the_daemon(tmp_path: P
             engine.store(keys_of("prompt", 4))
             # By the checksum worker, or by the write to the tier, whichever is first.
             wait_until(lambda: not engine.status().tiers[0].pending_checksums, "the sums")
-            assert _children(daemon) == children
+            assert children(daemon.pid) == workers
         assert daemon.stop() == 0
         assert " warning " not in daemon.log
 

@@ -13,6 +13,7 @@ import pytest
 from kvdepot.core.arena import PAGE_BYTES
 from kvdepot.core.calls import ReserveOutcome
 
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import ARENA_FILES, DaemonProcess
 from tests.rigs.engine_process import EngineProcess
 from tests.rigs.patience import patient, wait_until
@@ -28,10 +29,9 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 def _worker_pid(daemon: DaemonProcess) -> int:
-    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children")
-    wait_until(lambda: children.read_text().split(), "the checksum worker")
-    (pid,) = children.read_text().split()
-    return int(pid)
+    wait_until(lambda: children(daemon.pid), "the checksum worker")
+    (pid,) = children(daemon.pid)
+    return pid
 
 
 def _wait_summed(engine: RawEngine, count: int) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.io_pool_rig import is_gone
 from tests.rigs.patience import wait_until
@@ -49,12 +50,11 @@ def _wait_durable(daemon: DaemonProcess, count: int) -> None:
 
 def _workers(daemon: DaemonProcess) -> list[int]:
     """I/O workers with an arena: not the journal's."""
-    found = []
-    for pid in Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split():
-        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if "kvdepot.server.io.worker" in command and command[command.index("kvdepot.server.io.worker") + 1] != "-1":
-            found.append(int(pid))
-    return found
+    return [
+        pid
+        for pid in children(daemon.pid, b"kvdepot.server.io.worker\0")
+        if b"kvdepot.server.io.worker\0-1\0" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 @pytest.mark.requirement("T4")

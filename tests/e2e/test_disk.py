@@ -19,6 +19,7 @@ from demo.scenarios import await_lookups
 from demo.toys import HYBRID
 from tests.e2e.fleet import Fleet
 from tests.e2e.test_hybrid import CHUNK, GROUPS, boundary, check_loads, digests_by_place, store, wrong
+from tests.rigs.child_processes import children
 
 pytestmark = pytest.mark.long
 LOAD_TIMEOUT_SECONDS = 4.0
@@ -155,7 +156,4 @@ def test_a_stalled_disk_ends_a_load_by_its_deadline(fleet: Fleet, engine: Engine
 
 
 def io_workers(daemon_pid: int) -> list[int]:
-    children = Path(f"/proc/{daemon_pid}/task/{daemon_pid}/children").read_text().split()
-    return [
-        pid for pid in map(int, children) if b"kvdepot.server.io.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    return children(daemon_pid, b"kvdepot.server.io.worker")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
@@ -12,6 +11,7 @@ from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 from demo.engine import Engine
 from demo.scenarios import await_lookups
 from tests.e2e.fleet import Fleet
+from tests.rigs.child_processes import children
 
 
 @pytest.mark.requirement("P4", "I6")
@@ -48,5 +48,4 @@ def _await_stores(fleet: Fleet, engine: Engine) -> None:
 
 
 def _proxies(fleet: Fleet) -> list[int]:
-    children = Path(f"/proc/{fleet.daemon.pid}/task/{fleet.daemon.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"stream_proxy" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return children(fleet.daemon.pid, b"stream_proxy")

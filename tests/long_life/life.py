@@ -29,6 +29,7 @@ from kvdepot.core.calls import (
 from kvdepot.core.records import RECORDS_MAX
 from kvdepot.proto import codec
 
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
 from tests.rigs.patience import wait_until
@@ -192,7 +193,7 @@ class LongLife:
             seconds=time.monotonic() - self._began,
             daemon_fds=_count(pid, "fd"),
             daemon_threads=_count(pid, "task"),
-            daemon_children=len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()),
+            daemon_children=len(children(pid)),
             sessions=len(status_of(self._daemon.socket).sessions),
             slots=self._slots(),
             daemon_mib=_private_mib(pid),

@@ -22,6 +22,7 @@ from typing import Any, Final
 import pytest
 
 from tests.mutants.watching import Noted, Noting, Trying, test_due
+from tests.rigs.child_processes import children
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _REAP_MS: Final = 50
@@ -78,8 +79,7 @@ def _reap(process: int) -> int | None:
 
 def _end() -> None:
     """What was started, in whatever session, ends."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while pids := [int(pid) for pid in children.read_text().split()]:
+    while pids := children(os.getpid()):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:

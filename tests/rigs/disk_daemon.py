@@ -19,6 +19,7 @@ from kvdepot.core.units import parse_size_bytes
 from kvdepot.server.offline.fsck import Verdict, check_store
 from kvdepot.server.offline.store_files import OfflineRefusalError
 
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import Deadline, wait_until
 from tests.rigs.raw_client import status_of
@@ -191,17 +192,6 @@ probe_every = "200ms"
 def indexed(verdict: Verdict) -> dict[int, tuple[str, str]]:
     """As `Events.live`."""
     return {put.sequence: (put.name.key.hex(), Kind(put.name.kind).name.lower()) for put in verdict.index.puts}
-
-
-def children(pid: int, module: bytes) -> list[int]:
-    """Processes that `pid` has started and that run this module."""
-    found = []
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            with contextlib.suppress(OSError):
-                if module in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
-    return found
 
 
 def medium_bytes(root: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 
 
@@ -13,8 +14,7 @@ def used_bytes(daemon: DaemonProcess) -> int:
     A child that has not executed its program yet runs in the daemon's memory (vfork(2)), which counts once.
     """
     own = _command(daemon.pid)
-    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
-    pids = [daemon.pid, *(child for child in map(int, children) if _command(child) != own)]
+    pids = [daemon.pid, *(child for child in children(daemon.pid) if _command(child) != own)]
     arena = sum(path.stat().st_blocks * 512 for path in daemon.arena_directory.iterdir())
     return arena + sum(map(_private_bytes, pids))
 

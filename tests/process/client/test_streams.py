@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
@@ -26,6 +25,7 @@ from kvdepot.client.transports.stream import StreamArena
 from kvdepot.core.arena import ArenaFormatError
 from kvdepot.core.calls import CommitOutcome, ReserveOutcome, ReserveReply
 
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import OBJECT_BYTES, EngineClient, prompt_keys
 from tests.rigs.patience import wait_until
@@ -63,13 +63,7 @@ def client(daemon: DaemonProcess, name: str) -> Iterator[EngineClient]:
 
 def proxies(daemon: DaemonProcess) -> list[int]:
     """Their pids."""
-    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
-    found = []
-    for pid in children:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
-            if b"stream_proxy" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
-    return found
+    return children(daemon.pid, b"stream_proxy")
 
 
 def sockets(daemon: DaemonProcess) -> list[str]:

@@ -32,9 +32,9 @@ from kvdepot.server.depot.loads.lookups import WALKS_MAX
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.fakes.shared_directory import publish
 from tests.rigs import waiting_sums
+from tests.rigs.child_processes import children
 from tests.rigs.ctl_process import answered
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.disk_daemon import children
 from tests.rigs.io_pool_rig import state
 from tests.rigs.known_objects import hybrid
 from tests.rigs.patience import wait_until

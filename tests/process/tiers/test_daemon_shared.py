@@ -14,8 +14,8 @@ from kvdepot.core.objectfile import HEADER_BYTES, ObjectHeader, payload_sum
 from kvdepot.core.report import TierStatus
 from kvdepot.server.storage import shared_layout as layout
 
+from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.disk_daemon import children
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
 
