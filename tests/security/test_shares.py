@@ -77,6 +77,19 @@ def take_specs(socket: str, most: int) -> tuple[int, str]:
     return most, ""
 
 
+def take_namespaces(socket: str, most: int) -> tuple[int, str]:
+    """Register small specs, in several sessions, until it is refused."""
+    for number in range(most):
+        if number % (NAMESPACES_PER_SESSION_MAX - 4) == 0:
+            _kept.append(RawEngine(Path(socket), f"n{number}", label=f"{os.getpid()}"))
+        try:
+            _kept[-1].register(replace(dense_spec(), identity={"model": f'"{os.getpid()}-{number}"'}))
+        except grpc.RpcError as error:
+            refusal: Any = error
+            return number, str(refusal.details())
+    return most, ""
+
+
 def hold(socket: str, sessions: int, how: str, tenant: str = "") -> int:
     """Reserve in several sessions, or load what they stored, until nothing is granted. Return the bytes that are held.
 
@@ -154,6 +167,27 @@ def test_a_user_has_its_share_of_the_sessions(daemon: DaemonProcess, honest: Oth
     taken, refusal = hostile.run("take_sessions", socket, SHARE + 20)
     assert taken == SHARE and f"sessions of uid {HOSTILE}: {SHARE + 1} is more than {SHARE}" in refusal
     assert honest.run("check", socket) == 4
+
+
+@pytest.mark.requirement("S4", "I4")
+def test_a_user_has_its_share_of_the_namespaces(daemon: DaemonProcess, honest: OtherUser, hostile: OtherUser) -> None:
+    socket = str(daemon.socket)
+    taken, refusal = hostile.run("take_namespaces", socket, 1024)
+    assert 500 < taken < 512 and f"uid {HOSTILE} has 512 namespaces in use" in refusal
+    assert honest.run("check", socket) == 4
+    assert honest.run("take_namespaces", socket, 100) == (100, "")
+    assert honest.run("check", socket) == 8
+
+
+@pytest.mark.requirement("S4", "I4")
+def test_a_tenant_has_its_share_of_the_sessions_and_its_user_no_other(honest: OtherUser, hostile: OtherUser) -> None:
+    tenants = f'[[tenant]]\nname = "a"\nusers = ["{HONEST}"]\n[[tenant]]\nname = "b"\nusers = ["{HOSTILE}"]\n'
+    with DaemonProcess(config=f"{tenants}sessions = 20\n") as daemon:
+        open_to_group(daemon)
+        socket = str(daemon.socket)
+        taken, refusal = hostile.run("take_sessions", socket, 30)
+        assert taken == 20 and "sessions of tenant 'b': 21 is more than 20" in refusal
+        assert honest.run("check", socket, "a") == 4
 
 
 @pytest.mark.requirement("S4", "I4")

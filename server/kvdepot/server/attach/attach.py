@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,8 @@ from kvdepot.server.rpc.call_socket import CallSocket
 from kvdepot.server.rpc.depot_calls import DepotCalls
 
 CONNECTIONS_MAX = 8192
+CONNECTIONS_OF_A_USER_MAX = CONNECTIONS_MAX // 4
+"""Of one uid: attached or not, several of one process included."""
 PENDING_CONNECTIONS_MAX = 64
 """Connections that have not attached yet: one more and the oldest is closed."""
 PENDING_SECONDS = 5.0
@@ -148,14 +151,25 @@ class AttachListener:
 
     def _accepted(self, daemon_socket: Path, peer: socket.socket) -> None:
         connection = _Connection(peer, daemon_socket)
-        if len(self._connections) >= CONNECTIONS_MAX:
-            self._refuse(connection, LimitExceeded("attach connections", CONNECTIONS_MAX + 1, CONNECTIONS_MAX))
-            return
+        own = sum(other.uid == connection.uid for other in self._connections.values())
+        for what, count, most in (
+            ("attach connections", len(self._connections), CONNECTIONS_MAX),
+            (f"attach connections of uid {connection.uid}", own, CONNECTIONS_OF_A_USER_MAX),
+        ):
+            if count >= most:
+                self._refuse(connection, LimitExceeded(what, count + 1, most))
+                return
         if len(self._pending_connections) >= self._pending_max:
-            self._drop(self._connections[next(iter(self._pending_connections))])
+            self._drop(self._oldest_pending(connection.uid))
         self._connections[connection.fd] = connection
         self._pending_connections[connection.fd] = self._loop.call_later(PENDING_SECONDS, self._drop, connection)
         self._loop.add_reader(connection.fd, self._readable, connection)
+
+    def _oldest_pending(self, uid: int) -> _Connection:
+        """Return the oldest pending connection of the user that has most of them, with one more of `uid`."""
+        pending = [self._connections[fd] for fd in self._pending_connections]
+        most = Counter([*(one.uid for one in pending), uid]).most_common(1)[0][0]
+        return next(one for one in pending if one.uid == most)
 
     def _readable(self, connection: _Connection) -> None:
         try:
@@ -239,7 +253,7 @@ class AttachListener:
 
     def _start_proxy(self, connection: _Connection, owner: Owner) -> tuple[ProcessIdentity, int]:
         """Start the proxy that touches extents for the connected process. Return its identity and pidfd."""
-        proxy = connection.proxy = self._streams.start(connection.daemon_socket, owner.uid)
+        proxy = connection.proxy = self._streams.start(connection.daemon_socket, owner)
         try:
             pidfd = os.dup(proxy.pidfd)
         except OSError as error:
@@ -379,6 +393,7 @@ class _Connection:
     def __init__(self, peer: socket.socket, daemon_socket: Path) -> None:
         self.socket = peer
         self.fd = peer.fileno()
+        self.uid = processes.peer_credentials(peer)[1]
         self.daemon_socket = daemon_socket  # beside the one that was connected to
         self.attachment: int | None = None
         self.proxy: StreamProxy | None = None  # ends with the connection ...

@@ -14,6 +14,7 @@ from kvdepot.core.errors import NoRoom, NotReady
 from kvdepot.server.config.schema import SOCKET_PATH_BYTES_MAX, STREAM_SUFFIX
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.stream_wire import OPENING, Opening
+from kvdepot.server.platform.identity import Owner
 
 _MODULE: Final = "kvdepot.server.io.stream_proxy"
 _USERS_MAX: Final = 4
@@ -22,6 +23,8 @@ _USERS_MAX: Final = 4
 
 class StreamProxies:
     """All proxies of this daemon, at most `count_max` of one uid. Everything runs on the loop's thread.
+
+    `tenants`: how many are configured. Each has an equal part of all proxies.
 
     Their sockets lie beside the daemon's, which the caller holds the lock of.
     """
@@ -35,7 +38,9 @@ class StreamProxies:
         group_id: int,
         loop: asyncio.AbstractEventLoop,
         log: logging.Logger,
+        tenants: int = 0,
     ) -> None:
+        self._tenants = tenants
         self._arena_fds = arena_fds  # of the tables, of the data
         self.count_max = count_max  # those above a new one go on
         self._mode = mode
@@ -50,16 +55,16 @@ class StreamProxies:
             if path.name.startswith(f"{daemon_socket.name}{STREAM_SUFFIX}"):
                 path.unlink(missing_ok=True)
 
-    def start(self, daemon_socket: Path, uid: int) -> StreamProxy:
-        """Start a proxy for a process of this user.
+    def start(self, daemon_socket: Path, owner: Owner) -> StreamProxy:
+        """Start a proxy for a process of this owner.
 
         Raise NoRoom (too many), or NotReady (no room on the host, or no path for its socket).
         """
-        own = sum(proxy.uid == uid for proxy in self._proxies.values())
-        numbers = range(_USERS_MAX * self.count_max if own < self.count_max else 0)
+        full = self._full(owner)
+        numbers = range(_USERS_MAX * self.count_max)
         number = next((number for number in numbers if number not in self._proxies), None)
-        if number is None:
-            users = f"{own} processes of uid {uid}" if own >= self.count_max else f"{len(self._proxies)} processes"
+        if full or number is None:
+            users = full or f"{len(self._proxies)} processes"
             raise NoRoom(
                 f"{users} use streams already",
                 advice="raise [sessions] streams, or let engines map the arena (transport = shm)",
@@ -76,9 +81,19 @@ class StreamProxies:
             )
         except OSError as error:
             raise NotReady(f"no proxy can be started: {error}") from error
-        proxy = self._proxies[number] = StreamProxy(name, path, process, lifeline, pidfd, uid)
+        proxy = self._proxies[number] = StreamProxy(name, path, process, lifeline, pidfd, owner)
         self._loop.add_reader(pidfd, self._died, number)
         return proxy
+
+    def _full(self, owner: Owner) -> str:
+        """Return who has its share of the proxies, the user or its tenant; empty: nobody."""
+        of_user = sum(proxy.owner.uid == owner.uid for proxy in self._proxies.values())
+        if of_user >= self.count_max:
+            return f"{of_user} processes of {owner}"
+        of_tenant = sum(proxy.owner.tenant == owner.tenant for proxy in self._proxies.values())
+        if self._tenants and of_tenant >= max(_USERS_MAX * self.count_max // self._tenants, 1):
+            return f"{of_tenant} processes of {owner.party_name}"
+        return ""
 
     def close(self) -> None:
         """End them all. Their deaths are not waited for: they stand in the attachment table."""
@@ -101,10 +116,10 @@ class StreamProxy:
     """One proxy. `lifeline` is the end that the client gets; `name` is its socket's name behind the daemon's."""
 
     def __init__(
-        self, name: str, path: Path, process: subprocess.Popen[bytes], lifeline: socket.socket, pidfd: int, uid: int
+        self, name: str, path: Path, process: subprocess.Popen[bytes], lifeline: socket.socket, pidfd: int, owner: Owner
     ) -> None:
         self.name = name
-        self.uid = uid  # of the process that it serves
+        self.owner = owner  # of the process that it serves
         self.lifeline = lifeline
         self.pidfd = pidfd  # this object's own
         self.killed = False

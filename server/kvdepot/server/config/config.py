@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvdepot.core import runtime
+from kvdepot.core.arena import SESSIONS_MAX
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.object_keys import KeyRing
 from kvdepot.server.config import arena_directory, environment
@@ -295,6 +296,12 @@ def _check_tenants(file: str, tables: Tables, arena_bytes: int) -> None:
             file, "tenant.credit",
             f"expected at most the arena of {arena_bytes // MIB} MiB for all tenants, got {credit_bytes // MIB} MiB",
             advice="tenants without credit share what the others leave",
+        )  # fmt: skip
+    left = SESSIONS_MAX - sum(tenant.sessions for tenant in tables.tenant)
+    if left < sum(not tenant.sessions for tenant in tables.tenant):
+        raise ConfigError(
+            file, "tenant.sessions", f"expected at most {SESSIONS_MAX} for all tenants, and one for each of them",
+            advice="tenants without sessions share what the others leave",
         )  # fmt: skip
 
 

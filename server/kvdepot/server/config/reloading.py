@@ -21,7 +21,7 @@ _LIVE: Final = frozenset(
         "policy.lease_deadline", "policy.audit_sample",
     }
 )  # fmt: skip
-_LIVE_OF_TENANTS: Final = frozenset({"ram", "credit"})
+_LIVE_OF_TENANTS: Final = frozenset({"ram", "credit", "sessions"})
 _LIVE_OF_TIERS: Final = frozenset({"write", "load_weight"})
 _LIVE_OF_DISKS: Final = frozenset({"high_watermark", "low_watermark"})
 """Those of a shared tier are its janitor's, who may be another node."""

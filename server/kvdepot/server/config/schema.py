@@ -12,6 +12,7 @@ from string import hexdigits
 from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
+from kvdepot.core.arena import SESSIONS_MAX
 from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.core.printable import control_character
@@ -170,6 +171,7 @@ class TenantTable(_Table):
     groups: list[str] = Field(default=[], max_length=256)
     ram: SizeOrNone = None
     credit: SizeOrNone = None
+    sessions: int = Field(default=0, ge=0, le=SESSIONS_MAX)  # 0: an equal part
 
     @field_validator("name")
     @classmethod

@@ -38,7 +38,7 @@ from kvdepot.server.daemon.start_checks import arena_request, cannot_listen, che
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.depot import Depot
-from kvdepot.server.depot.types import DepotConfig, Liveness, ProcessIdentity
+from kvdepot.server.depot.types import DepotConfig, Liveness, ProcessIdentity, TenantBudget
 from kvdepot.server.observe.health import HttpListener, Readiness, readiness
 from kvdepot.server.observe.metrics import exposition
 from kvdepot.server.observe.summary import summary_line
@@ -140,7 +140,7 @@ class Node:
         tables = self._config.tables
         streams = StreamProxies(
             arena_fds=(arena.tables_fd, arena.data_fd), count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
-            group_id=tables.daemon.group_id, loop=self._loop, log=self._log,
+            group_id=tables.daemon.group_id, loop=self._loop, log=self._log, tenants=len(tables.tenant),
         )  # fmt: skip
         self._streams = streams
         self._control = Control(
@@ -481,5 +481,5 @@ def engine_config(config: Config, quotas: SetQuotas) -> DepotConfig:
         audit_sample=tables.policy.audit_sample,
         eviction=tables.policy.eviction,
         quotas=quotas.for_engine(tables),
-        tenant_credits={tenant.name: tenant.credit for tenant in tables.tenant},
+        tenants={tenant.name: TenantBudget(tenant.credit, tenant.sessions or None) for tenant in tables.tenant},
     )

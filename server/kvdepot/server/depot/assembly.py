@@ -76,7 +76,9 @@ class Assembly:
         self._clock = clock
         self.counters = Counters() if counters is None else counters
         self._guard = engine_guard(self.counters.add)
-        self._sessions = Sessions(tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds)
+        self._sessions = Sessions(
+            tables, clock=clock, random_bytes=random_bytes, grace=config.grace_seconds, tenants=config.tenants
+        )
         workers = Workers(self._sessions, identify)
         self._tree = tree = Tree(
             tables, run=run, clock=clock, random_bytes=random_bytes,
@@ -209,7 +211,9 @@ class Assembly:
         self._stores.configure(config)
         self._audits.configure(config)
         self._loads.configure(config)
-        self._sessions.configure(grace=config.grace_seconds, lease_deadline=config.lease_deadline_seconds)
+        self._sessions.configure(
+            grace=config.grace_seconds, lease_deadline=config.lease_deadline_seconds, tenants=config.tenants
+        )
         self.pins.configure(config.pin_share)
         self._prefetch.configure(share=config.prefetch_share, seconds=config.lease_deadline_seconds)
         for holding in self._tree.holdings:

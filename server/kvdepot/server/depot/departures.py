@@ -18,7 +18,7 @@ from kvdepot.server.depot.sessions.session import Lease, Session, WriteLease
 from kvdepot.server.depot.sessions.sessions import Sessions
 from kvdepot.server.depot.stores.store import Stores
 from kvdepot.server.depot.tiering.prefetch import Prefetch
-from kvdepot.server.depot.types import ProcessIdentity
+from kvdepot.server.depot.types import Owner, ProcessIdentity
 from kvdepot.server.platform.guard import Guard
 
 OBJECTS_AT_ONCE: Final = 512
@@ -65,7 +65,7 @@ class Departures:
             objects -= self._step(next(iter(self._leaving)))
         return bool(self._leaving)
 
-    def make_room(self, engine: bytes, process: ProcessIdentity, uid: int) -> None:
+    def make_room(self, engine: bytes, process: ProcessIdentity, owner: Owner) -> None:
         """Make room before a process attaches: for its name, and for one more session."""
         for session in [one for one in self._leaving if one.has(process) and not one.scheduler_died]:
             while session in self._leaving:  # it may come back to this one
@@ -73,7 +73,7 @@ class Departures:
         orphan = self._sessions.expired_for(engine, process)
         if orphan is not None:
             self._end_service(orphan)
-        for session in self._sessions.crowding(uid):
+        for session in self._sessions.crowding(owner):
             if not session.ended:
                 self._end_service(session)
             while session in self._leaving:  # else the rest of that would meet who has its slot then

@@ -43,6 +43,7 @@ from kvdepot.server.depot.operators.operator_prefetch import OperatorPrefetch
 from kvdepot.server.depot.operators.verification import Verification
 from kvdepot.server.depot.sessions.session import Lease, ReadLease, Session, WriteLease, engine_digest
 from kvdepot.server.depot.sessions.sessions import LENT_ELSEWHERE
+from kvdepot.server.depot.sessions.shares import share_of
 from kvdepot.server.depot.tree.free_slots import free_slot
 from kvdepot.server.depot.tree.namespaces import Namespace, checked_id
 from kvdepot.server.depot.tree.switches import REFUSALS
@@ -88,7 +89,7 @@ class Depot(Assembly):
         Raise the errors of core.errors: another live process is this engine's scheduler
         or rank, world_size is out of range or differs, tables are full.
         """
-        self._departures.make_room(engine_digest(engine_id, owner), process, owner.uid)
+        self._departures.make_room(engine_digest(engine_id, owner), process, owner)
         return self._sessions.attach(
             process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner, client=client
         )
@@ -97,7 +98,7 @@ class Depot(Assembly):
         self, client: ProcessIdentity, engine_id: str, *, scheduler: bool, rank: int, world_size: int, owner: Owner
     ) -> None:
         """Raise what `attach` would raise for a process that needs a proxy, before the proxy is started."""
-        self._departures.make_room(engine_digest(engine_id, owner), client, owner.uid)
+        self._departures.make_room(engine_digest(engine_id, owner), client, owner)
         self._sessions.check(client, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner)
 
     def disconnected(self, attachment: int) -> None:
@@ -140,26 +141,28 @@ class Depot(Assembly):
         the namespace.
         `elements`: the element layout of the objects, where the engine reports it.
         """
-        owner = self._sessions.of(session)
+        engine = self._sessions.of(session)
+        owner = engine.owner
+        assert owner is not None, "who has a token has attached"
         _check_tenant(owner, spec)
         namespace_id = checked_id(spec)
         self.invalidation.check(spec)
         check_elements(elements, spec.object_bytes)
-        if namespace_id not in owner.namespaces:
-            namespace = self._tree.namespaces.by_id.get(namespace_id) or self._new_namespace(namespace_id, spec)
+        if namespace_id not in engine.namespaces:
+            namespace = self._tree.namespaces.by_id.get(namespace_id) or self._new_namespace(namespace_id, spec, owner)
             if namespace.spec is None:
-                self._tree.namespaces.define(namespace, spec, owner.uid)
+                self._tree.namespaces.define(namespace, spec, owner, share_of(owner, self._config.tenants).spec_bytes)
             namespace.invalid = False
             namespace.describe(elements)
             namespace.sessions += 1
             namespace.used_at = self._clock()
             sizes = map(self._ram.allocator.rounded, namespace.object_bytes.values())
-            owner.object_bytes_max = max(owner.object_bytes_max, *sizes)
-            owner.namespaces[namespace_id] = namespace
-            if len(owner.namespaces) > limits.NAMESPACES_PER_SESSION_MAX:
-                oldest = next(iter(owner.namespaces))  # of an epoch long gone
-                owner.namespaces.pop(oldest).sessions -= 1
-        return namespace_id, owner.ranks_attached
+            engine.object_bytes_max = max(engine.object_bytes_max, *sizes)
+            engine.namespaces[namespace_id] = namespace
+            if len(engine.namespaces) > limits.NAMESPACES_PER_SESSION_MAX:
+                oldest = next(iter(engine.namespaces))  # of an epoch long gone
+                engine.namespaces.pop(oldest).sessions -= 1
+        return namespace_id, engine.ranks_attached
 
     # Calls, of the scheduler alone: all raise UnknownSession for an unknown token, NotScheduler for a rank's
 
@@ -379,16 +382,22 @@ class Depot(Assembly):
 
     # Within
 
-    def _new_namespace(self, namespace_id: bytes, spec: NamespaceSpec) -> Namespace:
+    def _new_namespace(self, namespace_id: bytes, spec: NamespaceSpec, owner: Owner) -> Namespace:
         """Add a namespace. When the table is full, it takes the slot of the least recently used idle namespace.
 
-        Raise NoRoom when no slot can be made free at once.
+        A user or tenant with its share of the table takes an idle one of its own first. Raise NoRoom when no slot can
+        be made free at once, or the share is in use.
         """
-        namespaces = self._tree.namespaces
+        namespaces, share = self._tree.namespaces, share_of(owner, self._config.tenants).namespaces
+        own = namespaces.of_party(owner.party)
+        if sum(one.sessions > 0 for one in own) >= share:
+            raise NoRoom(f"{owner.party_name} has {share} namespaces in use, which is its share")
         namespace = namespaces.add(namespace_id, spec.label, self._clock())
         if namespace is not None:
             return namespace
-        idle = (one for one in namespaces.idle() if not self.pins.pins(one))
+        idle = [one for one in namespaces.idle() if not self.pins.pins(one)]
+        if len(own) >= share:
+            idle.sort(key=lambda one: one.party != owner.party)
         free_slot(self._tree, idle, _NAMESPACE_EVICTIONS_MAX)
         namespace = namespaces.add(namespace_id, spec.label, self._clock())
         if namespace is None:
@@ -396,15 +405,15 @@ class Depot(Assembly):
         return namespace
 
 
-def _check_tenant(session: Session, spec: NamespaceSpec) -> None:
+def _check_tenant(owner: Owner, spec: NamespaceSpec) -> None:
     """Raise PermissionDenied for a spec of another tenant. The answer depends on nothing that the daemon has.
 
     The daemon does not put the right name in its place: an engine computes the namespace's id itself.
     """
-    if session.tenant is not None and spec.tenant != session.tenant:
+    if owner.tenant is not None and spec.tenant != owner.tenant:
         raise PermissionDenied(
-            f"uid {session.uid} is in tenant {session.tenant!r}, and the namespace says {spec.tenant!r}",
-            advice=f'set "tenant": "{session.tenant}" in kv_connector_extra_config',
+            f"uid {owner.uid} is in tenant {owner.tenant!r}, and the namespace says {spec.tenant!r}",
+            advice=f'set "tenant": "{owner.tenant}" in kv_connector_extra_config',
         )
 
 

@@ -51,6 +51,14 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantBudget:
+    """What a tenant may have at a time. None: an equal part of what the other tenants leave."""
+
+    credit_bytes: int | None = None  # reserved by its engines, or lent to them
+    sessions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DepotConfig:
     """Limits and policies of one depot. Bytes and seconds as the names say."""
 
@@ -68,7 +76,7 @@ class DepotConfig:
     evictions_at_once: int = 16  # ahead of need: 1 to 2 ms in which nobody is answered
     eviction: str = "gdsf"  # a name of core.eviction.policy_names()
     quotas: tuple[Quota, ...] = ()
-    tenant_credits: Mapping[str, int | None] = field(default_factory=dict)  # None: an equal part of what is left
+    tenants: Mapping[str, TenantBudget] = field(default_factory=dict)  # by name; empty: none are configured
 
 
 class WritePolicy(StrEnum):

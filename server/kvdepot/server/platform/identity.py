@@ -51,6 +51,15 @@ class Owner:
     pid_namespace: int = 0
     tenant: str | None = None
 
+    @property
+    def party(self) -> int | str:
+        """Return who has one share of what all engines use: the tenant or, without tenants, the user."""
+        return self.uid if self.tenant is None else self.tenant
+
+    @property
+    def party_name(self) -> str:
+        return f"uid {self.uid}" if self.tenant is None else f"tenant {self.tenant!r}"
+
     def __str__(self) -> str:
         return f"uid {self.uid}"
 

@@ -12,7 +12,7 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from kvdepot.core.calls import AttachCall, AttachReply
@@ -114,7 +114,7 @@ def test_a_proxy_hears_whom_it_serves_before_its_client_has_the_lifeline() -> No
     lifeline, proxys = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     process: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: 0)
     name = f"{STREAM_SUFFIX}0".lstrip(".")
-    proxy = StreamProxy(name, Path(name), process, lifeline, os.pidfd_open(os.getpid()), 0)
+    proxy = StreamProxy(name, Path(name), process, lifeline, os.pidfd_open(os.getpid()), Owner(0))
     inode = os.fstat(lifeline.fileno()).st_ino
     streams: Any = SimpleNamespace(tidy=lambda _: None, close=proxy.forget, start=lambda *_: proxy)
     reply, (received,) = attached(rig, streams, stream=True)
@@ -171,3 +171,66 @@ def test_a_pid_namespace_that_the_kernel_does_not_show_is_0() -> None:
     with Path(os.devnull).open() as no_pidfd:  # the call is unknown, as before Linux 6.11
         assert processes.pid_namespace(1 << 30, no_pidfd.fileno()) == 0
     assert processes.pid_namespace(0, None) == 0
+
+
+_CALL: Final = codec.encode_attach_call(AttachCall(1, 1, "e", scheduler=True, rank=0, world_size=1))
+
+
+def told(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, bytes]]) -> list[str]:
+    """Connect as these users, one after another, and send what is given. Return what the daemon says last to each.
+
+    "" is a connection that goes on, and "closed" one that the daemon has closed without a word.
+    """
+    uids = iter([uid for uid, sent in steps for _ in range(2 if sent else 1)])
+    monkeypatch.setattr(processes, "peer_credentials", lambda _: (os.getpid(), next(uids), 0))
+    path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
+
+    async def run() -> list[str]:
+        loop = asyncio.get_running_loop()
+        listener = AttachListener(
+            depot=Rig().depot, calls=_NO_CALLS,
+            offer=ArenaOffer(1, 4096, "1", _descriptors), streams=_NO_STREAMS, loop=loop,
+            log=logging.getLogger("attaching"), boot_id=read_boot_id(),
+        )  # fmt: skip
+        listener.listen(path, 0o600, -1)
+        clients = []
+        for _, sent in steps:
+            clients.append(client := socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
+            client.connect(f"{path}.attach")
+            for _ in range(20 if not sent else 0):  # turns of the loop, in which it is accepted
+                await asyncio.sleep(0)
+            if sent:
+                client.send(sent)
+                readable = asyncio.Event()
+                loop.add_reader(client, readable.set)
+                await asyncio.wait_for(readable.wait(), 10)
+                loop.remove_reader(client)
+        found = [_last_word(client) for client in clients]
+        listener.close()
+        return found
+
+    return asyncio.run(run())
+
+
+def _last_word(client: socket.socket) -> str:
+    with closing(client):
+        try:
+            answer = client.recv(8192)
+        except BlockingIOError:
+            return ""
+        return codec.decode_attach_reply(answer).error if answer else "closed"
+
+
+@pytest.mark.requirement("S4", "I4")
+def test_a_user_has_its_share_of_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach_module, "CONNECTIONS_OF_A_USER_MAX", 2)
+    found = told(monkeypatch, [(1, _CALL), (1, _CALL), (1, b""), (2, _CALL)])
+    assert found[:2] == ["", ""] and found[3] == ""
+    assert found[2].startswith("attach connections of uid 1: 3 is more than 2")
+
+
+@pytest.mark.requirement("S4", "I4")
+def test_silent_connections_of_one_user_push_out_their_own_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without users, the oldest one would go: another user's."""
+    monkeypatch.setattr(attach_module, "silent_max", lambda _: 2)
+    assert told(monkeypatch, [(1, b""), (2, b""), (2, b""), (2, b"")]) == ["", "closed", "closed", ""]

@@ -22,7 +22,7 @@ from kvdepot.server.config.set_quotas import SetQuotas
 from kvdepot.server.config.tier_settings import disk_config, engine_tier_config, shared_config
 from kvdepot.server.daemon import app
 from kvdepot.server.daemon.node import engine_config
-from kvdepot.server.depot.types import Quota
+from kvdepot.server.depot.types import Quota, TenantBudget
 from kvdepot.server.io.pool import worker_reserve_bytes
 
 REPOSITORY = Path(__file__).parents[4]
@@ -145,6 +145,12 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ),
         (TENANT + 'credit = "64GiB"', "tenant.credit", "MiB for all tenants, got 65536 MiB"),
         (TENANT + "credit = 5", "tenant[0].credit", "expected a string with a unit"),
+        (TENANT + "sessions = 2000", "tenant[0].sessions", "less than or equal to 1024"),
+        (
+            TENANT + "sessions = 1024" + TENANT.replace('"a"', '"b"').replace("1001", "2"),
+            "tenant.sessions",
+            "at most 1024 for all tenants, and one for each of them",
+        ),
         (TENANT + '[[quota]]\ntenant = "b"\ncapacity = "1GiB"', "quota[0].tenant", "there is no tenant 'b'"),
         ('[[quota]]\ncapacity = "1GiB"\ntier = "nvme"', "quota[0].tier", "there is no tier 'nvme'"),
         (TIER + QUOTA + QUOTA.replace('"nvme"', '"ram"') + QUOTA.replace("1GiB", "2GiB"), "quota[2]", "as quota[0]"),
@@ -215,7 +221,7 @@ def test_the_ram_of_a_tenant_is_a_quota_that_operators_can_override(tmp_path: Pa
     config, quotas = load(path), SetQuotas()
     (quota,) = engine_config(config, quotas).quotas
     assert (quota.tenant, quota.namespace, quota.tier, quota.capacity_bytes) == ("a", None, "ram", 64 << 20)
-    assert engine_config(config, quotas).tenant_credits == {"a": 32 << 20, "b": None}
+    assert engine_config(config, quotas).tenants == {"a": TenantBudget(32 << 20), "b": TenantBudget()}
     quotas.set(config.tables, QuotaEntry(QuotaSubject("a", None, "ram"), 16 << 20))
     assert [one.capacity_bytes for one in engine_config(config, quotas).quotas] == [16 << 20]
 

@@ -18,7 +18,7 @@ from kvdepot.server.daemon.app import described
 from kvdepot.server.daemon.control import Control
 from kvdepot.server.daemon.node import engine_config
 from kvdepot.server.daemon.state_file import StateFile
-from kvdepot.server.depot.types import Quota, TierConfig, WritePolicy
+from kvdepot.server.depot.types import Quota, TenantBudget, TierConfig, WritePolicy
 
 from tests.rigs.engine_rig import CHUNK, Rig, audit, path
 from tests.rigs.tier_rig import COMMIT, in_tier, on_tier_only, settle, store
@@ -324,14 +324,15 @@ def test_what_a_tier_is_given_changes() -> None:
 @pytest.mark.requirement("T9", "S4")
 def test_budgets_of_tenants_change_at_once(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, TEXT.replace('"a"', '"*"') + '[[tenant]]\nname = "t"\nusers = ["1001"]\n')
-    daemon.change('users = ["1001"]', 'users = ["1001"]\nram = "1GiB"\ncredit = "64MiB"')
+    daemon.change('users = ["1001"]', 'users = ["1001"]\nram = "1GiB"\ncredit = "64MiB"\nsessions = 100')
     found = asyncio.run(daemon.control.reload()).changes
     assert [(one.key, one.before, one.after) for one in found] == [
         ("tenant.t.credit", "none", str(64 << 20)), ("tenant.t.ram", "none", str(1 << 30)),
+        ("tenant.t.sessions", "0", "100"),
     ]  # fmt: skip
     (ran,) = daemon.ran
     config = engine_config(ran, SetQuotas())
-    assert config.tenant_credits == {"t": 64 << 20} and Quota("t", None, "ram", 1 << 30) in config.quotas
+    assert config.tenants == {"t": TenantBudget(64 << 20, 100)} and Quota("t", None, "ram", 1 << 30) in config.quotas
 
 
 @pytest.mark.requirement("T9", "S2")

@@ -11,6 +11,7 @@ from kvdepot.core.errors import LimitExceeded, NoRoom
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.depot import depot as engine_module
 from kvdepot.server.depot.sessions import sessions as sessions_module
+from kvdepot.server.depot.sessions import shares as shares_module
 from kvdepot.server.depot.stores import store as store_module
 from kvdepot.server.depot.tiering import tiering as tiering_module
 from kvdepot.server.depot.tree import namespaces as namespaces_module
@@ -178,7 +179,7 @@ def test_specs_are_bounded_and_those_of_idle_namespaces_go_first(monkeypatch: py
 @pytest.mark.requirement("S4", "I4")
 def test_a_users_specs_are_bounded_by_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own idle ones go first, and those of others stay."""
-    monkeypatch.setattr(namespaces_module, "SPECS_OF_A_USER_BYTES_MAX", 5_000)
+    monkeypatch.setattr(shares_module, "USER", replace(shares_module.USER, spec_bytes=5_000))
     rig = Rig()
 
     def register(name: str, uid: int) -> Client:
@@ -203,8 +204,7 @@ def test_a_users_specs_are_bounded_by_its_share(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.requirement("S4", "I4")
 def test_a_user_has_its_share_of_sessions_and_attachments(monkeypatch: pytest.MonkeyPatch) -> None:
     """At its share, idle sessions of its own end before grace. Those of others stay."""
-    monkeypatch.setattr(sessions_module, "SESSIONS_OF_A_USER_MAX", 3)
-    monkeypatch.setattr(sessions_module, "ATTACHMENTS_OF_A_USER_MAX", 4)
+    monkeypatch.setattr(shares_module, "USER", replace(shares_module.USER, sessions=3, attachments=4))
     rig = Rig()
 
     def attach(name: str, uid: int, pid: int, rank: int = 0) -> int:

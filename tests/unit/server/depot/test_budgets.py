@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.planner import GroupSpec
-from kvdepot.server.depot.types import Owner
+from kvdepot.server.depot.types import Owner, TenantBudget
 
 from tests.rigs.engine_rig import DENSE, Client, Rig, audit, path, spec_of
 from tests.rigs.tier_rig import ATTENTION, COMMIT, on_tier_only, settle
@@ -113,7 +113,7 @@ def test_what_ends_may_be_held_again() -> None:
     ],
 )
 def test_each_tenant_has_its_credit_whatever_others_hold(given: dict[str, int | None], hog: int, honest: int) -> None:
-    rig = rig_of(tenant_credits=given, credit_bytes=1 << 30)
+    rig = rig_of(tenants={name: TenantBudget(credit) for name, credit in given.items()}, credit_bytes=1 << 30)
     assert sum(reserved(user(rig, number, number, "a"), f"hog{number}") for number in range(3)) == hog
     assert reserved(user(rig, 9, tenant="b"), "honest") == honest
 
@@ -130,7 +130,7 @@ def test_an_engine_that_comes_back_brings_what_it_holds() -> None:
 
 @pytest.mark.requirement("S4")
 def test_an_object_larger_than_the_share_has_no_room() -> None:
-    rig = rig_of(tenant_credits={"a": 4096, "b": None})
+    rig = rig_of(tenants={"a": TenantBudget(4096), "b": TenantBudget()})
     client = user(rig, 1, tenant="a")
     assert client.reserve(path("p", 1))[1].outcomes == bytes([ReserveOutcome.NO_ROOM])
 
@@ -138,7 +138,7 @@ def test_an_object_larger_than_the_share_has_no_room() -> None:
 @pytest.mark.requirement("S4")
 def test_small_objects_count_what_they_take() -> None:
     spec = spec_of(GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(50,)))  # 100 bytes, a page
-    rig = rig_of(tenant_credits={"a": 4 * 4096, "b": None})
+    rig = rig_of(tenants={"a": TenantBudget(4 * 4096), "b": TenantBudget()})
     client = rig.attach(spec=replace(spec, tenant="a"), owner=Owner(1, tenant="a"))
     for one in range(8):
         client.store(path(one, 1))

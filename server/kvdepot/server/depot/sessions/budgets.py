@@ -1,6 +1,6 @@
-"""Budgets of RAM: how many bytes an owner may have reserved, and be lent to read, at a time (ADR 67).
+"""Budgets of RAM: how many bytes a party may have reserved, and be lent to read, at a time (ADR 67).
 
-What is reserved or lent cannot be evicted, so an owner with all of RAM would stop everybody else. An owner is a tenant
+What is reserved or lent cannot be evicted, so a party with all of RAM would stop everybody else. A party is a tenant
 or, without tenants, a user. Nothing is ever taken back because of a budget: a call waits, or its objects are computed.
 """
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvdepot.core.arena import NO_ROW, LentMode
 from kvdepot.server.depot.sessions.session import Session
 from kvdepot.server.depot.sessions.sessions import Sessions
+from kvdepot.server.depot.sessions.shares import part
 from kvdepot.server.depot.tree.lent import SESSION_NUMBERS
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.types import DepotConfig
@@ -25,7 +26,7 @@ OVER_BUDGET: Final = "the engines of this user or tenant hold their share of RAM
 
 
 class Budgets:
-    """The bounds of all owners. What they hold is read from sessions and the lent table: there is nothing to keep."""
+    """The bounds of all parties. What they hold is read from sessions and the lent table: there is nothing to keep."""
 
     def __init__(self, sessions: Sessions, ram: RamTier, config: DepotConfig) -> None:
         self._sessions = sessions
@@ -36,15 +37,13 @@ class Budgets:
         self._config = config
 
     def bound_bytes(self, session: Session) -> int:
-        """Return what the owner of a session may hold."""
+        """Return what the party of a session may hold."""
         data_bytes = self._ram.data_bytes
-        if session.tenant is not None:
-            given = self._config.tenant_credits
-            named = given.get(session.tenant)
-            shared = max(data_bytes - sum(filter(None, given.values())), 0)
-            return named if named is not None else shared // max(list(given.values()).count(None), 1)
-        holders = {one.uid for one in self._sessions.by_slot.values() if one.leases and one.uid is not None}
-        others = len(holders - {session.uid})
+        if session.owner is not None and session.owner.tenant is not None:
+            given = {name: one.credit_bytes for name, one in self._config.tenants.items()}
+            return part(data_bytes, given, session.owner.tenant)
+        holders = {one.party for one in self._sessions.by_slot.values() if one.leases}
+        others = len(holders - {session.party, None})
         if others:
             return int(data_bytes * max(1 / (1 + others), LEAST_SHARE))
         return max(int(data_bytes * ALONE_SHARE), self._config.credit_bytes)
@@ -52,7 +51,7 @@ class Budgets:
     def reservable_bytes(self, session: Session, wanted_bytes: int) -> int:
         """Return how many more bytes the session may have reserved; if all that it wants fits, not exactly."""
         bound = self.bound_bytes(session)
-        own = self._sessions.of_owner(session)
+        own = self._sessions.of_party(session.party)
         left = bound - sum(one.credit_used_bytes for one in own)
         at_most = self._lent_at_most(own)
         if at_most and left - at_most < wanted_bytes:
@@ -62,7 +61,7 @@ class Budgets:
     def may_lend(self, session: Session, rows: npt.NDArray[np.int64]) -> bool:
         """Return whether these objects may be lent too. NO_ROW: the object is not in RAM yet."""
         bound = self.bound_bytes(session)
-        own = self._sessions.of_owner(session)
+        own = self._sessions.of_party(session.party)
         left = bound - sum(one.credit_used_bytes for one in own)
         if self._lent_at_most(own) + len(rows) * session.object_bytes_max <= left:
             return True

@@ -172,8 +172,7 @@ class Session:
         self.slot = slot
         self.engine = engine  # digest of owner and engine id
         self.engine_id = engine.hex()
-        self.uid: int | None = None  # of its owner; None: it was adopted, and nobody has come back yet
-        self.tenant: str | None = None  # likewise; also None if no tenants are configured
+        self.owner: Owner | None = None  # None: it was adopted, and nobody has come back yet
         self.world_size = 0  # 0: not known yet in this run
         self.attachments: dict[int, Attachment] = {}
         self.namespaces: dict[bytes, Namespace] = {}
@@ -190,6 +189,11 @@ class Session:
         self.scheduler_died = False
         self.dead = False  # all its processes are
         self.worker = engine in WORKER_NUMBERS  # an I/O worker of this or an earlier run
+
+    @property
+    def party(self) -> int | str | None:
+        """Return the tenant or, without tenants, the user; None for an adopted session."""
+        return None if self.owner is None else self.owner.party
 
     @property
     def connected(self) -> bool:

@@ -6,7 +6,7 @@ anything is lent; at the end lent entries go first, then the attachment, then th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -23,7 +23,8 @@ from kvdepot.server.depot.sessions.session import (
     Session,
     engine_digest,
 )
-from kvdepot.server.depot.types import Attached, AttachmentInfo, Owner, ProcessIdentity, Watch
+from kvdepot.server.depot.sessions.shares import share_of
+from kvdepot.server.depot.types import Attached, AttachmentInfo, Owner, ProcessIdentity, TenantBudget, Watch
 
 _USED: Final = 1
 _SCHEDULER: Final = 2
@@ -31,9 +32,6 @@ _SCHEDULER: Final = 2
 LENT_SESSIONS_MAX: Final = 32
 """Sessions of one process that are lent something. Those it has left stay until it dies; a process has one engine."""
 LENT_ELSEWHERE: Final = f"{LENT_SESSIONS_MAX} other sessions of this process are lent extents: end it, or release them"
-SESSIONS_OF_A_USER_MAX: Final = SESSIONS_MAX // 4
-ATTACHMENTS_OF_A_USER_MAX: Final = ATTACHMENTS_MAX // 4
-"""Of one uid, so that no user fills the tables alone: 256 engines, and 2,048 processes."""
 _FREE_SLOTS: Final = 16
 """With fewer left, sessions that nobody is connected to and that are lent nothing go before grace."""
 _FULL: Final = "`kvdepotctl status` lists sessions and their processes: end engines that are not needed, then retry"
@@ -43,8 +41,9 @@ class Sessions:
     """The session and attachment tables and their live part."""
 
     def __init__(
-        self, tables: ArenaTables, *, clock: Callable[[], float], random_bytes: Callable[[int], bytes], grace: float
-    ) -> None:
+        self, tables: ArenaTables, *, clock: Callable[[], float], random_bytes: Callable[[int], bytes], grace: float,
+        tenants: Mapping[str, TenantBudget],
+    ) -> None:  # fmt: skip
         self._engines = tables.sessions["engine"].view("u1").reshape(-1, 16)
         self._session_used = tables.sessions["used"].data
         columns = tables.attachments
@@ -57,18 +56,20 @@ class Sessions:
         self._clock = clock
         self._random_bytes = random_bytes
         self._grace_seconds = grace
+        self._tenants = tenants
         self.by_slot: dict[int, Session] = {}
         self.by_token: dict[bytes, Attachment] = {}
         self.attachments: dict[int, Attachment] = {}
 
     # Adopting
 
-    def configure(self, *, grace: float, lease_deadline: float) -> None:
-        """Set grace and lease deadline, in seconds.
+    def configure(self, *, grace: float, lease_deadline: float, tenants: Mapping[str, TenantBudget]) -> None:
+        """Set grace and lease deadline, in seconds, and the budgets of tenants.
 
         Existing leases expire no later than new ones, because `due` needs them in that order.
         """
         self._grace_seconds = grace
+        self._tenants = tenants
         latest = self._clock() + lease_deadline
         for session in self.by_slot.values():
             for lease in session.leases.values():
@@ -161,7 +162,7 @@ class Sessions:
         else:
             self._check_lent(process)
         if session is None or _joinable(session, process, rank) is None:
-            self._check_share(owner.uid, new=session is None)
+            self._check_share(owner, new=session is None)
         return session
 
     def attach(
@@ -183,7 +184,7 @@ class Sessions:
         if session is None:
             session = self._open(engine_digest(engine_id, owner))
         session.engine_id = engine_id
-        session.uid, session.tenant = owner.uid, owner.tenant
+        session.owner = owner
         session.world_size = world_size
         session.ended = False
         attachment = attachment or self._add(slot, session, process, rank)
@@ -254,11 +255,9 @@ class Sessions:
             if session.leases and any(a.process in processes for a in session.attachments.values())
         ]
 
-    def of_owner(self, session: Session) -> list[Session]:
-        """Return the sessions of the same tenant or, without tenants, user. Adopted ones have no owner yet."""
-        if session.tenant is not None:
-            return [one for one in self.by_slot.values() if one.tenant == session.tenant]
-        return [one for one in self.by_slot.values() if one.uid == session.uid]
+    def of_party(self, party: int | str | None) -> list[Session]:
+        """Return the sessions of a tenant or, without tenants, a user. Adopted ones are nobody's yet."""
+        return [one for one in self.by_slot.values() if one.owner is not None and one.party == party]
 
     def hold_extents(self) -> bool:
         """Return whether an engine in service holds a lease: it may be copying."""
@@ -285,14 +284,14 @@ class Sessions:
             if session.ended and not session.leases and not session.connected
         ]
 
-    def crowding(self, uid: int) -> Iterable[Session]:
+    def crowding(self, owner: Owner) -> Iterable[Session]:
         """Return sessions to end before grace, so that there are slots for others. The longest idle ones come first.
 
-        A user that is about to attach and has its share of the tables ends its own ones.
+        A party that is about to attach and has its share of the tables ends its own ones.
         """
-        own = self._of_user(uid)
+        own, share = self.of_party(owner.party), share_of(owner, self._tenants)
         attachments = sum(len(one.attachments) for one in own)
-        if len(own) >= SESSIONS_OF_A_USER_MAX or attachments >= ATTACHMENTS_OF_A_USER_MAX:
+        if len(own) >= share.sessions or attachments >= share.attachments:
             return _longest_idle(own, _FREE_SLOTS)
         wanted = max(
             _FREE_SLOTS - SESSIONS_MAX + len(self.by_slot), _FREE_SLOTS - ATTACHMENTS_MAX + len(self.attachments)
@@ -364,23 +363,19 @@ class Sessions:
                 advice="end the process, or have its engines release what they hold before they go",
             )  # fmt: skip
 
-    def _check_share(self, uid: int, *, new: bool) -> None:
-        """Check a user's part of the tables before it gets one more attachment. Raise LimitExceeded.
+    def _check_share(self, owner: Owner, *, new: bool) -> None:
+        """Check a party's part of the tables before it gets one more attachment. Raise LimitExceeded.
 
         Args:
-            uid: the user.
+            owner: of the process that attaches.
             new: whether the attachment needs a new session.
         """
-        own = self._of_user(uid)
-        attachments = sum(len(session.attachments) for session in own)
-        if new and len(own) >= SESSIONS_OF_A_USER_MAX:
-            raise LimitExceeded(f"sessions of uid {uid}", len(own) + 1, SESSIONS_OF_A_USER_MAX, advice=_FULL)
-        if attachments >= ATTACHMENTS_OF_A_USER_MAX:
-            raise LimitExceeded(f"attachments of uid {uid}", attachments + 1, ATTACHMENTS_OF_A_USER_MAX, advice=_FULL)
-
-    def _of_user(self, uid: int) -> list[Session]:
-        """Return the sessions of a user that has attached to them in this run."""
-        return [session for session in self.by_slot.values() if session.uid == uid]
+        own, share = self.of_party(owner.party), share_of(owner, self._tenants)
+        attachments, whose = sum(len(session.attachments) for session in own), owner.party_name
+        if new and len(own) >= share.sessions:
+            raise LimitExceeded(f"sessions of {whose}", len(own) + 1, share.sessions, advice=_FULL)
+        if attachments >= share.attachments:
+            raise LimitExceeded(f"attachments of {whose}", attachments + 1, share.attachments, advice=_FULL)
 
     def _open(self, engine: bytes) -> Session:
         slot = next((slot for slot in range(SESSIONS_MAX) if slot not in self.by_slot), None)
@@ -428,7 +423,7 @@ def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
 
 def _check_tenant(session: Session, owner: Owner) -> None:
     """Refuse a process of the same user in another tenant, by its groups. An adopted session has no tenant yet."""
-    if session.uid is not None and session.tenant != owner.tenant:
+    if session.owner is not None and session.owner.tenant != owner.tenant:
         raise EngineIdInUse(f"{owner} has an engine with this id in another tenant")
 
 

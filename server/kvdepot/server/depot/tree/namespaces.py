@@ -15,11 +15,10 @@ from kvdepot.core.limits import LABEL_BYTES_MAX
 from kvdepot.core.planner import Planner
 from kvdepot.core.printable import without_controls
 from kvdepot.core.report import NamespaceStatus
+from kvdepot.server.platform.identity import Owner
 
 SPECS_BYTES_MAX: Final = 32 << 20
 """Of all namespaces, in the daemon's private memory: 600 specs of 50 KiB."""
-SPECS_OF_A_USER_BYTES_MAX: Final = SPECS_BYTES_MAX // 2
-"""Of the namespaces that engines of one uid have defined, so that no user takes all."""
 
 
 class Namespace:
@@ -35,7 +34,7 @@ class Namespace:
         self.label = label
         self.tenant: str | None = None  # known once registered
         self.spec: NamespaceSpec | None = None
-        self.uid: int | None = None  # of the engine that defined the spec
+        self.party: int | str | None = None  # the tenant or user of the engine that defined the spec
         self.spec_bytes = 0  # of the spec's canonical encoding
         self.planner: Planner | None = None
         self.base_id: bytes | None = None  # its id with a bump counter of 0, and its counter; known once registered
@@ -91,7 +90,7 @@ class Namespace:
     def forget_spec(self) -> None:
         """Forget the spec, as after a restart. Objects stay. An engine that registers it again defines it again."""
         self.spec = None
-        self.uid = None
+        self.party = None
         self.spec_bytes = 0
         self.planner = None
         self.elements = {}
@@ -166,15 +165,17 @@ class Namespaces:
         self._enter(namespace)
         return namespace
 
-    def define(self, namespace: Namespace, spec: NamespaceSpec, uid: int | None) -> None:
-        """Define a namespace by the spec of an engine of this user. Specs of idle namespaces are forgotten first.
+    def define(self, namespace: Namespace, spec: NamespaceSpec, owner: Owner, bytes_max: int) -> None:
+        """Define a namespace by the spec of an engine of this owner. Specs of idle namespaces are forgotten first.
+
+        `bytes_max`: of all specs of the owner's user or tenant.
 
         Raise NoRoom when the specs in use leave no room.
         """
         namespace.define(spec)
-        namespace.uid = uid
+        namespace.party = owner.party
         self._listener.named(namespace)
-        self._bound_specs(namespace, f" of uid {uid}", SPECS_OF_A_USER_BYTES_MAX, lambda one: one.uid == uid)
+        self._bound_specs(namespace, f" of {owner.party_name}", bytes_max, lambda one: one.party == owner.party)
         self._bound_specs(namespace, "", SPECS_BYTES_MAX, lambda _: True)
 
     def _bound_specs(self, new: Namespace, whose: str, bytes_max: int, counts: Callable[[Namespace], bool]) -> None:
@@ -198,6 +199,10 @@ class Namespaces:
     def defined(self, namespace: Namespace) -> bool:
         """Return whether it is still in the table, and its spec is known."""
         return namespace.spec is not None and self.by_slot.get(namespace.slot) is namespace
+
+    def of_party(self, party: int | str) -> list[Namespace]:
+        """Return the namespaces that engines of this tenant or user have defined."""
+        return [one for one in self.by_slot.values() if one.party == party]
 
     def idle(self) -> list[Namespace]:
         """Return namespaces that no session registered: first those without nodes, each group by last use."""
