@@ -22,7 +22,6 @@ from typing import Any, Final
 import pytest
 
 from tests.mutants.watching import Noted, Noting, Trying, test_due
-from tests.rigs.child_processes import children
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _REAP_MS: Final = 50
@@ -79,7 +78,8 @@ def _reap(process: int) -> int | None:
 
 def _end() -> None:
     """What was started, in whatever session, ends."""
-    while pids := children(os.getpid()):
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    while pids := [int(pid) for pid in children.read_text().split()]:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         for pid in pids:
