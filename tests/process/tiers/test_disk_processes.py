@@ -358,3 +358,23 @@ def test_a_directory_that_every_user_may_write_to_is_refused_with_advice(tmp_pat
             await under.until(lambda: under.tier.writable, "and used once that has ended")
 
     asyncio.run(scenario())
+
+
+@pytest.mark.requirement("P6", "I6")
+def test_a_pipe_in_the_place_of_a_segment_is_a_failed_read_and_holds_up_no_worker(tmp_path: Path) -> None:
+    root = tmp_path / "tier"
+
+    async def scenario() -> None:
+        async with live(root, deadline_seconds=3600.0) as under:
+            handle = (await under.write(1)).handle
+            (segment,) = (path for path in (root / "segments").iterdir() if PAYLOAD in path.read_bytes())
+            segment.rename(tmp_path / "segment")
+            os.mkfifo(segment)
+            outcome, _ = await under.read(handle)
+            assert outcome is IoOutcome.IO_ERROR
+            segment.unlink()
+            (tmp_path / "segment").rename(segment)
+            await under.until(lambda: under.tier.readable, "used again")
+            assert await under.read(handle) == (IoOutcome.OK, PAYLOAD)
+
+    asyncio.run(scenario())

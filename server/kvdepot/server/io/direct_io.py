@@ -25,6 +25,8 @@ OPEN_FILES_MAX: Final = 64
 REQUEST_BYTES_MAX: Final = 16 << 20
 """One system call: large enough for every device, short enough that a slow one lets a killed process go."""
 _BUFFERS_MAX = 1024  # IOV_MAX
+_OPEN: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Of every file: the opening of a FIFO in its place waits for nobody. For regular files O_NONBLOCK has no meaning."""
 _OUTCOMES: Final = {
     errno.ENOSPC: IoOutcome.NO_SPACE,
     errno.EDQUOT: IoOutcome.NO_SPACE,
@@ -125,7 +127,7 @@ class DirectFiles:
         `create`: a new file, and nothing else may have this name. What closing says is raised: the write of a
         network file system may fail that late.
         """
-        flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL if create else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = (os.O_RDWR | os.O_CREAT | os.O_EXCL if create else os.O_RDONLY) | _OPEN
         with self.within(file) as (name, folder):
             fd = self._open_directly(self.path(file), flags, name, folder)
         self._held[file] = _OpenFile(fd, create, 0, 0)
@@ -146,7 +148,7 @@ class DirectFiles:
         `create`: make the file if it is missing, and the folders below the directory. The directory itself is never
         made.
         """
-        wanted, path = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0) | flags, self.path(file)
+        wanted, path = os.O_RDWR | _OPEN | (os.O_CREAT if create else 0) | flags, self.path(file)
         with naming("open", path):
             try:
                 return os.open(path, wanted, 0o600)
@@ -242,7 +244,7 @@ class DirectFiles:
             os.close(known.fd)
         elif len(self._open) >= OPEN_FILES_MAX:
             os.close(self._open.pop(next(iter(self._open))).fd)
-        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | _OPEN
         fd = self._open_directly(path, flags)
         status = os.fstat(fd)
         self._open[file] = opened = _OpenFile(fd, writable, status.st_dev, status.st_ino)

@@ -24,6 +24,8 @@ WORKERS_LOCK: Final = "workers.lock"
 """Name of the file in a guarded directory that every worker locks."""
 _FLOCK = struct.Struct("hhqqi4x")
 _CONTENT_BYTES_MAX = 128
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+"""Opening a FIFO for reading would wait for a writer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ def renew_token(path: Path, token: str) -> str | None:
 
 def read_token(path: Path) -> str:
     """Return the token, or an empty text if there is none. Raise OSError."""
-    with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as fd:
+    with opened(path, _READ) as fd:
         return _content(fd, path)
 
 
@@ -93,7 +95,7 @@ def enter(path: Path, token: str) -> int | None:
     read after that: no process changes the token while another one holds the lock.
     """
     with naming("open", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, _READ | os.O_CLOEXEC)
     try:
         if _lock(fd, path, exclusive=False) and _content(fd, path) == token:
             return fd
@@ -112,11 +114,11 @@ def _open(path: Path) -> int:
 def _open_writable(path: Path) -> int:
     """Open the file for writing, or for reading only on a read-only file system."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno != errno.EROFS:
             raise
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, _READ | os.O_CLOEXEC)
 
 
 def _lock(fd: int, path: Path, *, exclusive: bool) -> bool:

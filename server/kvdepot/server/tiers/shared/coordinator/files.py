@@ -21,12 +21,14 @@ _OBJECT_FILE_BYTES_MAX: Final = object_bytes(OBJECT_BYTES_MAX)
 _BLOCK_BYTES: Final = 512  # of st_blocks, whatever the file system's are (stat(2))
 
 
-def taken_bytes(status: os.stat_result) -> int:
+def taken_bytes(status: os.stat_result, *, by_blocks: bool = False) -> int:
     """Return the bytes that a file occupies: its blocks, or its length in pages if the blocks are not known yet.
 
-    Of a file that no object can be, the blocks alone count: a sparse file of any length would fill the tier.
+    With `by_blocks`, and of a file that is longer than any object, the blocks alone count: a sparse file that nobody
+    deletes would fill the tier.
     """
-    length = 0 if is_oversized(status) else -(-status.st_size // PAGE_BYTES) * PAGE_BYTES
+    by_blocks = by_blocks or is_oversized(status)
+    length = 0 if by_blocks else -(-status.st_size // PAGE_BYTES) * PAGE_BYTES
     return max(status.st_blocks * _BLOCK_BYTES, length)
 
 

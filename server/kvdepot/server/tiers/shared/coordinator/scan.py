@@ -204,7 +204,9 @@ class Scan:
         return None
 
     def _count(self, file: str, status: os.stat_result) -> None:
-        size_bytes = taken_bytes(status)
+        named = object_of(file)
+        is_foreign = named is None and not file.startswith((f"{TEMPORARIES}/", f"{QUARANTINE}/"))
+        size_bytes = taken_bytes(status, by_blocks=is_foreign)
         self.files += 1
         self.used_bytes += size_bytes
         if not stat.S_ISREG(status.st_mode):
@@ -212,7 +214,6 @@ class Scan:
         if is_oversized(status):
             self.oversized += 1
             return
-        named = object_of(file)
         if named is not None:
             self.columns.add(*named, status)
         elif file.startswith(QUARANTINE + "/"):

@@ -309,6 +309,27 @@ def test_a_sparse_file_longer_than_any_object_does_not_fill_the_tier(root: Path)
     assert after.quarantined == []
 
 
+@pytest.mark.requirement("T3", "I4")
+def test_a_sparse_file_that_no_daemon_made_does_not_fill_the_tier(root: Path) -> None:
+    """Nobody deletes it, so its length does not count. An object counts by its length, and is deleted by its age."""
+    put(root, 0)
+    before = scanned(root)
+    for file in ("anything", f"{'ab' * 16}/anything", ".anything/1.kvd"):
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).touch()
+        os.truncate(root / file, 48 << 30)
+    (root / "anything").write_bytes(bytes(3 << 20))
+    after = scanned(root)
+    assert 3 * MIB <= after.used_bytes - before.used_bytes < 4 * MIB
+    sparse = root / object_file(name_of(1))
+    sparse.parent.mkdir(parents=True, exist_ok=True)
+    sparse.touch()
+    os.truncate(sparse, 1 << 30)
+    with_object = scanned(root)
+    assert with_object.used_bytes - after.used_bytes >= 1 << 30
+    assert len(with_object.columns) == 2
+
+
 @pytest.mark.parametrize("openat2", [True, False])
 def test_nothing_is_deleted_or_renamed_through_a_symbolic_link(
     root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, openat2: bool
