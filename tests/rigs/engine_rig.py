@@ -342,8 +342,9 @@ def audit(engine: Depot) -> None:
     _audit_bytes(engine, chained)
     used = np.flatnonzero(lent.modes != LentMode.FREE)
     assert lent.free_count == lent.count - len(used)
-    reads = np.bincount(lent.sessions[lent.modes == LentMode.READ], minlength=len(lent.reads))
-    assert (lent.reads == reads).all(), "sessions are lent other numbers of objects"
+    for mode, counts in ((LentMode.READ, lent.reads), (LentMode.WRITE, lent.writes)):
+        loans = np.bincount(lent.sessions[lent.modes == mode], minlength=len(counts))
+        assert (counts == loans).all(), "sessions are lent other numbers of objects"
     pins = np.bincount(lent.rows[used], minlength=rows.count)
     assert (pins == lent.pins).all(), "pins differ from the lent table"
     _audit_index(engine, heads)

@@ -161,3 +161,28 @@ def test_what_has_to_be_read_into_ram_counts_before_it_is_read() -> None:
     settle(rig)
     assert answers[0].outcome is AcquireOutcome.GRANTED
     audit(rig.depot)
+
+
+SMALL = spec_of(GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(50,)))  # 100 bytes, a page
+
+
+@pytest.mark.requirement("S4")
+def test_small_objects_do_not_fill_the_table_of_rows() -> None:
+    """They are few bytes, and each takes a row."""
+    rig = Rig(256, rows=32, lent_rows=256, credit_bytes=1 << 19)
+    hog = rig.attach("hog", 10, spec=SMALL, owner=Owner(1))
+    assert reserved(hog, "hog", 40) == 32 * 7 // 8
+    assert reserved(user(rig, 2), "honest", 10) == 4
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("S4")
+def test_loads_of_one_object_do_not_fill_the_table_of_loans() -> None:
+    rig = Rig(PAGES, lent_rows=64, credit_bytes=CREDIT, loads_in_flight=100)
+    hog, honest = user(rig, 1), user(rig, 2)
+    hog.store(path("p", 1))
+    granted = [hog.acquire(path("p", 1))[1].outcome for _ in range(70)]
+    assert granted.count(AcquireOutcome.GRANTED) == 64 * 7 // 8
+    honest.store(path("h", 4))
+    assert honest.acquire(path("h", 4))[1].outcome is AcquireOutcome.GRANTED
+    audit(rig.depot)

@@ -58,10 +58,18 @@ class Budgets:
             at_most = self._bytes(self._lent_rows(own), own)
         return left - at_most
 
+    def reservable_objects(self, session: Session) -> int:
+        """Return how many more objects the session may have reserved: the tables of rows and loans are shared too."""
+        bound, own = self.bound_bytes(session), self._sessions.of_party(session.party)
+        rows = self._part(self._ram.rows.count, bound) - self._loans(self._ram.lent.writes, own)
+        return min(rows, self._loans_left(own, bound))
+
     def may_lend(self, session: Session, rows: npt.NDArray[np.int64]) -> bool:
         """Return whether these objects may be lent too. NO_ROW: the object is not in RAM yet."""
         bound = self.bound_bytes(session)
         own = self._sessions.of_party(session.party)
+        if len(rows) > self._loans_left(own, bound):
+            return False
         left = bound - sum(one.credit_used_bytes for one in own)
         if self._lent_at_most(own) + len(rows) * session.object_bytes_max <= left:
             return True
@@ -69,6 +77,18 @@ class Budgets:
         lent[rows[rows != NO_ROW]] = True
         coming = int(np.count_nonzero(rows == NO_ROW)) * session.object_bytes_max
         return self._bytes(lent, own) + coming <= left
+
+    def _loans_left(self, own: list[Session], bound: int) -> int:
+        lent = self._ram.lent
+        return self._part(lent.count, bound) - self._loans(lent.reads, own) - self._loans(lent.writes, own)
+
+    def _part(self, table: int, bound: int) -> int:
+        """Return the same part of a table that the bound is of RAM."""
+        return int(table * min(bound / self._ram.data_bytes, 1.0))
+
+    @staticmethod
+    def _loans(counts: npt.NDArray[np.uint32], own: list[Session]) -> int:
+        return sum(int(counts[one.slot]) for one in own)
 
     def _lent_at_most(self, own: list[Session]) -> int:
         """Return a bound of what is lent to them to read. An object that is lent twice counts twice."""

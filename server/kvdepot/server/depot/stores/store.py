@@ -116,6 +116,7 @@ class Stores:
         self._attention_reserved_bytes = 0  # of all sessions
         self._reason = ""  # of the last refusal in the call at hand
         self._reserved_bytes_max = 0  # that the session of the call at hand may have
+        self._objects_left = 0  # that it may reserve
 
     def configure(self, config: DepotConfig) -> None:
         self._config = config
@@ -143,6 +144,7 @@ class Stores:
         self._reason = ""
         room_bytes = self._budgets.reservable_bytes(session, len(asked) * session.object_bytes_max)
         self._reserved_bytes_max = session.credit_used_bytes + room_bytes
+        self._objects_left = self._budgets.reservable_objects(session)
         deepest: _Asked | None = None  # of what is there
         for one in asked:
             outcome = self._reserve_one(namespace, lease, one, refused, fragments)
@@ -251,7 +253,7 @@ class Stores:
             return ReserveOutcome.REFUSED
         if session.left_bytes + session.credit_used_bytes + size_bytes > config.credit_bytes:
             return ReserveOutcome.LATER
-        if session.credit_used_bytes + size_bytes > self._reserved_bytes_max:
+        if session.credit_used_bytes + size_bytes > self._reserved_bytes_max or self._objects_left <= 0:
             self._reason = OVER_BUDGET
             self._counters.add("budget_refusals.stores")
             return ReserveOutcome.LATER if size_bytes <= self._budgets.bound_bytes(session) else ReserveOutcome.NO_ROOM
@@ -289,6 +291,7 @@ class Stores:
                 self._tree.drop_subtree(node)
             return self._no_room(namespace, self._allocator.rounded(namespace.object_bytes[one.kind]))
         self._lend(lease, one.index, row)
+        self._objects_left -= 1
         self._rows.publish_reserved(row)
         self._charge(lease, one.index, one.kind, row)
         self._name(one.index, row, fragments)

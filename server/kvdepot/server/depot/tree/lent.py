@@ -17,7 +17,6 @@ U32 = npt.NDArray[np.uint32]
 NO_SESSION: Final = 0xFFFF
 """Session of CHECKSUM entries: the daemon itself."""
 SESSION_NUMBERS: Final = NO_SESSION + 1
-_READ: Final = int(LentMode.READ)
 
 
 class LentTable:
@@ -38,7 +37,8 @@ class LentTable:
         self._mode = self.modes.data
         self.pins: U32 = np.zeros(tables.layout.rows, np.uint32)
         self._pin = self.pins.data
-        self.reads: U32 = np.zeros(SESSION_NUMBERS, np.uint32)  # entries by session that are lent to read
+        self.counts: U32 = np.zeros((max(LentMode) + 1, SESSION_NUMBERS), np.uint32)  # entries by mode and session
+        self.reads, self.writes = self.counts[LentMode.READ], self.counts[LentMode.WRITE]
         self._free: U32 = np.arange(self.count, dtype=np.uint32)[::-1].copy()
         self._free_stack = self._free.data
         self.free_count = self.count
@@ -50,7 +50,8 @@ class LentTable:
         self._free[: self.free_count] = free[::-1]
         self.pins[:] = 0
         np.add.at(self.pins, self.rows[self.modes != LentMode.FREE], 1)
-        self.reads[:] = np.bincount(self.sessions[self.modes == LentMode.READ], minlength=SESSION_NUMBERS)
+        for counts, mode in ((self.reads, LentMode.READ), (self.writes, LentMode.WRITE)):
+            counts[:] = np.bincount(self.sessions[self.modes == mode], minlength=SESSION_NUMBERS)
 
     def pinned(self, row: int) -> bool:
         return self._pin[row] != 0
@@ -68,7 +69,7 @@ class LentTable:
         self._session[entry] = session
         self._mode[entry] = mode
         self._pin[row] += 1
-        self.reads[session] += mode == LentMode.READ
+        self.counts[mode, session] += 1
         return int(entry)
 
     def lend_many(
@@ -84,12 +85,12 @@ class LentTable:
         self.sessions[entries] = session
         self.modes[entries] = mode
         np.add.at(self.pins, rows, 1)
-        self.reads[session] += len(rows) if mode == LentMode.READ else 0
+        self.counts[mode, session] += len(rows)
         return entries
 
     def clear(self, entry: int) -> bool:
         """Clear an entry. Return whether it was the last entry of its row."""
-        self.reads[self._session[entry]] -= self._mode[entry] == _READ
+        self.counts[self._mode[entry], self._session[entry]] -= 1
         self._mode[entry] = LentMode.FREE
         row = self._row[entry]
         self._pin[row] -= 1
@@ -99,7 +100,7 @@ class LentTable:
 
     def clear_many(self, entries: U32) -> npt.NDArray[np.integer]:
         """Clear entries. Return the rows whose last entry went (each once)."""
-        np.subtract.at(self.reads, self.sessions[entries[self.modes[entries] == LentMode.READ]], 1)
+        np.subtract.at(self.counts, (self.modes[entries], self.sessions[entries]), 1)
         self.modes[entries] = LentMode.FREE
         rows = self.rows[entries]
         np.subtract.at(self.pins, rows, 1)
