@@ -16,6 +16,7 @@ import grpc
 from kvdepot.client.attachment import Attachment, EngineProcess, Transport
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.session import DepotSession
+from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, Superblock
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.report import DaemonStatus, GetStatusCall
 from kvdepot.proto.methods import BY_CALL
@@ -38,7 +39,11 @@ class Daemon:
 
     @property
     def arena_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.arena_directory.glob("*.arena.data"))
+        """Of its data; 0 before it is made."""
+        for path in self.arena_directory.glob("*.arena"):
+            with contextlib.suppress(ArenaFormatError), path.open("rb") as tables:
+                return Superblock.unpack(tables.read(PAGE_BYTES)).layout.data_bytes
+        return 0
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ class Daemon:
         self.kill()
         if self._channel is not None:
             self._channel.close()
-        for file in (arena, *(arena.with_name(arena.name + suffix) for suffix in (".data", ".lock"))):
+        for file in arena.parent.glob(f"{arena.name}*"):  # its lock, its holder's socket
             file.unlink(missing_ok=True)
         shutil.rmtree(self.memory, ignore_errors=True)
         shutil.rmtree(self.directory, ignore_errors=True)

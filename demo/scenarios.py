@@ -130,9 +130,7 @@ class Demo:
         self._measure("A", "after a reboot", expect_hits=True)
 
     def _restart_without_arena(self) -> None:
-        arena = self._daemon.arena
-        arena.unlink()
-        arena.with_name(f"{arena.name}.data").unlink()
+        self._daemon.arena.unlink()
         self._daemon.start()
         self._daemon.wait(lambda status: status.tiers[DISK].state == "ready", TIER_TIMEOUT_SECONDS, "back on its disk")
 

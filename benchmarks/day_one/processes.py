@@ -42,6 +42,8 @@ def processes(context: Context) -> None:
     """Compare digests of what one engine stored and the other one loaded; then kill one that stores."""
     if lacking := missing():
         raise NotRunError(f"these wheels are not here: {', '.join(lacking)}")
+    from kvdepot.server.arena.holding import held_files
+
     from benchmarks.depot import daemon
 
     with daemon(_RAM) as node:
@@ -53,8 +55,9 @@ def processes(context: Context) -> None:
         if stored["digest"] != loaded["digest"]:
             raise WrongByteError("the second engine has not loaded what the first one stored")
         context.note("stored and loaded", stored["digest"][:16])
-        (path,) = node.arena_directory.glob("*.arena.data")
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as arena:
+        (path,) = node.arena_directory.glob("*.arena")
+        (data,) = held_files(path).data
+        with os.fdopen(data) as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as arena:
             kill(context, endpoint, arena)
 
 

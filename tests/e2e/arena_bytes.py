@@ -12,6 +12,8 @@ import numpy as np
 from kvdepot.core.arena import PAGE_BYTES, ArenaTables, RowState, Superblock
 from kvdepot.core.calls import Kind
 
+from tests.rigs.arena_data import data_of
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoredObject:
@@ -21,10 +23,6 @@ class StoredObject:
     kind: Kind
     offset: int
     length_bytes: int
-
-
-def data_of(arena: Path) -> Path:
-    return arena.with_name(f"{arena.name}.data")
 
 
 @contextmanager

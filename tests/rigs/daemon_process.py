@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Final, Protocol, Self
 
 from tests.rigs import forked_program
+from tests.rigs.arena_data import data_of
 from tests.rigs.patience import Deadline, patient
 
-ARENA_FILES: Final = ("arena", "arena.data", "arena.lock")
+ARENA_FILES: Final = ("arena", "arena.hold", "arena.hold.lock", "arena.lock")
 """What a daemon without a state file of its own has in `arena_directory`, without the part before the first dot."""
 START_SECONDS = 60.0
 STOP_SECONDS = 20.0
@@ -88,8 +89,7 @@ class DaemonProcess:
 
     @property
     def data(self) -> Path:
-        (path,) = self.arena_directory.glob("*.arena.data")
-        return path
+        return data_of(self.arena)
 
     @property
     def arena(self) -> Path:

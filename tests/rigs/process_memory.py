@@ -15,7 +15,7 @@ def used_bytes(daemon: DaemonProcess) -> int:
     """
     own = _command(daemon.pid)
     pids = [daemon.pid, *(child for child in children(daemon.pid) if _command(child) != own)]
-    arena = sum(path.stat().st_blocks * 512 for path in daemon.arena_directory.iterdir())
+    arena = sum(path.stat().st_blocks * 512 for path in (daemon.arena, daemon.data))
     return arena + sum(map(_private_bytes, pids))
 
 

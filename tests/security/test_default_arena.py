@@ -113,6 +113,7 @@ def test_a_stranger_who_takes_the_names_first_stops_no_start_and_ends_no_ram(dae
 
 @pytest.mark.requirement("I8")
 def test_the_arena_of_an_earlier_version_and_its_settings_are_adopted(daemon: DefaultPlace) -> None:
+    daemon.config = "[ram]\nsealed = false\n"  # earlier versions had files alone
     daemon.start_as_before()
     _store(daemon)
     text(daemon, "stores", "off")

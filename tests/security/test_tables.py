@@ -1,4 +1,4 @@
-"""The arena's tables in the hands of another user: the kernel refuses every way to change them (S1, I1, I4)."""
+"""The arena in the hands of another user: the kernel refuses to change its tables, or the size of its data (S1, I1)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def attack(socket: str, daemon_pid: int) -> dict[str, int]:
     call = AttachCall(1, 1, "hostile", scheduler=True, rank=0, world_size=1)
     reply, (data, tables) = exchange(connection, codec.encode_attach_call(call))
     layout = Superblock.unpack(os.pread(tables, PAGE_BYTES, 0)).layout
-    mmap.mmap(data, reply.arena_bytes)  # as an engine must be able to
+    mapped_data = mmap.mmap(data, reply.arena_bytes)  # as an engine must be able to
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -72,13 +72,21 @@ def attack(socket: str, daemon_pid: int) -> dict[str, int]:
         "cut by path": lambda: os.truncate(own, 0),
         "mode": lambda: os.fchmod(tables, 0o666),
         "owner": lambda: os.fchown(tables, os.getuid(), -1),
+        "cut the data": lambda: os.ftruncate(data, 0),
+        "cut the data by a page": lambda: os.ftruncate(data, reply.arena_bytes - PAGE_BYTES),
+        "cut the data by path": lambda: os.truncate(f"/proc/self/fd/{data}", 0),
+        "empty the data": lambda: os.open(f"/proc/self/fd/{data}", os.O_WRONLY | os.O_TRUNC),
+        "grow the data": lambda: os.ftruncate(data, 2 * reply.arena_bytes),
+        "seal the data": lambda: fcntl.fcntl(data, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE),
         "the daemon's own": lambda: os.listdir(f"/proc/{daemon_pid}/fd"),  # noqa: PTH208
         "the daemon's memory": lambda: os.open(f"/proc/{daemon_pid}/mem", os.O_RDWR),
         **{f"write {place}": _writer(tables, at) for place, at in _places(layout).items()},
     }
     flags = fcntl.fcntl(tables, fcntl.F_GETFL)
     fcntl.fcntl(tables, fcntl.F_SETFL, flags | os.O_RDWR)  # changes no access mode, and says nothing
-    return {name: _error_of(way) for name, way in ways.items()}
+    outcomes = {name: _error_of(way) for name, way in ways.items()}
+    assert len(mapped_data[:]) == reply.arena_bytes  # no SIGBUS
+    return outcomes
 
 
 def _places(layout: ArenaLayout) -> dict[str, int]:
@@ -120,7 +128,7 @@ def _error_of(way: Callable[[], object]) -> int:
 
 
 @pytest.mark.requirement("S1", "I1", "I4")
-def test_another_user_s_engine_cannot_change_the_tables_and_a_healthy_engine_goes_on(daemon: DaemonProcess) -> None:
+def test_another_user_changes_neither_tables_nor_sizes_and_a_healthy_engine_goes_on(daemon: DaemonProcess) -> None:
     socket = str(daemon.socket)
     with OtherUser(HONEST, __name__) as honest, OtherUser(HOSTILE, __name__) as hostile:
         assert honest.run("check", socket) == 4

@@ -18,6 +18,7 @@ from kvdepot.core.arena import (
     checksum,
     generations,
 )
+from kvdepot.core.data_mapping import map_data
 from kvdepot.core.objectfile import payload_sum
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class ArenaMap:
             if os.fstat(descriptor).st_size < size_bytes:
                 raise ArenaFormatError(f"superblock: {size_bytes} bytes, the file is shorter")
         mapped = mmap.mmap(tables, self.layout.tables_bytes, access=mmap.ACCESS_READ)
-        self._map: mmap.mmap | None = mmap.mmap(data, self.size_bytes, mmap.MAP_SHARED)
+        self._map: mmap.mmap | None = map_data(data, self.size_bytes)
         self._buffer: memoryview | None = memoryview(self._map)
         self.arena_id: int = superblock.arena_id
         tables_view = memoryview(mapped)

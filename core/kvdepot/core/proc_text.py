@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-MEMORY_KINDS: Final = frozenset({"tmpfs", "hugetlbfs", "ramfs", "devtmpfs"})
+HUGETLBFS: Final = "hugetlbfs"
+MEMORY_KINDS: Final = frozenset({"tmpfs", HUGETLBFS, "ramfs", "devtmpfs"})
 """File systems whose files are memory."""
 NETWORK_KINDS: Final = (
     "nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "glusterfs", "fuse.glusterfs", "9p", "beegfs",

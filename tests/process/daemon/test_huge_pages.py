@@ -1,10 +1,12 @@
-"""An arena of huge pages, on a tmpfs that makes them: what it serves, adopts and reads from a disk (I1, T2, T6)."""
+"""An arena of huge pages: what it serves, adopts and reads from a disk (I1, T2, T6)."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,35 +16,59 @@ from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.raw_client import RawEngine, keys_of, payload_of
 
 OBJECTS = 12
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[DaemonProcess]:
+@pytest.fixture(params=["sealed", "file"])
+def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DaemonProcess]:
     if os.geteuid():
-        pytest.skip("mounting a tmpfs needs root")
+        pytest.skip("asking the kernel for huge pages needs root")
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     memory.mkdir()
     disk.mkdir()
+    node = daemon(disk)
+    usual = node.arena_directory
+    try:
+        with _advised() if request.param == "sealed" else _mounted(node, memory):
+            node.start()
+            if not _huge_share(node):
+                pytest.skip("no huge page is free on this host, or it may not make any (shmem_enabled=deny)")
+            yield node
+            node.close()
+    finally:
+        node.close()
+        shutil.rmtree(usual, ignore_errors=True)
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Let the kernel give huge pages to the shared memory of programs that ask for them."""
+    before = SHMEM_ENABLED.read_text().partition("[")[2].partition("]")[0]
+    SHMEM_ENABLED.write_text("advise")
+    try:
+        yield
+    finally:
+        SHMEM_ENABLED.write_text(before)
+
+
+@contextmanager
+def _mounted(node: DaemonProcess, memory: Path) -> Iterator[None]:
+    """Have the arena's files on a tmpfs with huge pages."""
     options = "huge=within_size,size=2g"
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", memory], capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"this kernel's tmpfs has no huge pages: {mounted.stderr.strip()}")
-    node = daemon(disk)
-    usual, node.arena_directory = node.arena_directory, memory
+    node.arena_directory = memory
+    node.config = f"{node.config}\n[ram]\nsealed = false\n"
     try:
-        node.start()
-        if not _huge_share(node):
-            pytest.skip("no huge page is free on this host, or tmpfs may not make any (shmem_enabled=deny)")
-        yield node
+        yield
     finally:
-        node.close()
-        usual.rmdir()
         subprocess.run(["umount", "-l", memory], check=True)  # a worker may be ending
 
 
 def _huge_share(node: DaemonProcess) -> float:
     """Of the arena, as the daemon maps it."""
-    mappings = Path(f"/proc/{node.pid}/smaps").read_text().partition(".arena.data\n")[2]
+    mappings = Path(f"/proc/{node.pid}/smaps").read_text().partition(".arena.data")[2]
     (line,) = [line for line in mappings.splitlines()[:30] if line.startswith("ShmemPmdMapped")]
     return (int(line.split()[1]) << 10) / node.data.stat().st_size
 

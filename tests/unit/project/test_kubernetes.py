@@ -32,8 +32,10 @@ def _documents() -> Iterator[dict[str, Any]]:
 
 
 def _only(kind: str) -> dict[str, Any]:
-    (found,) = (document for document in _documents() if document["kind"] == kind)
-    return found
+    """Return the document of a kind; of several, the daemon's."""
+    found = [document for document in _documents() if document["kind"] == kind]
+    (only,) = [one for one in found if len(found) == 1 or one["metadata"]["name"] == "kvdepot"]
+    return only
 
 
 def _pod(kind: str) -> dict[str, Any]:
@@ -130,3 +132,21 @@ def test_a_full_metrics_port_does_not_restart_the_daemon(tmp_path: Path, probe: 
 
 def test_two_daemons_never_meet_on_a_node() -> None:
     assert _only("DaemonSet")["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"] == 0
+
+
+def test_the_holder_is_found_by_the_daemon_and_outlives_it() -> None:
+    (found,) = (one for one in _documents() if one["metadata"]["name"] == "kvdepot-hold")
+    pod, daemon = found["spec"]["template"]["spec"], _pod("DaemonSet")
+    (container,) = pod["containers"]
+    verb, *options = container["args"]
+    given = dict(zip(options[::2], options[1::2], strict=True))
+    document = _configuration()
+    assert verb == "hold" and document["daemon"]["listen"] == [f"unix://{given['--socket']}"]
+    assert document["ram"]["path"] == given["--arena-dir"]
+    assert document["ram"].get("sealed", True)
+    assert pod["securityContext"] == daemon["securityContext"]
+    assert container["image"] == _container("DaemonSet")["image"]
+    assert (pod["nodeSelector"], pod["tolerations"]) == (daemon["nodeSelector"], daemon["tolerations"])
+    (volume,) = pod["volumes"]
+    assert volume["hostPath"]["path"] == _host_path("DaemonSet", given["--arena-dir"])
+    assert found["spec"]["updateStrategy"] == {"type": "OnDelete"}

@@ -20,15 +20,18 @@ from tests.rigs.systemd import NEEDS_SYSTEMD
 
 FOLDER = Path(__file__).resolve().parents[3] / "configs" / "systemd"
 UNIT = FOLDER / "kvdepotd.service"
+HOLD = FOLDER / "kvdepot-hold.service"
+UNITS = pytest.mark.parametrize("unit", [UNIT, HOLD], ids=lambda path: path.stem, indirect=True)
 EXPOSURE_MAX = 3.0
 PROGRAMS = ("/opt/kvdepot/bin/kvdepotd", "/opt/kvdepot/bin/kvdepotctl")
 
 
 @pytest.fixture
-def unit(tmp_path: Path) -> Path:
-    """The unit as it is shipped, but with programs that this machine has."""
-    copy = tmp_path / UNIT.name
-    text = UNIT.read_text()
+def unit(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A unit as it is shipped, but with programs that this machine has."""
+    shipped: Path = request.param
+    copy = tmp_path / shipped.name
+    text = shipped.read_text()
     for program in PROGRAMS:
         text = text.replace(f"{program} ", "/bin/true ")
     copy.write_text(text)
@@ -40,6 +43,7 @@ def _seconds(key: str) -> float:
     return float(value.removesuffix("s"))
 
 
+@UNITS
 @NEEDS_SYSTEMD
 def test_systemd_has_nothing_to_say_about_the_unit(unit: Path) -> None:
     found = subprocess.run(
@@ -48,6 +52,7 @@ def test_systemd_has_nothing_to_say_about_the_unit(unit: Path) -> None:
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
+@UNITS
 @NEEDS_SYSTEMD
 def test_its_exposure_is_low_and_what_is_left_open_has_a_reason(unit: Path) -> None:
     found = subprocess.run(
@@ -57,7 +62,7 @@ def test_its_exposure_is_low_and_what_is_left_open_has_a_reason(unit: Path) -> N
     )  # fmt: skip
     assert found.returncode == 0, found.stdout
     left_open = {entry["name"].partition("=")[0] for entry in json.loads(found.stdout) if entry["exposure"]}
-    told = UNIT.read_text()
+    told = unit.read_text()
     unexplained = [name for name in left_open if not re.search(rf"^# .*{re.escape(name)}", told, re.M)]
     assert unexplained == []
 
@@ -119,3 +124,11 @@ def test_limits_fit_the_daemon() -> None:
 def test_installing_is_documented_for_each_file() -> None:
     text = (FOLDER.parents[1] / "docs" / "install.md").read_text()
     assert [path.name for path in FOLDER.iterdir() if path.name not in text] == []
+
+
+def test_the_holder_is_of_the_same_user_and_configuration_and_starts_first() -> None:
+    (command,), (serve,) = settings(HOLD, "ExecStart"), settings(UNIT, "ExecStart")
+    assert command.replace(" hold ", " serve ") == serve
+    for key in ("User", "Group", "UMask", "OOMScoreAdjust"):
+        assert settings(HOLD, key) == settings(UNIT, key)
+    assert settings(HOLD, "Before") == settings(HOLD, "WantedBy") == [UNIT.name]

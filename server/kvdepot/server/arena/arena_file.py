@@ -1,11 +1,12 @@
 """The two files of the arena: created, or adopted from an earlier daemon (design.md#arena).
 
-The tables lie at the configured path, the data beside them. An engine gets a descriptor of the tables that can only
-read, and one of the data that can write (docs/adr/0064). Both files are adopted, or none.
+The tables lie at the configured path. The data is a memfd that nobody can cut short, or, where `sealed` is off, a file
+next to the tables. An engine gets a descriptor of the tables that can only read, and one of the data that can write
+(docs/adr/0064). Both files are adopted, or none.
 
 An orderly stop and a SIGKILL both leave the files, with their memory. The next daemon adopts them by their names, or by
-descriptors that the supervisor kept, if a name was deleted (docs/adr/0025). Delete the files while no daemon runs to
-free their memory. There is never a second arena while an earlier one has loans.
+descriptors that a supervisor or a holder kept (docs/adr/0025, docs/adr/0069). Delete the tables while no daemon runs to
+free the memory; without a seal, the data too. There is never a second arena while an earlier one has loans.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -31,13 +33,18 @@ from kvdepot.core.arena import (
     Superblock,
     format_1,
 )
+from kvdepot.core.data_mapping import map_data
 from kvdepot.core.errors import ConfigError
-from kvdepot.server.config.memory_room import MIB, directory_room, memory_room
+from kvdepot.core.proc_text import HUGETLBFS
+from kvdepot.server.config.memory_room import MIB, directory_room, file_system, in_memory_alone, memory_room
 from kvdepot.server.config.schema import DATA_SUFFIX
 from kvdepot.server.depot.types import Liveness, ProcessIdentity
 from kvdepot.server.platform.own_files import open_own
 
 _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
+_MFD_NOEXEC_SEAL = 0x08
+"""Linux 6.3; demanded where vm.memfd_noexec is 2."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 Alive = Callable[[ProcessIdentity], Liveness]
 
 
@@ -51,12 +58,16 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaRequest:
-    """What the configuration asks for. `capacity_bytes` is only for messages; the files have `size_bytes` together."""
+    """What the configuration asks for. `capacity_bytes` is only for messages; the files have `size_bytes` together.
+
+    `sealed`: no engine can cut the data short, because it is a memfd. Somebody else has to hold it over a restart.
+    """
 
     path: Path
     size_bytes: int
     capacity_bytes: int
     config_file: str
+    sealed: bool = True
 
     @property
     def data_path(self) -> Path:
@@ -65,10 +76,13 @@ class ArenaRequest:
 
 @dataclass(frozen=True, slots=True)
 class KeptFiles:
-    """Descriptors that an earlier daemon had its supervisor keep."""
+    """Descriptors that a supervisor or a holder kept for this daemon."""
 
     tables: Sequence[int] = ()
     data: Sequence[int] = ()
+
+    def __add__(self, other: KeptFiles) -> KeptFiles:
+        return KeptFiles((*self.tables, *other.tables), (*self.data, *other.data))
 
 
 NOTHING_KEPT = KeptFiles()
@@ -88,7 +102,7 @@ class ArenaFile:
         self.origin = origin
         self.note = note
         self._tables_map = mmap.mmap(tables_fd, self.layout.tables_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._data_map = mmap.mmap(data_fd, self.layout.data_bytes)
+        self._data_map = map_data(data_fd, self.layout.data_bytes)
         self.tables = ArenaTables(memoryview(self._tables_map), self.layout)
         self.data = memoryview(self._data_map)
 
@@ -148,8 +162,7 @@ class _Old:
         return [fd for fd in (self.tables, self.data, *self.others) if fd is not None]
 
     def close(self) -> None:
-        for fd in self.files:
-            os.close(fd)
+        _close(self.files)
 
 
 def open_arena(
@@ -170,10 +183,10 @@ def open_arena(
     Raises ConfigError when the size does not fit, or changes while extents are lent to living processes.
     """
     tables = _open_existing(request, request.path)
-    for fd in kept.tables:
+    for fd in _distinct(kept.tables):
         tables = _choose(tables, fd, request, alive)
     data = _open_existing(request, request.data_path)
-    old = _judge(tables, [*([] if data is None else [data]), *filter(_nameless, kept.data)], request, boot_id)
+    old = _judge(tables, [*([] if data is None else [data]), *_distinct(kept.data)], request, boot_id)
     if old.superblock is not None and old.tables is not None and old.data is not None and not old.reason:
         _free(old.others)
         adopted = replace(old.superblock, run=old.superblock.run + 1)
@@ -188,10 +201,12 @@ def open_arena(
     return _create(request, boot_id, random_bytes, Origin.RECREATED if old.files else Origin.CREATED, old.reason)
 
 
-def check_arena(request: ArenaRequest, boot_id: bytes) -> None:
-    """Raise ConfigError where `open_arena` would, except for loans. Changes nothing."""
+def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING_KEPT) -> None:
+    """Raise ConfigError where `open_arena` would, except for loans. Changes nothing. `kept` is taken over."""
+    _close(kept.tables)
     data = _open_existing(request, request.data_path)
-    old = _judge(_open_existing(request, request.path), [] if data is None else [data], request, boot_id)
+    found = [*([] if data is None else [data]), *_distinct(kept.data)]
+    old = _judge(_open_existing(request, request.path), found, request, boot_id)
     try:
         if old.reason or not old.files:
             _check_room(request, held_bytes=_held_bytes(old))
@@ -211,19 +226,22 @@ def _open_existing(request: ArenaRequest, path: Path) -> int | None:
         ) from error  # fmt: skip
 
 
-def _nameless(kept: int) -> bool:
-    """Return whether a kept descriptor is of a file of the daemon's that has lost its name. Close it otherwise."""
-    found = os.fstat(kept)
-    if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_nlink:
-        return True
-    os.close(kept)  # what has a name is found by it
-    return False
+def _distinct(kept: Sequence[int]) -> list[int]:
+    """Return one descriptor of each file of the daemon's that has no name, and close the others.
+
+    What has a name is found by it. A file that two have kept must not count twice: the second would be freed.
+    """
+    files: dict[tuple[int, int], int] = {}
+    for fd in kept:
+        found = os.fstat(fd)
+        own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_nlink
+        if not own or files.setdefault(_file_of(fd), fd) != fd:
+            os.close(fd)
+    return list(files.values())
 
 
 def _choose(tables: int | None, kept: int, request: ArenaRequest, alive: Alive) -> int | None:
     """Return the tables of two candidates. The other is closed; if no path leads to it, its pages are freed."""
-    if not _nameless(kept):
-        return tables
     if tables is None and os.fstat(kept).st_dev == request.path.parent.stat().st_dev:
         return kept
     layout, _ = _layout(kept)
@@ -284,6 +302,8 @@ def _why_not(superblock: Superblock, data: int | None, request: ArenaRequest, bo
         return f"its size changes from {layout.size_bytes} to {request.size_bytes} bytes"
     if data is None:
         return "its data is missing, or belongs to another arena"
+    if _is_sealed(data) != request.sealed:
+        return "[ram] sealed has another value than when it was made"
     if os.fstat(data).st_size != layout.data_bytes:
         return f"its data has {os.fstat(data).st_size} bytes instead of {layout.data_bytes}"
     return ""
@@ -328,14 +348,15 @@ def _create(
 ) -> ArenaFile:
     """Create an arena. The superblock is written last: files without one are no arena, and are created again."""
     layout = ArenaLayout.plan(request.size_bytes)
-    data = _new_file(request.data_path, layout.data_bytes)
+    make = _new_memory if request.sealed else _new_file
+    data = make(request.data_path, layout.data_bytes)
     tables = _new_file(request.path, layout.tables_bytes)
     try:
         os.posix_fallocate(tables, 0, layout.tables_bytes)
     except OSError as error:
-        for fd, path in ((tables, request.path), (data, request.data_path)):
-            os.close(fd)
-            path.unlink()
+        _close((tables, data))
+        for path in (request.path, request.data_path):
+            path.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise
         raise ConfigError(
@@ -353,6 +374,34 @@ def _new_file(path: Path, size_bytes: int) -> int:
     return fd
 
 
+def _new_memory(path: Path, size_bytes: int) -> int:
+    """Return a memfd of this size for good: every process can be given it, and none can cut it short.
+
+    Of huge pages, if the file system of `path` has only such.
+    """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    if file_system(path.parent) == HUGETLBFS:
+        page_bytes = os.statvfs(path.parent).f_bsize
+        flags |= os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
+    try:
+        fd = os.memfd_create(path.name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(path.name, flags)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def _is_sealed(fd: int) -> bool:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:  # a file system without seals
+        return False
+
+
 def _write_superblock(fd: int, superblock: Superblock) -> None:
     """Write the superblock with one system call within one page, so that a SIGKILL leaves the old or the new one."""
     page = superblock.pack()
@@ -363,6 +412,11 @@ def _write_superblock(fd: int, superblock: Superblock) -> None:
             raise
         with mmap.mmap(fd, PAGE_BYTES) as mapped:  # hugetlbfs has no write(2)
             mapped[: len(page)] = page
+
+
+def _close(files: Iterable[int]) -> None:
+    for fd in files:
+        os.close(fd)
 
 
 def _held_bytes(old: _Old) -> int:
@@ -382,9 +436,11 @@ def _free(files: Iterable[int]) -> None:
 def _check_room(request: ArenaRequest, held_bytes: int) -> None:
     """Raise ConfigError, with numbers, if file system, cgroup or host have no room for the arena.
 
-    `held_bytes` are those of the old files, which go.
+    `held_bytes` are those of the old files, which go. A memfd needs memory alone, unless a mount reserves its pages.
     """
-    for room in (directory_room(request.path.parent), memory_room()):
+    folder = request.path.parent
+    alone = in_memory_alone(folder, sealed=request.sealed)
+    for room in (memory_room(),) if alone else (directory_room(folder), memory_room()):
         available = room.available_bytes + held_bytes
         if request.size_bytes > available:
             raise ConfigError(
@@ -397,8 +453,8 @@ def _check_room(request: ArenaRequest, held_bytes: int) -> None:
 
 def describe(arena: ArenaFile) -> str:
     """Return one line for the log."""
-    named = all(os.fstat(fd).st_nlink for fd in (arena.tables_fd, arena.data_fd))
-    nameless = "" if named else "its name was removed"
+    files = (arena.tables_fd,) if _is_sealed(arena.data_fd) else (arena.tables_fd, arena.data_fd)
+    nameless = "" if all(os.fstat(fd).st_nlink for fd in files) else "its name was removed"
     why = f" ({arena.note or nameless})" if arena.note or nameless else ""
     size = f"{arena.layout.size_bytes // MIB} MiB, format {FORMAT_VERSION}, run {arena.superblock.run}"
     return f"{arena.path} {arena.origin.value}{why}, {size}"

@@ -52,6 +52,7 @@ class Populator:
         size_bytes: int,
         threads: int,
         report: Callable[[Growth], None],
+        memory_alone: bool = False,
         lock_too: tuple[tuple[int, int], ...] = (),
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
@@ -60,6 +61,7 @@ class Populator:
         self._size = size_bytes
         self._threads_max = threads
         self._report = report
+        self._memory_alone = memory_alone  # no file system has a limit
         self._retry_seconds = retry_seconds
         self._lock_too = lock_too  # (address, length) of what has its pages already: the tables
         self._pieces = list(range(0, size_bytes, PIECE_BYTES))  # a heap: those that have no pages, and nobody tries
@@ -131,18 +133,28 @@ class Populator:
         return True
 
     def _populate(self, offset: int, length: int) -> str:
-        """Populate a piece. Return why it has no pages; empty if it has."""
-        try:
-            os.posix_fallocate(self._fd, offset, length)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                return f"the arena's file cannot grow beyond {offset} bytes: {error.strerror}"
-            return f"no room for more than {offset} of {self._size} bytes: {error.strerror}"
-        if self._libc.madvise(self._address + offset, length, MADV_POPULATE_WRITE):
-            code = ctypes.get_errno()
-            if code != errno.EINVAL:  # before 5.14: allocated is enough, the first writer touches
-                return f"no room for more than {offset} of {self._size} bytes: {os.strerror(code)}"
+        """Populate a piece. Return why it has no pages; empty if it has.
+
+        Of a file they are allocated first, so that the limit of its file system is no fault. Of memory they are not: an
+        allocation by descriptor does not know that this mapping asks for huge pages.
+        """
+        code = errno.EINVAL
+        if not self._memory_alone or (code := self._touch(offset, length)) == errno.EINVAL:
+            try:
+                os.posix_fallocate(self._fd, offset, length)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    return f"the arena's file cannot grow beyond {offset} bytes: {error.strerror}"
+                return f"no room for more than {offset} of {self._size} bytes: {error.strerror}"
+            code = 0 if self._memory_alone else self._touch(offset, length)
+        if code not in (0, errno.EINVAL):  # EINVAL, before 5.14: allocated is enough, the first writer touches
+            return f"no room for more than {offset} of {self._size} bytes: {os.strerror(code)}"
         return ""
+
+    def _touch(self, offset: int, length: int) -> int:
+        """Fault pages in. Return the error's number, or 0."""
+        failed = self._libc.madvise(self._address + offset, length, MADV_POPULATE_WRITE)
+        return ctypes.get_errno() if failed else 0
 
     def _finish(self, piece: int, reason: str) -> None:
         with self._lock:

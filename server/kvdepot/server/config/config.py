@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvdepot.core import runtime
-from kvdepot.core.arena import SESSIONS_MAX
+from kvdepot.core.arena import SESSIONS_MAX, ArenaLayout
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.object_keys import KeyRing
 from kvdepot.server.config import arena_directory, environment
@@ -30,6 +30,7 @@ from kvdepot.server.config.memory_room import (
     cgroup_limits,
     directory_bytes,
     host_bytes,
+    in_memory_alone,
 )
 from kvdepot.server.config.operators import Operators, resolve
 from kvdepot.server.config.places import check_places
@@ -71,9 +72,22 @@ class Config:
         state = self.tables.daemon.state
         return Path(state) if state else self.arena_path.with_name(f"{self.arena_path.name}.state")
 
+    def placed(self) -> Config:
+        """Return this configuration with an arena directory that is there: make the default one. Raise ConfigError."""
+        if self.tables.ram.path:
+            return self
+        name = self.arena_path.name
+        return replace(self, arena_path=arena_directory.make(name, self.file) / name)
+
     @property
     def arena_bytes(self) -> int:
         return arena_bytes_of(self.capacity_bytes, tiers_reserve_bytes(self.tables, self.capacity_bytes))
+
+    @property
+    def arena_file_bytes(self) -> int:
+        """Return what the arena takes of the file system of `[ram] path`."""
+        alone = in_memory_alone(self.arena_path.parent, sealed=self.tables.ram.sealed)
+        return ArenaLayout.plan(self.arena_bytes).tables_bytes if alone else self.arena_bytes
 
     @property
     def credit_bytes(self) -> int:
@@ -201,7 +215,7 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
     arena_path = _arena_path(file, tables)
     capacity_bytes = tables.ram.capacity
     if capacity_bytes == AUTO:
-        capacity_bytes = _auto_capacity_bytes(arena_path.parent)
+        capacity_bytes = _auto_capacity_bytes(arena_path.parent, sealed=tables.ram.sealed)
     assert isinstance(capacity_bytes, int)
     _check_combinations(file, tables, capacity_bytes)
     operators = resolve(tables.operators.admins, tables.operators.readers)
@@ -243,12 +257,14 @@ def runtime_directory() -> Path:
     return folder
 
 
-def _auto_capacity_bytes(directory: Path) -> int:
-    """Return a quarter of the memory of host, cgroup and file system, at most 4 GiB.
+def _auto_capacity_bytes(directory: Path, *, sealed: bool) -> int:
+    """Return a quarter of the memory of host, cgroup and, for a file, its file system, at most 4 GiB.
 
     Totals count, not free memory: the size must be the same at the next start, or the arena could not be adopted.
     """
-    totals = [host_bytes(), directory_bytes(directory), *(limit for _, limit, _ in cgroup_limits())]
+    totals = [host_bytes(), *(limit for _, limit, _ in cgroup_limits())]
+    if not in_memory_alone(directory, sealed=sealed):
+        totals.append(directory_bytes(directory))
     return max(min(min(totals) // 4, AUTO_CAPACITY_BYTES_MAX) // MIB * MIB, CAPACITY_BYTES_MIN)
 
 

@@ -37,8 +37,10 @@ def facts(config: Config, refused: KvDepotError | None = None) -> dict[str, Any]
         "ram": {
             "capacity_bytes": config.capacity_bytes,
             "arena_bytes": config.arena_bytes,
+            "arena_file_bytes": config.arena_file_bytes,
             "arena_path": str(config.arena_path),
             "created_in": "" if config.tables.ram.path else str(arena_directory.BASE),
+            "sealed": config.tables.ram.sealed,
         },
         "tiers": [
             {

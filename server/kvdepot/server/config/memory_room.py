@@ -55,6 +55,11 @@ def memory_room() -> Room:
     return min(rooms, key=lambda room: room.available_bytes)
 
 
+def in_memory_alone(directory: Path, *, sealed: bool) -> bool:
+    """Return whether an arena's data takes no room of its directory's file system: hugetlbfs reserves its pages."""
+    return sealed and file_system(directory) != proc_text.HUGETLBFS
+
+
 def directory_room(directory: Path) -> Room:
     found = _statvfs(directory)
     return Room(found.f_bavail * found.f_frsize, f"free space of {directory}")

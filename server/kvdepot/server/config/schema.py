@@ -29,7 +29,9 @@ RPC_SUFFIX = ".rpc"
 STREAM_SUFFIX = ".stream-"
 """Suffix of the socket of a stream's proxy; a number follows."""
 DATA_SUFFIX = ".data"
-"""Suffix of the file of the arena's data, next to its tables."""
+"""Suffix of the file of the arena's data, next to its tables, where it is not sealed."""
+HOLD_SUFFIX = ".hold"
+"""Suffix of the holder's socket, next to the tables."""
 SOCKET_PATH_BYTES_MAX = 107
 """Bytes of a path in sockaddr_un (unix(7)), without its final zero."""
 AUTO: Literal["auto"] = "auto"
@@ -225,6 +227,7 @@ class RamTable(_WatermarkTable):
 
     capacity: AutoSize = AUTO
     path: str = ""
+    sealed: bool = True
 
     @field_validator("path")
     @classmethod

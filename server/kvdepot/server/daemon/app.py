@@ -19,11 +19,12 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.core.secrets import mask_secrets
 from kvdepot.server.arena.arena_file import KeptFiles
+from kvdepot.server.arena.holding import become_holder
 from kvdepot.server.config import environment
 from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.config import DISK, Config, embedded, load
@@ -52,8 +53,15 @@ Environment variables KVDEPOT_<TABLE>__<KEY> override single keys. Options overr
 SIGHUP reloads CONFIG, as `kvdepotctl reload` does: it applies all changes or none.
 
 SIGTERM and SIGINT stop the daemon with exit code 0. It grants no more leases, and takes the pending checksums. The
-arena and its memory stay, so that the next daemon serves the same objects. To free the memory, delete its two files
-while no daemon runs. The last line of the log names the file ARENA. The other one is ARENA.data.
+arena and its memory stay, so that the next daemon serves the same objects. A holder keeps it: a small process that the
+daemon has started, the service manager, or `kvdepotd hold`. To free the memory, delete the arena while no daemon runs.
+The last line of the log names the file. With [ram] sealed = false, delete ARENA.data, too.
+"""
+_HOLD_EPILOG = """\
+A daemon that ends leaves its arena to the holder, and the next daemon gets it from there. Use this verb where a daemon
+cannot leave a process behind: in a container, or under a service manager that ends all processes of a service. Run it
+as the daemon's user, with its configuration, --socket and --arena-dir, before the daemon, and for longer. It takes
+10 MiB. It ends with exit code 1 when its directory was emptied: start it again.
 """
 
 
@@ -96,6 +104,8 @@ def _run(options: argparse.Namespace) -> int | Config:
         return offline.run(options)
     try:
         config = _config(options)
+        if options.verb == "hold":
+            return _hold(config)
         if options.verb == "check-config":
             return _check_config(config, as_json=options.json, any_host=options.any_host)
         config = with_keys(config)
@@ -120,6 +130,15 @@ def _check_config(config: Config, *, as_json: bool, any_host: bool) -> int:
     if not as_json:
         print(described(config, problems))  # noqa: T201
     return 0
+
+
+def _hold(config: Config) -> NoReturn:
+    """Hold the arena until a signal ends this process."""
+    if not config.tables.ram.sealed:
+        raise ConfigError(config.file, "ram.sealed", "is false, so that the arena is a file, which nobody has to hold")
+    os.umask(_UMASK)
+    arena_path = config.placed().arena_path
+    become_holder(arena_path, lambda: print(f"holding {arena_path} for its daemons", flush=True))  # noqa: T201
 
 
 def _open_standard_descriptors() -> None:
@@ -164,10 +183,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "config", nargs="?", type=Path, metavar="CONFIG", help="TOML file; without it: the defaults below"
     )
-    serve.add_argument("--socket", type=Path, help="path of the gRPC socket; overrides [daemon].listen")
     serve.add_argument("--metrics", metavar="HOST:PORT", help="overrides [daemon].metrics; port 0: a free one, '': off")
     serve.add_argument("--ram", metavar="SIZE", help='overrides [ram].capacity, for example "512MiB"')
-    serve.add_argument("--arena-dir", type=Path, help="overrides [ram].path")
     serve.add_argument("--disk", metavar="DIR", help="a disk tier in DIR, overrides [[tier]]; '': none")
     serve.add_argument(
         "--disk-capacity", metavar="SIZE", help="capacity of --disk; default: a quarter of the free space"
@@ -182,6 +199,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="without it: the defaults of serve")
     check.add_argument("--json", action="store_true", help="print the sizes, paths and sockets that follow, as JSON")
     check.add_argument("--any-host", action="store_true", help="warn, not fail, about what only this host refuses")
+    hold = verbs.add_parser(
+        "hold", help="hold the arena while its daemon restarts", epilog=_HOLD_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    hold.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="without it: the defaults of serve")
+    hold.set_defaults(metrics=None, ram=None, disk=None, disk_capacity=None, log_level=None, log_format=None)
+    for verb in (serve, hold):
+        verb.add_argument("--socket", type=Path, help="path of the gRPC socket; overrides [daemon].listen")
+        verb.add_argument("--arena-dir", type=Path, help="overrides [ram].path")
     offline.add_verbs(verbs)
     return parser
 

@@ -22,6 +22,7 @@ from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server.arena.arena_file import NOTHING_KEPT, ArenaFile, KeptFiles, describe, open_arena
+from kvdepot.server.arena.holding import Holding, held_files
 from kvdepot.server.arena.populate import RETRY_SECONDS, Growth, Populator
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
@@ -89,9 +90,7 @@ class Node:
         kept: KeptFiles = NOTHING_KEPT,
         reread: Reread | None,
     ) -> None:
-        if not config.tables.ram.path:
-            folder = arena_directory.make(config.arena_path.name, config.file)
-            config = replace(config, arena_path=folder / config.arena_path.name)
+        config = config.placed()
         self._notify = notify
         self._reread = reread
         self._config = config
@@ -106,7 +105,7 @@ class Node:
         for event in () if config.tables.ram.path else arena_directory.move_former(config.arena_path):
             log.warning("arena: %s", event)
         self._state = StateFile(config.state_path)
-        self._arena = self._open_arena(kept)
+        self._arena = self._open_arena(kept + held_files(config.arena_path))
         notify.keep(TABLES_NAME, self._arena.tables_fd)
         notify.keep(DATA_NAME, self._arena.data_fd)
         self._quotas = SetQuotas()
@@ -123,6 +122,9 @@ class Node:
         arena, superblock = self._arena, self._arena.superblock
         self._counters = counters = Counters()
         self._guard = engine_guard(counters.add)
+        self._holding = Holding(
+            arena, may_start=not self._notify.is_heard, count=counters.add, loop=self._loop, log=self._log
+        )
         self._tiers = tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
         self._depot = Depot(
             arena.tables,
@@ -157,6 +159,7 @@ class Node:
             fd=arena.data_fd,
             address=arena.address,
             size_bytes=arena.layout.data_bytes,
+            memory_alone=self._config.tables.ram.sealed,
             lock_too=((arena.tables_address, arena.layout.tables_bytes),),
             threads=min(os.cpu_count() or 1, _THREADS_MAX),
             report=self._report_growth,
@@ -201,6 +204,8 @@ class Node:
     async def start(self) -> None:
         """Adopt, populate, listen. Raises ConfigError when an address cannot be had; then `stop` is still due."""
         self._log.info("arena opened: %s", describe(self._arena))
+        if self._config.tables.ram.sealed:
+            self._holding.start()
         report = self._depot.adopt(self._alive)
         self._log.info(
             "adopted objects: %d committed, %d waiting for disk tiers, %d reserved, %d lent; %d sessions, %d leases; "
@@ -256,6 +261,7 @@ class Node:
         self._attach.close()
         self._audit.close()
         self._checksums.close()
+        self._holding.close()
         await self._loop.run_in_executor(None, self._populator.stop)
         kept = "" if drained else ", some objects without a checksum will be dropped"
         if not closed:

@@ -17,6 +17,7 @@ from typing import Final
 
 from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.server.arena.arena_file import ArenaRequest, check_arena
+from kvdepot.server.arena.holding import held_files
 from kvdepot.server.config import arena_directory
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.key_files import read_keys
@@ -76,14 +77,15 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
 
 
 def arena_request(config: Config) -> ArenaRequest:
-    return ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file)
+    sealed = config.tables.ram.sealed
+    return ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file, sealed)
 
 
 def check_arena_of(config: Config, boot_id: bytes) -> None:
     """Raise ConfigError if the host has no room for the arena, and no arena of its size."""
     request = arena_request(config)
     left = None if config.tables.ram.path else arena_directory.former(request.path)
-    check_arena(request if left is None else replace(request, path=left), boot_id)
+    check_arena(request if left is None else replace(request, path=left), boot_id, held_files(request.path))
 
 
 def locked_files(config: Config) -> Iterator[tuple[str, Path, str]]:

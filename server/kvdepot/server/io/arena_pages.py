@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 from typing import Final
+
+from kvdepot.core.data_mapping import map_data
 
 _MADV_POPULATE_READ = 22
 """Linux 5.14. Maps the pages around as well, and writable: the mapping is shared, and no file system is told."""
@@ -30,7 +31,7 @@ class ArenaPages:
     def __init__(self, fd: int, size_bytes: int) -> None:
         """Map the arena. Raise OSError if `fd` cannot be mapped."""
         self._fd = fd
-        self._map = mmap.mmap(fd, size_bytes)
+        self._map = map_data(fd, size_bytes)
         self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._present_bytes = 0  # from the start
         self._wait = threading.Event()

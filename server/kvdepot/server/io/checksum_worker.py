@@ -6,13 +6,13 @@ It reads nothing but what it is asked, writes nothing, and ends with its parent.
 
 from __future__ import annotations
 
-import mmap
 import socket
 import sys
 from collections.abc import Iterable
 
 import xxhash
 from kvdepot.core.allocator import Extent
+from kvdepot.core.data_mapping import map_data
 from kvdepot.server.io.checksum_wire import ANSWERS, JOBS, Compare, Compared, Summed
 from kvdepot.server.io.lifeline import die_with, exit_code
 
@@ -23,7 +23,7 @@ _SLICE_BYTES = 4 << 20
 def main(arguments: list[str]) -> int:
     arena_fd, socket_fd, size_bytes, parent = (int(argument) for argument in arguments)
     die_with(parent)
-    arena = memoryview(mmap.mmap(arena_fd, size_bytes, access=mmap.ACCESS_READ))
+    arena = memoryview(map_data(arena_fd, size_bytes, writable=False))
     daemon = socket.socket(fileno=socket_fd)
     stream = daemon.makefile("rb")
     while (frame := JOBS.read(stream)) is not None:

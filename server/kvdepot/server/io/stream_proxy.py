@@ -24,6 +24,7 @@ from typing import Any, Final, NoReturn
 import grpc
 from kvdepot.core.arena import PAGE_BYTES, ArenaTables, Superblock
 from kvdepot.core.calls import STREAM_READY, DataCall
+from kvdepot.core.data_mapping import map_data
 from kvdepot.core.errors import InvalidArgument, KvDepotError, UnknownSession
 from kvdepot.core.limits import MESSAGE_BYTES_MAX
 from kvdepot.proto import codec_data
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
     layout = Superblock.unpack(os.pread(tables_fd, PAGE_BYTES, 0)).layout
     mapped = mmap.mmap(tables_fd, layout.tables_bytes, access=mmap.ACCESS_READ)
     tables = ArenaTables(memoryview(mapped), layout)
-    data = memoryview(mmap.mmap(data_fd, layout.data_bytes))
+    data = memoryview(map_data(data_fd, layout.data_bytes))
     extents = LentExtents(data, tables, int(tables.attachments["session"][opening.attachment]))
     server = grpc.server(ThreadPoolExecutor(_CALLS_MAX), options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX)
     server.add_generic_rpc_handlers((data_service(extents, opening.session),))

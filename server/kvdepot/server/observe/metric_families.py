@@ -371,6 +371,10 @@ _RAM = (
     _counter("doubted_objects", "Objects of RAM of which an engine said that they do not match their checksums."),
     _counter("corrupt_objects", "Objects of RAM that did not match their checksum."),
     _counter(
+        "holder_failures",
+        "Times that no process was found to hold the arena for the next daemon, which would begin with an empty one.",
+    ),
+    _counter(
         "torn_objects",
         "Objects of RAM that were dropped, because the links between their extents were damaged.",
     ),

@@ -35,6 +35,11 @@ class FileLock:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
+    @property
+    def descriptor(self) -> int:
+        """The lock lasts as long as this descriptor is open in any process."""
+        return self._fd
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)

@@ -30,6 +30,11 @@ class ServiceNotifier:
         self._ping_seconds = _watchdog_seconds(environ, pid) / _PINGS_PER_LIMIT  # 0: no watchdog
         self._ping_at = -math.inf
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether there is a supervisor."""
+        return bool(self._address)
+
     def __call__(self, state: str) -> None:
         self._send(state, ())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
@@ -45,10 +46,13 @@ def folder() -> Iterator[Path]:
 
 def _open(
     path: Path, size_bytes: int = SIZE_BYTES, *, boot: bytes = BOOT, alive: Liveness = Liveness.DEAD,
-    kept: KeptFiles = NOTHING_KEPT,
+    kept: KeptFiles = NOTHING_KEPT, sealed: bool = False,
 ) -> ArenaFile:  # fmt: skip
-    request = ArenaRequest(path, size_bytes, size_bytes, "test.toml")
+    request = ArenaRequest(path, size_bytes, size_bytes, "test.toml", sealed)
     return open_arena(request, kept=kept, boot_id=boot, random_bytes=os.urandom, alive=lambda _: alive)
+
+
+SEALED = pytest.mark.parametrize("sealed", [False, True], ids=["files", "sealed"])
 
 
 def _data(path: Path) -> Path:
@@ -77,6 +81,82 @@ def _lend(arena: ArenaFile, mode: LentMode = LentMode.WRITE) -> None:
     tables.attachments["used"][5] = 1
     tables.lent["session"][7] = 3
     tables.lent["mode"][7] = mode
+
+
+@pytest.mark.requirement("I3", "S1")
+def test_sealed_data_has_no_name_and_nobody_changes_its_size(folder: Path) -> None:
+    arena = _open(folder / "a", sealed=True)
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert os.fstat(arena.data_fd).st_mode & 0o777 == 0o600
+    data, tables = arena.open_for_engine()
+    mapped = mmap.mmap(data, arena.layout.data_bytes)
+    for size_bytes in (0, arena.layout.data_bytes - PAGE_BYTES, arena.layout.data_bytes + PAGE_BYTES):
+        for change in (os.ftruncate, os.truncate):
+            with pytest.raises(PermissionError):
+                change(data, size_bytes)
+    with pytest.raises(PermissionError):
+        os.posix_fallocate(data, arena.layout.data_bytes, PAGE_BYTES)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(data, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    mapped[-5:] = b"hello"
+    assert bytes(arena.data[-5:]) == b"hello"
+    os.close(data)
+    os.close(tables)
+
+
+@pytest.mark.requirement("T6")
+def test_sealed_data_is_adopted_from_whoever_has_kept_it_also_twice(folder: Path) -> None:
+    first = _open(folder / "a", sealed=True)
+    first.data[-5:] = b"hello"
+    twice = KeptFiles(data=(os.dup(first.data_fd), os.dup(first.data_fd)))
+    second = _open(folder / "a", sealed=True, kept=twice)
+    assert second.origin is Origin.ADOPTED
+    assert describe(second).startswith(f"{folder / 'a'} adopted, ")
+    assert bytes(second.data[-5:]) == b"hello"
+
+
+@pytest.mark.requirement("T6")
+def test_an_arena_kept_twice_whose_name_was_removed_is_adopted_whole(folder: Path) -> None:
+    first = _open(folder / "a", sealed=True)
+    first.data[-5:] = b"hello"
+    first.tables.extents["state"][9] = RowState.COMMITTED
+    (folder / "a").unlink()
+    second = _open(folder / "a", sealed=True, kept=_kept(first) + _kept(first))
+    assert second.origin is Origin.ADOPTED
+    assert bytes(second.data[-5:]) == b"hello"
+    assert second.tables.extents["state"][9] == RowState.COMMITTED
+
+
+@pytest.mark.requirement("I1c", "T1")
+def test_sealed_data_that_nobody_has_kept_is_made_anew(folder: Path) -> None:
+    _open(folder / "a", sealed=True).data[-5:] = b"hello"
+    second = _open(folder / "a", sealed=True)
+    assert second.origin is Origin.RECREATED
+    assert "its data is missing" in second.note
+
+
+@pytest.mark.requirement("I3", "T1")
+@SEALED
+def test_another_value_of_the_setting_makes_the_arena_anew_unless_it_is_lent(folder: Path, sealed: bool) -> None:
+    first = _open(folder / "a", sealed=sealed)
+    first.data[-5:] = b"hello"
+    _lend(first)
+    with pytest.raises(ConfigError, match=r"sealed.*pid 4711"):
+        _open(folder / "a", sealed=not sealed, kept=_kept(first), alive=Liveness.ALIVE)
+    second = _open(folder / "a", sealed=not sealed, kept=_kept(first))
+    assert second.origin is Origin.RECREATED
+    assert os.fstat(first.data_fd).st_blocks == 0
+    assert _data(folder / "a").exists() is sealed
+
+
+@pytest.mark.requirement("S1")
+def test_core_dumps_leave_the_data_out(folder: Path) -> None:
+    """Memory without a name is in them by default (core(5))."""
+    arena = _open(folder / "a", sealed=True)
+    mapping = Path("/proc/self/smaps").read_text().partition(f"{arena.address:x}-")[2]
+    assert "memfd:a.data" in mapping.splitlines()[0]
+    flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags"))
+    assert "dd" in flags.split()
 
 
 def test_a_new_arena_has_its_tables_and_only_them(folder: Path) -> None:

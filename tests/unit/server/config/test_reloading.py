@@ -149,9 +149,9 @@ def test_a_refusal_says_what_to_do_and_what_the_restart_costs(
 def test_the_arena_keeps_its_size_where_auto_means_another_one_by_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvdepot.server.config.config._auto_capacity_bytes", lambda _: 2 << 30)
+    monkeypatch.setattr("kvdepot.server.config.config._auto_capacity_bytes", lambda *_, **__: 2 << 30)
     daemon = Daemon(tmp_path, TEXT.replace('"2GiB"', '"auto"'))
-    monkeypatch.setattr("kvdepot.server.config.config._auto_capacity_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr("kvdepot.server.config.config._auto_capacity_bytes", lambda *_, **__: 1 << 30)
     daemon.change('path = "/tmp"', 'path = "/tmp"\nhigh_watermark = 0.99')
     assert [one.key for one in asyncio.run(daemon.control.reload()).changes] == ["ram.high_watermark"]
     assert daemon.ran[-1].capacity_bytes == 2 << 30

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.doctor.findings import Check
 from kvdepot.client.ctl.doctor.probe import NOT_TRIED, TEMPORARY
-from kvdepot.core.proc_text import MEMORY_KINDS, NETWORK_KINDS
+from kvdepot.core.proc_text import HUGETLBFS, MEMORY_KINDS, NETWORK_KINDS
 from kvdepot.core.units import size_text
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.settings import Place
     from kvdepot.core.proc_text import Mount
 
-HUGE: Final = "hugetlbfs"
 SKEW_SECONDS_MAX: Final = 5.0
 _FILES_MIN: Final = 10_000
 _FILE_BYTES: Final = 1 << 20
@@ -181,7 +180,7 @@ def _check_nfs(check: Check, looked: Looked, mount: Mount) -> Finding:
 
 def check_room(looked: Looked) -> Finding:
     check, place, probed = Check("room", looked.name), looked.place, looked.probed
-    if looked.mount is not None and looked.mount.kind == HUGE:
+    if looked.mount is not None and looked.mount.kind == HUGETLBFS:
         return check.skipped("huge pages are counted by themselves")
     due_bytes = max(place.needed_bytes - probed.held_bytes, 0)
     shown = (
@@ -297,18 +296,26 @@ _MAKES_HUGE_PAGES = ("always", "within_size")
 """Values of tmpfs's option `huge` that need no advice, which nobody gives for an arena."""
 
 
+_SHMEM_ENABLED: Final = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+_MAKES_HUGE_MEMORY: Final = (*_MAKES_HUGE_PAGES, "advise", "force")
+"""Values of `shmem_enabled` with which sealed data has huge pages: the daemon gives the advice."""
+
+
 def check_huge_pages(looked: Looked, host: Host) -> Finding:
-    check, mount = Check("huge pages", looked.name), looked.mount
-    if mount is None or mount.kind != HUGE:
+    check, mount, sealed = Check("huge pages", looked.name), looked.mount, looked.place.sealed
+    if mount is None or mount.kind != HUGETLBFS:
         huge = mount.value("huge") if mount is not None else ""
-        if huge in _MAKES_HUGE_PAGES:
+        if sealed and (chosen := host.chosen(_SHMEM_ENABLED)) in _MAKES_HUGE_MEMORY:
+            return check.ok(f"the kernel is asked for them: shmem_enabled={chosen}, pages of {_thp_text(host)}")
+        if not sealed and huge in _MAKES_HUGE_PAGES:
             return check.ok(f"the arena's file system is asked for them: huge={huge}, pages of {_thp_text(host)}")
         shown = f"not used: the arena's pages are of {size_text(mmap.PAGESIZE)}"
         if gpus := host.gpu_devices():
             return check.warn(
                 f"{shown}, and this node has GPUs ({', '.join(gpus)}): pinning the arena for them takes longer, and"
                 " more of their memory",
-                f"{_remount(mount)}; then stop the daemon, remove the arena's file, and start the daemon",
+                f"{f'echo advise > {_SHMEM_ENABLED}' if sealed else _remount(mount)}; then stop the daemon, remove the"
+                " arena's file, and start the daemon",
             )
         return check.ok(f"{shown}; with huge pages an object is fewer requests to a disk")
     page_bytes = _page_bytes(mount, host)
@@ -317,6 +324,8 @@ def check_huge_pages(looked: Looked, host: Host) -> Finding:
     if free is None:
         return check.skipped(f"{folder} cannot be read")
     due = -(-max(looked.place.needed_bytes - looked.probed.held_bytes, 0) // page_bytes)
+    if sealed and looked.daemon_uid is not None:
+        return check.ok(f"the running daemon has its pages of {size_text(page_bytes)}")
     free -= reserved or 0
     shown = f"{due} more pages of {size_text(page_bytes)} are needed, {free} are free"
     if due <= free:

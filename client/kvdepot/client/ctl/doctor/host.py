@@ -54,6 +54,10 @@ class Host:
         """Return the device files that show GPUs: one for each of NVIDIA's, and one for all of AMD's."""
         return [f"/dev/{name}" for name in self.names("/dev") if _GPU.fullmatch(name)]
 
+    def chosen(self, absolute: str) -> str:
+        """Return the word in brackets of a file that lists what can be chosen; empty where it cannot be read."""
+        return (self.text(absolute) or "").partition("[")[2].partition("]")[0]
+
     def number(self, absolute: str) -> int | None:
         return proc_text.number(self.data(absolute))
 

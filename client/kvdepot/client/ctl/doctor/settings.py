@@ -34,7 +34,8 @@ _REFUSED: Final = "kvdepotd: "
 class Place:
     """A tier's directory. `kind`: ram, disk or shared. `needed_bytes`: what all its files take when it is full.
 
-    `held`: pattern of those that lie there already; empty where that would take too long to count.
+    `held`: pattern of those that lie there already; empty where that would take too long to count. `sealed`: the
+    arena's data lies in memory without a name.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Place:
     path: str
     needed_bytes: int
     held: str = ""
+    sealed: bool = False
     on_root_filesystem: bool = False
     is_of_all_users: bool = False  # the daemon creates a directory of its user in it
     keyed: bool = False  # objects have MACs
@@ -108,12 +110,11 @@ def _refused(reason: str, *, by_permissions: bool) -> Finding:
 def decode(facts: Any) -> Settings:
     """From `kvdepot.server.config.facts`."""
     arena = Path(facts["ram"]["arena_path"])
-    # Whoever runs the daemon: the name has the uid in its middle. Tables, data and what is small.
+    # Whoever runs the daemon: the name has the uid in its middle. What is small next to it, too.
     held = "-".join((arena.name.split("-")[0], "*", f"{arena.name.split('-')[-1]}*"))
-    folder = facts["ram"]["created_in"] or str(arena.parent)
-    ram = Place(
-        "ram", "ram", folder, facts["ram"]["arena_bytes"], held, is_of_all_users=bool(facts["ram"]["created_in"])
-    )
+    folder, shared = facts["ram"]["created_in"] or str(arena.parent), bool(facts["ram"]["created_in"])
+    file_bytes, sealed = facts["ram"]["arena_file_bytes"], facts["ram"]["sealed"]
+    ram = Place("ram", "ram", folder, file_bytes, held, sealed=sealed, is_of_all_users=shared)
     tiers = (
         Place(
             one["name"], one["kind"], one["path"], one["capacity_bytes"],

@@ -242,7 +242,10 @@ def test_a_configuration_that_is_refused_hangs_or_cannot_be_read_here(tmp_path: 
     assert absent.outcome is Outcome.SKIPPED and "kvdepot[server]" in absent.message
     said: dict[str, object] = {"file": "embedded default", "note": "no disk tier: full", "tiers": []}
     said["daemon"] = {"listen": [], "mode": 0o600, "group_id": -1, "metrics": ""}
-    said["ram"] = {"capacity_bytes": 2, "arena_bytes": 1, "created_in": "", "arena_path": "/dev/shm/kvdepot-0-a.arena"}
+    said["ram"] = {
+        "capacity_bytes": 2, "created_in": "", "arena_path": "/dev/shm/kvdepot-0-a.arena",
+        "arena_file_bytes": 1, "sealed": True,
+    }  # fmt: skip
     noted = read_settings(None, (sys.executable, "-I", "-c", f"print({json.dumps(said)!r})"))
     assert noted[0] is not None and noted[1].outcome is Outcome.WARN and "no disk tier" in noted[1].message
 

@@ -158,6 +158,9 @@ def test_huge_pages_are_counted(tmp_path: Path) -> None:
     assert found.outcome is Outcome.FAIL and "20480 more pages of 2.00 MiB are needed, 990 are free" in found.message
     assert f"echo {1024 + 20480 - 990} > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages" in found.fix
     assert directories.check_huge_pages(seen(looked, held_bytes=40 * GIB), host).outcome is Outcome.OK
+    sealed = replace(looked, place=replace(looked.place, sealed=True))
+    assert directories.check_huge_pages(sealed, host).outcome is Outcome.OK, "the daemon that answers has them"
+    assert directories.check_huge_pages(replace(sealed, daemon_uid=None), host).outcome is Outcome.FAIL
     assert directories.check_huge_pages(looked, Host(tmp_path / "none")).outcome is Outcome.SKIPPED
     assert directories.check_room(looked).outcome is Outcome.SKIPPED
 
@@ -178,6 +181,33 @@ def test_huge_pages_of_tmpfs_are_an_option_of_its_mount(tmp_path: Path, option: 
     looked = replace(RAM, mount=replace(TMPFS, options=TMPFS.options | {option}))
     found = directories.check_huge_pages(looked, Host(tmp_path))
     assert found.outcome is Outcome.OK and message in found.message
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("advise", "asked for them: shmem_enabled=advise, pages of 2.00 MiB"),
+        ("within_size", "asked for them"),
+        ("never", "not used"),
+        ("deny", "not used"),
+    ],
+)
+def test_huge_pages_of_sealed_data_are_the_kernel_s_choice(tmp_path: Path, chosen: str, message: str) -> None:
+    """Whatever the mount says."""
+    folder = tmp_path / "sys/kernel/mm/transparent_hugepage"
+    folder.mkdir(parents=True)
+    (folder / "hpage_pmd_size").write_text("2097152\n")
+    values = ("always", "within_size", "advise", "never", "deny", "force")
+    (folder / "shmem_enabled").write_text(" ".join(f"[{one}]" if one == chosen else one for one in values))
+    mount = replace(TMPFS, options=TMPFS.options | {"huge=within_size"})
+    sealed = replace(RAM, place=replace(RAM.place, sealed=True), mount=mount)
+    found = directories.check_huge_pages(sealed, Host(tmp_path))
+    assert found.outcome is Outcome.OK and message in found.message
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    warned = directories.check_huge_pages(sealed, Host(tmp_path))
+    assert warned.outcome is (Outcome.OK if "asked" in message else Outcome.WARN)
+    assert "asked" in message or "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" in warned.fix
 
 
 @pytest.mark.parametrize(

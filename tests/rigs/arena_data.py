@@ -1,0 +1,26 @@
+"""The data of an arena, from outside: it has a name only where it is not sealed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from kvdepot.server.arena.holding import Connection
+
+
+def data_of(arena: Path) -> Path:
+    """Return a path by which the data can be opened and looked at, whether a daemon runs or not."""
+    named = arena.with_name(f"{arena.name}.data")
+    if named.exists():
+        return named
+    holder = Connection(arena)
+    (held,) = holder.held
+    inode = os.fstat(held).st_ino
+    os.close(held)
+    holder.close()
+    for path in Path(f"/proc/{holder.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # of another connection, which it closes
+            if path.stat().st_ino == inode:
+                return path
+    raise AssertionError(f"the holder {holder.pid} does not have the data of {arena}")
