@@ -25,7 +25,8 @@ from tests.rigs.other_uids import (
     needs_root,
     open_to_group,
 )
-from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 pytestmark = needs_root
 CONFIG: Final = f"""
@@ -142,6 +143,7 @@ def test_a_tenant_reaches_nothing_of_another_one_after_a_restart(
     with OtherUser(HOSTILE, __name__) as again:
         assert again.run("reach", socket, "honest", "dense", keys) == before
         assert again.run("look_up", keys) == (0, "unknown")
+    wait_until(lambda: not status_of(tenants.socket).tiers[0].unverified_objects, "verification")
     assert honest.run("load_stored", socket)
 
 

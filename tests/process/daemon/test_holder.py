@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from kvdepot.core.calls import AcquireOutcome
 from kvdepot.server.arena.holding import Connection
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import patient, wait_until
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
+from tests.rigs.raw_client import CHUNK_TOKENS, EXTENT, RawEngine, keys_of, payload_of, status_of
 
 KEYS = keys_of("held", 8)
 
@@ -93,18 +94,46 @@ def test_a_deleted_arena_gives_its_memory_back_and_its_holder_ends(daemon: Daemo
     assert not _loads(daemon)
 
 
-@pytest.mark.requirement("T1", "T6")
-def test_who_deletes_the_arena_and_starts_at_once_has_an_empty_one(daemon: DaemonProcess) -> None:
-    """The holder has not noticed yet."""
+@pytest.mark.requirement("I1", "T6")
+def test_who_deletes_the_arena_and_starts_at_once_has_an_empty_one_and_no_engine_reads_zeros(
+    daemon: DaemonProcess,
+) -> None:
+    """The holder has not noticed yet. An engine that was lent extents may be in a copy."""
     _store(daemon)
-    daemon.stop()
-    data = daemon.data
-    held = data.open("rb")
-    daemon.arena.unlink()
-    daemon.start()
+    with RawEngine(daemon.socket) as engine:
+        _, outcome, extents = engine.acquire(KEYS)
+        assert outcome is AcquireOutcome.GRANTED
+        daemon.kill()
+        daemon.arena.unlink()
+        daemon.start()
+        assert _read_right(engine, extents)
     assert not _loads(daemon)
-    assert os.fstat(held.fileno()).st_blocks == 0
-    held.close()
+
+
+@pytest.mark.requirement("I1", "I8")
+def test_a_daemon_that_dies_with_its_holder_starts_again_while_engines_hold_loans(daemon: DaemonProcess) -> None:
+    _store(daemon)
+    with RawEngine(daemon.socket) as engine:
+        _, outcome, extents = engine.acquire(KEYS)
+        assert outcome is AcquireOutcome.GRANTED
+        holder = _holder(daemon.arena)
+        daemon.suspend()
+        os.kill(holder, signal.SIGKILL)
+        daemon.kill()
+        daemon.start()
+        assert "its data is missing" in daemon.log
+        assert not _read_right(engine, extents)
+    _store(daemon)
+    assert _loads(daemon)
+
+
+def _read_right(engine: RawEngine, extents: bytes) -> bool:
+    """Return whether all generations still hold. If so, the bytes must be right."""
+    for index, row, offset, length, generation in EXTENT.iter_unpack(extents):
+        if engine.generations[row] != generation:
+            return False
+        assert engine.arena[offset : offset + length] == payload_of(KEYS[index])[:length]
+    return True
 
 
 @pytest.mark.requirement("T6")

@@ -158,11 +158,12 @@ class _Old:
     reason: str = ""
 
     @property
-    def files(self) -> list[int]:
-        return [fd for fd in (self.tables, self.data, *self.others) if fd is not None]
+    def known(self) -> list[int]:
+        """Return the tables and their data, in this order."""
+        return [fd for fd in (self.tables, self.data) if fd is not None]
 
     def close(self) -> None:
-        _close(self.files)
+        _close((*self.known, *self.others))
 
 
 def open_arena(
@@ -177,28 +178,36 @@ def open_arena(
 
     `kept` is taken over. Of each file, one that has lost its name counts if there is none at the path.
 
-    Never a second arena beside an old one: what cannot be adopted gives its pages back first
-    (engines that still map it see zeros, whose generations match no grant).
+    What cannot be adopted gives its pages back first, the tables before their data: engines that still map both see
+    generations that match no grant, and then zeros. Data whose tables are not here is left as it is, because an engine
+    may be in a copy by generations that still hold. Its pages go with the last mapping.
 
     Raises ConfigError when the size does not fit, or changes while extents are lent to living processes.
     """
     tables = _open_existing(request, request.path)
+    forgotten: set[tuple[int, int]] = set()
     for fd in _distinct(kept.tables):
-        tables = _choose(tables, fd, request, alive)
+        tables = _choose(tables, fd, request, alive, forgotten)
     data = _open_existing(request, request.data_path)
     old = _judge(tables, [*([] if data is None else [data]), *_distinct(kept.data)], request, boot_id)
+    _free(fd for fd in old.others if _file_of(fd) in forgotten)
     if old.superblock is not None and old.tables is not None and old.data is not None and not old.reason:
-        _free(old.others)
+        _close(old.others)
         adopted = replace(old.superblock, run=old.superblock.run + 1)
         _write_superblock(old.tables, adopted)
         return ArenaFile(request.path, old.tables, old.data, adopted, Origin.ADOPTED, "")
-    if old.tables is not None and old.layout is not None and old.boot == boot_id:
+    is_whole = (
+        old.data is not None or old.superblock is None
+    )  # a former format has the data in one file with its tables
+    if is_whole and old.tables is not None and old.layout is not None and old.boot == boot_id:
         _refuse_if_lent(old.tables, old.layout, request, alive, old.reason)
     _check_room(request, held_bytes=_held_bytes(old))
-    _free(old.files)
+    _free(old.known)
+    _close((*old.known, *old.others))
     for path in (request.path, request.data_path):
         path.unlink(missing_ok=True)
-    return _create(request, boot_id, random_bytes, Origin.RECREATED if old.files else Origin.CREATED, old.reason)
+    origin = Origin.RECREATED if old.known or old.others else Origin.CREATED
+    return _create(request, boot_id, random_bytes, origin, old.reason)
 
 
 def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING_KEPT) -> None:
@@ -208,7 +217,7 @@ def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING
     found = [*([] if data is None else [data]), *_distinct(kept.data)]
     old = _judge(_open_existing(request, request.path), found, request, boot_id)
     try:
-        if old.reason or not old.files:
+        if old.reason or not old.known:
             _check_room(request, held_bytes=_held_bytes(old))
     finally:
         old.close()
@@ -240,14 +249,22 @@ def _distinct(kept: Sequence[int]) -> list[int]:
     return list(files.values())
 
 
-def _choose(tables: int | None, kept: int, request: ArenaRequest, alive: Alive) -> int | None:
-    """Return the tables of two candidates. The other is closed; if no path leads to it, its pages are freed."""
+def _choose(
+    tables: int | None, kept: int, request: ArenaRequest, alive: Alive, forgotten: set[tuple[int, int]]
+) -> int | None:
+    """Return the tables of two candidates. If no path leads to the other, its pages are freed.
+
+    Whose data may then be freed too is added to `forgotten`.
+    """
     if tables is None and os.fstat(kept).st_dev == request.path.parent.stat().st_dev:
         return kept
     layout, _ = _layout(kept)
     if layout is not None:
         _refuse_if_lent(kept, layout, request, alive, "another one has its name")
+    with contextlib.suppress(ArenaFormatError):
+        forgotten.add(_read_superblock(kept).data_file)
     _free([kept])
+    os.close(kept)
     return tables
 
 
@@ -420,17 +437,16 @@ def _close(files: Iterable[int]) -> None:
 
 
 def _held_bytes(old: _Old) -> int:
-    return sum(os.fstat(fd).st_blocks * 512 for fd in old.files)
+    return sum(os.fstat(fd).st_blocks * 512 for fd in old.known)
 
 
 def _free(files: Iterable[int]) -> None:
-    """Free all pages and close. Truncation was rejected: an engine that maps a file would get SIGBUS, not zeros."""
+    """Free all pages. Truncation was rejected: an engine that maps a file would get SIGBUS, not zeros."""
     libc = ctypes.CDLL(None, use_errno=True)
     for fd in files:
         size_bytes = os.fstat(fd).st_size
         if size_bytes:
             libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size_bytes))
-        os.close(fd)
 
 
 def _check_room(request: ArenaRequest, held_bytes: int) -> None:

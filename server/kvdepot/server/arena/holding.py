@@ -24,6 +24,8 @@ from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.platform.processes import peer_credentials
 
 AGAIN_SECONDS: Final = 5.0
+PAUSE_SECONDS: Final = 0.5
+"""After the end of a holder: one that ends at once is not started in a loop."""
 _ANSWER_SECONDS: Final = 3.0
 _MODE: Final = 0o600
 _FILES: Final = 2
@@ -69,8 +71,10 @@ class Connection:
             self.pid, uid, _ = peer_credentials(self.socket)
             if uid != os.geteuid():
                 raise PermissionError(f"{hold_path(arena_path)} is of uid {uid}")
-            message, files, _, _ = socket.recv_fds(self.socket, len(holder.GREETING), _FILES, socket.MSG_CMSG_CLOEXEC)
-            if message != holder.GREETING or len(files) not in (0, _FILES):
+            message, files, flags, _ = socket.recv_fds(
+                self.socket, len(holder.GREETING), _FILES, socket.MSG_CMSG_CLOEXEC
+            )
+            if message != holder.GREETING or len(files) not in (0, _FILES) or flags & socket.MSG_CTRUNC:
                 raise OSError(f"the holder said {message!r}, with {len(files)} files")
         except OSError:
             for file in files:
@@ -195,7 +199,7 @@ class Holding:
     def _ended(self) -> None:
         """Handle the end of the holder: it sends nothing of itself."""
         self._disconnect()
-        self._look_again()
+        self._again = self._loop.call_later(PAUSE_SECONDS, self._look_again)
 
     def _disconnect(self) -> None:
         if self._connection is not None:
