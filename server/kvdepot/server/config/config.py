@@ -307,10 +307,12 @@ def _check_tenants(file: str, tables: Tables, arena_bytes: int) -> None:
             raise ConfigError(file, f"quota[{number}]", f"is about the same as `ram` of tenant {quota.tenant!r}")
     credit_bytes = sum(tenant.credit or 0 for tenant in tables.tenant)
     some_without = any(tenant.credit is None for tenant in tables.tenant)
-    if credit_bytes > arena_bytes or (some_without and credit_bytes >= arena_bytes):
+    data_bytes = ArenaLayout.plan(arena_bytes).data_bytes  # which is what the credits divide
+    if credit_bytes > data_bytes or (some_without and credit_bytes >= data_bytes):
         raise ConfigError(
             file, "tenant.credit",
-            f"expected at most the arena of {arena_bytes // MIB} MiB for all tenants, got {credit_bytes // MIB} MiB",
+            f"expected at most the arena's data of {data_bytes // MIB} MiB for all tenants, got"
+            f" {-(-credit_bytes // MIB)} MiB",
             advice="tenants without credit share what the others leave",
         )  # fmt: skip
     left = SESSIONS_MAX - sum(tenant.sessions for tenant in tables.tenant)

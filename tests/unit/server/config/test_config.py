@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kvdepot.core.arena import ArenaLayout
 from kvdepot.core.control import QuotaEntry, QuotaSubject
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.config import Config, check, embedded, load
@@ -392,3 +393,16 @@ def test_a_tier_has_watermarks_of_its_own(tmp_path: Path) -> None:
     settings = engine_tier_config(table)
     assert (settings.high_watermark, settings.low_watermark) == (0.8, 0.7)
     assert config.tables.ram.high_watermark == 0.95
+
+
+@pytest.mark.requirement("S4")
+@pytest.mark.parametrize(("others", "more"), [(False, 1), (True, 0)])
+def test_credits_of_tenants_divide_the_data_and_not_the_tables(tmp_path: Path, others: bool, more: int) -> None:
+    config = _load(tmp_path, GOOD)
+    data_bytes = ArenaLayout.plan(config.arena_bytes).data_bytes
+    assert data_bytes + 1 < config.arena_bytes
+    second = TENANT.replace('"a"', '"b"').replace("1001", "2") if others else ""
+    text = GOOD + TENANT + 'credit = "{}B"\n' + second
+    assert _load(tmp_path, text.format(data_bytes + more - 1)).tenants
+    with pytest.raises(ConfigError, match="expected at most the arena's data of"):
+        _load(tmp_path, text.format(data_bytes + more))

@@ -46,6 +46,15 @@ class Asked:
     rows: Numbers
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which objects of an acquire RAM has or is about to have, and which a lower tier has. By index in the call."""
+
+    there: npt.NDArray[np.intp]
+    coming: list[int]  # rows of those of them that are being read already
+    wanted: npt.NDArray[np.intp]
+
+
 class PendingAcquire:
     """One acquire that is answered later. `answers` are the callers that wait for its answer."""
 
@@ -86,31 +95,28 @@ class PendingAcquires:
         self._grant = grant
         self._placing: deque[tuple[ReadLease, PendingAcquire]] = deque()
 
-    def begin(self, asked: Asked, visible: npt.NDArray[np.bool_], deadline: float, answer: Answer) -> None:
-        """Begin a pending acquire. `visible`: which of its objects are in RAM.
-
-        The caller has checked that the lent table has room.
-        """
+    def parts(self, asked: Asked, visible: npt.NDArray[np.bool_]) -> Parts | None:
+        """Return what has to be done for an acquire, or None if an object is missing. `visible`: which are in RAM."""
         rows, table = asked.rows, self._rows
         coming = [at for at in np.flatnonzero(~visible & (rows != NO_ROW)).tolist() if not table.unverified(rows[at])]
         if not all(self._promotions.reading(int(rows[at])) for at in coming):
-            answer(AcquireReply(AcquireOutcome.MISSING))  # being stored
-            return
+            return None  # being stored
         there = visible.copy()
         there[coming] = True
         wanted = np.flatnonzero(~there)
-        if not self._have(asked, wanted):
-            answer(AcquireReply(AcquireOutcome.MISSING))
-            return
+        return Parts(np.flatnonzero(there), rows[coming].tolist(), wanted) if self._have(asked, wanted) else None
+
+    def begin(self, asked: Asked, parts: Parts, deadline: float, answer: Answer) -> None:
+        """Begin a pending acquire. The caller has checked that the lent table has room."""
         call, session = asked.call, asked.session
-        entries = self._pin(asked, np.flatnonzero(there))
+        entries = self._pin(asked, parts.there)
         lease = ReadLease(session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
         lease.state = LeaseState.PENDING
         promotion = Promotion(partial(self._ended, lease), open=True)
-        pending = lease.pending = PendingAcquire(asked, answer, wanted.tolist(), promotion, self._guard)
+        pending = lease.pending = PendingAcquire(asked, answer, parts.wanted.tolist(), promotion, self._guard)
         session.leases[lease.id] = lease
         session.loads += 1
-        self._promotions.start(promotion, rows[coming].tolist())
+        self._promotions.start(promotion, parts.coming)
         self._go_on(lease, pending)
 
     def place_some(self) -> bool:

@@ -84,13 +84,17 @@ class Loads:
             return
         nodes, rows = self._resolve(namespace, call)
         visible = self._rows.visible_many(rows)
-        if not self._budgets.may_lend(session, rows):
+        asked = Asked(session, namespace, call, nodes, rows)
+        parts = None if visible.all() else self._pending.parts(asked, visible)
+        if parts is None and not visible.all():
+            answer(AcquireReply(AcquireOutcome.MISSING))
+        elif not self._budgets.may_lend(session, namespace, call.kinds, rows):
             self._counters.add("budget_refusals.loads")
             answer(AcquireReply(AcquireOutcome.LATER, reason=OVER_BUDGET))
-        elif visible.all():
+        elif parts is None:
             answer(self._grant(session, namespace, call, nodes, rows))
         else:
-            self._pending.begin(Asked(session, namespace, call, nodes, rows), visible, self._deadline(), answer)
+            self._pending.begin(asked, parts, self._deadline(), answer)
 
     def place_some(self) -> bool:
         """Make room, in one slice, for what large acquires wait for. Return whether there is more to do."""
@@ -179,6 +183,8 @@ class Loads:
     def adopt(self, session: Session, lease_id: int, entries: npt.NDArray[np.uint32]) -> ReadLease:
         """Adopt a pin of an earlier run as a read lease."""
         lease = ReadLease(session, lease_id, entries, 0, AcquireReply(AcquireOutcome.REFUSED), self._deadline())
+        sizes = map(self._ram.rounded_bytes, self._lent.rows[entries].tolist())
+        session.object_bytes_max = max(session.object_bytes_max, *sizes)  # of namespaces that nobody registers again
         session.leases[lease_id] = lease
         session.loads += 1
         return lease

@@ -10,18 +10,21 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from kvdepot.core.arena import NO_ROW, LentMode
-from kvdepot.server.depot.sessions.session import Session
+from kvdepot.core.arena import NO_ROW
+from kvdepot.core.limits import FRAGMENTS_PER_REPLY_MAX
+from kvdepot.server.depot.sessions.session import ReadLease, Session
 from kvdepot.server.depot.sessions.sessions import Sessions
 from kvdepot.server.depot.sessions.shares import part
-from kvdepot.server.depot.tree.lent import SESSION_NUMBERS
+from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.types import DepotConfig
 
 ALONE_SHARE: Final = 7 / 8
-"""Of RAM, for a user that alone holds anything: the rest is for the next one."""
+"""Of RAM, for a user and all others together: the rest is for the next one, and for who has less than its share."""
 LEAST_SHARE: Final = 1 / 4
 """Of RAM, for a user among many."""
+_KINDS: Final = 1 << 8
+"""Kinds that a call can name: each is a byte."""
 OVER_BUDGET: Final = "the engines of this user or tenant hold their share of RAM: end loads and stores first"
 
 
@@ -42,73 +45,104 @@ class Budgets:
         if session.owner is not None and session.owner.tenant is not None:
             given = {name: one.credit_bytes for name, one in self._config.tenants.items()}
             return part(data_bytes, given, session.owner.tenant)
-        holders = {one.party for one in self._sessions.by_slot.values() if one.leases}
-        others = len(holders - {session.party, None})
+        others = self._others(session)
         if others:
-            return int(data_bytes * max(1 / (1 + others), LEAST_SHARE))
+            return _user_part(data_bytes, others, self._at_most(others))
         return max(int(data_bytes * ALONE_SHARE), self._config.credit_bytes)
 
     def reservable_bytes(self, session: Session, wanted_bytes: int) -> int:
         """Return how many more bytes the session may have reserved; if all that it wants fits, not exactly."""
-        bound = self.bound_bytes(session)
         own = self._sessions.of_party(session.party)
-        left = bound - sum(one.credit_used_bytes for one in own)
+        left = self.bound_bytes(session) - _reserved_bytes(own)
         at_most = self._lent_at_most(own)
         if at_most and left - at_most < wanted_bytes:
-            at_most = self._bytes(self._lent_rows(own), own)
+            at_most = self._bytes(self._lent_heads(own))
         return left - at_most
 
     def reservable_objects(self, session: Session) -> int:
         """Return how many more objects the session may have reserved: the tables of rows and loans are shared too."""
-        bound, own = self.bound_bytes(session), self._sessions.of_party(session.party)
-        rows = self._part(self._ram.rows.count, bound) - self._loans(self._ram.lent.writes, own)
-        return min(rows, self._loans_left(own, bound))
+        own, writes = self._sessions.of_party(session.party), self._ram.lent.writes
+        rows = self._part(session, self._ram.rows.count) - _loans(writes, own)
+        return min(rows, self._loans_left(session, own))
 
-    def may_lend(self, session: Session, rows: npt.NDArray[np.int64]) -> bool:
-        """Return whether these objects may be lent too. NO_ROW: the object is not in RAM yet."""
-        bound = self.bound_bytes(session)
+    def may_lend(self, session: Session, namespace: Namespace, kinds: bytes, rows: npt.NDArray[np.int64]) -> bool:
+        """Return whether these objects may be lent too. NO_ROW: the object is not in RAM yet.
+
+        A user that holds nothing while nobody else does may load what it likes: a later try would find no more room.
+        A tenant may not, because its credit leaves the others theirs.
+        """
         own = self._sessions.of_party(session.party)
-        if len(rows) > self._loans_left(own, bound):
-            return False
-        left = bound - sum(one.credit_used_bytes for one in own)
-        if self._lent_at_most(own) + len(rows) * session.object_bytes_max <= left:
+        user = session.owner is not None and session.owner.tenant is None
+        if user and not any(one.leases for one in own) and not self._others(session):
             return True
-        lent = self._lent_rows(own)
-        lent[rows[rows != NO_ROW]] = True
-        coming = int(np.count_nonzero(rows == NO_ROW)) * session.object_bytes_max
-        return self._bytes(lent, own) + coming <= left
+        if len(rows) > self._loans_left(session, own):
+            return False
+        sizes = np.zeros(_KINDS, np.int64)
+        for kind, size_bytes in namespace.object_bytes.items():
+            sizes[kind] = self._ram.allocator.rounded(size_bytes)
+        wanted = sizes[np.frombuffer(kinds, np.uint8)]
+        left = self.bound_bytes(session) - _reserved_bytes(own)
+        if self._lent_at_most(own) + int(wanted.sum()) <= left:
+            return True
+        there = rows != NO_ROW
+        heads = np.union1d(self._lent_heads(own), rows[there])
+        return self._bytes(heads) + int(wanted[~there].sum()) <= left
 
-    def _loans_left(self, own: list[Session], bound: int) -> int:
+    def _others(self, session: Session) -> list[Session]:
+        """Return the sessions of other parties that hold anything. Adopted ones are nobody's yet."""
+        none_of_them = {session.party, None}
+        return [one for one in self._sessions.by_slot.values() if one.leases and one.party not in none_of_them]
+
+    def _part(self, session: Session, table: int) -> int:
+        """Return what the party of a session may have of a table: of rows, or of loans."""
+        lent, others = self._ram.lent, self._others(session)
+        if others and session.owner is not None and session.owner.tenant is None:
+            return _user_part(table, others, _loans(lent.reads, others) + _loans(lent.writes, others))
+        return int(table * min(self.bound_bytes(session) / self._ram.data_bytes, 1.0))
+
+    def _loans_left(self, session: Session, own: list[Session]) -> int:
         lent = self._ram.lent
-        return self._part(lent.count, bound) - self._loans(lent.reads, own) - self._loans(lent.writes, own)
+        return self._part(session, lent.count) - _loans(lent.reads, own) - _loans(lent.writes, own)
 
-    def _part(self, table: int, bound: int) -> int:
-        """Return the same part of a table that the bound is of RAM."""
-        return int(table * min(bound / self._ram.data_bytes, 1.0))
+    def _at_most(self, sessions: list[Session]) -> int:
+        """Return a bound of all that these hold."""
+        return _reserved_bytes(sessions) + self._lent_at_most(sessions)
 
-    @staticmethod
-    def _loans(counts: npt.NDArray[np.uint32], own: list[Session]) -> int:
-        return sum(int(counts[one.slot]) for one in own)
-
-    def _lent_at_most(self, own: list[Session]) -> int:
+    def _lent_at_most(self, sessions: list[Session]) -> int:
         """Return a bound of what is lent to them to read. An object that is lent twice counts twice."""
         reads = self._ram.lent.reads
-        return sum(int(reads[one.slot]) * one.object_bytes_max for one in own)
+        return sum(int(reads[one.slot]) * one.object_bytes_max for one in sessions)
 
-    def _lent_rows(self, own: list[Session]) -> npt.NDArray[np.bool_]:
-        """Return, for each row, whether it is lent to one of them to read. O(lent table)."""
-        lent = self._ram.lent
-        theirs = np.zeros(SESSION_NUMBERS, np.bool_)
-        theirs[[one.slot for one in own]] = True
-        rows = np.zeros(self._ram.rows.count, np.bool_)
-        rows[lent.rows[(lent.modes == LentMode.READ) & theirs[lent.sessions]]] = True
-        return rows
+    def _lent_heads(self, own: list[Session]) -> npt.NDArray[np.int64]:
+        """Return the head rows of what is lent to them to read, each once. O(what is lent to them)."""
+        leases = [lease for one in own for lease in one.leases.values() if isinstance(lease, ReadLease)]
+        entries = np.concatenate([np.empty(0, np.uint32), *(lease.entries for lease in leases)])
+        return np.unique(self._ram.lent.rows[entries]).astype(np.int64)
 
-    def _bytes(self, rows: npt.NDArray[np.bool_], own: list[Session]) -> int:
-        """Return the bytes of objects by their head rows. One in several extents counts as a largest one."""
-        heads = np.flatnonzero(rows)
-        several = self._ram.rows.nexts[heads] != NO_ROW
-        largest = max(one.object_bytes_max for one in own)
-        granule = self._ram.allocator.granule_bytes
-        granules = -(-self._ram.rows.lengths[heads[~several]].astype(np.int64) // granule)
-        return int(granules.sum()) * granule + int(np.count_nonzero(several)) * largest
+    def _bytes(self, heads: npt.NDArray[np.int64]) -> int:
+        """Return what objects take of RAM. O(their rows).
+
+        Damaged links may lead round in a circle: no object that is lent has more rows than a reply names.
+        """
+        rows, granule, granules = heads, self._ram.allocator.granule_bytes, 0
+        for _ in range(FRAGMENTS_PER_REPLY_MAX):
+            granules += int((-(-self._ram.rows.lengths[rows].astype(np.int64) // granule)).sum())
+            rows = self._ram.rows.nexts[rows]
+            rows = rows[rows < self._ram.rows.count]
+            if not len(rows):
+                break
+        return granules * granule
+
+
+def _user_part(total: int, others: list[Session], used: int) -> int:
+    """Return what a user may have of a total: its fair share, and what others leave unused of `ALONE_SHARE`."""
+    users = 1 + len({one.party for one in others})
+    return max(int(total * max(1 / users, LEAST_SHARE)), int(total * ALONE_SHARE) - used)
+
+
+def _reserved_bytes(sessions: list[Session]) -> int:
+    return sum(one.credit_used_bytes for one in sessions)
+
+
+def _loans(counts: npt.NDArray[np.uint32], sessions: list[Session]) -> int:
+    return sum(int(counts[one.slot]) for one in sessions)
