@@ -127,6 +127,7 @@ class _Side(asyncio.Protocol):
         self.other: _Side | None = None
         self._ended = ended
         self._transport: asyncio.Transport | None = None
+        self._early = bytearray()  # what came for this side before it was there
 
     def begin(self) -> None:
         """Read, once both sides are there."""
@@ -134,8 +135,11 @@ class _Side(asyncio.Protocol):
             self._transport.resume_reading()
 
     def send(self, data: bytes) -> None:
+        """Send, or keep it until this side is there: asyncio of Python 3.11.2 reads although it was paused at once."""
         if self._transport is not None:
             self._transport.write(data)
+        else:
+            self._early += data
 
     def pause(self, *, paused: bool) -> None:
         if self._transport is None or self._transport.is_closing():
@@ -157,6 +161,9 @@ class _Side(asyncio.Protocol):
         transport.set_write_buffer_limits(high=_BUFFER_BYTES_MAX)
         transport.pause_reading()
         self._transport = transport
+        if self._early:
+            transport.write(bytes(self._early))
+            self._early.clear()
 
     def data_received(self, data: bytes) -> None:
         assert self.other is not None
