@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvdepot.core import runtime
-from kvdepot.core.arena import SESSIONS_MAX, ArenaLayout
+from kvdepot.core.arena import SESSIONS_MAX, SIZE_BYTES_MAX, ArenaLayout
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.object_keys import KeyRing
 from kvdepot.server.config import arena_directory, environment
@@ -87,7 +87,7 @@ class Config:
     def arena_file_bytes(self) -> int:
         """Return what the arena takes of the file system of `[ram] path`."""
         alone = in_memory_alone(self.arena_path.parent, sealed=self.tables.ram.sealed)
-        return ArenaLayout.plan(self.arena_bytes).tables_bytes if alone else self.arena_bytes
+        return _layout(self.arena_bytes).tables_bytes if alone else self.arena_bytes
 
     @property
     def credit_bytes(self) -> int:
@@ -257,6 +257,11 @@ def runtime_directory() -> Path:
     return folder
 
 
+def _layout(arena_bytes: int) -> ArenaLayout:
+    """Return the layout of an arena of this size. No host has room for one above the limit, and a start says so."""
+    return ArenaLayout.plan(min(arena_bytes, SIZE_BYTES_MAX))
+
+
 def _auto_capacity_bytes(directory: Path, *, sealed: bool) -> int:
     """Return a quarter of the memory of host, cgroup and, for a file, its file system, at most 4 GiB.
 
@@ -307,7 +312,7 @@ def _check_tenants(file: str, tables: Tables, arena_bytes: int) -> None:
             raise ConfigError(file, f"quota[{number}]", f"is about the same as `ram` of tenant {quota.tenant!r}")
     credit_bytes = sum(tenant.credit or 0 for tenant in tables.tenant)
     some_without = any(tenant.credit is None for tenant in tables.tenant)
-    data_bytes = ArenaLayout.plan(arena_bytes).data_bytes  # which is what the credits divide
+    data_bytes = _layout(arena_bytes).data_bytes  # which is what the credits divide
     if credit_bytes > data_bytes or (some_without and credit_bytes >= data_bytes):
         raise ConfigError(
             file, "tenant.credit",
