@@ -196,9 +196,8 @@ def open_arena(
         adopted = replace(old.superblock, run=old.superblock.run + 1)
         _write_superblock(old.tables, adopted)
         return ArenaFile(request.path, old.tables, old.data, adopted, Origin.ADOPTED, "")
-    is_whole = (
-        old.data is not None or old.superblock is None
-    )  # a former format has the data in one file with its tables
+    # A file of a former format has its data behind the tables.
+    is_whole = old.data is not None or old.superblock is None
     if is_whole and old.tables is not None and old.layout is not None and old.boot == boot_id:
         _refuse_if_lent(old.tables, old.layout, request, alive, old.reason)
     _check_room(request, held_bytes=_held_bytes(old))
@@ -285,12 +284,13 @@ def _judge(tables: int | None, data: list[int], request: ArenaRequest, boot_id: 
     if tables is None:
         old.reason = "its tables are missing" if data else ""
         return old
-    old.layout, old.boot = _layout(tables)
     try:
         old.superblock = superblock = _read_superblock(tables)
     except ArenaFormatError as error:
+        old.layout, old.boot = _layout(tables)
         old.reason = str(error)
         return old
+    old.layout, old.boot = superblock.layout, superblock.boot
     old.data = next((fd for fd in data if _file_of(fd) == superblock.data_file), None)
     old.others = [fd for fd in data if fd != old.data]
     old.reason = _why_not(superblock, old.data, request, boot_id)

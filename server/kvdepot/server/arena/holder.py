@@ -22,7 +22,8 @@ GREETING = b"kvdepot holder 1"
 HOLD = b"hold"
 CHECK_SECONDS = 2.0
 """How soon the memory of an arena is free after its name has gone."""
-_FILES = 2
+FILES = 2
+"""The tables and the data."""
 _UCRED = struct.Struct("iII")
 
 
@@ -78,8 +79,8 @@ class Holder:
     def _read(self, daemon: socket.socket) -> None:
         message, files = b"", list[int]()
         with contextlib.suppress(OSError):
-            message, files, _, _ = socket.recv_fds(daemon, len(HOLD), _FILES)
-        if message == HOLD and len(files) == _FILES:
+            message, files, _, _ = socket.recv_fds(daemon, len(HOLD), FILES)
+        if message == HOLD and len(files) == FILES:
             self._drop()
             self._held = files
             with contextlib.suppress(OSError):

@@ -28,7 +28,6 @@ PAUSE_SECONDS: Final = 0.5
 """After the end of a holder: one that ends at once is not started in a loop."""
 _ANSWER_SECONDS: Final = 3.0
 _MODE: Final = 0o600
-_FILES: Final = 2
 _PROGRAM: Final = (sys.executable, "-I", "-S", holder.__file__)
 
 
@@ -72,9 +71,9 @@ class Connection:
             if uid != os.geteuid():
                 raise PermissionError(f"{hold_path(arena_path)} is of uid {uid}")
             message, files, flags, _ = socket.recv_fds(
-                self.socket, len(holder.GREETING), _FILES, socket.MSG_CMSG_CLOEXEC
+                self.socket, len(holder.GREETING), holder.FILES, socket.MSG_CMSG_CLOEXEC
             )
-            if message != holder.GREETING or len(files) not in (0, _FILES) or flags & socket.MSG_CTRUNC:
+            if message != holder.GREETING or len(files) not in (0, holder.FILES) or flags & socket.MSG_CTRUNC:
                 raise OSError(f"the holder said {message!r}, with {len(files)} files")
         except OSError:
             for file in files:

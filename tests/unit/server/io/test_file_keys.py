@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import xxhash
@@ -32,14 +31,6 @@ from tests.rigs.shared_files import Files
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
 KEYED = KeyRing((NEW, OLD))
 RAW_BYTES = 5 * PAGE + 7
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Iterator[Files]:
-    files = Files(tmp_path)
-    yield files
-    files.context.close()
-    files.close()
 
 
 def stored(files: Files, keys: KeyRing = KEYED, *, seed: int = 1, codec: Codec = Codec.NONE) -> PublishFile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,6 @@ from tests.rigs.io_rig import MIB, PAGE, pattern
 from tests.rigs.shared_files import Files
 
 HOUR = 3600
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Iterator[Files]:
-    files = Files(tmp_path)
-    yield files
-    files.context.close()
-    files.close()
 
 
 def _age(path: Path) -> None:
