@@ -36,9 +36,9 @@ def main() -> int:
         outcome = harness.run(options.seconds, faults_min=options.faults)
         print(table(outcome))
         if outcome.finding:
-            print(f"\nVIOLATED, seed {seed}:\n{outcome.finding}")
             for log in harness.logs:
                 print(f"\na daemon's log ends:\n{log[-4000:]}")
+            print(f"\nVIOLATED, seed {seed}:\n{outcome.finding}")  # last: what shows a part of this shows its end
     finally:
         harness.close()
     if options.json is not None:

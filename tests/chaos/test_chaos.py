@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import pytest
@@ -37,6 +38,7 @@ from tests.chaos.depot import (
     WORKERS,
     Damage,
     Depot,
+    Expected,
     Settings,
     unexplained,
 )
@@ -113,9 +115,10 @@ def _command(pid: int) -> str:
 
 def _holds(tmp_path: Path, seconds: int, faults_min: int, *, nodes: int) -> None:
     done, report = _run(tmp_path, seconds, "--nodes", str(nodes), "--faults", str(faults_min))
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert done.returncode == 0, report.get("finding", done.stderr[-2000:])  # all that was said is captured
     assert sum(report["faults"].values()) >= faults_min
     assert report["quiet_looks"] >= 1
+    assert min(report["samples"][what] for what in ("status", "medium", "memory")) > 0
     counts = report["counts"]
     assert min(counts[name] for name in ("hits", "commit_committed", "checked_objects", "checked_bytes")) > 0
 
@@ -187,6 +190,21 @@ def test_a_watch_that_cannot_look_says_so(monkeypatch: pytest.MonkeyPatch) -> No
         time.sleep(0.05)
     watch.stop()
     assert "the watch failed" in found[0] and "Pss:" in found[0]
+
+
+def test_no_memory_is_looked_at_while_a_daemon_has_no_arena() -> None:
+    """A rebooted one, as it starts."""
+    daemon = DaemonProcess()
+    watch = Watch(cast("Depot", SimpleNamespace(daemon=daemon, expected=Expected(up=True), settings=Settings())))
+    try:
+        with pytest.raises(FileNotFoundError):
+            assert daemon.arena
+        daemon.start()
+        assert not watch._memory() and watch.samples["memory"] == 1
+        daemon.arena.unlink()
+        assert not watch._memory() and watch.samples["memory"] == 1
+    finally:
+        daemon.close()
 
 
 def test_the_same_seed_makes_the_same_plan_and_each_fault_comes_once_before_any_comes_again() -> None:

@@ -151,7 +151,7 @@ class Watch:
             return []
         try:
             found = used_bytes(self._depot.daemon)
-        except (OSError, AssertionError):
+        except (OSError, AssertionError):  # it has ended meanwhile, or has no arena yet
             return []
         if expected is not self._depot.expected:
             return []

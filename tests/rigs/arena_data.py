@@ -10,17 +10,22 @@ from kvdepot.server.arena.holding import Connection
 
 
 def data_of(arena: Path) -> Path:
-    """Return a path by which the data can be opened and looked at, whether a daemon runs or not."""
+    """Return a path by which the data can be opened and looked at, whether a daemon runs or not.
+
+    Raises OSError while nobody holds any: a daemon that starts has its arena held after it has made it.
+    """
     named = arena.with_name(f"{arena.name}.data")
     if named.exists():
         return named
     holder = Connection(arena)
+    holder.close()
+    if not holder.held:
+        raise FileNotFoundError(f"the holder {holder.pid} has no data")
     (held,) = holder.held
     inode = os.fstat(held).st_ino
     os.close(held)
-    holder.close()
     for path in Path(f"/proc/{holder.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # of another connection, which it closes
             if path.stat().st_ino == inode:
                 return path
-    raise AssertionError(f"the holder {holder.pid} does not have the data of {arena}")
+    raise FileNotFoundError(f"the holder {holder.pid} does not have the data of {arena} any more")

@@ -93,8 +93,10 @@ class DaemonProcess:
 
     @property
     def arena(self) -> Path:
-        (path,) = self.arena_directory.glob("*.arena")
-        return path
+        """Raises FileNotFoundError while there is none: before the first start has made it, and after a reboot."""
+        for path in self.arena_directory.glob("*.arena"):
+            return path
+        raise FileNotFoundError(f"no arena in {self.arena_directory}")
 
     @property
     def arena_files(self) -> tuple[str, ...]:
