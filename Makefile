@@ -29,7 +29,7 @@ NODES ?= 1
 SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak long-life mutants lint image-check dist docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak siege long-life mutants lint image-check dist docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -122,6 +122,9 @@ soak: venv ## real engines under load and random faults: make soak SECONDS=120 S
 
 mutants: venv ## change the product a little, many times: which tests notice? make mutants SAMPLE=60 SEED= MODULES=
 	$(BIN)/python -m tests.mutants --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(MODULES)
+
+siege: venv ## hostile users at a daemon, next to an honest engine, as root: make siege SECONDS=1200 SEED=
+	$(BIN)/python -m tests.siege --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 long-life: venv ## engines of one process come and go, nothing grows: make long-life SECONDS=3600
 	$(BIN)/python -m tests.long_life --seconds $(SECONDS)

@@ -314,7 +314,7 @@ class Engine:
         process, self._process = self._process, None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(CALL_TIMEOUT_SECONDS)
         for file in left:
             file.unlink(missing_ok=True)
 

@@ -50,6 +50,7 @@ from tests.chaos.stepped_clock import WallClock
 from tests.chaos.watch import Judge, Watch, accounts, degraded, owed
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_rig import PAGE, DiskRig, flip
+from tests.rigs.patience import patient
 from tests.rigs.seeds import RUN_SEED
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +93,7 @@ def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     finally:
         if process.poll() is None:
             process.terminate()
-            process.communicate(timeout=_END_SECONDS)
+            process.communicate(timeout=patient(_END_SECONDS))
 
 
 def _below(pid: int) -> set[int]:
@@ -154,7 +155,7 @@ def test_a_run_that_is_ended_leaves_no_process_no_mount_and_no_directory() -> No
                 break
         commands = {pid: _command(pid) for pid in _below(process.pid)}
         process.terminate()
-        _, err = process.communicate(timeout=_END_SECONDS)
+        _, err = process.communicate(timeout=patient(_END_SECONDS))
     assert process.returncode == 128 + signal.SIGTERM, err[-2000:]
     assert any("kvdepot.server.daemon.app" in command for command in commands.values())
     until = time.monotonic() + _END_SECONDS

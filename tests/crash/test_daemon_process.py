@@ -146,7 +146,7 @@ def test_an_address_in_use_is_refused_by_key(daemon: DaemonProcess) -> None:
     try:
         address = daemon.metrics.removeprefix("http://")
         found = subprocess.run(
-            other.command("--metrics", address), capture_output=True, text=True, check=False, timeout=30
+            other.command("--metrics", address), capture_output=True, text=True, check=False, timeout=patient(30)
         )
         assert found.returncode == 1
         assert f"daemon.metrics: cannot listen on {address}" in found.stderr

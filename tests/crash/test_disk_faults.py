@@ -21,7 +21,7 @@ from kvdepot.core.calls import AcquireOutcome
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.disk_daemon import TIER, DiskDaemon
 from tests.rigs.known_objects import Known, KnownEngine, dense
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 
 needs_fuse = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
@@ -35,14 +35,14 @@ GRANTED = AcquireOutcome.GRANTED
 
 
 def _metrics(world: DiskDaemon) -> dict[str, float]:
-    with urllib.request.urlopen(f"{world.daemon.metrics}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{world.daemon.metrics}/metrics", timeout=patient(10)) as answer:
         lines = answer.read().decode().splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
 def _health(world: DiskDaemon) -> str:
     """What /healthz says besides that it serves."""
-    with urllib.request.urlopen(f"{world.daemon.metrics}/healthz", timeout=10) as answer:
+    with urllib.request.urlopen(f"{world.daemon.metrics}/healthz", timeout=patient(10)) as answer:
         found = json.load(answer)
     assert found["ready"]
     return str(found["reason"])

@@ -157,7 +157,7 @@ def _reload(daemon: DaemonProcess) -> None:
         done = subprocess.run(
             [sys.executable, "-m", "tests.fakes.confined", UNIT, "kvdepot.client.ctl.app", *command.split()[1:]],
             env=os.environ | {"KVDEPOT_ENDPOINT": daemon.endpoint},
-            capture_output=True, text=True, timeout=90, check=False,
+            capture_output=True, text=True, timeout=patient(90), check=False,
         )  # fmt: skip
         assert (done.returncode != 0) == fails, done.stderr
         assert ("tier.disk.codec: cannot change while the daemon runs" in done.stderr) == fails

@@ -21,7 +21,7 @@ from tests.e2e.fleet import FREE_CORES
 from tests.e2e.fork_server import BY_VLLM, same_at_import, server_environment
 from tests.e2e.forked import ForkServer
 from tests.rigs.fork_server import NoForkError, check_forkable
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 
 FRONT = "tests.fakes.scripted_front"
 END_SECONDS = 30.0
@@ -127,7 +127,7 @@ def test_a_status_passes_from_the_server_to_who_asked(launch: Callable[..., Engi
     process = engine._process
     assert process is not None and process.poll() is None
     engine._result(engine._send("close"))
-    assert process.wait(END_SECONDS) == 7
+    assert process.wait(patient(END_SECONDS)) == 7
     assert not engine.alive
     engine.kill()
 

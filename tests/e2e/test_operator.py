@@ -18,6 +18,7 @@ from demo.toys import HYBRID
 from tests.e2e.fleet import Fleet, Loaded
 from tests.e2e.test_hybrid import CHUNK, boundary, store
 from tests.rigs.ctl_process import kvdepotctl
+from tests.rigs.patience import patient
 
 pytestmark = pytest.mark.long
 
@@ -97,7 +98,7 @@ def test_every_verb_on_what_an_engine_has_stored(fleet: Fleet, engine: Engine, t
     )  # fmt: skip
     fleet.daemon.wait(lambda _: trace.exists() and trace.stat().st_size > 0, 15, "recording")
     loads_all()
-    _, said = recording.communicate(timeout=60)
+    _, said = recording.communicate(timeout=patient(60))
     assert recording.returncode == 0 and "2 requests" in said, said
     assert operator.json("trace", "replay", str(trace))["requests"] == 2
     file = tmp_path / "warm.kvdx"

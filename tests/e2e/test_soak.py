@@ -9,6 +9,7 @@ from kvdepot.core.report import DaemonStatus
 
 from demo.toys import prompt
 from tests.e2e.fleet import TRIES, Fleet
+from tests.rigs.seeds import RUN_SEED
 from tests.soak.engines import MIB, SOAKED, soak_fleet
 from tests.soak.judge import Memory
 from tests.soak.soak import Soak
@@ -20,7 +21,7 @@ SOAKS = [(90, 400), pytest.param(300, 2000, marks=pytest.mark.long(seconds=330))
 @pytest.fixture(scope="module")
 def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Soak, Fleet]]:
     with soak_fleet(tmp_path_factory.mktemp("soak")) as fleet:
-        soak = Soak(fleet, 11)
+        soak = Soak(fleet, RUN_SEED)
         try:
             soak.prepare()
             yield soak, fleet

@@ -17,6 +17,8 @@ from kvdepot.proto.call_frames import Frame, Frames, encode_frame
 from kvdepot.proto.methods import BY_NUMBER
 from kvdepot.proto.v1 import depot_pb2 as pb
 
+from tests.rigs.patience import patient
+
 _POLL_SECONDS = 0.05
 
 
@@ -125,5 +127,5 @@ class AttachRelay:
     def close(self) -> None:
         self._closing.set()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(patient(5))
         self._listener.close()

@@ -14,6 +14,7 @@ from typing import Any, Self
 import grpc
 
 from tests.fakes.attach_relay import AttachRelay
+from tests.rigs.patience import patient
 
 
 class Loss(Enum):
@@ -87,7 +88,7 @@ class ReplyDropper(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # not sub
         loss = self._lost(method)
         if loss is not Loss.REQUEST:
             try:
-                reply: bytes = forward(request, timeout=10)
+                reply: bytes = forward(request, timeout=patient(10))
             except grpc.RpcError as error:
                 context.set_trailing_metadata(error.trailing_metadata())
                 context.abort(error.code(), error.details())

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import RawEngine, dense_spec, keys_of, payload_of
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def serve(name: str, folder: Path) -> None:
         healthy = subprocess.run([*run, "kvdepotctl", "status", "--json"], capture_output=True, check=False)
         assert healthy.returncode == 0, healthy.stderr
         os.kill(pid, signal.SIGTERM)
-        assert process.wait(30) == 0, process.stderr and process.stderr.read()
+        assert process.wait(patient(30)) == 0, process.stderr and process.stderr.read()
     finally:
         process.kill()
     assert [path.suffix for path in sorted((folder / "arena").iterdir())] == [".arena", ".data", ".lock"]

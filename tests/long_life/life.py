@@ -6,11 +6,9 @@ import gc
 import mmap
 import os
 import queue
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from random import Random
 from typing import Final, Self
 
@@ -32,7 +30,8 @@ from kvdepot.proto import codec
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import CHUNK_TOKENS, EngineClient, prompt_keys
-from tests.rigs.patience import wait_until
+from tests.rigs.flatness import count, grown, private_mib
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import attach_socket, exchange, status_of
 
 GRACE_SECONDS: Final = 1
@@ -133,7 +132,7 @@ class LongLife:
                     call = LocateCall(b"", engine.namespace, keys, 1 << 20, f"record-{number}")
                     engine.session.submit(call, 60.0, answers.put)
                 while answers.qsize() < IN_FLIGHT:
-                    assert engine.session.wait(60.0), "they are not answered"
+                    assert engine.session.wait(patient(60.0)), "they are not answered"
 
     def one(self) -> None:
         """An engine, from its start to its end: its name is new, or the last one's; most of them do something."""
@@ -191,15 +190,15 @@ class LongLife:
         return Sample(
             engines=self.engines,
             seconds=time.monotonic() - self._began,
-            daemon_fds=_count(pid, "fd"),
-            daemon_threads=_count(pid, "task"),
+            daemon_fds=count(pid, "fd"),
+            daemon_threads=count(pid, "task"),
             daemon_children=len(children(pid)),
             sessions=len(status_of(self._daemon.socket).sessions),
             slots=self._slots(),
-            daemon_mib=_private_mib(pid),
+            daemon_mib=private_mib(pid),
             own_fds=least[0],
             own_threads=least[1],
-            own_mib=_private_mib(own),
+            own_mib=private_mib(own),
         )
 
     def _slots(self) -> int:
@@ -210,36 +209,12 @@ class LongLife:
 
 def trouble(samples: list[Sample]) -> list[str]:
     """What was not flat, from the second quarter of the samples to the last."""
-    quarter = max(len(samples) // 4, 1)
-    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
-    found = [
-        f"{name}: {_most(early, name)}, then {_most(late, name)}"
-        for name in ("daemon_fds", "daemon_threads", "daemon_children", "sessions", "slots", "own_fds", "own_threads")
-        if _most(late, name) > _most(early, name) + SLACK.get(name, 0)
-    ]
-    for name in ("daemon_mib", "own_mib"):
-        rise = statistics.median(getattr(one, name) for one in late) - statistics.median(
-            getattr(one, name) for one in early
-        )
-        if rise > RISE_MIB_MAX:
-            found.append(f"{name}: {rise:.1f} more")
-    return found
-
-
-def _most(samples: list[Sample], name: str) -> int:
-    return max(int(getattr(one, name)) for one in samples)
+    names = ("daemon_fds", "daemon_threads", "daemon_children", "sessions", "slots", "own_fds", "own_threads")
+    counts = {name: SLACK.get(name, 0) for name in names}
+    return grown(samples, counts, {"daemon_mib": RISE_MIB_MAX, "own_mib": RISE_MIB_MAX})
 
 
 def _settled(pid: int) -> tuple[int, int]:
     """Descriptors and threads, a moment later: gRPC closes what it has after its channel was closed."""
     time.sleep(0.1)
-    return _count(pid, "fd"), _count(pid, "task")
-
-
-def _count(pid: int, folder: str) -> int:
-    return len(list(Path(f"/proc/{pid}/{folder}").iterdir()))
-
-
-def _private_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
+    return count(pid, "fd"), count(pid, "task")

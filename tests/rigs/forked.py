@@ -68,7 +68,7 @@ class ForkingProcess:
 
     def close(self) -> None:
         os.close(self._alive)
-        self._process.wait(30)
+        self._process.wait(patient(30))
 
 
 class ForkedProcess:

@@ -30,7 +30,7 @@ from kvdepot.core.groups import GroupSpec
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.proto.methods import decode_reply, encode
 
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine
 
 CHUNKS = 6
@@ -104,7 +104,7 @@ class KnownEngine(RawEngine):
         super().__init__(grpc_socket, spec.label, spec=spec)
         self._seed = seed
         declare = encode(DeclareCall(self.session, ()))  # what a former connection held is over
-        self.stub.Declare(declare, timeout=CALL_SECONDS)
+        self.stub.Declare(declare, timeout=patient(CALL_SECONDS))
 
     def prompt(self, number: int, chunks: int = CHUNKS) -> list[Known]:
         return prompt(self.spec, self._seed, number, chunks)
@@ -120,7 +120,7 @@ class KnownEngine(RawEngine):
             kinds=bytes(known.kind for known in objects),
             boundaries=b"".join(struct.pack("<I", known.boundary) for known in objects),
         )
-        reply = decode_reply(ReserveCall, self.stub.Reserve(encode(call), timeout=CALL_SECONDS))
+        reply = decode_reply(ReserveCall, self.stub.Reserve(encode(call), timeout=patient(CALL_SECONDS)))
         granted = [at for at, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
         if not granted:
             return 0
@@ -129,7 +129,7 @@ class KnownEngine(RawEngine):
             view[:] = content(known, self._length(known))[piece : piece + len(view)]
         item = CommitItem(call.lease_id, b"".join(struct.pack("<I", at) for at in granted))
         commit = encode(CommitCall(self.session, (item,)))
-        outcomes = decode_reply(CommitCall, self.stub.Commit(commit, timeout=CALL_SECONDS)).outcomes[0]
+        outcomes = decode_reply(CommitCall, self.stub.Commit(commit, timeout=patient(CALL_SECONDS))).outcomes[0]
         return sum(outcome == CommitOutcome.COMMITTED for outcome in outcomes)
 
     def put_until(self, objects: Sequence[Known], there: Callable[[], bool], seconds: float) -> None:
@@ -148,7 +148,7 @@ class KnownEngine(RawEngine):
             self.session, lease_id, self.namespace,
             b"".join(known.key for known in objects), bytes(known.kind for known in objects),
         )  # fmt: skip
-        reply = decode_reply(AcquireCall, self.stub.Acquire(encode(call), timeout=_LOAD_SECONDS))
+        reply = decode_reply(AcquireCall, self.stub.Acquire(encode(call), timeout=patient(_LOAD_SECONDS)))
         if reply.outcome is AcquireOutcome.GRANTED:
             self._compare(objects, reply.extents)
             self.release(lease_id)

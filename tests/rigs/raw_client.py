@@ -43,6 +43,8 @@ from kvdepot.proto.methods import decode_reply, encode
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 
+from tests.rigs.patience import patient
+
 CHUNK_TOKENS = 256
 OBJECT_BYTES = 256 << 10
 CALL_SECONDS = 30.0
@@ -125,7 +127,7 @@ class RawEngine:
         by_kind = tuple(KindElements(kind, runs) for kind, runs in elements.items())
         call = RegisterCall(self.session, spec, by_kind, follows_bumps)
         reply: RegisterReply = decode_reply(
-            RegisterCall, self.stub.RegisterNamespace(encode(call), timeout=CALL_SECONDS)
+            RegisterCall, self.stub.RegisterNamespace(encode(call), timeout=patient(CALL_SECONDS))
         )
         return reply
 
@@ -149,19 +151,19 @@ class RawEngine:
             boundaries=b"".join(struct.pack("<I", (first + index + 1) * CHUNK_TOKENS) for index in range(len(keys))),
             request_id=request,
         )
-        reply = decode_reply(ReserveCall, self.stub.Reserve(encode(call), timeout=CALL_SECONDS))
+        reply = decode_reply(ReserveCall, self.stub.Reserve(encode(call), timeout=patient(CALL_SECONDS)))
         return lease_id, [ReserveOutcome(outcome) for outcome in reply.outcomes], reply.extents
 
     def commit(self, lease_id: int, count: int) -> list[CommitOutcome]:
         indices = b"".join(struct.pack("<I", index) for index in range(count))
         call = CommitCall(self.session, (CommitItem(lease_id, indices),))
-        reply = decode_reply(CommitCall, self.stub.Commit(encode(call), timeout=CALL_SECONDS))
+        reply = decode_reply(CommitCall, self.stub.Commit(encode(call), timeout=patient(CALL_SECONDS)))
         return [CommitOutcome(outcome) for outcome in reply.outcomes[0]]
 
     def abandon(self, lease_id: int) -> None:
         """All of it."""
         call = AbandonCall(self.session, (CommitItem(lease_id, b""),))
-        self.stub.Abandon(encode(call), timeout=CALL_SECONDS)
+        self.stub.Abandon(encode(call), timeout=patient(CALL_SECONDS))
 
     def store(self, keys: Sequence[bytes], request: str = "") -> None:
         """Reserve, write and commit; everything must be granted."""
@@ -208,17 +210,17 @@ class RawEngine:
 
     def end_request(self, request: str) -> None:
         call = encode(EndRequestCall(self.session, request))
-        self.stub.EndRequest(call, timeout=CALL_SECONDS)
+        self.stub.EndRequest(call, timeout=patient(CALL_SECONDS))
 
     def acquire(self, keys: Sequence[bytes], request: str = "") -> tuple[int, AcquireOutcome, bytes]:
         lease_id = self.new_lease_id()
         kinds = bytes([Kind.ATTENTION]) * len(keys)
         call = AcquireCall(self.session, lease_id, self.namespace, b"".join(keys), kinds, request)
-        reply = decode_reply(AcquireCall, self.stub.Acquire(encode(call), timeout=CALL_SECONDS))
+        reply = decode_reply(AcquireCall, self.stub.Acquire(encode(call), timeout=patient(CALL_SECONDS)))
         return lease_id, reply.outcome, reply.extents
 
     def release(self, lease_id: int) -> None:
-        self.stub.Release(encode(ReleaseCall(self.session, (lease_id,))), timeout=CALL_SECONDS)
+        self.stub.Release(encode(ReleaseCall(self.session, (lease_id,))), timeout=patient(CALL_SECONDS))
 
     def load(self, keys: Sequence[bytes], request: str = "") -> list[bytes] | None:
         """The objects' bytes; None when they are not served."""
@@ -250,7 +252,9 @@ class RawEngine:
 
 
 def _status(operator: Any) -> DaemonStatus:
-    status: DaemonStatus = decode_reply(GetStatusCall, operator.GetStatus(pb.GetStatusRequest(), timeout=CALL_SECONDS))
+    status: DaemonStatus = decode_reply(
+        GetStatusCall, operator.GetStatus(pb.GetStatusRequest(), timeout=patient(CALL_SECONDS))
+    )
     return status
 
 

@@ -22,6 +22,7 @@ from tests.rigs.other_uids import (
     needs_unshare,
     open_to_group,
 )
+from tests.rigs.patience import patient
 from tests.rigs.raw_client import CALL_SECONDS, EXTENT, RawEngine, keys_of, payload_of
 
 pytestmark = needs_root
@@ -96,7 +97,7 @@ def reserve_as(socket: str, engine_id: str) -> set[int]:
 
 def _declare(channel: grpc.Channel, token: bytes, *leases: int) -> Any:
     stub = pb_grpc.DepotStub(channel)  # type: ignore[no-untyped-call]
-    return decode_reply(DeclareCall, stub.Declare(encode(DeclareCall(token, leases)), timeout=CALL_SECONDS))
+    return decode_reply(DeclareCall, stub.Declare(encode(DeclareCall(token, leases)), timeout=patient(CALL_SECONDS)))
 
 
 def _rows(extents: bytes) -> set[int]:

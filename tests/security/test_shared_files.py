@@ -21,7 +21,7 @@ from tests.process.tiers.test_daemon_shared import CONFIG as UNKEYED
 from tests.process.tiers.test_daemon_shared import WAIT_SECONDS
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.other_uids import HOSTILE, OtherUser, needs_root
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
 
 OLD, NEW = bytes(range(32)).hex(), bytes(range(32, 64)).hex()
@@ -240,7 +240,7 @@ def _unreadable(path: Path, daemon: DaemonProcess) -> None:
     daemon.start(ready=False)
     assert daemon.process is not None
     wait_until(lambda: "chmod 0600" in daemon.log[before:], "the reason", WAIT_SECONDS)
-    assert daemon.process.wait(WAIT_SECONDS) == 1
+    assert daemon.process.wait(patient(WAIT_SECONDS)) == 1
     daemon.process = None
 
 

@@ -25,7 +25,7 @@ from tests.rigs.other_uids import (
     needs_root,
     open_to_group,
 )
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 pytestmark = needs_root
@@ -85,14 +85,14 @@ def reach(socket: str, tenant: str, label: str, keys: list[bytes]) -> list[tuple
     )
     answers = [_refusal(lambda: engine.register(theirs))]
     for method, call in ((engine.stub.Locate, locate), (engine.stub.Acquire, acquire), (engine.stub.Reserve, reserve)):
-        answers.append(_refusal(lambda method=method, call=call: method(encode(call), timeout=CALL_SECONDS)))
+        answers.append(_refusal(lambda method=method, call=call: method(encode(call), timeout=patient(CALL_SECONDS))))
     return [(status, details.replace(namespace.hex(), "NAMESPACE")) for status, details in answers]
 
 
 def look_up(keys: list[bytes]) -> tuple[int, str]:
     """Look the other tenant's chunks up in the own namespace."""
     engine = _hostile[0]
-    reply = decode_reply(LocateCall, engine.stub.Locate(engine.locate_call(keys), timeout=CALL_SECONDS))
+    reply = decode_reply(LocateCall, engine.stub.Locate(engine.locate_call(keys), timeout=patient(CALL_SECONDS)))
     return reply.boundary_tokens, reply.miss
 
 

@@ -18,6 +18,7 @@ from tests.fakes.direct_session import DirectDepot
 from tests.fakes.drafting_engine import DraftingEngine
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import PATIENCE_SECONDS, Gate, Make, cold, prompt, step_until
+from tests.rigs.patience import patient
 from tests.rigs.seeds import drawn
 
 OBJECT_BYTES = 4096
@@ -39,7 +40,7 @@ def stalled(engine: ScriptedEngine) -> Iterator[None]:
     go_on = threading.Event()
     for copies in engine.copies:
         begin = copies._do
-        copies._do = lambda op, mark, begin=begin: (go_on.wait(PATIENCE_SECONDS), begin(op, mark))
+        copies._do = lambda op, mark, begin=begin: (go_on.wait(patient(PATIENCE_SECONDS)), begin(op, mark))
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from kvdepot.server.config.config import load
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.golden_objects import FILES
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import RawEngine, dense_spec, keys_of
 
 OUTPUTS = ("closed pipe", "full", "closed")
@@ -52,7 +52,7 @@ def check(module: str, verbs: list[list[str]], outputs: tuple[str, ...]) -> None
     """No traceback, and an exit code that is right for the output. argparse's help says nothing of its own trouble."""
     done = subprocess.run(
         [sys.executable, "-c", HARNESS, module, ",".join(outputs), json.dumps(verbs)],
-        capture_output=True, text=True, timeout=300, check=True, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=patient(300), check=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     for complaint in ("Traceback", "Exception ignored", "lost sys.stdout"):
         assert complaint not in done.stderr, done.stderr

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
 
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.patience import patient
 from tests.rigs.raw_client import RawEngine, dense_spec, keys_of
 
 KEYS = keys_of("prompt", 3)
@@ -55,7 +56,7 @@ def completed(script: Path, endpoint: str, *words: str) -> list[str]:
     done = subprocess.run(
         [bash, "-c", f'{line}; printf "%s\\n" "${{COMPREPLY[@]}}"', "bash", "", *words],
         env=os.environ | {"PATH": f"{script.parent}:{os.environ['PATH']}", "KVDEPOT_ENDPOINT": endpoint},
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=patient(60), check=True,
     )  # fmt: skip
     assert not done.stderr
     return done.stdout.split()

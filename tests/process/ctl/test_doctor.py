@@ -18,7 +18,7 @@ from kvdepot.client.ctl.doctor.probe import TEMPORARY
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import RawEngine, dense_spec, status_of
 
 NEEDS_FUSE = pytest.mark.skipif("CI" not in os.environ and bool(why_no_fuse()), reason=why_no_fuse())
@@ -63,7 +63,7 @@ def tiers(kind: str = "disk", **paths: Path) -> str:
 def doctor(*arguments: str, before: tuple[str, ...] = ()) -> tuple[int, dict[tuple[str, str], dict[str, str]], Any]:
     """Exit code, findings by subject and check, and all of it."""
     command = [sys.executable, "-m", "kvdepot.client.ctl.app", *PATIENT, *before, "doctor", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=ENDED_SECONDS, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(ENDED_SECONDS), check=False)
     assert done.stdout, done.stderr
     record = json.loads(done.stdout)
     return done.returncode, {(one["subject"], one["check"]): one for one in record["findings"]}, record
@@ -99,7 +99,7 @@ def test_a_daemon_that_is_well_passes_and_nothing_is_left(daemon: DaemonProcess,
 def test_for_people_every_failure_has_its_fix(daemon: DaemonProcess, file: Path) -> None:
     command = [sys.executable, "-m", "kvdepot.client.ctl.app", "--endpoint", "unix:///run/none.sock", "doctor"]
     done = subprocess.run(
-        [*command, "--config", str(file)], capture_output=True, text=True, timeout=ENDED_SECONDS, check=False,
+        [*command, "--config", str(file)], capture_output=True, text=True, timeout=patient(ENDED_SECONDS), check=False,
         env=os.environ | {"COLUMNS": "200"},
     )  # fmt: skip
     assert done.returncode == 1

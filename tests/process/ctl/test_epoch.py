@@ -23,7 +23,7 @@ from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
 from tests.rigs.ctl_process import answered, kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_client import EngineClient, prompt_keys
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import (
     CALL_SECONDS,
     CHUNK_TOKENS,
@@ -268,5 +268,5 @@ def test_a_bump_says_what_it_is_about(daemon: DaemonProcess) -> None:
             control_pb2.BumpEpochRequest(namespace_id=bytes(16), to=2),
         ):
             with pytest.raises(grpc.RpcError) as error:
-                stub.BumpEpoch(call, timeout=CALL_SECONDS)
+                stub.BumpEpoch(call, timeout=patient(CALL_SECONDS))
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -152,7 +152,7 @@ def test_a_pipe_from_daemon_to_daemon(source: DaemonProcess, target: DaemonProce
         [*command, target.endpoint, "import", "-", "--json"],
         stdin=giving.stdout,
         capture_output=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     assert giving.wait(patient(30)) == 0 and taking.returncode == 0, taking.stderr

@@ -23,7 +23,7 @@ from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
 
 from tests.rigs.ctl_process import answered, kvdepotctl, record, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of, status_of
 
 SPEC = dense_spec("a-model", 16 << 10)
@@ -215,7 +215,7 @@ def test_who_may_not_open_the_socket_is_refused(daemon: DaemonProcess, engine: R
     )
     for verb in (("loads", "off"), ("quota", "set", "1MiB"), ("verify",), ("prefetch", "--namespace", "0")):
         command = [sys.executable, "-c", program, "--endpoint", daemon.endpoint, *verb]
-        refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
         assert refused.returncode == 4, refused.stderr
         assert "may not open the operators' socket" in refused.stderr
     assert not json.loads(answered(daemon, "status", "--json"))["switches"]["loads_off"]
@@ -228,7 +228,7 @@ def test_every_method_of_control_is_served(daemon: DaemonProcess) -> None:
         stub = control_pb2_grpc.ControlStub(channel)  # type: ignore[no-untyped-call]
         for method in control_pb2.DESCRIPTOR.services_by_name["Control"].methods:
             try:
-                answer = getattr(stub, method.name)(getattr(control_pb2, method.input_type.name)(), timeout=60)
+                answer = getattr(stub, method.name)(getattr(control_pb2, method.input_type.name)(), timeout=patient(60))
                 if method.server_streaming:
                     list(answer)
             except grpc.RpcError as error:

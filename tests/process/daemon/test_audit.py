@@ -17,7 +17,7 @@ from kvdepot.proto.methods import decode_reply
 
 from tests.rigs.ctl_process import answered
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of, status_of
 
 ELEMENTS: Elements = {Kind.ATTENTION: (ElementRun("bfloat16", OBJECT_BYTES // 8, 8),)}
@@ -64,7 +64,7 @@ def status(daemon: DaemonProcess) -> DaemonStatus:
 
 def audits(daemon: DaemonProcess) -> dict[str, float]:
     """From the metrics, which alerts are made of."""
-    text = urllib.request.urlopen(f"{daemon.metrics}/metrics", timeout=WAIT_SECONDS).read().decode()
+    text = urllib.request.urlopen(f"{daemon.metrics}/metrics", timeout=patient(WAIT_SECONDS)).read().decode()
     found = re.findall(r'^kvdepot_audits_total\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE)
     assert len(found) == 7, "every outcome is there from the start"
     return {outcome: float(value) for outcome, value in found if float(value)}

@@ -37,7 +37,7 @@ from tests.rigs.ctl_process import answered
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.io_pool_rig import state
 from tests.rigs.known_objects import hybrid
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, status_of
 
 OBJECT_BYTES: Final = 16 << 10
@@ -139,7 +139,7 @@ def check(depot: Depot, asked: Asked, reason: MissReason) -> None:
         asked.keys, request, budget_seconds=asked.budget_seconds, token_seconds=asked.token_seconds,
         wait_seconds=asked.wait_seconds,
     )  # fmt: skip
-    reply = decode_reply(LocateCall, engine.stub.Locate(call, timeout=WAIT_SECONDS))
+    reply = decode_reply(LocateCall, engine.stub.Locate(call, timeout=patient(WAIT_SECONDS)))
     assert (reply.boundary_tokens, reply.miss) == (0, reason)
     assert depot.misses() - before == {reason: 1}, "of this reason, and of no other"
     (record,) = json.loads(answered(depot.daemon, "explain", request, "--json"))
@@ -361,7 +361,7 @@ def probe_refused(depot: Depot) -> Iterator[Asked]:
     with depot.engine() as engine:
         depot.fuse.hang()
         calls = [engine.stub.Locate.future(engine.locate_call(depot.keys(1))) for _ in range(WALKS_MAX)]
-        misses = {decode_reply(LocateCall, call.result(WAIT_SECONDS)).miss for call in calls}
+        misses = {decode_reply(LocateCall, call.result(patient(WAIT_SECONDS))).miss for call in calls}
         assert misses <= {"probe_late", "probe_refused"}, "a walk of before may still be going"
         yield Asked(engine, depot.keys())
 

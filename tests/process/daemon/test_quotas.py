@@ -16,7 +16,7 @@ from kvdepot.proto.methods import encode
 
 from tests.rigs.ctl_process import record, text
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CALL_SECONDS, OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 ON_DISK_BYTES = OBJECT_BYTES + 4096
@@ -66,7 +66,7 @@ def store(engine: RawEngine, keys: list[bytes]) -> None:
         engine.write(keys, extents)
         granted = np.flatnonzero(np.array(outcomes) == ReserveOutcome.GRANTED).astype("<u4")
         call = CommitCall(engine.session, (CommitItem(lease, granted.tobytes()),))
-        engine.stub.Commit(encode(call), timeout=CALL_SECONDS)
+        engine.stub.Commit(encode(call), timeout=patient(CALL_SECONDS))
         return waits.isdisjoint(outcomes)
 
     wait_until(stored, "there is room", seconds=30)
@@ -141,7 +141,7 @@ def check_reports(node: DaemonProcess) -> None:
     assert "quotas" in table
     assert any(all(part in line for part in (" a ", "(total)", "ram")) for line in table.splitlines())
     assert record(node, "status")["quotas"][0]["owners"][0]["used_bytes"] == fullest.used_bytes
-    with urllib.request.urlopen(f"{node.metrics}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"{node.metrics}/metrics", timeout=patient(10)) as answer:
         lines = [
             line.rpartition(" ") for line in answer.read().decode().splitlines() if line.startswith("kvdepot_quota")
         ]

@@ -26,6 +26,7 @@ from kvdepot.proto.v1 import depot_pb2_grpc as pb_grpc
 from kvdepot.server.observe.metric_families import FAMILIES
 
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.patience import patient
 from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 
@@ -177,7 +178,7 @@ def test_health_and_reflection_answer(engine: RawEngine) -> None:
     ):
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", *own):
-            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=CALL_SECONDS)
+            answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=patient(CALL_SECONDS))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         assert set(ProtoReflectionDescriptorDatabase(channel).get_services()) == own | beside
 
@@ -187,7 +188,7 @@ def test_a_stop_waits_for_no_watch_of_an_unknown_service() -> None:
     status = health_pb2.HealthCheckResponse
     with DaemonProcess() as process, grpc.insecure_channel(process.endpoint) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        watch = stub.Watch(health_pb2.HealthCheckRequest(service="engine"), timeout=60)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="engine"), timeout=patient(60))
         assert next(watch).status == status.SERVICE_UNKNOWN
         assert process.stop() == 0
         assert list(watch) == []
@@ -198,7 +199,7 @@ def test_everybody_who_watches_the_health_is_told_of_a_stop() -> None:
     status = health_pb2.HealthCheckResponse
     with DaemonProcess() as process, grpc.insecure_channel(process.endpoint) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(4)]
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=patient(60)) for _ in range(4)]
         assert [next(watch).status for watch in watches] == [status.SERVING] * 4
         assert process.stop() == 0
         assert [next(watch).status for watch in watches] == [status.NOT_SERVING] * 4
@@ -270,7 +271,7 @@ def test_metrics_and_health_over_http(daemon: DaemonProcess, engine: RawEngine) 
 def test_http_garbage_harms_nobody(daemon: DaemonProcess) -> None:
     host, port = daemon.metrics.removeprefix("http://").split(":")
     for garbage in (b"\xff" * 20000, b"POST /metrics HTTP/1.1\r\n\r\n", b"\r\n\r\n"):
-        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+        with socket.create_connection((host, int(port)), timeout=patient(10)) as stranger:
             stranger.sendall(garbage)
             stranger.shutdown(socket.SHUT_WR)
             try:
@@ -288,7 +289,7 @@ def test_every_method_of_the_proto_is_served(engine: RawEngine) -> None:
         for method in pb.DESCRIPTOR.services_by_name[service].methods:
             request = getattr(pb, method.input_type.name)()
             try:
-                getattr(stub, method.name)(request, timeout=5)
+                getattr(stub, method.name)(request, timeout=patient(5))
             except grpc.RpcError as error:
                 assert error.code() is not grpc.StatusCode.UNIMPLEMENTED, method.name
                 assert error.code() is not grpc.StatusCode.INTERNAL, method.name

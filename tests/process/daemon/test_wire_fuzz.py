@@ -18,6 +18,7 @@ from kvdepot.proto.status import RefusedByDaemon, from_status
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.operators import methods
+from tests.rigs.patience import patient
 from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, dense_spec, keys_of, payload_of, status_of
 from tests.rigs.seeds import drawn
 
@@ -60,7 +61,7 @@ def _first_answer(channels: tuple[Any, Any], path: str, data: bytes) -> KvDepotE
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     call = getattr(channel, kind)(path, None, None)
     try:
-        answer = call(iter([data]) if method.client_streaming else data, timeout=CALL_SECONDS)
+        answer = call(iter([data]) if method.client_streaming else data, timeout=patient(CALL_SECONDS))
         if method.server_streaming:
             next(answer, None)
             answer.cancel()

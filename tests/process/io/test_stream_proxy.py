@@ -127,9 +127,9 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(rank: Rank) -> None:
     load = rank.channel.unary_stream("/kvdepot.v1.Data/Load", None, None)
     store = rank.channel.stream_unary("/kvdepot.v1.Data/Store", None, None)
     for call in (
-        lambda: list(load(b"\xff" * 9, timeout=CALL_SECONDS)),
-        lambda: store(iter([b"\xff" * 9]), timeout=CALL_SECONDS),
-        lambda: store(iter([rank.begin().SerializeToString(), b"\xff" * 9]), timeout=CALL_SECONDS),
+        lambda: list(load(b"\xff" * 9, timeout=patient(CALL_SECONDS))),
+        lambda: store(iter([b"\xff" * 9]), timeout=patient(CALL_SECONDS)),
+        lambda: store(iter([rank.begin().SerializeToString(), b"\xff" * 9]), timeout=patient(CALL_SECONDS)),
     ):
         with pytest.raises(grpc.RpcError) as raised:
             call()
@@ -197,7 +197,7 @@ def test_garbage_gets_an_error(rank: Rank, method: str) -> None:
     call = rank.channel.stream_stream(f"/kvdepot.v1.Data/{method}", bytes, bytes)
     before = bytes(rank.depot.buffer)
     with pytest.raises(grpc.RpcError):
-        list(call(iter([b"\xff" * 5000]), timeout=CALL_SECONDS))
+        list(call(iter([b"\xff" * 5000]), timeout=patient(CALL_SECONDS)))
     assert rank.depot.buffer == before
 
 

@@ -16,7 +16,7 @@ from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.fakes.shared_directory import publish
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
@@ -98,7 +98,7 @@ def _located(engine: RawEngine, keys: Sequence[bytes], chunks: int, request: str
 
 def _ask(engine: RawEngine, keys: Sequence[bytes], request: str = "", wait_seconds: float = 0.0) -> LocateReply:
     call = engine.locate_call(keys, request, budget_seconds=BUDGET_SECONDS, wait_seconds=wait_seconds)
-    reply: LocateReply = decode_reply(LocateCall, engine.stub.Locate(call, timeout=WAIT_SECONDS))
+    reply: LocateReply = decode_reply(LocateCall, engine.stub.Locate(call, timeout=patient(WAIT_SECONDS)))
     return reply
 
 
@@ -155,7 +155,7 @@ def test_ten_queued_requests_for_one_prefix_cause_one_read_and_load_from_ram(dep
         reads, asked = (depot.counters(name) for name in ("tier_reads.pool", "tier_probed_objects"))
         requests = [(one, f"r{number}") for number in range(5) for one in (engine, other)]
         at_once = [one.stub.Locate.future(one.locate_call(keys, request)) for one, request in requests]
-        assert all(answer.result(timeout=WAIT_SECONDS) is not None for answer in at_once)
+        assert all(answer.result(timeout=patient(WAIT_SECONDS)) is not None for answer in at_once)
         for one, request in requests:
             _located(one, keys, 8, request)
         wait_until(lambda: depot.status.tiers[0].prefetched_objects == 8, "they are read ahead", WAIT_SECONDS)

@@ -15,7 +15,7 @@ from kvdepot.server.depot.loads.offers import WORTH_SHARE
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.known_objects import Known, KnownEngine, dense
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS
 
 pytestmark = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
@@ -65,7 +65,7 @@ class Slow:
         keys = [known.key for known in self.engine.prompt(0, CHUNKS)]
         token_seconds = OBJECT_BYTES / CHUNK_TOKENS / bytes_per_second if bytes_per_second else 0.0
         call = self.engine.locate_call(keys, token_seconds=token_seconds)
-        reply: LocateReply = decode_reply(LocateCall, self.engine.stub.Locate(call, timeout=WAIT_SECONDS))
+        reply: LocateReply = decode_reply(LocateCall, self.engine.stub.Locate(call, timeout=patient(WAIT_SECONDS)))
         return reply
 
 

@@ -9,6 +9,8 @@ import time
 
 from kvdepot.client.inbox import Inbox
 
+from tests.rigs.patience import patient
+
 
 def test_an_inbox_wakes_for_what_is_put_and_for_its_socket() -> None:
     inbox: Inbox[int] = Inbox()
@@ -16,14 +18,14 @@ def test_an_inbox_wakes_for_what_is_put_and_for_its_socket() -> None:
     assert not inbox.wait(0.0)
     threading.Timer(0.05, inbox.put, (1,)).start()
     began = time.monotonic()
-    assert not inbox.wait(30.0), "it was no socket"
+    assert not inbox.wait(patient(30.0)), "it was no socket"
     assert time.monotonic() - began < 20
     assert (inbox.take(), inbox.take()) == (1, None)
     inbox.watch(ours.fileno())
     threading.Timer(0.05, theirs.send, (b"x",)).start()
-    assert inbox.wait(30.0)
+    assert inbox.wait(patient(30.0))
     inbox.watch(ours.fileno(), writable=True)
-    assert ours.recv(1) == b"x" and inbox.wait(30.0), "writable"
+    assert ours.recv(1) == b"x" and inbox.wait(patient(30.0)), "writable"
     inbox.unwatch()
     ours.close()
     theirs.close()
@@ -37,7 +39,7 @@ def test_an_inbox_no_longer_waits_for_a_socket_that_it_was_told_to_forget() -> N
     for ours, theirs in pairs:
         inbox.watch(ours.fileno())
         theirs.send(b"x")
-        assert inbox.wait(30.0)
+        assert inbox.wait(patient(30.0))
         inbox.unwatch()
         assert not inbox.wait(0.0)
     for one in (*pairs[0], *pairs[1]):
@@ -59,6 +61,6 @@ def test_nothing_that_many_threads_put_is_slept_through() -> None:
     taken, until = 0, time.monotonic() + 60
     while taken < count * threads:
         assert time.monotonic() < until, "it sleeps although something was put"
-        inbox.wait(30.0)
+        inbox.wait(patient(30.0))
         while inbox.take() is not None:
             taken += 1

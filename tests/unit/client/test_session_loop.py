@@ -109,7 +109,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     yield found
     found.broken_clock = False
     found.loop.end(0.1)
-    found.loop.join(PATIENCE_SECONDS)
+    found.loop.join(patient(PATIENCE_SECONDS))
 
 
 def locate() -> LocateCall:
@@ -221,7 +221,7 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sockets]:
     found = Sockets(monkeypatch)
     yield found
     found.loop.end(0.1)
-    found.loop.join(PATIENCE_SECONDS)
+    found.loop.join(patient(PATIENCE_SECONDS))
 
 
 @pytest.mark.requirement("I6")

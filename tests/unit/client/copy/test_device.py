@@ -408,7 +408,7 @@ def test_a_load_is_waited_for_until_it_is_over_and_no_longer_than_said(arena: Ar
     thread.wait_for_loads(3600)
     assert next(outcome.op for outcome in thread.take_done()) is load
     thread.close()
-    copying.join(60)
+    copying.join(patient(60))
 
 
 @pytest.mark.requirement("I3")

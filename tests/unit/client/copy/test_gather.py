@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.rigs.patience import patient
+
 PROGRAM = """
 import random, sys
 import numpy as np, torch
@@ -39,4 +41,4 @@ def test_every_run_arrives_and_nothing_beside_it_changes(word_bytes: int) -> Non
     pytest.importorskip("triton", reason="the kernel needs Triton, as vLLM brings it")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-c", PROGRAM, str(word_bytes), "5"]
-    subprocess.run(command, check=True, env=environment, timeout=300)
+    subprocess.run(command, check=True, env=environment, timeout=patient(300))

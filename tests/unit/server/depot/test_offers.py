@@ -16,6 +16,7 @@ from kvdepot.server.storage.base import IoOutcome, Tier, WorkerRegistry
 
 from tests.fakes.memory_tier import Medium, MemoryTier
 from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, spec_of
+from tests.rigs.seeds import RUN_SEED
 from tests.rigs.tier_rig import ATTENTION, BOTH, COMMIT, reboot, store
 
 OBJECT = 8192
@@ -267,7 +268,7 @@ def test_the_choice_equals_brute_force_over_random_presence_and_readiness() -> N
     )
     rig = Rig(tier=COMMIT)
     offers = Offers(rig.depot._tree.index, rig.depot._ram, rig.depot._clock, rig.depot._tiering.promotions)
-    random = Random(5)
+    random = Random(f"{RUN_SEED} offers")
     for spec in (window, HYBRID, spec_of(*window.groups[:2]), spec_of(*window.groups[:1])):
         planner = spec.planner()
         for _ in range(300):

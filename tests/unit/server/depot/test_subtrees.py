@@ -11,6 +11,7 @@ from kvdepot.server.depot.tree.index import NONE, Index
 from kvdepot.server.depot.tree.tree import DROP_NODES_MAX
 
 from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path
+from tests.rigs.seeds import RUN_SEED
 from tests.rigs.tier_rig import COMMIT, in_tier, reboot, settle, store
 
 LONG = 40
@@ -201,7 +202,7 @@ def test_a_slice_has_a_bounded_number_of_nodes_whatever_the_tree_looks_like() ->
 
 def test_find_knows_what_hangs_on_the_tree_after_any_number_of_cuts() -> None:
     """Against a walk to the root for every node, with cuts, removals and new nodes in between."""
-    random = Random(3)
+    random = Random(f"{RUN_SEED} cuts")
     index = Index(512, random.randbytes)
     keys: dict[bytes, int] = {}
     lost: dict[int, bytes] = {}

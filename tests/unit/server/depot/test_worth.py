@@ -21,6 +21,7 @@ from kvdepot.server.depot.tree.read_rate import (
 from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, spec_of
+from tests.rigs.seeds import RUN_SEED
 from tests.rigs.tier_rig import ATTENTION, COMMIT, reboot, store
 from tests.unit.server.depot.test_offers import half_cold
 
@@ -343,7 +344,7 @@ def test_the_choice_saves_the_most_and_equals_brute_force() -> None:
         GroupSpec(Kind.WINDOW, 16, rank_block_bytes=(4096,), window_tokens=70),
         GroupSpec(Kind.STATE, 32, rank_block_bytes=(4096,)),
     )
-    rig, random = Rig(tier=COMMIT), Random(6)
+    rig, random = Rig(tier=COMMIT), Random(f"{RUN_SEED} offers by worth")
     offers = Offers(rig.depot._tree.index, rig.depot._ram, rig.depot._clock, rig.depot._tiering.promotions)
     chosen = 0
     for spec in (window, HYBRID, spec_of(*window.groups[:1])):

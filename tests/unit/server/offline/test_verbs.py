@@ -33,6 +33,7 @@ from kvdepot.server.tiers.disk.records import Mark, Put, RecordType, pack_mark, 
 from kvdepot.server.tiers.disk.recovery import SnapshotFacts, make_store, write_generation
 
 from tests.rigs.golden_objects import FILES, KEYED_FILES, KEYS, stored_form
+from tests.rigs.patience import patient
 
 CAPACITY_BYTES = 64 << 20
 MIB = 1 << 20
@@ -258,7 +259,7 @@ def test_fsck_refuses_while_a_tiers_opening_process_lives(
         opener.start(lambda message: None)
         try:
             opener.send(Begin())
-            assert isinstance(opener.wait(20.0), Locked)
+            assert isinstance(opener.wait(patient(20.0)), Locked)
             return main(["fsck", str(directory.root)])
         finally:
             opener.end()

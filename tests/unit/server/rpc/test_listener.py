@@ -8,6 +8,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvdepot.server.rpc.listener import ENGINES, GrpcListener
 
+from tests.rigs.patience import patient
+
 STATUS = health_pb2.HealthCheckResponse
 
 
@@ -20,7 +22,7 @@ async def statuses(path: Path, told: bool | None) -> set[int]:
         async with grpc.aio.insecure_channel(f"unix://{path}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             requests = [health_pb2.HealthCheckRequest(service=service) for service in ("", *ENGINES)]
-            return {(await stub.Check(request, timeout=30)).status for request in requests}
+            return {(await stub.Check(request, timeout=patient(30))).status for request in requests}
     finally:
         await listener.stop(0)
 

@@ -12,6 +12,8 @@ from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.messages import Ended, Message
 from kvdepot.server.tiers.disk.opener_process import OpenerProcess
 
+from tests.rigs.patience import patient
+
 
 @pytest.mark.parametrize("frame", [HEAD.pack(1 << 31, 0, 0), HEAD.pack(0, 255, 0)], ids=["too long", "unknown"])
 def test_a_first_frame_that_is_none_ends_the_process_and_not_the_daemons_start(
@@ -24,6 +26,6 @@ def test_a_first_frame_that_is_none_ends_the_process_and_not_the_daemons_start(
         monkeypatch.setattr(opener._stream, "receive", lambda: frame)
         monkeypatch.setattr(opener_process, "readable", lambda *_: True)
         opener.start(told.append)
-        return opener.wait(5.0), told
+        return opener.wait(patient(5.0)), told
 
     assert asyncio.run(run()) == (None, [Ended()])

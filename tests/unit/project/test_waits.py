@@ -1,0 +1,48 @@
+"""No test fails because its machine is busy: each limit of a wait grows with the load (`tests/rigs/patience.py`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+WAITS = {"communicate", "join", "result", "wait"}
+SHORT_SECONDS = 2.0
+"""A wait of at most so long is for something that is not to come."""
+MEANT = {"tests/process/daemon/test_hung_files.py"}
+"""Where a thread has to hang for longer than the daemon may."""
+
+
+def fixed_limits(source: str) -> Iterator[ast.Call]:
+    """Yield the waits whose limit is a number, or the name of one."""
+    for call in ast.walk(ast.parse(source)):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr != "timeout":
+            limits = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
+            limits += call.args[:1] if call.func.attr in WAITS else []
+            if any(_is_fixed(limit) for limit in limits):
+                yield call
+
+
+def _is_fixed(limit: ast.expr) -> bool:
+    if isinstance(limit, ast.Name):
+        return limit.id.isupper() and limit.id.strip("_").endswith("SECONDS") and "SAMPLE" not in limit.id
+    value = limit.value if isinstance(limit, ast.Constant) else None
+    return isinstance(value, int | float) and value > SHORT_SECONDS
+
+
+def test_a_fixed_limit_is_found() -> None:
+    lines = ["process.wait(30)", "stub.Check(request, timeout=CALL_SECONDS)", "thread.join(timeout=5.0)"]
+    for line in lines:
+        assert len(list(fixed_limits(line))) == 1, line
+    for line in ("process.wait(patient(30))", "go_on.wait(0.05)", "', '.join(NAMES)", "pytest.mark.timeout(900)"):
+        assert not list(fixed_limits(line)), line
+
+
+def test_every_limit_of_a_wait_grows_with_the_load() -> None:
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        if name not in MEANT:
+            found += [f"{name}:{call.lineno}: {ast.unparse(call)}" for call in fixed_limits(path.read_text())]
+    assert not found, found
