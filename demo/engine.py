@@ -118,7 +118,6 @@ def depot_connector(endpoint: str, **extra: Any) -> dict[str, Any]:
     """The kv_transfer_config for a daemon at `endpoint`."""
     return {
         "kv_connector": "KVDepotConnector",
-        "kv_connector_module_path": "kvdepot.client.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"endpoint": endpoint} | extra,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 from urllib.parse import quote
 
+from kvdepot.core import runtime
 from kvdepot.core.secrets import mask_secrets
 
+ENDPOINT_VARIABLE: Final = "KVDEPOT_ENDPOINT"
+PACKAGED_ENDPOINT: Final = "unix:///run/kvdepot/kvdepot.sock"
 _SCHEME = "unix://"
 PATH_BYTES_MAX = 107  # sun_path of Linux, without its closing zero
 _ATTACH_SUFFIX = ".attach"
@@ -67,6 +74,21 @@ class Endpoint:
 
     def __str__(self) -> str:
         return _SCHEME + self.path
+
+
+def default_endpoint() -> str:
+    """Return the URL that engines and `kvdepotctl` use if they are given none.
+
+    It is that of this user's own `kvdepotd serve`, if it exists, or else that of the packaged daemon.
+
+    A socket in a directory to which another user may write is ignored: that user could have put it there.
+    """
+    with contextlib.suppress(OSError):  # among them: no temporary directory
+        directory = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
+        status = directory.lstat()
+        if runtime.only_writer(os.geteuid(), status.st_mode, status.st_uid) and (directory / "kvdepot.sock").exists():
+            return f"unix://{directory / 'kvdepot.sock'}"
+    return PACKAGED_ENDPOINT
 
 
 def _grpc_address(path: str) -> str:

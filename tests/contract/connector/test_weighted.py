@@ -230,6 +230,7 @@ def test_a_child_without_hybrid_support_is_refused_by_name(combine: Combine) -> 
         ([child(float("inf"))], r"0-HybridChild.load_weight"),
         ([child(), child(kv_load_failure_policy="fail")], r"1-HybridChild.kv_load_failure_policy"),
         ([child(extra={"endpoint": "unix:///a"}), child(extra={"endpoint": "unix:///a"})], r"1-HybridChild.endpoint"),
+        ([{"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}] * 2, r"1-KVDepotConnector.endpoint"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(folder: Path, children: Any, problem: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from io import TextIOWrapper
@@ -33,8 +32,7 @@ from kvdepot.client.ctl.commands.trace import trace
 from kvdepot.client.ctl.commands.verify import verify
 from kvdepot.client.ctl.sections import SectionedGroup
 from kvdepot.client.ctl.texts import say
-from kvdepot.client.endpoint import Endpoint, EndpointError
-from kvdepot.core import runtime
+from kvdepot.client.endpoint import ENDPOINT_VARIABLE, Endpoint, EndpointError, default_endpoint
 from kvdepot.core.errors import (
     ConfigError,
     InvalidArgument,
@@ -59,19 +57,6 @@ _WIDE = 250
 """Columns of a table that no terminal shows: whole ids, for grep and scripts."""
 
 
-def default_endpoint() -> str:
-    """Return the URL of this user's own `kvdepotd serve`, if it exists, or else that of the packaged daemon.
-
-    A socket in a directory to which another user may write is ignored: that user could have put it there.
-    """
-    with suppress(OSError):  # among them: no temporary directory
-        directory = Path(runtime.runtime_directory(os.environ, tempfile.gettempdir, os.geteuid()))
-        status = directory.lstat()
-        if runtime.only_writer(os.geteuid(), status.st_mode, status.st_uid) and (directory / "kvdepot.sock").exists():
-            return f"unix://{directory / 'kvdepot.sock'}"
-    return "unix:///run/kvdepot/kvdepot.sock"
-
-
 class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
     """An option with the daemon's endpoint."""
 
@@ -88,7 +73,7 @@ class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since 
 
 @click.group(cls=SectionedGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
 @click.option(
-    "--endpoint", type=EndpointType(), envvar="KVDEPOT_ENDPOINT", default=default_endpoint, show_envvar=True,
+    "--endpoint", type=EndpointType(), envvar=ENDPOINT_VARIABLE, default=default_endpoint, show_envvar=True,
     help="URL of the daemon's socket: unix:///run/kvdepot/kvdepot.sock.",
 )  # fmt: skip
 @click.option(

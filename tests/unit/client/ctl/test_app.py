@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from kvdepot.client.ctl.app import default_endpoint
+from kvdepot.client.endpoint import default_endpoint
 
 PACKAGED = "unix:///run/kvdepot/kvdepot.sock"
 NOBODY = 65534

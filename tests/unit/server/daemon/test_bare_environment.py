@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvdepot.client.ctl.app import default_endpoint
+from kvdepot.client.endpoint import default_endpoint
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.config import embedded
 from kvdepot.server.daemon import app

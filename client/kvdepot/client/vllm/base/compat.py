@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from math import prod
 from typing import Any, Final
 
-from kvdepot.client.vllm.base import contract, engine_types, versions
+from kvdepot.client.vllm.base import contract, engine_types, plugin, versions
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import ConfigError
 from vllm import __version__ as vllm_version
@@ -176,12 +176,14 @@ def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, 
 def computing_packages() -> dict[str, str]:
     """Return the versions of packages that may compute, in addition to vLLM and torch.
 
-    transformers has models' code and the processors of pictures; plugins may replace whatever they like.
+    transformers has models' code and the processors of pictures; plugins may replace whatever they like. kvdepot's own
+    plugin replaces nothing.
     """
     plugins = {
         f"{group} {point.name}": f"{point.value} {point.dist.version if point.dist else ''}"
         for group in ("vllm.general_plugins", "vllm.platform_plugins")
         for point in entry_points(group=group)
+        if point.value != plugin.ENTRY_POINT
     }
     return {"transformers": version("transformers")} | plugins
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from kvdepot.client.attachment import Transport
-from kvdepot.client.endpoint import Endpoint, EndpointError
+from kvdepot.client.endpoint import ENDPOINT_VARIABLE, PACKAGED_ENDPOINT, Endpoint, EndpointError, default_endpoint
 from kvdepot.core.errors import ConfigError
 
 WHERE: Final = "kv_connector_extra_config"
@@ -45,7 +45,7 @@ _REMOVED: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All keys with their defaults. Only `endpoint` has none."""
+    """All keys with their defaults. That of `endpoint` is `KVDEPOT_ENDPOINT`, or else `default_endpoint`."""
 
     endpoint: Endpoint
     chunk_tokens: int | None = None  # None: the planner's default for the model's groups
@@ -78,8 +78,9 @@ def parse_settings(extra: Mapping[str, Any], environment: Mapping[str, str] = os
         if key not in known:
             near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)
             raise ConfigError(WHERE, str(key), "no such key", advice=f"did you mean {near[0]!r}?")
-    if not extra.get("endpoint"):
-        raise ConfigError(WHERE, "endpoint", "missing", advice="write unix:///run/kvdepot/kvdepot.sock")
+    url = extra.get("endpoint", environment.get(ENDPOINT_VARIABLE) or default_endpoint())
+    if not url:
+        raise ConfigError(WHERE, "endpoint", "empty", advice=f"write {PACKAGED_ENDPOINT}, or leave it out")
     if extra.get("tls"):
         raise ConfigError(WHERE, "tls", "not supported in this version", advice="remove it: unix sockets need none")
     values: dict[str, Any] = {}
@@ -90,7 +91,7 @@ def parse_settings(extra: Mapping[str, Any], environment: Mapping[str, str] = os
         values["transport"] = _transport(values["transport"])
     values.setdefault("audit_path", environment.get(AUDIT_VARIABLE, ""))
     try:
-        endpoint = Endpoint.parse(str(extra["endpoint"]))
+        endpoint = Endpoint.parse(str(url))
     except EndpointError as error:
         raise ConfigError(WHERE, "endpoint", str(error)) from error
     return Settings(endpoint=endpoint, **values)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+from kvdepot.client.endpoint import PACKAGED_ENDPOINT
 from kvdepot.client.vllm.base.settings import parse_settings
 from kvdepot.core.errors import ConfigError
 
@@ -41,7 +45,7 @@ def test_an_unknown_key_names_the_nearest() -> None:
         ("transport", "tcp", "auto, shm, stream"),
         ("tls", {"cert": "x"}, "not supported"),
         ("endpoint", "tcp://1.2.3.4:5", "unix://"),
-        ("endpoint", "", "missing"),
+        ("endpoint", "", "empty"),
         ("experimental_cuda", True, "no longer a key.*remove it: copies on GPUs need no setting"),
         ("experimental_cuda", False, "remove it"),
     ],
@@ -50,6 +54,18 @@ def test_a_bad_value_is_refused_with_its_reason(key: str, value: Any, said: str)
     with pytest.raises(ConfigError, match=said) as caught:
         parse_settings(ENDPOINT | {key: value}, {})
     assert caught.value.key == key
+
+
+def test_without_an_endpoint_it_is_that_of_kvdepotctl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert str(parse_settings({}, {}).endpoint) == PACKAGED_ENDPOINT
+    assert str(parse_settings({}, {"KVDEPOT_ENDPOINT": "unix:///a"}).endpoint) == "unix:///a"
+    assert str(parse_settings(ENDPOINT, {"KVDEPOT_ENDPOINT": "unix:///a"}).endpoint) == ENDPOINT["endpoint"]
+    own = tmp_path / f"kvdepot-{os.geteuid()}"
+    own.mkdir(mode=0o700)
+    (own / "kvdepot.sock").touch()
+    assert str(parse_settings({}, {}).endpoint) == f"unix://{own}/kvdepot.sock"
 
 
 def test_integers_are_taken_for_seconds() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base import compat, plugin
 from kvdepot.client.vllm.base.compat import environment_facts
 from kvdepot.client.vllm.identity.weights import Digests, LoraSalts, weights_source
 from kvdepot.client.vllm.worker.layers import RankLayers, rank_layers
@@ -80,8 +80,12 @@ def test_transformers_and_plugins_are_part_of_the_ranks_facts(monkeypatch: pytes
     with monkeypatch.context() as patched:
         patched.setattr(compat, "version", lambda name: "0.0.1")
         assert software_facts(RankLayers((), ())) != before
-    plugin = EntryPoint("models", "package:register", "vllm.general_plugins")
-    monkeypatch.setattr(compat, "entry_points", lambda group: [plugin] if group == plugin.group else [])
+    points: list[EntryPoint] = []
+    monkeypatch.setattr(compat, "entry_points", lambda group: [one for one in points if one.group == group])
+    before = software_facts(RankLayers((), ()))
+    points.append(EntryPoint("kvdepot", plugin.ENTRY_POINT, "vllm.general_plugins"))
+    assert software_facts(RankLayers((), ())) == before, "kvdepot's own says nothing about KV"
+    points.append(EntryPoint("models", "package:register", "vllm.general_plugins"))
     assert software_facts(RankLayers((), ())) != before
 
 

@@ -1,0 +1,46 @@
+"""vLLM finds the connectors by the plugin of this package."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+from kvdepot.client.vllm.base import plugin
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from tests.rigs.patience import patient
+
+_NAMED = """
+from vllm.plugins import load_general_plugins
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+load_general_plugins()
+for name in ("KVDepotConnector", "WeightedMultiConnector"):
+    print(KVConnectorFactory.get_connector_class_by_name(name).__module__)
+"""
+
+
+def test_the_installed_package_has_the_entry_point() -> None:
+    (point,) = (point for point in entry_points(group="vllm.general_plugins") if point.name == "kvdepot")
+    assert point.value == plugin.ENTRY_POINT
+    assert point.load() is plugin.register
+
+
+def test_vllm_knows_the_connectors_by_their_names_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _NAMED], capture_output=True, text=True, check=True, timeout=patient(300)
+    )
+    assert done.stdout.split()[-2:] == ["kvdepot.client.vllm.connector", "kvdepot.client.vllm.weighted"]
+
+
+def test_a_vllm_that_has_moved_its_names_starts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(KVConnectorFactory, "register_connector")
+    logger = logging.getLogger("vllm.kvdepot")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    plugin.register()
+    assert "the connectors are not known by name" in caplog.text
