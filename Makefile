@@ -161,8 +161,8 @@ docs: venv ## the documents that are made from the code
 site: docs ## the documents as a site, in build/site; a link that leads nowhere ends it
 	$(BIN)/python -m mkdocs build -f configs/mkdocs.yml
 
-bench: venv ## every benchmark, one table each
-	for b in ram index start connector_overhead codec disk; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
+bench: venv ## benchmarks that need no options, one table each
+	for b in ram index start connector_overhead codec disk copy_overhead; do $(BIN)/python -m benchmarks.$$b --json build/bench-$$b.json || exit 1; done
 
 $(PROTO_VENV)/.ready: requirements/proto.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON="; exit 1; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,18 @@ def rank_copier(engine: ScriptedEngine, rank: int) -> CpuCopier:
     worker: Any = engine.workers[rank].worker_side
     copier: CpuCopier = worker._copies._copier
     return copier
+
+
+def count_stats(engine: ScriptedEngine, name: str) -> Counter[str]:
+    """Count what the ranks tell vLLM from now on under this name, by label."""
+    found: Counter[str] = Counter()
+
+    def observe(stats: Any) -> None:
+        if stats.kv_connector_stats:
+            found.update(stats.kv_connector_stats["counters"].get(name, {}))
+
+    engine.observe = observe
+    return found
 
 
 def step_until(engine: ScriptedEngine, what: str, condition: Callable[[], object]) -> None:

@@ -23,7 +23,7 @@ from tests.contract.connector.test_hybrid import CHUNKS, evict
 from tests.fakes.late_device import LateDevice
 from tests.fakes.rank_memory import RankMemory
 from tests.fakes.scripted_engine import BLOCK
-from tests.rigs.connector_rig import TRANSPORTS, Make, cold, prompt
+from tests.rigs.connector_rig import TRANSPORTS, Make, cold, count_stats, prompt
 from tests.rigs.patience import patient
 
 
@@ -173,7 +173,7 @@ def test_a_load_that_put_wrong_bytes_is_computed_and_the_rank_copies_no_more(
         copy(own, arena, replace(batch, blocks=batch.blocks[::-1].copy()), direction)
 
     monkeypatch.setattr(DeviceCopier, "copy", wrong)
-    tokens = prompt(5.5)
+    tokens, found = prompt(5.5), count_stats(other, "verified_loads")
     request_id = other.add(tokens)
     other.run()
     assert other.outputs[request_id] == cold(tokens)
@@ -183,7 +183,32 @@ def test_a_load_that_put_wrong_bytes_is_computed_and_the_rank_copies_no_more(
     monkeypatch.undo()
     assert other.generate(prompt(7.5)) == cold(prompt(7.5)), "nothing is loaded or stored any more"
     assert worker.failures.counts.total() == 1
+    assert found == {"wrong": 1}
     worker.failures.counts.clear()
+
+
+@pytest.mark.requirement("I1", "P10")
+@pytest.mark.parametrize("limit", [0, 2])
+@TRANSPORTS
+def test_as_many_loads_are_read_back_as_the_setting_says(
+    make: Make, devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch, limit: int, streams: bool
+) -> None:
+    engine = make(streams=streams)
+    for seed in range(3):
+        engine.generate(prompt(5.5, seed))
+    other = make(streams=streams, settings={"verify_first_loads": limit})
+    found, verify, read_back = count_stats(other, "verified_loads"), DeviceCopier.verify, []
+
+    def counted(own: DeviceCopier, arena: Any, batch: Any) -> bool:
+        read_back.append(own)
+        return verify(own, arena, batch)
+
+    monkeypatch.setattr(DeviceCopier, "verify", counted)
+    for seed in range(3):
+        assert other.generate(prompt(5.5, seed)) == cold(prompt(5.5, seed))
+        assert len(read_back) == found["right"] == min(seed + 1, limit)
+    assert list(other.hits.values()) == [5 * BLOCK] * 3
+    assert set(found) <= {"right"}
 
 
 @pytest.mark.requirement("I1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from kvdepot.core.arena import RowState
 from kvdepot.core.calls import Kind
 
 from tests.fakes.direct_session import DirectDepot
-from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
-from tests.rigs.connector_rig import Make, cold, prompt
+from tests.fakes.scripted_engine import BLOCK
+from tests.rigs.connector_rig import Make, cold, count_stats, prompt
 
 
 def change_a_byte(depot: DirectDepot) -> None:
@@ -24,18 +23,6 @@ def change_a_byte(depot: DirectDepot) -> None:
     depot.buffer[int(extents["offset"][heads[0]])] ^= 1
 
 
-def checked(engine: ScriptedEngine) -> Counter[str]:
-    """Count the loads that are compared from now on, by result."""
-    found: Counter[str] = Counter()
-
-    def observe(stats: Any) -> None:
-        if stats.kv_connector_stats:
-            found.update(stats.kv_connector_stats["counters"].get("checked_loads", {}))
-
-    engine.observe = observe
-    return found
-
-
 @pytest.mark.requirement("I1")
 @pytest.mark.parametrize("hybrid", [False, True], ids=["dense", "hybrid"])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -43,7 +30,7 @@ def test_bytes_that_somebody_has_changed_in_ram_are_found_before_they_are_used(
     make: Make, depot: DirectDepot, hybrid: bool, ranks: int
 ) -> None:
     engine = make(hybrid=hybrid, ranks=ranks, settings={"verify_loads": 1.0})
-    tokens, found = prompt(5.5), checked(engine)
+    tokens, found = prompt(5.5), count_stats(engine, "checked_loads")
     assert engine.generate(tokens) == cold(tokens)
     engine.settle()
     change_a_byte(depot)
@@ -80,7 +67,7 @@ def test_loads_of_objects_without_a_checksum_and_by_streams_are_not_counted(make
     cases: list[dict[str, Any]] = [{}, {"streams": True}]
     for options in cases:
         engine = make(settings={"verify_loads": 1.0}, **options)
-        found = checked(engine)
+        found = count_stats(engine, "checked_loads")
         engine.generate(tokens)
         engine.settle()
         if not options:
@@ -94,7 +81,7 @@ def test_a_share_of_the_loads_is_compared(make: Make, monkeypatch: pytest.Monkey
     drawn = iter([0.3, 0.29, 0.9])
     monkeypatch.setattr("kvdepot.client.vllm.worker.copy_thread.random.random", lambda: next(drawn))
     engine = make(settings={"verify_loads": 0.3})
-    tokens, found = prompt(5.5), checked(engine)
+    tokens, found = prompt(5.5), count_stats(engine, "checked_loads")
     for _ in range(4):
         assert engine.generate(tokens) == cold(tokens)
         engine.settle()

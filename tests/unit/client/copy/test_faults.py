@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,19 +12,16 @@ import torch
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy import device as device_module
 from kvdepot.client.copy import indexed, pinning
-from kvdepot.client.copy.base import CopyBatch, Direction
-from kvdepot.client.copy.device import DeviceCopier, Way
-from kvdepot.client.vllm.base.guard import Failures
-from kvdepot.client.vllm.base.operations import LoadOp, ObjectCopy, StoreOp
-from kvdepot.client.vllm.worker.copy_thread import CopyOutcome, CopyThread
+from kvdepot.client.copy.base import Direction
+from kvdepot.client.copy.device import Way
+from kvdepot.client.vllm.base.operations import LoadOp, StoreOp
 
-from benchmarks.day_one.copies import block_bytes_of, filled
+from benchmarks.day_one.copies import filled
 from tests.fakes.late_device import LateDevice
-from tests.rigs.memory_arena import granted, make_arena
+from tests.rigs.copy_rank import BLOCK_BYTES, BLOCKS, Rank, batch_of, expected, stored, usable
+from tests.rigs.memory_arena import make_arena
 
-BLOCK_BYTES = 4096
 PIECE = 1 << 20
-BLOCKS = 64
 
 
 class FaultyDevice(LateDevice):
@@ -68,29 +62,6 @@ def other_arena() -> Iterator[ArenaMap]:
     os.close(descriptor)
 
 
-def usable(device: LateDevice, arena: ArenaMap, layer: torch.Tensor, way: Way | None = None) -> DeviceCopier:
-    copier = DeviceCopier([layer], device, way=way, pin_in_background=False, clock=lambda: 0.0)
-    arena.populated(arena.size_bytes)
-    copier.enter()
-    copier.prepare(arena)
-    return copier
-
-
-def batch_of(blocks: list[int], offset: int) -> CopyBatch:
-    """Blocks of layer 0, end to end in the arena from `offset` on."""
-    zeros = np.zeros(len(blocks), dtype=np.int64)
-    offsets = offset + np.arange(len(blocks), dtype=np.int64) * BLOCK_BYTES
-    return CopyBatch(zeros, np.array(blocks, dtype=np.int64), zeros, offsets, zeros + BLOCK_BYTES)
-
-
-def stored(arena: ArenaMap, offset: int, blocks: int) -> bytes:
-    return bytes(arena.buffer[offset : offset + blocks * BLOCK_BYTES])
-
-
-def expected(layer: torch.Tensor, blocks: list[int]) -> bytes:
-    return b"".join(block_bytes_of(layer, block) for block in blocks)
-
-
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("direction", Direction)
 def test_a_batch_that_touches_a_piece_which_is_refused_is_copied_unpinned_and_right(
@@ -116,46 +87,6 @@ def test_a_batch_that_touches_a_piece_which_is_refused_is_copied_unpinned_and_ri
         assert expected(layer, across) == before
     if way is Way.BATCH:
         assert [pinned for pinned, _ in device.transfers] == [True, False, True]
-
-
-class Places:
-    """Instead of ObjectPlaces: object `i` is block `i` and the one after it, at its extent."""
-
-    def moves(self, _: Any) -> Any:
-        return ()
-
-    def pieces(self, objects: Any, extents: Any, *, writing: bool) -> Any:
-        (copied,) = objects
-        return batch_of([copied.boundary_tokens, copied.boundary_tokens + 1], int(extents.offsets[0]))
-
-
-class Rank:
-    """A copying thread that the test itself runs."""
-
-    def __init__(self, device: LateDevice, arena: ArenaMap, layer: torch.Tensor, way: Way | None = None) -> None:
-        self.device = device
-        self.attachment: Any = SimpleNamespace(arena=arena)
-        self.copier = usable(device, arena, layer, way)
-        self.failures = Failures(logging.getLogger("test.faults"))
-        self.thread = CopyThread(self.attachment, self.copier, self.failures)
-        self.thread._places = Places()  # type: ignore[assignment] # not `start`: the test is the thread
-        self._ops = 0
-
-    def do(self, kind: type[LoadOp | StoreOp], block: int, offset: int) -> list[CopyOutcome]:
-        """Copy two blocks, and return what is reported."""
-        arena = self.attachment.arena
-        granted(arena)[0] = 4
-        self._ops += 1
-        extents = np.array([0, 0, offset, 2 * BLOCK_BYTES, 4], dtype="<u8").tobytes()
-        objects = (ObjectCopy(0, 0, b"k" * 16, block, ()),)
-        op: Any = StoreOp(self._ops, arena.arena_id, extents, objects)
-        if kind is LoadOp:
-            op = LoadOp(self._ops, "r", time.monotonic() + 3600, arena.arena_id, extents, objects)
-        self.thread.submit([op] if kind is LoadOp else [], [op] if kind is StoreOp else [])
-        queued = self.thread._next()
-        assert queued is not None
-        self.thread._do(*queued)
-        return self.thread.take_done()
 
 
 @pytest.mark.requirement("I3", "P8")

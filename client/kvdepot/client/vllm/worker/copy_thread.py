@@ -196,7 +196,9 @@ class CopyThread:
             for op in queued:
                 self._forget(op)
             done = [
-                CopyOutcome.memory_gone(outcome.op) if isinstance(outcome.op, LoadOp) else outcome
+                replace(CopyOutcome.memory_gone(outcome.op), verified=outcome.verified, intact=outcome.intact)
+                if isinstance(outcome.op, LoadOp)
+                else outcome
                 for outcome in self._done
             ]
             self._done = deque([*done, *map(CopyOutcome.memory_gone, queued)])
@@ -344,11 +346,11 @@ class CopyThread:
             self._lose_device()
             self._indeterminate.append((CopyOutcome(op, failed), IndeterminateError(_LostDevice())))
             return
+        verified, intact = (self._verified, self._intact) if isinstance(op, LoadOp) else (None, None)
         with self._wake:
             if revoked or (kv.revoked and isinstance(op, LoadOp)):
-                self._done.append(CopyOutcome.memory_gone(op))
+                self._done.append(replace(CopyOutcome.memory_gone(op), verified=verified, intact=intact))
             else:
-                verified, intact = (self._verified, self._intact) if isinstance(op, LoadOp) else (None, None)
                 self._done.append(CopyOutcome(op, failed, self._clock() - began, places, verified, intact))
 
     def _lose_device(self) -> None:
@@ -391,35 +393,34 @@ class CopyThread:
             if self._left(op) <= 0:
                 return everything
             kv.move(layers, sources, targets)
-        right, read_back = True, self._to_read_back > 0
+        read_back = self._to_read_back > 0
         for batch in pieces.split():
             seconds_left = self._left(op)
             if seconds_left <= 0 or not arena.load(kv, extents, batch, seconds_left):
                 return everything
             if read_back:
                 kv.wait(Direction.LOAD)
-                right = right and arena.verify(kv, batch)
+                self._judge(arena.verify(kv, batch) or not arena.check(rows, granted))
         kv.wait(Direction.LOAD)
         intact = arena.intact(extents) if random.random() < self._verify_loads else None  # noqa: S311 - a sample
-        if not arena.check(rows, granted) or op.op_id in self._cancelled:
-            return everything  # and the extents may have had other bytes when they were compared
-        if not self._judge(right if read_back else None, intact):
+        if not arena.check(rows, granted):
+            return everything  # the extents may have had other bytes when they were compared
+        self._intact = intact
+        if read_back:
+            self._verified = True
+            self._to_read_back -= 1
+        if intact is False or op.op_id in self._cancelled:
             return everything
         if self._audit is not None:
             with kv.use():
                 self._audit.record(LOADED, op.request_id, op.objects)
         return []
 
-    def _judge(self, right: bool | None, intact: bool | None) -> bool:
-        """Note what was found of a load's bytes. Return whether they can be used. None: that was not looked at.
-
-        Raise WrongBytesError if they are not those of the arena.
-        """
-        self._intact, self._verified = intact, right
-        self._to_read_back -= right is not None
-        if right is False:
+    def _judge(self, right: bool) -> None:
+        """Raise WrongBytesError at the first wrong batch: a deadline that is missed afterwards makes no byte right."""
+        if not right:
+            self._verified = False
             raise WrongBytesError("a load put wrong bytes into the KV cache; this rank stops copying")
-        return intact is not False
 
     def _left(self, op: LoadOp) -> float:
         """Return the seconds in which a load may still write into the engine's blocks."""
