@@ -48,7 +48,9 @@ def define(fleet: Fleet) -> None:
         engine(f"mtp_{drafts}_every_chunk", HYBRID, some, _mtp(drafts), **EVERY_CHUNK)
     engine("mtp_3_most_accepted", HYBRID, most, _mtp(DRAFTS), prefix_cache_retention_interval=HYBRID_CHUNK)
     fleet.define("hybrid_markov", HYBRID, EVERY_CHUNK, model=make_markov(HYBRID, SOME_ACCEPTED["hybrid"], models))
-    engine("ngram_hybrid", HYBRID, make_markov(HYBRID, MOST_ACCEPTED, models), NGRAM)
+    repeating = make_markov(HYBRID, MOST_ACCEPTED, models)
+    engine("ngram_hybrid", HYBRID, repeating, NGRAM)
+    engine("ngram_hybrid_every_chunk", HYBRID, repeating, NGRAM, **EVERY_CHUNK)
 
     dense = make_markov(DENSE, SOME_ACCEPTED["dense"], models)
     clone = {"method": "draft_model", "num_speculative_tokens": DRAFTS, "model": str(dense)}

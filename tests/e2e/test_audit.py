@@ -15,6 +15,7 @@ from kvdepot.core.report import DaemonStatus
 
 from demo.engine import ROOT
 from demo.toys import DENSE, HYBRID
+from tests.e2e import speculation
 from tests.e2e.fleet import Fleet
 from tests.rigs.ctl_process import text
 
@@ -31,6 +32,7 @@ def audited_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with Fleet(tmp_path_factory.mktemp("audit"), ROOT / "build" / "toys", "[policy]\naudit_sample = 1.0\n") as fleet:
         fleet.define("dense", DENSE, {"block_size": 32})
         fleet.define("hybrid", HYBRID, {})
+        speculation.define(fleet)
         yield fleet
 
 
@@ -43,6 +45,19 @@ def audits(status: DaemonStatus) -> dict[str, float]:
     """How many objects were compared, by what came of it."""
     found = {outcome: status.counters.get(f"audits.{outcome}", 0) for outcome in ("same", "drifted")}
     return {outcome: count for outcome, count in found.items() if count}
+
+
+def computed_twice(fleet: Fleet, name: str) -> tuple[dict[str, float], dict[str, float]]:
+    """What was compared before and after an engine computed a stored prompt and its answer again."""
+    engine, ids = fleet.engine(name), fleet.prompt(2 * speculation.HYBRID_CHUNK + 60)
+    first = engine.ask(ids, speculation.GENERATED)
+    fleet.forget(engine)
+    before = audits(fleet.daemon.status())
+    again = fleet.ask(engine, ids, speculation.GENERATED, COMPUTE)
+    assert (again.external_tokens, again.tokens) == (0, first.tokens)
+    assert first.prompt.draft_tokens
+    fleet.forget(engine)
+    return before, audits(fleet.daemon.settle())
 
 
 def plant(file: Path, wrong: Path, kind: Kind, boundary_tokens: int) -> None:
@@ -125,3 +140,17 @@ def test_noise_of_other_batches_is_no_drift(fleet: Fleet) -> None:
     assert after["same"] > before["same"] and after["drifted"] == before["drifted"]
     fleet.forget(engine)
     assert fleet.ask(engine, prompts[2]).external_tokens == 5 * CHUNK["hybrid"], "no quarantine"
+
+
+@pytest.mark.requirement("I1", "C6")
+def test_states_under_ngram_are_compared_and_have_not_drifted(fleet: Fleet) -> None:
+    """The tokens of a convolution that rejected drafts leave behind a boundary differ, and are not compared."""
+    before, after = computed_twice(fleet, "ngram_hybrid_every_chunk")
+    assert after.get("same", 0) >= before.get("same", 0) + 4, "a state and the attention of each of two chunks"
+    assert after.get("drifted", 0) == before.get("drifted", 0)
+
+
+@pytest.mark.requirement("I1", "C6")
+def test_nothing_is_compared_whose_draft_layers_read_the_next_token(fleet: Fleet) -> None:
+    before, after = computed_twice(fleet, "mtp_2_every_chunk")
+    assert after == before
