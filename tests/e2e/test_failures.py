@@ -61,7 +61,7 @@ def hits_everywhere(fleet: Fleet, engine: Engine, known: Known) -> None:
     fleet.daemon.settle()
 
 
-@pytest.mark.requirement("T6")
+@pytest.mark.requirement("T6", "O3")
 @pytest.mark.parametrize(
     "delay_seconds", [0.1, *(pytest.param(seconds, marks=pytest.mark.long) for seconds in (0.4, 0.8, 1.4))]
 )
@@ -78,6 +78,10 @@ def test_a_killed_daemon_disturbs_nobody_and_its_ram_is_served_again(
     fleet.daemon.start()
     fleet.wait_attached()
     hits_everywhere(fleet, engine, known)
+    log = engine.log.read_text()
+    endpoint = fleet.daemon.endpoint
+    for line in (f"attached to {endpoint} (kvdepotd ", f"no daemon at {endpoint}: ", f"at {endpoint} is back after "):
+        assert f"kvdepot: {line}" in log or f"kvdepot: the daemon {line}" in log, line
 
 
 @pytest.mark.requirement("T6")

@@ -145,6 +145,7 @@ class DirectSession:
         self._leases = itertools.count(next(_first_leases))
         self.specs: list[NamespaceSpec] = []
         self.started = self.closed = self.waited_for = False
+        self.computed = 0  # requests because of an outage
 
     def start(self) -> None:
         """The daemon takes back what a session's first call does not declare."""
@@ -279,6 +280,9 @@ class DirectSession:
         call = EndRequestCall(self._token, request_id, end)
         self.depot.calls.append(call)
         self.depot.engine.end_request(call)
+
+    def count_computed(self) -> None:
+        self.computed += 1
 
     def poll(self) -> int:
         count = len(self._due)

@@ -37,8 +37,6 @@ POPULATE_PIECE_BYTES = 32 << 20
 PROXY_START_SECONDS_MAX = 30.0
 """Half a second of a free core."""
 PROXY_END_SECONDS_MAX = 1.0
-ABSENCE_REPEAT_SECONDS = 60.0
-"""At least so long between two log lines about an absent daemon: a daemon in a crash loop must not fill the log."""
 
 
 class Transport(StrEnum):
@@ -69,36 +67,7 @@ class _State:
     session: bytes | None = None
     arena: Arena | None = None
     refusal: str = ""
-
-
-class Absence:
-    """Logs that no daemon is reachable, once per absence and at most once a minute, and that it is back."""
-
-    def __init__(self, endpoint: Endpoint, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self._endpoint = endpoint
-        self._log = log
-        self._clock = clock
-        self._logged = False  # this absence
-        self._logged_at = -ABSENCE_REPEAT_SECONDS
-
-    def missed(self, reason: str) -> None:
-        """Note an attempt that met no daemon."""
-        now = self._clock()
-        if self._logged or now - self._logged_at < ABSENCE_REPEAT_SECONDS:
-            return
-        self._logged, self._logged_at = True, now
-        self._log.warning(
-            "kvdepot: no daemon answers at %s: prompts are recomputed and nothing is stored until one does; "
-            "the connection is retried every second (%s)",
-            self._endpoint,
-            reason,
-        )
-
-    def ended(self) -> None:
-        """Note that a daemon has answered."""
-        if self._logged:
-            self._logged = False
-            self._log.warning("kvdepot: daemon is back at %s: loads and stores resume", self._endpoint)
+    daemon_version: str = ""
 
 
 class Attachment:
@@ -118,7 +87,7 @@ class Attachment:
         client_version: str = "",
         backoff: Backoff | None = None,
         log: logging.Logger | None = None,
-        log_absence: bool = False,
+        on_missed: Callable[[str, bool], None] | None = None,
     ) -> None:
         """Prepare an attachment; `start` begins it.
 
@@ -132,8 +101,8 @@ class Attachment:
             client_version: for the daemon's records.
             backoff: between attempts.
             log: of refusals.
-            log_absence: whether to log also that no daemon is there, and that it is back. One process of an engine
-                is enough.
+            on_missed: called on the attachment's thread after each attempt that failed, with the reason, and whether a
+                daemon was there. Whoever passes it logs that no daemon is there: one process of an engine is enough.
         """
         self._endpoint = endpoint
         self._call = process.call(client_version)
@@ -143,7 +112,7 @@ class Attachment:
         self._on_change = on_change
         self._backoff = backoff or Backoff(BACKOFF_FIRST_SECONDS, BACKOFF_MAX_SECONDS, random.random)
         self._log = log or logging.getLogger(__name__)
-        self._absence = Absence(endpoint, self._log) if log_absence else None
+        self._on_missed = on_missed
         self._state = _State()  # replaced as a whole by the thread, read by anybody
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
@@ -173,6 +142,11 @@ class Attachment:
     def refusal(self) -> str:
         """Why the daemon refused the last attach, in its words; empty if it did not."""
         return self._state.refusal
+
+    @property
+    def daemon_version(self) -> str:
+        """The version of the daemon that this process is attached to; empty while it is not attached."""
+        return self._state.daemon_version
 
     def renew(self, session: bytes) -> None:
         """Attach again, because the daemon no longer knows `session`. Nothing happens if that is done already."""
@@ -244,12 +218,11 @@ class Attachment:
         try:
             accepted = attach(self._endpoint.attach_path, call, HANDSHAKE_SECONDS_MAX)
         except AttachError as error:
-            self._refused(str(error) if error.by_daemon else "")
-            if self._absence is not None and not error.by_daemon:
-                self._absence.missed(str(error))
+            if error.by_daemon:
+                self._refused(str(error))
+            else:
+                self._missed("", str(error))
             return None
-        if self._absence is not None:
-            self._absence.ended()
         try:
             arena = self._connect_proxy(accepted) if self._streams else self._adopt(accepted)
         except (ArenaFormatError, OSError) as error:
@@ -260,14 +233,21 @@ class Attachment:
             self._streams = self._streams or self._transport is Transport.AUTO  # nothing makes a mapping possible later
             return None
         self._backoff.reset()
-        self._publish(_State(accepted.reply.session, arena), accepted.calls)
+        version = accepted.reply.daemon_version
+        self._publish(_State(accepted.reply.session, arena, daemon_version=version), accepted.calls)
         return accepted.connection
 
     def _refused(self, reason: str) -> None:
-        if reason and reason != self._state.refusal:
-            self._log.warning("kvdepot: not attached: %s", reason)
         if reason != self._state.refusal:
-            self._publish(_State(None, self._state.arena, reason))
+            self._log.warning("kvdepot: not attached to %s: %s", self._endpoint, reason)
+        self._missed(reason, reason)
+
+    def _missed(self, refusal: str, reason: str) -> None:
+        """Note an attempt that failed. `refusal`: the reason, if a daemon was there."""
+        if refusal != self._state.refusal:
+            self._publish(_State(None, self._state.arena, refusal))
+        if self._on_missed is not None and not self._closing:
+            self._on_missed(reason, bool(refusal))
 
     def _adopt(self, accepted: Attached) -> Arena | None:
         """Return the mapping to use: the present one if it is of the same arena. Take over the descriptors."""

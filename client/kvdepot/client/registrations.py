@@ -23,6 +23,7 @@ class Caller(Protocol):
     def call(self, call: Any, done: Callable[[Answer], None]) -> None: ...
     def after(self, seconds: float, event: Callable[[], None]) -> None: ...
     def noted(self, answer: Answer) -> None: ...
+    def registered(self, spec: NamespaceSpec, reply: RegisterReply) -> None: ...
 
 
 class Registrations:
@@ -96,6 +97,7 @@ class Registrations:
             self.accepted |= {namespace}
             self.refusal = ""
             self.ranks_attached = answer.ranks_attached
+            self._caller.registered(self._specs[namespace][0], answer)
             if answer.ranks_attached < self._world_size:
                 self.again()
         elif isinstance(answer, CallFailure) and answer.reason is FailureReason.REFUSED:

@@ -85,7 +85,7 @@ class DepotSession:
             on_change=self._attachment_changed,
             client_version=client_version,
             log=log,
-            log_absence=log_absence,
+            on_missed=self._attachment_missed if log_absence else None,
         )
         self._loop = SessionLoop(
             endpoint, self._attachment, self._completions, world_size, clock, rng, confirm_timeout_seconds, log
@@ -95,6 +95,13 @@ class DepotSession:
 
     def _attachment_changed(self, token: bytes | None, connection: socket.socket | None) -> None:
         self._loop.post(self._loop.attachment_changed, token, connection)
+
+    def _attachment_missed(self, reason: str, there: bool) -> None:
+        self._loop.post(self._loop.attachment_missed, reason, there)
+
+    def count_computed(self) -> None:
+        """Count a request that the engine computes because of an outage, for the log."""
+        self._loop.daemon_log.computed += 1
 
     def start(self) -> None:
         """Start the threads. Return at once; `attached` turns True when the daemon was reached."""

@@ -18,13 +18,14 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.client.backoff import Backoff
 from kvdepot.client.calls import RETRY_FIRST_SECONDS, EngineCalls
+from kvdepot.client.daemon_log import DaemonLog
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.inbox import Inbox
 from kvdepot.client.leases import LeaseBook
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from kvdepot.client.transports.control import Answer
     from kvdepot.core.elements import Elements
     from kvdepot.core.keys import NamespaceSpec
+    from kvdepot.core.registration import RegisterReply
 
 Completion = tuple[Callable[[Any], None], Any]
 
@@ -55,6 +57,8 @@ RETRY_MAX_SECONDS = 1.0
 UNANSWERED_MAX = 3
 UNANSWERED_SECONDS_MIN = 1.0
 PROBE_SECONDS = 0.5
+NAMESPACE_SECONDS = 5.0
+"""After so long an attachment is logged without a namespace."""
 SLEEP_SECONDS_MAX = 3600.0
 """The longest sleep that epoll takes."""
 
@@ -96,6 +100,7 @@ class SessionLoop:
         self._clock = clock
         self._confirm_timeout_seconds = confirm_timeout_seconds
         self._log = log or logging.getLogger(__name__)
+        self.daemon_log = DaemonLog(endpoint, self._log, clock)
         self._inbox: Inbox[tuple[Callable[..., None], tuple[Any, ...]]] = Inbox()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
@@ -233,6 +238,10 @@ class SessionLoop:
         self._breaker.answered()
         self._declare()
 
+    def attachment_missed(self, reason: str, there: bool) -> None:
+        """Note an attempt to attach that failed. `there`: a daemon was there."""
+        (self.daemon_log.refused if there else self.daemon_log.absent)(reason)
+
     def _open_channel(self, connection: socket.socket | None) -> Channel:
         if connection is not None:
             return CallSocket(connection, self._clock, unwatch=self._inbox.unwatch, broken=self._call_socket_broke)
@@ -271,9 +280,25 @@ class SessionLoop:
             self._declared = True
             self._registrations.attached(self._token, answer.ranks_attached)
             self._publish()
+            self.daemon_log.answered()
+            self.after(NAMESPACE_SECONDS, lambda: self._unregistered(channel))
             return
         self.noted(answer)
         self.after(self._retry.next_seconds(), lambda: self._declare_again(channel))
+
+    def _unregistered(self, channel: Channel) -> None:
+        """Log the attachment of an engine that takes long to identify its weights."""
+        if self._declared and channel is self._channel and not self.state.registered:
+            self._log_attached(None, {})
+
+    def registered(self, spec: NamespaceSpec, reply: RegisterReply) -> None:
+        """Log what the engine is attached to: the daemon has accepted this namespace."""
+        self._log_attached(spec, reply.tier_bytes)
+
+    def _log_attached(self, spec: NamespaceSpec | None, tier_bytes: Mapping[str, int]) -> None:
+        version = self._attachment.daemon_version
+        if version:  # else the attachment has ended, and this thread hears of it next
+            self.daemon_log.attached(version, spec, tier_bytes)
 
     def _declare_again(self, channel: Channel) -> None:
         if channel is self._channel:
@@ -303,7 +328,7 @@ class SessionLoop:
         elif answer.reason is not FailureReason.DEADLINE:
             self._breaker.answered()
         elif not waits and self._breaker.unanswered():
-            self._log.warning("kvdepot: the daemon at %s does not answer", self._endpoint)
+            self.daemon_log.silent()
             self.count("breaker_opened")
             self._probe()
         self._publish()
@@ -315,13 +340,14 @@ class SessionLoop:
 
     def _probed(self, answer: Answer) -> None:
         if isinstance(answer, CallFailure) and answer.reason in (FailureReason.DEADLINE, FailureReason.UNAVAILABLE):
+            self.daemon_log.silent()
             self.after(PROBE_SECONDS, self._probe)
             return
         self._answered()
 
     def _answered(self) -> None:
         if self._breaker.open:
-            self._log.warning("kvdepot: the daemon at %s answers again", self._endpoint)
+            self.daemon_log.answered()
         self._breaker.answered()
         self._publish()
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Final
 
-from kvdepot.core.bounds import Count, NamespaceIdOrNone, SessionToken, bad
+from kvdepot.core.bounds import Count, NamespaceIdOrNone, Reason, SessionToken, bad
 from kvdepot.core.elements import Elements, KindElements
 from kvdepot.core.keys import SpecField
 from kvdepot.core.kinds import Kind
+
+TIERS_MAX: Final = 64
+"""Tiers that a reply names. An engine knows the others by their loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +39,5 @@ class RegisterReply:
     namespace_id: NamespaceIdOrNone  # empty: an operator has made it void, and it is to be registered with ...
     ranks_attached: int = 0
     bumps: int = 0  # ... this counter
+    tier_bytes: Annotated[Mapping[Reason, int], Count(TIERS_MAX)] = field(default_factory=dict)
+    """Capacity by tier, for the engine's log."""

@@ -90,6 +90,18 @@ def size_text(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration for people, in its two largest units ("15 s", "3 h 12 min", "2 d")."""
+    whole = round(seconds)
+    for unit, unit_seconds, smaller, smaller_seconds in (
+        ("d", 86_400, "h", 3_600), ("h", 3_600, "min", 60), ("min", 60, "s", 1)
+    ):  # fmt: skip
+        if whole >= unit_seconds:
+            rest = whole % unit_seconds // smaller_seconds
+            return f"{whole // unit_seconds} {unit}" + (f" {rest} {smaller}" if rest else "")
+    return f"{whole} s"
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration in the largest unit in which it is whole, rounded to the microsecond ("2m" for 120 s)."""
     if seconds < 0:

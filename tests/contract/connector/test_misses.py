@@ -250,3 +250,4 @@ def test_each_reason_of_the_engines_own_is_counted_once_a_request_and_told_to_th
     assert {label: number for (name, label), number in grown.items() if name == "misses_total"} == {reason: 1}
     assert asked.also.items() <= grown.items()
     assert recorded(engine, request_id) == (reason if asked.recorded else None)
+    assert engine.session.computed == (reason is MissReason.UNREACHABLE), "for the engine's log"

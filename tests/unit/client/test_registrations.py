@@ -9,6 +9,7 @@ import pytest
 from kvdepot.client.backoff import Backoff
 from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.registrations import Registrations
+from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.registration import RegisterCall, RegisterReply
 
 from tests.rigs.engine_rig import DENSE
@@ -24,6 +25,7 @@ class Caller:
         self.asked: list[tuple[RegisterCall, Callable[[Any], None]]] = []
         self.events: list[Callable[[], None]] = []
         self.heard: list[Any] = []
+        self.registrations: list[tuple[NamespaceSpec, RegisterReply]] = []
 
     def call(self, call: RegisterCall, done: Callable[[Any], None]) -> None:
         self.asked.append((call, done))
@@ -33,6 +35,9 @@ class Caller:
 
     def noted(self, answer: Any) -> None:
         self.heard.append(answer)
+
+    def registered(self, spec: NamespaceSpec, reply: RegisterReply) -> None:
+        self.registrations.append((spec, reply))
 
 
 @pytest.fixture
@@ -55,6 +60,7 @@ def test_a_namespace_is_asked_for_at_each_attachment(caller: Caller, registratio
     assert not registrations.accepted
     registrations.attached(LATER_TOKEN, 2)
     assert [call.session for call, _ in caller.asked] == [TOKEN, LATER_TOKEN]
+    assert caller.registrations == [(DENSE, RegisterReply(NAMESPACE, 2))], "told at the answer alone"
 
 
 def test_an_answer_for_a_namespace_that_was_removed_is_nobody_s(caller: Caller, registrations: Registrations) -> None:

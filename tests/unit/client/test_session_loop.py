@@ -75,7 +75,9 @@ class Session:
         self.completions: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.broken_clock = False
         self.detached = threading.Event()
-        attachment: Any = SimpleNamespace(session=TOKEN, refusal="", renew=lambda _: None, end=self._detach)
+        attachment: Any = SimpleNamespace(
+            session=TOKEN, refusal="", daemon_version="9.9.9", renew=lambda _: None, end=self._detach
+        )
         self.loop = SessionLoop(
             ENDPOINT, attachment, self.completions, 1, self._clock, random.Random(1), confirm_timeout_seconds=1.0
         )

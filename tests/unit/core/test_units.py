@@ -107,3 +107,19 @@ def test_negative_values_are_not_formatted() -> None:
         units.format_size(-1)
     with pytest.raises(InvalidArgument, match="negative"):
         units.format_duration(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59.6, "1 min"),
+        (75, "1 min 15 s"),
+        (3600, "1 h"),
+        (11_520, "3 h 12 min"),
+        (86_399, "23 h 59 min"),
+        (187_200, "2 d 4 h"),
+    ],
+)
+def test_durations_for_people_have_two_units(seconds: float, text: str) -> None:
+    assert units.duration_text(seconds) == text

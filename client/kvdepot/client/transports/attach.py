@@ -48,7 +48,7 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     except OSError as error:  # no descriptor left
-        raise AttachError(f"{path}: {error}", by_daemon=False) from error
+        raise AttachError(_reason(error), by_daemon=False) from error
     descriptors: list[int] = []
     try:
         connection.settimeout(timeout_seconds)
@@ -56,7 +56,7 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         connection.send(codec.encode_attach_call(call))
         datagram, descriptors = _receive(connection)
         if not datagram:
-            raise AttachError(f"{path}: the daemon closed the connection", by_daemon=False)
+            raise AttachError("the daemon closed the connection", by_daemon=False)
         reply = codec.decode_attach_reply(datagram)
         if not reply.protocol:
             raise AttachError(reply.error or "refused without a reason", by_daemon=True)
@@ -72,9 +72,16 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         raise
     except (OSError, KvDepotError) as error:
         _close(connection, descriptors)
-        raise AttachError(f"{path}: {error}", by_daemon=isinstance(error, KvDepotError)) from error
+        raise AttachError(_reason(error), by_daemon=isinstance(error, KvDepotError)) from error
     connection.settimeout(None)
     return Attached(connection, reply, tuple(descriptors), calls)
+
+
+def _reason(error: Exception) -> str:
+    """Return the system's words without the number, because operators read them."""
+    if isinstance(error, TimeoutError):
+        return "the daemon did not answer in time"
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

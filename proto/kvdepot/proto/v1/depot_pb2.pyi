@@ -387,22 +387,44 @@ global___RegisterNamespaceRequest = RegisterNamespaceRequest
 class RegisterNamespaceResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class TierBytesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAMESPACE_ID_FIELD_NUMBER: builtins.int
     RANKS_ATTACHED_FIELD_NUMBER: builtins.int
     BUMPS_FIELD_NUMBER: builtins.int
+    TIER_BYTES_FIELD_NUMBER: builtins.int
     namespace_id: builtins.bytes
     """16 bytes; empty: not registered, an operator has invalidated it"""
     ranks_attached: builtins.int
     bumps: builtins.int
     """if namespace_id is empty: the counter to register with"""
+    @property
+    def tier_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """capacity by tier, for the engine's log"""
+
     def __init__(
         self,
         *,
         namespace_id: builtins.bytes = ...,
         ranks_attached: builtins.int = ...,
         bumps: builtins.int = ...,
+        tier_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "namespace_id", b"namespace_id", "ranks_attached", b"ranks_attached"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bumps", b"bumps", "namespace_id", b"namespace_id", "ranks_attached", b"ranks_attached", "tier_bytes", b"tier_bytes"]) -> None: ...
 
 global___RegisterNamespaceResponse = RegisterNamespaceResponse
 

@@ -201,6 +201,11 @@ class Assembly:
             counters=self.counters.snapshot(),
         )
 
+    def tier_bytes(self) -> dict[str, int]:
+        """Return the capacity of each tier by its name, RAM first."""
+        lower = {tier.name: tier.capacity_bytes for tier in self._tiering.statuses()}
+        return {"ram": self._tables.layout.data_bytes} | lower
+
     def configure(self, config: DepotConfig, tiers: Mapping[str, TierConfig]) -> None:
         """Use other limits and policies from now on; `tiers` by name. The eviction policy stays the one of the start.
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from kvdepot.core import limits
@@ -25,7 +26,7 @@ from kvdepot.core.calls import (
     ReserveReply,
 )
 from kvdepot.core.errors import KvDepotError, ProtocolMismatch, StaleEpoch
-from kvdepot.core.registration import RegisterCall, RegisterReply
+from kvdepot.core.registration import TIERS_MAX, RegisterCall, RegisterReply
 from kvdepot.proto.methods import Method
 from kvdepot.proto.status import to_status
 from kvdepot.server.depot.counters import Counters
@@ -150,7 +151,7 @@ class DepotCalls:
     def _register_namespace(self, call: RegisterCall) -> RegisterReply:
         try:
             found = self._depot.register_namespace(call.session, call.spec, call.elements_by_kind())
-            return RegisterReply(*found)
+            return RegisterReply(*found, tier_bytes=dict(islice(self._depot.tier_bytes().items(), TIERS_MAX)))
         except StaleEpoch as stale:
             if call.follows_bumps:
                 return RegisterReply(b"", bumps=stale.bumps)

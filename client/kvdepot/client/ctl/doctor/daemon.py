@@ -111,7 +111,7 @@ def _attach(endpoint: Endpoint, timeout_seconds: float) -> Attachment:
     try:
         attached = attach(endpoint.attach_path, call, timeout_seconds)
     except AttachError as error:
-        return Attachment(f"{'refused' if error.by_daemon else 'no answer'}: {error}")
+        return Attachment(f"{'refused' if error.by_daemon else 'no answer'} at {endpoint.attach_path}: {error}")
     with attached.connection:
         try:
             trouble = _trouble_with(attached)

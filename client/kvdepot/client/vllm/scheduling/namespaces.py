@@ -210,9 +210,6 @@ class Namespaces:
         self._session.register(spec, self._elements)
         self._spec = spec
         self._id = namespace
-        self._logger.info(
-            "kvdepot: namespace %s (%s, epoch %r, bump %d)", namespace.hex(), spec.label, spec.epoch, spec.bumps
-        )
 
     def _random_epoch(self) -> str:
         return f"random:{self._random_text()}"

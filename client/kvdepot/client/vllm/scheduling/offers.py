@@ -185,6 +185,8 @@ class Offers:
         state.located |= state.miss in UNASKED_REASONS and self._namespaces.registered_id is not None
         if state.miss is MissReason.TIMED_OUT:
             self._counters["timeouts.lookup"] += 1
+        elif state.miss is MissReason.UNREACHABLE:
+            self._session.count_computed()
         state.miss = None
 
     def _wait(self, state: RequestState, lookup: Lookup | None, now: float) -> Answer:
