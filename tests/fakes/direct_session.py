@@ -33,6 +33,7 @@ from kvdepot.core.calls import (
     ReleaseCall,
     RequestEnd,
     ReserveCall,
+    TokenReport,
 )
 from kvdepot.core.elements import Elements
 from kvdepot.core.errors import EngineIdInUse, StaleEpoch, UnknownNamespace
@@ -276,8 +277,8 @@ class DirectSession:
         self.depot.calls.append(call)
         self.depot.engine.abandon(call)
 
-    def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
-        call = EndRequestCall(self._token, request_id, end)
+    def end_request(self, request_id: str, end: RequestEnd, tokens: TokenReport) -> None:
+        call = EndRequestCall(self._token, request_id, end, tokens)
         self.depot.calls.append(call)
         self.depot.engine.end_request(call)
 

@@ -22,6 +22,7 @@ from kvdepot.core.calls import (
     EndRequestCall,
     ReleaseCall,
     RequestEnd,
+    TokenReport,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Outbox:
         self._releases: deque[_Release] = deque()
         self._commits: deque[_Item] = deque()
         self._abandons: deque[_Item] = deque()
-        self._requests: deque[tuple[str, int, RequestEnd]] = deque(maxlen=REQUESTS_QUEUED_MAX)
+        self._requests: deque[tuple[str, int, RequestEnd, TokenReport]] = deque(maxlen=REQUESTS_QUEUED_MAX)
         self._commits_asked = 0
         self._commits_ended = 0
         self._in_flight: dict[type[OutboxCall], int] = {}  # kind -> how many items of the queue's head
@@ -84,9 +85,9 @@ class Outbox:
     def abandon(self, lease_id: int, indices: tuple[int, ...]) -> None:
         self._abandons.append(_Item(lease_id, indices))
 
-    def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
+    def end_request(self, request_id: str, end: RequestEnd, tokens: TokenReport) -> None:
         """Queue the end of a request. It is sent when all commits so far have been answered."""
-        self._requests.append((request_id, self._commits_asked, end))
+        self._requests.append((request_id, self._commits_asked, end, tokens))
 
     def __len__(self) -> int:
         return len(self._releases) + len(self._commits) + len(self._abandons) + len(self._requests)
@@ -106,8 +107,8 @@ class Outbox:
             calls.append(AbandonCall(session, self._take(AbandonCall, self._abandons)))
         if self._requests and EndRequestCall not in self._in_flight and self._requests[0][1] <= self._commits_ended:
             self._in_flight[EndRequestCall] = 1
-            request_id, _, end = self._requests[0]
-            calls.append(EndRequestCall(session, request_id, end))
+            request_id, _, end, tokens = self._requests[0]
+            calls.append(EndRequestCall(session, request_id, end, tokens))
         return calls
 
     def _take(self, kind: type[OutboxCall], queue: deque[_Item]) -> tuple[CommitItem, ...]:

@@ -20,6 +20,7 @@ from kvdepot.core.calls import (
     LocateReply,
     RequestEnd,
     ReserveReply,
+    TokenReport,
 )
 from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
@@ -200,9 +201,14 @@ class DepotSession:
         """End granted objects that no rank touches any more, or the whole lease. Repeated until confirmed."""
         self._loop.post(self._loop.abandon, lease_id, tuple(indices))
 
-    def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
+    def end_request(
+        self,
+        request_id: str,
+        end: RequestEnd = RequestEnd(),  # noqa: B008 - frozen
+        tokens: TokenReport = TokenReport(),  # noqa: B008 - frozen
+    ) -> None:
         """End a request. The call is sent after the commits before it."""
-        self._loop.post(self._loop.end_request, request_id, end)
+        self._loop.post(self._loop.end_request, request_id, end, tokens)
 
     def call_soon(self, done: Callable[[None], None]) -> None:
         """Have `poll` (or `wait`) call `done(None)`: how another thread hands over to the session's."""

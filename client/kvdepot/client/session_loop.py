@@ -34,7 +34,7 @@ from kvdepot.client.outbox import CommitDone, Confirmed, Outbox, OutboxCall
 from kvdepot.client.registrations import Registrations
 from kvdepot.client.transports.call_socket import CALLS_UNSENT, CallSocket
 from kvdepot.client.transports.control import Channel, ControlChannel
-from kvdepot.core.calls import CommitReply, DeclareCall, DeclareReply, GetCapabilitiesCall, RequestEnd
+from kvdepot.core.calls import CommitReply, DeclareCall, DeclareReply, GetCapabilitiesCall, RequestEnd, TokenReport
 from kvdepot.core.limits import PROTOCOL_MAX, PROTOCOL_MIN
 
 if TYPE_CHECKING:
@@ -417,9 +417,9 @@ class SessionLoop:
         """Queue the end of objects of a reservation, or of all of it."""
         self._outbox.abandon(lease_id, indices)
 
-    def end_request(self, request_id: str, end: RequestEnd = RequestEnd()) -> None:  # noqa: B008 - frozen
+    def end_request(self, request_id: str, end: RequestEnd, tokens: TokenReport) -> None:
         """Queue the end of a request, after the commits so far."""
-        self._outbox.end_request(request_id, end)
+        self._outbox.end_request(request_id, end, tokens)
 
     def _send_outbox(self) -> None:
         self.state.unconfirmed = len(self._outbox)

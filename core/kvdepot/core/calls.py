@@ -108,6 +108,18 @@ class RequestEnd:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenReport:
+    """Tokens of the prompts that have ended since the engine's last report, and where they came from."""
+
+    number: int = 0  # rising within a session: a repeated report is not counted again; 0: no report
+    prompt_tokens: int = 0
+    engine_tokens: int = 0  # of these: from the engine's own cache
+    loaded_tokens: Annotated[Mapping[Reason, int], Count(limits.TOKEN_SOURCES_MAX)] = field(default_factory=dict)
+    """Of these: loaded, by the slowest tier that had to supply something."""
+    saved_seconds: Seconds = 0.0  # in which the engine would have computed the loaded tokens, as it estimates
+
+
+@dataclass(frozen=True, slots=True)
 class LocateCall:
     """Asks how far a prompt is stored. The answer is an offer, without a lease."""
 
@@ -253,6 +265,7 @@ class EndRequestCall:
     session: SessionToken
     request_id: RequestId
     end: RequestEnd = RequestEnd()
+    tokens: TokenReport = field(default_factory=TokenReport)
 
 
 @dataclass(frozen=True, slots=True)

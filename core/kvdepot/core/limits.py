@@ -78,6 +78,9 @@ BOUNDARY_TOKENS_MAX: Final = (1 << 32) - 1
 OBJECT_BYTES_MAX: Final = 64 << 30
 """One object; beyond it no arena of a node could hold two."""
 
+TOKEN_SOURCES_MAX: Final = 32
+"""Sources of loaded tokens in one report. An engine names at most 17."""
+
 # A session.
 LEASES_PER_SESSION_MAX: Final = 8_192
 """Open leases: 256 running requests with a load and some stores each, times ten."""

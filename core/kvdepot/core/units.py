@@ -90,6 +90,14 @@ def size_text(size_bytes: float) -> str:
     return f"{size_bytes:.0f} B"
 
 
+def count_text(count: float) -> str:
+    """Return a number for people, in thousands, millions or more ("842", "12.4 k", "1.2 M")."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f}"
+
+
 def duration_text(seconds: float) -> str:
     """Return a duration for people, in its two largest units ("15 s", "3 h 12 min", "2 d")."""
     whole = round(seconds)

@@ -50,7 +50,8 @@ def test_a_pinned_path_stays_while_all_else_goes_and_ends_when_it_is_unpinned(da
         press(engine)
         assert (held_chunks(engine, kept), held_chunks(engine, other)) == (CHUNKS, 0)
         shown = answered(daemon, "status")
-        assert (tip[:12] in shown and "60.0 min" in shown) or "59." in shown
+        assert tip[:12] in shown
+        assert "59 min" in shown or "1 h" in shown
         assert json.loads(answered(daemon, "describe", name, "--json"))["pins"][0]["key"] == tip
         (in_ram,) = json.loads(answered(daemon, "describe", f"{name}/{tip}", "--json"))["objects"]
         assert in_ram["pinned"]

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvdepot.client.leases import LEASE_BITS, LeaseBook, LeaseIds
 from kvdepot.client.outbox import INDICES_PER_CALL, LEASES_PER_CALL, Outbox, OutboxCall
-from kvdepot.core.calls import AbandonCall, CommitCall, CommitOutcome, CommitReply, EndRequestCall, ReleaseCall
+from kvdepot.core.calls import (
+    AbandonCall,
+    CommitCall,
+    CommitOutcome,
+    CommitReply,
+    EndRequestCall,
+    ReleaseCall,
+    RequestEnd,
+    TokenReport,
+)
 
 TOKEN = b"t" * 16
 OK = bytes([CommitOutcome.COMMITTED])
@@ -36,14 +45,14 @@ def test_a_call_stays_queued_until_it_is_confirmed() -> None:
 def test_an_end_of_a_request_waits_for_the_commits_before_it() -> None:
     endings = Outbox()
     endings.commit(7, (0,), None)
-    endings.end_request("a")
+    endings.end_request("a", RequestEnd(), TokenReport())
     endings.commit(8, (0,), None)
-    endings.end_request("b")
+    endings.end_request("b", RequestEnd(), TokenReport())
     (call,) = endings.next_calls(TOKEN)
     assert isinstance(call, CommitCall)
     assert [item.lease_id for item in call.items] == [7, 8]
     endings.commit(9, (0,), None)
-    endings.end_request("c")
+    endings.end_request("c", RequestEnd(), TokenReport())
     endings.confirmed(CommitCall, CommitReply((OK, OK)))
     assert kinds(endings) == [CommitCall, EndRequestCall]
     endings.confirmed(EndRequestCall)
@@ -176,7 +185,7 @@ class Daemon:
         elif kind == "abandon":
             self.endings.abandon(number, ())
         else:
-            self.endings.end_request(str(number))
+            self.endings.end_request(str(number), RequestEnd(), TokenReport())
 
     def send(self) -> None:
         self.in_flight.extend(self.endings.next_calls(TOKEN))

@@ -31,6 +31,8 @@ from kvdepot.core.calls import (
     LocateCall,
     LocateReply,
     ReleaseCall,
+    RequestEnd,
+    TokenReport,
 )
 from kvdepot.core.limits import LEASES_PER_SESSION_MAX
 
@@ -330,10 +332,10 @@ def test_a_call_that_cannot_be_encoded_is_refused_and_not_repeated() -> None:
 @pytest.mark.requirement("I5")
 def test_an_ending_that_is_refused_does_not_hold_up_the_next(session: Session) -> None:
     session.channel.answers[EndRequestCall] = CallFailure(FailureReason.REFUSED, "not_encodable")
-    session.loop.post(session.loop.end_request, "bad")
+    session.loop.post(session.loop.end_request, "bad", RequestEnd(), TokenReport())
     session.wait(lambda: EndRequestCall(TOKEN, "bad") in session.channel.calls)
     session.channel.answers[EndRequestCall] = Confirmed()
-    session.loop.post(session.loop.end_request, "good")
+    session.loop.post(session.loop.end_request, "good", RequestEnd(), TokenReport())
     session.wait(lambda: EndRequestCall(TOKEN, "good") in session.channel.calls)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.client.ctl.as_json import kind_names, to_json
-from kvdepot.client.ctl.printer import duration_text, epoch_text, kind_text, new_table, pins_table, show
+from kvdepot.client.ctl.printer import epoch_text, kind_text, new_table, pins_table, show
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.calls import ROOT_KEY
-from kvdepot.core.units import size_text
+from kvdepot.core.units import duration_text, size_text
 
 if TYPE_CHECKING:
     from kvdepot.core.keys import NamespaceSpec

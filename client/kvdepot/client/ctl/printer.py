@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from kvdepot.client.ctl.texts import escape
 from kvdepot.core.calls import Kind
 from kvdepot.core.control import switch_states
-from kvdepot.core.units import size_text
+from kvdepot.core.hit_rate import HitRate
+from kvdepot.core.units import duration_text, size_text
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -57,11 +58,10 @@ def pin_text(pin: PinStatus) -> str:
 def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> None:
     """One table a subject; empty ones are a line."""
     state = "[green]ready[/]" if status.ready else f"[red]not ready[/]: {escape(status.reason) or 'no reason given'}"
-    console.print(
-        f"kvdepotd {escape(status.daemon_version)}, pid {status.pid}, up {status.uptime_seconds:.0f} s, {state}",
-        soft_wrap=True,
-    )
+    up = duration_text(status.uptime_seconds)
+    console.print(f"kvdepotd {escape(status.daemon_version)}, pid {status.pid}, up {up}, {state}", soft_wrap=True)
     console.print(f"arena {status.arena_id:016x}, run {status.run}")
+    console.print(f"hit rate {HitRate.of(status.counters)}", soft_wrap=True)
     _print_switches(status.switches, console)
     _print_epochs(status.epochs, console)
     show(console, _tiers(status))
@@ -139,13 +139,6 @@ def pins_table(pins: Iterable[PinStatus]) -> Table:
             str(pin.chunks), str(pin.objects), size_text(pin.size_bytes),
         )  # fmt: skip
     return table
-
-
-def duration_text(seconds: float) -> str:
-    for unit, unit_seconds in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= unit_seconds:
-            return f"{seconds / unit_seconds:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def quotas_table(quotas: Iterable[QuotaStatus]) -> Table:

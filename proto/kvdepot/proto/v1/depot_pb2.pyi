@@ -797,25 +797,80 @@ class RequestEnd(google.protobuf.message.Message):
 global___RequestEnd = RequestEnd
 
 @typing.final
+class TokenReport(google.protobuf.message.Message):
+    """Tokens of the prompts that have ended since the engine's last report, and where they came from."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class LoadedTokensEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    ENGINE_TOKENS_FIELD_NUMBER: builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: builtins.int
+    SAVED_SECONDS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of the report, rising within a session: a repeated one is not counted again; 0: no report"""
+    prompt_tokens: builtins.int
+    engine_tokens: builtins.int
+    """of these: from the engine's own cache"""
+    saved_seconds: builtins.float
+    """in which the engine would have computed the loaded tokens, as it estimates"""
+    @property
+    def loaded_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """of these: loaded, by the slowest tier that had to supply something"""
+
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        engine_tokens: builtins.int = ...,
+        loaded_tokens: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        saved_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["engine_tokens", b"engine_tokens", "loaded_tokens", b"loaded_tokens", "number", b"number", "prompt_tokens", b"prompt_tokens", "saved_seconds", b"saved_seconds"]) -> None: ...
+
+global___TokenReport = TokenReport
+
+@typing.final
 class EndRequestRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     request_id: builtins.str
     @property
     def end(self) -> global___RequestEnd: ...
+    @property
+    def tokens(self) -> global___TokenReport: ...
     def __init__(
         self,
         *,
         session: builtins.bytes = ...,
         request_id: builtins.str = ...,
         end: global___RequestEnd | None = ...,
+        tokens: global___TokenReport | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["end", b"end"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["end", b"end", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["end", b"end", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "request_id", b"request_id", "session", b"session", "tokens", b"tokens"]) -> None: ...
 
 global___EndRequestRequest = EndRequestRequest
 

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from kvdepot.core.arena import SESSIONS_MAX
+from kvdepot.core.hit_rate import ENGINE, OTHER_SOURCE
 from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.core.printable import control_character
@@ -293,6 +294,8 @@ class TierTable(_WatermarkTable):
     def _check_name(cls, name: str) -> str:
         if name == "ram":
             raise ValueError("'ram' is the name of the RAM tier: choose another name")
+        if name in (ENGINE, OTHER_SOURCE):
+            raise ValueError(f"{name!r} is the name of another source of tokens in metrics: choose another name")
         return name
 
     @model_validator(mode="after")

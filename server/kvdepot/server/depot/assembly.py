@@ -17,6 +17,7 @@ from kvdepot.server.depot.departures import Departures
 from kvdepot.server.depot.loads.load import Loads
 from kvdepot.server.depot.loads.locates import Locates
 from kvdepot.server.depot.loads.records import Records
+from kvdepot.server.depot.loads.token_reports import TokenReports
 from kvdepot.server.depot.operators.invalidation import Invalidation
 from kvdepot.server.depot.operators.listing import Listing
 from kvdepot.server.depot.operators.pins import Pins
@@ -105,6 +106,8 @@ class Assembly:
             tree, ram, self._tiering.promotions, share=config.prefetch_share, seconds=config.lease_deadline_seconds
         )  # fmt: skip
         self.records = Records(tree.namespaces, clock)
+        sources = {"ram", *(holding.tier.name for holding in tree.tiers)}
+        self._token_reports = TokenReports(self.counters, sources)
         self._locates = Locates(
             tree, ram, self._tiering, self._prefetch, self.records, self.switches, self._checksums.want
         )  # fmt: skip

@@ -35,7 +35,8 @@ def _tables() -> Iterator[str]:
 
 def _row(family: Family) -> str:
     labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
-    values = f" `{family.labels[-1]}`: {', '.join(family.values)}." if family.values else ""
+    values = ", ".join([*family.values, *["or a tier"] * family.or_tiers])
+    values = f" `{family.labels[-1]}`: {values}." if values else ""
     return f"| `{family.full_name}{labels}` | {family.type} | {family.text}{values} |"
 
 

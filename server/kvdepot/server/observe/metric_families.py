@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Final, Literal
 
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
+from kvdepot.core.hit_rate import ENGINE, OTHER_SOURCE, PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS
 from kvdepot.core.misses import LOOKUP_REASONS
 from kvdepot.core.report import DaemonStatus, QuotaStatus, TierStatus
 from kvdepot.proto.methods import DEPOT
@@ -50,7 +51,7 @@ class Family:
     """One metric. `name` is without prefix, and without the `_total` of a counter.
 
     `values` are what the last label can be, as far as that is known beforehand; `tier_kinds`: the first one is a tier
-    of these kinds.
+    of these kinds; `or_tiers`: the label can be any tier too.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Family:
     labels: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     tier_kinds: tuple[str, ...] = ()
+    or_tiers: bool = False
     samples: Callable[[Scrape], Samples] | None = None  # None: of the counter or histogram of this name
 
     @property
@@ -73,6 +75,8 @@ class Family:
 
     def known_keys(self, status: DaemonStatus) -> list[str]:
         """Return what may follow the family's name in the names of counters."""
+        if self.or_tiers:
+            return [*self.values, *(tier.name for tier in status.tiers)]
         values = self.values or ("",)
         if not self.tier_kinds:
             return list(values)
@@ -277,6 +281,23 @@ _LOOKUPS = (
     _tier_counter(
         "tier_probe_seconds", "Seconds until the answers to probes of a shared tier, in total.", kinds=(_SHARED,)
     ),
+)
+
+_PROMPTS = (
+    _counter(PROMPT_TOKENS, "Tokens of the prompts that engines have admitted, counted at the end of each request."),
+    Family(
+        SERVED_TOKENS,
+        "counter",
+        "Of these: not computed. `source`: the engine's own cache, or the slowest tier of a load.",
+        ("source",),
+        (ENGINE, OTHER_SOURCE),
+        or_tiers=True,
+    ),
+    _counter(
+        SAVED_SECONDS,
+        "Seconds in which engines would have computed the loaded tokens, by the prefill rate that each has measured.",
+    ),
+    _counter("invalid_token_reports", "Reports of engines that name more tokens than their prompts have."),
 )
 
 _LOADS = (
@@ -515,6 +536,7 @@ _QUOTAS = (
 SUBJECTS: Final[tuple[tuple[str, tuple[Family, ...]], ...]] = (
     ("Daemon", _DAEMON),
     ("Engines", _ENGINES),
+    ("Prompts", _PROMPTS),
     ("Lookups", _LOOKUPS),
     ("Loads", _LOADS),
     ("Stores", _STORES),

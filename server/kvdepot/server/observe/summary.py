@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from kvdepot.core.control import switch_states
+from kvdepot.core.hit_rate import HitRate
 from kvdepot.core.report import DaemonStatus, SwitchesStatus, TierStatus
-from kvdepot.core.units import size_text
-
-_STEPS = ((86400, "d"), (3600, "h"), (60, "min"))
+from kvdepot.core.units import duration_text, size_text
 
 
 def summary_line(status: DaemonStatus) -> str:
     """Return readiness, tiers, engines, and the hit rate since the start."""
     ready = "ready" if status.ready else f"not ready ({status.reason or 'no reason given'})"
     parts = [
-        f"kvdepotd {status.daemon_version} {ready}, up {_age(status.uptime_seconds)}",
+        f"kvdepotd {status.daemon_version} {ready}, up {duration_text(status.uptime_seconds)}",
         ", ".join(_tier(tier) for tier in status.tiers),
         f"{len(status.sessions)} engine{'s' * (len(status.sessions) != 1)}",
-        _hits(status),
+        f"hit rate {HitRate.of(status.counters)}",
     ]
     return "; ".join(parts + _switched_off(status.switches))
 
@@ -36,16 +35,3 @@ def _tier(tier: TierStatus) -> str:
     if tier.breaker in ("open", "probing"):
         state = "disabled"
     return used + (f" {state}" if state else "") + (f" ({tier.reason})" if state and tier.reason else "")
-
-
-def _hits(status: DaemonStatus) -> str:
-    lookups, offers = int(status.counters.get("locates", 0)), status.counters.get("locate_hits", 0)
-    if not lookups:
-        return "no lookups yet"
-    tokens = int(status.counters.get("hit_tokens", 0))
-    return f"{lookups} lookups, {100 * offers / lookups:.0f}% with an offer, {tokens} tokens loaded"
-
-
-def _age(seconds: float) -> str:
-    """Return a duration in its largest whole unit."""
-    return next((f"{seconds / length:.0f} {unit}" for length, unit in _STEPS if seconds >= length), f"{seconds:.0f} s")

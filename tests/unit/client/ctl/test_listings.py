@@ -84,7 +84,7 @@ def test_names_are_never_markup() -> None:
     found = NamespaceDescription(contents, spec, ("[b]engine",))
     text = printed(lambda console: print_namespace_description(found, (PIN,), console))
     assert all(name in text for name in ("[u]field", '"[/]"', "[b]t", "[b]e", "[b]engine", "64 64"))
-    assert all(cell in text for cell in ("5a5a5a5a5a5a", "1.5 h", "1.00 KiB"))
+    assert all(cell in text for cell in ("5a5a5a5a5a5a", "1 h 30 min", "1.00 KiB"))
     assert "no namespace is known" in printed(lambda console: print_namespaces(NamespacePage(), console))
 
 
@@ -118,6 +118,6 @@ def test_ids_and_sequences_are_folded_never_cut() -> None:
 
 
 def test_how_long_ago_is_told_in_units_people_use() -> None:
-    for seconds, shown in ((0.4, "0 s"), (59, "59 s"), (90, "1.5 min"), (7200, "2.0 h"), (216_000, "2.5 d")):
+    for seconds, shown in ((0.4, "0 s"), (59, "59 s"), (90, "1 min 30 s"), (7200, "2 h"), (216_000, "2 d 12 h")):
         page = NamespacePage((NamespaceContents(ID, idle_seconds=seconds, tiers=(TierContents("ram"),)),))
         assert f"{shown} ago" in printed(lambda console, page=page: print_namespaces(page, console))  # type: ignore[misc]

@@ -224,19 +224,18 @@ def test_the_summary_is_one_line_that_says_what_is_wrong() -> None:
     counters = Counters()
     assert summary_line(status(counters)) == (
         "kvdepotd 1.2 ready, up 1 s; ram 0 B of 1.00 GiB, nvme 0 B of 1.00 TiB, pool 0 B of 1.00 TiB disabled;"
-        " 1 engine; no lookups yet"
+        " 1 engine; hit rate unknown: no prompt has ended yet"
     )
-    counters.add("locates", 200)
-    counters.add("locate_hits", 150)
-    counters.add("hit_tokens", 38400)
+    for name, amount in {"prompt_tokens": 51200, "served_tokens.engine": 5120, "served_tokens.ram": 38400}.items():
+        counters.add(name, amount)
     off = SwitchesStatus(loads_off=True, stores_off_namespaces=(bytes(16), b"n" * 16))
     switched = summary_line(replace(status(counters), switches=off))
-    assert switched.endswith(" 38400 tokens loaded; loads off; stores off for 2 namespaces")
+    assert switched.endswith(" (engine 10 %, ram 75 %); loads off; stores off for 2 namespaces")
     sick = DaemonStatus(
         "1", 1, 7300.0, False, "stopping", 1, 1, counters=counters.snapshot(),
         tiers=(TierStatus("nvme", "disk", 2 << 40, used_bytes=3 << 39, state="read-only", reason="no space"),),
     )  # fmt: skip
     assert summary_line(sick) == (
-        "kvdepotd 1 not ready (stopping), up 2 h; nvme 1.50 TiB of 2.00 TiB read-only (no space); 0 engines;"
-        " 200 lookups, 75% with an offer, 38400 tokens loaded"
+        "kvdepotd 1 not ready (stopping), up 2 h 1 min; nvme 1.50 TiB of 2.00 TiB read-only (no space); 0 engines;"
+        " hit rate 85 % of 51.2 k tokens (engine 10 %, ram 75 %)"
     )

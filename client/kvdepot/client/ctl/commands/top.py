@@ -14,7 +14,8 @@ from kvdepot.client.ctl.printer import new_table, show
 from kvdepot.client.ctl.rates import Rates
 from kvdepot.client.ctl.texts import escape, say
 from kvdepot.core.calls import CommitOutcome
-from kvdepot.core.units import size_text
+from kvdepot.core.hit_rate import PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS, HitRate
+from kvdepot.core.units import count_text, duration_text, size_text
 from rich.console import Console, Group
 from rich.live import Live
 
@@ -39,8 +40,8 @@ _COMMITTED = f"committed_objects.{CommitOutcome.COMMITTED.name.lower()}"
 def top(connection: tuple[Endpoint, float], interval: float, count: int | None, as_json: bool) -> int:
     """Show the daemon's rates live.
 
-    Shows lookups, hit tokens, loads, stores, misses and tiers, each per second. With --json, prints one line per
-    interval. If the daemon ends or hangs after the first interval, top waits for it until ^C.
+    Shows prompt tokens, their hit rate, loads, stores, misses and tiers, each per second. With --json, prints one line
+    per interval. If the daemon ends or hangs after the first interval, top waits for it until ^C.
     """
     with connect(*connection) as operator:
         looks = _looks(operator, interval, count)
@@ -87,20 +88,24 @@ def _show(looks: Iterator[tuple[DaemonStatus, Rates]]) -> None:
 
 def _screen(now: DaemonStatus, rates: Rates) -> tuple[str | Table, ...]:
     ready = "[green]ready[/]" if now.ready else f"[red]not ready[/]: {escape(now.reason)}"
-    up = f"up {now.uptime_seconds:.0f} s"
+    up = f"up {duration_text(now.uptime_seconds)}"
     title = f"kvdepotd {escape(now.daemon_version)}, {up}, {ready}; the last {rates.seconds:.1f} s:"
     return title, _flow(rates), _tiers(now, rates), _engines(now)
 
 
 def _flow(rates: Rates) -> Table:
-    table = new_table("a second", "lookups", "with an offer", "hit tokens", "loads", "stores", "misses")
+    hits = HitRate.of({name: rates.of(name) for name in rates.grown})
+    table = new_table("a second", "prompt tokens", "hit rate", "prefill saved", "loads", "stores", "misses")
     misses = ", ".join(f"{reason} {value:.1f}" for reason, value in list(rates.by_label("misses.").items())[:4])
+    sources = ", ".join(f"{source} {hits.percent_of(tokens):.0f} %" for source, tokens in hits.served_tokens.items())
     table.add_row(
-        f"{rates.of('locates'):.1f}", f"{rates.of('locate_hits'):.1f}", f"{rates.of('hit_tokens'):.0f}",
+        count_text(hits.prompt_tokens),
+        f"{hits.percent:.0f} %" + (f" ({sources})" if sources else "") if hits.prompt_tokens else "-",
+        f"{hits.saved_seconds:.1f} s",
         f"{rates.of('acquired_objects'):.1f} objects, {size_text(int(rates.of('granted_read_bytes')))}",
         f"{rates.of(_COMMITTED):.1f} objects, {size_text(int(rates.of('granted_write_bytes')))}",
         misses or "none",
-    )  # fmt: skip
+    )
     return table
 
 
@@ -147,6 +152,8 @@ def _record(now: DaemonStatus, rates: Rates) -> dict[str, Any]:
     return {
         "ready": now.ready, "reason": now.reason, "uptime_seconds": now.uptime_seconds, "seconds": rates.seconds,
         "per_second": {
+            PROMPT_TOKENS: rates.of(PROMPT_TOKENS), SERVED_TOKENS: rates.by_label(f"{SERVED_TOKENS}."),
+            SAVED_SECONDS: rates.of(SAVED_SECONDS),
             "locates": rates.of("locates"), "locate_hits": rates.of("locate_hits"),
             "hit_tokens": rates.of("hit_tokens"), "acquired_objects": rates.of("acquired_objects"),
             "granted_read_bytes": rates.of("granted_read_bytes"), "committed_objects": rates.of(_COMMITTED),

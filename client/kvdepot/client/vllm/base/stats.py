@@ -15,17 +15,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvdepot.client.vllm.base.compat import KVConnectorPromMetrics, KVConnectorStats, PromMetric
+from kvdepot.core.hit_rate import OTHER_SOURCE, PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS
 
 LOGGER = logging.getLogger("vllm.kvdepot")
 PREFIX: Final = "vllm:kvdepot_"
 """vLLM's own prefix: vLLM unregisters metrics that have it when it makes an engine again in one process."""
 
 SOURCES_MAX: Final = 16
-OTHER_SOURCE: Final = "other"
 OBSERVATIONS_MAX: Final = 4096
 """Durations kept between two takings: more loads than an engine ends in a step by two orders of magnitude."""
 
 COUNTERS: Final[Mapping[str, tuple[str, str]]] = {
+    PROMPT_TOKENS: ("", "Tokens of the prompts that the engine has admitted, counted at the end of each request."),
+    SERVED_TOKENS: ("source", "Of these: not computed, by the engine's own cache or the slowest tier of a load."),
+    SAVED_SECONDS: ("", "Seconds in which the engine would have computed the loaded tokens, by its prefill rate."),
     "queries": ("", "Lookups that the daemon was asked for, renewals of old answers with them."),
     "hits": ("source", "Loads that arrived whole, by the slowest tier that had to give something."),
     "hit_tokens": ("source", "Tokens that were loaded instead of computed."),

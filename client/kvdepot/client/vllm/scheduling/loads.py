@@ -92,6 +92,7 @@ class Load:
     state: RequestState | None = None  # None once the request is over
     source: str = ""
     tokens: int = 0  # that the engine need not compute
+    reused_tokens: int = 0  # besides, of attention that it has itself
     began_at: float = 0.0
     ranks_done: int = 0  # as bits
     ranks_failed: int = 0
@@ -196,8 +197,9 @@ class Loads:
         """Return the tokens that the daemon need not supply, by kind. Of attention, reused blocks count too."""
         if load.reused is None:
             return local
-        self._counters["local_reuse_tokens"] += load.reused.tokens - local
-        load.tokens -= load.reused.tokens - local
+        load.reused_tokens = load.reused.tokens - local
+        self._counters["local_reuse_tokens"] += load.reused_tokens
+        load.tokens -= load.reused_tokens
         return dict.fromkeys(self._planner.kinds, local) | {Kind.ATTENTION: load.reused.tokens}
 
     def fail_allocated(self, state: RequestState) -> None:
@@ -370,6 +372,7 @@ class Loads:
         self.seconds.append((load.source, self._clock() - load.began_at))
         if load.state is not None:
             load.state.loaded_tokens = load.tokens
+            load.state.first_load = load.state.first_load or (load.source, load.tokens, load.reused_tokens)
             self._remember(load.state, load.plan)
 
     def _remember(self, state: RequestState, plan: LoadPlan) -> None:

@@ -154,7 +154,6 @@ class Offers:
         """Answer vLLM's question what can be loaded beyond `local_tokens`. May be called any number of times."""
         request = state.request
         state.miss = None
-        state.local_tokens = local_tokens
         if state.load_failed or self._loads.loading(state.request_id):
             return 0, False
         if request.skip_reading_prefix_cache:

@@ -82,6 +82,12 @@ class RequestState:
     loaded_tokens: int = 0
     missed: MissReason | None = None
 
+    # its prompt at its first admission, for the hit rate
+    prompt_tokens: int = 0  # 0: not admitted yet
+    engine_tokens: int = 0  # that the engine had itself
+    loads_first: bool = False  # that admission began a load
+    first_load: tuple[str, int, int] | None = None  # that succeeded: source, tokens, tokens that the engine reused
+
     def __post_init__(self) -> None:
         self.depot_id = depot_id(self.request.request_id)
 

@@ -24,6 +24,7 @@ from kvdepot.client.vllm.scheduling.origins import Origins
 from kvdepot.client.vllm.scheduling.pins import BlockHolds
 from kvdepot.client.vllm.scheduling.prefill_rate import PrefillRate
 from kvdepot.client.vllm.scheduling.provenance import Provenance
+from kvdepot.client.vllm.scheduling.request_ends import RequestEnds
 from kvdepot.client.vllm.scheduling.requests import RequestState, exclusion, load_tokens_max
 from kvdepot.client.vllm.scheduling.scheduler_stats import SchedulerStats
 from kvdepot.client.vllm.scheduling.speculative import SpeculativeAcquires
@@ -125,6 +126,7 @@ class SchedulerSide:
         self._suspended = False  # the engine has taken its KV memory away
         self.events = KvEvents(planner, self._group_ids, hash_block_tokens, event_kinds)
         self.prefill_rate = PrefillRate(clock)
+        self.ends = RequestEnds(session, self.prefill_rate)
         self.acceptance = Acceptance(self.counters) if speculates else None
         speculative = SpeculativeAcquires(session, planner, settings, self.counters)
         self.loads = Loads(
@@ -155,7 +157,7 @@ class SchedulerSide:
         )  # fmt: skip
         self.stores = Stores(
             self.session, self.namespaces, self.planner, self.holds, self._settings, self._clock,
-            self.counters, self.events, self._group_ids, self._hash_block_tokens, self._world_size,
+            self.counters, self.events, self.ends, self._group_ids, self._hash_block_tokens, self._world_size,
         )  # fmt: skip
         self.store_steps = StoreSteps(
             self.stores, self.namespaces, self.planner, self._settings, self._update_keys
@@ -235,6 +237,7 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             return 0, False
+        state.local_tokens = local_tokens
         if self.origins is not None:
             self.origins.asked(state, local_tokens)
         if state.excluded:
@@ -260,6 +263,8 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is not None and self.origins is not None:
             self.origins.allocated(state, external_tokens)
+        if state is not None:
+            self.ends.admitted(state, external_tokens)
         if external_tokens > 0:
             self.loads.allocated(self._requests[request.request_id], external_tokens)
         elif state is not None:
@@ -364,9 +369,10 @@ class SchedulerSide:
         if self.acceptance is not None:
             self.acceptance.finished(state)
         self.loads.finished(state)
+        self.ends.count(state)
         ends_later = self.stores is not None and self.stores.finished(state)
-        if state.located and not ends_later:
-            self.session.end_request(state.depot_id, state.end)
+        if not ends_later and (state.located or self.session.attached):
+            self.ends.send(state)
 
     def reset(self) -> None:
         """Begin an epoch, because the engine's caches are invalid: weights changed in place."""

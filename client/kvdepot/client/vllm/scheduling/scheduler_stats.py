@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.vllm.base.stats import COUNTERS
@@ -18,16 +18,17 @@ class SchedulerStats:
 
     def __init__(self, side: SchedulerSide) -> None:
         self._side = side
-        self._seen: Counter[str] = Counter()
+        self._seen: dict[str, float] = {}
         self._gauges: dict[str, int] = {}
 
     def add_to(self, stats: KVDepotStats) -> None:
         """Add what has changed since the last call."""
-        for name, value in self._side.counters.items():
-            if value != self._seen[name]:
+        for name, value in chain(self._side.counters.items(), self._side.ends.counts.items()):
+            before = self._seen.get(name, 0)
+            if value != before:
                 family, label = _family(name)
                 if family in COUNTERS:
-                    stats.add(family, label, value - self._seen[name])
+                    stats.add(family, label, value - before)
                 self._seen[name] = value
         seconds = self._side.loads.seconds
         while seconds:

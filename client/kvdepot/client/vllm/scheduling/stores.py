@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvdepot.client.vllm.scheduling.events import KvEvents
     from kvdepot.client.vllm.scheduling.namespaces import Namespaces
     from kvdepot.client.vllm.scheduling.pins import BlockHolds, WeakHold
+    from kvdepot.client.vllm.scheduling.request_ends import RequestEnds
     from kvdepot.client.vllm.scheduling.state_offers import BoundaryOffers
     from kvdepot.core.planner import PlannedObject, Planner
 
@@ -107,6 +108,7 @@ class Stores:
         clock: Callable[[], float],
         counters: Counter[str],
         events: KvEvents,
+        ends: RequestEnds,
         group_ids: Sequence[int],
         hash_block_tokens: int,
         world_size: int,
@@ -119,6 +121,7 @@ class Stores:
         self._clock = clock
         self._counters = counters
         self._events = events
+        self._ends = ends
         self._candidates = StoreCandidates(planner, holds, group_ids, hash_block_tokens, counters)
         self.offers = self._candidates.offers
         self._all_ranks = (1 << world_size) - 1
@@ -441,7 +444,7 @@ class Stores:
         if stores.busy or not stores.finished or self._requests.pop(stores.state, None) is None:
             return
         if stores.asked or stores.state.located:
-            self._session.end_request(stores.state.depot_id, stores.state.end)
+            self._ends.send(stores.state)
 
 
 def _checked(reply: ReserveReply, count: int) -> tuple[list[ReserveOutcome], dict[int, bytes]]:

@@ -184,6 +184,7 @@ class Session:
         self.object_bytes_max = 0  # that an object of its namespaces takes of RAM
         self.left_bytes = 0  # of credit, and ...
         self.left_loads = 0  # ... of loads, that its processes' former sessions still have
+        self.token_report = 0  # number of the last one that was counted
         self.idle_since = now
         self.ended = False
         self.scheduler_died = False

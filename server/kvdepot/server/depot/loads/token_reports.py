@@ -1,0 +1,32 @@
+"""What engines report of their prompts: tokens asked for, and what supplied them. An old engine reports nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvdepot.core.calls import TokenReport
+from kvdepot.core.hit_rate import ENGINE, OTHER_SOURCE
+from kvdepot.server.depot.counters import Counters
+from kvdepot.server.depot.sessions.session import Session
+
+
+class TokenReports:
+    """Adds the reports of all engines up. Engines are not trusted: their words become no labels."""
+
+    def __init__(self, counters: Counters, tiers: Collection[str]) -> None:
+        self._counters = counters
+        self._tiers = tiers
+
+    def count(self, session: Session, report: TokenReport) -> None:
+        """Count a report, once. Ignore one that says that more was supplied than asked for."""
+        if report.number <= session.token_report:
+            return
+        session.token_report = report.number
+        if report.engine_tokens + sum(report.loaded_tokens.values()) > report.prompt_tokens:
+            self._counters.add("invalid_token_reports")
+            return
+        self._counters.add("prompt_tokens", report.prompt_tokens)
+        self._counters.add(f"served_tokens.{ENGINE}", report.engine_tokens)
+        for tier, tokens in report.loaded_tokens.items():
+            self._counters.add(f"served_tokens.{tier if tier in self._tiers else OTHER_SOURCE}", tokens)
+        self._counters.add("saved_prefill_seconds", report.saved_seconds)
