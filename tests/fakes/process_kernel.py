@@ -36,11 +36,21 @@ def file_of(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who runs a process, and in which PID namespace: 0 is one that nobody sees."""
+
+    uid: int = 0
+    gid: int = 0
+    pid_namespace: int = 0
+
+
 @dataclass(eq=False)
 class FakeProcess:
     pid: int
     ticks: int
     sight: Sight
+    identity: Identity = Identity()
     ends: tuple[int, int] = field(default_factory=os.pipe)
     ended: bool = False
 
@@ -72,8 +82,8 @@ class FakeKernel:
     def installed(self) -> Iterator[None]:
         number = processes.process_number
         with (
-            mock.patch.object(processes, "peer_credentials", lambda one: (self._seen_pid(self._peer(one)), 0, 0)),
-            mock.patch.object(processes, "pid_namespace", lambda *_: 0),
+            mock.patch.object(processes, "peer_credentials", self._peer_credentials),
+            mock.patch.object(processes, "pid_namespace", self._pid_namespace),
             mock.patch.object(processes, "peer_pidfd", self._peer_pidfd),
             mock.patch.object(processes, "open_pidfd", self._open_pidfd),
             mock.patch.object(processes, "start_ticks", self._start_ticks),
@@ -81,10 +91,10 @@ class FakeKernel:
         ):
             yield
 
-    def start(self, sight: Sight = Sight.ALL) -> FakeProcess:
+    def start(self, sight: Sight = Sight.ALL, identity: Identity = Identity()) -> FakeProcess:
         used = {one.pid for one in self.all if not one.ended}
         pid = next(pid for pid in itertools.chain(PIDS, itertools.count(100)) if pid not in used)
-        process = FakeProcess(pid, next(self._ticks), sight)
+        process = FakeProcess(pid, next(self._ticks), sight, identity)
         self.all.append(process)
         return process
 
@@ -117,6 +127,22 @@ class FakeKernel:
 
     def _peer(self, connection: socket.socket) -> FakeProcess:
         return self._peers[connection.getpeername()]
+
+    def _peer_credentials(self, connection: socket.socket) -> tuple[int, int, int]:
+        peer = self._peer(connection)
+        return self._seen_pid(peer), peer.identity.uid, peer.identity.gid
+
+    def shown_namespace(self, process: FakeProcess) -> int:
+        """What the daemon can find out: a pidfd shows it, and so does a pid that is visible."""
+        shown = self.names_peers or process.sight is not Sight.NOTHING
+        return process.identity.pid_namespace if shown else 0
+
+    def _pid_namespace(self, pid: int, pidfd: int | None) -> int:
+        if pidfd is None:
+            process = self._living(pid)
+        else:
+            process = next(one for one in self.all if one.file == file_of(os.fstat(pidfd)))
+        return 0 if process is None else process.identity.pid_namespace
 
     @staticmethod
     def _seen_pid(process: FakeProcess) -> int:

@@ -27,7 +27,7 @@ from kvdepot.server.attach import streams
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
 from kvdepot.server.config.schema import ATTACH_SUFFIX
-from kvdepot.server.depot.sessions.session import Session, engine_digest
+from kvdepot.server.depot.sessions.session import Session
 from kvdepot.server.depot.sessions.workers import Workers
 from kvdepot.server.depot.tree.rows import COMMITTED
 from kvdepot.server.depot.types import Attached, Liveness, Owner, ProcessIdentity, TierConfig
@@ -35,7 +35,8 @@ from kvdepot.server.platform import processes
 from kvdepot.server.storage.base import Loan, Tier, WorkerRegistry
 
 from tests.fakes.process_kernel import FakeKernel, FakeProcess, Sight, file_of
-from tests.rigs.engine_rig import BOOT, DENSE, Client, Rig, audit, path, unpack
+from tests.rigs.engine_rig import BOOT, Client, Rig, audit, path, unpack
+from tests.stateful.attach_owners import STREAMS_MAX, Owners, Parties
 
 GRACE_SECONDS = 60.0
 _LOG = logging.getLogger("attach-world")
@@ -106,8 +107,9 @@ class Worker:
 class _Proxy:
     """A stream proxy, as `subprocess.Popen` shows it."""
 
-    def __init__(self, process: FakeProcess, theirs: socket.socket, *, hangs: bool) -> None:
+    def __init__(self, process: FakeProcess, owner: Owner, theirs: socket.socket, *, hangs: bool) -> None:
         self.process = process
+        self.owner = owner  # of the process that it serves
         self.pid = process.pid
         self._theirs = theirs
         self._hangs = hangs
@@ -130,21 +132,27 @@ class _Proxy:
 class AttachWorld:
     """All that processes do to one daemon, and what must hold whatever they do."""
 
-    def __init__(self, kernel: FakeKernel) -> None:
+    def __init__(self, kernel: FakeKernel, parties: Parties) -> None:
         self._stack = contextlib.ExitStack()
         gc.collect()  # descriptors that tests of before have dropped
         self._descriptors = _open_descriptors()
         self.kernel = kernel
         self._stack.enter_context(kernel.installed())
+        self._stack.enter_context(parties.installed())
         self._stack.enter_context(mock.patch.object(streams, "spawn", self._spawn))
         self.loop = asyncio.new_event_loop()
         self.directory = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"))
-        self.rig = ListenerRig(data_pages=96, rows=256, lent_rows=256, grace_seconds=GRACE_SECONDS)
+        self.parties = parties
+        self.identities = Owners(kernel, parties)
+        self.rig = ListenerRig(
+            data_pages=parties.data_pages, rows=256, lent_rows=256, grace_seconds=GRACE_SECONDS, tenants=parties.budgets
+        )
         self.links: list[Link] = []
         self.held: list[Held] = []
         self.workers: list[Worker] = []
         self.proxies: dict[int, _Proxy] = {}
         self.proxies_hang = False
+        self.connecting: FakeProcess | None = None
         self.owners: dict[int, FakeProcess] = {}
         self.schedulers: dict[Session, set[FakeProcess]] = {}  # also those of earlier runs
         self.paths = 0
@@ -152,11 +160,13 @@ class AttachWorld:
 
     def _listen(self) -> None:
         proxies = StreamProxies(
-            arena_fds=(-1, -1), count_max=4, mode=0o600, group_id=-1, loop=self.loop, log=_LOG
+            arena_fds=(-1, -1), count_max=STREAMS_MAX, mode=0o600, group_id=-1, loop=self.loop, log=_LOG,
+            tenants=len(self.parties.budgets),
         )  # fmt: skip
         self.listener = AttachListener(
             depot=self.rig.depot, calls=_NO_CALLS, streams=proxies, loop=self.loop, log=_LOG, boot_id=BOOT,
             offer=ArenaOffer(1, 4096, "1", lambda: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY))),
+            tenants=self.parties.of,
         )  # fmt: skip
         self.listener.listen(self.directory / "d", 0o600, -1)
         self.listener.watch_adopted()
@@ -165,7 +175,8 @@ class AttachWorld:
     def _spawn(self, *_: object) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
         ours, theirs = socket.socketpair()
         process = self.kernel.start()
-        proxy: Any = _Proxy(process, theirs, hangs=self.proxies_hang)
+        assert self.connecting is not None
+        proxy: Any = _Proxy(process, self.identities.of(self.connecting), theirs, hangs=self.proxies_hang)
         self.proxies[process.pid] = proxy
         return proxy, ours, process.pidfd()
 
@@ -186,6 +197,7 @@ class AttachWorld:
             1, 1, engine_id, scheduler=scheduler, rank=rank, world_size=1, stream=stream, calls=calls and scheduler
         )
         connection.send(codec.encode_attach_call(call))
+        self.connecting = process
         self.turn()
         answer, received, _, _ = socket.recv_fds(connection, 8192, 4)
         reply = codec.decode_attach_reply(answer)
@@ -208,9 +220,11 @@ class AttachWorld:
         assert slot not in before or self.owners[slot] is holder, "it joined another process's attachment"
         self.owners[slot] = holder
         session = self.rig.depot._sessions.attachments[slot].session
+        self.identities.attached(slot, process, session)
         others = [one for one in self.links if one.token == reply.session]
         assert all(one.slot == slot for one in others), "the token of another attachment"
-        client = Client(self.rig, Attached(reply.session, slot), DENSE) if scheduler else None
+        spec = self.identities.spec(process)
+        client = Client(self.rig, Attached(reply.session, slot), spec) if scheduler else None
         link = Link(connection, process, holder, slot, reply.session, session, engine_id, client, kept)
         self.links.append(link)
         self._note_schedulers(session)
@@ -220,14 +234,20 @@ class AttachWorld:
         return link
 
     def _check_refusal(self, process: FakeProcess, engine_id: str, error: str) -> None:
-        assert "already" in error or "streams already" in error, error
+        if self.identities.check_refusal(self.rig, process, engine_id, error):
+            return
+        assert "already" in error, error
+        if "streams already" in error:
+            running = [one.owner for one in self.proxies.values() if self._runs(one)]
+            assert self.identities.has_its_proxies(process, running), "it has not got its share of proxies"
+            return
         others = [
             self.owners[one.slot]
             for one in self.rig.depot._sessions.attachments.values()
-            if one.session.engine == engine_digest(engine_id, Owner(0)) and not one.session.ended
+            if one.session.engine == self.identities.engine(process, engine_id) and not one.session.ended
         ]
         known = process.sight is Sight.ALL or (self.kernel.numbers and self.kernel.names_peers)
-        assert "streams" in error or any(one is not process or not known for one in others), "refused for itself"
+        assert any(one is not process or not known for one in others), "refused for itself, or for another owner"
 
     def _note_schedulers(self, session: Session) -> None:
         """A session may be of an earlier run, and its scheduler of before have no connection any more."""
@@ -237,6 +257,8 @@ class AttachWorld:
     def _declare(self, link: Link) -> None:
         """It says what it still holds, and is told what of it is lost: nothing, if it is known to have been here."""
         mine = [one for one in self.held if one.engine_id == link.engine_id and one.process is link.process]
+        assert link.client is not None
+        self.identities.check_apart(self.rig, link.client, link.process)
         self.rig.depot.declare(DeclareCall(link.token, tuple(one.lease for one in mine)))
 
     def store(self, link: Link) -> None:
@@ -256,6 +278,7 @@ class AttachWorld:
         self.paths += 1
         assert link.client is not None
         lease, reply = link.client.reserve(path(self.paths, 2))
+        self.identities.check_budget(self.rig, link.session)
         extents = [(offset, offset + length) for _, _, offset, length, _ in unpack(reply.extents)]
         for held in self.held:
             for begin, end in held.extents if held.living else ():
@@ -343,6 +366,7 @@ class AttachWorld:
         for process in dying:
             process.end()
         self.rig.crash()
+        self.identities.restarted(self.rig)
         self._listen()
 
     # What must hold at any time
@@ -353,6 +377,7 @@ class AttachWorld:
         assert self.owners.keys() == attachments.keys()
         self._check_watches()
         self._check_links()
+        self.identities.check(self.rig)
         audit(self.rig.depot)
 
     def _check_watches(self) -> None:

@@ -1,6 +1,7 @@
 """The attachment listener and the engine's tables together: slots, pidfds, hidden pids, proxies, deaths in any order.
 
-Rows I4 to I6: a slot's pidfd is that of the process that owns the slot, and nobody ends by another's death.
+Rows I4 to I6: a slot's pidfd is that of the process that owns the slot, and nobody ends by another's death. Rows S2 and
+S4: processes of several users, PID namespaces and tenants share no session, and no party has more than its share.
 """
 
 from __future__ import annotations
@@ -8,12 +9,21 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
-from tests.fakes.process_kernel import FakeKernel, FakeProcess, Sight
+from tests.fakes.process_kernel import FakeKernel, FakeProcess, Identity, Sight
+from tests.stateful.attach_owners import IDENTITIES, Parties
 from tests.stateful.attach_world import GRACE_SECONDS, AttachWorld
 
 picks = st.integers(0, 1 << 16)
+identities = st.sampled_from(IDENTITIES)
 ENGINES = ("a", "b", "c")
 ROLES = {"both": (True, 0), "scheduler": (True, -1), "rank": (False, 0)}
 
@@ -24,18 +34,19 @@ class AttachModel(RuleBasedStateMachine):
     names_peers = True
     numbers = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.world = AttachWorld(FakeKernel(names_peers=self.names_peers, numbers=self.numbers))
-        self.processes = [self.world.kernel.start(sight) for sight in Sight]
+    @initialize(tenants=st.booleans(), tight=st.booleans(), chosen=st.tuples(identities, identities, identities))
+    def begin(self, tenants: bool, tight: bool, chosen: tuple[Identity, Identity, Identity]) -> None:
+        kernel = FakeKernel(names_peers=self.names_peers, numbers=self.numbers)
+        self.world = AttachWorld(kernel, Parties(tenants, tight))
+        self.processes = [kernel.start(sight, identity) for sight, identity in zip(Sight, chosen, strict=True)]
 
     def _process(self, pick: int) -> FakeProcess:
         return self.processes[pick % len(self.processes)]
 
-    @rule(sight=st.sampled_from(Sight))
-    def start(self, sight: Sight) -> None:
+    @rule(sight=st.sampled_from(Sight), identity=identities)
+    def start(self, sight: Sight, identity: Identity) -> None:
         if len(self.processes) < 6:
-            self.processes.append(self.world.kernel.start(sight))
+            self.processes.append(self.world.kernel.start(sight, identity))
 
     @rule(pick=picks, engine=st.sampled_from(ENGINES), role=st.sampled_from(sorted(ROLES)), stream=st.integers(0, 3))
     def attach(self, pick: int, engine: str, role: str, stream: int) -> None:
@@ -67,12 +78,13 @@ class AttachModel(RuleBasedStateMachine):
     def disconnect(self, pick: int) -> None:
         self.world.disconnect(self.world.links[pick % len(self.world.links)])
 
-    @rule(pick=picks, first_the_sockets=st.booleans(), forked=st.booleans())
-    def die(self, pick: int, first_the_sockets: bool, forked: bool) -> None:
+    @rule(pick=picks, first_the_sockets=st.booleans(), forked=st.booleans(), identity=identities)
+    def die(self, pick: int, first_the_sockets: bool, forked: bool, identity: Identity) -> None:
+        """Whoever starts next has its pid, if that is the lowest, and may be another user."""
         if self.processes:
             process = self.processes.pop(pick % len(self.processes))
             self.world.die(process, first_the_sockets=first_the_sockets, forked=forked)
-            self.processes.append(self.world.kernel.start(process.sight))  # with its pid, if it is the lowest
+            self.processes.append(self.world.kernel.start(process.sight, identity))
 
     @rule(hang=st.booleans())
     def proxies_hang(self, hang: bool) -> None:
@@ -110,7 +122,7 @@ class AttachModel(RuleBasedStateMachine):
         self.world.restart(workers_live=workers_live, dying=chosen)
         for process in chosen:
             self.processes.remove(process)
-            self.processes.append(self.world.kernel.start(process.sight))
+            self.processes.append(self.world.kernel.start(process.sight, process.identity))
 
     @invariant()
     def holds(self) -> None:
