@@ -46,7 +46,41 @@ ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that name
         (f"{_SERVER}/rpc/*.py",),
         (f"{_UNIT}/rpc/test_*.py", "tests/unit/client/transports/test_*.py", "tests/process/daemon/test_rpc.py"),
     ),
-    "arena": Room((f"{_SERVER}/arena/populate.py",), (f"{_UNIT}/arena/test_*.py",)),
+    "streams": Room(
+        (f"{_SERVER}/attach/streams.py",),
+        (
+            f"{_UNIT}/attach/test_attaching.py", "tests/stateful/test_attach_model.py",
+            "tests/process/io/test_stream_proxy.py", "tests/process/client/test_streams.py",
+            "tests/process/daemon/test_attach_socket.py", "tests/process/daemon/test_scarce_descriptors.py",
+        ),
+    ),
+    "arena": Room(
+        (f"{_SERVER}/arena/*.py",),
+        (
+            f"{_UNIT}/arena/test_*.py", f"{_UNIT}/config/test_arena_directory.py",
+            f"{_UNIT}/daemon/test_loops_go_on.py", "tests/process/daemon/test_holder.py",
+            "tests/process/daemon/test_short_memory.py", "tests/security/test_default_arena.py",
+            "tests/crash/test_daemon_restart.py", "tests/crash/test_service.py",
+        ),
+    ),
+    "checksums": Room(
+        (f"{_SERVER}/daemon/checksums.py",),
+        (
+            f"{_UNIT}/daemon/test_daemon_exceptions.py", "tests/process/io/test_hung_checksum_worker.py",
+            "tests/process/daemon/test_audit.py", "tests/process/daemon/test_scarce_descriptors.py",
+        ),
+    ),
+    "platform": Room(
+        (f"{_SERVER}/platform/*.py",),
+        (
+            f"{_UNIT}/platform/test_*.py", f"{_UNIT}/io/test_directory_guard.py", f"{_UNIT}/rpc/test_admin_socket.py",
+            f"{_UNIT}/arena/test_arena_file.py", f"{_UNIT}/daemon/test_daemon_exceptions.py",
+            f"{_UNIT}/daemon/test_loops_go_on.py", f"{_UNIT}/observe/test_http_listener.py",
+            f"{_UNIT}/tiers/shared/test_*.py", "tests/process/daemon/test_log.py",
+            "tests/process/daemon/test_operators.py", "tests/process/daemon/test_scarce_descriptors.py",
+            "tests/security/test_identity.py",
+        ),
+    ),
     "io": Room(
         (f"{_SERVER}/io/*.py",),
         (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import Copy
+from tests.mutants.__main__ import Copy, explained
 from tests.mutants.mutations import Mutation, mutations
 from tests.mutants.rooms import ROOMS, files_of, modules, room_of
 from tests.mutants.selection import chosen
@@ -69,6 +71,27 @@ def test_every_change_of_a_module_is_python_and_differs_from_it(room: str) -> No
     before = ast.dump(ast.parse(source))
     for mutation in mutations(path, source)[:100]:
         assert ast.dump(ast.parse(mutation.apply(source.encode()))) != before, str(mutation)
+
+
+def test_modules_in_no_room_are_the_ones_that_the_page_names() -> None:
+    """Below the parts of the server and the client: folders that have such a module."""
+    every = [path.relative_to(ROOT) for top in ("server", "client") for path in (ROOT / top).rglob("*.py")]
+    left = {path.parts[3] for path in every if room_of(path) is None}
+    text = " ".join(
+        (ROOT / "docs/testing.md").read_text().partition("**In no room:**")[2].split("Their tests")[0].split()
+    )
+    named = set(re.findall("`([a-z]+)`", text)) - {"core", "proto"}
+    whole = {"tiers", "copy"}  # the line before names these modules
+    assert left - whole == named
+
+
+def test_the_scores_count_what_is_explained() -> None:
+    rows = [line.split("|")[1:-1] for line in (ROOT / "docs/testing.md").read_text().splitlines() if "100 % |" in line]
+    scores = {cells[0].strip().strip("`"): [int(cell) for cell in cells[1:6]] for cells in rows}
+    counted = Counter(room_of(Path(module)) for module, _, _ in explained())
+    assert {room: columns[3] for room, columns in scores.items() if columns[3]} == counted
+    for room, (tried, *outcomes) in scores.items():
+        assert tried == sum(outcomes), room
 
 
 def test_every_room_has_modules_and_tests() -> None:
