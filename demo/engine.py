@@ -67,6 +67,18 @@ class PromptTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter of a request. vLLM gives an adapter that is loaded again another `number`."""
+
+    name: str
+    number: int
+    folder: Path
+
+    def as_json(self) -> dict[str, Any]:
+        return {"lora_name": self.name, "lora_int_id": self.number, "lora_path": str(self.folder)}
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How to start an engine. `connector` is vLLM's kv_transfer_config, None for an engine without one."""
 
@@ -226,11 +238,14 @@ class Engine:
         names: Sequence[str] = (),
         serial: bool = False,
         params: dict[str, Any] | None = None,
+        adapter: Adapter | None = None,
     ) -> Future[Any]:
         """Send prompts, all at once unless `serial`; pass the future to `finish`. `params`: `kv_transfer_params`."""
         names = names or [f"r{next(self._names)}" for _ in prompts]
+        lora = None if adapter is None else adapter.as_json()
         requests = [
-            {"name": name, "prompt": list(ids), "params": params} for name, ids in zip(names, prompts, strict=True)
+            {"name": name, "prompt": list(ids), "params": params, "lora": lora}
+            for name, ids in zip(names, prompts, strict=True)
         ]
         return self._send("generate", requests=requests, max_tokens=max_tokens, serial=serial)
 
@@ -243,10 +258,16 @@ class Engine:
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, serial: bool = False) -> list[Completion]:
         return self.finish(self.begin(prompts, max_tokens, serial=serial))
 
-    def ask(self, prompt: Sequence[int], max_tokens: int = 16, params: dict[str, Any] | None = None) -> Answer:
+    def ask(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 16,
+        params: dict[str, Any] | None = None,
+        adapter: Adapter | None = None,
+    ) -> Answer:
         """One request alone: its completion and where its prompt tokens came from."""
         before = self.totals()
-        (completion,) = self.finish(self.begin([prompt], max_tokens, params=params))
+        (completion,) = self.finish(self.begin([prompt], max_tokens, params=params, adapter=adapter))
         if completion.error:
             raise EngineProcessError(f"{completion.error} (log: {self.log})")
         return Answer(completion, self.totals().since(before))

@@ -34,6 +34,7 @@ with _uncollected():
     from kvdepot.client.vllm.base.stats import KVDepotStats
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -139,8 +140,10 @@ class EngineService:
         )  # fmt: skip
         started = time.perf_counter()
         first, last, name = None, None, request["name"]
+        lora = LoRARequest(**request["lora"]) if request["lora"] is not None else None
+        prompt = {"prompt_token_ids": request["prompt"]}
         try:
-            async for output in self._engine.generate({"prompt_token_ids": request["prompt"]}, sampling, name):
+            async for output in self._engine.generate(prompt, sampling, name, lora_request=lora):
                 first = first if first is not None else time.perf_counter() - started
                 last = output
         except Exception as error:  # noqa: BLE001 - a failed request is a result, the others go on

@@ -58,6 +58,9 @@ def shared_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         # Short steps: windows move on while a prompt is computed.
         fleet.define("gpt_oss", GPT_OSS, {"block_size": 32, "max_num_batched_tokens": 512})
         fleet.define("mistral", MISTRAL, {"block_size": 32})
+        # It keeps one adapter: another one evicts it, and its files are read again.
+        one_adapter = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 8}
+        fleet.define("dense_adapters", DENSE, {"block_size": 32, **one_adapter})
         speculation.define(fleet)
         yield fleet
 

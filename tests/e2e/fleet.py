@@ -20,7 +20,16 @@ from kvdepot.core.errors import NotFound
 from kvdepot.core.report import SessionStatus
 
 from demo.daemon import Daemon, DaemonProcessError, Served
-from demo.engine import LOAD_ALWAYS, Answer, Engine, EngineOptions, EngineProcessError, depot_connector, start_process
+from demo.engine import (
+    LOAD_ALWAYS,
+    Adapter,
+    Answer,
+    Engine,
+    EngineOptions,
+    EngineProcessError,
+    depot_connector,
+    start_process,
+)
 from demo.scenarios import await_lookups
 from demo.toys import Toy, make_toy, prompt
 from tests.e2e.forked import start_forked
@@ -248,10 +257,15 @@ class Fleet:
         engine.reset_prefix_cache()
 
     def ask(
-        self, engine: Engine, ids: Sequence[int], max_tokens: int = 16, params: dict[str, Any] | None = None
+        self,
+        engine: Engine,
+        ids: Sequence[int],
+        max_tokens: int = 16,
+        params: dict[str, Any] | None = None,
+        adapter: Adapter | None = None,
     ) -> Loaded:
         before = self.daemon.served()
-        answer = engine.ask(ids, max_tokens, params)
+        answer = engine.ask(ids, max_tokens, params, adapter)
         return Loaded(answer, self.daemon.served().since(before))
 
     def told(self, requests: int = TRIES, name: str = "") -> str:
