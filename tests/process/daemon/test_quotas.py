@@ -54,20 +54,16 @@ def status(node: DaemonProcess) -> DaemonStatus:
 
 
 def store(engine: RawEngine, keys: list[bytes]) -> None:
-    """Asking again while a worker of the daemon touches what would make room, and until a tick has dropped orphans.
-
-    After a restart RAM may have only chunks that chunks on the disk follow. Who makes room takes none of them.
-    """
+    """Asking again while a worker of the daemon touches what would make room, and until a tick has dropped orphans."""
 
     def stored() -> bool:
         lease, outcomes, extents = engine.reserve(keys)
-        waits = {ReserveOutcome.LATER, ReserveOutcome.NO_ROOM}
-        assert set(outcomes) <= {ReserveOutcome.GRANTED, ReserveOutcome.PRESENT, *waits}
+        assert set(outcomes) <= {ReserveOutcome.GRANTED, ReserveOutcome.PRESENT, ReserveOutcome.LATER}
         engine.write(keys, extents)
         granted = np.flatnonzero(np.array(outcomes) == ReserveOutcome.GRANTED).astype("<u4")
         call = CommitCall(engine.session, (CommitItem(lease, granted.tobytes()),))
         engine.stub.Commit(encode(call), timeout=patient(CALL_SECONDS))
-        return waits.isdisjoint(outcomes)
+        return ReserveOutcome.LATER not in outcomes
 
     wait_until(stored, "there is room", seconds=30)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, Kind, ReserveOutcome
 from kvdepot.server.depot.tree.evicting import ORPHAN_SECONDS
-from kvdepot.server.depot.types import TierConfig, WritePolicy
+from kvdepot.server.depot.types import EVERY, Quota, TierConfig, WritePolicy
 
 from tests.fakes.shared_memory_tier import SharedMedium
 from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, key, path
@@ -16,15 +18,17 @@ KEYS = path("p", 8)
 
 
 def with_a_gap(
-    policy: WritePolicy = WritePolicy.COMMIT, *, high: float = 0.25, low: float = 0.25, pin_share: float = 0.25
-) -> tuple[Rig, Client]:
+    policy: WritePolicy = WritePolicy.COMMIT, *, high: float = 0.25, low: float = 0.25, pin_share: float = 0.25,
+    data_pages: int = 20, quotas: tuple[Quota, ...] = (),
+) -> tuple[Rig, Client]:  # fmt: skip
     """RAM was adopted and has the whole path, eight objects of two pages; the tier has all but the third chunk."""
-    rig = Rig(tier=COMMIT, data_pages=20, high_watermark=high, low_watermark=low, pin_share=pin_share)
+    rig = Rig(tier=COMMIT, data_pages=data_pages, high_watermark=high, low_watermark=low, pin_share=pin_share)
     client = rig.attach()
     store(client, KEYS)
     rig.tier.run()
     del rig.medium.stored[2]
     rig.tier_config = TierConfig(policy)
+    rig.config = replace(rig.config, quotas=quotas)
     rig.crash()
     client = rig.attach()
     assert (in_ram(rig), in_tier(rig)) == (8, 7)
@@ -67,6 +71,30 @@ def test_an_end_is_offered_first_whatever_is_written_when_and_nothing_is_lost(po
     assert (in_ram(rig), in_tier(rig)) == (2, 8)
     assert client.locate(KEYS).boundary_tokens == 8 * CHUNK
     assert not rig.counter("dropped_objects.orphaned")
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize("policy", [WritePolicy.COMMIT, WritePolicy.SECOND_USE])
+@pytest.mark.parametrize("quota", [True, False])
+def test_a_store_gets_room_where_ram_has_only_orphans_below_the_watermark(policy: WritePolicy, quota: bool) -> None:
+    """No tick trims anything: of 3.5 objects that fit there are three, or of 10.5 ten. No store may take an orphan."""
+    quotas = (Quota(EVERY, None, "ram", 7 * 4096),) if quota else ()
+    rig, client = with_a_gap(policy, high=0.96, low=0.9, data_pages=21, quotas=quotas)
+    rig.tier.writable = False
+    verify(rig)
+    client.reserve(path("held", 0 if quota else 7))
+    outcomes = []
+    for _ in range(3 * int(ORPHAN_SECONDS)):
+        lease, reply = client.reserve(path("new", 1))
+        outcomes.append(ReserveOutcome(reply.outcomes[0]))
+        if outcomes[-1] is ReserveOutcome.GRANTED:
+            break
+        ticks(rig, 1)
+    assert set(outcomes[:-1]) == {ReserveOutcome.LATER} and outcomes[-1] is ReserveOutcome.GRANTED
+    assert client.commit(lease, 0) == bytes([CommitOutcome.COMMITTED])
+    orphaned = rig.counter("dropped_objects.orphaned")
+    ticks(rig)
+    assert rig.counter("dropped_objects.orphaned") == orphaned, "no more goes than the store lacked"
 
 
 @pytest.mark.requirement("I6")

@@ -233,6 +233,7 @@ class PendingAcquires:
         size_bytes = sum(self._allocator.rounded(sizes[kind]) for _, kind in missing)
         refused = self._ram.refused_by_quota(asked.namespace.slot, size_bytes, len(missing))
         if refused is None:
+            self._ram.note_short(size_bytes)
             return AcquireReply(AcquireOutcome.LATER)
         owner, later = refused
         return AcquireReply(AcquireOutcome.LATER if later else AcquireOutcome.REFUSED, reason=f"quota: of {owner}")

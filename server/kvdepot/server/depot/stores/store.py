@@ -268,10 +268,10 @@ class Stores:
     def _grant(
         self, namespace: Namespace, lease: WriteLease, one: _Asked, node: int, above: int, fragments: list[int]
     ) -> int:
-        held = node != NONE
+        held, size_bytes = node != NONE, namespace.object_bytes[one.kind]
         if not held:
             if not self._rows.free_count and not self._ram.evict_one("room"):
-                return ReserveOutcome.NO_ROOM
+                return self._no_room(namespace, self._allocator.rounded(size_bytes))
             if self._tree.full:
                 self._tree.make_room_for_nodes(1)
             if self._tree.full:
@@ -282,14 +282,14 @@ class Stores:
             node = self._tree.add_node(namespace, one.key, above, one.boundary)
         row = self._ram.place(
             namespace, node, kind=one.kind, key=one.key, parent=one.parent, boundary=one.boundary,
-            size_bytes=namespace.object_bytes[one.kind],
+            size_bytes=size_bytes,
         )  # fmt: skip
         if row == NO_ROW:
             if held:
                 self._tree.refresh_node(node)
             else:
                 self._tree.drop_subtree(node)
-            return self._no_room(namespace, self._allocator.rounded(namespace.object_bytes[one.kind]))
+            return self._no_room(namespace, self._allocator.rounded(size_bytes))
         self._lend(lease, one.index, row)
         self._objects_left -= 1
         self._rows.publish_reserved(row)
@@ -311,8 +311,7 @@ class Stores:
     def _no_room(self, namespace: Namespace, size_bytes: int) -> ReserveOutcome:
         refused = self._ram.refused_by_quota(namespace.slot, size_bytes)
         if refused is None:
-            # What is not populated yet will be room soon.
-            return ReserveOutcome.LATER if self._ram.growing else ReserveOutcome.NO_ROOM
+            return ReserveOutcome.LATER if self._ram.note_short(size_bytes) else ReserveOutcome.NO_ROOM
         owner, later = refused
         self._reason = f"quota: {owner} has {owner.used_bytes} of {owner.capacity_bytes} bytes in RAM"
         return ReserveOutcome.LATER if later else ReserveOutcome.NO_ROOM

@@ -36,6 +36,8 @@ UNIT_NODES_MAX: Final = 1024
 """Nodes dropped at once, some 10 ms; what remains of a longer unit serves nobody and goes next."""
 ORPHAN_SECONDS: Final = 10.0
 """How long tiers below have to take an orphan that they are offered."""
+SHORTAGE_SECONDS: Final = 3 * ORPHAN_SECONDS
+"""How long ticks make room for an object that is not asked for again."""
 _ORPHANS_LOOKED_AT: Final = 8
 """At a time. What follows each is walked, up to UNIT_NODES_MAX nodes."""
 _UPDATES_MAX: Final = 32
@@ -43,6 +45,14 @@ _UPDATES_MAX: Final = 32
 RECOMPUTE_TOKENS_PER_SECOND: Final = 10_000.0
 RELOAD_BYTES_PER_SECOND: Final = 1e9
 """Rough figures of an accelerator and a disk: they say which of the two is the cheaper way back, and by how much."""
+
+
+class Shortage:
+    """The room that an object lacked, where only orphans could make some."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self.until = 0.0
 
 
 class Evictor:
@@ -289,6 +299,25 @@ class Evictor:
         return bool(self._deferred.get(slot)) and self._offered.get(slot, 0) != self._returns
 
     # Orphans
+
+    def note_shortage(self, shortage: Shortage, size_bytes: int, slots: Collection[int] | None) -> bool:
+        """Note that an object found no room. Return whether ticks make room for it: these namespaces have orphans."""
+        orphans = any(self._orphans.get(slot) for slot in (self._orphans if slots is None else slots))
+        if orphans:
+            shortage.size_bytes, shortage.until = size_bytes, self._tree.clock() + SHORTAGE_SECONDS
+        return orphans
+
+    def relieve(
+        self, shortage: Shortage, free_bytes: int, reason: str, slots: Collection[int] | None,
+        demotion: Demotion | None,
+    ) -> int:  # fmt: skip
+        """Drop an orphan if an object has lacked room lately, whatever the watermark. Return the number of objects.
+
+        A large object may not fit below the watermark either. It would be refused as long as the orphan is there.
+        """
+        if free_bytes >= shortage.size_bytes or self._tree.clock() > shortage.until:
+            return 0
+        return self.drop_orphan(reason, slots, demotion)
 
     def drop_orphan(
         self, reason: str, slots: Collection[int] | None = None, demotion: Demotion | None = None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvdepot.core.report import QuotaOwnerStatus, QuotaStatus
-from kvdepot.server.depot.tree.evicting import Evictor
+from kvdepot.server.depot.tree.evicting import Evictor, Shortage
 from kvdepot.server.depot.tree.holding import Demotion
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.types import EVERY, ID_DIGITS, Quota
@@ -36,6 +36,7 @@ class Owner:
         self.namespace = namespace
         self.slots: set[int] = set()
         self.used_bytes = 0
+        self.shortage = Shortage()
         self.refused_objects = 0
         self.evicted_objects = 0
 
@@ -160,6 +161,9 @@ class Account:
 
         An owner's share is `limit` divided by their number: no further unit of it once so many objects have gone.
         """
+        for owner in list(self._owners.values()):
+            free_bytes = owner.capacity_bytes - owner.used_bytes
+            self._count(owner, self._evictor.relieve(owner.shortage, free_bytes, "quota", owner.slots, demotion))
         full = [owner for owner in self._owners.values() if owner.used_bytes > high * owner.capacity_bytes]
         more = False
         for owner in full:

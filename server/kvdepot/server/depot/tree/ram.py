@@ -16,7 +16,7 @@ from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode
 from kvdepot.core.eviction import EvictionPolicy
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.tree.detached import Detached
-from kvdepot.server.depot.tree.evicting import Evictor
+from kvdepot.server.depot.tree.evicting import Evictor, Shortage
 from kvdepot.server.depot.tree.holding import Demotion
 from kvdepot.server.depot.tree.index import NONE, Nodes
 from kvdepot.server.depot.tree.lent import LentTable
@@ -65,6 +65,7 @@ class RamTier:
         self.unverified = 0  # adopted objects not yet verified
         self.pending_checksums = 0  # committed objects without a sum
         self.objects = 0  # committed objects
+        self._shortage = Shortage()
         self.unreusable: set[int] = set()  # dying rows whose bytes overlap others' (a torn table)
 
     @property
@@ -225,7 +226,19 @@ class RamTier:
         if owner is None:
             return None
         self.account.refuse(owner, objects)
-        return owner, size_bytes <= owner.capacity_bytes and self._comes_back(owner)
+        if size_bytes > owner.capacity_bytes:
+            return owner, False
+        orphans = self.evictor.note_shortage(owner.shortage, size_bytes, owner.slots)
+        return owner, orphans or self._comes_back(owner)
+
+    def note_short(self, size_bytes: int) -> bool:
+        """Note that an object found no room. Return whether ticks may make room for it, although nothing is released.
+
+        Else the next try has to wait until engines release something.
+        """
+        if size_bytes > self.allocator.ready_bytes:
+            return self.growing
+        return self.evictor.note_shortage(self._shortage, size_bytes, None) or self.growing
 
     def _comes_back(self, owner: Owner) -> bool:
         """Return whether the owner has something in RAM that may go later: it is reserved, dying or lent."""
@@ -310,6 +323,8 @@ class RamTier:
     def trim(self, high: float, low: float, limit: int, demotion: Demotion) -> bool:
         """Evict before room is needed, about `limit` objects. Return whether more is due. Watermarks are shares."""
         more = self.account.trim(high, low, limit, demotion)
+        free_bytes = self.allocator.free_bytes if self.rows.free_count else 0
+        self.evictor.relieve(self._shortage, free_bytes, "room", None, demotion)
         if self.growing:  # the ready part is nearly full of what was adopted, and room is on its way
             return more
         return self.evictor.trim(self.allocator.ready_bytes, high, low, limit, demotion) or more
