@@ -32,8 +32,10 @@ from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec, Planner
 from kvdepot.server.depot.depot import OWN, Depot
+from kvdepot.server.depot.sessions.session import ReadLease, Session
 from kvdepot.server.depot.stores.audits import RAM_SHARE_MAX
 from kvdepot.server.depot.tree.index import NONE
+from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.types import (
     AdoptionReport,
     Attached,
@@ -450,10 +452,19 @@ def _audit_leases(engine: Depot) -> None:
             known += entries
         assert session.credit_used_bytes == credit * (not session.worker)
         assert 0 <= session.attention_used_bytes <= credit
+        _audit_awaited(ram, session)
     used = np.flatnonzero(ram.lent.modes != LentMode.FREE)
     workers = [slot for slot, session in engine._sessions.by_slot.items() if session.worker and not session.leases]
     loans = used[np.isin(ram.lent.sessions[used], workers)].tolist()
     assert sorted(known + loans) == used.tolist()
+
+
+def _audit_awaited(ram: RamTier, session: Session) -> None:
+    """What its loads wait for, and have no room for yet, is what the session is said to wait for."""
+    pending = [one.pending for one in session.leases.values() if isinstance(one, ReadLease) and one.pending]
+    left = [(one.asked, at) for one in pending for at in one.wanted[one.placed :]]
+    sizes = [ram.allocator.rounded(asked.namespace.object_bytes[asked.call.kinds[at]]) for asked, at in left]
+    assert (session.awaited_objects, session.awaited_bytes) == (len(sizes), sum(sizes))
 
 
 def _audit_sessions(engine: Depot) -> None:

@@ -9,10 +9,11 @@ import pytest
 from kvdepot.core.arena import NO_ROW, LentMode
 from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.planner import GroupSpec
+from kvdepot.server.depot.loads import acquires
 from kvdepot.server.depot.types import Owner, TenantBudget
 
 from tests.rigs.engine_rig import DENSE, Client, Rig, audit, path, process, spec_of
-from tests.rigs.tier_rig import ATTENTION, COMMIT, on_tier_only, settle
+from tests.rigs.tier_rig import ATTENTION, COMMIT, on_tier_only, reboot, settle, store
 
 PAGES = 64
 OBJECTS = PAGES // 2
@@ -195,6 +196,37 @@ def test_what_has_to_be_read_into_ram_counts_before_it_is_read() -> None:
 
 
 @pytest.mark.requirement("S4")
+@pytest.mark.parametrize("tenant", [None, "a"])
+def test_loads_that_wait_for_a_lower_tier_count_before_they_have_room(
+    tenant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four at once: each fits alone, and has room for one object only when the next one asks."""
+    monkeypatch.setattr(acquires, "PLACED_AT_ONCE", 1)
+    tenants = {} if tenant is None else {"a": TenantBudget(OBJECTS * 7 // 8 * 8192), "b": TenantBudget()}
+    rig = Rig(PAGES, tier=COMMIT, credit_bytes=CREDIT, tenants=tenants)
+    rig.places_at_once = False
+    for number in range(4):
+        store(user(rig, 1, number, tenant), path(number, 8))
+        rig.tier.run()
+    reboot(rig)
+    hogs = [user(rig, 1, number, tenant) for number in range(4)]
+    honest = user(rig, 2, tenant=tenant and "b")
+    assert reserved(honest, "honest", 1) == 1
+    answers = [one.acquire_later(path(number, 8), ATTENTION * 8, 1) for number, one in enumerate(hogs)]
+    assert [reply.outcome for replies in answers for reply in replies] == [AcquireOutcome.LATER]
+    assert reserved(hogs[3], "more") == (4 if tenant else 3), "what three loads leave of seven eighths"
+    audit(rig.depot)
+    while rig.depot.place_some():
+        audit(rig.depot)
+    settle(rig)
+    assert [replies[0].outcome for replies in answers[:3]] == [AcquireOutcome.GRANTED] * 3
+    assert reserved(honest, "rest") == (3 if tenant else 4), "of what is left of all of RAM"
+    hogs[0].release(1)
+    assert reserved(hogs[3], "again") == (8 if tenant else 4)
+    audit(rig.depot)
+
+
+@pytest.mark.requirement("S4")
 def test_objects_to_be_read_into_ram_count_their_own_size() -> None:
     """Not that of the largest kind: 8 of that one would be twice RAM."""
     rig, keys = Rig(PAGES, tier=COMMIT, credit_bytes=CREDIT), path("p", 8)
@@ -220,9 +252,9 @@ def test_objects_in_several_extents_count_their_own_size() -> None:
     assert (ram.rows.nexts[ram.lent.rows[ram.lent.modes == LentMode.READ]] != NO_ROW).all()
     assert client.acquire(keys[4:])[1].outcome is AcquireOutcome.GRANTED
     session = rig.depot._sessions.of(client.session)
-    assert rig.depot._budgets.reservable_bytes(session, 1 << 30) == CREDIT - 8 * 8192
+    assert rig.depot._budgets.reservable(session, 1 << 30).size_bytes == CREDIT - 8 * 8192
     client.release(first)
-    assert rig.depot._budgets.reservable_bytes(session, 1 << 30) == CREDIT - 4 * 8192
+    assert rig.depot._budgets.reservable(session, 1 << 30).size_bytes == CREDIT - 4 * 8192
 
 
 @pytest.mark.requirement("S4")
@@ -233,7 +265,7 @@ def test_damaged_links_do_not_keep_the_count_busy() -> None:
     client.acquire(path("p", 2))
     ram = rig.depot._ram
     ram.rows.nexts[ram.lent.rows[ram.lent.modes == LentMode.READ]] = 0
-    assert rig.depot._budgets.reservable_bytes(rig.depot._sessions.of(client.session), 1 << 30) < 0
+    assert rig.depot._budgets.reservable(rig.depot._sessions.of(client.session), 1 << 30).size_bytes < 0
 
 
 @pytest.mark.requirement("S4")
@@ -246,7 +278,7 @@ def test_the_count_of_what_is_lent_takes_no_array_of_all_rows() -> None:
     session = rig.depot._sessions.of(client.session)
     tracemalloc.start()
     try:
-        assert rig.depot._budgets.reservable_bytes(session, 1 << 30) == CREDIT - 4 * 8192
+        assert rig.depot._budgets.reservable(session, 1 << 30).size_bytes == CREDIT - 4 * 8192
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

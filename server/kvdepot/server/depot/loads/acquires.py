@@ -59,10 +59,12 @@ class PendingAcquire:
     """One acquire that is answered later. `answers` are the callers that wait for its answer."""
 
     def __init__(
-        self, asked: Asked, answer: Answer, wanted: Sequence[int], promotion: Promotion, guard: Guard
+        self, asked: Asked, answer: Answer, wanted: Sequence[int], sizes: Sequence[int], promotion: Promotion,
+        guard: Guard,
     ) -> None:  # fmt: skip
-        """Make a pending acquire. `wanted`: which of its objects have no room in RAM yet."""
+        """Make a pending acquire. `wanted`: which of its objects have no room in RAM yet; `sizes`: what each takes."""
         self.asked = asked
+        self._sizes = sizes
         self._guard = guard
         self.answers = [answer]
         self.wanted = wanted
@@ -70,6 +72,19 @@ class PendingAcquire:
         self.promotion = promotion
         self.made: list[int] = []  # rows of the slice at hand that are not being read yet
         self.lent: list[int] = []  # its lent entries
+        asked.session.awaited_bytes += sum(sizes)
+        asked.session.awaited_objects += len(sizes)
+
+    def place(self, count: int) -> None:
+        """Note that so many more of the objects wanted are lent now, or will not be."""
+        session, placed = self.asked.session, self.placed + count
+        session.awaited_bytes -= sum(self._sizes[self.placed : placed])
+        session.awaited_objects -= count
+        self.placed = placed
+
+    def end(self) -> None:
+        """Note that the acquire waits no more."""
+        self.place(len(self.wanted) - self.placed)
 
     def answer(self, reply: AcquireReply) -> None:
         answers, self.answers = self.answers, []
@@ -113,7 +128,9 @@ class PendingAcquires:
         lease = ReadLease(session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
         lease.state = LeaseState.PENDING
         promotion = Promotion(partial(self._ended, lease), open=True)
-        pending = lease.pending = PendingAcquire(asked, answer, parts.wanted.tolist(), promotion, self._guard)
+        wanted = parts.wanted.tolist()
+        sizes = [self._allocator.rounded(asked.namespace.object_bytes[call.kinds[at]]) for at in wanted]
+        pending = lease.pending = PendingAcquire(asked, answer, wanted, sizes, promotion, self._guard)
         session.leases[lease.id] = lease
         session.loads += 1
         self._promotions.start(promotion, parts.coming)
@@ -134,8 +151,7 @@ class PendingAcquires:
 
     def cancel(self, lease: ReadLease, reason: str = "") -> None:
         """Cancel a pending acquire whose lease ends first. No caller needs it any more, and no rank has seen it."""
-        pending, lease.pending = lease.pending, None
-        assert pending is not None
+        pending = _take_pending(lease)
         self._promotions.cancel(pending.promotion)
         pending.answer(AcquireReply(AcquireOutcome.REFUSED, reason=reason))
 
@@ -168,7 +184,7 @@ class PendingAcquires:
             asked.rows[at] = row
             # At once: room for the next one is made of what is not pinned.
             pending.lent.append(self._lent.lend(lease.id, lease.session.slot, LentMode.READ, row, at))
-        pending.placed += len(part)
+        pending.place(len(part))
         _take_over(lease, pending)
         pending.made.clear()
         rows = asked.rows[part].tolist()
@@ -207,8 +223,7 @@ class PendingAcquires:
 
     def _give_up(self, lease: ReadLease, outcome: AcquireOutcome) -> None:
         """End an acquire whose remaining objects find no room, or are in no tier any more. Answer with the outcome."""
-        pending, lease.pending = lease.pending, None
-        assert pending is not None
+        pending = _take_pending(lease)
         self._guard.each(
             "promotion", partial(self._promotions.abandon, pending.made),
             partial(self._promotions.cancel, pending.promotion), partial(_take_over, lease, pending),
@@ -243,8 +258,7 @@ class PendingAcquires:
         return lent.lend_many(call.lease_id, asked.session.slot, LentMode.READ, asked.rows[at], at.astype(np.uint32))
 
     def _ended(self, lease: ReadLease, whole: bool) -> None:
-        pending, lease.pending = lease.pending, None
-        assert pending is not None, "a cancelled acquire ends once"
+        pending = _take_pending(lease)
         # What was dropped while it waited, as corrupt perhaps, has its bytes yet, and a new generation.
         if whole and (self._rows.states[pending.asked.rows] == COMMITTED).all():
             reply = self._guard.value("promotion", None, self._grant, lease, pending.asked)
@@ -254,6 +268,14 @@ class PendingAcquires:
         if lease.state is not LeaseState.ENDED:
             self._forget(lease)
         pending.answer(AcquireReply(AcquireOutcome.MISSING))
+
+
+def _take_pending(lease: ReadLease) -> PendingAcquire:
+    """Take the pending acquire from its lease: it ends now, and ends once."""
+    pending, lease.pending = lease.pending, None
+    assert isinstance(pending, PendingAcquire)
+    pending.end()
+    return pending
 
 
 def _take_over(lease: ReadLease, pending: PendingAcquire) -> None:

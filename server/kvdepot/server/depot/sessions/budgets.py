@@ -1,11 +1,13 @@
 """Budgets of RAM: how many bytes a party may have reserved, and be lent to read, at a time (ADR 67).
 
-What is reserved or lent cannot be evicted, so a party with all of RAM would stop everybody else. A party is a tenant
-or, without tenants, a user. Nothing is ever taken back because of a budget: a call waits, or its objects are computed.
+What is reserved or lent cannot be evicted, so a party with all of RAM would stop everybody else. A load that waits for
+a lower tier holds what it will be lent. A party is a tenant or, without tenants, a user. Nothing is ever taken back
+because of a budget: a call waits, or its objects are computed.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -28,42 +30,52 @@ _KINDS: Final = 1 << 8
 OVER_BUDGET: Final = "the engines of this user or tenant hold their share of RAM: end loads and stores first"
 
 
+@dataclass(frozen=True, slots=True)
+class Reservable:
+    """How much more a session may have reserved, and what its party may hold at all."""
+
+    size_bytes: int
+    objects: int
+    bound_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Holders:
+    """The sessions of a party, and those of other parties that hold anything. Adopted ones are nobody's yet."""
+
+    own: list[Session]
+    others: list[Session]
+
+
 class Budgets:
-    """The bounds of all parties. What they hold is read from sessions and the lent table: there is nothing to keep."""
+    """The bounds of all parties. What they hold is read from sessions and the lent table: there is nothing to keep.
+
+    Each call looks at all sessions once.
+    """
 
     def __init__(self, sessions: Sessions, ram: RamTier, config: DepotConfig) -> None:
         self._sessions = sessions
         self._ram = ram
-        self._config = config
+        self.configure(config)
 
     def configure(self, config: DepotConfig) -> None:
         self._config = config
+        self._credits = {name: one.credit_bytes for name, one in config.tenants.items()}
 
-    def bound_bytes(self, session: Session) -> int:
-        """Return what the party of a session may hold."""
-        data_bytes = self._ram.data_bytes
-        if session.owner is not None and session.owner.tenant is not None:
-            given = {name: one.credit_bytes for name, one in self._config.tenants.items()}
-            return part(data_bytes, given, session.owner.tenant)
-        others = self._others(session)
-        if others:
-            return _user_part(data_bytes, others, self._at_most(others))
-        return max(int(data_bytes * ALONE_SHARE), self._config.credit_bytes)
+    def reservable(self, session: Session, wanted_bytes: int) -> Reservable:
+        """Return how much more the session may have reserved; the bytes not exactly if all that it wants fits.
 
-    def reservable_bytes(self, session: Session, wanted_bytes: int) -> int:
-        """Return how many more bytes the session may have reserved; if all that it wants fits, not exactly."""
-        own = self._sessions.of_party(session.party)
-        left = self.bound_bytes(session) - _reserved_bytes(own)
+        The objects are bounded too, because the tables of rows and loans are shared.
+        """
+        holders = self._holders(session)
+        own, bound_bytes = holders.own, self._bound_bytes(session, holders)
+        left = bound_bytes - _promised_bytes(own)
         at_most = self._lent_at_most(own)
         if at_most and left - at_most < wanted_bytes:
             at_most = self._bytes(self._lent_heads(own))
-        return left - at_most
-
-    def reservable_objects(self, session: Session) -> int:
-        """Return how many more objects the session may have reserved: the tables of rows and loans are shared too."""
-        own, writes = self._sessions.of_party(session.party), self._ram.lent.writes
-        rows = self._part(session, self._ram.rows.count) - _loans(writes, own)
-        return min(rows, self._loans_left(session, own))
+        rows = self._part(session, holders, bound_bytes, self._ram.rows.count) - _loans(self._ram.lent.writes, own)
+        objects = min(rows, self._loans_left(session, holders, bound_bytes))
+        return Reservable(left - at_most, objects, bound_bytes)
 
     def may_lend(self, session: Session, namespace: Namespace, kinds: bytes, rows: npt.NDArray[np.int64]) -> bool:
         """Return whether these objects may be lent too. NO_ROW: the object is not in RAM yet.
@@ -71,42 +83,62 @@ class Budgets:
         A user that holds nothing while nobody else does may load what it likes: a later try would find no more room.
         A tenant may not, because its credit leaves the others theirs.
         """
-        own = self._sessions.of_party(session.party)
+        holders = self._holders(session)
+        own = holders.own
         user = session.owner is not None and session.owner.tenant is None
-        if user and not any(one.leases for one in own) and not self._others(session):
+        if user and not holders.others and not any(one.leases for one in own):
             return True
-        if len(rows) > self._loans_left(session, own):
+        bound_bytes = self._bound_bytes(session, holders)
+        if len(rows) > self._loans_left(session, holders, bound_bytes):
             return False
         sizes = np.zeros(_KINDS, np.int64)
         for kind, size_bytes in namespace.object_bytes.items():
             sizes[kind] = self._ram.allocator.rounded(size_bytes)
         wanted = sizes[np.frombuffer(kinds, np.uint8)]
-        left = self.bound_bytes(session) - _reserved_bytes(own)
+        left = bound_bytes - _promised_bytes(own)
         if self._lent_at_most(own) + int(wanted.sum()) <= left:
             return True
         there = rows != NO_ROW
         heads = np.union1d(self._lent_heads(own), rows[there])
         return self._bytes(heads) + int(wanted[~there].sum()) <= left
 
-    def _others(self, session: Session) -> list[Session]:
-        """Return the sessions of other parties that hold anything. Adopted ones are nobody's yet."""
-        none_of_them = {session.party, None}
-        return [one for one in self._sessions.by_slot.values() if one.leases and one.party not in none_of_them]
+    def _holders(self, session: Session) -> _Holders:
+        own: list[Session] = []
+        others: list[Session] = []
+        party = session.party
+        for one in self._sessions.by_slot.values():
+            if one.owner is None:
+                continue
+            if one.party == party:
+                own.append(one)
+            elif one.leases:
+                others.append(one)
+        return _Holders(own, others)
 
-    def _part(self, session: Session, table: int) -> int:
+    def _bound_bytes(self, session: Session, holders: _Holders) -> int:
+        """Return what the party of a session may hold."""
+        data_bytes, others = self._ram.data_bytes, holders.others
+        if session.owner is not None and session.owner.tenant is not None:
+            return part(data_bytes, self._credits, session.owner.tenant)
+        if others:
+            return _user_part(data_bytes, others, _promised_bytes(others) + self._lent_at_most(others))
+        return max(int(data_bytes * ALONE_SHARE), self._config.credit_bytes)
+
+    def _part(self, session: Session, holders: _Holders, bound_bytes: int, table: int) -> int:
         """Return what the party of a session may have of a table: of rows, or of loans."""
-        lent, others = self._ram.lent, self._others(session)
+        others = holders.others
         if others and session.owner is not None and session.owner.tenant is None:
-            return _user_part(table, others, _loans(lent.reads, others) + _loans(lent.writes, others))
-        return int(table * min(self.bound_bytes(session) / self._ram.data_bytes, 1.0))
+            return _user_part(table, others, self._all_loans(others))
+        return int(table * min(bound_bytes / self._ram.data_bytes, 1.0))
 
-    def _loans_left(self, session: Session, own: list[Session]) -> int:
+    def _loans_left(self, session: Session, holders: _Holders, bound_bytes: int) -> int:
+        return self._part(session, holders, bound_bytes, self._ram.lent.count) - self._all_loans(holders.own)
+
+    def _all_loans(self, sessions: list[Session]) -> int:
+        """Return how many loans these have, and will have for what their loads wait for."""
         lent = self._ram.lent
-        return self._part(session, lent.count) - _loans(lent.reads, own) - _loans(lent.writes, own)
-
-    def _at_most(self, sessions: list[Session]) -> int:
-        """Return a bound of all that these hold."""
-        return _reserved_bytes(sessions) + self._lent_at_most(sessions)
+        awaited = sum(one.awaited_objects for one in sessions)
+        return _loans(lent.reads, sessions) + _loans(lent.writes, sessions) + awaited
 
     def _lent_at_most(self, sessions: list[Session]) -> int:
         """Return a bound of what is lent to them to read. An object that is lent twice counts twice."""
@@ -140,8 +172,9 @@ def _user_part(total: int, others: list[Session], used: int) -> int:
     return max(int(total * max(1 / users, LEAST_SHARE)), int(total * ALONE_SHARE) - used)
 
 
-def _reserved_bytes(sessions: list[Session]) -> int:
-    return sum(one.credit_used_bytes for one in sessions)
+def _promised_bytes(sessions: list[Session]) -> int:
+    """Return what these have reserved, and what their loads will have read into RAM and has no room there yet."""
+    return sum(one.credit_used_bytes + one.awaited_bytes for one in sessions)
 
 
 def _loans(counts: npt.NDArray[np.uint32], sessions: list[Session]) -> int:

@@ -181,6 +181,8 @@ class Session:
         self.credit_used_bytes = 0
         self.attention_used_bytes = 0
         self.loads = 0
+        self.awaited_bytes = 0  # of RAM, that its loads of lower tiers have no room for yet, and ...
+        self.awaited_objects = 0  # ... their number
         self.object_bytes_max = 0  # that an object of its namespaces takes of RAM
         self.left_bytes = 0  # of credit, and ...
         self.left_loads = 0  # ... of loads, that its processes' former sessions still have

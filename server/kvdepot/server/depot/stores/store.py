@@ -24,7 +24,7 @@ from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
 from kvdepot.core.misses import MissReason
-from kvdepot.server.depot.sessions.budgets import OVER_BUDGET, Budgets
+from kvdepot.server.depot.sessions.budgets import OVER_BUDGET, Budgets, Reservable
 from kvdepot.server.depot.sessions.requests import Requests
 from kvdepot.server.depot.sessions.session import NO_ENTRY, OPEN, Session, WriteLease
 from kvdepot.server.depot.stores.audits import Audits
@@ -115,6 +115,7 @@ class Stores:
         self._arena_id = arena_id
         self._attention_reserved_bytes = 0  # of all sessions
         self._reason = ""  # of the last refusal in the call at hand
+        self._reservable = Reservable(0, 0, 0)  # in the call at hand
         self._reserved_bytes_max = 0  # that the session of the call at hand may have
         self._objects_left = 0  # that it may reserve
 
@@ -142,9 +143,9 @@ class Stores:
         refused: dict[bytes, int] = {}  # keys of this call that got no node: what descends from them shares the answer
         fragments: list[int] = []
         self._reason = ""
-        room_bytes = self._budgets.reservable_bytes(session, len(asked) * session.object_bytes_max)
-        self._reserved_bytes_max = session.credit_used_bytes + room_bytes
-        self._objects_left = self._budgets.reservable_objects(session)
+        self._reservable = self._budgets.reservable(session, len(asked) * session.object_bytes_max)
+        self._reserved_bytes_max = session.credit_used_bytes + self._reservable.size_bytes
+        self._objects_left = self._reservable.objects
         deepest: _Asked | None = None  # of what is there
         for one in asked:
             outcome = self._reserve_one(namespace, lease, one, refused, fragments)
@@ -256,7 +257,7 @@ class Stores:
         if session.credit_used_bytes + size_bytes > self._reserved_bytes_max or self._objects_left <= 0:
             self._reason = OVER_BUDGET
             self._counters.add("budget_refusals.stores")
-            return ReserveOutcome.LATER if size_bytes <= self._budgets.bound_bytes(session) else ReserveOutcome.NO_ROOM
+            return ReserveOutcome.LATER if size_bytes <= self._reservable.bound_bytes else ReserveOutcome.NO_ROOM
         if attention and session.attention_used_bytes + size_bytes > credit_bytes:
             return ReserveOutcome.LATER
         if attention and self._attention_reserved_bytes + size_bytes > arena_bytes * share:
