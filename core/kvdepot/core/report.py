@@ -105,6 +105,20 @@ class QuotaStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """What a configured tenant has, and was refused since the daemon started."""
+
+    name: str
+    used_bytes: int = 0  # of RAM, by all its objects
+    credit_bytes: int = 0  # what its engines may have reserved, and be lent
+    credit_used_bytes: int = 0  # of that, with what its loads wait for
+    sessions: int = 0
+    sessions_max: int = 0
+    refused_objects: int = 0  # that were not reserved, because the credit was used
+    refused_loads: int = 0  # likewise
+
+
+@dataclass(frozen=True, slots=True)
 class SwitchesStatus:
     """The switches of operators: for all namespaces, and by id for single ones."""
 
@@ -167,3 +181,4 @@ class DaemonStatus:
     switches: SwitchesStatus = SwitchesStatus()
     pins: tuple[PinStatus, ...] = ()
     epochs: Epochs = field(default_factory=Epochs)
+    tenants: tuple[TenantStatus, ...] = ()

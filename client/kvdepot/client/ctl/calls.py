@@ -89,12 +89,12 @@ class Operator:
     def status(self) -> DaemonStatus:
         return self._ask(GetStatusCall(), DaemonStatus)
 
-    def namespaces(self, prefix: str, limit: int, cursor: str = "") -> NamespacePage:
-        """Return at most `limit` entries, and where to continue."""
+    def namespaces(self, prefix: str, limit: int, cursor: str = "", tenant: str | None = None) -> NamespacePage:
+        """Return at most `limit` entries, of one tenant or of all, and where to continue."""
         found: list[NamespaceContents] = []
         while len(found) < limit:
             page = self._ask(ListContentsCall(prefix, limit - len(found), cursor), NamespacePage)
-            found += page.namespaces
+            found += (one for one in page.namespaces if tenant in (None, one.tenant))
             cursor = page.next_page_token
             if not cursor:
                 break

@@ -69,6 +69,8 @@ def print_status(status: DaemonStatus, console: Console, *, counters: bool) -> N
         show(console, _media(status))
         show(console, _prefetch(status))
     show(console, _sessions(status) if status.sessions else "no engine is attached")
+    if status.tenants:
+        show(console, _tenants(status))
     if status.quotas:
         show(console, quotas_table(status.quotas))
     if status.pins:
@@ -159,6 +161,20 @@ def quotas_table(quotas: Iterable[QuotaStatus]) -> Table:
                 f"{more} more" if more else "nobody", size_text(quota.capacity_bytes),
                 str(quota.refused_objects), str(quota.evicted_objects),
             )  # fmt: skip
+    return table
+
+
+def _tenants(status: DaemonStatus) -> Table:
+    """Return the table of tenants of the configuration."""
+    table = new_table(
+        "tenants", "tenant", "RAM used", "credit used", "credit", "engines", "objects refused", "loads refused"
+    )
+    for tenant in status.tenants:
+        sizes = (tenant.used_bytes, tenant.credit_used_bytes, tenant.credit_bytes)
+        table.add_row(
+            escape(tenant.name), *map(size_text, sizes), f"{tenant.sessions}/{tenant.sessions_max}",
+            str(tenant.refused_objects), str(tenant.refused_loads),
+        )  # fmt: skip
     return table
 
 

@@ -1053,6 +1053,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     SWITCHES_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     EPOCHS_FIELD_NUMBER: builtins.int
+    TENANTS_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     pid: builtins.int
     uptime_seconds: builtins.float
@@ -1076,6 +1077,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     def pins(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Pin]: ...
     @property
     def epochs(self) -> global___Epochs: ...
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantStatus]: ...
     def __init__(
         self,
         *,
@@ -1094,9 +1097,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         switches: global___Switches | None = ...,
         pins: collections.abc.Iterable[global___Pin] | None = ...,
         epochs: global___Epochs | None = ...,
+        tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["epochs", b"epochs", "switches", b"switches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
 
@@ -1233,9 +1237,52 @@ class QuotaStatus(google.protobuf.message.Message):
 global___QuotaStatus = QuotaStatus
 
 @typing.final
-class QuotaOwnerStatus(google.protobuf.message.Message):
-    """A tenant or a namespace that a quota limits."""
+class TenantStatus(google.protobuf.message.Message):
+    """A tenant or a namespace that a quota limits.
+    A tenant of the configuration. The refusals are since the daemon started.
+    """
 
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    CREDIT_BYTES_FIELD_NUMBER: builtins.int
+    CREDIT_USED_BYTES_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    SESSIONS_MAX_FIELD_NUMBER: builtins.int
+    REFUSED_OBJECTS_FIELD_NUMBER: builtins.int
+    REFUSED_LOADS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    used_bytes: builtins.int
+    """of RAM, by all its objects"""
+    credit_bytes: builtins.int
+    """what its engines may have reserved, and be lent"""
+    credit_used_bytes: builtins.int
+    """of that, with what its loads wait for"""
+    sessions: builtins.int
+    sessions_max: builtins.int
+    refused_objects: builtins.int
+    """that were not reserved, because the credit was used"""
+    refused_loads: builtins.int
+    """likewise"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        used_bytes: builtins.int = ...,
+        credit_bytes: builtins.int = ...,
+        credit_used_bytes: builtins.int = ...,
+        sessions: builtins.int = ...,
+        sessions_max: builtins.int = ...,
+        refused_objects: builtins.int = ...,
+        refused_loads: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["credit_bytes", b"credit_bytes", "credit_used_bytes", b"credit_used_bytes", "name", b"name", "refused_loads", b"refused_loads", "refused_objects", b"refused_objects", "sessions", b"sessions", "sessions_max", b"sessions_max", "used_bytes", b"used_bytes"]) -> None: ...
+
+global___TenantStatus = TenantStatus
+
+@typing.final
+class QuotaOwnerStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: builtins.int

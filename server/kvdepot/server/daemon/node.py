@@ -343,6 +343,7 @@ class Node:
             sessions=depot.sessions,
             namespaces=depot.namespaces,
             quotas=depot.quotas,
+            tenants=depot.tenants,
             counters=depot.counters,
             switches=self._depot.switches.status(),
             pins=self._depot.pins.statuses(),

@@ -97,7 +97,7 @@ class Assembly:
         self._checksums = Checksums(tree, ram, self._sessions.hold_extents, self._tiering.verified)
         self.switches = Switches()
         self._audits = Audits(tree, ram, config, random_bytes)
-        self._budgets = Budgets(self._sessions, ram, config)
+        self._budgets = Budgets(self._sessions, ram, config, self.counters)
         self._stores = Stores(
             tree, ram, self._requests, config, arena_id, self._tiering, self.switches, self._audits, self._budgets
         )  # fmt: skip
@@ -201,6 +201,7 @@ class Assembly:
             ),
             namespaces=tuple(namespace.status() for namespace in self._tree.namespaces.by_slot.values()),
             quotas=tuple(status for holding in self._tree.holdings for status in holding.account.statuses()),
+            tenants=self._budgets.tenants(self._tree.namespaces.by_slot.values()),
             counters=self.counters.snapshot(),
         )
 

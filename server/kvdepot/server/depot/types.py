@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvdepot.core.elements import ElementRun
-from kvdepot.core.report import NamespaceStatus, QuotaStatus, SessionStatus, TierStatus
+from kvdepot.core.report import NamespaceStatus, QuotaStatus, SessionStatus, TenantStatus, TierStatus
 from kvdepot.server.platform.identity import Liveness as Liveness
 from kvdepot.server.platform.identity import Owner as Owner
 from kvdepot.server.platform.identity import ProcessIdentity as ProcessIdentity
@@ -152,4 +152,5 @@ class EngineStatus:
     sessions: tuple[SessionStatus, ...]
     namespaces: tuple[NamespaceStatus, ...]
     quotas: tuple[QuotaStatus, ...]
+    tenants: tuple[TenantStatus, ...]
     counters: dict[str, float]

@@ -24,20 +24,25 @@ if TYPE_CHECKING:
 @click.argument("name", metavar="[NAMESPACE[/KEY]]", type=Name(chunks=True), default="")
 @click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Show at most this many.")
 @click.option("--cursor", default="", help="Continue a listing after the cursor that it printed.")
+@click.option("--tenant", help="List only the namespaces of this tenant.")
 @json_option
 @click.pass_obj
-def ls(connection: tuple[Endpoint, float], name: str, limit: int, cursor: str, as_json: bool) -> int:
+def ls(
+    connection: tuple[Endpoint, float], name: str, limit: int, cursor: str, tenant: str | None, as_json: bool
+) -> int:
     """List namespaces, or chunks of a namespace.
 
     With NAMESPACE, lists its chunks; with KEY, only chunks whose key begins with it. Both may be shortened while they
     are unique. Chunks are listed in no particular order. A chunk that exists for the whole listing appears exactly
     once.
     """
+    if name and tenant is not None:
+        raise click.BadParameter("a namespace has one tenant; leave out the name or the option", param_hint="--tenant")
     with connect(*connection) as operator, _cursor_errors():
         if name:
             _chunks(operator, name, limit, cursor, as_json=as_json)
         else:
-            _namespaces(operator, limit, cursor, as_json=as_json)
+            _namespaces(operator, limit, cursor, tenant, as_json=as_json)
     return 0
 
 
@@ -55,8 +60,8 @@ def _cursor_errors() -> Iterator[None]:
         ) from error
 
 
-def _namespaces(operator: Operator, limit: int, cursor: str, *, as_json: bool) -> None:
-    page = operator.namespaces("", limit, cursor)
+def _namespaces(operator: Operator, limit: int, cursor: str, tenant: str | None, *, as_json: bool) -> None:
+    page = operator.namespaces("", limit, cursor, tenant)
     if as_json:
         echo_json({"namespaces": page.namespaces, "next_cursor": page.next_page_token})
     else:

@@ -89,7 +89,7 @@ class Loads:
         if parts is None and not visible.all():
             answer(AcquireReply(AcquireOutcome.MISSING))
         elif not self._budgets.may_lend(session, namespace, call.kinds, rows):
-            self._counters.add("budget_refusals.loads")
+            self._budgets.refused(session, "loads")
             answer(AcquireReply(AcquireOutcome.LATER, reason=OVER_BUDGET))
         elif parts is None:
             answer(self._grant(session, namespace, call, nodes, rows))

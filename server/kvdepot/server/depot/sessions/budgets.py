@@ -7,16 +7,20 @@ because of a budget: a call waits, or its objects are computed.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 from kvdepot.core.arena import NO_ROW
 from kvdepot.core.limits import FRAGMENTS_PER_REPLY_MAX
+from kvdepot.core.report import TenantStatus
+from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.sessions.session import ReadLease, Session
 from kvdepot.server.depot.sessions.sessions import Sessions
-from kvdepot.server.depot.sessions.shares import part
+from kvdepot.server.depot.sessions.shares import part, sessions_part
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.types import DepotConfig
@@ -25,6 +29,7 @@ ALONE_SHARE: Final = 7 / 8
 """Of RAM, for a user and all others together: the rest is for the next one, and for who has less than its share."""
 LEAST_SHARE: Final = 1 / 4
 """Of RAM, for a user among many."""
+Call = Literal["stores", "loads"]
 _KINDS: Final = 1 << 8
 """Kinds that a call can name: each is a byte."""
 OVER_BUDGET: Final = "the engines of this user or tenant hold their share of RAM: end loads and stores first"
@@ -53,14 +58,42 @@ class Budgets:
     Each call looks at all sessions once.
     """
 
-    def __init__(self, sessions: Sessions, ram: RamTier, config: DepotConfig) -> None:
+    def __init__(self, sessions: Sessions, ram: RamTier, config: DepotConfig, counters: Counters) -> None:
         self._sessions = sessions
         self._ram = ram
+        self._counters = counters
+        self._refusals: Counter[tuple[str, Call]] = Counter()  # by tenant
         self.configure(config)
 
     def configure(self, config: DepotConfig) -> None:
         self._config = config
         self._credits = {name: one.credit_bytes for name, one in config.tenants.items()}
+
+    def refused(self, session: Session, call: Call) -> None:
+        """Count an object that was not reserved, or a load, because the party holds its share."""
+        self._counters.add(f"budget_refusals.{call}")
+        if session.owner is not None and session.owner.tenant is not None:
+            self._refusals[session.owner.tenant, call] += 1
+
+    def tenants(self, namespaces: Iterable[Namespace]) -> tuple[TenantStatus, ...]:
+        """Return what each configured tenant holds and may hold. `namespaces`: all."""
+        used: Counter[str | None] = Counter()
+        for namespace in namespaces:
+            used[namespace.tenant] += self._ram.account.held_bytes(namespace.slot)
+        return tuple(self._status(name, used[name]) for name in self._config.tenants)
+
+    def _status(self, name: str, used_bytes: int) -> TenantStatus:
+        own = self._sessions.of_party(name)
+        return TenantStatus(
+            name,
+            used_bytes=used_bytes,
+            credit_bytes=part(self._ram.data_bytes, self._credits, name),
+            credit_used_bytes=_promised_bytes(own) + self._bytes(self._lent_heads(own)),
+            sessions=len(own),
+            sessions_max=sessions_part(self._config.tenants, name),
+            refused_objects=self._refusals[name, "stores"],
+            refused_loads=self._refusals[name, "loads"],
+        )
 
     def reservable(self, session: Session, wanted_bytes: int) -> Reservable:
         """Return how much more the session may have reserved; the bytes not exactly if all that it wants fits.

@@ -30,8 +30,13 @@ def share_of(owner: Owner, tenants: Mapping[str, TenantBudget]) -> Share:
     if owner.tenant is None:
         return USER
     parts = max(len(tenants), 1)
-    sessions = part(SESSIONS_MAX, {name: one.sessions for name, one in tenants.items()}, owner.tenant)
+    sessions = sessions_part(tenants, owner.tenant)
     return Share(sessions, ATTACHMENTS_MAX // parts, NAMESPACES_MAX // parts, SPECS_BYTES_MAX // parts)
+
+
+def sessions_part(tenants: Mapping[str, TenantBudget], name: str) -> int:
+    """Return how many sessions a tenant may have."""
+    return part(SESSIONS_MAX, {name: one.sessions for name, one in tenants.items()}, name)
 
 
 def part(total: int, given: Mapping[str, int | None], name: str) -> int:

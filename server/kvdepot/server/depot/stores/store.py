@@ -256,7 +256,7 @@ class Stores:
             return ReserveOutcome.LATER
         if session.credit_used_bytes + size_bytes > self._reserved_bytes_max or self._objects_left <= 0:
             self._reason = OVER_BUDGET
-            self._counters.add("budget_refusals.stores")
+            self._budgets.refused(session, "stores")
             return ReserveOutcome.LATER if size_bytes <= self._reservable.bound_bytes else ReserveOutcome.NO_ROOM
         if attention and session.attention_used_bytes + size_bytes > credit_bytes:
             return ReserveOutcome.LATER
