@@ -21,7 +21,7 @@ def register() -> None:
     does not use kvdepot must start with any vLLM.
     """
     try:
-        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+        from kvdepot.client.vllm.base.compat import KVConnectorFactory
 
         for name, module in _CONNECTORS.items():
             with contextlib.suppress(ValueError):  # it is known
