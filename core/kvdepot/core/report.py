@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvdepot.core.bounds import Explanation, Version
 from kvdepot.core.epochs import Epochs
+from kvdepot.core.health import Health
 from kvdepot.core.kinds import Kind
 
 
@@ -182,3 +183,4 @@ class DaemonStatus:
     pins: tuple[PinStatus, ...] = ()
     epochs: Epochs = field(default_factory=Epochs)
     tenants: tuple[TenantStatus, ...] = ()
+    health: Health = field(default_factory=Health)

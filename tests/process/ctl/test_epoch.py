@@ -108,7 +108,7 @@ def test_what_was_stored_is_served_to_no_engine_from_before_or_after(daemon: Dae
         described = json.loads(answered(daemon, "describe", late.namespace.hex(), "--json"))
         assert (described["bumps"], described["fields"]["bumps"]) == (1, "1")
         assert "epoch bump 1" in answered(daemon, "describe", late.namespace.hex())
-    shown = answered(daemon, "status")
+    shown = answered(daemon, "status", "--wide")
     assert "bump counter 1" in shown if everywhere else "1 namespaces invalidated individually" in shown
     assert json.loads(answered(daemon, "status", "--json"))["epochs"]["bump"] == int(everywhere)
     with urllib.request.urlopen(f"{daemon.metrics}/metrics") as answer:

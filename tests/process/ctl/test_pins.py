@@ -49,7 +49,7 @@ def test_a_pinned_path_stays_while_all_else_goes_and_ends_when_it_is_unpinned(da
         assert found["size_bytes"] >= CHUNKS * (256 << 10) and found["not_persisted"] == ""
         press(engine)
         assert (held_chunks(engine, kept), held_chunks(engine, other)) == (CHUNKS, 0)
-        shown = answered(daemon, "status")
+        shown = answered(daemon, "status", "--wide")
         assert tip[:12] in shown
         assert "59 min" in shown or "1 h" in shown
         assert json.loads(answered(daemon, "describe", name, "--json"))["pins"][0]["key"] == tip

@@ -47,7 +47,7 @@ def test_status_and_ls_show_what_each_tenant_has_and_was_refused() -> None:
         }  # fmt: skip
         engine.acquire(keys[:2])
         assert record(daemon, "status")["tenants"][0]["credit_used_bytes"] == CREDIT, "lent twice, counted once"
-        table = text(daemon, "status")
+        table = text(daemon, "status", "--wide")
         (line,) = [line for line in table.splitlines() if " own " in line and "1/3" in line]
         assert line.split("│")[2].strip() == line.split("│")[4].strip()
         engine.release(lease)

@@ -63,13 +63,19 @@ def test_loads_off_and_on_for_one_namespace(daemon: DaemonProcess, engine: RawEn
     assert engine.acquire(KEYS)[1] is AcquireOutcome.REFUSED
     assert other.locate(KEYS) > 0
     assert status_of(daemon.socket).counters["misses.loads_off"] == 1
-    assert f"loads are off for {name[:12]}" in answered(daemon, "status")
+    assert f"loads are off for {name[:12]}" in answered(daemon, "status", "--wide")
+    warning = kvdepotctl(daemon, "health")
+    assert (warning.returncode, warning.stdout.split()[0]) == (1, "HEALTH_WARN")
+    line = f"LOADS_OFF for {name[:12]} -> kvdepotctl loads on {name[:12]}; docs/operations.md#loads-off"
+    assert line in warning.stdout
+    found = json.loads(kvdepotctl(daemon, "health", "-o", "json").stdout)
+    assert (found["verdict"], [one["code"] for one in found["problems"]]) == ("HEALTH_WARN", ["LOADS_OFF"])
     assert json.loads(answered(daemon, "status", "--json"))["switches"]["loads_off_namespaces"] == [name]
     with urllib.request.urlopen(f"{daemon.metrics}/metrics") as answer:
         assert "kvdepot_loads_off_namespaces 1.0" in answer.read().decode()
     assert f"loads are on for namespace {name[:12]}" in answered(daemon, "loads", "on", name[:8])
     assert engine.locate(KEYS) > 0
-    assert "loads are off" not in answered(daemon, "status")
+    assert answered(daemon, "health").startswith("HEALTH_OK")
 
 
 @pytest.mark.requirement("I1e")
@@ -189,7 +195,9 @@ def test_drain_refuses_waits_and_resumes(daemon: DaemonProcess, engine: RawEngin
         urllib.request.urlopen(f"{daemon.metrics}/healthz")
     engine.release(lease)
     assert "drained: no leases" in answered(daemon, "drain", "--wait", "10")
-    assert "an operator drains it" in answered(daemon, "status")
+    refused = kvdepotctl(daemon, "status")
+    assert (refused.returncode, "an operator drains it" in refused.stdout) == (1, True)
+    assert kvdepotctl(daemon, "health").returncode == 2
     answered(daemon, "resume")
     assert engine.locate(KEYS) > 0
     assert status_of(daemon.socket).ready

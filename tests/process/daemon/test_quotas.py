@@ -133,7 +133,7 @@ def below_watermark(found: QuotaStatus) -> bool:
 def check_reports(node: DaemonProcess) -> None:
     """What status said, in the table, in JSON and in the metrics."""
     fullest = quota(node, "ram").owners[0]
-    table = text(node, "status")
+    table = text(node, "status", "--wide")
     assert "quotas" in table
     assert any(all(part in line for part in (" a ", "(total)", "ram")) for line in table.splitlines())
     assert record(node, "status")["quotas"][0]["owners"][0]["used_bytes"] == fullest.used_bytes

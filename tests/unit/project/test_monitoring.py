@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvdepot.core.health import CHECKS, ERRORS, Problem
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server.observe.metrics import exposition
 
@@ -21,6 +22,8 @@ RULE_TESTS = ROOT / "tests/prometheus/alerts.yml"
 DASHBOARD = ROOT / "configs/grafana/kvdepot.json"
 ALERTS = re.findall(r"- alert: (\w+)", RULES.read_text())
 ENTRY = ["Symptom", "Cause", "Effect", "Fix"]
+WITHOUT_THE_DAEMON = {"KVDepotDown", "KVDepotRestarts"}
+"""Alerts on what no daemon can say of itself."""
 needs_promtool = pytest.mark.skipif(bool(NO_PROMTOOL), reason=NO_PROMTOOL)
 
 
@@ -97,6 +100,18 @@ def test_every_alert_links_to_an_entry_of_the_operations_manual() -> None:
     assert listed == [(*known, linked[known[0]][0]) for known in zip(ALERTS, severities, strict=True)]
 
 
+@pytest.mark.requirement("O1")
+def test_every_code_of_the_verdict_is_an_alert_and_an_entry_of_the_operations_manual() -> None:
+    problems = [Problem(code, code in ERRORS, "") for code in CHECKS]
+    assert {problem.alert for problem in problems} == set(ALERTS) - WITHOUT_THE_DAEMON
+    for rule in _rules():
+        for problem in problems:
+            if rule.startswith(f"{problem.alert}\n"):
+                assert f'runbook_url: "docs/operations.md#{problem.anchor}"' in rule
+                damaged = problem.error and problem.code != "NOT_READY"
+                assert f"severity: {'critical' if damaged else 'warning'}" in rule
+
+
 def test_every_failure_in_the_operations_manual_has_symptom_cause_effect_and_fix() -> None:
     for group in ("Daemon", "Operator settings", "RAM", "Engines", "Tiers below RAM", "Shared tiers"):
         entries = re.split(r"^### ", sections("operations.md", 2)[group], flags=re.MULTILINE)[1:]
@@ -132,7 +147,7 @@ def test_the_test_of_the_alerts_would_find_a_deaf_one(tmp_path: Path) -> None:
     (tmp_path / "tests/prometheus" / RULE_TESTS.name).write_text(RULE_TESTS.read_text())
     found = promtool("test", "rules", str(tmp_path / "tests/prometheus" / RULE_TESTS.name))
     assert found.returncode != 0
-    assert "KVDepotTierOutOfUse" in found.stdout + found.stderr
+    assert "KVDepotTierDisabled" in found.stdout + found.stderr
 
 
 @pytest.mark.requirement("P10")

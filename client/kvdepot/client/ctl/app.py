@@ -25,7 +25,7 @@ from kvdepot.client.ctl.commands.ls import ls
 from kvdepot.client.ctl.commands.pins import pin, unpin
 from kvdepot.client.ctl.commands.prefetch import prefetch
 from kvdepot.client.ctl.commands.quotas import quota
-from kvdepot.client.ctl.commands.status import status
+from kvdepot.client.ctl.commands.status import health, status
 from kvdepot.client.ctl.commands.switches import loads, stores
 from kvdepot.client.ctl.commands.top import top
 from kvdepot.client.ctl.commands.trace import trace
@@ -90,7 +90,7 @@ def cli(context: click.Context, endpoint: Endpoint, admin: Endpoint | None, time
     context.obj = (endpoint if admin is None else replace(endpoint, admin=admin.path), timeout)
 
 
-cli.add_section("Inspect", status, top, ls, describe, config, completion)
+cli.add_section("Inspect", status, health, top, ls, describe, config, completion)
 cli.add_section("Control", loads, stores, pin, unpin, evict, epoch, quota, drain, resume, reload)
 cli.add_section("Move", prefetch, export, import_)
 cli.add_section("Diagnose", doctor, explain, verify, bench, trace)

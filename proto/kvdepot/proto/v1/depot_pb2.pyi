@@ -1054,6 +1054,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     PINS_FIELD_NUMBER: builtins.int
     EPOCHS_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
+    HEALTH_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     pid: builtins.int
     uptime_seconds: builtins.float
@@ -1079,6 +1080,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     def epochs(self) -> global___Epochs: ...
     @property
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantStatus]: ...
+    @property
+    def health(self) -> global___Health: ...
     def __init__(
         self,
         *,
@@ -1098,11 +1101,62 @@ class GetStatusResponse(google.protobuf.message.Message):
         pins: collections.abc.Iterable[global___Pin] | None = ...,
         epochs: global___Epochs | None = ...,
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
+        health: global___Health | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["epochs", b"epochs", "switches", b"switches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["epochs", b"epochs", "health", b"health", "switches", b"switches"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "health", b"health", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class Health(google.protobuf.message.Message):
+    """The verdict on the daemon (kvdepot/core/health.py)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERDICT_FIELD_NUMBER: builtins.int
+    PROBLEMS_FIELD_NUMBER: builtins.int
+    verdict: builtins.str
+    """HEALTH_OK, HEALTH_WARN or HEALTH_ERR; empty: the daemon is older"""
+    @property
+    def problems(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Problem]:
+        """the most important ones first"""
+
+    def __init__(
+        self,
+        *,
+        verdict: builtins.str = ...,
+        problems: collections.abc.Iterable[global___Problem] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["problems", b"problems", "verdict", b"verdict"]) -> None: ...
+
+global___Health = Health
+
+@typing.final
+class Problem(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    ERROR_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    FIX_FIELD_NUMBER: builtins.int
+    code: builtins.str
+    """also the name of an alert, and an anchor of docs/operations.md"""
+    error: builtins.bool
+    """otherwise a warning"""
+    message: builtins.str
+    fix: builtins.str
+    def __init__(
+        self,
+        *,
+        code: builtins.str = ...,
+        error: builtins.bool = ...,
+        message: builtins.str = ...,
+        fix: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "error", b"error", "fix", b"fix", "message", b"message"]) -> None: ...
+
+global___Problem = Problem
 
 @typing.final
 class Epochs(google.protobuf.message.Message):

@@ -44,6 +44,7 @@ from kvdepot.server.observe.health import HttpListener, Readiness, readiness
 from kvdepot.server.observe.metrics import exposition
 from kvdepot.server.observe.summary import summary_line
 from kvdepot.server.observe.tracing import Tracing
+from kvdepot.server.observe.verdicts import Verdicts
 from kvdepot.server.platform import processes
 from kvdepot.server.platform.accepting import SPARE_DESCRIPTORS, SpareDescriptors
 from kvdepot.server.platform.audit_log import AuditLog
@@ -122,6 +123,7 @@ class Node:
         arena, superblock = self._arena, self._arena.superblock
         self._counters = counters = Counters()
         self._guard = engine_guard(counters.add)
+        self._verdicts = Verdicts(counters, time.monotonic)
         self._holding = Holding(
             arena, may_start=not self._notify.is_heard, count=counters.add, loop=self._loop, log=self._log
         )
@@ -331,7 +333,7 @@ class Node:
     def status(self) -> DaemonStatus:
         health = self.readiness()
         depot = self._depot.status()
-        return DaemonStatus(
+        status = DaemonStatus(
             daemon_version=self._version,
             pid=os.getpid(),
             uptime_seconds=time.monotonic() - self._started_at,
@@ -349,6 +351,7 @@ class Node:
             pins=self._depot.pins.statuses(),
             epochs=self._depot.invalidation.epochs,
         )
+        return replace(status, health=self._verdicts.health(status))
 
     def _open_arena(self, kept: KeptFiles) -> ArenaFile:
         config = self._config
@@ -441,7 +444,7 @@ class Node:
             self._guard.call("tick", lambda: self._counters.observe("loop_lag_seconds", lag))
         self._guard.each(
             "tick", self._tick_engine, self._checksums.wake, self._spare.refill, lambda: drain(self._log),
-            self._renew_readiness, self._notify.alive,
+            self._renew_readiness, self._notify.alive, self._verdicts.note,
         )  # fmt: skip
 
     def _tick_engine(self) -> None:

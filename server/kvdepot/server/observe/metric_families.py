@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Final, Literal
 
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
+from kvdepot.core.health import CHECKS, DEGRADED_STATES, DISABLED
 from kvdepot.core.hit_rate import ENGINE, OTHER_SOURCE, PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS
 from kvdepot.core.misses import LOOKUP_REASONS
 from kvdepot.core.report import DaemonStatus, QuotaStatus, TierStatus
@@ -29,7 +30,6 @@ PREFIX: Final = "kvdepot_"
 _DISK, _SHARED = "disk", "shared"
 _LOWER = (_DISK, _SHARED)
 _RAM_ONLY = ("ram",)
-_DEGRADED_STATES = ("degraded", "read-only", "offline")
 _STATES = ("closed", "degraded", "growing", "offline", "opening", "read-only", "ready")
 _BREAKERS = ("closed", "open", "probing")
 
@@ -169,6 +169,16 @@ _DAEMON = (
         samples=lambda scrape: [((scrape.status.daemon_version,), 1.0)],
     ),
     _gauge("ready", "1 while the daemon is ready to serve, else 0.", lambda status: status.ready),
+    Family(
+        "health_problems",
+        "gauge",
+        "Problems of the verdict of `kvdepotctl health`, by code.",
+        ("code",),
+        tuple(CHECKS),
+        samples=lambda scrape: [
+            ((code,), sum(problem.code == code for problem in scrape.status.health.problems)) for code in CHECKS
+        ],
+    ),
     _gauge("uptime_seconds", "Seconds since the start of the daemon.", lambda status: status.uptime_seconds),
     _gauge("arena_runs", "Daemon runs on this arena. More than 1: the arena was adopted.", lambda status: status.run),
     _gauge("namespaces", "Known namespaces. `kvdepotctl ls` lists them.", lambda status: len(status.namespaces)),
@@ -442,10 +452,10 @@ _TIERS = (
         kinds=(_SHARED,),
     ),
     _tier_gauge(
-        "degraded", "1 while the tier is degraded, read-only or offline.", lambda tier: tier.state in _DEGRADED_STATES
+        "degraded", "1 while the tier is degraded, read-only or offline.", lambda tier: tier.state in DEGRADED_STATES
     ),
     _tier_states("state", "1 for the state that the tier is in, else 0.", "state", _STATES, lambda tier: tier.state),
-    _tier_gauge("breaker_open", "1 while the tier is disabled.", lambda tier: tier.breaker in _BREAKERS[1:]),
+    _tier_gauge("breaker_open", "1 while the tier is disabled.", lambda tier: tier.breaker in DISABLED),
     _tier_states(
         "breaker",
         "1 for the state of the tier's breaker, else 0. open: the tier is disabled.",

@@ -27,7 +27,7 @@ class StatusCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
-        scrape = Scrape(status, _by_family(status.counters), _by_family(self._histograms()))
+        scrape = Scrape(status, by_family(status.counters), by_family(self._histograms()))
         return (_metric(family, scrape) for family in FAMILIES)
 
 
@@ -70,7 +70,7 @@ def _filled(
     return sorted({**dict.fromkeys(family.known_keys(status), nothing), **figures.get(family.name, {})}.items())
 
 
-def _by_family(figures: Mapping[str, _Figure]) -> Mapping[str, Mapping[str, _Figure]]:
+def by_family(figures: Mapping[str, _Figure]) -> Mapping[str, Mapping[str, _Figure]]:
     """Group counters by the part of the name before the first dot, then by the rest."""
     families: defaultdict[str, dict[str, _Figure]] = defaultdict(dict)
     for name, value in figures.items():

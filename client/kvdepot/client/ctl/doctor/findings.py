@@ -13,7 +13,7 @@ ENGINES: Final = "engines"
 RUNBOOK: Final = "docs/operations.md#"
 RUNBOOKS: Final = {
     "RemoveIPC": "arena-recreated",
-    "answers": "hung-mount",
+    "answers": "workers-hang",
     "cgroup": "too-little-memory-at-start",
     "clock": "wrong-clock",
     "directory": "missing-or-replaced-directory",
@@ -27,7 +27,7 @@ RUNBOOKS: Final = {
     "permissions": "read-only-file-system-quota-or-permission",
     "room": "full-file-system",
     "sockets": "socket-permission-denied",
-    "state": "degraded-tier",
+    "state": "tier-degraded",
     "write": "read-only-file-system-quota-or-permission",
 }
 """Anchors of operations.md, by check. For the other checks the fix says everything."""
@@ -76,5 +76,5 @@ class Check:
     def _runbook(self) -> str:
         anchor = RUNBOOKS.get(self.name, "")
         if (self.name, self.subject) == ("answers", DAEMON):
-            anchor = "daemon-absent-or-hung"
+            anchor = "down"
         return f"{RUNBOOK}{anchor}" if anchor else ""
