@@ -28,6 +28,7 @@ OBJECT_BYTES = 64 << 10
 PROMPTS = 4
 SESSIONS = 5
 TENANTS = ("*", "t")
+TIERS = ("ram", "nvme")
 CONFIG = f"""
 [policy]
 loads_in_flight = 4
@@ -191,8 +192,8 @@ def check_labels(scraped: Scraped) -> None:
         said.pop("le", None)
         assert said.keys() == set(family.labels), name
         if family.values:
-            assert said.pop(family.labels[-1]) in family.values, name
-        assert said.pop("tier", "ram") in ("ram", "nvme")
+            assert said.pop(family.labels[-1]) in (*family.values, *(TIERS if family.or_tiers else ())), name
+        assert said.pop("tier", "ram") in TIERS
         assert said.pop("tenant", "*") in TENANTS
         assert said.pop("namespace", "") in ("", "*")
         said.pop("version", None)
