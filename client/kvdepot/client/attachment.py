@@ -32,6 +32,8 @@ BACKOFF_FIRST_SECONDS = 0.05
 BACKOFF_MAX_SECONDS = 1.0
 """A refused local connection costs microseconds; a daemon that is back should be used soon."""
 HANDSHAKE_SECONDS_MAX = 5.0
+SAY_AGAIN_SECONDS = 60.0
+"""From one log line of a refusal to the next with the same reason, however often the daemon goes and comes."""
 POPULATE_PIECE_BYTES = 32 << 20
 """Populated between two looks at the connection: some 5 ms."""
 PROXY_START_SECONDS_MAX = 30.0
@@ -113,6 +115,7 @@ class Attachment:
         self._backoff = backoff or Backoff(BACKOFF_FIRST_SECONDS, BACKOFF_MAX_SECONDS, random.random)
         self._log = log or logging.getLogger(__name__)
         self._on_missed = on_missed
+        self._said_refusal, self._said_refusal_at = "", 0.0
         self._state = _State()  # replaced as a whole by the thread, read by anybody
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
@@ -233,12 +236,14 @@ class Attachment:
             self._streams = self._streams or self._transport is Transport.AUTO  # nothing makes a mapping possible later
             return None
         self._backoff.reset()
+        self._said_refusal = ""
         version = accepted.reply.daemon_version
         self._publish(_State(accepted.reply.session, arena, daemon_version=version), accepted.calls)
         return accepted.connection
 
     def _refused(self, reason: str) -> None:
-        if reason != self._state.refusal:
+        if reason != self._said_refusal or time.monotonic() > self._said_refusal_at + SAY_AGAIN_SECONDS:
+            self._said_refusal, self._said_refusal_at = reason, time.monotonic()
             self._log.warning("kvdepot: not attached to %s: %s", self._endpoint, reason)
         self._missed(reason, reason)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from kvdepot.core import runtime
@@ -89,6 +90,11 @@ def default_endpoint() -> str:
         if runtime.only_writer(os.geteuid(), status.st_mode, status.st_uid) and (directory / "kvdepot.sock").exists():
             return f"unix://{directory / 'kvdepot.sock'}"
     return PACKAGED_ENDPOINT
+
+
+def endpoint_url(settings: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str:
+    """Return the URL in an engine's settings, or else that of the environment or the default one."""
+    return str(settings.get("endpoint", environment.get(ENDPOINT_VARIABLE) or default_endpoint()))
 
 
 def _grpc_address(path: str) -> str:

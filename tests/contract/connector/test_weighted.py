@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from kvdepot.client.endpoint import ENDPOINT_VARIABLE
 from kvdepot.client.vllm.base.stats import KVDepotStats
 from kvdepot.client.vllm.connector import KVDepotConnector
-from kvdepot.client.vllm.weighted import OWN, RankHandshakes, WeightedMultiConnector
+from kvdepot.client.vllm.weighted import OWN, RankHandshakes, WeightedMultiConnector, check_children
 from kvdepot.core.errors import ConfigError
 from prometheus_client import REGISTRY
 from vllm.config import KVTransferConfig, VllmConfig
@@ -236,6 +237,14 @@ def test_a_child_without_hybrid_support_is_refused_by_name(combine: Combine) -> 
 def test_what_cannot_be_combined_is_refused_by_name(folder: Path, children: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Combined(configured(folder, children), cache_layout(hybrid=False, blocks=16, retention=None))
+
+
+@pytest.mark.requirement("P9")
+def test_a_child_without_an_endpoint_has_that_of_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "unix:///a")
+    children = [{"kv_connector": "KVDepotConnector", "kv_role": "kv_both"}, child(extra={"endpoint": "unix:///a"})]
+    with pytest.raises(ConfigError, match="unix:///a is another child's"):
+        check_children(configured(folder, children))
 
 
 @pytest.mark.requirement("P8")

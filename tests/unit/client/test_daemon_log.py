@@ -150,3 +150,19 @@ def test_an_attachment_reports_each_attempt_that_failed_and_whether_a_daemon_was
     finally:
         attachment.close()
     assert [line.split(": ")[1] for line in caplog.messages] == [f"not attached to unix://{tmp_path}/s"]
+
+
+def test_a_daemon_that_refuses_goes_and_comes_is_logged_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    attachment = Attachment(ENDPOINT, EngineProcess("engine", scheduler=True), log=LOG)
+    monkeypatch.setattr("kvdepot.client.attachment.time.monotonic", clock := Clock())
+    clock.now = 1000.0
+    for refusal in ("no room", "no room", "no room", "another", "no room"):
+        attachment._refused(refusal)
+        attachment._missed("", "there is no daemon")
+        clock.now += 10.0
+    assert [line.rpartition(": ")[2] for line in caplog.messages] == ["no room", "another", "no room"]
+    clock.now += 61.0
+    attachment._refused("no room")
+    assert len(caplog.records) == 4

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Final
 
-from kvdepot.client.endpoint import default_endpoint
+from kvdepot.client.endpoint import endpoint_url
 from kvdepot.client.vllm.base import compat
 from kvdepot.client.vllm.base.stats import PREFIX, KVDepotStats
 from kvdepot.client.vllm.connector import KVDepotConnector
@@ -255,7 +255,7 @@ def check_children(vllm_config: Any) -> list[float]:
                 WHERE, f"{label}.kv_load_failure_policy", "vLLM follows the outer one alone",
                 advice=f"leave it out, or set both to {outer.kv_load_failure_policy!r}",
             )  # fmt: skip
-        endpoint = extra.get("endpoint") or (default_endpoint() if child.get("kv_connector") == DEPOT else None)
+        endpoint = endpoint_url(extra) if child.get("kv_connector") == DEPOT else extra.get("endpoint")
         if endpoint is not None and endpoint in endpoints:
             raise ConfigError(
                 WHERE, f"{label}.endpoint", f"{endpoint} is another child's", advice="name each daemon once"

@@ -32,4 +32,6 @@ def test_engines_make_no_labels_and_no_more_hits_than_tokens() -> None:
     client = rig.attach("one")
     assert report(rig, client.session, TokenReport(1, 100, 0, {"x": 10, "y": 20})).served_tokens == {"other": 30}
     assert report(rig, client.session, TokenReport(2, 100, 60, {"ram": 41})).prompt_tokens == 100
-    assert rig.depot.status().counters["invalid_token_reports"] == 1
+    assert report(rig, client.session, TokenReport(3, 2**64 - 1)).prompt_tokens == 100
+    assert report(rig, client.session, TokenReport(4, 100, 0, {"ram": 100}, 1.7e308)).saved_seconds == 0.0
+    assert rig.depot.status().counters["invalid_token_reports"] == 3

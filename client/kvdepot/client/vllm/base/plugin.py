@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from typing import Final
+
+from kvdepot.client.endpoint import ENDPOINT_VARIABLE, default_endpoint
 
 ENTRY_POINT: Final = "kvdepot.client.vllm.base.plugin:register"
 """As pyproject.toml has it."""
@@ -19,8 +22,12 @@ def register() -> None:
 
     vLLM calls this in each of its processes, of every engine in this environment. So it never raises: an engine that
     does not use kvdepot must start with any vLLM.
+
+    The first of these processes starts the others. They inherit the endpoint that it found, so that the scheduler and
+    all ranks use one daemon, whatever starts in between.
     """
     try:
+        os.environ.setdefault(ENDPOINT_VARIABLE, default_endpoint())
         from kvdepot.client.vllm.base.compat import KVConnectorFactory
 
         for name, module in _CONNECTORS.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from kvdepot.client.attachment import Transport
-from kvdepot.client.endpoint import ENDPOINT_VARIABLE, PACKAGED_ENDPOINT, Endpoint, EndpointError, default_endpoint
+from kvdepot.client.endpoint import PACKAGED_ENDPOINT, Endpoint, EndpointError, endpoint_url
 from kvdepot.core.errors import ConfigError
 
 WHERE: Final = "kv_connector_extra_config"
@@ -78,7 +78,7 @@ def parse_settings(extra: Mapping[str, Any], environment: Mapping[str, str] = os
         if key not in known:
             near = difflib.get_close_matches(str(key), sorted(known), n=1, cutoff=0.0)
             raise ConfigError(WHERE, str(key), "no such key", advice=f"did you mean {near[0]!r}?")
-    url = extra.get("endpoint", environment.get(ENDPOINT_VARIABLE) or default_endpoint())
+    url = endpoint_url(extra, environment)
     if not url:
         raise ConfigError(WHERE, "endpoint", "empty", advice=f"write {PACKAGED_ENDPOINT}, or leave it out")
     if extra.get("tls"):
@@ -91,7 +91,7 @@ def parse_settings(extra: Mapping[str, Any], environment: Mapping[str, str] = os
         values["transport"] = _transport(values["transport"])
     values.setdefault("audit_path", environment.get(AUDIT_VARIABLE, ""))
     try:
-        endpoint = Endpoint.parse(str(url))
+        endpoint = Endpoint.parse(url)
     except EndpointError as error:
         raise ConfigError(WHERE, "endpoint", str(error)) from error
     return Settings(endpoint=endpoint, **values)

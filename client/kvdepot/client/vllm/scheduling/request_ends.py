@@ -1,7 +1,8 @@
 """The ends of requests, as the daemon learns them, with the tokens that they asked for and had not to compute.
 
 A prompt is counted once, at the request's end, as the engine first admitted it: its own cache, kvdepot's load, and the
-rest, which it computed. A request that never ran counts nothing, and what is loaded again after a preemption neither.
+rest, which it computed. A request that was never admitted counts nothing, and what is loaded again after a preemption
+neither.
 
 A report has what has been counted since the last one. So the prompts of an outage are in the first report after it.
 Used on the scheduler's thread only.

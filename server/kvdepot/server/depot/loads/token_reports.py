@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Final
 
 from kvdepot.core.calls import TokenReport
 from kvdepot.core.hit_rate import ENGINE, OTHER_SOURCE
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.sessions.session import Session
+
+TOKENS_MAX: Final = 1 << 32
+"""Of one report: more than any engine's prompts have that end between two calls."""
+TOKEN_SECONDS_MAX: Final = 10.0
+"""In which any engine computes a token."""
 
 
 class TokenReports:
@@ -18,11 +24,15 @@ class TokenReports:
         self._tiers = tiers
 
     def count(self, session: Session, report: TokenReport) -> None:
-        """Count a report, once. Ignore one that says that more was supplied than asked for."""
+        """Count a report, once. Ignore one that cannot be true, such as more supplied than asked for."""
         if report.number <= session.token_report:
             return
         session.token_report = report.number
-        if report.engine_tokens + sum(report.loaded_tokens.values()) > report.prompt_tokens:
+        loaded = sum(report.loaded_tokens.values())
+        if (
+            not report.engine_tokens + loaded <= report.prompt_tokens <= TOKENS_MAX
+            or report.saved_seconds > loaded * TOKEN_SECONDS_MAX
+        ):
             self._counters.add("invalid_token_reports")
             return
         self._counters.add("prompt_tokens", report.prompt_tokens)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
 
 import pytest
+from kvdepot.client.endpoint import ENDPOINT_VARIABLE, default_endpoint
 from kvdepot.client.vllm.base import plugin
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -17,6 +19,8 @@ _NAMED = """
 from vllm.plugins import load_general_plugins
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 load_general_plugins()
+import os
+print(os.environ["KVDEPOT_ENDPOINT"])
 for name in ("KVDepotConnector", "WeightedMultiConnector"):
     print(KVConnectorFactory.get_connector_class_by_name(name).__module__)
 """
@@ -28,16 +32,24 @@ def test_the_installed_package_has_the_entry_point() -> None:
     assert point.load() is plugin.register
 
 
-def test_vllm_knows_the_connectors_by_their_names_alone() -> None:
+@pytest.mark.parametrize("given", ["", "unix:///given"])
+def test_vllm_knows_the_connectors_by_their_names_alone(given: str) -> None:
+    """And processes that this one starts use the same daemon."""
+    environment = {name: value for name, value in os.environ.items() if name != ENDPOINT_VARIABLE}
+    environment |= {ENDPOINT_VARIABLE: given} if given else {}
     done = subprocess.run(
-        [sys.executable, "-c", _NAMED], capture_output=True, text=True, check=True, timeout=patient(300)
-    )
-    assert done.stdout.split()[-2:] == ["kvdepot.client.vllm.connector", "kvdepot.client.vllm.weighted"]
+        [sys.executable, "-c", _NAMED],
+        capture_output=True, text=True, check=True, timeout=patient(300), env=environment,
+    )  # fmt: skip
+    endpoint, *modules = done.stdout.split()[-3:]
+    assert endpoint == (given or default_endpoint())
+    assert modules == ["kvdepot.client.vllm.connector", "kvdepot.client.vllm.weighted"]
 
 
 def test_a_vllm_that_has_moved_its_names_starts_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv(ENDPOINT_VARIABLE, "unix:///a")
     monkeypatch.delattr(KVConnectorFactory, "register_connector")
     logger = logging.getLogger("vllm.kvdepot")
     monkeypatch.setattr(logger, "propagate", True)
