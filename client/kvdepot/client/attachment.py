@@ -111,6 +111,7 @@ class Attachment:
         self._map_arena = map_arena
         self._transport = transport
         self._streams = transport is Transport.STREAM and map_arena
+        self._unmapped: tuple[str, int] | None = None  # the daemon's version and the arena that could not be mapped
         self._on_change = on_change
         self._backoff = backoff or Backoff(BACKOFF_FIRST_SECONDS, BACKOFF_MAX_SECONDS, random.random)
         self._log = log or logging.getLogger(__name__)
@@ -226,20 +227,32 @@ class Attachment:
             else:
                 self._missed("", str(error))
             return None
+        daemon = (accepted.reply.daemon_version, accepted.reply.arena_id)
+        if self._streams and self._unmapped not in (None, daemon):
+            accepted.close()  # it is upgraded, or has another arena: this one may be mapped
+            self._streams = False
+            return None
         try:
             arena = self._connect_proxy(accepted) if self._streams else self._adopt(accepted)
         except (ArenaFormatError, OSError) as error:
             accepted.connection.close()
             if accepted.calls is not None:
                 accepted.calls.close()
-            self._refused(f"the arena cannot be {'reached by streams' if self._streams else 'mapped'}: {error}")
-            self._streams = self._streams or self._transport is Transport.AUTO  # nothing makes a mapping possible later
+            self._cannot_reach(daemon, error)
             return None
         self._backoff.reset()
         self._said_refusal = ""
         version = accepted.reply.daemon_version
         self._publish(_State(accepted.reply.session, arena, daemon_version=version), accepted.calls)
         return accepted.connection
+
+    def _cannot_reach(self, daemon: tuple[str, int], error: Exception) -> None:
+        """Note why the arena cannot be reached. Go on with streams: this daemon's arena will not be mapped later."""
+        if self._streams or self._transport is not Transport.AUTO:
+            self._refused(f"the arena cannot be {'reached by streams' if self._streams else 'mapped'}: {error}")
+            return
+        self._refused(f"the arena cannot be mapped: {error}; streams are used, which are slower")
+        self._streams, self._unmapped = True, daemon
 
     def _refused(self, reason: str) -> None:
         if reason != self._said_refusal or time.monotonic() > self._said_refusal_at + SAY_AGAIN_SECONDS:
@@ -257,11 +270,15 @@ class Attachment:
     def _adopt(self, accepted: Attached) -> Arena | None:
         """Return the mapping to use: the present one if it is of the same arena. Take over the descriptors."""
         known, arena_id = self._state.arena, accepted.reply.arena_id
-        if not self._map_arena or (known is not None and known.arena_id == arena_id):
+        same = known is not None and known.arena_id == arena_id and not isinstance(known, StreamArena)
+        if not self._map_arena or same:
             _close(accepted.descriptors)
             return known
         if not accepted.descriptors:
-            raise OSError("its descriptors did not arrive")
+            raise OSError(
+                f"{accepted.arrived} of its descriptors arrived: the daemon (version {accepted.reply.daemon_version})"
+                " is older than this client and has to be upgraded, or something takes descriptors away"
+            )
         data, tables = accepted.descriptors
         try:
             arena = ArenaMap(data, tables)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,42 @@ def test_auto_uses_streams_where_the_arena_cannot_be_mapped(
         client.fill(0, COUNT, seed=3)
         assert load_equals(client, store(client, name))
         assert isinstance(client.worker.arena, StreamArena)
+
+
+@pytest.mark.requirement("I8")
+def test_auto_maps_the_arena_once_an_older_daemon_is_upgraded(
+    daemon: DaemonProcess, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon of an earlier format sends one descriptor. Streams go on with it, and no longer."""
+    ask, old = attach.attach, [True]
+
+    def as_older(*arguments: Any) -> attach.Attached:
+        accepted = ask(*arguments)
+        if not old:
+            return accepted
+        reply = replace(accepted.reply, daemon_version="0.1.0")
+        if reply.stream or not accepted.descriptors:
+            return replace(accepted, reply=reply)
+        for descriptor in accepted.descriptors:
+            os.close(descriptor)
+        return replace(accepted, reply=reply, descriptors=(), arrived=1)
+
+    monkeypatch.setattr(attachment, "attach", as_older)
+    with EngineClient(daemon.endpoint, name, transport=Transport.AUTO) as client:
+        client.fill(0, COUNT, seed=5)
+        keys = store(client, name)
+        assert isinstance(client.worker.arena, StreamArena)
+        assert "the daemon (version 0.1.0) is older than this client and has to be upgraded" in caplog.text
+        assert "streams are used, which are slower" in caplog.text
+        before = client.locate(keys)
+        old.clear()
+        daemon.stop()
+        daemon.start()
+        wait_until(lambda: isinstance(client.worker.arena, ArenaMap), "the arena is mapped")
+        client.wait_attached()
+        wait_until(lambda: client.locate(keys) == before, "what was adopted is verified")
+        assert load_equals(client, keys)
+        wait_until(lambda: not proxies(daemon), "no proxy is left")
 
 
 def test_shm_that_cannot_be_mapped_is_not_attached_and_says_why(

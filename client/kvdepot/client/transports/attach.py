@@ -34,13 +34,21 @@ class Attached:
     """An accepted attachment. The connection is the liveness; descriptors and call socket are the caller's to close.
 
     The descriptors are those of the arena's data and tables, or, where the reply names a stream, that of the proxy's
-    lifeline. There are none where something between the two processes takes descriptors away.
+    lifeline. There are none where fewer of them than due have `arrived`: something between the two processes took them
+    away, or the daemon is of a version that sends fewer.
     """
 
     connection: socket.socket
     reply: AttachReply
     descriptors: tuple[int, ...]
     calls: socket.socket | None = None
+    arrived: int = 0
+
+    def close(self) -> None:
+        """Close the connection and what came with it."""
+        if self.calls is not None:
+            self.calls.close()
+        _close(self.connection, self.descriptors)
 
 
 def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
@@ -63,7 +71,8 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         due = (1 if reply.stream else 2) + reply.calls
         if len(descriptors) > due:
             raise AttachError(f"the answer carries {len(descriptors)} descriptors", by_daemon=True)
-        if len(descriptors) < due:  # something has taken some away: nobody knows which ones are left
+        arrived = len(descriptors)
+        if arrived < due:  # something has taken some away: nobody knows which ones are left
             _close_all(descriptors)
             descriptors = []
         calls = socket.socket(fileno=descriptors.pop()) if reply.calls and descriptors else None
@@ -74,7 +83,7 @@ def attach(path: str, call: AttachCall, timeout_seconds: float) -> Attached:
         _close(connection, descriptors)
         raise AttachError(_reason(error), by_daemon=isinstance(error, KvDepotError)) from error
     connection.settimeout(None)
-    return Attached(connection, reply, tuple(descriptors), calls)
+    return Attached(connection, reply, tuple(descriptors), calls, arrived)
 
 
 def _reason(error: Exception) -> str:
