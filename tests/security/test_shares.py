@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -61,6 +62,20 @@ def take_streams(socket: str, most: int) -> tuple[int, str]:
         if attached.reply.error:
             return number, attached.reply.error
     return most, ""
+
+
+def churn_streams(socket: str, seconds: float) -> tuple[int, list[str]]:
+    """Attach as a rank that needs a proxy, and end it, all the time. Return how many proxies started, and refusals."""
+    until, started, refusals = time.monotonic() + seconds, 0, set()
+    while time.monotonic() < until:
+        attached = Attached(socket, f"e{os.getpid()}", scheduler=False, stream=True)
+        attached.close()
+        if attached.reply.error:
+            refusals.add(attached.reply.error.partition(":")[0])
+            time.sleep(0.01)
+        else:
+            started += 1
+    return started, sorted(refusals)
 
 
 def take_specs(socket: str, most: int) -> tuple[int, str]:
@@ -198,6 +213,23 @@ def test_a_user_has_its_share_of_the_specs(daemon: DaemonProcess, honest: OtherU
     assert honest.run("check", socket) == 4
     assert honest.run("take_specs", socket, 10) == (10, "")
     assert honest.run("check", socket) == 8
+
+
+@pytest.mark.requirement("S4", "I4")
+def test_a_user_does_not_start_proxies_all_the_time(honest: OtherUser, hostile: OtherUser) -> None:
+    """Each start costs 0.1 s of a core, although the proxy ends with its connection."""
+    with DaemonProcess(config="[sessions]\nstreams = 3\n") as daemon:
+        open_to_group(daemon)
+        socket = str(daemon.socket)
+        assert honest.run("check", socket) == 4
+        begun = time.monotonic()
+        started, refusals = hostile.run("churn_streams", socket, 6.0)
+        assert 3 <= started <= 3 + (time.monotonic() - begun)
+        assert f"processes of uid {HOSTILE} start streams too often" in " ".join(refusals)
+        assert f"processes of uid {HOSTILE} start streams too often" in daemon.log
+        assert status_of(daemon.socket).counters["refused_streams.rate"] > 0
+        assert honest.run("take_streams", socket, 2) == (2, ""), "another user has a rate of its own"
+        assert honest.run("check", socket) == 8
 
 
 @pytest.mark.requirement("S4", "I4")

@@ -162,6 +162,7 @@ class AttachWorld:
         proxies = StreamProxies(
             arena_fds=(-1, -1), count_max=STREAMS_MAX, mode=0o600, group_id=-1, loop=self.loop, log=_LOG,
             tenants=len(self.parties.budgets),
+            count=self.rig.depot.counters.add, starts_per_second=1e6,
         )  # fmt: skip
         self.listener = AttachListener(
             depot=self.rig.depot, calls=_NO_CALLS, streams=proxies, loop=self.loop, log=_LOG, boot_id=BOOT,

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -15,16 +16,19 @@ from kvdepot.server.config.schema import SOCKET_PATH_BYTES_MAX, STREAM_SUFFIX
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.stream_wire import OPENING, Opening
 from kvdepot.server.platform.identity import Owner
+from kvdepot.server.platform.token_bucket import TokenBuckets
 
 _MODULE: Final = "kvdepot.server.io.stream_proxy"
 _USERS_MAX: Final = 4
 """So many times the proxies of one user are all that there may be: one takes some 40 MiB."""
+STARTS_PER_SECOND: Final = 1.0
+"""Of one user, after as many at once as its share is: each start costs 0.1 s of a core, and 40 MiB for a moment."""
 
 
 class StreamProxies:
     """All proxies of this daemon, at most `count_max` of one uid. Everything runs on the loop's thread.
 
-    `tenants`: how many are configured. Each has an equal part of all proxies.
+    `tenants`: how many are configured. Each has an equal part of all proxies. `count` counts an event by its name.
 
     Their sockets lie beside the daemon's, which the caller holds the lock of.
     """
@@ -38,16 +42,28 @@ class StreamProxies:
         group_id: int,
         loop: asyncio.AbstractEventLoop,
         log: logging.Logger,
+        count: Callable[[str], None],
         tenants: int = 0,
+        starts_per_second: float = STARTS_PER_SECOND,
     ) -> None:
         self._tenants = tenants
+        self._count = count
+        self._starts = TokenBuckets(per_second=starts_per_second, burst=count_max, clock=loop.time)
         self._arena_fds = arena_fds  # of the tables, of the data
-        self.count_max = count_max  # those above a new one go on
         self._mode = mode
         self._group_id = group_id
         self._loop = loop
         self._log = log
         self._proxies: dict[int, StreamProxy] = {}  # by number, until their death is proven
+
+    @property
+    def count_max(self) -> int:
+        """How many proxies a user may have. It may start so many at once, too."""
+        return self._starts.burst
+
+    @count_max.setter
+    def count_max(self, count_max: int) -> None:
+        self._starts.burst = count_max  # proxies above a new limit go on
 
     def tidy(self, daemon_socket: Path) -> None:
         """Remove what the proxies of an earlier run have left beside this socket."""
@@ -58,13 +74,14 @@ class StreamProxies:
     def start(self, daemon_socket: Path, owner: Owner) -> StreamProxy:
         """Start a proxy for a process of this owner.
 
-        Raise NoRoom (too many), or NotReady (no room on the host, or no path for its socket).
+        Raise NoRoom (too many), or NotReady (too many a second, no room on the host, or no path for its socket).
         """
         full = self._full(owner)
         numbers = range(_USERS_MAX * self.count_max)
         number = next((number for number in numbers if number not in self._proxies), None)
         if full or number is None:
             users = full or f"{len(self._proxies)} processes"
+            self._count("refused_streams.share")
             raise NoRoom(
                 f"{users} use streams already",
                 advice="raise [sessions] streams, or let engines map the arena (transport = shm)",
@@ -73,6 +90,12 @@ class StreamProxies:
         name = f"{STREAM_SUFFIX}{number}".lstrip(".")
         if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
             raise NotReady(f"{path} is longer than a socket's path can be", advice="use a shorter daemon.listen")
+        if not self._starts.take(owner.uid):
+            self._count("refused_streams.rate")
+            raise NotReady(
+                f"processes of {owner} start streams too often: {self.count_max} at once may, and then one a second",
+                advice="find out why they attach again and again, or let them map the arena (transport = shm)",
+            )
         try:
             process, lifeline, pidfd = spawn(
                 _MODULE,

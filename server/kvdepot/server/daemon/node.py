@@ -144,7 +144,8 @@ class Node:
         tables = self._config.tables
         streams = StreamProxies(
             arena_fds=(arena.tables_fd, arena.data_fd), count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
-            group_id=tables.daemon.group_id, loop=self._loop, log=self._log, tenants=len(tables.tenant),
+            group_id=tables.daemon.group_id, loop=self._loop, log=self._log, count=counters.add,
+            tenants=len(tables.tenant),
         )  # fmt: skip
         self._streams = streams
         self._control = Control(

@@ -259,6 +259,12 @@ _ENGINES = (
         "access",
         ("read", "write"),
     ),
+    _counter(
+        "refused_streams",
+        "Attachments by streams that were refused. `reason`: its `share` of proxies is used, or it starts too many.",
+        "reason",
+        ("rate", "share"),
+    ),
 )
 
 _LOOKUPS = (
