@@ -173,6 +173,25 @@ def test_who_writes_to_the_directory_without_the_key_has_nothing_served(nodes: N
     assert not any(key in daemon.log for key in (OLD, NEW) for daemon in nodes.daemons)
 
 
+@needs_root
+@pytest.mark.requirement("S5", "T3", "I1")
+def test_a_planted_object_does_not_keep_a_store_out(nodes: Nodes) -> None:
+    first, second = nodes.start(NEW), nodes.start(NEW)
+    nodes.store(first, keys_of("planted", 1))
+    file = str(nodes.path(keys_of("planted", 1)[0]))
+    _open_to_everybody(nodes.root)
+    with OtherUser(HOSTILE, __name__) as hostile:
+        hostile.run("forge", file)
+    nodes.store(second, keys_of("planted", 1))
+    assert status_of(second.socket).counters["tier_damaged_objects.pool/forged"] == 1
+    assert nodes.quarantined() == ["forged"]
+    for path in (nodes.root, *nodes.root.rglob("*")):  # else the next start refuses the directory
+        path.chmod(path.stat().st_mode & ~0o022)
+    _without_ram(second)
+    with RawEngine(second.socket) as engine:
+        assert load(engine, "planted") == right("planted")
+
+
 @pytest.mark.requirement("S5", "T3")
 def test_an_upgrade_heals_and_a_node_that_was_left_out_deletes_nothing(nodes: Nodes) -> None:
     plain = nodes.start()

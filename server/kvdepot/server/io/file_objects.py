@@ -33,7 +33,7 @@ from kvdepot.server.io.macs import mac_of
 from kvdepot.server.io.objects import read_object, write_object
 from kvdepot.server.platform.durable_files import LACKED, naming
 from kvdepot.server.platform.file_room import check_room
-from kvdepot.server.storage.base import OTHER_KEYS, IoOutcome
+from kvdepot.server.storage.base import DAMAGED, OTHER_KEYS, IoOutcome
 from kvdepot.server.storage.shared_layout import FORMAT_VERSION, MARKER, NAMESPACE, SUFFIX
 
 _THREADS_MAX: Final = 64
@@ -122,8 +122,16 @@ def publish(job: PublishFile, context: Context) -> Answer:
     `raw_sum` of the answer is always that of the payload in RAM. Another node's payload may differ in its last bits.
     """
     already = _already_there(job, context)
-    if already is not None:
+    if already is not None and already.outcome not in DAMAGED - OTHER_KEYS:
         return already
+    answer = _written(job, context)
+    if already is None:
+        return answer
+    return replace(answer, replaced=already.outcome, detail=answer.detail or already.detail)
+
+
+def _written(job: PublishFile, context: Context) -> Answer:
+    """Write the object in the place of whatever is there."""
     with contextlib.suppress(FileNotFoundError):  # of a worker that died over this job
         _unlink(job.temporary, context)
     try:
@@ -160,7 +168,7 @@ def _already_there(job: PublishFile, context: Context) -> Answer | None:
     """Return the answer if the object is already there, or another one is in its place. Return None otherwise.
 
     A foreign object is not replaced, nor one of an unknown key: it is a hit for somebody. A damaged one is moved to
-    quarantine, and None returned. None is also returned for a file that is to be replaced.
+    quarantine, and its damage returned. None is also returned for a file that is to be replaced.
     """
     try:
         with context.files.held(job.file) as fd:
@@ -170,10 +178,13 @@ def _already_there(job: PublishFile, context: Context) -> Answer | None:
                 header.check(job.name)
                 mac_of(header, context.header, job.keys)
                 header.check_room(os.fstat(fd).st_size - HEADER_BYTES)
+                if job.keys:
+                    _check_writer(job, fd, context)
             except ObjectDamageError as damage:
                 answer = _judged(job, fd, damage, context)
                 stays = answer.outcome in (IoOutcome.FOREIGN, IoOutcome.UNKNOWN_KEY)
-                return answer if stays and not _retired(job.keys, context) else None
+                useless = answer.outcome is IoOutcome.UNKEYED or (stays and _retired(job.keys, context))
+                return None if useless else answer
             with contextlib.suppress(OSError):  # not ours to write to: it is there all the same
                 os.utime(fd)
     except OSError as error:
@@ -272,10 +283,7 @@ def _foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Co
 
 
 def _check_writer(job: ReadFile | PublishFile, fd: int, context: Context) -> None:
-    """Verify a foreign object: what it says is a client's word only if somebody with a key wrote it.
-
-    Raise ObjectDamageError.
-    """
+    """Verify all of an object by the name in its header: somebody with a key wrote it. Raise ObjectDamageError."""
     name = ObjectHeader.unpack(context.header).name
     room = _room_bytes(name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
     read_object(ReadObject((Part(job.file, 0, room),), name, 0, None), context, job.keys)

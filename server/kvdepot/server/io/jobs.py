@@ -285,7 +285,8 @@ class PublishFile:
 
     GONE: the folder of temporaries is missing, or on another file system than `device` (0: any); nothing was written.
     Nor was it where the answer is FOREIGN (see `ReadFile`), or UNKNOWN_KEY: the file is right for those who have its
-    key. A file without a MAC is replaced where there are `keys`, and so is one of a retired key.
+    key. A file without a MAC is replaced where there are `keys`, and so is one of a retired key. With `keys`, all of a
+    file is read before it counts as there: a key's id is public, so a header alone proves nothing.
     """
 
     file: FileName
@@ -343,6 +344,7 @@ class Answer:
     direct: bool = True  # False: through the page cache: O_DIRECT is refused, or not safe
     already_there: bool = False  # a publication found the object, and wrote nothing
     lengths: Annotated[tuple[FileLength, ...], Count(FILES_PER_STAT)] = ()  # of each file of the job
+    replaced: IoOutcome = IoOutcome.OK  # what was wrong with a file that a publication found there and replaced
 
     def cut(self) -> Answer:
         """Return it with as much of the detail as fits in a frame: it is for the log."""

@@ -220,6 +220,34 @@ def test_a_node_replaces_what_nobody_can_use_and_nothing_else(files: Files, case
     assert not files.files(layout.QUARANTINE) and not files.files(layout.TEMPORARIES)
 
 
+@pytest.mark.requirement("S5", "P6", "T3")
+@pytest.mark.parametrize("codec", list(Codec), ids=lambda codec: codec.name)
+@pytest.mark.parametrize("what", ["forged", "header alone", "cut", "rotten"])
+def test_a_store_replaces_a_planted_file_that_has_the_id_of_a_key(files: Files, codec: Codec, what: str) -> None:
+    """Ids of keys are public. A store that relied on a header alone would find the object there again and again."""
+    job = stored(files, codec=codec)
+    path = files.path(job)
+    data = path.read_bytes()
+    planted = {
+        "forged": forged(data), "header alone": data[:HEADER_BYTES].ljust(len(data), b"\0"),
+        "cut": data[: len(data) // 2], "rotten": _rotten(data),
+    }  # fmt: skip
+    path.write_bytes(planted[what])
+    answer = files.publish(replace(job, temporary=".tmp/other-1.tmp"))
+    assert (answer.outcome, answer.already_there) == (IoOutcome.OK, False)
+    assert answer.replaced in (IoOutcome.FORGED, IoOutcome.CORRUPT, IoOutcome.TOO_SHORT)
+    assert what != "forged" or answer.replaced is IoOutcome.FORGED
+    assert len(files.files(layout.QUARANTINE)) == 1
+    assert read(files, job, KEYED) == (IoOutcome.OK, pattern(RAW_BYTES, 1))
+    again = files.publish(replace(job, temporary=".tmp/other-2.tmp"))
+    assert (again.already_there, again.replaced) == (True, IoOutcome.OK)
+
+
+def _rotten(data: bytes) -> bytes:
+    at = HEADER_BYTES + 100
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
 @pytest.mark.requirement("T3")
 def test_an_object_of_a_key_for_reading_is_already_there(files: Files) -> None:
     job = stored(files, KeyRing((OLD,)))

@@ -73,7 +73,7 @@ class SharedTier:
             config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), QuotaGrant(),
             WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard, keys=config.keys,
         )  # fmt: skip
-        self._writing = Writing(directory, refused=self._refused, kept=self._kept)
+        self._writing = Writing(directory, refused=self._refused, kept=self._kept, damaged=self._damaged)
         self._reading = Reading(directory, answered=self._read, damaged=self._damaged, lost=self._lose)
         self._recency = Recency(directory, lost=self._lose)
         self._look_ups = LookUps(

@@ -36,17 +36,21 @@ class _Write:
 class Writing:
     """`refused(outcome, detail)` is told of what failed, `kept(name)` of names that have a handle now.
 
+    `damaged(name, outcome, detail)` is told of files that were in the place of an object, and are in quarantine now.
+
     Counts `shared_publications.written` and `.already_there`. A write that something raised for is answered CANCELLED,
     and costs what it may have cost.
     """
 
     def __init__(
-        self, directory: Directory, *, refused: Callable[[IoOutcome, str], None], kept: Callable[[ObjectName], None]
-    ) -> None:
+        self, directory: Directory, *, refused: Callable[[IoOutcome, str], None], kept: Callable[[ObjectName], None],
+        damaged: Callable[[ObjectName, IoOutcome, str], None],
+    ) -> None:  # fmt: skip
         self._directory = directory
         self._guard = guard = directory.guard
         self._refused = guard.safe("telling of a refusal", refused)
         self._kept = guard.safe("telling of a handle", kept)
+        self._damaged = guard.safe("telling of damage", damaged)
         self._names: set[bytes] = set()
         self._numbers = 0
         self._begun: Counter[str] = Counter()  # writes that are not over, by node
@@ -111,6 +115,9 @@ class Writing:
         What an earlier worker has left counts, whatever the last one answers.
         """
         directory, name = self._directory, write.name
+        if answer.replaced is not IoOutcome.OK:
+            directory.count(f"tier_damaged_objects.{answer.replaced}", 1)
+            self._damaged(name, answer.replaced, answer.detail)
         if answer.outcome is IoOutcome.OK:
             written_bytes = 0 if answer.already_there else answer.stored_bytes
             untouched = answer.already_there and tries <= 1

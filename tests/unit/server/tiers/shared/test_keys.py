@@ -53,6 +53,22 @@ def test_nodes_with_one_key_serve_each_other_s_objects_and_no_forged_one(rig: Sh
     assert other.read(theirs, name)[0] is IoOutcome.GONE
 
 
+@pytest.mark.requirement("S5", "T3")
+def test_a_store_finds_a_planted_object_and_counts_it(rig: SharedRig, caplog: pytest.LogCaptureFixture) -> None:
+    """The id of a key is public. A header that has it proves nothing."""
+    rig.stored(NAME)
+    forge(rig.path_of(NAME))
+    other = rig.another(keys=KEYED)
+    handle = other.stored(NAME)
+    assert other.counts["tier_damaged_objects.forged"] == 1 and quarantined(rig) == ["forged"]
+    assert other.counts["shared_publications.written"] == 1
+    assert other.read(handle, NAME) == (IoOutcome.OK, payload_of(NAME))
+    assert "is forged" in caplog.text
+    third = rig.another(keys=KEYED)
+    third.stored(NAME)
+    assert third.counts["shared_publications.already_there"] == 1 and not third.counts["tier_damaged_objects.forged"]
+
+
 @pytest.mark.requirement("T3")
 @pytest.mark.parametrize("keys", [NO_KEYS, OTHER], ids=["no key", "another key"])
 def test_a_node_of_other_keys_misses_and_leaves_the_object_to_the_others(
