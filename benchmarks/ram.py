@@ -328,6 +328,26 @@ def measure(depot: Depot, plain: Plain, batch: int, rounds: int, report: Report,
         report.figure(f"{name}_gb_s_{batch}", median(speeds[name]), "GB/s")
 
 
+def compare_verified(
+    depot: Depot, shares: list[float], batch: int, rounds: int, report: Report, status: Status
+) -> None:
+    """Measure gets with each share of verified loads, in turns, against the first one."""
+    got = GET_BYTES // OBJECT_BYTES // (1 if batch > 1 else 4)
+    while sum(len(chain.keys) for chain in depot.chains) * OBJECT_BYTES < WORKING_SET_BYTES - batch * OBJECT_BYTES:
+        depot.put(batch, got)
+    status.wait_summed()
+    seconds: dict[float, list[float]] = {share: [] for share in shares}
+    for number in range(rounds):
+        for share in shares if number % 2 else shares[::-1]:
+            depot.verify_loads = share
+            seconds[share].append(depot.get(batch, got))
+    for share in shares:
+        report.figure(f"get_gb_s_{batch}_verify_{share:g}", got * OBJECT_BYTES / 1e9 / median(seconds[share]), "GB/s")
+    for share in shares[1:]:
+        ratios = [first / other for first, other in zip(seconds[shares[0]], seconds[share], strict=True)]
+        report.figure(f"get_ratio_{batch}_verify_{share:g}", median(ratios), "")
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--ram", default="4608MiB", help="capacity of the daemon that is started (default %(default)s)")
@@ -336,7 +356,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 64, 1])
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--transport", type=Transport, choices=(Transport.SHM, Transport.STREAM), default=Transport.SHM)
-    parser.add_argument("--verify-loads", type=float, default=0.0, help="the share of gets compared with checksums")
+    parser.add_argument(
+        "--verify-loads", type=float, nargs="+", default=[0.0],
+        help="the share of gets compared with checksums; several: gets alone, in turns, as ratios of the first share",
+    )  # fmt: skip
     options: argparse.Namespace = parser.parse_args()
     seed = options.seed if options.seed is not None else random.randrange(2**32)
     way = "shared memory" if options.transport is Transport.SHM else "streams"
@@ -358,7 +381,7 @@ def run(options: argparse.Namespace, config: Path, seed: int, report: Report) ->
         with engine(started.endpoint, spec(), transport=options.transport) as (session, worker):
             arena = worker.arena
             assert arena is not None
-            depot = Depot(session, arena, Copies(), random.Random(seed), verify_loads=options.verify_loads)
+            depot = Depot(session, arena, Copies(), random.Random(seed), verify_loads=options.verify_loads[0])
             plain = Plain(depot, WORKING_SET_BYTES, str(started.arena_directory))
             filled = 0
             while filled < arena.size_bytes:  # from here on every put evicts
@@ -366,6 +389,9 @@ def run(options: argparse.Namespace, config: Path, seed: int, report: Report) ->
                 filled += 256 * OBJECT_BYTES
             for batch in options.batches:
                 depot.chains.clear()
+                if len(options.verify_loads) > 1:
+                    compare_verified(depot, options.verify_loads, batch, options.rounds, report, status)
+                    continue
                 measure(depot, plain, batch, options.rounds, report, status, aims=options.transport is Transport.SHM)
             final = status()
             report.note(
