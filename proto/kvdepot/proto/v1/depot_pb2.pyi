@@ -1292,9 +1292,7 @@ global___QuotaStatus = QuotaStatus
 
 @typing.final
 class TenantStatus(google.protobuf.message.Message):
-    """A tenant or a namespace that a quota limits.
-    A tenant of the configuration. The refusals are since the daemon started.
-    """
+    """A tenant of the configuration. The refusals are since the daemon started."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1337,6 +1335,8 @@ global___TenantStatus = TenantStatus
 
 @typing.final
 class QuotaOwnerStatus(google.protobuf.message.Message):
+    """A tenant or a namespace that a quota limits."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TENANT_FIELD_NUMBER: builtins.int

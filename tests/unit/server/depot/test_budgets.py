@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from kvdepot.core.arena import NO_ROW, LentMode
 from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.depot.loads import acquires
+from kvdepot.server.depot.sessions.session import Session
 from kvdepot.server.depot.types import Owner, TenantBudget
 
 from tests.rigs.engine_rig import DENSE, Client, Rig, audit, path, process, spec_of
@@ -366,3 +368,38 @@ def test_loads_of_one_object_do_not_fill_the_table_of_loans() -> None:
     honest.store(path("h", 4))
     assert honest.acquire(path("h", 4))[1].outcome is AcquireOutcome.GRANTED
     audit(rig.depot)
+
+
+class CountedPasses(dict[int, Session]):
+    """Sessions by slot, which count how often somebody looks at all of them."""
+
+    passes = 0
+
+    def values(self) -> Any:
+        self.passes += 1
+        return super().values()
+
+
+def test_a_status_looks_at_all_sessions_once_and_counts_an_object_once_for_each_tenant() -> None:
+    """However many tenants there are: the loop waits meanwhile."""
+    tenants = {name: TenantBudget() for name in "abcd"} | {"e": TenantBudget(2 * 8192, sessions=3)}
+    rig = Rig(PAGES * 4, tenants=tenants)
+    large = spec_of(GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(6 * 4096,)), name="large", tenant="b")
+    one, two = user(rig, 1, 0, "a"), user(rig, 2, 1, "a")
+    three = rig.attach("e3", 30, spec=large, owner=Owner(3, tenant="b"))
+    one.store(path("p", 3))
+    three.store(path("p", 2))
+    one.acquire(path("p", 2))
+    one.acquire(path("p", 1))
+    two.acquire(path("p", 3))
+    three.acquire(path("p", 2))
+    three.reserve(path("q", 1))
+    budgets = rig.depot._budgets
+    budgets._sessions.by_slot = sessions = CountedPasses(budgets._sessions.by_slot)
+    statuses = {status.name: status for status in budgets.tenants(rig.depot._tree.namespaces.by_slot.values())}
+    assert sessions.passes == 1
+    used = {name: (status.sessions, status.credit_used_bytes) for name, status in statuses.items()}
+    assert used == {"a": (2, 3 * 8192), "b": (1, 3 * 12 * 4096), "c": (0, 0), "d": (0, 0), "e": (0, 0)}
+    rest = (PAGES * 4 * 4096 - 2 * 8192) // 4
+    assert [status.credit_bytes for status in statuses.values()] == [rest] * 4 + [2 * 8192]
+    assert [status.sessions_max for status in statuses.values()] == [(1024 - 3) // 4] * 4 + [3]

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, Kind, ReserveOutcome
+from kvdepot.core.planner import GroupSpec
+from kvdepot.server.depot.loads import acquires
 from kvdepot.server.depot.tree.evicting import ORPHAN_SECONDS
 from kvdepot.server.depot.types import EVERY, Quota, TierConfig, WritePolicy
 
 from tests.fakes.shared_memory_tier import SharedMedium
-from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, key, path
+from tests.rigs.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, audit, key, path, spec_of
 from tests.rigs.pin_audit import sweep
 from tests.rigs.tier_rig import COMMIT, EVICT, SECOND_USE, in_ram, in_tier, store, verify
 
@@ -19,19 +21,25 @@ KEYS = path("p", 8)
 
 def with_a_gap(
     policy: WritePolicy = WritePolicy.COMMIT, *, high: float = 0.25, low: float = 0.25, pin_share: float = 0.25,
-    data_pages: int = 20, quotas: tuple[Quota, ...] = (),
+    data_pages: int = 20, quotas: tuple[Quota, ...] = (), before: list[bytes] | None = None,
 ) -> tuple[Rig, Client]:  # fmt: skip
-    """RAM was adopted and has the whole path, eight objects of two pages; the tier has all but the third chunk."""
+    """RAM was adopted and has the whole path, eight objects of two pages; the tier has all but the third chunk.
+
+    It also has the chunks that were stored `before`, if any.
+    """
     rig = Rig(tier=COMMIT, data_pages=data_pages, high_watermark=high, low_watermark=low, pin_share=pin_share)
     client = rig.attach()
+    if before:
+        store(client, before)
+        rig.tier.run()
     store(client, KEYS)
     rig.tier.run()
-    del rig.medium.stored[2]
+    del rig.medium.stored[len(before or ()) + 2]
     rig.tier_config = TierConfig(policy)
     rig.config = replace(rig.config, quotas=quotas)
     rig.crash()
     client = rig.attach()
-    assert (in_ram(rig), in_tier(rig)) == (8, 7)
+    assert before or (in_ram(rig), in_tier(rig)) == (8, 7)
     return rig, client
 
 
@@ -95,6 +103,125 @@ def test_a_store_gets_room_where_ram_has_only_orphans_below_the_watermark(policy
     orphaned = rig.counter("dropped_objects.orphaned")
     ticks(rig)
     assert rig.counter("dropped_objects.orphaned") == orphaned, "no more goes than the store lacked"
+
+
+def short_of_room() -> tuple[Rig, Client, int]:
+    """A store lacks room: seven objects are reserved, RAM alone has the path to what lies on the tier."""
+    rig, client = with_a_gap(high=0.96, low=0.9, data_pages=21)
+    rig.tier.writable = False
+    verify(rig)
+    held, _ = client.reserve(path("held", 7))
+    assert list(client.reserve(path("new", 1))[1].outcomes) == [ReserveOutcome.LATER]
+    return rig, client, held
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize("commits", [True, False])
+def test_no_end_goes_where_the_next_try_finds_room_without(commits: bool) -> None:
+    """What was reserved is committed and may go, or it is free again."""
+    rig, client, held = short_of_room()
+    if commits:
+        client.commit(held, *range(7))
+    else:
+        client.abandon(held, *range(7))
+    ticks(rig)
+    assert in_tier(rig) == 7 and not rig.counter("dropped_objects.orphaned")
+    assert list(client.reserve(path("new", 1))[1].outcomes) == [ReserveOutcome.GRANTED]
+
+
+@pytest.mark.requirement("I4")
+def test_no_end_goes_once_the_store_got_its_room() -> None:
+    """It is full again at the next tick, of what nobody may evict. But nobody lacks anything."""
+    rig, client, held = short_of_room()
+    client.abandon(held, *range(7))
+    assert set(client.reserve(path("other", 7))[1].outcomes) == {ReserveOutcome.GRANTED}
+    ticks(rig)
+    assert in_tier(rig) == 7 and not rig.counter("dropped_objects.orphaned")
+
+
+LARGE = spec_of(GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4 * 4096,)), name="large")  # eight pages an object
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize("quota", [True, False])
+def test_no_end_goes_for_an_object_that_would_not_fit_without_all_of_them(quota: bool) -> None:
+    """All but seven pages are reserved, of RAM or of what the tenant may have."""
+    quotas = (Quota(EVERY, None, "ram", 21 * 4096),) if quota else ()
+    rig, client = with_a_gap(high=0.96, low=0.9, data_pages=30 if quota else 21, quotas=quotas)
+    rig.tier.writable = False
+    verify(rig)
+    client.reserve(path("held", 7))
+    large = rig.attach("large", 11, LARGE)
+    for _ in range(3 * int(ORPHAN_SECONDS)):
+        assert list(large.reserve(path("large", 1))[1].outcomes) != [ReserveOutcome.GRANTED]
+        ticks(rig, 1)
+    assert in_tier(rig) == 7 and not rig.counter("dropped_objects.orphaned")
+
+
+@pytest.mark.requirement("S4")
+@pytest.mark.parametrize("own", [True, False])
+def test_what_a_tenant_lacks_costs_only_ends_of_its_own(own: bool) -> None:
+    rig, client = with_a_gap(high=0.96, low=0.9, data_pages=21)
+    rig.tier.writable = False
+    verify(rig)
+    client.reserve(path("held", 7))
+    lacking = client if own else rig.attach("other", 11, spec_of(*DENSE.groups, name="b", tenant="b"))
+    for _ in range(3 * int(ORPHAN_SECONDS)):
+        lacking.reserve(path("new", 1))
+        ticks(rig, 1)
+    assert bool(rig.counter("dropped_objects.orphaned")) is own
+
+
+@pytest.mark.requirement("I4")
+def test_a_load_lacks_only_what_has_no_room_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the five that RAM does not have, one is being read for another load too, and stays."""
+    monkeypatch.setattr(acquires, "PLACED_AT_ONCE", 1)
+    below = path("below", 5)
+    rig, client = with_a_gap(high=0.96, low=0.9, data_pages=21, before=below)
+    rig.tier.writable = False
+    verify(rig)
+    held, _ = client.reserve(path("held", 7))
+    client.abandon(held, 0, 1)
+    rig.places_at_once = False
+    replies = client.acquire_later(below, bytes([Kind.ATTENTION]) * 5, 99)
+    client.acquire_later(below[:1], bytes([Kind.ATTENTION]), 100)
+    while rig.depot.place_some():
+        pass
+    assert [reply.outcome for reply in replies] == [AcquireOutcome.LATER]
+    assert rig.depot._ram._shortages[""].size_bytes == 4 * 8192
+    audit(rig.depot)
+
+
+def test_one_end_goes_at_a_time_and_each_owner_has_its_turn() -> None:
+    """What follows an end may be a thousand objects, and no call may hold the others up for several of them."""
+    specs = [spec_of(*DENSE.groups, name=f"m{number}") for number in range(4)]
+    rig = Rig(256, tier=COMMIT, high_watermark=0.96, low_watermark=0.9)
+    gone = []
+    for number, spec in enumerate(specs):
+        before = set(rig.medium.stored)
+        store(rig.attach(f"e{number}", 10 + number, spec), KEYS)
+        rig.tier.run()
+        gone.append(sorted(set(rig.medium.stored) - before)[2])
+    for one in gone:
+        del rig.medium.stored[one]
+    rig.config = replace(rig.config, quotas=(Quota(EVERY, EVERY, "ram", 7 * 4096),))
+    rig.crash()
+    clients = [rig.attach(f"e{number}", 10 + number, spec) for number, spec in enumerate(specs)]
+    rig.tier.writable = False
+    verify(rig)
+    ticks(rig, 3)
+    for client in clients:
+        assert list(client.reserve(path("new", 1))[1].outcomes) == [ReserveOutcome.LATER]
+    ticks(rig, 1)
+    rig.now += ORPHAN_SECONDS
+    more, dropped = [], []
+    for _ in range(5):
+        before_tick = in_tier(rig)
+        more.append(rig.depot._ram.trim(0.96, 0.9, 64, rig.depot._tiering))
+        dropped.append(before_tick - in_tier(rig))
+    assert dropped == [5, 5, 5, 5, 0]
+    assert more == [True, True, True, False, False]
+    audit(rig.depot)
 
 
 @pytest.mark.requirement("I6")

@@ -244,11 +244,12 @@ class PendingAcquires:
     def _no_room(self, pending: PendingAcquire) -> AcquireReply:
         asked = pending.asked
         sizes = asked.namespace.object_bytes
-        missing = {(int(asked.nodes[at]), asked.call.kinds[at]) for at in pending.wanted}
+        wanted = {(int(asked.nodes[at]), asked.call.kinds[at]) for at in pending.wanted}
+        missing = [(node, kind) for node, kind in wanted if self._index.row(node, kind) == NO_ROW]
         size_bytes = sum(self._allocator.rounded(sizes[kind]) for _, kind in missing)
         refused = self._ram.refused_by_quota(asked.namespace.slot, size_bytes, len(missing))
         if refused is None:
-            self._ram.note_short(size_bytes)
+            self._ram.note_short(asked.namespace, size_bytes)
             return AcquireReply(AcquireOutcome.LATER)
         owner, later = refused
         return AcquireReply(AcquireOutcome.LATER if later else AcquireOutcome.REFUSED, reason=f"quota: of {owner}")

@@ -14,13 +14,14 @@ from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-from kvdepot.core.arena import NO_ROW
+from kvdepot.core.arena import NO_ROW, SESSIONS_MAX, LentMode
 from kvdepot.core.limits import FRAGMENTS_PER_REPLY_MAX
 from kvdepot.core.report import TenantStatus
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.sessions.session import ReadLease, Session
 from kvdepot.server.depot.sessions.sessions import Sessions
-from kvdepot.server.depot.sessions.shares import part, sessions_part
+from kvdepot.server.depot.sessions.shares import part, parts
+from kvdepot.server.depot.tree.lent import SESSION_NUMBERS
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.types import DepotConfig
@@ -80,20 +81,37 @@ class Budgets:
         used: Counter[str | None] = Counter()
         for namespace in namespaces:
             used[namespace.tenant] += self._ram.account.held_bytes(namespace.slot)
-        return tuple(self._status(name, used[name]) for name in self._config.tenants)
-
-    def _status(self, name: str, used_bytes: int) -> TenantStatus:
-        own = self._sessions.of_party(name)
-        return TenantStatus(
-            name,
-            used_bytes=used_bytes,
-            credit_bytes=part(self._ram.data_bytes, self._credits, name),
-            credit_used_bytes=_promised_bytes(own) + self._bytes(self._lent_heads(own)),
-            sessions=len(own),
-            sessions_max=sessions_part(self._config.tenants, name),
-            refused_objects=self._refusals[name, "stores"],
-            refused_loads=self._refusals[name, "loads"],
+        sessions: dict[str, list[Session]] = {name: [] for name in self._config.tenants}
+        for one in self._sessions.by_slot.values():
+            if one.owner is not None and one.owner.tenant in sessions:
+                sessions[one.owner.tenant].append(one)
+        lent = self._lent_bytes(list(sessions.values()))
+        credit_bytes = parts(self._ram.data_bytes, self._credits)
+        sessions_max = parts(SESSIONS_MAX, {name: one.sessions for name, one in self._config.tenants.items()})
+        return tuple(
+            TenantStatus(
+                name,
+                used_bytes=used[name],
+                credit_bytes=credit_bytes[name],
+                credit_used_bytes=_promised_bytes(own) + lent_bytes,
+                sessions=len(own),
+                sessions_max=sessions_max[name],
+                refused_objects=self._refusals[name, "stores"],
+                refused_loads=self._refusals[name, "loads"],
+            )
+            for (name, own), lent_bytes in zip(sessions.items(), lent, strict=True)
         )
+
+    def _lent_bytes(self, parties: list[list[Session]]) -> list[int]:
+        """Return what is lent to read to the sessions of each party, by one pass over the lent table."""
+        lent = self._ram.lent
+        party_of = np.full(SESSION_NUMBERS, len(parties), np.int64)  # the last one is of all others
+        for party, sessions in enumerate(parties):
+            party_of[[one.slot for one in sessions]] = party
+        entries = np.flatnonzero(lent.modes == LentMode.READ)
+        pairs = np.unique(party_of[lent.sessions[entries]] * self._ram.rows.count + lent.rows[entries])
+        of, heads = np.divmod(pairs, self._ram.rows.count)
+        return [int(one) for one in self._bytes_of(heads, of, len(parties) + 1)[:-1]]
 
     def reservable(self, session: Session, wanted_bytes: int) -> Reservable:
         """Return how much more the session may have reserved; the bytes not exactly if all that it wants fits.
@@ -185,15 +203,21 @@ class Budgets:
         return np.unique(self._ram.lent.rows[entries]).astype(np.int64)
 
     def _bytes(self, heads: npt.NDArray[np.int64]) -> int:
-        """Return what objects take of RAM. O(their rows).
+        """Return what objects take of RAM. O(their rows)."""
+        return int(self._bytes_of(heads, np.zeros(len(heads), np.int64), 1)[0])
+
+    def _bytes_of(
+        self, heads: npt.NDArray[np.int64], of: npt.NDArray[np.int64], parties: int
+    ) -> npt.NDArray[np.int64]:  # fmt: skip
+        """Return what the objects of each party take of RAM. `of`: the party of each head.
 
         Damaged links may lead round in a circle: no object that is lent has more rows than a reply names.
         """
-        rows, granule, granules = heads, self._ram.allocator.granule_bytes, 0
+        rows, granule, granules = heads, self._ram.allocator.granule_bytes, np.zeros(parties, np.int64)
         for _ in range(FRAGMENTS_PER_REPLY_MAX):
-            granules += int((-(-self._ram.rows.lengths[rows].astype(np.int64) // granule)).sum())
-            rows = self._ram.rows.nexts[rows]
-            rows = rows[rows < self._ram.rows.count]
+            np.add.at(granules, of, -(-self._ram.rows.lengths[rows].astype(np.int64) // granule))
+            rows = self._ram.rows.nexts[rows].astype(np.int64)
+            of, rows = of[rows < self._ram.rows.count], rows[rows < self._ram.rows.count]
             if not len(rows):
                 break
         return granules * granule

@@ -42,7 +42,15 @@ def sessions_part(tenants: Mapping[str, TenantBudget], name: str) -> int:
 def part(total: int, given: Mapping[str, int | None], name: str) -> int:
     """Return what a tenant has of a total: what it is given, else an equal part of what the others leave."""
     own = given.get(name)
-    if own is not None:
-        return own
+    return _equal_part(total, given) if own is None else own
+
+
+def parts(total: int, given: Mapping[str, int | None]) -> dict[str, int]:
+    """Return what each tenant has of a total, in one pass."""
+    equal = _equal_part(total, given)
+    return {name: equal if own is None else own for name, own in given.items()}
+
+
+def _equal_part(total: int, given: Mapping[str, int | None]) -> int:
     left = max(total - sum(filter(None, given.values())), 0)
     return left // max(list(given.values()).count(None), 1)

@@ -312,7 +312,7 @@ class Stores:
     def _no_room(self, namespace: Namespace, size_bytes: int) -> ReserveOutcome:
         refused = self._ram.refused_by_quota(namespace.slot, size_bytes)
         if refused is None:
-            return ReserveOutcome.LATER if self._ram.note_short(size_bytes) else ReserveOutcome.NO_ROOM
+            return ReserveOutcome.LATER if self._ram.note_short(namespace, size_bytes) else ReserveOutcome.NO_ROOM
         owner, later = refused
         self._reason = f"quota: {owner} has {owner.used_bytes} of {owner.capacity_bytes} bytes in RAM"
         return ReserveOutcome.LATER if later else ReserveOutcome.NO_ROOM

@@ -54,6 +54,10 @@ class Shortage:
         self.size_bytes = 0
         self.until = 0.0
 
+    def placed(self, size_bytes: int) -> None:
+        """Note that an object got room: so much less is lacking."""
+        self.size_bytes = max(self.size_bytes - size_bytes, 0)
+
 
 class Evictor:
     """The eviction of one tier, which chooses and drops what goes. It is the same for every tier."""
@@ -67,6 +71,8 @@ class Evictor:
         self._offered: dict[int, int] = {}  # by namespace slot: `_returns` when its deferred ones were offered again
         # By namespace slot and node: since when an orphan is offered to lower tiers; None: not yet.
         self._orphans: dict[int, dict[int, float | None]] = {}
+        self._orphan_gone = False  # since `rest_orphans`: a drop may walk UNIT_NODES_MAX nodes
+        self._orphan_due = False  # since then another one was to go
         self.filling = NONE  # the node that room is being made for
         self._trimming = False  # on the way from the high to the low watermark
 
@@ -300,32 +306,46 @@ class Evictor:
 
     # Orphans
 
-    def note_shortage(self, shortage: Shortage, size_bytes: int, slots: Collection[int] | None) -> bool:
+    def note_shortage(self, shortage: Shortage, size_bytes: int, slots: Collection[int]) -> bool:
         """Note that an object found no room. Return whether ticks make room for it: these namespaces have orphans."""
-        orphans = any(self._orphans.get(slot) for slot in (self._orphans if slots is None else slots))
+        orphans = any(self._orphans.get(slot) for slot in slots)
         if orphans:
             shortage.size_bytes, shortage.until = size_bytes, self._tree.clock() + SHORTAGE_SECONDS
         return orphans
 
-    def relieve(
-        self, shortage: Shortage, free_bytes: int, reason: str, slots: Collection[int] | None,
-        demotion: Demotion | None,
-    ) -> int:  # fmt: skip
-        """Drop an orphan if an object has lacked room lately, whatever the watermark. Return the number of objects.
+    def lacks(self, shortage: Shortage, free_bytes: int, slots: Collection[int] | None) -> bool:
+        """Return whether an object has lacked room lately that only an orphan's end could make.
 
         A large object may not fit below the watermark either. It would be refused as long as the orphan is there.
+        While a unit of these namespaces, or of all, may go, the next try evicts that.
         """
-        if free_bytes >= shortage.size_bytes or self._tree.clock() > shortage.until:
-            return 0
-        return self.drop_orphan(reason, slots, demotion)
+        if not shortage.size_bytes:
+            return False
+        late = self._tree.clock() > shortage.until
+        if late or free_bytes >= shortage.size_bytes or self.victim(slots) is not None:
+            shortage.size_bytes = 0
+        return shortage.size_bytes > 0
+
+    def orphan_slots(self) -> list[int]:
+        """Return the slots of the namespaces that have orphans."""
+        return [slot for slot, orphans in self._orphans.items() if orphans]
+
+    def rest_orphans(self) -> bool:
+        """Let one more orphan go from now on. Return whether another was due after the last one that went."""
+        due, self._orphan_gone, self._orphan_due = self._orphan_due, False, False
+        return due
 
     def drop_orphan(
         self, reason: str, slots: Collection[int] | None = None, demotion: Demotion | None = None
     ) -> int:  # fmt: skip
         """Drop one orphan, with what follows it in other tiers. Return the number of objects that went from here.
 
-        Ahead of need only: whoever is just making room may be about to use what follows it.
+        Ahead of need only: whoever is just making room may be about to use what follows it. Only one goes
+        until `rest_orphans`.
         """
+        if self._orphan_gone:
+            self._orphan_due = True
+            return 0
         for slot, node in self._orphans_in_turn(slots):
             orphans, kinds, now = self._orphans[slot], self._orphan_kinds(node), self._tree.clock()
             offered_at = orphans.pop(node)
@@ -338,6 +358,7 @@ class Evictor:
             elif below := self._below_orphan(node):
                 objects = self._drop(reason, node, [(node, kinds)])
                 self._tree.dropped_orphan(below)
+                self._orphan_gone = True
                 return objects
         return 0
 

@@ -8,7 +8,7 @@ for the total of its tenant and one for itself: the most specific of those that 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from kvdepot.core.report import QuotaOwnerStatus, QuotaStatus
@@ -146,6 +146,22 @@ class Account:
                 return owner
         return None
 
+    def placed(self, slot: int, size_bytes: int) -> None:
+        """Note that an object of the namespace got room."""
+        for owner in self._owners_of.get(slot, ()):
+            owner.shortage.placed(size_bytes)
+
+    def relieve(self, lent_bytes: Callable[[Collection[int]], int], demotion: Demotion) -> None:
+        """Drop an orphan of an owner whose object lacked room. `lent_bytes`: of namespaces, what cannot go now."""
+        for owner in list(self._owners.values()):
+            free_bytes, slots = owner.capacity_bytes - owner.used_bytes, owner.slots
+            if not self._evictor.lacks(owner.shortage, free_bytes, slots):
+                continue
+            if owner.capacity_bytes - lent_bytes(slots) < owner.shortage.size_bytes:
+                continue  # all orphans together would not make room
+            if self._count(owner, self._evictor.drop_orphan("quota", slots, demotion)):
+                self._owners[owner.key] = self._owners.pop(owner.key)  # after the others
+
     def make_room(self, slot: int, size_bytes: int) -> bool:
         """Return whether so much more may lie in the namespace. Evict what its own owners need the least."""
         left = _EVICTIONS_FOR_ROOM
@@ -161,9 +177,6 @@ class Account:
 
         An owner's share is `limit` divided by their number: no further unit of it once so many objects have gone.
         """
-        for owner in list(self._owners.values()):
-            free_bytes = owner.capacity_bytes - owner.used_bytes
-            self._count(owner, self._evictor.relieve(owner.shortage, free_bytes, "quota", owner.slots, demotion))
         full = [owner for owner in self._owners.values() if owner.used_bytes > high * owner.capacity_bytes]
         more = False
         for owner in full:

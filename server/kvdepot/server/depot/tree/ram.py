@@ -6,6 +6,7 @@ touch them any more (I6): an object leaves the index at once, and its bytes when
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -65,7 +66,7 @@ class RamTier:
         self.unverified = 0  # adopted objects not yet verified
         self.pending_checksums = 0  # committed objects without a sum
         self.objects = 0  # committed objects
-        self._shortage = Shortage()
+        self._shortages: defaultdict[str, Shortage] = defaultdict(Shortage)  # by tenant; "": of no tenant
         self.unreusable: set[int] = set()  # dying rows whose bytes overlap others' (a torn table)
 
     @property
@@ -129,6 +130,7 @@ class RamTier:
         row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
         self._index.set_row(node, kind, row)
         self.account.add(namespace.slot, 1, self.allocator.rounded(size_bytes))
+        self._note_placed(namespace, self.allocator.rounded(size_bytes))
         evictor.update_candidate(node)
         above = self._index.parent(node)
         if above != NONE:
@@ -231,14 +233,27 @@ class RamTier:
         orphans = self.evictor.note_shortage(owner.shortage, size_bytes, owner.slots)
         return owner, orphans or self._comes_back(owner)
 
-    def note_short(self, size_bytes: int) -> bool:
+    def note_short(self, namespace: Namespace, size_bytes: int) -> bool:
         """Note that an object found no room. Return whether ticks may make room for it, although nothing is released.
 
         Else the next try has to wait until engines release something.
         """
         if size_bytes > self.allocator.ready_bytes:
             return self.growing
-        return self.evictor.note_shortage(self._shortage, size_bytes, None) or self.growing
+        tenant = namespace.tenant or ""
+        orphans = self.evictor.note_shortage(self._shortages[tenant], size_bytes, self._orphan_slots(tenant))
+        return orphans or self.growing
+
+    def _orphan_slots(self, tenant: str) -> list[int]:
+        """Return the namespaces whose orphans may go for a tenant: its own. What follows them is lost with them."""
+        by_slot = self._namespaces.by_slot
+        return [slot for slot in self.evictor.orphan_slots() if (by_slot[slot].tenant or "") == tenant]
+
+    def _note_placed(self, namespace: Namespace, size_bytes: int) -> None:
+        shortage = self._shortages.get(namespace.tenant or "")
+        if shortage is not None:
+            shortage.placed(size_bytes)
+        self.account.placed(namespace.slot, size_bytes)
 
     def _comes_back(self, owner: Owner) -> bool:
         """Return whether the owner has something in RAM that may go later: it is reserved, dying or lent."""
@@ -308,9 +323,11 @@ class RamTier:
         """Keep the row's bytes out of use until the next adoption: they overlap another lent object's."""
         self.unreusable.add(row)
 
-    def lent_bytes(self) -> int:
-        """Return the bytes that somebody may be touching. O(lent table)."""
+    def lent_bytes(self, slots: Collection[int] | None = None) -> int:
+        """Return the bytes that somebody may be touching, of these namespaces or of all. O(lent table)."""
         rows = np.unique(self.lent.rows[self.lent.modes != LentMode.FREE])
+        if slots is not None:
+            rows = rows[np.isin(self.rows.namespaces[rows], list(slots))]
         several = self.rows.nexts[rows] != NO_ROW
         return int(self.rows.lengths[rows[~several]].sum()) + sum(map(self.size_bytes, rows[several].tolist()))
 
@@ -322,12 +339,24 @@ class RamTier:
 
     def trim(self, high: float, low: float, limit: int, demotion: Demotion) -> bool:
         """Evict before room is needed, about `limit` objects. Return whether more is due. Watermarks are shares."""
+        self.account.relieve(self.lent_bytes, demotion)
+        self._relieve(demotion)
         more = self.account.trim(high, low, limit, demotion)
-        free_bytes = self.allocator.free_bytes if self.rows.free_count else 0
-        self.evictor.relieve(self._shortage, free_bytes, "room", None, demotion)
-        if self.growing:  # the ready part is nearly full of what was adopted, and room is on its way
-            return more
-        return self.evictor.trim(self.allocator.ready_bytes, high, low, limit, demotion) or more
+        if not self.growing:  # else the ready part is nearly full of what was adopted, and room is on its way
+            more |= self.evictor.trim(self.allocator.ready_bytes, high, low, limit, demotion)
+        return self.evictor.rest_orphans() or more
+
+    def _relieve(self, demotion: Demotion) -> None:
+        """Drop an orphan of a tenant whose object lacked room. Forget those that lack none any more."""
+        for tenant, shortage in list(self._shortages.items()):
+            free_bytes = self.allocator.free_bytes if self.rows.free_count else 0
+            if not self.evictor.lacks(shortage, free_bytes, None):
+                del self._shortages[tenant]
+                continue
+            if self.allocator.ready_bytes - self.lent_bytes() < shortage.size_bytes:
+                continue  # all orphans together would not make room
+            if self.evictor.drop_orphan("room", self._orphan_slots(tenant), demotion):
+                self._shortages[tenant] = self._shortages.pop(tenant)  # after the others
 
     def give_way(self, slots: Collection[int] | None) -> bool:
         return self._give_way(slots)
