@@ -21,7 +21,7 @@ from kvdepot.client.copy.base import CopyBatch, Direction, object_pieces
 from kvdepot.client.copy.device import Device, DeviceCopier, Way
 from kvdepot.client.copy.pinning import PIECE_BYTES
 from kvdepot.client.extents import parse_extents
-from kvdepot.core.arena import ArenaLayout, Superblock
+from kvdepot.core.arena import PAGE_BYTES, GenerationsHeader
 
 BLOCKS_IN_OBJECT = 16
 ROWS = 1024
@@ -31,16 +31,14 @@ GENERATION = 2
 
 def make_arena(size_bytes: int) -> ArenaMap:
     """Return one that has all its pages, in this process too, and room for `size_bytes` of objects."""
-    layout = ArenaLayout.plan(size_bytes + (8 << 20), rows=ROWS, lent_rows=ROWS)
-    tables, data = os.memfd_create("tables"), os.memfd_create("data")
+    column, data = os.memfd_create("generations"), os.memfd_create("data")
     piece = bytes(PIECE_BYTES)
-    for at in range(0, layout.data_bytes, len(piece)):  # pages that were never written count as holes
-        os.pwrite(data, piece[: layout.data_bytes - at], at)
-    os.ftruncate(tables, layout.tables_bytes)
-    os.pwrite(tables, Superblock(1, layout, 1, b"\0" * 16).pack(), 0)
-    os.pwrite(tables, np.full(ROWS, GENERATION, "<u8").tobytes(), layout.extents_offset)
-    arena = ArenaMap(data, tables)
-    os.close(tables)
+    for at in range(0, size_bytes, len(piece)):  # pages that were never written count as holes
+        os.pwrite(data, piece[: size_bytes - at], at)
+    os.pwrite(column, GenerationsHeader(1, ROWS).pack(), 0)
+    os.pwrite(column, np.full(ROWS, GENERATION, "<u8").tobytes(), PAGE_BYTES)
+    arena = ArenaMap(data, column, size_bytes)
+    os.close(column)
     population = Population(arena, data)  # which closes the descriptor
     while population.step(PIECE_BYTES) is not None:
         pass

@@ -10,7 +10,6 @@ included. The data region is sparse: nobody touches a payload byte here.
 from __future__ import annotations
 
 import gc
-import mmap
 import os
 import random
 import struct
@@ -20,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs as a file and with -m
 
-from kvdepot.core.arena import ArenaLayout, ArenaTables
+from kvdepot.core.arena import ArenaLayout, tables_in_memory
 from kvdepot.core.calls import (
     ROOT_KEY,
     AcquireCall,
@@ -56,12 +55,9 @@ class Index:
     def __init__(self, objects: int) -> None:
         size_bytes = objects * OBJECT_BYTES * 5 // 4 + (1 << 30)  # below the watermark: nothing is evicted
         layout = ArenaLayout.plan(size_bytes, rows=objects + objects // 16)
-        descriptor = os.memfd_create("index")
-        os.ftruncate(descriptor, layout.tables_bytes)
-        self._map = mmap.mmap(descriptor, layout.tables_bytes)
         config = DepotConfig(credit_bytes=layout.size_bytes)
         self.engine = Depot(
-            ArenaTables(memoryview(self._map), layout),
+            tables_in_memory(layout),
             arena_id=1,
             run=1,
             clock=time.monotonic,

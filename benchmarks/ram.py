@@ -221,7 +221,10 @@ class Depot:
     def _acquire(self, pair: tuple[Chain, Any]) -> None:
         chain, blocks = pair
         lease = self.session.new_lease_id()
-        call = AcquireCall(b"", lease, self.namespace, b"".join(chain.keys), bytes([Kind.ATTENTION] * len(chain.keys)))
+        call = AcquireCall(
+            b"", lease, self.namespace, b"".join(chain.keys), bytes([Kind.ATTENTION] * len(chain.keys)),
+            checksums=self.verify_loads > 0,
+        )  # fmt: skip
 
         def granted(reply: object) -> None:
             if not isinstance(reply, AcquireReply) or reply.outcome is not AcquireOutcome.GRANTED:
@@ -229,18 +232,18 @@ class Depot:
                 return
             extents = parse_extents(reply.extents, self.arena.size_bytes)
             pieces = self._pieces(extents, blocks)
-            self.copies.tasks.put(lambda: self._load(lease, extents, pieces))
+            self.copies.tasks.put(lambda: self._load(lease, extents, pieces, reply.checksums))
 
         self.session.submit(call, CALL_SECONDS, granted)
 
-    def _load(self, lease: int, extents: Extents, pieces: list[CopyBatch]) -> None:
+    def _load(self, lease: int, extents: Extents, pieces: list[CopyBatch], checksums: bytes) -> None:
         rows, generations = extents.granted(extents.fragments)
         for batch in pieces:
             if not self.arena.check(rows, generations):
                 self.failures.append("a generation changed")
             if not self.arena.load(self.writers, extents, batch):
                 self.failures.append("a load did not get there")
-        if self.rng.random() < self.verify_loads and not self.arena.intact(extents):
+        if self.rng.random() < self.verify_loads and not self.arena.intact(extents, checksums):
             self.failures.append("an object does not match its checksum")
         if not self.arena.check(rows, generations):
             self.failures.append("a generation changed")

@@ -56,7 +56,8 @@ def processes(context: Context) -> None:
             raise WrongByteError("the second engine has not loaded what the first one stored")
         context.note("stored and loaded", stored["digest"][:16])
         (path,) = node.arena_directory.glob("*.arena")
-        (data,) = held_files(path).data
+        column, data = held_files(path).others
+        os.close(column)
         with os.fdopen(data) as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as arena:
             kill(context, endpoint, arena)
 

@@ -84,7 +84,7 @@ def test_ram_is_kept_over_restarts_though_its_name_is_removed(daemon: DaemonProc
         end()
         engine.close()
         supervisor.hear()
-        assert [name for name, _ in supervisor.store] == ["arena", "arena-data"]
+        assert [name for name, _ in supervisor.store] == ["arena", "arena-data", "arena-data"]
         supervisor.restart(daemon)
         assert "adopted (its name was removed)" in daemon.log
         engine = RawEngine(daemon.socket)

@@ -54,14 +54,17 @@ class DirectDepot:
     """One arena and one engine over it, for any number of sessions."""
 
     def __init__(self, data_bytes: int = 8 << 20, rows: int = 4096, **config: Any) -> None:
-        tables_bytes = ArenaLayout.plan(64 << 20, rows, rows).tables_bytes
-        self.layout = ArenaLayout.plan(tables_bytes + data_bytes, rows, rows)
+        overhead_bytes = ArenaLayout.plan(64 << 20, rows, rows).overhead_bytes
+        self.layout = ArenaLayout.plan(overhead_bytes + data_bytes, rows, rows)
         self.arena_fds = arena_files(self.layout, ARENA_ID)
-        tables_fd, data_fd = self.arena_fds
+        tables_fd, column_fd, data_fd = self.arena_fds
         for descriptor in self.arena_fds:
             weakref.finalize(self, os.close, descriptor)
         self.buffer = memoryview(mmap.mmap(data_fd, self.layout.data_bytes))
-        self.tables = ArenaTables(memoryview(mmap.mmap(tables_fd, self.layout.tables_bytes)), self.layout)
+        self.tables = ArenaTables(
+            memoryview(mmap.mmap(tables_fd, self.layout.tables_bytes)), self.layout,
+            memoryview(mmap.mmap(column_fd, self.layout.generations_bytes)),
+        )  # fmt: skip
         self.now = 0.0
         self.engine = Depot(
             self.tables,
@@ -91,8 +94,8 @@ class DirectDepot:
         self._present = present
 
     def arena(self) -> ArenaMap:
-        tables_fd, data_fd = self.arena_fds
-        return ArenaMap(data_fd, tables_fd)
+        _, column_fd, data_fd = self.arena_fds
+        return ArenaMap(data_fd, column_fd, self.layout.data_bytes)
 
     def attach(self, engine_id: str, world_size: int) -> list[Attached]:
         """Each rank's, the first one the scheduler's too. Those of an engine that is known are the same processes."""

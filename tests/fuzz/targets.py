@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 from google.protobuf.message import DecodeError, Message
-from kvdepot.core.arena import NO_ROW, PAGE_BYTES, ArenaLayout, ArenaTables, LentMode, RowState
+from kvdepot.core.arena import NO_ROW, PAGE_BYTES, ArenaLayout, ArenaTables, LentMode, RowState, tables_in_memory
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import KvDepotError
 from kvdepot.core.export_file import ExportedObject, ExportHead, ExportReader, ExportWriter
@@ -206,7 +206,7 @@ def data_request(data: bytes) -> None:
         message.ParseFromString(data[1:])
         decode_call(message)
     arena = bytearray(_DATA_LAYOUT.data_bytes)
-    extents = LentExtents(memoryview(arena), ArenaTables(memoryview(_DATA_TABLES), _DATA_LAYOUT), session=3)
+    extents = LentExtents(memoryview(arena), _DATA_TABLES, session=3)
     words = data[1 : 1 + len(data[1:]) // 40 * 40]
     # As it is, and with rows, offsets and lengths that nearly are those that are lent.
     near = struct.pack("<5Q", 0, *_near(data, (1, PAGE_BYTES, 100, 7)))
@@ -227,20 +227,19 @@ def _near(data: bytes, wanted: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(max(value + (off % 5) - 2, 0) if off else value for value, off in zip(wanted, offs, strict=True))
 
 
-def _data_tables() -> bytes:
+def _data_tables() -> ArenaTables:
     """Row 0 is lent for reading and row 1 for writing to session 3; 100 bytes each, of zeros."""
-    mapped = bytearray(_DATA_LAYOUT.tables_bytes)
-    tables = ArenaTables(memoryview(mapped), _DATA_LAYOUT)
+    tables = tables_in_memory(_DATA_LAYOUT)
     for row, (state, mode) in enumerate(((RowState.COMMITTED, LentMode.READ), (RowState.RESERVED, LentMode.WRITE))):
         values = {"generation": 6 + row, "offset": row * PAGE_BYTES, "length": 100}
         for column, value in (values | {"state": state, "next": NO_ROW}).items():
             tables.extents[column][row] = value
         for column, value in {"row": row, "session": 3, "mode": mode}.items():
             tables.lent[column][row] = value
-    return bytes(mapped)
+    return tables
 
 
-_DATA_LAYOUT = ArenaLayout.plan(ArenaLayout.plan(64 << 20, 8, 8).tables_bytes + 2 * PAGE_BYTES, 8, 8)
+_DATA_LAYOUT = ArenaLayout.plan(ArenaLayout.plan(64 << 20, 8, 8).overhead_bytes + 2 * PAGE_BYTES, 8, 8)
 _DATA_TABLES = _data_tables()
 
 

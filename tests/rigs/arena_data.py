@@ -21,9 +21,10 @@ def data_of(arena: Path) -> Path:
     holder.close()
     if not holder.held:
         raise FileNotFoundError(f"the holder {holder.pid} has no data")
-    (held,) = holder.held
-    inode = os.fstat(held).st_ino
-    os.close(held)
+    *_, data = holder.held
+    inode = os.fstat(data).st_ino
+    for held in holder.held:
+        os.close(held)
     for path in Path(f"/proc/{holder.pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # of another connection, which it closes
             if path.stat().st_ino == inode:

@@ -118,10 +118,11 @@ class Rig:
         audit_share: float = RAM_SHARE_MAX,
         **config: object,
     ) -> None:
-        tables_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).tables_bytes
-        self.layout = ArenaLayout.plan(tables_bytes + data_pages * 4096, rows, lent_rows)
+        overhead_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).overhead_bytes
+        self.layout = ArenaLayout.plan(overhead_bytes + data_pages * 4096, rows, lent_rows)
         self.buffer = memoryview(bytearray(self.layout.data_bytes))
         self.tables = memoryview(bytearray(self.layout.tables_bytes))
+        self.generations = memoryview(bytearray(self.layout.generations_bytes))
         self.now = 100.0
         self.run = 0
         self.dead: set[int] = set()
@@ -147,7 +148,7 @@ class Rig:
     def start(self) -> None:
         self.run += 1
         self.depot = Depot(
-            ArenaTables(self.tables, self.layout),
+            ArenaTables(self.tables, self.layout, self.generations),
             arena_id=ARENA_ID,
             run=self.run,
             clock=lambda: self.now,
@@ -168,6 +169,7 @@ class Rig:
         """Forget the arena, as a reboot does."""
         self.buffer[:] = bytes(len(self.buffer))
         self.tables[:] = bytes(len(self.tables))
+        self.generations[:] = bytes(len(self.generations))
 
     def _tiers(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
         tiers: list[tuple[Tier, TierConfig]] = []

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import grpc
-from kvdepot.core.arena import PAGE_BYTES, Superblock, generations
+from kvdepot.core.arena import PAGE_BYTES, GenerationsHeader, generations
 from kvdepot.core.calls import (
     ROOT_KEY,
     AbandonCall,
@@ -104,13 +104,13 @@ class RawEngine:
         call = AttachCall(1, 1, engine_id, scheduler=True, rank=0, world_size=world_size)
         self.reply, descriptors = exchange(self.connection, codec.encode_attach_call(call))
         assert self.reply.protocol == 1, self.reply.error
-        data, tables = descriptors
+        data, column = descriptors
         self.arena = mmap.mmap(data, self.reply.arena_bytes)
-        layout = Superblock.unpack(os.pread(tables, PAGE_BYTES, 0)).layout
-        mapped = mmap.mmap(tables, layout.tables_bytes, prot=mmap.PROT_READ)
-        self.generations = generations(memoryview(mapped), layout)
+        header = GenerationsHeader.unpack(os.pread(column, PAGE_BYTES, 0))
+        mapped = mmap.mmap(column, header.file_bytes, prot=mmap.PROT_READ)
+        self.generations = generations(memoryview(mapped), header.rows)
         os.close(data)
-        os.close(tables)
+        os.close(column)
         self.session = self.reply.session
         self.channel = grpc.insecure_channel(f"unix:{grpc_socket}")
         self.stub = pb_grpc.DepotStub(self.channel)  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ class Proxy:
     """`arena` is the client's end. `attachment` is a slot of the arena's attachment table."""
 
     def __init__(
-        self, arena_fds: tuple[int, int], arena_id: int, size_bytes: int, attachment: int, session: bytes
+        self, arena_fds: tuple[int, int, int], arena_id: int, size_bytes: int, attachment: int, session: bytes
     ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvs", dir="/tmp"))
         self.path = self.directory / f"d.sock.stream-{next(_numbers)}"

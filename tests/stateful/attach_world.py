@@ -160,7 +160,7 @@ class AttachWorld:
 
     def _listen(self) -> None:
         proxies = StreamProxies(
-            arena_fds=(-1, -1), count_max=STREAMS_MAX, mode=0o600, group_id=-1, loop=self.loop, log=_LOG,
+            arena_fds=(-1, -1, -1), count_max=STREAMS_MAX, mode=0o600, group_id=-1, loop=self.loop, log=_LOG,
             tenants=len(self.parties.budgets),
             count=self.rig.depot.counters.add, starts_per_second=1e6,
         )  # fmt: skip

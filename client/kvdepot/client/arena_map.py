@@ -1,4 +1,4 @@
-"""The arena as this process sees it: the data, read and written by the copiers, and the tables, only read."""
+"""The arena as this process sees it: the data, read and written by the copiers, and the generations, only read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 from kvdepot.client.copy.base import Direction
-from kvdepot.core.arena import (
-    EXTENT_COLUMNS,
-    PAGE_BYTES,
-    ArenaFormatError,
-    ArenaLayout,
-    Superblock,
-    Table,
-    checksum,
-    generations,
-)
+from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, GenerationsHeader, generations
+from kvdepot.core.calls import CHECKSUM_BYTES
 from kvdepot.core.data_mapping import map_data
 from kvdepot.core.objectfile import payload_sum
 
@@ -44,24 +36,21 @@ class ArenaMap:
     reads, and never faults.
     """
 
-    def __init__(self, data: int, tables: int) -> None:
-        """Map the files of two descriptors (not taken over: the caller closes them).
+    def __init__(self, data: int, column: int, size_bytes: int) -> None:
+        """Map the data, of `size_bytes`, and the generations. The caller closes the descriptors.
 
         Raises ArenaFormatError (not an arena, or another format) or OSError (cannot be mapped).
         """
-        superblock = Superblock.unpack(os.pread(tables, PAGE_BYTES, 0))
-        self.layout: ArenaLayout = superblock.layout
-        self.size_bytes: int = self.layout.data_bytes  # of the data
-        for descriptor, size_bytes in ((tables, self.layout.tables_bytes), (data, self.size_bytes)):
-            if os.fstat(descriptor).st_size < size_bytes:
-                raise ArenaFormatError(f"superblock: {size_bytes} bytes, the file is shorter")
-        mapped = mmap.mmap(tables, self.layout.tables_bytes, access=mmap.ACCESS_READ)
+        header = GenerationsHeader.unpack(os.pread(column, PAGE_BYTES, 0))
+        self.size_bytes: int = size_bytes  # of the data
+        for descriptor, least_bytes in ((column, header.file_bytes), (data, size_bytes)):
+            if os.fstat(descriptor).st_size < least_bytes:
+                raise ArenaFormatError(f"arena: {least_bytes} bytes, the file is shorter")
+        mapped = mmap.mmap(column, header.file_bytes, access=mmap.ACCESS_READ)
         self._map: mmap.mmap | None = map_data(data, self.size_bytes)
         self._buffer: memoryview | None = memoryview(self._map)
-        self.arena_id: int = superblock.arena_id
-        tables_view = memoryview(mapped)
-        self._generations: memoryview | None = generations(tables_view, self.layout)
-        self._extents: Table | None = Table(tables_view, self.layout.extents_offset, EXTENT_COLUMNS, self.layout.rows)
+        self.arena_id: int = header.arena_id
+        self._generations: memoryview | None = generations(memoryview(mapped), header.rows)
         self._populated_bytes = 0
 
     @property
@@ -126,15 +115,15 @@ class ArenaMap:
             0 <= row < limit and column[row] == generation for row, generation in zip(rows, granted, strict=True)
         )
 
-    def intact(self, extents: Extents) -> bool | None:
+    def intact(self, extents: Extents, checksums: bytes) -> bool | None:
         """Compare each object of a grant with its checksum, as `Arena` has it. Only `check` after it makes it true."""
-        buffer, table = self._buffer, self._extents
-        if buffer is None or table is None:
+        buffer = self._buffer
+        if buffer is None:
             return None
         known = True
-        for first, end in extents.fragments.values():
-            raw_sum = checksum(table, int(extents.rows[first]))
-            if raw_sum is None:
+        for index, (first, end) in extents.fragments.items():
+            raw_sum = int.from_bytes(checksums[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES], "little")
+            if not raw_sum:  # the object has none yet
                 known = False
                 continue
             offsets, lengths = extents.offsets[first:end].tolist(), extents.lengths[first:end].tolist()
@@ -145,7 +134,6 @@ class ArenaMap:
 
     def close(self) -> None:
         """Forget the mapping. Views handed out before stay valid."""
-        self._extents = None
         self._generations = None
         self._buffer = None
         self._map = None

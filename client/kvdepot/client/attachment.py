@@ -279,16 +279,16 @@ class Attachment:
                 f"{accepted.arrived} of its descriptors arrived: the daemon (version {accepted.reply.daemon_version})"
                 " is older than this client and has to be upgraded, or something takes descriptors away"
             )
-        data, tables = accepted.descriptors
+        data, generations = accepted.descriptors
         try:
-            arena = ArenaMap(data, tables)
+            arena = ArenaMap(data, generations, accepted.reply.arena_bytes)
             if arena.arena_id != arena_id:
-                raise ArenaFormatError(f"superblock: arena {arena.arena_id:016x}, the daemon said {arena_id:016x}")
+                raise ArenaFormatError(f"generations: arena {arena.arena_id:016x}, the daemon said {arena_id:016x}")
         except (ArenaFormatError, OSError):
             os.close(data)
             raise
         finally:
-            os.close(tables)
+            os.close(generations)
         if self._population is not None:
             self._population.close()
         self._population = Population(arena, data)

@@ -1,16 +1,17 @@
 """The arena's layout: what lies where in the shared memory that is the RAM tier.
 
-The arena is two files in memory: the tables with a superblock, and the data. The tables *are* the daemon's
-columns: there is no second copy in its heap, so a restarted daemon finds what the last one knew
-(docs/formats/arena.md).
+The arena is three files in memory: the tables with a superblock, the generations of the rows, and the data. The
+first two *are* the daemon's columns: there is no second copy in its heap, so a restarted daemon finds what the last one
+knew (docs/formats/arena.md).
 
-Only the daemon writes the tables. Engines get a descriptor that can only read them, and read generations.
+Only the daemon has the tables: they hold names and keys. Engines get a descriptor that can only read generations.
 Every store that publishes something is one aligned store of at most 8 bytes, made
 last, so a SIGKILL between any two instructions leaves either the old or the new truth.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -21,12 +22,13 @@ import numpy.typing as npt
 import xxhash
 
 MAGIC = b"KVDARENA"
-FORMAT_VERSION = 2
-COMPATIBLE_SINCE = 2
+GENERATIONS_MAGIC = b"KVDGENER"
+FORMAT_VERSION = 3
+COMPATIBLE_SINCE = 3
 PAGE_BYTES = 4096
 COLUMN_ALIGN_BYTES = 64
 FILE_ALIGN_BYTES = 2 << 20
-"""Both files can lie on hugetlbfs with pages of this size."""
+"""All files can lie on hugetlbfs with pages of this size."""
 NO_ROW = 0xFFFF_FFFF
 ROW_BYTES_MEAN = 64 << 10
 """Rows are planned for objects of this size and more; smaller ones run out of rows before bytes."""
@@ -67,9 +69,9 @@ class LentMode(IntEnum):
     CHECKSUM = 3  # the daemon's own I/O worker reads it
 
 
-# `generation` is first: engines read it knowing only the offset of the table and the row.
+GENERATION = ("generation", "<u8")
+"""The column of the extent table that engines read: it has a file of its own."""
 EXTENT_COLUMNS: Columns = (
-    ("generation", "<u8"),
     ("offset", "<u8"),  # bytes from the start of the data
     ("length", "<u8"),  # bytes of payload in this extent (the extent itself is rounded up to pages)
     ("key", "V16"),  # chunk key
@@ -112,12 +114,18 @@ SESSIONS_MAX = 1024
 ATTACHMENTS_MAX = 8192
 NAMESPACES_MAX = 1024
 
-# magic, version, compatible since, arena id, size, rows, lent rows, boot id, device and inode of the data's file;
-# then their XXH3-64; then the run.
-_IDENTITY = struct.Struct("<8sIIQQII16sQQ")
-_IDENTITY_1 = struct.Struct("<8sIIQQII16s")
+# magic, version, compatible since, arena id, size, rows, lent rows, boot id, then device and inode of the files of
+# generations and data; then their XXH3-64; then the run.
+_IDENTITY = struct.Struct("<8sIIQQII16sQQQQ")
+_FORMER = {1: struct.Struct("<8sIIQQII16s"), 2: struct.Struct("<8sIIQQII16sQQ")}
+"""Of former formats, which had the generations in the tables: 1 had the data behind them, 2 in a file of its own."""
 _SUM_AND_RUN = struct.Struct("<QQ")
 SUPERBLOCK_BYTES = _IDENTITY.size + _SUM_AND_RUN.size
+_GENERATIONS_HEADER = struct.Struct("<8sIIQQ")
+"""Magic, version, compatible since, arena id, rows."""
+FileId = tuple[int, int]
+"""(st_dev, st_ino): an engine can write an id into the data, and cannot give a file another inode."""
+NO_FILE: FileId = (0, 0)
 
 
 class ArenaFormatError(ValueError):
@@ -144,6 +152,7 @@ class ArenaLayout:
     size_bytes: int
     rows: int
     lent_rows: int
+    former: bool = False  # of a former format: the generations are the first column of the extent table
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -157,7 +166,7 @@ class ArenaLayout:
             raise ArenaFormatError(f"arena layout: size_bytes is {self.size_bytes}, no multiple of {PAGE_BYTES}")
         if self.data_bytes < PAGE_BYTES:
             raise ArenaFormatError(
-                f"arena layout: {self.size_bytes} bytes have no room beside tables of {self.tables_bytes} bytes"
+                f"arena layout: {self.size_bytes} bytes have no room beside tables of {self.overhead_bytes} bytes"
             )
 
     @staticmethod
@@ -174,8 +183,13 @@ class ArenaLayout:
         return PAGE_BYTES
 
     @property
+    def extent_columns(self) -> Columns:
+        """Return the columns of the extent table that lie in the file of the tables."""
+        return (GENERATION, *EXTENT_COLUMNS) if self.former else EXTENT_COLUMNS
+
+    @property
     def lent_offset(self) -> int:
-        return self.extents_offset + _table_bytes(EXTENT_COLUMNS, self.rows)
+        return self.extents_offset + _table_bytes(self.extent_columns, self.rows)
 
     @property
     def sessions_offset(self) -> int:
@@ -196,9 +210,21 @@ class ArenaLayout:
         return _round_up(end, FILE_ALIGN_BYTES)
 
     @property
+    def generations_bytes(self) -> int:
+        """Return the size of the file of the generations."""
+        if self.former:
+            return 0
+        return _round_up(PAGE_BYTES + _table_bytes((GENERATION,), self.rows), FILE_ALIGN_BYTES)
+
+    @property
     def data_bytes(self) -> int:
         """Return the size of the file of the data."""
-        return self.size_bytes - self.tables_bytes
+        return self.size_bytes - self.tables_bytes - self.generations_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Return what the arena takes besides its data."""
+        return self.size_bytes - self.data_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +235,8 @@ class Superblock:
     layout: ArenaLayout
     run: int  # counts daemon runs on this arena
     boot: bytes  # boot id, 16 bytes
-    data_file: tuple[int, int] = (0, 0)  # st_dev and st_ino: an engine can write an id in the data, and not these
+    generations_file: FileId = NO_FILE
+    data_file: FileId = NO_FILE
 
     def pack(self) -> bytes:
         """Return the SUPERBLOCK_BYTES to write at offset 0.
@@ -221,7 +248,7 @@ class Superblock:
         identity = _IDENTITY.pack(
             MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE,
             self.arena_id, layout.size_bytes, layout.rows, layout.lent_rows, self.boot,
-            *self.data_file,
+            *self.generations_file, *self.data_file,
         )  # fmt: skip
         return identity + _SUM_AND_RUN.pack(xxhash.xxh3_64_intdigest(identity), self.run)
 
@@ -231,7 +258,7 @@ class Superblock:
         if len(page) < SUPERBLOCK_BYTES:
             raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
         identity = bytes(page[: _IDENTITY.size])
-        magic, version, compatible, arena_id, size, rows, lent_rows, boot, device, inode = _IDENTITY.unpack(identity)
+        magic, version, compatible, arena_id, size, rows, lent_rows, boot, *files = _IDENTITY.unpack(identity)
         if magic != MAGIC:
             raise ArenaFormatError("superblock: magic is not KVDARENA")
         # Before the sum: a later format may have another one.
@@ -244,22 +271,60 @@ class Superblock:
         total, run = _SUM_AND_RUN.unpack(bytes(page[_IDENTITY.size : SUPERBLOCK_BYTES]))
         if total != xxhash.xxh3_64_intdigest(identity):
             raise ArenaFormatError("superblock: checksum does not match")
-        return Superblock(arena_id, ArenaLayout(size, rows, lent_rows), run, boot, (device, inode))
+        layout = ArenaLayout(size, rows, lent_rows)
+        return Superblock(arena_id, layout, run, boot, (files[0], files[1]), (files[2], files[3]))
+
+    @staticmethod
+    def unpack_former(page: bytes) -> Superblock | None:
+        """Return the superblock of an arena of a former format, which cannot be adopted; None if it is not one."""
+        for version, struct_ in _FORMER.items():
+            identity = page[: struct_.size]
+            if len(page) < struct_.size + _SUM_AND_RUN.size:
+                continue
+            magic, found, _, arena_id, size, rows, lent_rows, boot, *file = struct_.unpack(identity)
+            total, run = _SUM_AND_RUN.unpack_from(page, struct_.size)
+            if magic != MAGIC or found != version or total != xxhash.xxh3_64_intdigest(identity):
+                continue
+            try:
+                layout = ArenaLayout(size, rows, lent_rows, former=True)
+            except ArenaFormatError:
+                continue
+            return Superblock(arena_id, layout, run, boot, data_file=(file[0], file[1]) if file else NO_FILE)
+        return None
 
 
-def format_1(page: bytes) -> tuple[ArenaLayout, bytes] | None:
-    """Return layout and boot id of an arena of one file, whose tables lie as they do today; None if it is not one."""
-    identity = page[: _IDENTITY_1.size]
-    if len(page) < _IDENTITY_1.size + _SUM_AND_RUN.size:
-        return None
-    magic, version, _, _, size, rows, lent_rows, boot = _IDENTITY_1.unpack(identity)
-    total, _ = _SUM_AND_RUN.unpack_from(page, _IDENTITY_1.size)
-    if magic != MAGIC or version != 1 or total != xxhash.xxh3_64_intdigest(identity):
-        return None
-    try:
-        return ArenaLayout(size, rows, lent_rows), boot
-    except ArenaFormatError:
-        return None
+@dataclass(frozen=True, slots=True)
+class GenerationsHeader:
+    """The first page of the generations' file: all that engines read of an arena besides generations."""
+
+    arena_id: int
+    rows: int
+
+    def pack(self) -> bytes:
+        return _GENERATIONS_HEADER.pack(
+            GENERATIONS_MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE, self.arena_id, self.rows
+        )  # fmt: skip
+
+    @staticmethod
+    def unpack(page: bytes | memoryview) -> GenerationsHeader:
+        """Return the header in a page. Raise ArenaFormatError, which names the first field that is wrong."""
+        if len(page) < _GENERATIONS_HEADER.size:
+            raise ArenaFormatError(f"generations: {len(page)} bytes are too short")
+        magic, version, compatible, arena_id, rows = _GENERATIONS_HEADER.unpack_from(page)
+        if magic != GENERATIONS_MAGIC:
+            raise ArenaFormatError("generations: magic is not KVDGENER")
+        if compatible > FORMAT_VERSION or version < COMPATIBLE_SINCE:
+            raise ArenaFormatError(
+                f"generations: format {version} is readable since {compatible}, this is {FORMAT_VERSION}"
+            )
+        if not 1 <= rows <= ROWS_MAX:
+            raise ArenaFormatError(f"generations: rows is {rows}, not 1 to {ROWS_MAX}")
+        return GenerationsHeader(arena_id, rows)
+
+    @property
+    def file_bytes(self) -> int:
+        """Return how long the file is at least."""
+        return PAGE_BYTES + 8 * self.rows
 
 
 class Table:
@@ -275,32 +340,40 @@ class Table:
     def __getitem__(self, name: str) -> Column:
         return self._columns[name]
 
+    def join(self, other: Table) -> None:
+        """Let this table have the columns of another one, of as many rows, too."""
+        self._columns |= other._columns
+
 
 class ArenaTables:
     """The five tables. `buffer` maps their file; it must stay alive and, for the daemon, be writable.
 
-    ArenaFormatError when the tables are not all in `buffer`.
+    `generations` maps the file with that column. None: it is not there, for whoever reads loans alone.
+    ArenaFormatError when the tables are not all in the buffers.
     """
 
-    def __init__(self, buffer: Buffer, layout: ArenaLayout) -> None:
-        if len(buffer) < layout.tables_bytes:
-            raise ArenaFormatError(f"arena: {len(buffer)} bytes are mapped, its tables have {layout.tables_bytes}")
+    def __init__(self, buffer: Buffer, layout: ArenaLayout, generations: Buffer | None = None) -> None:
+        for name, found, size_bytes in (
+            ("tables", buffer, layout.tables_bytes), ("generations", generations, layout.generations_bytes)
+        ):  # fmt: skip
+            if found is not None and len(found) < size_bytes:
+                raise ArenaFormatError(f"arena: {len(found)} bytes are mapped, its {name} have {size_bytes}")
         self.layout = layout
-        self.extents = Table(buffer, layout.extents_offset, EXTENT_COLUMNS, layout.rows)
+        self.extents = Table(buffer, layout.extents_offset, layout.extent_columns, layout.rows)
+        if generations is not None:
+            self.extents.join(Table(generations, PAGE_BYTES, (GENERATION,), layout.rows))
         self.lent = Table(buffer, layout.lent_offset, LENT_COLUMNS, layout.lent_rows)
         self.sessions = Table(buffer, layout.sessions_offset, SESSION_COLUMNS, SESSIONS_MAX)
         self.attachments = Table(buffer, layout.attachments_offset, ATTACHMENT_COLUMNS, ATTACHMENTS_MAX)
         self.namespaces = Table(buffer, layout.namespaces_offset, NAMESPACE_COLUMNS, NAMESPACES_MAX)
 
 
-def generations(buffer: Buffer, layout: ArenaLayout) -> memoryview:
-    """Return the generation column as u64s, for readers: `generations(...)[row]` is one aligned load."""
-    start = layout.extents_offset
-    return buffer[start : start + 8 * layout.rows].cast("Q")
+def tables_in_memory(layout: ArenaLayout) -> ArenaTables:
+    """Return empty tables without files, which end with this process."""
+    tables, column = (memoryview(mmap.mmap(-1, size)) for size in (layout.tables_bytes, layout.generations_bytes))
+    return ArenaTables(tables, layout, column)
 
 
-def checksum(extents: Table, row: int) -> int | None:
-    """Return the XXH3-128 of a committed object's payload by the row of its head. None: it has none yet."""
-    if not extents["flags"][row] & RowFlag.SUMMED:
-        return None
-    return int(extents["sum_hi"][row]) << 64 | int(extents["sum_lo"][row])
+def generations(buffer: Buffer, rows: int) -> memoryview:
+    """Return the column in the file of the generations as u64s, for readers: `[row]` is one aligned load."""
+    return buffer[PAGE_BYTES : PAGE_BYTES + 8 * rows].cast("Q")

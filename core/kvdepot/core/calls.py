@@ -45,6 +45,7 @@ from kvdepot.core.bounds import (
 from kvdepot.core.kinds import Kind as Kind  # part of these calls
 
 EXTENT_WORDS = 5
+CHECKSUM_BYTES = 16
 ROOT_KEY = b"\0" * KEY_BYTES
 """The parent of a prompt's first chunk."""
 STREAM_READY = b"\1"
@@ -86,6 +87,7 @@ class CommitOutcome(IntEnum):
 
 
 Extents = Annotated[bytes, Packed(8 * EXTENT_WORDS, limits.FRAGMENTS_PER_REPLY_MAX)]
+Checksums = Annotated[bytes, Packed(CHECKSUM_BYTES, limits.OBJECTS_PER_LEASE_MAX)]
 ObjectKeys = Annotated[bytes, Packed(KEY_BYTES, limits.OBJECTS_PER_LEASE_MAX)]
 ReserveOutcomes = Annotated[bytes, OneOf(bytes(ReserveOutcome), limits.OBJECTS_PER_LEASE_MAX)]
 CommitOutcomes = Annotated[bytes, OneOf(bytes(CommitOutcome), limits.OBJECTS_PER_LEASE_MAX)]
@@ -161,6 +163,7 @@ class AcquireCall:
     kinds: Kinds
     request_id: RequestId = ""
     no_use: bool = False  # it is no request that loads: nothing is kept, or written to a tier, for its sake
+    checksums: bool = False  # the reply is to have them
 
     def check_fields(self) -> None:
         _check_length("kinds", self.kinds, len(self.keys) // KEY_BYTES)
@@ -174,6 +177,7 @@ class AcquireReply:
     extents: Extents = b""
     arena_id: int = 0
     reason: Explanation = ""
+    checksums: Checksums = b""  # XXH3-128 of each object's bytes, zero: it has none yet; empty if not asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,7 +303,7 @@ def test_a_stopped_proxy_keeps_its_extents_beyond_every_deadline() -> None:
         held = [(offset, length) for _, _, offset, length, _ in _unpacked(granted)]
         written = [bytes(arena.buffer[offset : offset + length]) for offset, length in held]
         filled = 0
-        while filled < 1.2 * arena.layout.data_bytes:
+        while filled < 1.2 * arena.size_bytes:
             keys = prompt_keys(f"fill{filled}", 512)
             other, fill = filler.reserve(keys)
             assert isinstance(fill, ReserveReply)

@@ -12,7 +12,7 @@ from kvdepot.client.backoff import Backoff
 from kvdepot.client.endpoint import Endpoint, EndpointError
 from kvdepot.client.extents import ExtentError, parse_extents
 from kvdepot.client.liveness import LivenessBreaker
-from kvdepot.core.arena import ArenaFormatError, ArenaLayout, Superblock
+from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, GenerationsHeader
 from kvdepot.core.units import size_text
 
 
@@ -98,43 +98,45 @@ def data() -> Iterator[int]:
 
 
 @pytest.fixture
-def tables() -> Iterator[int]:
-    descriptor = os.memfd_create("tables")
+def column() -> Iterator[int]:
+    descriptor = os.memfd_create("generations")
     yield descriptor
     os.close(descriptor)
 
 
-LAYOUT = ArenaLayout.plan(8 << 20, rows=64, lent_rows=64)
+DATA_BYTES = 6 << 20
 
 
 @pytest.mark.requirement("I1")
-def test_what_is_no_arena_is_not_mapped(data: int, tables: int) -> None:
-    with pytest.raises(ArenaFormatError, match="short"):
-        ArenaMap(data, tables)
-    os.ftruncate(tables, LAYOUT.tables_bytes)
-    with pytest.raises(ArenaFormatError, match="magic"):
-        ArenaMap(data, tables)
-    os.pwrite(tables, Superblock(1, LAYOUT, 1, b"\0" * 16).pack(), 0)
-    os.ftruncate(data, LAYOUT.data_bytes - 4096)
-    with pytest.raises(ArenaFormatError, match="shorter"):
-        ArenaMap(data, tables)
-    os.ftruncate(data, LAYOUT.data_bytes)
-    os.ftruncate(tables, LAYOUT.tables_bytes - 4096)
-    with pytest.raises(ArenaFormatError, match="shorter"):
-        ArenaMap(data, tables)
+def test_what_is_no_arena_is_not_mapped(data: int, column: int) -> None:
+    def is_refused(why: str) -> None:
+        with pytest.raises(ArenaFormatError, match=why):
+            ArenaMap(data, column, DATA_BYTES)
+
+    is_refused("short")
+    os.ftruncate(column, PAGE_BYTES)
+    is_refused("magic")
+    os.ftruncate(data, DATA_BYTES)
+    os.pwrite(column, GenerationsHeader(1, 64).pack(), 0)
+    is_refused("shorter")
+    os.ftruncate(column, PAGE_BYTES + 8 * 64)
+    os.ftruncate(data, DATA_BYTES - 4096)
+    is_refused("shorter")
+    os.ftruncate(data, DATA_BYTES)
+    assert ArenaMap(data, column, DATA_BYTES).arena_id == 1
 
 
 @pytest.mark.requirement("T1")
-def test_only_pages_that_the_daemon_has_populated_are_touched(data: int, tables: int) -> None:
-    os.ftruncate(tables, LAYOUT.tables_bytes)
-    os.ftruncate(data, LAYOUT.data_bytes)
-    os.pwrite(tables, Superblock(1, LAYOUT, 1, b"\0" * 16).pack(), 0)
-    arena = ArenaMap(data, tables)
+def test_only_pages_that_the_daemon_has_populated_are_touched(data: int, column: int) -> None:
+    os.ftruncate(column, PAGE_BYTES + 8 * 64)
+    os.ftruncate(data, DATA_BYTES)
+    os.pwrite(column, GenerationsHeader(1, 64).pack(), 0)
+    arena = ArenaMap(data, column, DATA_BYTES)
     population = Population(arena, os.dup(data))
     piece = 1 << 20
     assert population.step(piece) not in (0.0, None), "no page of six million bytes: not yet"
     assert os.fstat(data).st_blocks == 0
-    half = LAYOUT.data_bytes // 2
+    half = DATA_BYTES // 2
     os.pwrite(data, b"\0" * half, 0)
     steps = 0
     while population.step(piece) == 0.0:
@@ -144,7 +146,7 @@ def test_only_pages_that_the_daemon_has_populated_are_touched(data: int, tables:
     while (wait := population.step(piece)) == 0.0:
         steps += 1
     assert wait is None
-    assert steps == LAYOUT.data_bytes // piece
+    assert steps == DATA_BYTES // piece
     arena.close()
     assert population.step(piece) is None
     population.close()

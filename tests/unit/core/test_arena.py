@@ -19,6 +19,7 @@ from kvdepot.core.arena import (
     ArenaLayout,
     ArenaTables,
     Columns,
+    GenerationsHeader,
     LentMode,
     RowState,
     Superblock,
@@ -35,7 +36,7 @@ TABLES = {
     "Attachment": arena.ATTACHMENT_COLUMNS,
     "Namespace": arena.NAMESPACE_COLUMNS,
 }
-IDENTITY_BYTES = 72
+IDENTITY_BYTES = 88
 
 layouts = st.builds(
     lambda rows, lent_rows, spare: ArenaLayout.plan((64 + spare) * MIB, rows, lent_rows),
@@ -46,7 +47,7 @@ layouts = st.builds(
 
 
 def superblock(layout: ArenaLayout) -> Superblock:
-    return Superblock(arena_id=0x1122334455667788, layout=layout, run=3, boot=BOOT, data_file=(25, 4711))
+    return Superblock(0x1122334455667788, layout, run=3, boot=BOOT, generations_file=(25, 4710), data_file=(25, 4711))
 
 
 def summed(identity: bytes, run: int = 1) -> bytes:
@@ -94,8 +95,9 @@ def test_the_page_has_the_limits_of_the_code() -> None:
 def test_golden_superblock() -> None:
     page = superblock(ArenaLayout.plan(64 * MIB, rows=1024, lent_rows=512)).pack()
     assert page.hex() == (
-        "4b56444152454e410200000002000000887766554433221100000004000000000004000000020000"
-        "000102030405060708090a0b0c0d0e0f19000000000000006712000000000000321a7a3ba69e1ee10300000000000000"
+        "4b56444152454e410300000003000000887766554433221100000004000000000004000000020000"
+        "000102030405060708090a0b0c0d0e0f19000000000000006612000000000000"
+        "19000000000000006712000000000000b297ecbf3b75e3500300000000000000"
     )  # fmt: skip
     assert len(page) == arena.SUPERBLOCK_BYTES
 
@@ -112,7 +114,10 @@ def test_columns_are_aligned_and_never_overlap(layout: ArenaLayout) -> None:
         end = at
     assert end <= layout.tables_bytes
     assert layout.tables_bytes % arena.FILE_ALIGN_BYTES == 0
-    assert layout.tables_bytes + layout.data_bytes == layout.size_bytes
+    assert layout.generations_bytes % arena.FILE_ALIGN_BYTES == 0
+    assert layout.generations_bytes >= arena.PAGE_BYTES + 8 * layout.rows
+    assert layout.tables_bytes + layout.generations_bytes + layout.data_bytes == layout.size_bytes
+    assert layout.overhead_bytes == layout.tables_bytes + layout.generations_bytes
 
 
 def test_tables_are_views_of_the_file_at_the_documented_places() -> None:
@@ -136,16 +141,46 @@ def test_tables_are_views_of_the_file_at_the_documented_places() -> None:
 @pytest.mark.requirement("I1b")
 def test_a_reader_sees_the_generation_the_daemon_wrote() -> None:
     layout = ArenaLayout.plan(8 * MIB, rows=1000, lent_rows=100)
-    buffer = memoryview(mmap.mmap(-1, layout.tables_bytes))
-    column = ArenaTables(buffer, layout).extents["generation"]
-    seen = generations(buffer, layout)
+    buffer, file = (memoryview(mmap.mmap(-1, size)) for size in (layout.tables_bytes, layout.generations_bytes))
+    column = ArenaTables(buffer, layout, file).extents["generation"]
+    seen = generations(file, layout.rows)
     column[999] = 2**63 + 5
     assert (seen[999], seen[0], len(seen)) == (2**63 + 5, 0, 1000)
+    assert not any(buffer), "what engines read is not in the tables"
+
+
+def test_golden_header_of_the_generations() -> None:
+    header = GenerationsHeader(0x1122334455667788, 1000)
+    assert header.pack().hex() == "4b564447454e45520300000003000000" + "8877665544332211" + "e803000000000000"
+    assert GenerationsHeader.unpack(header.pack().ljust(arena.PAGE_BYTES, b"\0")) == header
+    assert header.file_bytes == arena.PAGE_BYTES + 8000
+
+
+@pytest.mark.parametrize(
+    ("page", "found"),
+    [
+        (b"", "too short"),
+        (superblock(ArenaLayout.plan(64 * MIB)).pack(), "magic"),
+        (
+            GenerationsHeader(1, 1).pack().replace(struct.pack("<II", 3, 3), struct.pack("<II", 4, 4)),
+            "since 4, this is 3",
+        ),
+        (GenerationsHeader(1, 1).pack().replace(struct.pack("<II", 3, 3), struct.pack("<II", 2, 1)), "format 2"),
+        (GenerationsHeader(1, 0).pack(), "rows is 0"),
+        (GenerationsHeader(1, arena.ROWS_MAX + 1).pack(), "rows is 8388609"),
+    ],
+)
+def test_what_is_no_header_of_generations_is_refused(page: bytes, found: str) -> None:
+    with pytest.raises(ArenaFormatError, match=found):
+        GenerationsHeader.unpack(page)
 
 
 def test_tables_that_are_not_all_mapped_are_refused() -> None:
     layout = ArenaLayout.plan(64 * MIB)
-    ArenaTables(memoryview(bytearray(layout.tables_bytes)), layout)
+    tables = memoryview(bytearray(layout.tables_bytes))
+    ArenaTables(tables, layout)
+    with pytest.raises(ArenaFormatError, match=f"its generations have {layout.generations_bytes}"):
+        ArenaTables(tables, layout, memoryview(bytearray(layout.generations_bytes - 1)))
     with pytest.raises(ArenaFormatError, match=f"its tables have {layout.tables_bytes}"):
         ArenaTables(memoryview(bytearray(layout.tables_bytes - 1)), layout)
 
@@ -156,10 +191,10 @@ def test_a_planned_arena_is_never_larger_than_asked_and_its_tables_are_small(siz
     try:
         layout = ArenaLayout.plan(size)
     except ArenaFormatError:
-        assert size < 4 * MIB
+        assert size < 6 * MIB
         return
     assert size - arena.PAGE_BYTES < layout.size_bytes <= size
-    assert layout.tables_bytes <= 0.0017 * size + 3 * MIB
+    assert layout.overhead_bytes <= 0.0017 * size + 6 * MIB
 
 
 @pytest.mark.parametrize(
@@ -172,14 +207,14 @@ def test_a_planned_arena_is_never_larger_than_asked_and_its_tables_are_small(siz
         ({"size_bytes": 0}, "size_bytes is 0"),
         ({"size_bytes": 64 * MIB + 1}, "no multiple of 4096"),
         ({"size_bytes": arena.SIZE_BYTES_MAX + 4096}, "size_bytes is"),
-        ({"size_bytes": 2 * MIB}, "no room beside tables"),
+        ({"size_bytes": 4 * MIB}, "no room beside tables"),
         ({"rows": 4 * MIB}, "no room beside tables"),
     ],
 )
 def test_impossible_layouts_are_refused_by_name(change: dict[str, int], field: str) -> None:
     layout = ArenaLayout.plan(64 * MIB)
     with pytest.raises(ArenaFormatError, match=field):
-        replace(layout, **change)
+        replace(layout, **change)  # type: ignore[arg-type]
 
 
 @given(layouts, st.integers(0, 2**64 - 1), st.integers(1, 2**64 - 1), st.binary(min_size=16, max_size=16))
@@ -211,24 +246,37 @@ def test_a_run_written_half_leaves_a_sound_superblock(written: int) -> None:
 @pytest.mark.requirement("I8")
 def test_a_later_format_is_refused_unless_it_says_that_this_one_can_read_it() -> None:
     identity = bytearray(superblock(ArenaLayout.plan(64 * MIB)).pack()[:IDENTITY_BYTES])
-    identity[8:16] = struct.pack("<II", 7, 2)
-    assert Superblock.unpack(summed(bytes(identity))).run == 1
     identity[8:16] = struct.pack("<II", 7, 3)
-    with pytest.raises(ArenaFormatError, match="format 7 is readable since 3, this is 2"):
+    assert Superblock.unpack(summed(bytes(identity))).run == 1
+    identity[8:16] = struct.pack("<II", 7, 4)
+    with pytest.raises(ArenaFormatError, match="format 7 is readable since 4, this is 3"):
         Superblock.unpack(bytes(identity) + bytes(16))
 
 
 @pytest.mark.requirement("I1c")
-def test_an_arena_of_one_file_is_refused_and_its_tables_are_found() -> None:
-    layout = ArenaLayout.plan(64 * MIB)
-    page = summed(struct.pack("<8sIIQQII16s", b"KVDARENA", 1, 1, 7, 64 * MIB, layout.rows, layout.lent_rows, BOOT))
-    with pytest.raises(ArenaFormatError, match="format 1 is too old, this is 2"):
-        Superblock.unpack(page.ljust(arena.PAGE_BYTES, b"\0"))
-    assert arena.format_1(page.ljust(arena.PAGE_BYTES, b"\0")) == (layout, BOOT)
-    assert arena.format_1(page[:-9] + b"x" + page[-8:]) is None
-    assert arena.format_1(page[:40]) is None
-    assert arena.format_1(superblock(layout).pack()) is None
-    assert arena.format_1(summed(struct.pack("<8sIIQQII16s", b"KVDARENA", 1, 1, 7, 0, 0, 0, BOOT))) is None
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_arena_of_a_former_format_is_refused_and_its_tables_are_found(version: int) -> None:
+    layout = replace(ArenaLayout.plan(64 * MIB), former=True)
+    file = struct.pack("<QQ", 25, 4711) if version == 2 else b""
+
+    def page(size: int, rows: int, lent_rows: int) -> bytes:
+        numbers = (b"KVDARENA", version, version, 7, size, rows, lent_rows, BOOT)
+        return summed(struct.pack("<8sIIQQII16s", *numbers) + file)
+
+    found = page(64 * MIB, layout.rows, layout.lent_rows)
+    whole = found.ljust(arena.PAGE_BYTES, b"\0")
+    with pytest.raises(ArenaFormatError, match=f"format {version} is too old, this is 3"):
+        Superblock.unpack(whole)
+    data_file = (25, 4711) if version == 2 else arena.NO_FILE
+    assert Superblock.unpack_former(whole) == Superblock(7, layout, 1, BOOT, data_file=data_file)
+    for other in (found[:-9] + b"x" + found[-8:], found[:40], page(0, 0, 0), superblock(layout).pack()):
+        assert Superblock.unpack_former(other) is None
+
+
+def test_tables_of_a_former_format_have_generations_first() -> None:
+    layout = replace(ArenaLayout.plan(64 * MIB), former=True)
+    assert layout.lent_offset == ArenaLayout.plan(64 * MIB).lent_offset + arena._round_up(8 * layout.rows, 4096)
+    assert layout.data_bytes == layout.size_bytes - layout.tables_bytes
 
 
 @given(st.binary(max_size=200))
@@ -244,7 +292,9 @@ def test_any_bytes_are_refused(page: bytes) -> None:
     st.integers(0, 2**32 - 1) | st.integers(1, 1 << 18),
 )
 def test_any_numbers_with_a_right_sum_are_refused_or_fit(arena_id: int, size: int, rows: int, lent: int) -> None:
-    page = summed(struct.pack("<8sIIQQII16sQQ", b"KVDARENA", 2, 2, arena_id, size, rows, lent, BOOT, 25, 4711))
+    page = summed(
+        struct.pack("<8sIIQQII16sQQQQ", b"KVDARENA", 3, 3, arena_id, size, rows, lent, BOOT, 25, 4710, 25, 4711)
+    )
     try:
         layout = Superblock.unpack(page).layout
     except ArenaFormatError as error:

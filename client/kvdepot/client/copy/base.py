@@ -136,8 +136,11 @@ class Arena(Protocol):
     def check(self, rows: Sequence[int], granted: Sequence[int]) -> bool:
         """Whether, as far as is known here, every row has the generation it was granted with."""
 
-    def intact(self, extents: Extents) -> bool | None:
-        """Return whether all objects of a grant have the bytes of their checksums. None: that cannot be said here."""
+    def intact(self, extents: Extents, checksums: bytes) -> bool | None:
+        """Return whether all objects of a grant have the bytes of their checksums. None: that cannot be said here.
+
+        `checksums` are those of the grant (`AcquireReply`).
+        """
 
     def load(self, copier: BlockCopier, extents: Extents, batch: CopyBatch, timeout_seconds: float = ...) -> bool:
         """Copy a batch of pieces within `extents` into the layers. False: it did not get there in time."""

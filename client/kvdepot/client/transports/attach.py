@@ -33,9 +33,9 @@ class AttachError(Exception):
 class Attached:
     """An accepted attachment. The connection is the liveness; descriptors and call socket are the caller's to close.
 
-    The descriptors are those of the arena's data and tables, or, where the reply names a stream, that of the proxy's
-    lifeline. There are none where fewer of them than due have `arrived`: something between the two processes took them
-    away, or the daemon is of a version that sends fewer.
+    The descriptors are those of the arena's data and generations, or, where the reply names a stream, that of the
+    proxy's lifeline. There are none where fewer of them than due have `arrived`: something between the two processes
+    took them away, or the daemon is of a version that sends fewer.
     """
 
     connection: socket.socket

@@ -83,7 +83,7 @@ class StreamArena:
         """Whether it is worth asking: the proxy checks generations, before and after it touches an extent."""
         return not self.ended
 
-    def intact(self, extents: Extents) -> bool | None:  # noqa: ARG002 - the tables are not mapped
+    def intact(self, extents: Extents, checksums: bytes) -> bool | None:  # noqa: ARG002 - nothing is mapped
         """See Arena."""
         return None
 

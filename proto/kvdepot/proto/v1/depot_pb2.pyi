@@ -543,6 +543,7 @@ class AcquireRequest(google.protobuf.message.Message):
     KINDS_FIELD_NUMBER: builtins.int
     REQUEST_ID_FIELD_NUMBER: builtins.int
     NO_USE_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
     session: builtins.bytes
     lease_id: builtins.int
     namespace_id: builtins.bytes
@@ -551,6 +552,8 @@ class AcquireRequest(google.protobuf.message.Message):
     request_id: builtins.str
     no_use: builtins.bool
     """the call does not count as a use, so nothing is kept or written to a tier because of it"""
+    checksums: builtins.bool
+    """the response has them"""
     def __init__(
         self,
         *,
@@ -561,8 +564,9 @@ class AcquireRequest(google.protobuf.message.Message):
         kinds: builtins.bytes = ...,
         request_id: builtins.str = ...,
         no_use: builtins.bool = ...,
+        checksums: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "kinds", b"kinds", "lease_id", b"lease_id", "namespace_id", b"namespace_id", "no_use", b"no_use", "request_id", b"request_id", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksums", b"checksums", "keys", b"keys", "kinds", b"kinds", "lease_id", b"lease_id", "namespace_id", b"namespace_id", "no_use", b"no_use", "request_id", b"request_id", "session", b"session"]) -> None: ...
 
 global___AcquireRequest = AcquireRequest
 
@@ -574,10 +578,13 @@ class AcquireResponse(google.protobuf.message.Message):
     EXTENTS_FIELD_NUMBER: builtins.int
     ARENA_ID_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    CHECKSUMS_FIELD_NUMBER: builtins.int
     outcome: builtins.int
     extents: builtins.bytes
     arena_id: builtins.int
     reason: builtins.str
+    checksums: builtins.bytes
+    """XXH3-128 of each object, little-endian; zero: it has none yet; empty if not asked for"""
     def __init__(
         self,
         *,
@@ -585,8 +592,9 @@ class AcquireResponse(google.protobuf.message.Message):
         extents: builtins.bytes = ...,
         arena_id: builtins.int = ...,
         reason: builtins.str = ...,
+        checksums: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "extents", b"extents", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "checksums", b"checksums", "extents", b"extents", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
 
 global___AcquireResponse = AcquireResponse
 

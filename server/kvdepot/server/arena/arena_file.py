@@ -1,12 +1,12 @@
-"""The two files of the arena: created, or adopted from an earlier daemon (design.md#arena).
+"""The files of the arena: created, or adopted from an earlier daemon (design.md#arena).
 
-The tables lie at the configured path. The data is a memfd that nobody can cut short, or, where `sealed` is off, a file
-next to the tables. An engine gets a descriptor of the tables that can only read, and one of the data that can write
-(docs/adr/0064). Both files are adopted, or none.
+The tables lie at the configured path. Generations and data are memfds that nobody can cut short, or, where `sealed` is
+off, files next to the tables. An engine gets a descriptor of the generations that can only read, and one of the data
+that can write; no engine gets the tables (docs/adr/0070). All files are adopted, or none.
 
 An orderly stop and a SIGKILL both leave the files, with their memory. The next daemon adopts them by their names, or by
 descriptors that a supervisor or a holder kept (docs/adr/0025, docs/adr/0069). Delete the tables while no daemon runs to
-free the memory; without a seal, the data too. There is never a second arena while an earlier one has loans.
+free the memory; without a seal, the other two too. There is never a second arena while an earlier one has loans.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from pathlib import Path
 
 from kvdepot.core.arena import (
     FORMAT_VERSION,
+    NO_FILE,
     PAGE_BYTES,
     ArenaFormatError,
     ArenaLayout,
     ArenaTables,
+    FileId,
+    GenerationsHeader,
     LentMode,
     Superblock,
-    format_1,
 )
 from kvdepot.core.data_mapping import map_data
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.proc_text import HUGETLBFS
 from kvdepot.server.config.memory_room import MIB, directory_room, file_system, in_memory_alone, memory_room
-from kvdepot.server.config.schema import DATA_SUFFIX
+from kvdepot.server.config.schema import DATA_SUFFIX, GENERATIONS_SUFFIX
 from kvdepot.server.depot.types import Liveness, ProcessIdentity
 from kvdepot.server.platform.own_files import open_own
 
@@ -60,7 +62,8 @@ class Origin(Enum):
 class ArenaRequest:
     """What the configuration asks for. `capacity_bytes` is only for messages; the files have `size_bytes` together.
 
-    `sealed`: no engine can cut the data short, because it is a memfd. Somebody else has to hold it over a restart.
+    `sealed`: no engine can cut the data short, because it is a memfd. Somebody else has to hold it over a restart, with
+    the generations.
     """
 
     path: Path
@@ -73,16 +76,28 @@ class ArenaRequest:
     def data_path(self) -> Path:
         return self.path.with_name(f"{self.path.name}{DATA_SUFFIX}")
 
+    @property
+    def generations_path(self) -> Path:
+        return self.path.with_name(f"{self.path.name}{GENERATIONS_SUFFIX}")
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Return all names that files of the arena may have. The tables are first."""
+        return self.path, self.generations_path, self.data_path
+
 
 @dataclass(frozen=True, slots=True)
 class KeptFiles:
-    """Descriptors that a supervisor or a holder kept for this daemon."""
+    """Descriptors that a supervisor or a holder kept for this daemon.
+
+    `others` are of generations and data. Which is which say the tables, by the inode.
+    """
 
     tables: Sequence[int] = ()
-    data: Sequence[int] = ()
+    others: Sequence[int] = ()
 
     def __add__(self, other: KeptFiles) -> KeptFiles:
-        return KeptFiles((*self.tables, *other.tables), (*self.data, *other.data))
+        return KeptFiles((*self.tables, *other.tables), (*self.others, *other.others))
 
 
 NOTHING_KEPT = KeptFiles()
@@ -92,18 +107,22 @@ class ArenaFile:
     """A mapped arena with its superblock. The descriptors are the daemon's own; engines get fresh opens."""
 
     def __init__(
-        self, path: Path, tables_fd: int, data_fd: int, superblock: Superblock, origin: Origin, note: str
+        self, path: Path, files: tuple[int, int, int], superblock: Superblock, origin: Origin, note: str
     ) -> None:
+        """Map `files`: tables, generations and data."""
         self.path = path
-        self.tables_fd = tables_fd
-        self.data_fd = data_fd
+        self.files = files
+        self.tables_fd, self.generations_fd, self.data_fd = files
         self.superblock = superblock
         self.layout = superblock.layout
         self.origin = origin
         self.note = note
-        self._tables_map = mmap.mmap(tables_fd, self.layout.tables_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._data_map = map_data(data_fd, self.layout.data_bytes)
-        self.tables = ArenaTables(memoryview(self._tables_map), self.layout)
+        self._tables_maps = [
+            mmap.mmap(fd, size_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            for fd, size_bytes in zip(files, (self.layout.tables_bytes, self.layout.generations_bytes), strict=False)
+        ]
+        self._data_map = map_data(self.data_fd, self.layout.data_bytes)
+        self.tables = ArenaTables(memoryview(self._tables_maps[0]), self.layout, memoryview(self._tables_maps[1]))
         self.data = memoryview(self._data_map)
 
     @property
@@ -112,9 +131,9 @@ class ArenaFile:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._data_map))
 
     @property
-    def tables_address(self) -> int:
-        """Return the address at which this process maps the tables."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._tables_map))
+    def tables_ranges(self) -> tuple[tuple[int, int], ...]:
+        """Return (address, length) of tables and generations, as this process maps them."""
+        return tuple((ctypes.addressof(ctypes.c_char.from_buffer(one)), len(one)) for one in self._tables_maps)
 
     def populated_bytes(self) -> int:
         """Return how far from its start the data has all its pages: up to its first hole."""
@@ -124,43 +143,46 @@ class ArenaFile:
             return 0
 
     def open_for_engine(self) -> tuple[int, int]:
-        """Return descriptors of the data, and of the tables for reading only, for another process.
+        """Return descriptors of the data, and of the generations for reading only, for another process.
 
-        They share no offset, flag or lock with the daemon. The inode of the tables is the daemon's with mode 0600, so
-        another uid cannot open the tables for writing by /proc. Raises OSError.
+        They share no offset, flag or lock with the daemon. The inode of the generations is the daemon's with mode 0600,
+        so another uid cannot open them for writing by /proc. Raises OSError.
         """
         data = os.open(f"/proc/self/fd/{self.data_fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            return data, os.open(f"/proc/self/fd/{self.tables_fd}", os.O_RDONLY | os.O_CLOEXEC)
+            return data, os.open(f"/proc/self/fd/{self.generations_fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             os.close(data)
             raise
 
     def close(self) -> None:
         """Close the files. The mappings end with the process, because numpy views still point into them."""
-        os.close(self.tables_fd)
-        os.close(self.data_fd)
+        _close(self.files)
 
 
 @dataclass(slots=True)
 class _Old:
     """What an earlier daemon left. `reason` says why it cannot be adopted; empty if it can.
 
-    `layout` and `boot` are known where the tables can be read, of a former format too.
+    `superblock` is known where the tables can be read, of a former format too.
     """
 
     tables: int | None = None
-    data: int | None = None  # the one that belongs to the tables
-    others: list[int] = field(default_factory=list)  # data that belongs to no tables here
+    generations: int | None = None  # those that belong to the tables ...
+    data: int | None = None  # ... and the data that does
+    others: list[int] = field(default_factory=list)  # files that belong to no tables here, or may not be freed
     superblock: Superblock | None = None
-    layout: ArenaLayout | None = None
-    boot: bytes = b""
     reason: str = ""
 
     @property
     def known(self) -> list[int]:
-        """Return the tables and their data, in this order."""
-        return [fd for fd in (self.tables, self.data) if fd is not None]
+        """Return what is freed if it is not adopted, in this order: before the data what makes readers fail."""
+        return [fd for fd in (self.tables, self.generations, self.data) if fd is not None]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all files are there. In format 1, the data is behind the tables."""
+        return self.data is not None or (self.superblock is not None and self.superblock.data_file == NO_FILE)
 
     def close(self) -> None:
         _close((*self.known, *self.others))
@@ -178,48 +200,51 @@ def open_arena(
 
     `kept` is taken over. Of each file, one that has lost its name counts if there is none at the path.
 
-    What cannot be adopted gives its pages back first, the tables before their data: engines that still map both see
-    generations that match no grant, and then zeros. Data whose tables are not here is left as it is, because an engine
-    may be in a copy by generations that still hold. Its pages go with the last mapping.
+    What cannot be adopted gives its pages back first, the generations before their data: engines that still map both
+    see generations that match no grant, and then zeros. Data whose generations are not here is left as it is, because
+    an engine may be in a copy by generations that still hold. Its pages go with the last mapping.
 
     Raises ConfigError when the size does not fit, or changes while extents are lent to living processes.
     """
     tables = _open_existing(request, request.path)
-    forgotten: set[tuple[int, int]] = set()
+    forgotten: list[Superblock] = []
     for fd in _distinct(kept.tables):
         tables = _choose(tables, fd, request, alive, forgotten)
-    data = _open_existing(request, request.data_path)
-    old = _judge(tables, [*([] if data is None else [data]), *_distinct(kept.data)], request, boot_id)
-    _free(fd for fd in old.others if _file_of(fd) in forgotten)
-    if old.superblock is not None and old.tables is not None and old.data is not None and not old.reason:
+    old = _judge(tables, _candidates(request, kept), request, boot_id)
+    for superblock in forgotten:
+        _free_data_of(superblock, old.others)
+    if old.superblock is not None and old.tables is not None and not old.reason:
+        assert old.generations is not None and old.data is not None
         _close(old.others)
         adopted = replace(old.superblock, run=old.superblock.run + 1)
-        _write_superblock(old.tables, adopted)
-        return ArenaFile(request.path, old.tables, old.data, adopted, Origin.ADOPTED, "")
-    # A file of a former format has its data behind the tables.
-    is_whole = old.data is not None or old.superblock is None
-    if is_whole and old.tables is not None and old.layout is not None and old.boot == boot_id:
-        _refuse_if_lent(old.tables, old.layout, request, alive, old.reason)
+        _write_page(old.tables, adopted.pack())
+        return ArenaFile(request.path, (old.tables, old.generations, old.data), adopted, Origin.ADOPTED, "")
+    if old.superblock is not None and old.tables is not None and old.whole and old.superblock.boot == boot_id:
+        _refuse_if_lent(old.tables, old.superblock.layout, request, alive, old.reason)
     _check_room(request, held_bytes=_held_bytes(old))
     _free(old.known)
-    _close((*old.known, *old.others))
-    for path in (request.path, request.data_path):
-        path.unlink(missing_ok=True)
     origin = Origin.RECREATED if old.known or old.others else Origin.CREATED
+    old.close()
+    for path in request.paths:
+        path.unlink(missing_ok=True)
     return _create(request, boot_id, random_bytes, origin, old.reason)
 
 
 def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING_KEPT) -> None:
     """Raise ConfigError where `open_arena` would, except for loans. Changes nothing. `kept` is taken over."""
     _close(kept.tables)
-    data = _open_existing(request, request.data_path)
-    found = [*([] if data is None else [data]), *_distinct(kept.data)]
-    old = _judge(_open_existing(request, request.path), found, request, boot_id)
+    old = _judge(_open_existing(request, request.path), _candidates(request, kept), request, boot_id)
     try:
         if old.reason or not old.known:
             _check_room(request, held_bytes=_held_bytes(old))
     finally:
         old.close()
+
+
+def _candidates(request: ArenaRequest, kept: KeptFiles) -> list[int]:
+    """Return what may be generations or data of the arena: what has a name, then what was kept. Take over `kept`."""
+    named = [_open_existing(request, path) for path in (request.generations_path, request.data_path)]
+    return [*(fd for fd in named if fd is not None), *_distinct(kept.others)]
 
 
 def _open_existing(request: ArenaRequest, path: Path) -> int | None:
@@ -239,7 +264,7 @@ def _distinct(kept: Sequence[int]) -> list[int]:
 
     What has a name is found by it. A file that two have kept must not count twice: the second would be freed.
     """
-    files: dict[tuple[int, int], int] = {}
+    files: dict[FileId, int] = {}
     for fd in kept:
         found = os.fstat(fd)
         own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_nlink
@@ -249,80 +274,84 @@ def _distinct(kept: Sequence[int]) -> list[int]:
 
 
 def _choose(
-    tables: int | None, kept: int, request: ArenaRequest, alive: Alive, forgotten: set[tuple[int, int]]
+    tables: int | None, kept: int, request: ArenaRequest, alive: Alive, forgotten: list[Superblock]
 ) -> int | None:
     """Return the tables of two candidates. If no path leads to the other, its pages are freed.
 
-    Whose data may then be freed too is added to `forgotten`.
+    Its superblock, whose generations and data may then be freed too, is added to `forgotten`.
     """
     if tables is None and os.fstat(kept).st_dev == request.path.parent.stat().st_dev:
         return kept
-    layout, _ = _layout(kept)
-    if layout is not None:
-        _refuse_if_lent(kept, layout, request, alive, "another one has its name")
     with contextlib.suppress(ArenaFormatError):
-        forgotten.add(_read_superblock(kept).data_file)
+        superblock = _read_superblock(kept)
+        _refuse_if_lent(kept, superblock.layout, request, alive, "another one has its name")
+        forgotten.append(superblock)
     _free([kept])
     os.close(kept)
     return tables
 
 
-def _layout(tables: int) -> tuple[ArenaLayout | None, bytes]:
-    """Return layout and boot id, also of an arena of format 1. The layout is None if there are no such tables."""
-    with contextlib.suppress(ArenaFormatError):
-        superblock = _read_superblock(tables)
-        return superblock.layout, superblock.boot
-    former = format_1(os.pread(tables, PAGE_BYTES, 0))
-    if former is not None and os.fstat(tables).st_size >= former[0].tables_bytes:
-        return former
-    return None, b""
+def _free_data_of(superblock: Superblock, files: Sequence[int]) -> None:
+    """Free generations and data of tables that are gone; the data only after its generations."""
+    found = {_file_of(fd): fd for fd in files}
+    generations, data = found.get(superblock.generations_file), found.get(superblock.data_file)
+    if generations is not None or superblock.layout.former:  # those of a former format were in the tables
+        _free(fd for fd in (generations, data) if fd is not None)
 
 
-def _judge(tables: int | None, data: list[int], request: ArenaRequest, boot_id: bytes) -> _Old:
-    """Return what of these files can be adopted. Only data whose file the tables name belongs to them."""
-    old = _Old(tables, others=data)
+def _judge(tables: int | None, files: list[int], request: ArenaRequest, boot_id: bytes) -> _Old:
+    """Return what of these files can be adopted. Only files that the tables name belong to them."""
+    old = _Old(tables, others=files)
     if tables is None:
-        old.reason = "its tables are missing" if data else ""
+        old.reason = "its tables are missing" if files else ""
         return old
     try:
         old.superblock = superblock = _read_superblock(tables)
     except ArenaFormatError as error:
-        old.layout, old.boot = _layout(tables)
         old.reason = str(error)
         return old
-    old.layout, old.boot = superblock.layout, superblock.boot
-    old.data = next((fd for fd in data if _file_of(fd) == superblock.data_file), None)
-    old.others = [fd for fd in data if fd != old.data]
-    old.reason = _why_not(superblock, old.data, request, boot_id)
+    found = {_file_of(fd): fd for fd in reversed(files)}
+    old.generations = found.get(superblock.generations_file)
+    if old.generations is not None or superblock.layout.former:
+        old.data = found.get(superblock.data_file)
+    old.others = [fd for fd in files if fd not in (old.generations, old.data)]
+    old.reason = _why_not(superblock, old, request, boot_id)
     return old
 
 
-def _file_of(fd: int) -> tuple[int, int]:
+def _file_of(fd: int) -> FileId:
     found = os.fstat(fd)
     return found.st_dev, found.st_ino
 
 
 def _read_superblock(tables: int) -> Superblock:
-    superblock = Superblock.unpack(os.pread(tables, PAGE_BYTES, 0))
-    size_bytes = os.fstat(tables).st_size
-    if size_bytes != superblock.layout.tables_bytes:
+    """Return the superblock of tables that are all there, of a former format too. Raise ArenaFormatError."""
+    page = os.pread(tables, PAGE_BYTES, 0)
+    superblock = Superblock.unpack_former(page) or Superblock.unpack(page)
+    size_bytes, tables_bytes = os.fstat(tables).st_size, superblock.layout.tables_bytes
+    if size_bytes < tables_bytes or (size_bytes > tables_bytes and superblock.data_file != NO_FILE):
         raise ArenaFormatError(f"its tables have {size_bytes} bytes, their superblock says otherwise")
     return superblock
 
 
-def _why_not(superblock: Superblock, data: int | None, request: ArenaRequest, boot_id: bytes) -> str:
+def _why_not(superblock: Superblock, old: _Old, request: ArenaRequest, boot_id: bytes) -> str:
     """Return why a valid arena cannot be adopted; empty if it can."""
     layout = superblock.layout
+    if layout.former:
+        return f"it is of a former format, this is {FORMAT_VERSION}"
     if superblock.boot != boot_id:
         return "it is from before the last boot"
     if layout.size_bytes != request.size_bytes:
         return f"its size changes from {layout.size_bytes} to {request.size_bytes} bytes"
-    if data is None:
-        return "its data is missing, or belongs to another arena"
-    if _is_sealed(data) != request.sealed:
-        return "[ram] sealed has another value than when it was made"
-    if os.fstat(data).st_size != layout.data_bytes:
-        return f"its data has {os.fstat(data).st_size} bytes instead of {layout.data_bytes}"
+    if old.generations is None or old.data is None:
+        data_is_here = superblock.data_file in map(_file_of, (*old.known, *old.others))
+        name = "generations are missing, or belong" if data_is_here else "data is missing, or belongs"
+        return f"its {name} to another arena"
+    for fd, expected_bytes in ((old.generations, layout.generations_bytes), (old.data, layout.data_bytes)):
+        if _is_sealed(fd) != request.sealed:
+            return "[ram] sealed has another value than when it was made"
+        if (size_bytes := os.fstat(fd).st_size) != expected_bytes:
+            return f"one of its files has {size_bytes} bytes instead of {expected_bytes}"
     return ""
 
 
@@ -366,13 +395,17 @@ def _create(
     """Create an arena. The superblock is written last: files without one are no arena, and are created again."""
     layout = ArenaLayout.plan(request.size_bytes)
     make = _new_memory if request.sealed else _new_file
-    data = make(request.data_path, layout.data_bytes)
-    tables = _new_file(request.path, layout.tables_bytes)
+    files = (
+        _new_file(request.path, layout.tables_bytes),
+        make(request.generations_path, layout.generations_bytes),
+        make(request.data_path, layout.data_bytes),
+    )
     try:
-        os.posix_fallocate(tables, 0, layout.tables_bytes)
+        for fd, size_bytes in ((files[0], layout.tables_bytes), (files[1], layout.generations_bytes)):
+            os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
-        _close((tables, data))
-        for path in (request.path, request.data_path):
+        _close(files)
+        for path in request.paths:
             path.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise
@@ -380,9 +413,10 @@ def _create(
             request.config_file, "ram.capacity", f"no room in {request.path.parent} even for the arena's tables"
         ) from error
     arena_id = int.from_bytes(random_bytes(8), "little") | 1
-    superblock = Superblock(arena_id, layout, run=1, boot=boot_id, data_file=_file_of(data))
-    _write_superblock(tables, superblock)
-    return ArenaFile(request.path, tables, data, superblock, origin, note)
+    _write_page(files[1], GenerationsHeader(arena_id, layout.rows).pack())
+    superblock = Superblock(arena_id, layout, 1, boot_id, _file_of(files[1]), _file_of(files[2]))
+    _write_page(files[0], superblock.pack())
+    return ArenaFile(request.path, files, superblock, origin, note)
 
 
 def _new_file(path: Path, size_bytes: int) -> int:
@@ -419,9 +453,8 @@ def _is_sealed(fd: int) -> bool:
         return False
 
 
-def _write_superblock(fd: int, superblock: Superblock) -> None:
-    """Write the superblock with one system call within one page, so that a SIGKILL leaves the old or the new one."""
-    page = superblock.pack()
+def _write_page(fd: int, page: bytes) -> None:
+    """Write the first page with one system call, so that a SIGKILL leaves the old or the new one."""
     try:
         os.pwrite(fd, page, 0)
     except OSError as error:
@@ -469,7 +502,7 @@ def _check_room(request: ArenaRequest, held_bytes: int) -> None:
 
 def describe(arena: ArenaFile) -> str:
     """Return one line for the log."""
-    files = (arena.tables_fd,) if _is_sealed(arena.data_fd) else (arena.tables_fd, arena.data_fd)
+    files = arena.files[:1] if _is_sealed(arena.data_fd) else arena.files
     nameless = "" if all(os.fstat(fd).st_nlink for fd in files) else "its name was removed"
     why = f" ({arena.note or nameless})" if arena.note or nameless else ""
     size = f"{arena.layout.size_bytes // MIB} MiB, format {FORMAT_VERSION}, run {arena.superblock.run}"

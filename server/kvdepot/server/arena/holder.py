@@ -1,8 +1,8 @@
 """Holds the files of an arena while no daemon has them: a memfd ends with its last descriptor (docs/adr/0069).
 
 A process of its own, which `kvdepotd hold` or a daemon starts as a script: it imports nothing of the package, and takes
-10 MiB. It listens on ARENA.hold. Every connection gets the descriptors that are held, of the tables and of the data. A
-daemon stays connected and sends those of its arena, which replace the held ones.
+10 MiB. It listens on ARENA.hold. Every connection gets the descriptors that are held, of the tables and of what belongs
+to them. A daemon stays connected and sends those of its arena, which replace the held ones.
 
 While no daemon is connected, the files go when the name of the tables is gone: deleting that file frees the memory. A
 holder that a daemon has started then ends. One whose socket has lost its name ends too, because no daemon finds it.
@@ -18,12 +18,14 @@ import socket
 import struct
 import sys
 
-GREETING = b"kvdepot holder 1"
+GREETING = b"kvdepot holder 2"
+FORMER_GREETING = b"kvdepot holder 1"
+"""Of a holder that can hold two files only."""
 HOLD = b"hold"
 CHECK_SECONDS = 2.0
 """How soon the memory of an arena is free after its name has gone."""
-FILES = 2
-"""The tables and the data."""
+FILES_MAX = 128
+"""The tables are first. The kernel passes up to 253."""
 _UCRED = struct.Struct("iII")
 
 
@@ -79,8 +81,8 @@ class Holder:
     def _read(self, daemon: socket.socket) -> None:
         message, files = b"", list[int]()
         with contextlib.suppress(OSError):
-            message, files, _, _ = socket.recv_fds(daemon, len(HOLD), FILES)
-        if message == HOLD and len(files) == FILES:
+            message, files, _, _ = socket.recv_fds(daemon, len(HOLD), FILES_MAX)
+        if message == HOLD and files:
             self._drop()
             self._held = files
             with contextlib.suppress(OSError):

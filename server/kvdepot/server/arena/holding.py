@@ -71,9 +71,9 @@ class Connection:
             if uid != os.geteuid():
                 raise PermissionError(f"{hold_path(arena_path)} is of uid {uid}")
             message, files, flags, _ = socket.recv_fds(
-                self.socket, len(holder.GREETING), holder.FILES, socket.MSG_CMSG_CLOEXEC
+                self.socket, len(holder.GREETING), holder.FILES_MAX, socket.MSG_CMSG_CLOEXEC
             )
-            if message != holder.GREETING or len(files) not in (0, holder.FILES) or flags & socket.MSG_CTRUNC:
+            if message not in (holder.GREETING, holder.FORMER_GREETING) or flags & socket.MSG_CTRUNC:
                 raise OSError(f"the holder said {message!r}, with {len(files)} files")
         except OSError:
             for file in files:
@@ -82,15 +82,19 @@ class Connection:
             raise
         for file in files[:1]:
             os.close(file)
+        self.former = message == holder.FORMER_GREETING
+        """Whether it is of an earlier release: it gives what it holds, and cannot hold an arena of this one."""
         self.held: list[int] = files[1:]
-        """The data that it holds, at most one. The caller owns it.
+        """The generations and data that it holds. The caller owns them.
 
         The tables count by their name alone: who deletes it wants an empty arena.
         """
 
     def hold(self, arena: ArenaFile) -> None:
         """Have it hold this arena, and nothing else. Raises OSError."""
-        socket.send_fds(self.socket, [holder.HOLD], [arena.tables_fd, arena.data_fd])
+        if self.former:
+            raise OSError(f"the holder {self.pid} is of an earlier release: restart it")
+        socket.send_fds(self.socket, [holder.HOLD], arena.files)
         if self.socket.recv(len(holder.HOLD)) != holder.HOLD:
             raise ConnectionResetError("the holder has ended")
 
@@ -103,7 +107,7 @@ def held_files(arena_path: Path) -> KeptFiles:
     with contextlib.suppress(OSError):
         connection = Connection(arena_path)
         connection.close()
-        return KeptFiles(data=connection.held)
+        return KeptFiles(others=connection.held)
     return KeptFiles()
 
 

@@ -50,7 +50,7 @@ WATCH_AGAIN_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ArenaOffer:
-    """What an accepted process gets: `open_descriptors` makes fresh ones of the data, and of the tables to read."""
+    """What an accepted process gets: `open_descriptors` makes new ones of the data, and of the generations to read."""
 
     arena_id: int
     arena_bytes: int
@@ -314,7 +314,7 @@ class AttachListener:
             self._log.warning("attach: %s: %s", what, error)
 
     def _descriptors(self, connection: _Connection, session: bytes) -> tuple[int, ...]:
-        """Return the descriptors that go with the answer: data and tables, or the lifeline of the proxy."""
+        """Return the descriptors that go with the answer: data and generations, or the lifeline of the proxy."""
         proxy = connection.proxy
         if proxy is None:
             return self._offer.open_descriptors()

@@ -36,7 +36,7 @@ class StreamProxies:
     def __init__(
         self,
         *,
-        arena_fds: tuple[int, int],
+        arena_fds: tuple[int, int, int],
         count_max: int,
         mode: int,
         group_id: int,
@@ -49,7 +49,7 @@ class StreamProxies:
         self._tenants = tenants
         self._count = count
         self._starts = TokenBuckets(per_second=starts_per_second, burst=count_max, clock=loop.time)
-        self._arena_fds = arena_fds  # of the tables, of the data
+        self._arena_fds = arena_fds  # of the tables, the generations and the data
         self._mode = mode
         self._group_id = group_id
         self._loop = loop

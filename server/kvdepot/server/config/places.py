@@ -16,7 +16,14 @@ from typing import Final
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.proc_text import Mount, is_below, mount_of, place_on_device
 from kvdepot.server.config.memory_room import read_mounts
-from kvdepot.server.config.schema import ATTACH_SUFFIX, DATA_SUFFIX, HOLD_SUFFIX, STREAM_SUFFIX, Tables
+from kvdepot.server.config.schema import (
+    ATTACH_SUFFIX,
+    DATA_SUFFIX,
+    GENERATIONS_SUFFIX,
+    HOLD_SUFFIX,
+    STREAM_SUFFIX,
+    Tables,
+)
 from kvdepot.server.platform.durable_files import TEMPORARY
 from kvdepot.server.platform.file_lock import LOCK_SUFFIX
 
@@ -108,6 +115,7 @@ def _files(tables: Tables, arena_path: Path, state_path: Path) -> Iterator[tuple
 
     yield "ram.path", "the arena", arena_path
     yield "ram.path", "the arena's data", beside(arena_path, DATA_SUFFIX)
+    yield "ram.path", "the arena's generations", beside(arena_path, GENERATIONS_SUFFIX)
     yield "ram.path", "the socket of the arena's holder", beside(arena_path, HOLD_SUFFIX)
     yield "ram.path", "the lock of the arena's holder", beside(arena_path, f"{HOLD_SUFFIX}{LOCK_SUFFIX}")
     yield "ram.path", "the arena's lock", beside(arena_path, LOCK_SUFFIX)

@@ -31,6 +31,8 @@ STREAM_SUFFIX = ".stream-"
 """Suffix of the socket of a stream's proxy; a number follows."""
 DATA_SUFFIX = ".data"
 """Suffix of the file of the arena's data, next to its tables, where it is not sealed."""
+GENERATIONS_SUFFIX = ".generations"
+"""Suffix of the file of the generations, likewise."""
 HOLD_SUFFIX = ".hold"
 """Suffix of the holder's socket, next to the tables."""
 SOCKET_PATH_BYTES_MAX = 107

@@ -237,7 +237,11 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
-    from kvdepot.server.daemon.node import DATA_NAME, TABLES_NAME, Node  # with gRPC, which the other verbs do not need
+    from kvdepot.server.daemon.node import (  # with gRPC, which the other verbs do not need
+        OTHERS_NAME,
+        TABLES_NAME,
+        Node,
+    )
 
     log = make_log(config.tables.log.level, config.tables.log.format)
     loop = asyncio.get_running_loop()
@@ -250,7 +254,7 @@ async def _serve(config: Config, reread: Callable[[], Config] | None) -> int:
     if config.note:
         log.warning("configuration: %s", config.note)
     notify = ServiceNotifier(os.environ, pid=os.getpid(), clock=time.monotonic)
-    kept = take_kept(os.environ, pid=os.getpid(), names=(TABLES_NAME, DATA_NAME))
+    kept = take_kept(os.environ, pid=os.getpid(), names=(TABLES_NAME, OTHERS_NAME))
     try:
         node = Node(config, log=log, loop=loop, notify=notify, kept=KeptFiles(*kept), reread=reread)
     except (KvDepotError, OSError) as error:

@@ -59,8 +59,8 @@ from kvdepot.server.rpc.listener import ENGINES, OPERATORS, GrpcListener
 from kvdepot.server.rpc.operator_calls import OperatorCalls
 from kvdepot.server.rpc.operator_service import operator_service
 
-TABLES_NAME, DATA_NAME = "arena", "arena-data"
-"""Of the arena's descriptors, where the supervisor keeps them."""
+TABLES_NAME, OTHERS_NAME = "arena", "arena-data"
+"""Of the arena's descriptors, where the supervisor keeps them. Generations and data have one name."""
 TICK_SECONDS = 0.1
 TRIM_SECONDS = 0.005
 DRAIN_SECONDS = 5.0
@@ -108,7 +108,7 @@ class Node:
         self._state = StateFile(config.state_path)
         self._arena = self._open_arena(kept + held_files(config.arena_path))
         notify.keep(TABLES_NAME, self._arena.tables_fd)
-        notify.keep(DATA_NAME, self._arena.data_fd)
+        notify.keep(OTHERS_NAME, *self._arena.files[1:])
         self._quotas = SetQuotas()
         self._growth = Growth(0, done=False)
         self._serving = False
@@ -143,7 +143,7 @@ class Node:
         offer = ArenaOffer(superblock.arena_id, arena.layout.data_bytes, self._version, arena.open_for_engine)
         tables = self._config.tables
         streams = StreamProxies(
-            arena_fds=(arena.tables_fd, arena.data_fd), count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
+            arena_fds=arena.files, count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
             group_id=tables.daemon.group_id, loop=self._loop, log=self._log, count=counters.add,
             tenants=len(tables.tenant),
         )  # fmt: skip
@@ -163,7 +163,7 @@ class Node:
             address=arena.address,
             size_bytes=arena.layout.data_bytes,
             memory_alone=self._config.tables.ram.sealed,
-            lock_too=((arena.tables_address, arena.layout.tables_bytes),),
+            lock_too=arena.tables_ranges,
             threads=min(os.cpu_count() or 1, _THREADS_MAX),
             report=self._report_growth,
         )

@@ -1,8 +1,8 @@
 """The proxy of one process that cannot map the arena: it moves that process's payload by gRPC (service Data).
 
-Started by the daemon as `python -m kvdepot.server.io.stream_proxy TABLES_FD DATA_FD SOCKET_FD PARENT_PID MODE GROUP
-PATH`, one for each such process. To the daemon it is the process that may touch what the rank is lent: it stands in the
-attachment table, and its proven death is what frees the rank's place.
+Started by the daemon as `python -m kvdepot.server.io.stream_proxy TABLES_FD GENERATIONS_FD DATA_FD SOCKET_FD PARENT_PID
+MODE GROUP PATH`, one for each such process. To the daemon it is the process that may touch what the rank is lent: it
+stands in the attachment table, and its proven death is what frees the rank's place.
 
 SOCKET_FD is its lifeline. The daemon writes the attachment and the session's token, then passes the other end on to
 the client: the proxy says READY when it serves, and ends when that end is closed. Nobody else has this end, so its end
@@ -53,8 +53,8 @@ Context = Any
 
 
 def main(arguments: list[str]) -> int:
-    tables_fd, data_fd, socket_fd, parent, mode, group = map(int, arguments[:6])
-    path = arguments[6]
+    tables_fd, generations_fd, data_fd, socket_fd, parent, mode, group = map(int, arguments[:7])
+    path = arguments[7]
     die_with(parent)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which ends this process itself
         signal.signal(ending, signal.SIG_IGN)
@@ -64,8 +64,11 @@ def main(arguments: list[str]) -> int:
         return 0
     opening = frame[1]
     layout = Superblock.unpack(os.pread(tables_fd, PAGE_BYTES, 0)).layout
-    mapped = mmap.mmap(tables_fd, layout.tables_bytes, access=mmap.ACCESS_READ)
-    tables = ArenaTables(memoryview(mapped), layout)
+    mapped, generations = (
+        memoryview(mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ))
+        for fd, size_bytes in ((tables_fd, layout.tables_bytes), (generations_fd, layout.generations_bytes))
+    )
+    tables = ArenaTables(mapped, layout, generations)
     data = memoryview(map_data(data_fd, layout.data_bytes))
     extents = LentExtents(data, tables, int(tables.attachments["session"][opening.attachment]))
     server = grpc.server(ThreadPoolExecutor(_CALLS_MAX), options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 from collections.abc import Callable
 
-from kvdepot.core.arena import ArenaLayout, ArenaTables
+from kvdepot.core.arena import ArenaLayout, tables_in_memory
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import DepotConfig, ProcessIdentity
@@ -20,17 +19,10 @@ class VirtualEngine:
         self, capacity_bytes: int, rows: int, *, clock: Callable[[], float], eviction: str = "gdsf"
     ) -> None:  # fmt: skip
         """Create a depot with a virtual engine. `rows` is the maximum number of objects."""
-        tables_bytes = ArenaLayout.plan(1 << 40, rows).tables_bytes
-        layout = ArenaLayout.plan(tables_bytes + capacity_bytes, rows)
-        descriptor = os.memfd_create("virtual-arena")
-        try:
-            os.ftruncate(descriptor, layout.tables_bytes)
-            self._map = mmap.mmap(descriptor, layout.tables_bytes)
-        finally:
-            os.close(descriptor)
+        overhead_bytes = ArenaLayout.plan(1 << 40, rows).overhead_bytes
+        layout = ArenaLayout.plan(overhead_bytes + capacity_bytes, rows)
         self.depot = Depot(
-            ArenaTables(memoryview(self._map), layout), arena_id=1, run=1, clock=clock,
-            random_bytes=secrets.token_bytes,
+            tables_in_memory(layout), arena_id=1, run=1, clock=clock, random_bytes=secrets.token_bytes,
             config=DepotConfig(credit_bytes=layout.size_bytes, high_watermark=1.0, eviction=eviction),
         )  # fmt: skip
         self.depot.ready(layout.data_bytes)

@@ -45,10 +45,10 @@ class ServiceNotifier:
             self._ping_at = now
             self("WATCHDOG=1")
 
-    def keep(self, name: str, descriptor: int) -> None:
-        """Have it come back at the next start under this name, instead of what was kept under it."""
+    def keep(self, name: str, *descriptors: int) -> None:
+        """Have these come back at the next start under this name, instead of what was kept under it."""
         self(f"FDSTOREREMOVE=1\nFDNAME={name}")
-        self._send(f"FDSTORE=1\nFDNAME={name}", (descriptor,))
+        self._send(f"FDSTORE=1\nFDNAME={name}", descriptors)
 
     def _send(self, state: str, descriptors: tuple[int, ...]) -> None:
         if not self._address:

@@ -10,11 +10,12 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
-from kvdepot.core.arena import PAGE_BYTES, LentMode, RowState
+from kvdepot.core.arena import PAGE_BYTES, ArenaLayout, ArenaTables, LentMode, RowState
 from kvdepot.core.errors import ArenaInUse, ConfigError
 from kvdepot.server.arena.arena_file import (
     NOTHING_KEPT,
@@ -59,22 +60,25 @@ def _data(path: Path) -> Path:
     return path.with_name(f"{path.name}.data")
 
 
+def _names(path: Path) -> dict[str, Path]:
+    return {"tables": path, "generations": path.with_name(f"{path.name}.generations"), "data": _data(path)}
+
+
 def _remove(path: Path) -> None:
-    path.unlink()
-    _data(path).unlink()
+    for name in _names(path).values():
+        name.unlink()
 
 
 def _kept(arena: ArenaFile) -> KeptFiles:
-    return KeptFiles((os.dup(arena.tables_fd),), (os.dup(arena.data_fd),))
+    return KeptFiles((os.dup(arena.tables_fd),), tuple(map(os.dup, arena.files[1:])))
 
 
 def _pages(arena: ArenaFile) -> int:
-    return os.fstat(arena.tables_fd).st_blocks + os.fstat(arena.data_fd).st_blocks
+    return sum(os.fstat(fd).st_blocks for fd in arena.files)
 
 
-def _lend(arena: ArenaFile, mode: LentMode = LentMode.WRITE) -> None:
+def _lend(tables: ArenaTables, mode: LentMode = LentMode.WRITE) -> None:
     """One extent lent to one process, as the engine writes it down."""
-    tables = arena.tables
     tables.sessions["used"][3] = 1
     tables.attachments["session"][5] = 3
     tables.attachments["pid"][5] = 4711
@@ -87,8 +91,8 @@ def _lend(arena: ArenaFile, mode: LentMode = LentMode.WRITE) -> None:
 def test_sealed_data_has_no_name_and_nobody_changes_its_size(folder: Path) -> None:
     arena = _open(folder / "a", sealed=True)
     assert [path.name for path in folder.iterdir()] == ["a"]
-    assert os.fstat(arena.data_fd).st_mode & 0o777 == 0o600
-    data, tables = arena.open_for_engine()
+    assert all(os.fstat(fd).st_mode & 0o777 == 0o600 for fd in arena.files)
+    data, generations = arena.open_for_engine()
     mapped = mmap.mmap(data, arena.layout.data_bytes)
     for size_bytes in (0, arena.layout.data_bytes - PAGE_BYTES, arena.layout.data_bytes + PAGE_BYTES):
         for change in (os.ftruncate, os.truncate):
@@ -101,14 +105,14 @@ def test_sealed_data_has_no_name_and_nobody_changes_its_size(folder: Path) -> No
     mapped[-5:] = b"hello"
     assert bytes(arena.data[-5:]) == b"hello"
     os.close(data)
-    os.close(tables)
+    os.close(generations)
 
 
 @pytest.mark.requirement("T6")
 def test_sealed_data_is_adopted_from_whoever_has_kept_it_also_twice(folder: Path) -> None:
     first = _open(folder / "a", sealed=True)
     first.data[-5:] = b"hello"
-    twice = KeptFiles(data=(os.dup(first.data_fd), os.dup(first.data_fd)))
+    twice = KeptFiles(others=tuple(map(os.dup, first.files[1:] * 2)))
     second = _open(folder / "a", sealed=True, kept=twice)
     assert second.origin is Origin.ADOPTED
     assert describe(second).startswith(f"{folder / 'a'} adopted, ")
@@ -140,7 +144,7 @@ def test_sealed_data_that_nobody_has_kept_is_made_anew(folder: Path) -> None:
 def test_another_value_of_the_setting_makes_the_arena_anew_unless_it_is_lent(folder: Path, sealed: bool) -> None:
     first = _open(folder / "a", sealed=sealed)
     first.data[-5:] = b"hello"
-    _lend(first)
+    _lend(first.tables)
     with pytest.raises(ConfigError, match=r"sealed.*pid 4711"):
         _open(folder / "a", sealed=not sealed, kept=_kept(first), alive=Liveness.ALIVE)
     second = _open(folder / "a", sealed=not sealed, kept=_kept(first))
@@ -169,6 +173,7 @@ def test_a_new_arena_has_its_tables_and_only_them(folder: Path) -> None:
         assert path.stat().st_mode & 0o777 == 0o600
     assert (folder / "a").stat().st_blocks * 512 == arena.layout.tables_bytes
     assert _data(folder / "a").stat().st_blocks == 0
+    assert _names(folder / "a")["generations"].stat().st_blocks * 512 == arena.layout.generations_bytes
     assert not arena.tables.extents["state"].any()
 
 
@@ -187,16 +192,18 @@ def test_the_next_run_adopts_what_the_last_one_left(folder: Path) -> None:
 
 
 @pytest.mark.requirement("I1a", "I1c")
-@pytest.mark.parametrize("lost", ["tables", "data"])
-def test_one_file_without_the_other_is_made_anew(folder: Path, lost: str) -> None:
+@pytest.mark.parametrize("lost", ["tables", "generations", "data"])
+def test_files_without_the_others_are_made_anew(folder: Path, lost: str) -> None:
     first = _open(folder / "a")
     first.data[:5] = b"hello"
-    (folder / "a" if lost == "tables" else _data(folder / "a")).unlink()
-    second = _open(folder / "a")
+    first.tables.extents["generation"][9] = 2
+    _names(folder / "a")[lost].unlink()
+    second = _open(folder / "a", alive=Liveness.ALIVE)
     assert second.origin is Origin.RECREATED
-    assert lost in second.note
+    assert f"its {lost}" in second.note
     assert second.superblock.arena_id != first.superblock.arena_id
     assert bool(os.fstat(first.tables_fd).st_blocks) is (lost == "tables")
+    assert bool(first.tables.extents["generation"][9]) is (lost != "data")
     assert bytes(first.data[:5]) == b"hello", "an engine may be in a copy, by generations that still hold"
     assert bytes(second.data[:5]) == bytes(5)
 
@@ -220,44 +227,60 @@ def test_tables_of_one_arena_are_never_adopted_with_data_of_another(folder: Path
 def test_an_arena_whose_data_is_lost_does_not_prevent_a_start(folder: Path, sealed: bool) -> None:
     """Its extents can never be granted again. Engines that still map them see that no generation holds."""
     first = _open(folder / "a", sealed=sealed)
-    _lend(first)
+    _lend(first.tables)
     first.tables.extents["generation"][9] = 2
-    if not sealed:
+    kept = NOTHING_KEPT
+    if sealed:
+        kept = KeptFiles(others=(os.dup(first.generations_fd),))
+    else:
         _data(folder / "a").unlink()
-    second = _open(folder / "a", sealed=sealed, alive=Liveness.ALIVE)
+    second = _open(folder / "a", sealed=sealed, alive=Liveness.ALIVE, kept=kept)
     assert second.origin is Origin.RECREATED
     assert "its data is missing" in second.note
     assert not first.tables.extents["generation"].any()
 
 
-def _former(path: Path) -> ArenaFile:
-    """Make an arena of one file, as format 1 had it. Its extents, if any, are lent as `_lend` does it."""
-    made = _open(path)
-    identity = made.superblock.pack()[:56]
-    identity = identity[:8] + struct.pack("<II", 1, 1) + identity[16:]
-    page = identity + struct.pack("<QQ", xxhash.xxh3_64_intdigest(identity), 1)
-    os.pwrite(made.tables_fd, page.ljust(PAGE_BYTES, b"\0"), 0)
-    os.ftruncate(made.tables_fd, SIZE_BYTES)
-    _data(path).unlink()
-    return made
+def _former(path: Path, version: int) -> tuple[int, ...]:
+    """Make an arena as former formats had it, with loans as `_lend` makes them. Return its descriptors.
+
+    Format 1 was one file, format 2 two. Both had the generations in the tables.
+    """
+    layout = replace(ArenaLayout.plan(SIZE_BYTES), former=True)
+    tables = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(tables, SIZE_BYTES if version == 1 else layout.tables_bytes)
+    files: tuple[int, ...] = (tables,)
+    identity = struct.pack(
+        "<8sIIQQII16s", b"KVDARENA", version, version, 7, SIZE_BYTES, layout.rows, layout.lent_rows, BOOT
+    )
+    if version == 2:
+        files += (os.open(_data(path), os.O_RDWR | os.O_CREAT, 0o600),)
+        os.pwrite(files[1], bytes(layout.data_bytes), 0)
+        found = os.fstat(files[1])
+        identity += struct.pack("<QQ", found.st_dev, found.st_ino)
+    _lend(ArenaTables(memoryview(mmap.mmap(tables, layout.tables_bytes)), layout))
+    os.pwrite(tables, identity + struct.pack("<QQ", xxhash.xxh3_64_intdigest(identity), 1), 0)
+    return files
 
 
 @pytest.mark.requirement("I1a", "I1c", "T1")
-def test_an_arena_of_one_file_is_made_anew_unless_it_is_lent_to_the_living(folder: Path) -> None:
-    first = _former(folder / "a")
-    _lend(first)
-    with pytest.raises(ConfigError, match=r"format 1 is too old.*pid 4711"):
-        _open(folder / "a", alive=Liveness.ALIVE)
-    second = _open(folder / "a")
+@pytest.mark.parametrize("version", [1, 2])
+@SEALED
+def test_an_arena_of_a_former_format_is_made_anew_unless_it_is_lent_to_the_living(
+    folder: Path, version: int, sealed: bool
+) -> None:
+    files = _former(folder / "a", version)
+    with pytest.raises(ConfigError, match=r"of a former format.*pid 4711"):
+        _open(folder / "a", sealed=sealed, alive=Liveness.ALIVE)
+    second = _open(folder / "a", sealed=sealed)
     assert second.origin is Origin.RECREATED
-    assert "format 1 is too old" in second.note
-    assert os.fstat(first.tables_fd).st_blocks == 0
+    assert "it is of a former format, this is 3" in second.note
+    assert [os.fstat(fd).st_blocks for fd in files] == [0] * len(files)
 
 
 @pytest.mark.requirement("I1c")
 def test_an_arena_from_before_the_last_boot_is_made_anew(folder: Path) -> None:
     first = _open(folder / "a")
-    _lend(first)
+    _lend(first.tables)
     second = _open(folder / "a", boot=bytes(16), alive=Liveness.ALIVE)
     assert second.origin is Origin.RECREATED
     assert "last boot" in second.note
@@ -278,13 +301,11 @@ def test_a_foreign_format_is_made_anew_and_said_so(folder: Path, offset: int, fo
     assert any(word in second.note for word in found.split("|"))
 
 
-@pytest.mark.parametrize("which", ["tables", "data"])
+@pytest.mark.parametrize("which", ["tables", "generations", "data"])
 def test_a_file_cut_short_is_made_anew(folder: Path, which: str) -> None:
     first = _open(folder / "a")
     first.close()
-    path, size_bytes = folder / "a", first.layout.tables_bytes
-    if which == "data":
-        path, size_bytes = _data(path), first.layout.data_bytes
+    path, size_bytes = _names(folder / "a")[which], getattr(first.layout, f"{which}_bytes")
     os.truncate(path, size_bytes // 2)
     second = _open(folder / "a")
     assert second.origin is Origin.RECREATED
@@ -312,7 +333,7 @@ def test_never_a_second_arena_beside_an_old_one(folder: Path) -> None:
 def test_a_size_change_with_extents_lent_to_the_living_is_refused(
     folder: Path, size_bytes: int, alive: Liveness
 ) -> None:
-    _lend(_open(folder / "a"))
+    _lend(_open(folder / "a").tables)
     with pytest.raises(ConfigError, match=r"ram.capacity.*pid 4711"):
         _open(folder / "a", size_bytes, alive=alive)
     assert _open(folder / "a", alive=alive).origin is Origin.ADOPTED
@@ -321,7 +342,7 @@ def test_a_size_change_with_extents_lent_to_the_living_is_refused(
 @pytest.mark.requirement("I1a")
 @pytest.mark.parametrize("mode", [LentMode.WRITE, LentMode.CHECKSUM])
 def test_what_was_lent_to_the_dead_does_not_hinder(folder: Path, mode: LentMode) -> None:
-    _lend(_open(folder / "a"), mode)
+    _lend(_open(folder / "a").tables, mode)
     assert _open(folder / "a", SIZE_BYTES * 2, alive=Liveness.DEAD).origin is Origin.RECREATED
 
 
@@ -336,12 +357,12 @@ def test_refuses_what_there_is_no_room_for(folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.requirement("T6")
-@pytest.mark.parametrize("removed", [("tables",), ("data",), ("tables", "data")])
+@pytest.mark.parametrize("removed", [("tables",), ("generations",), ("data",), ("tables", "generations", "data")])
 def test_kept_descriptors_stand_for_names_that_were_removed(folder: Path, removed: tuple[str, ...]) -> None:
     first = _open(folder / "a")
     first.data[-5:] = b"hello"
     for which in removed:
-        (folder / "a" if which == "tables" else _data(folder / "a")).unlink()
+        _names(folder / "a")[which].unlink()
     second = _open(folder / "a", kept=_kept(first))
     assert second.origin is Origin.ADOPTED
     assert second.superblock.run == 2
@@ -349,7 +370,7 @@ def test_kept_descriptors_stand_for_names_that_were_removed(folder: Path, remove
     assert describe(second).startswith(f"{folder / 'a'} adopted (its name was removed), ")
     engines = second.open_for_engine()
     assert os.path.sameopenfile(engines[0], first.data_fd)
-    assert os.path.sameopenfile(engines[1], first.tables_fd)
+    assert os.path.sameopenfile(engines[1], first.generations_fd)
     for fd in engines:
         os.close(fd)
 
@@ -361,7 +382,7 @@ def test_one_kept_descriptor_alone_is_made_anew(folder: Path, kept: str) -> None
     first = _open(folder / "a")
     first.data[-5:] = b"hello"
     _remove(folder / "a")
-    fds = KeptFiles((os.dup(first.tables_fd),)) if kept == "tables" else KeptFiles(data=(os.dup(first.data_fd),))
+    fds = KeptFiles((os.dup(first.tables_fd),)) if kept == "tables" else KeptFiles(others=(os.dup(first.data_fd),))
     second = _open(folder / "a", kept=fds)
     assert second.origin is Origin.RECREATED
     assert bool(os.fstat(first.tables_fd).st_blocks) is (kept == "data")
@@ -376,7 +397,7 @@ def test_kept_tables_are_not_adopted_with_the_data_of_another_arena(folder: Path
     _remove(folder / "a")
     second = _open(folder / "a")
     _remove(folder / "a")
-    kept = KeptFiles((os.dup(second.tables_fd),), (os.dup(first.data_fd),))
+    kept = KeptFiles((os.dup(second.tables_fd),), tuple(map(os.dup, first.files[1:])))
     third = _open(folder / "a", kept=kept)
     assert third.origin is Origin.RECREATED
     assert "belongs to another arena" in third.note
@@ -413,11 +434,11 @@ def test_a_kept_arena_that_another_has_replaced_gives_its_pages_back(folder: Pat
     if elsewhere:
         kept = KeptFiles((os.memfd_create("tables"),), (os.memfd_create("data"),))
         os.write(kept.tables[0], os.pread(first.tables_fd, first.layout.tables_bytes, 0))
-        os.write(kept.data[0], b"hello".ljust(PAGE_BYTES))
+        os.write(kept.others[0], b"hello".ljust(PAGE_BYTES))
     else:
         kept = _kept(first)
         _open(folder / "a")
-    tables, data = os.dup(kept.tables[0]), os.dup(kept.data[0])
+    tables, data = os.dup(kept.tables[0]), os.dup(kept.others[-1])
     assert os.fstat(tables).st_blocks and os.fstat(data).st_blocks
     second = _open(folder / "a", kept=kept)
     assert second.origin is (Origin.RECREATED if elsewhere else Origin.ADOPTED)
@@ -428,13 +449,13 @@ def test_a_kept_arena_that_another_has_replaced_gives_its_pages_back(folder: Pat
 @pytest.mark.requirement("I1a")
 def test_a_replaced_arena_that_is_lent_to_the_living_is_kept(folder: Path) -> None:
     first = _open(folder / "a")
-    _lend(first)
+    _lend(first.tables)
     first.data[:5] = b"hello"
     _remove(folder / "a")
     _open(folder / "a")
     with pytest.raises(ConfigError, match="lent to living processes"):
         _open(folder / "a", kept=_kept(first), alive=Liveness.ALIVE)
-    assert os.fstat(first.tables_fd).st_blocks and os.fstat(first.data_fd).st_blocks
+    assert all(os.fstat(fd).st_blocks for fd in first.files)
 
 
 def test_refuses_a_link_in_its_place(folder: Path) -> None:
@@ -451,21 +472,21 @@ def test_a_second_holder_of_the_lock_is_refused_by_name(folder: Path) -> None:
     FileLock(folder / "a.lock", "the arena").close()
 
 
-def test_engines_get_descriptions_of_their_own_and_cannot_write_the_tables(folder: Path) -> None:
+def test_engines_get_descriptions_of_their_own_and_cannot_write_the_generations(folder: Path) -> None:
     arena = _open(folder / "a")
-    data, tables = arena.open_for_engine()
-    for ours, engines in ((arena.data_fd, data), (arena.tables_fd, tables)):
+    data, generations = arena.open_for_engine()
+    for ours, engines in ((arena.data_fd, data), (arena.generations_fd, generations)):
         os.lseek(engines, 100, os.SEEK_SET)
         assert os.lseek(ours, 0, os.SEEK_CUR) == 0
         assert not os.get_inheritable(engines)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.pwrite(tables, b"x", 0)
+        os.pwrite(generations, b"x", 0)
     with pytest.raises(OSError, match="Invalid argument"):
-        os.ftruncate(tables, 0)
+        os.ftruncate(generations, 0)
     with pytest.raises(PermissionError):
-        mmap.mmap(tables, PAGE_BYTES)
+        mmap.mmap(generations, PAGE_BYTES)
     os.close(data)
-    os.close(tables)
+    os.close(generations)
 
 
 class _Grown:

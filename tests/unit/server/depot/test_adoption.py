@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode, RowState
+from kvdepot.core.arena import NO_ROW, LentMode, RowState
 from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, CommitOutcome, DeclareCall, Kind, ReserveOutcome
 from kvdepot.core.errors import EngineIdInUse
 from kvdepot.core.limits import LABEL_BYTES_MAX
@@ -353,7 +353,7 @@ def test_an_entry_whose_reply_was_never_sent_is_cleared() -> None:
 def test_an_adopted_label_has_no_control_characters_and_fits_its_column() -> None:
     rig = Rig()
     rig.attach().store(path("p", 1))
-    labels = ArenaTables(rig.tables, rig.layout).namespaces["label"].view("u1").reshape(-1, LABEL_BYTES_MAX)
+    labels = rig.depot._tables.namespaces["label"].view("u1").reshape(-1, LABEL_BYTES_MAX)
     labels[0] = list(("\x1b[2J\u202e" + "x" * 48).encode().ljust(LABEL_BYTES_MAX, b"\xff"))
     rig.crash()
     assert [one.label for one in rig.depot.status().namespaces] == ["?[2J?" + "x" * 48]

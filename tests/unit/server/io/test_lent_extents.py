@@ -39,7 +39,7 @@ class World:
         self.theirs = unpack(theirs.extents)
         for _, row, offset, length, _ in self.readable:
             self.rig.buffer[offset : offset + length] = bytes([row]) * length
-        self.tables = ArenaTables(self.rig.tables, self.rig.layout)
+        self.tables = ArenaTables(self.rig.tables, self.rig.layout, self.rig.generations)
         self.extents = self.of(self.client)
         self.before = bytes(self.rig.buffer)
 
@@ -165,7 +165,7 @@ def test_what_an_audit_asks_for_is_written_beside_what_is_new() -> None:
     other = rig.attach("other", 11, elements=elements)
     lease, reserved = other.reserve(path("p", 2))
     assert reserved.outcomes == bytes([ReserveOutcome.GRANTED] * 2)
-    tables = ArenaTables(rig.tables, rig.layout)
+    tables = ArenaTables(rig.tables, rig.layout, rig.generations)
     extents = LentExtents(rig.buffer, tables, int(tables.attachments["session"][other.attachment]))
     writing = extents.to_write(reserved.extents)
     writing.write(b"w" * writing.length)
@@ -184,7 +184,7 @@ def test_the_fragments_of_an_object_are_found_by_its_links() -> None:
     big = rig.attach("big", 11, spec_of(GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(4 * 2048,)), name="big"))
     lease, reserved = big.reserve(path("big", 1))
     head, link = unpack(reserved.extents)
-    tables = ArenaTables(rig.tables, rig.layout)
+    tables = ArenaTables(rig.tables, rig.layout, rig.generations)
     assert tables.extents["state"][link[1]] == RowState.CONTINUATION
     extents = LentExtents(rig.buffer, tables, int(tables.attachments["session"][big.attachment]))
     for granted in ([head], [link], [head, link]):

@@ -18,7 +18,7 @@ import grpc
 from kvdepot.client.attachment import EngineProcess
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.transports.attach import Attached, AttachError, attach
-from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, Superblock
+from kvdepot.core.arena import PAGE_BYTES, ArenaFormatError, GenerationsHeader
 from kvdepot.core.errors import KvDepotError, PermissionDenied
 
 if TYPE_CHECKING:
@@ -129,10 +129,10 @@ def _trouble_with(attached: Attached) -> str:
     if not attached.descriptors:
         return "the answer came without descriptors"
     try:
-        superblock = Superblock.unpack(os.pread(attached.descriptors[-1], PAGE_BYTES, 0))
+        header = GenerationsHeader.unpack(os.pread(attached.descriptors[-1], PAGE_BYTES, 0))
     except (OSError, ArenaFormatError) as error:
         return f"the descriptor is no arena's: {error}"
-    return "" if superblock.arena_id == attached.reply.arena_id else "the descriptor is another arena's"
+    return "" if header.arena_id == attached.reply.arena_id else "the descriptor is another arena's"
 
 
 def metrics_answer(address: str, timeout_seconds: float) -> str:

@@ -45,6 +45,7 @@ class LoadOp:
     extents: bytes
     objects: tuple[ObjectCopy, ...]
     moves: tuple[BlockMove, ...] = ()
+    checksums: bytes = b""  # of the grant, as `AcquireReply` has them
 
 
 @dataclass(frozen=True, slots=True)

@@ -190,7 +190,7 @@ class Loads:
         self._speculative.cancel(state.request_id)
         load.plan = self._planner.load_plan(self._local(load, local), boundary)
         load.lease_id = self._session.new_lease_id()
-        call = acquire_call(namespace, load.lease_id, state.keys, load.plan, state.depot_id)
+        call = acquire_call(namespace, load.lease_id, state.keys, load.plan, state.depot_id, self._settings)
         self._session.submit(call, self._settings.load_timeout_seconds, partial(self._acquired, load))
 
     def _local(self, load: Load, local: int) -> LocalTokens:
@@ -293,9 +293,13 @@ class Loads:
         if objects is None or moves is None:
             self._fail(load, "blocks_moved")
             return
+        reply = load.reply
         meta.loads.append(
-            LoadOp(load.op_id, load.request_id, load.deadline, load.reply.arena_id, load.reply.extents, objects, moves)
-        )
+            LoadOp(
+                load.op_id, load.request_id, load.deadline, reply.arena_id, reply.extents, objects, moves,
+                reply.checksums,
+            )
+        )  # fmt: skip
         load.phase = LoadPhase.DISPATCHED
         self._ops[load.op_id] = load
 

@@ -70,7 +70,7 @@ class SpeculativeLease:
 
 
 def acquire_call(
-    namespace: bytes, lease_id: int, keys: Sequence[bytes], plan: LoadPlan, request_id: str
+    namespace: bytes, lease_id: int, keys: Sequence[bytes], plan: LoadPlan, request_id: str, settings: Settings
 ) -> AcquireCall:
     """Return the Acquire for what a load needs. `keys`: of the request's chunks."""
     return AcquireCall(
@@ -80,6 +80,7 @@ def acquire_call(
         keys=b"".join([keys[planned.chunk] for planned in plan.objects]),
         kinds=bytes([planned.kind for planned in plan.objects]),
         request_id=request_id,
+        checksums=settings.verify_loads > 0,
     )
 
 
@@ -121,7 +122,7 @@ class SpeculativeAcquires:
         except PlannerError:
             return None  # the offered load meets the error too, and reports it
         lease.planned_from, lease.plan = local, plan
-        return acquire_call(lease.namespace, lease.lease_id, lease.keys, plan, lease.request_id)
+        return acquire_call(lease.namespace, lease.lease_id, lease.keys, plan, lease.request_id, self._settings)
 
     def looked(self, state: RequestState, local_tokens: int, local_reuse: LocalReuse | None) -> None:
         """Note what the engine has itself of a request that waits for its lookup.

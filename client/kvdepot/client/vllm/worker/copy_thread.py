@@ -402,7 +402,8 @@ class CopyThread:
                 kv.wait(Direction.LOAD)
                 self._judge(arena.verify(kv, batch) or not arena.check(rows, granted))
         kv.wait(Direction.LOAD)
-        intact = arena.intact(extents) if random.random() < self._verify_loads else None  # noqa: S311 - a sample
+        compared = random.random() < self._verify_loads  # noqa: S311 - a sample
+        intact = arena.intact(extents, op.checksums) if compared else None
         if not arena.check(rows, granted):
             return everything  # the extents may have had other bytes when they were compared
         self._intact = intact

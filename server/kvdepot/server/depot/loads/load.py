@@ -108,7 +108,7 @@ class Loads:
             return AcquireReply(AcquireOutcome.REFUSED)
         extents, granted_bytes = packed
         entries = self._lent.lend_many(call.lease_id, session.slot, LentMode.READ, rows)
-        reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
+        reply = self._granted(call, extents, rows)
         lease = ReadLease(session, call.lease_id, entries, hash(call), reply, self._deadline(), call.request_id)
         session.leases[call.lease_id] = lease
         session.loads += 1
@@ -124,11 +124,15 @@ class Loads:
             self.release(lease)
             return AcquireReply(AcquireOutcome.REFUSED)
         extents, granted_bytes = packed
-        lease.reply = AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id)
+        lease.reply = self._granted(asked.call, extents, asked.rows)
         lease.deadline = self._deadline()
         session.leases[lease.id] = session.leases.pop(lease.id)  # in order of deadline
         self._count(lease, asked, granted_bytes)
         return lease.reply
+
+    def _granted(self, call: AcquireCall, extents: bytes, rows: _Rows) -> AcquireReply:
+        checksums = self._rows.packed_sums(rows) if call.checksums else b""
+        return AcquireReply(AcquireOutcome.GRANTED, extents, self._arena_id, checksums=checksums)
 
     def _resolve(self, namespace: Namespace, call: AcquireCall) -> tuple[npt.NDArray[np.int64], _Rows]:
         """Return node and head row per object, NONE and NO_ROW where there is none."""

@@ -77,8 +77,8 @@ class Rows:
         self.kind = self.kinds.data
         self.namespace = self.namespaces.data
         self.boundary = self.boundaries.data
-        self.sum_lo = columns["sum_lo"].data
-        self.sum_hi = columns["sum_hi"].data
+        self.sums_lo, self.sums_hi = columns["sum_lo"], columns["sum_hi"]
+        self.sum_lo, self.sum_hi = self.sums_lo.data, self.sums_hi.data
         self._key = _bytes_of(self.keys)
         self._parent = _bytes_of(self.parents)
         self._free: U32 = np.empty(0, np.uint32)
@@ -233,6 +233,13 @@ class Rows:
         self.sum_lo[head] = sum_lo
         self.sum_hi[head] = sum_hi
         self.flag[head] = SUMMED | VERIFIED
+
+    def packed_sums(self, heads: npt.NDArray[np.int64]) -> bytes:
+        """Return the sums of objects as `AcquireReply.checksums` has them: zero where there is none yet."""
+        packed = np.empty((len(heads), 2), "<u8")
+        packed[:, 0], packed[:, 1] = self.sums_lo[heads], self.sums_hi[heads]
+        packed[self.flags[heads] & SUMMED == 0] = 0
+        return packed.tobytes()
 
     def raw_sum(self, head: int) -> int | None:
         """Return the XXH3-128 of the object's bytes, or None while it has none."""

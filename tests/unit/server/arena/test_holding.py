@@ -1,0 +1,86 @@
+"""The daemon's end of a connection to a holder, also to one of an earlier release."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvdepot.server.arena import holder
+from kvdepot.server.arena.holding import Connection, held_files
+
+from tests.rigs.patience import patient
+
+
+@contextmanager
+def _holder(arena: Path, greeting: bytes, files: list[int]) -> Iterator[list[tuple[bytes, int]]]:
+    """Greet each connection at the holder's place. Yield what is said there, with the number of files."""
+    heard: list[tuple[bytes, int]] = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(arena.with_name(f"{arena.name}.hold")))
+        listener.listen()
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                socket.send_fds(peer, [greeting], files)
+                message, given, _, _ = socket.recv_fds(peer, 16, holder.FILES_MAX)
+                heard.append((message, len(given)))
+                for fd in given:
+                    os.close(fd)
+                if message == holder.HOLD:
+                    peer.send(holder.HOLD)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        yield heard
+        serving.join(patient(20))
+
+
+@pytest.fixture
+def files() -> Iterator[list[int]]:
+    made = [os.memfd_create(name) for name in ("tables", "generations", "data", "data")]
+    yield made
+    for fd in made:
+        os.close(fd)
+
+
+@pytest.mark.requirement("T6")
+def test_any_number_of_files_is_held_and_the_tables_count_by_their_name_alone(tmp_path: Path, files: list[int]) -> None:
+    arena: Any = SimpleNamespace(files=tuple(files))
+    with _holder(tmp_path / "a", holder.GREETING, files) as heard:
+        connection = Connection(tmp_path / "a")
+        assert not connection.former
+        assert [os.path.sameopenfile(*pair) for pair in zip(connection.held, files[1:], strict=True)] == [True] * 3
+        connection.hold(arena)
+        connection.close()
+    for fd in connection.held:
+        os.close(fd)
+    assert heard == [(holder.HOLD, 4)]
+
+
+@pytest.mark.requirement("T6", "I8")
+def test_a_holder_of_an_earlier_release_gives_what_it_has_and_gets_nothing(tmp_path: Path, files: list[int]) -> None:
+    """It would take the first two of the files, and say that it holds the arena."""
+    arena: Any = SimpleNamespace(files=tuple(files))
+    with _holder(tmp_path / "a", b"kvdepot holder 1", [files[0], files[2]]) as heard:
+        connection = Connection(tmp_path / "a")
+        assert connection.former
+        assert [os.path.sameopenfile(*pair) for pair in zip(connection.held, [files[2]], strict=True)] == [True]
+        with pytest.raises(OSError, match="is of an earlier release: restart it"):
+            connection.hold(arena)
+        connection.close()
+    os.close(connection.held[0])
+    assert heard == [(b"", 0)]
+
+
+@pytest.mark.requirement("I8")
+def test_what_says_something_else_is_no_holder(tmp_path: Path, files: list[int]) -> None:
+    with _holder(tmp_path / "a", b"kvdepot holder 3", files):
+        assert not held_files(tmp_path / "a").others
