@@ -15,8 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 import numpy as np
 import torch
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import BATCH_BYTES, CopyBatch, Direction
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.copy.runs import Runs
 
 from benchmarks.host_device import HostDevice

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from kvdepot.client.arena_map import ArenaMap, Population
+from kvdepot.client.copy.backend import Device, Way
 from kvdepot.client.copy.base import CopyBatch, Direction, object_pieces
-from kvdepot.client.copy.device import Device, DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.copy.pinning import PIECE_BYTES
 from kvdepot.client.extents import parse_extents
 from kvdepot.core.arena import PAGE_BYTES, GenerationsHeader

@@ -18,8 +18,8 @@ from benchmarks import paths
 paths.add_sources()
 
 import torch
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.copy.device import Way
 
 from benchmarks.copy_ratio import ratio_bench
 from benchmarks.day_one.kit import run

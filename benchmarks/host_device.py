@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from kvdepot.client.copy.backend import Device, Way
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.copy.device import Device, Way
 from kvdepot.client.copy.runs import Runs
 
 

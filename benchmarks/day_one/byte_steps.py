@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 from kvdepot.client.arena_map import ArenaMap
-from kvdepot.client.copy.device import Way
+from kvdepot.client.copy.backend import Way
 
 from benchmarks.copy_ratio import make_arena
 from benchmarks.day_one.copies import backward_cut, check_group, check_layers, copier_on, layer_sets

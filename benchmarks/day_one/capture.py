@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from kvdepot.client.copy.backend import Device
 from kvdepot.client.copy.base import Direction, object_pieces
 from kvdepot.client.copy.cuda import CudaDevice
-from kvdepot.client.copy.device import Device, DeviceCopier
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.copy.driver import Driver, load_driver
 from kvdepot.client.copy.pinning import PIECE_BYTES
 

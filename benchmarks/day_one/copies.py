@@ -10,8 +10,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import BlockCopier, Direction, object_pieces
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.client.vllm.worker.layers import RankLayers
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from kvdepot.client.copy.backend import Device
 from kvdepot.client.copy.cuda import CudaDevice
-from kvdepot.client.copy.device import Device
 
 _CYCLES_A_SECOND = 1.7e9  # of a GPU's clock, about
 

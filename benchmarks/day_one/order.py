@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import Direction, object_pieces
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 
 from benchmarks.copy_ratio import make_arena
 from benchmarks.day_one.byte_steps import note_ways

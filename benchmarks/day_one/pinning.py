@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from kvdepot.client.copy.device import Device
+from kvdepot.client.copy.backend import Device
 from kvdepot.client.copy.runs import address_of
 
 from benchmarks.background import in_background

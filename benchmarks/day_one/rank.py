@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 import torch
 from kvdepot.client.arena_map import ArenaMap
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.backend import Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.vllm.base.guard import Failures
 from kvdepot.client.vllm.base.operations import LayerFacts, LoadOp, ObjectCopy, SpanCopy, StoreOp
-from kvdepot.client.vllm.worker.copy_thread import Attached, CopyOutcome, CopyThread
+from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
+from kvdepot.client.vllm.worker.copy_thread import Attached, CopyThread
 from kvdepot.client.vllm.worker.layers import RankLayers
 from kvdepot.client.vllm.worker.places import ObjectPlaces
 from kvdepot.core.calls import Kind

@@ -9,8 +9,8 @@ from itertools import product
 from types import SimpleNamespace
 
 import torch
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.copy.device import Way
 from kvdepot.client.vllm.worker.layers import rank_layers
 
 from benchmarks.background import in_background

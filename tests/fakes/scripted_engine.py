@@ -26,7 +26,7 @@ from unittest import mock
 import pytest
 import torch
 from kvdepot.client.vllm import connector as connector_module
-from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base import packages
 from kvdepot.client.vllm.identity import file_state
 from vllm import SamplingParams
 from vllm.config import (
@@ -197,7 +197,7 @@ def next_token(tokens: Sequence[int]) -> int:
     return int.from_bytes(blake2b(repr(list(tokens)).encode(), digest_size=4).digest(), "little") % VOCABULARY
 
 
-_packages = functools.cache(compat.computing_packages)
+_packages = functools.cache(packages.computing_packages)
 """They stay the same for all engines of a process, and to look for them takes 15 ms of CPU time."""
 
 
@@ -205,7 +205,7 @@ def _worker(config: VllmConfig, memory: RankMemory) -> Any:
     """The connector of a rank."""
     config.parallel_config.rank = memory.rank
     worker = connector_module.KVDepotConnector(config, KVConnectorRole.WORKER, memory.layout)
-    with mock.patch.object(compat, "computing_packages", _packages):
+    with mock.patch.object(packages, "computing_packages", _packages):
         worker.register_kv_caches(memory.caches)
     return worker
 

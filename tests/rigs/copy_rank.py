@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import CopyBatch
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.vllm.base.guard import Failures
 from kvdepot.client.vllm.base.operations import LoadOp, ObjectCopy, StoreOp
-from kvdepot.client.vllm.worker.copy_thread import CopyOutcome, CopyThread
+from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
+from kvdepot.client.vllm.worker.copy_thread import CopyThread
 
 from benchmarks.day_one.copies import block_bytes_of
 from tests.fakes.late_device import LateDevice

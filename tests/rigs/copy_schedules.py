@@ -24,8 +24,8 @@ import torch
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy import device as device_module
 from kvdepot.client.copy import indexed, pinning, revocable
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import CopyBatch, Direction
-from kvdepot.client.copy.device import Way
 from kvdepot.client.copy.runs import address_of
 from kvdepot.client.vllm.base.guard import Failures
 from kvdepot.client.vllm.base.metadata import Geometry, RankMeta, StepMeta

@@ -8,7 +8,8 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from kvdepot.server.observe.metric_families import FAMILIES, Family
+from kvdepot.server.observe.metric_families import FAMILIES
+from kvdepot.server.observe.metric_family import Family
 
 from tests.rigs.patience import patient
 

@@ -17,7 +17,8 @@ from kvdepot.client.copy.base import Direction
 from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.copy.driver import ANY_ORDER
 from kvdepot.client.copy.revocable import RevocableCopier
-from kvdepot.client.vllm.worker.copy_thread import CopyOutcome, CopyThread
+from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
+from kvdepot.client.vllm.worker.copy_thread import CopyThread
 
 from tests.fakes.call_orders import FORWARD, V1
 from tests.rigs.copy_schedules import Schedule, World

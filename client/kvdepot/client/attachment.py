@@ -247,7 +247,7 @@ class Attachment:
         return accepted.connection
 
     def _cannot_reach(self, daemon: tuple[str, int], error: Exception) -> None:
-        """Note why the arena cannot be reached. Go on with streams: this daemon's arena will not be mapped later."""
+        """Note why the arena cannot be reached. Continue with streams: this daemon's arena will not be mapped later."""
         if self._streams or self._transport is not Transport.AUTO:
             self._refused(f"the arena cannot be {'reached by streams' if self._streams else 'mapped'}: {error}")
             return

@@ -8,14 +8,10 @@ Errors mean that data is damaged, or that the daemon serves nothing. No problem 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Final
 
-from kvdepot.core.bounds import Count, Explanation
-
-if TYPE_CHECKING:
-    from kvdepot.core.report import DaemonStatus
+from kvdepot.core.report import DaemonStatus
+from kvdepot.core.verdict import PROBLEMS_MAX, Health, Problem, Verdict
 
 MINUTES_15: Final = 900.0
 HOUR: Final = 3_600.0
@@ -34,47 +30,8 @@ _NO_KEY: Final = frozenset({"unkeyed", "unknown_key"})
 _NO_DAMAGE: Final = frozenset({"torn", "forged", *_NO_KEY})
 """Reasons of `tier_damaged_objects` that are no fault of a device: a crash, another writer, another key."""
 
-PROBLEMS_MAX: Final = 64
-"""Problems that a verdict names, the most important ones first."""
-
 Growth = Callable[[str, float], Mapping[str, float]]
 """Counter family, seconds -> by label, by how much its counters grew in that time. Only those that grew."""
-
-
-class Verdict(StrEnum):
-    """How the daemon is. Unknown: it is older than the verdict."""
-
-    OK = "HEALTH_OK"
-    WARN = "HEALTH_WARN"
-    ERR = "HEALTH_ERR"
-    UNKNOWN = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One reason why the verdict is not OK."""
-
-    code: str
-    error: bool
-    message: Explanation  # what it is about, and figures
-    fix: Explanation = ""  # what to do, where that is one step
-
-    @property
-    def anchor(self) -> str:
-        """Return the anchor in docs/operations.md."""
-        return self.code.lower().replace("_", "-")
-
-    @property
-    def alert(self) -> str:
-        return "KVDepot" + self.code.title().replace("_", "")
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """The verdict and its problems, errors first."""
-
-    verdict: Verdict = Verdict.UNKNOWN
-    problems: Annotated[tuple[Problem, ...], Count(PROBLEMS_MAX)] = ()
 
 
 def health(status: DaemonStatus, growth: Growth) -> Health:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from kvdepot.core.bounds import Explanation, Version
 from kvdepot.core.epochs import Epochs
-from kvdepot.core.health import Health
 from kvdepot.core.kinds import Kind
+from kvdepot.core.verdict import Health
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ import torch
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy import device as device_module
 from kvdepot.client.copy import pinning
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.copy.revocable import RevocableCopier
 from kvdepot.client.vllm.base.operations import LoadOp, StoreOp
 from kvdepot.client.vllm.worker import rank

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.worker.copy_thread import CopyOutcome
+from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
 
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.rigs.connector_rig import PATIENCE_SECONDS, Gate, Make, cold, prompt, step_until

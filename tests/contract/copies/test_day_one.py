@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.copy.device import Way
 from kvdepot.client.copy.runs import Runs
 
 from benchmarks.day_one.byte_steps import copy_layers

@@ -6,21 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from kvdepot.core.health import (
-    CHECKS,
-    DAY,
-    ERRORS,
-    EVENTS,
-    FLOWS,
-    HOUR,
-    MINUTES_15,
-    PROBLEMS_MAX,
-    Health,
-    Problem,
-    Verdict,
-    health,
-)
+from kvdepot.core.health import CHECKS, DAY, ERRORS, EVENTS, FLOWS, HOUR, MINUTES_15, health
 from kvdepot.core.report import DaemonStatus, SwitchesStatus, TierStatus
+from kvdepot.core.verdict import PROBLEMS_MAX, Health, Problem, Verdict
 
 RAM = TierStatus("ram", "ram", 1, state="ready")
 NVME = TierStatus("nvme", "disk", 1, state="ready", breaker="closed")

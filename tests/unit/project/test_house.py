@@ -7,11 +7,16 @@ import re
 import subprocess
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("core", "proto", "server", "client")
-LINES_MAX = 600
+LINES_MAX = 450
+TEST_LINES_MAX = 600
+"""Tables of cases and models are long."""
+LONG = {"server/kvdepot/server/arena/arena_file.py", "client/kvdepot/client/session_loop.py"}
+"""Modules of the product that are still longer. Split one, and remove it here."""
 FUNCTION_LINES_MAX = 70
 BANNED_NAMES = re.compile(r"(^|_)(utils?|helpers?|manager|common|misc|v2)($|_)")
 BANNED_CALLS = {"pickle.loads", "pickle.dumps", "pickle.load", "pickle.dump", "time.sleep", "eval", "exec", "os.system"}
@@ -59,9 +64,13 @@ def test_the_namespace_package_has_no_init_file() -> None:
         assert [p.name for p in (ROOT / folder).iterdir() if not p.name.startswith((".", "__"))] == ["kvdepot"]
 
 
+def longer_than(lines_max: int, *folders: str) -> set[str]:
+    return {named(path) for path in python_files(*folders) if path.read_text().count("\n") > lines_max}
+
+
 def test_modules_stay_small() -> None:
-    sizes = {named(path): path.read_text().count("\n") for path in python_files()}
-    assert {name: lines for name, lines in sizes.items() if lines > LINES_MAX} == {}
+    assert longer_than(LINES_MAX, *PRODUCT) == LONG
+    assert longer_than(TEST_LINES_MAX) == set()
 
 
 def test_functions_stay_small() -> None:
@@ -88,6 +97,25 @@ def test_every_folder_of_tests_is_a_package() -> None:
     """Without that, two files of one name would collide."""
     folders = {path.parent for path in python_files("tests")}
     assert [named(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Modules that may be imported, within functions and for types alone too, and names of theirs."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """A circle of types counts too: whoever reads one of its modules has to read all. import-linter allows it."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts[1:]): path for path in python_files(*PRODUCT)}
+    imports = {name: (imported(parsed(path)) & modules.keys()) - {name} for name, path in modules.items()}
+    assert sum(map(len, imports.values())) > 1000
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
 
 
 def test_no_name_that_says_nothing() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvdepot.core.health import CHECKS, ERRORS, Problem
+from kvdepot.core.health import CHECKS, ERRORS
 from kvdepot.core.report import DaemonStatus, TierStatus
+from kvdepot.core.verdict import Problem
 from kvdepot.server.observe.metrics import exposition
 
 from tests.rigs.manual import anchor, sections

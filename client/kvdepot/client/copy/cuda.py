@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
+from kvdepot.client.copy.backend import Device, Way
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.copy.device import Device, Way
 from kvdepot.client.copy.driver import ANY_ORDER, STREAM_ORDER, Driver, load_driver
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from kvdepot.client.copy.pinning import PIECE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from kvdepot.client.copy.backend import Device
     from kvdepot.client.copy.base import Bounds, Column, CopyBatch
-    from kvdepot.client.copy.device import Device
 
 _ALIGNED_BYTES: Final = 16
 _NUMBERS: Final = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes

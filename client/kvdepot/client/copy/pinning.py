@@ -17,8 +17,8 @@ from kvdepot.client.copy.runs import address_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvdepot.client.copy.backend import Device
     from kvdepot.client.copy.base import Column
-    from kvdepot.client.copy.device import Device
 
 PIECE_BYTES: Final = 32 << 20
 """Pinned at once, some milliseconds in which the engine's thread may wait for the driver. No transfer crosses the end

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import secrets
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from kvdepot.client.copy.base import BATCH_BYTES, CopyBatch, CopyError, Directio
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from kvdepot.client.copy.base import Column
-    from kvdepot.client.copy.device import DeviceCopier, Way
+    from kvdepot.client.copy.backend import Way
+    from kvdepot.client.copy.base import Column, CopyMemory
+    from kvdepot.client.copy.pinning import Pinnable
 
     Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -38,7 +39,22 @@ class _Host:
         self.buffer = self.pinnable = memoryview(mmap.mmap(-1, self.size_bytes))
 
 
-def self_test(copier: DeviceCopier, layers: Sequence[torch.Tensor], way: Way) -> None:
+class TestableCopier(Protocol):
+    """What the test needs of the copier: `DeviceCopier`."""
+
+    way: Way | None
+
+    def block_bytes(self, layer: int) -> int: ...
+    def overlap(self, layers: Sequence[int], blocks: Column) -> bool: ...
+    def prepare(self, arena: Pinnable | None) -> float | None: ...
+    def copy(self, arena: CopyMemory, batch: CopyBatch, direction: Direction) -> None: ...
+    def move(self, layers: Sequence[int], sources: Column, targets: Column) -> None: ...
+    def wait(self) -> None: ...
+    def zero(self, layers: Sequence[int], blocks: Column) -> None: ...
+    def release(self) -> None: ...
+
+
+def self_test(copier: TestableCopier, layers: Sequence[torch.Tensor], way: Way) -> None:
     """Copy a pattern by one way. Raise WrongBytesError that names the way and the place.
 
     Called on the thread that copies. `layers` are those of the copier, and hold nothing yet. An error of the device
@@ -57,7 +73,7 @@ def self_test(copier: DeviceCopier, layers: Sequence[torch.Tensor], way: Way) ->
         copier.release()
 
 
-def _groups(copier: DeviceCopier, count: int) -> Iterator[list[int]]:
+def _groups(copier: TestableCopier, count: int) -> Iterator[list[int]]:
     """Yield the layers in turn: at most a batch of two blocks of each, and none that overlap."""
     group: list[int] = []
     size_bytes = 0
@@ -71,12 +87,12 @@ def _groups(copier: DeviceCopier, count: int) -> Iterator[list[int]]:
     yield group
 
 
-def _size_bytes(copier: DeviceCopier, group: list[int]) -> int:
+def _size_bytes(copier: TestableCopier, group: list[int]) -> int:
     """Return the bytes of two blocks of each layer."""
     return sum(2 * copier.block_bytes(layer) for layer in group)
 
 
-def _test(copier: DeviceCopier, layers: Sequence[torch.Tensor], group: list[int], host: _Host) -> None:
+def _test(copier: TestableCopier, layers: Sequence[torch.Tensor], group: list[int], host: _Host) -> None:
     total, way = _size_bytes(copier, group), copier.way
     pattern = np.frombuffer(secrets.token_bytes(total), dtype=np.uint8)
     memory = np.frombuffer(host.buffer, dtype=np.uint8)
@@ -105,7 +121,7 @@ def _test(copier: DeviceCopier, layers: Sequence[torch.Tensor], group: list[int]
         copier.zero(group, _TOUCHED)
 
 
-def _pieces(copier: DeviceCopier, group: list[int], blocks: Column, at: int) -> CopyBatch:
+def _pieces(copier: TestableCopier, group: list[int], blocks: Column, at: int) -> CopyBatch:
     """Return both blocks of each layer, end to end from `at` on, the first one in two pieces."""
     batches: list[CopyBatch] = []
     for layer in group:

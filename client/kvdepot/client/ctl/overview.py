@@ -6,15 +6,16 @@ import textwrap
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.texts import escape
-from kvdepot.core.health import DISABLED, Verdict
+from kvdepot.core.health import DISABLED
 from kvdepot.core.hit_rate import HitRate
 from kvdepot.core.units import count_text, duration_text, size_text
+from kvdepot.core.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from kvdepot.core.health import Problem
     from kvdepot.core.report import DaemonStatus, SessionStatus, TierStatus
+    from kvdepot.core.verdict import Problem
     from rich.console import Console
 
 RUNBOOK: Final = "docs/operations.md#"

@@ -59,7 +59,7 @@ def _common(tables: Tables, tier: TierTable) -> dict[str, Any]:
     }
 
 
-def engine_tier_config(tier: TierTable) -> TierConfig:
+def depot_tier_config(tier: TierTable) -> TierConfig:
     """Return what the depot does with the tier."""
     return TierConfig(
         write=WritePolicy(tier.write), load_weight=tier.load_weight,

@@ -12,7 +12,7 @@ from kvdepot.core.report import TierStatus
 from kvdepot.server.arena.arena_file import ArenaFile
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.schema import SHARED_KIND, TierTable
-from kvdepot.server.config.tier_settings import disk_config, engine_tier_config, shared_config
+from kvdepot.server.config.tier_settings import depot_tier_config, disk_config, shared_config
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.types import TierConfig
 from kvdepot.server.io.breaker import BreakerState
@@ -48,7 +48,7 @@ class LowerTiers:
     def make(self, registry: WorkerRegistry) -> list[tuple[Tier, TierConfig]]:
         tables = self._config.tables.tier
         self._made = [self._tier(table, registry) for table in tables]
-        return list(zip(self._made, map(engine_tier_config, tables), strict=True))
+        return list(zip(self._made, map(depot_tier_config, tables), strict=True))
 
     def configure(self, config: Config) -> None:
         """Use the keys of another configuration."""

@@ -28,18 +28,20 @@ from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
 from kvdepot.server.config import arena_directory
 from kvdepot.server.config.config import Config
+from kvdepot.server.config.depot_settings import depot_config
 from kvdepot.server.config.memory_room import MIB, file_system
 from kvdepot.server.config.schema import host_and_port
 from kvdepot.server.config.set_quotas import SetQuotas
-from kvdepot.server.config.tier_settings import engine_tier_config
+from kvdepot.server.config.tier_settings import depot_tier_config
 from kvdepot.server.daemon.checksums import ChecksumService
 from kvdepot.server.daemon.control import Control, Reread
 from kvdepot.server.daemon.lower_tiers import LowerTiers
+from kvdepot.server.daemon.operator_server import OperatorServer
 from kvdepot.server.daemon.start_checks import arena_request, cannot_listen, check_host, lock_file, locked_files
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.depot import Depot
-from kvdepot.server.depot.types import DepotConfig, Liveness, ProcessIdentity, TenantBudget
+from kvdepot.server.depot.types import Liveness, ProcessIdentity
 from kvdepot.server.observe.health import HttpListener, Readiness, readiness
 from kvdepot.server.observe.metrics import exposition
 from kvdepot.server.observe.summary import summary_line
@@ -47,17 +49,12 @@ from kvdepot.server.observe.tracing import Tracing
 from kvdepot.server.observe.verdicts import Verdicts
 from kvdepot.server.platform import processes
 from kvdepot.server.platform.accepting import SPARE_DESCRIPTORS, SpareDescriptors
-from kvdepot.server.platform.audit_log import AuditLog
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import drain, make_log
 from kvdepot.server.platform.service_notify import ServiceNotifier
-from kvdepot.server.rpc.admin_socket import AdminSocket
-from kvdepot.server.rpc.control_service import control_service
 from kvdepot.server.rpc.depot_calls import DepotCalls
 from kvdepot.server.rpc.depot_service import depot_service
-from kvdepot.server.rpc.listener import ENGINES, OPERATORS, GrpcListener
-from kvdepot.server.rpc.operator_calls import OperatorCalls
-from kvdepot.server.rpc.operator_service import operator_service
+from kvdepot.server.rpc.listener import ENGINES, GrpcListener
 
 TABLES_NAME, OTHERS_NAME = "arena", "arena-data"
 """Of the arena's descriptors, where the supervisor keeps them. Generations and data have one name."""
@@ -69,7 +66,6 @@ CLOSE_SECONDS = 7.0
 """What tiers get to finish what is in flight: with the rest of a stop, less than 10 s whatever a medium does."""
 GRACE_SECONDS = 1.0
 """What calls in flight get at a stop."""
-_OWN_MODE = 0o600
 _THREADS_MAX = 4
 _DRAIN_STEP_SECONDS = 0.01
 
@@ -134,7 +130,7 @@ class Node:
             run=superblock.run,
             clock=time.monotonic,
             random_bytes=secrets.token_bytes,
-            config=engine_config(self._config, self._quotas),
+            config=depot_config(self._config, self._quotas),
             counters=counters,
             tiers=tiers.make,
             identify=self._identify,
@@ -153,7 +149,10 @@ class Node:
             reread=self._reread, configure=self._configure,
             readiness_changed=self._tell_readiness, quotas=self._quotas, log=self._log,
         )  # fmt: skip
-        self._compose_operators()
+        self._operators = OperatorServer(
+            self._config, depot=self._depot, control=self._control, status=self.status,
+            loop=self._loop, log=self._log, spare=self._spare, count=counters.add,
+        )  # fmt: skip
         self._control.restore()
         self._checksums = ChecksumService(
             arena=arena, depot=self._depot, loop=self._loop, log=self._log, quarantine=self._control.quarantine
@@ -184,26 +183,6 @@ class Node:
             spare=self._spare,
         )
 
-    def _compose_operators(self) -> None:
-        self._audit = self._open_audit()
-        self._admin = AdminSocket(
-            self._config.tables.daemon.rpc_socket, loop=self._loop, log=self._log, spare=self._spare
-        )
-        self._operator_calls = calls = OperatorCalls(self._admin.peer, self._config.operators, self._audit)
-        services = (
-            operator_service(self.status, self._depot.listing, self._depot.records, calls, self._log),
-            control_service(self._control, calls, self._log),
-        )
-        self._operators_grpc = GrpcListener(services, OPERATORS, sockets=1)
-
-    def _open_audit(self) -> AuditLog:
-        """Open the audit log. Raise ConfigError."""
-        path = self._config.tables.audit.path
-        try:
-            return AuditLog(path, self._log, self._counters.add)
-        except OSError as error:
-            raise ConfigError(self._config.file, "audit.path", f"cannot use {path}: {error.strerror}") from error
-
     async def start(self) -> None:
         """Adopt, populate, listen. Raises ConfigError when an address cannot be had; then `stop` is still due."""
         self._log.info("arena opened: %s", describe(self._arena))
@@ -225,14 +204,11 @@ class Node:
                 self._attach.listen(path, tables.mode_bits, tables.group_id)
             self._attach.watch_adopted()
             self._start_tiers()
-            await self._operators_grpc.listen((tables.rpc_socket,), _OWN_MODE, -1)
-            for path in tables.admin_sockets:
-                self._admin.listen(path, tables.admin_mode_bits, tables.admin_group_id)
+            await self._operators.listen(tables)
             await self._grpc.listen(tables.sockets, tables.mode_bits, tables.group_id)
         except OSError as error:
             raise ConfigError(self._config.file, "daemon.listen", f"cannot listen: {error}") from error
         self._log.info("listening on %s", ", ".join(tables.listen))
-        self._log.info("operators connect to %s", ", ".join(map(str, tables.admin_sockets)))
         await self._listen_http(tables.metrics)
         self._serving = True
         await self._tell_readiness()
@@ -251,10 +227,9 @@ class Node:
         await self._set_serving(serving=False)
         await asyncio.gather(
             self._grpc.stop(GRACE_SECONDS),
-            self._operators_grpc.stop(GRACE_SECONDS),
+            self._operators.stop(GRACE_SECONDS),
             self._attach.finish_calls(GRACE_SECONDS),
         )
-        self._admin.close()
         await self._control.close(GRACE_SECONDS)
         drained, closed, _ = await asyncio.gather(self._drain(), self._close_tiers(), self._close_tracing())
         for handle in (self._tick_handle, self._trim_handle):
@@ -262,7 +237,7 @@ class Node:
                 handle.cancel()
         self._http.close()
         self._attach.close()
-        self._audit.close()
+        await self._operators.close()
         self._checksums.close()
         self._holding.close()
         await self._loop.run_in_executor(None, self._populator.stop)
@@ -290,7 +265,7 @@ class Node:
                 self._log.info("not ready: %s", found.reason)
 
     async def _set_serving(self, *, serving: bool) -> None:
-        for server in (self._grpc, self._operators_grpc):
+        for server in (self._grpc, self._operators):
             await server.set_serving(serving)
 
     def _renew_readiness(self) -> None:
@@ -301,14 +276,11 @@ class Node:
     def _configure(self, config: Config) -> None:
         """Run with another configuration, in which only live keys differ."""
         self._config, tables = config, config.tables
-        tiers = {tier.name: engine_tier_config(tier) for tier in tables.tier}
-        self._depot.configure(engine_config(config, self._quotas), tiers)
+        tiers = {tier.name: depot_tier_config(tier) for tier in tables.tier}
+        self._depot.configure(depot_config(config, self._quotas), tiers)
         self._tiers.configure(config)
         self._streams.count_max = tables.sessions.streams
-        self._operator_calls.operators = config.operators
-        if config.operators.unknown:
-            self._log.warning("operators not known on this host: %s", ", ".join(config.operators.unknown))
-        self._audit.reopen()
+        self._operators.configure(config.operators)
         make_log(tables.log.level, tables.log.format)
 
     def readiness(self) -> Readiness:
@@ -476,21 +448,3 @@ class Node:
         except OSError as error:
             raise cannot_listen(self._config, error) from error
         self._log.info("metrics on http://%s/metrics, health on /healthz", bound)
-
-
-def engine_config(config: Config, quotas: SetQuotas) -> DepotConfig:
-    tables = config.tables
-    return DepotConfig(
-        credit_bytes=config.credit_bytes,
-        lease_deadline_seconds=tables.policy.lease_deadline,
-        grace_seconds=tables.sessions.grace,
-        high_watermark=tables.ram.high_watermark,
-        low_watermark=tables.ram.low_watermark,
-        loads_in_flight=tables.policy.loads_in_flight,
-        prefetch_share=tables.policy.prefetch_share,
-        pin_share=tables.policy.pin_share,
-        audit_sample=tables.policy.audit_sample,
-        eviction=tables.policy.eviction,
-        quotas=quotas.for_engine(tables),
-        tenants={tenant.name: TenantBudget(tenant.credit, tenant.sessions or None) for tenant in tables.tenant},
-    )

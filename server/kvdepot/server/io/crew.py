@@ -24,6 +24,8 @@ START_SECONDS: Final = 20.0
 
 A tenth of a second of CPU, which on a host with too much to do comes late: one that is ended for it never starts.
 """
+_PATIENCE_SECONDS: Final = 1.0
+"""Jobs wait so long for a worker that has to be started again."""
 _BACKOFF_SECONDS_MIN: Final = 0.1
 _BACKOFF_SECONDS_MAX: Final = 30.0
 _STABLE_SECONDS: Final = 10.0
@@ -89,6 +91,21 @@ class Crew:
         self._count("io_workers.started", 1)
         worker.start_timer = self._loop.call_later(START_SECONDS, self._start_overdue, worker)
         return worker
+
+    @property
+    def why_none_serves(self) -> str:
+        """Return why no worker is given jobs; empty if one is, or if jobs can wait for one that is started again."""
+        if self.serving:
+            return ""
+        if not self.waits:
+            return f"all {len(self.leaving)} workers hang in the kernel" if self.leaving else "no worker was started"
+        return "no worker can be started" if self.waits_seconds > _PATIENCE_SECONDS else ""
+
+    def free(self, quick_seconds: float) -> Worker | None:
+        """Return a free worker, but none that is starting: until it has started, another may be free."""
+        quick_since = self._loop.time() - quick_seconds
+        free = [worker for worker in self.serving if worker.up and worker.takes_more(quick_since)]
+        return min(free, key=lambda worker: len(worker.inflight), default=None)
 
     def started(self, process: WorkerProcess) -> Worker:
         worker = self.workers[process]

@@ -15,10 +15,11 @@ from typing import Final
 
 from kvdepot.server.io.breaker import Breaker, BreakerState
 from kvdepot.server.io.crew import Crew
-from kvdepot.server.io.jobs import JOBS, Answer, Job, Priority, Probe
+from kvdepot.server.io.jobs import Answer, Job, Priority, Probe
 from kvdepot.server.io.path_answers import FAILING as FAILING  # part of this interface
 from kvdepot.server.io.path_answers import READS, WRITES, PathAnswers
-from kvdepot.server.io.tasks import CRASHES_MAX, Task, TaskQueue
+from kvdepot.server.io.task_loans import TaskLoans
+from kvdepot.server.io.tasks import CRASHES_MAX, Task, TaskQueue, pack
 from kvdepot.server.io.worker_jobs import Worker
 from kvdepot.server.io.worker_process import WorkerProcess, WorkerSettings
 from kvdepot.server.io.workers_room import processes_max as processes_max  # part of this interface
@@ -29,8 +30,6 @@ from kvdepot.server.storage.base import IoOutcome, Loan, UnknownWorker, WorkerRe
 _ANSWERING: Final = frozenset({IoOutcome.OK, IoOutcome.NO_SPACE, IoOutcome.READ_ONLY})
 """Answers to a probe of a path that can be read at least; whether it can be written is the tier's to find out."""
 _PROBE: Final = Probe(".probe")
-_PATIENCE_SECONDS = 1.0
-"""Jobs wait so long for a worker that has to be started again."""
 _DEATH_SECONDS = 1.0
 """How long killed workers are waited for: they die at once, or hang in the kernel."""
 QUICK_SECONDS: Final = 0.02
@@ -83,6 +82,7 @@ class IoPool:
         self._probe_job = probe
         self._quick_seconds = quick_seconds
         self._queue = TaskQueue()
+        self._loans = TaskLoans(guard)
         self._numbers = 0
         self._crew = Crew(
             settings, listener=self, registry=registry, loop=loop, log=log, count=self._count, guard=guard
@@ -129,12 +129,7 @@ class IoPool:
             return "the pool is closed"
         if not self.breaker.closed:
             return f"disabled: {self.breaker.reason}"
-        if not self._crew.serving and not self._crew.waits:
-            hang = f"all {len(self._crew.leaving)} workers hang in the kernel"
-            return hang if self._crew.leaving else "no worker was started"
-        if not self._crew.serving and self._crew.waits_seconds > _PATIENCE_SECONDS:
-            return "no worker can be started"
-        return ""
+        return self._crew.why_none_serves
 
     @property
     def abandoned(self) -> int:
@@ -179,7 +174,7 @@ class IoPool:
         """
         seconds = self._deadline_seconds if deadline_seconds is None else deadline_seconds
         task = self._task(job, priority, done, loan, seconds)
-        why = self.why_unusable or self._pack(task)
+        why = self.why_unusable or pack(task, self._guard)
         if why:
             self._answer_soon(task, Answer(IoOutcome.CANCELLED, why))
             return
@@ -223,19 +218,10 @@ class IoPool:
         self._numbers += 1
         return Task(self._numbers, job, b"", priority, done, loan, deadline_seconds)
 
-    def _pack(self, task: Task) -> str:
-        """Pack a job. Return why no worker can be told of it; empty if one can."""
-        try:
-            task.frame = JOBS.pack(task.job, task.number)
-        except Exception as error:  # noqa: BLE001 - whatever it is
-            self._guard.caught(f"packing {type(task.job).__name__}", error)
-            return f"the job cannot be packed: {error}"
-        return ""
-
     def _dispatch(self) -> None:
-        while (worker := self._free_worker()) is not None and (task := self._queue.take()) is not None:
+        while (worker := self._crew.free(self._quick_seconds)) is not None and (task := self._queue.take()) is not None:
             try:
-                why = self._lend(worker, task)
+                why = self._loans.begin(task, worker.number)
             except UnknownWorker as error:
                 self._queue.put(task, first=True)
                 self._replace(worker, str(error))
@@ -244,17 +230,6 @@ class IoPool:
                 self._answer_soon(task, Answer(IoOutcome.CANCELLED, why))
             else:
                 self._assign(worker, task)
-
-    def _lend(self, worker: Worker, task: Task) -> str:
-        """Begin the loan of a task. Return why no worker is told of the task; empty if one is. Raise UnknownWorker."""
-        try:
-            lent = task.loan is None or task.loan.begin(worker.number)
-        except UnknownWorker:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever it is
-            self._guard.caught("the begin of a loan", error)
-            return f"the loan could not begin: {error}"
-        return "" if lent else "the loan was refused"
 
     def _replace(self, worker: Worker, why: str) -> None:
         """Replace a worker to which nothing can be lent.
@@ -267,12 +242,6 @@ class IoPool:
             self._crew.kill(worker)
         self._crew.start_later(worker, why)
         self._loop.call_soon(self._fill)
-
-    def _free_worker(self) -> Worker | None:
-        """Return a free worker, but none that is starting: until it has started, another may be free."""
-        quick_since = self._loop.time() - self._quick_seconds
-        free = [worker for worker in self._crew.serving if worker.up and worker.takes_more(quick_since)]
-        return min(free, key=lambda worker: len(worker.inflight), default=None)
 
     def _assign(self, worker: Worker, task: Task) -> None:
         worker.inflight[task.number] = task
@@ -319,7 +288,7 @@ class IoPool:
         if task is None:  # too late for its deadline, but not for the loan
             loan = its.kept.pop(number, None)
             if loan is not None:
-                self._end(loan)
+                self._loans.end(loan)
             return
         self._take_back(task)
         self._watch(its)
@@ -341,7 +310,7 @@ class IoPool:
     def died(self, worker: WorkerProcess, status: int) -> None:
         its = self._crew.remove(worker)
         for loan in its.kept.values():
-            self._end(loan)
+            self._loans.end(loan)
         for task in its.inflight.values():
             if task.timer is not None and not its.killed:  # begun: it may have ended of this job
                 task.crashes += 1
@@ -363,16 +332,13 @@ class IoPool:
     def _take_back(self, task: Task) -> None:
         self._unwatch(task)
         if task.loan is not None:
-            self._end(task.loan)
+            self._loans.end(task.loan)
 
     @staticmethod
     def _unwatch(task: Task) -> None:
         if task.timer is not None:
             task.timer.cancel()
             task.timer = None
-
-    def _end(self, loan: Loan) -> None:
-        self._guard.call("the end of a loan", loan.end)
 
     def _overdue(self, worker: Worker, task: Task) -> None:
         why = f"no answer from I/O worker {worker.process.pid} within {task.deadline_seconds:g} s"
@@ -456,7 +422,7 @@ class IoPool:
             return
         task = self._task(self._probe_job, Priority.TEND, self._probed, None, self._deadline_seconds)
         task.crashes = CRASHES_MAX
-        if why := self._pack(task):
+        if why := pack(task, self._guard):
             self._probed(Answer(IoOutcome.IO_ERROR, why))
         else:
             self._assign(worker, task)

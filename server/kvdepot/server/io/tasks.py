@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvdepot.server.io.jobs import Answer, Append, Job, Priority, job_bytes
+from kvdepot.server.io.jobs import JOBS, Answer, Append, Job, Priority, job_bytes
+from kvdepot.server.platform.guard import Guard
 from kvdepot.server.storage.base import Loan
 
 CRASHES_MAX = 2
@@ -56,3 +57,13 @@ class TaskQueue:
                 self.payload_bytes -= job_bytes(task.job)
                 return task
         return None
+
+
+def pack(task: Task, guard: Guard) -> str:
+    """Pack a job. Return why no worker can be told of it; empty if one can."""
+    try:
+        task.frame = JOBS.pack(task.job, task.number)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        guard.caught(f"packing {type(task.job).__name__}", error)
+        return f"the job cannot be packed: {error}"
+    return ""

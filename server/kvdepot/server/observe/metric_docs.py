@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from kvdepot.server.observe.metric_families import SUBJECTS, Family
+from kvdepot.server.observe.metric_families import SUBJECTS
+from kvdepot.server.observe.metric_family import Family
 
 _HEAD = """\
 # Metrics

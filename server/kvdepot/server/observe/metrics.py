@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from kvdepot.core.report import DaemonStatus
 from kvdepot.server.depot.counters import BUCKETS_SECONDS, Histogram
-from kvdepot.server.observe.metric_families import FAMILIES, PREFIX, Family, Samples, Scrape
+from kvdepot.server.observe.metric_families import FAMILIES
+from kvdepot.server.observe.metric_family import PREFIX, Family, Samples, Scrape
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector

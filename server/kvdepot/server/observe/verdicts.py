@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from kvdepot.core.health import DAY, EVENTS, FLOWS, LATE_SECONDS, MINUTES_15, Health, health
+from kvdepot.core.health import DAY, EVENTS, FLOWS, LATE_SECONDS, MINUTES_15, health
 from kvdepot.core.report import DaemonStatus
+from kvdepot.core.verdict import Health
 from kvdepot.server.depot.counters import BUCKETS_SECONDS, Counters, Histogram
 from kvdepot.server.observe.metrics import by_family
 

@@ -14,12 +14,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
 from kvdepot.server.platform.logs import AUDIT
 from kvdepot.server.platform.own_files import open_own
+from kvdepot.server.platform.own_thread import in_own_thread
 
 WAIT_SECONDS: Final = 1.0
 """For a line, before its caller is answered; and at the end, for all lines."""
@@ -87,11 +89,11 @@ class AuditLog:
         if self._path is not None:
             self._work.put(self._reopen)
 
-    def close(self) -> None:
-        """Write the waiting lines, for at most a second, and close the file."""
+    async def close(self) -> None:
+        """Write the waiting lines, for at most a second, and close the file. Lines that fail are still reported."""
         if self._path is not None:
             self._work.put(None)
-            self._ended.wait(WAIT_SECONDS)
+            await in_own_thread(partial(self._ended.wait, WAIT_SECONDS))
 
     def _to_daemons_log(self, fields: Mapping[str, Any], reason: str) -> None:
         self._count("failed_audit_lines")

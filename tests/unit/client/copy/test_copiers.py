@@ -16,9 +16,10 @@ import pytest
 import torch
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy import native
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, concatenate, object_pieces
 from kvdepot.client.copy.cpu import CpuCopier
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.copy.native import MOVE_BYTES_MAX
 from kvdepot.client.extents import Extents, parse_extents
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from kvdepot.client.copy import cuda
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import Direction
 from kvdepot.client.copy.cuda import CudaDevice
-from kvdepot.client.copy.device import Way
 from kvdepot.client.copy.driver import ANY_ORDER, HIP, STREAM_ORDER, Driver
 from kvdepot.client.copy.runs import Runs
 

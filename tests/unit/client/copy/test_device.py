@@ -16,9 +16,10 @@ import torch
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy import device as device_module
 from kvdepot.client.copy import indexed, pinning
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import CopyBatch, CopyError, Direction
 from kvdepot.client.copy.cuda import CudaDevice
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.vllm.base.guard import Failures
 from kvdepot.client.vllm.base.operations import LoadOp, ObjectCopy, StoreOp
 from kvdepot.client.vllm.base.settings import parse_settings

@@ -12,8 +12,8 @@ import torch
 from kvdepot.client.arena_map import ArenaMap
 from kvdepot.client.copy import device as device_module
 from kvdepot.client.copy import indexed, pinning
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.copy.device import Way
 from kvdepot.client.vllm.base.operations import LoadOp, StoreOp
 
 from benchmarks.day_one.copies import filled

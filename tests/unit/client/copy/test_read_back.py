@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import CopyBatch, Direction
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.vllm.base.operations import LoadOp, StoreOp
 
 from benchmarks.day_one.copies import filled

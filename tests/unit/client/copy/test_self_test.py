@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from kvdepot.client.arena_map import ArenaMap
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import BATCH_BYTES, CopyBatch, CopyError, Direction, WrongBytesError
-from kvdepot.client.copy.device import DeviceCopier, Way
+from kvdepot.client.copy.device import DeviceCopier
 from kvdepot.client.copy.runs import Runs
 
 from benchmarks.day_one.copies import filled

@@ -12,9 +12,10 @@ from typing import Final
 
 import pytest
 from kvdepot.client.ctl.overview import print_overview, print_verdict
-from kvdepot.core.health import CHECKS, Health, Problem, health
+from kvdepot.core.health import CHECKS, health
 from kvdepot.core.kinds import Kind
 from kvdepot.core.report import DaemonStatus, NamespaceStatus, SessionStatus, SwitchesStatus, TierStatus
+from kvdepot.core.verdict import Health, Problem
 from rich.console import Console
 
 GOLDEN: Final = Path(__file__).parents[3] / "golden/overview"

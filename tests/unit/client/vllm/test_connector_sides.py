@@ -14,7 +14,7 @@ from kvdepot.client.vllm.connector import KVDepotConnector
 from kvdepot.client.vllm.scheduling.namespaces import Namespaces
 from kvdepot.client.vllm.scheduling.pins import BlockHolds
 from kvdepot.client.vllm.scheduling.sides import SchedulerSides
-from kvdepot.client.vllm.worker.copy_thread import CopyOutcome
+from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
 from kvdepot.client.vllm.worker.layers import RankLayers
 from kvdepot.client.vllm.worker.worker import LOADS_WAIT_SECONDS, WorkerSide
 from vllm.v1.core.block_pool import BlockPool

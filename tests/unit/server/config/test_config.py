@@ -12,6 +12,7 @@ from kvdepot.core.arena import ArenaLayout
 from kvdepot.core.control import QuotaEntry, QuotaSubject
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.config import Config, check, embedded, load
+from kvdepot.server.config.depot_settings import depot_config
 from kvdepot.server.config.memory_room import (
     CAPACITY_BYTES_MIN,
     PROCESS_RESERVE_BYTES,
@@ -20,9 +21,8 @@ from kvdepot.server.config.memory_room import (
 )
 from kvdepot.server.config.schema import QuotaTable, Tables, TenantTable, TierTable
 from kvdepot.server.config.set_quotas import SetQuotas
-from kvdepot.server.config.tier_settings import disk_config, engine_tier_config, shared_config
+from kvdepot.server.config.tier_settings import depot_tier_config, disk_config, shared_config
 from kvdepot.server.daemon import app
-from kvdepot.server.daemon.node import engine_config
 from kvdepot.server.depot.types import Quota, TenantBudget
 from kvdepot.server.io.pool import worker_reserve_bytes
 
@@ -220,11 +220,11 @@ def test_the_ram_of_a_tenant_is_a_quota_that_operators_can_override(tmp_path: Pa
         GOOD + TENANT + 'ram = "64MiB"\ncredit = "32MiB"\n' + TENANT.replace('"a"', '"b"').replace("1001", "2")
     )
     config, quotas = load(path), SetQuotas()
-    (quota,) = engine_config(config, quotas).quotas
+    (quota,) = depot_config(config, quotas).quotas
     assert (quota.tenant, quota.namespace, quota.tier, quota.capacity_bytes) == ("a", None, "ram", 64 << 20)
-    assert engine_config(config, quotas).tenants == {"a": TenantBudget(32 << 20), "b": TenantBudget()}
+    assert depot_config(config, quotas).tenants == {"a": TenantBudget(32 << 20), "b": TenantBudget()}
     quotas.set(config.tables, QuotaEntry(QuotaSubject("a", None, "ram"), 16 << 20))
-    assert [one.capacity_bytes for one in engine_config(config, quotas).quotas] == [16 << 20]
+    assert [one.capacity_bytes for one in depot_config(config, quotas).quotas] == [16 << 20]
 
 
 @pytest.mark.requirement("T8")
@@ -234,11 +234,11 @@ def test_quotas_reach_the_engine(tmp_path: Path) -> None:
     )
     config, quotas = _load(tmp_path, text), SetQuotas()
     of_ram, exempt = Quota(tier="ram", capacity_bytes=1 << 30), Quota("a", "deadbeef00", "*", None)
-    assert engine_config(config, quotas).quotas == (of_ram, exempt)
+    assert depot_config(config, quotas).quotas == (of_ram, exempt)
     quotas.set(config.tables, QuotaEntry(QuotaSubject("a", "DeadBeef00"), 5))
-    assert engine_config(config, quotas).quotas == (of_ram, replace(exempt, capacity_bytes=5))
+    assert depot_config(config, quotas).quotas == (of_ram, replace(exempt, capacity_bytes=5))
     quotas.delete(QuotaSubject("a", "DeadBeef00"))
-    assert engine_config(config, quotas).quotas == (of_ram, exempt)
+    assert depot_config(config, quotas).quotas == (of_ram, exempt)
 
 
 def test_a_tier_takes_its_settings_from_three_tables(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_reads_limits_of_both_cgroup_versions(tmp_path: Path) -> None:
 def test_a_tier_has_watermarks_of_its_own(tmp_path: Path) -> None:
     config = _load(tmp_path, GOOD + TIER + "high_watermark = 0.8\nlow_watermark = 0.7\n")
     (table,) = config.tables.tier
-    settings = engine_tier_config(table)
+    settings = depot_tier_config(table)
     assert (settings.high_watermark, settings.low_watermark) == (0.8, 0.7)
     assert config.tables.ram.high_watermark == 0.95
 

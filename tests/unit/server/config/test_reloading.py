@@ -11,12 +11,12 @@ import pytest
 from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.config import Config, load
+from kvdepot.server.config.depot_settings import depot_config
 from kvdepot.server.config.reloading import changes, values
 from kvdepot.server.config.schema import Tables
 from kvdepot.server.config.set_quotas import SetQuotas
 from kvdepot.server.daemon.app import described
 from kvdepot.server.daemon.control import Control
-from kvdepot.server.daemon.node import engine_config
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.types import Quota, TenantBudget, TierConfig, WritePolicy
 
@@ -331,7 +331,7 @@ def test_budgets_of_tenants_change_at_once(tmp_path: Path) -> None:
         ("tenant.t.sessions", "0", "100"),
     ]  # fmt: skip
     (ran,) = daemon.ran
-    config = engine_config(ran, SetQuotas())
+    config = depot_config(ran, SetQuotas())
     assert config.tenants == {"t": TenantBudget(64 << 20, 100)} and Quota("t", None, "ram", 1 << 30) in config.quotas
 
 

@@ -103,7 +103,7 @@ def node_with(grpc: Any, done: list[str]) -> Any:
     node._spare = SimpleNamespace(refill=lambda: None)
     node._notify = SimpleNamespace(alive=lambda: done.append("alive"))
     node._grpc, node._told_ready = grpc, False
-    node._operators_grpc = SimpleNamespace(set_serving=_nothing)
+    node._operators = SimpleNamespace(set_serving=_nothing)
     node.readiness = lambda: SimpleNamespace(ready=True)
     return node
 

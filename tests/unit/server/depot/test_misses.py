@@ -69,7 +69,7 @@ def corrupt(rig: Rig) -> Client:
 
 def no_grant(rig: Rig) -> Client:
     client = rig.attach()
-    rig.depot._config = rig.depot._stores._config = replace(rig.config, credit_bytes=1)
+    rig.depot.configure(replace(rig.config, credit_bytes=1), {})
     assert set(client.reserve(KEYS)[1].outcomes) <= {ReserveOutcome.REFUSED, ReserveOutcome.LATER}
     return client
 

@@ -19,7 +19,8 @@ from kvdepot.core.errors import NoRoom
 from kvdepot.core.report import DaemonStatus, SessionStatus, SwitchesStatus, TierStatus
 from kvdepot.proto.methods import DEPOT, encode
 from kvdepot.server.depot.counters import BUCKETS_SECONDS, Counters
-from kvdepot.server.observe.metric_families import CODES, FAMILIES, Family
+from kvdepot.server.observe.metric_families import CODES, FAMILIES
+from kvdepot.server.observe.metric_family import Family
 from kvdepot.server.observe.metrics import exposition
 from kvdepot.server.observe.summary import summary_line
 from kvdepot.server.rpc.depot_calls import DepotCalls

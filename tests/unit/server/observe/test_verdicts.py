@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kvdepot.core.health import DAY, HOUR, MINUTES_15, Verdict
+from kvdepot.core.health import DAY, HOUR, MINUTES_15
 from kvdepot.core.report import DaemonStatus
+from kvdepot.core.verdict import Verdict
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.observe.verdicts import SAMPLE_SECONDS, History, Verdicts
 

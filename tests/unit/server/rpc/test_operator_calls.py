@@ -141,8 +141,12 @@ def test_a_full_device_loses_no_line(tmp_path: Path, caplog: pytest.LogCaptureFi
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, log._fd)
     os.close(full)
-    asyncio.run(log.write({"verb": "Evict"}))
-    log.close()
+
+    async def run() -> None:
+        await log.write({"verb": "Evict"})
+        await log.close()
+
+    asyncio.run(run())
     assert 'No space left on device: {"verb": "Evict"}' in caplog.text
     assert counted == ["failed_audit_lines"]
 
@@ -163,10 +167,41 @@ def test_a_device_that_hangs_holds_up_nobody_for_long(
         goes_on.set()
         monkeypatch.setattr(audit_log, "WAIT_SECONDS", 60.0)
         await log.write({"verb": "Pin"})
-        log.close()
+        await log.close()
 
     asyncio.run(run())
     assert [json.loads(line)["verb"] for line in (tmp_path / "audit").read_text().splitlines()] == ["Evict", "Pin"]
+
+
+@pytest.mark.requirement("I4")
+def test_a_device_that_hangs_holds_up_no_callback_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_log, "WAIT_SECONDS", 60.0)
+    goes_on = threading.Event()
+    log = _open(tmp_path)
+    log._work.put(goes_on.wait)  # type: ignore[arg-type]
+
+    async def run() -> None:
+        asyncio.get_running_loop().call_later(0.01, goes_on.set)
+        await asyncio.wait_for(log.close(), 30.0)
+
+    asyncio.run(run())
+    assert log._ended.is_set()
+
+
+def test_a_line_that_fails_at_the_end_is_in_the_daemons_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    counted: list[str] = []
+    log = _open(tmp_path, counted.append)
+
+    async def run() -> None:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, log._fd)
+        os.close(full)
+        log.put({"verb": "Evict"})
+        await log.close()
+
+    asyncio.run(run())
+    assert 'No space left on device: {"verb": "Evict"}' in caplog.text
+    assert counted == ["failed_audit_lines"]
 
 
 def test_a_file_that_cannot_be_opened_again_stays_open(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +213,7 @@ def test_a_file_that_cannot_be_opened_again_stays_open(tmp_path: Path, caplog: p
         (tmp_path / "audit").symlink_to("/dev/null")
         log.reopen()
         await log.write({"verb": "Pin"})
-        log.close()
+        await log.close()
 
     asyncio.run(run())
     assert len(moved.read_text().splitlines()) == 2

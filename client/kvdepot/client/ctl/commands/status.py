@@ -11,7 +11,7 @@ from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.overview import print_overview, print_verdict
 from kvdepot.client.ctl.printer import print_status
 from kvdepot.core.errors import KvDepotError
-from kvdepot.core.health import Verdict
+from kvdepot.core.verdict import Verdict
 from rich.console import Console
 
 if TYPE_CHECKING:

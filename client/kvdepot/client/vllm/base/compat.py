@@ -10,11 +10,10 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, version
 from math import prod
 from typing import Any, Final
 
-from kvdepot.client.vllm.base import contract, engine_types, plugin, versions
+from kvdepot.client.vllm.base import contract, engine_types, versions
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import ConfigError
 from vllm import __version__ as vllm_version
@@ -171,40 +170,6 @@ def environment_facts(environment: Mapping[str, str] = os.environ) -> dict[str, 
     known = [name for name in compile_factors() if not _ENVIRONMENT_EXCLUDED.match(name)]
     names = (*known, *_ENVIRONMENT_BELOW, *_ENVIRONMENT_KERNELS)
     return {name: environment[name] for name in names if name in environment}
-
-
-def computing_packages() -> dict[str, str]:
-    """Return the versions of packages that may compute, in addition to vLLM and torch.
-
-    transformers has models' code and the processors of pictures; plugins may replace whatever they like. kvdepot's own
-    plugin replaces nothing.
-    """
-    plugins = {
-        f"{group} {point.name}": f"{point.value} {point.dist.version if point.dist else ''}"
-        for group in ("vllm.general_plugins", "vllm.platform_plugins")
-        for point in entry_points(group=group)
-        if point.value != plugin.ENTRY_POINT
-    }
-    return {"transformers": version("transformers")} | plugins
-
-
-_GPU_PACKAGES: Final = (
-    "aiter", "amd-aiter", "apache-tvm-ffi", "deep-gemm", "flash-attn", "flash-attn-3", "flash-attn-4",
-    "flashattn-hopper", "flashinfer-cubin", "flashinfer-jit-cache", "flashinfer-python", "flash-mla",
-    "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
-    "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-nvshmem-cu12",
-    "nvidia-nvshmem-cu13", "pytorch-triton", "pytorch-triton-rocm", "quack-kernels", "tilelang", "triton",
-    "triton-rocm",
-)  # fmt: skip
-
-
-def gpu_packages() -> dict[str, str]:
-    """Return the versions of the installed packages whose kernels compute KV, or reduce it over ranks, on a GPU."""
-    found: dict[str, str] = {}
-    for name in _GPU_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def check_version(installed: str = VLLM_VERSION) -> None:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvdepot.client.vllm.base.stats import COUNTERS
 
 if TYPE_CHECKING:
+    from collections import Counter
+
     from kvdepot.client.vllm.base.stats import KVDepotStats
-    from kvdepot.client.vllm.scheduling.scheduler import SchedulerSide
+    from kvdepot.client.vllm.scheduling.loads import Loads
+    from kvdepot.client.vllm.scheduling.request_ends import RequestEnds
+    from kvdepot.client.vllm.scheduling.stores import Stores
+
+
+class Counting(Protocol):
+    """The part of `SchedulerSide` that is shown."""
+
+    counters: Counter[str]
+    ends: RequestEnds
+    loads: Loads
+    stores: Stores | None
 
 
 class SchedulerStats:
     """What the scheduler side has counted since it was last asked."""
 
-    def __init__(self, side: SchedulerSide) -> None:
+    def __init__(self, side: Counting) -> None:
         self._side = side
         self._seen: dict[str, float] = {}
         self._gauges: dict[str, int] = {}

@@ -9,18 +9,18 @@ A request has at most one Reserve in flight, so that a child is never asked for 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from kvdepot.client.failures import CallFailure
 from kvdepot.client.vllm.base.metadata import NUMBERS, StepMeta
-from kvdepot.client.vllm.base.operations import ObjectCopy, SpanCopy, StoreOp
+from kvdepot.client.vllm.base.operations import ObjectCopy, StoreOp
 from kvdepot.client.vllm.scheduling.candidates import Candidate, StoreCandidates
 from kvdepot.client.vllm.scheduling.requests import RequestState
+from kvdepot.client.vllm.scheduling.store_progress import Dispatched, RequestStores, StoreObject
 from kvdepot.core.calls import EXTENT_WORDS, CommitOutcome, Kind, ReserveCall, ReserveOutcome, ReserveReply
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 
@@ -30,69 +30,16 @@ if TYPE_CHECKING:
     from kvdepot.client.vllm.identity.adapters import Adapter
     from kvdepot.client.vllm.scheduling.events import KvEvents
     from kvdepot.client.vllm.scheduling.namespaces import Namespaces
-    from kvdepot.client.vllm.scheduling.pins import BlockHolds, WeakHold
+    from kvdepot.client.vllm.scheduling.pins import BlockHolds
     from kvdepot.client.vllm.scheduling.request_ends import RequestEnds
     from kvdepot.client.vllm.scheduling.state_offers import BoundaryOffers
-    from kvdepot.core.planner import PlannedObject, Planner
+    from kvdepot.core.planner import Planner
 
 RESERVE_TIMEOUT_SECONDS: Final = 5.0
 TRIES_MAX: Final = 8
 RETRY_SECONDS: Final = 0.05  # doubled at each try: 8 tries span about thirteen seconds
 PENDING_SECONDS_MAX: Final = 15.0
 """How long after its last progress a store keeps the engine stepping. A dead daemon costs no more."""
-
-
-@dataclass(slots=True)
-class StoreObject:
-    """One object on its way to the daemon."""
-
-    state: RequestState
-    planned: PlannedObject
-    key: bytes
-    parent: bytes
-    spans: tuple[SpanCopy, ...]
-    hold: WeakHold
-    tries: int = 0
-    retry_at: float = 0.0
-    lease_id: int = 0
-    index: int = 0  # within the lease
-    arena_id: int = 0
-    extents: bytes = b""
-
-
-@dataclass(slots=True)
-class RequestStores:
-    """The stores of one request. They may outlive the request."""
-
-    state: RequestState
-    epoch: int
-    waiting: deque[StoreObject] = field(default_factory=deque)  # in chain order
-    granted: deque[StoreObject] = field(default_factory=deque)
-    asking: list[StoreObject] = field(default_factory=list)  # in the Reserve that is in flight
-    ops: int = 0  # dispatched and not acknowledged
-    asked: bool = False  # the daemon knows the request, so it must be told of its end
-    finished: bool = False
-    invalid: str = ""  # why nothing more of it may be committed; empty if it may
-    progress_at: float = 0.0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a store of the request is in progress."""
-        return bool(self.waiting or self.granted or self.asking or self.ops)
-
-
-@dataclass(slots=True)
-class Dispatched:
-    """A copy that the ranks are working on. Its blocks are pinned."""
-
-    stores: RequestStores
-    epoch: int
-    lease_id: int
-    indices: tuple[int, ...]
-    chunks: tuple[int | None, ...]  # of each index; None if it is not attention
-    block_ids: tuple[int, ...]
-    ranks_done: int = 0  # as bits
-    failed: set[int] = field(default_factory=set)
 
 
 class Stores:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from kvdepot.client.copy.base import Direction, IndeterminateError, WrongBytesError
@@ -23,16 +23,15 @@ from kvdepot.client.copy.revocable import RevocableCopier, Revoked
 from kvdepot.client.extents import Extents, parse_extents
 from kvdepot.client.vllm.base.operations import LoadOp, ObjectCopy, StoreOp
 from kvdepot.client.vllm.worker.audit import LOADED, STORED, Audit
-from kvdepot.client.vllm.worker.places import ObjectPlaces
+from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
 
 if TYPE_CHECKING:
     from kvdepot.client.copy.base import Arena, BlockCopier
     from kvdepot.client.vllm.base.guard import Failures
+    from kvdepot.client.vllm.worker.places import ObjectPlaces
 
 JOIN_SECONDS: Final = 5.0
 """How long `close` and `suspend` wait for the copy in progress: one batch takes milliseconds."""
-
-
 PROVE_SECONDS: Final = 60.0
 """How often a start says that it waits for the self-test, which takes milliseconds, and a kernel's build seconds."""
 
@@ -45,29 +44,6 @@ class Attached(Protocol):
     @property
     def session(self) -> bytes | None: ...
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOutcome:
-    """A finished operation. `failed` has object indices; of a load, any failed object means all of them."""
-
-    op: LoadOp | StoreOp
-    failed: frozenset[int]
-    seconds: float = 0.0  # of copying
-    places: ObjectPlaces | None = None  # by which it was copied
-    verified: bool | None = None  # whether a load was right, where it was read back
-    intact: bool | None = None  # whether a load's objects had their checksums, where it was compared
-    suspended: bool = False  # it failed because the engine has taken its KV memory away
-
-    @classmethod
-    def all_failed(cls, op: LoadOp | StoreOp) -> CopyOutcome:
-        """Return an outcome in which every object of the operation failed."""
-        return cls(op, frozenset(copied.index for copied in op.objects))
-
-    @classmethod
-    def memory_gone(cls, op: LoadOp | StoreOp) -> CopyOutcome:
-        """Return the outcome of an operation whose KV memory the engine has taken away."""
-        return replace(cls.all_failed(op), suspended=True)
 
 
 Op = TypeVar("Op", LoadOp, StoreOp)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import CopyError
-from kvdepot.client.copy.device import DeviceCopier, Way
-from kvdepot.client.vllm.base import compat
+from kvdepot.client.copy.device import DeviceCopier
+from kvdepot.client.vllm.base import compat, packages
 from kvdepot.client.vllm.base.metadata import RankFacts
 from kvdepot.client.vllm.worker.audit import Audit
 from kvdepot.client.vllm.worker.copy_thread import Attached, CopyThread
@@ -140,7 +141,7 @@ def software_facts(layers: RankLayers) -> tuple[tuple[str, str], ...]:
     device = layers.views[0].device if layers.views else torch.device("cpu")
     facts = {"torch": str(torch.__version__), "device": device.type, "machine": platform.machine()}
     facts |= {f"environment.{name}": value for name, value in compat.environment_facts().items()}
-    facts |= {f"package.{name}": version for name, version in compat.computing_packages().items()}
+    facts |= {f"package.{name}": version for name, version in packages.computing_packages().items()}
     facts["float32_matmul"] = torch.get_float32_matmul_precision()
     if device.type == "cpu":
         facts["instruction_set"] = torch.backends.cpu.get_cpu_capability()
@@ -152,5 +153,5 @@ def software_facts(layers: RankLayers) -> tuple[tuple[str, str], ...]:
         facts["capability"] = ".".join(map(str, torch.cuda.get_device_capability(device)))
         facts["cuda"] = str(torch.version.cuda)
         facts["hip"] = str(torch.version.hip)
-        facts |= {f"package.{name}": version for name, version in compat.gpu_packages().items()}
+        facts |= {f"package.{name}": version for name, version in packages.gpu_packages().items()}
     return tuple(sorted(facts.items()))

@@ -14,7 +14,8 @@ from kvdepot.client.vllm.base.compat import KVConnectorTransferResults
 from kvdepot.client.vllm.base.metadata import Geometry, RankArena, RankMeta, StepMeta
 from kvdepot.client.vllm.base.operations import LoadOp, StoreOp
 from kvdepot.client.vllm.base.stats import KVDepotStats
-from kvdepot.client.vllm.worker.copy_thread import Attached, CopyOutcome, CopyThread
+from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
+from kvdepot.client.vllm.worker.copy_thread import Attached, CopyThread
 from kvdepot.client.vllm.worker.places import ObjectPlaces
 from kvdepot.core.planner import Planner
 

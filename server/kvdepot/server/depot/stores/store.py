@@ -14,7 +14,6 @@ from kvdepot.core.calls import (
     ROOT_KEY,
     CommitItem,
     CommitOutcome,
-    Kind,
     ReserveCall,
     ReserveOutcome,
     ReserveReply,
@@ -24,10 +23,11 @@ from kvdepot.core.errors import InvalidArgument
 from kvdepot.core.lifecycle import LeaseEvent
 from kvdepot.core.limits import check_limit
 from kvdepot.core.misses import MissReason
-from kvdepot.server.depot.sessions.budgets import OVER_BUDGET, Budgets, Reservable
+from kvdepot.server.depot.sessions.budgets import Budgets
 from kvdepot.server.depot.sessions.requests import Requests
 from kvdepot.server.depot.sessions.session import NO_ENTRY, OPEN, Session, WriteLease
 from kvdepot.server.depot.stores.audits import Audits
+from kvdepot.server.depot.stores.credit import Credit
 from kvdepot.server.depot.tiering.tiering import Tiering
 from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.depot.tree.namespaces import Namespace
@@ -107,20 +107,17 @@ class Stores:
         self._lent = ram.lent
         self._allocator = ram.allocator
         self._audits = audits
-        self._budgets = budgets
         self._switches = switches
         self._tiering = tiering
         self._requests = requests
         self._config = config
         self._arena_id = arena_id
-        self._attention_reserved_bytes = 0  # of all sessions
+        self._credit = Credit(ram, budgets, config)
         self._reason = ""  # of the last refusal in the call at hand
-        self._reservable = Reservable(0, 0, 0)  # in the call at hand
-        self._reserved_bytes_max = 0  # that the session of the call at hand may have
-        self._objects_left = 0  # that it may reserve
 
     def configure(self, config: DepotConfig) -> None:
         self._config = config
+        self._credit.configure(config)
 
     # Reserve
 
@@ -143,9 +140,7 @@ class Stores:
         refused: dict[bytes, int] = {}  # keys of this call that got no node: what descends from them shares the answer
         fragments: list[int] = []
         self._reason = ""
-        self._reservable = self._budgets.reservable(session, len(asked) * session.object_bytes_max)
-        self._reserved_bytes_max = session.credit_used_bytes + self._reservable.size_bytes
-        self._objects_left = self._reservable.objects
+        self._credit.begin_call(session, len(asked))
         deepest: _Asked | None = None  # of what is there
         for one in asked:
             outcome = self._reserve_one(namespace, lease, one, refused, fragments)
@@ -207,9 +202,10 @@ class Stores:
             return ReserveOutcome.REFUSED
         if len(fragments) >= _FRAGMENT_WORDS_MAX:
             return ReserveOutcome.LATER
-        refusal = self._over_credit(lease.session, namespace, one.kind)
+        refusal = self._credit.refusal(lease.session, namespace, one.kind)
         if refusal is not None:
-            return refusal
+            self._reason = refusal.reason or self._reason
+            return refusal.outcome
         return self._grant(namespace, lease, one, node, above, fragments)
 
     def _audited(self, namespace: Namespace, lease: WriteLease, one: _Asked, row: int, fragments: list[int]) -> int:
@@ -238,34 +234,6 @@ class Stores:
         before = self._index.boundary(above) if above != NONE else 0
         return one.boundary == before + chunk and one.key != ROOT_KEY
 
-    def _over_credit(self, session: Session, namespace: Namespace, kind: int) -> int | None:
-        """Return the refusal of an object for which there is no credit, or None.
-
-        Attention never takes the share that is kept back for what makes it usable (design.md#credit).
-        """
-        config = self._config
-        size_bytes = self._allocator.rounded(namespace.object_bytes[kind])
-        arena_bytes = self._allocator.ready_bytes
-        share = 1.0 - (config.kept_back_share if len(namespace.object_bytes) > 1 else 0.0)
-        attention = kind == Kind.ATTENTION
-        credit_bytes = int(config.credit_bytes * share) if attention else config.credit_bytes
-        if size_bytes > credit_bytes:
-            self._reason = f"an object of {size_bytes} bytes is more than the credit for its kind, {credit_bytes} bytes"
-            return ReserveOutcome.REFUSED
-        if session.left_bytes + session.credit_used_bytes + size_bytes > config.credit_bytes:
-            return ReserveOutcome.LATER
-        if session.credit_used_bytes + size_bytes > self._reserved_bytes_max or self._objects_left <= 0:
-            self._reason = OVER_BUDGET
-            self._budgets.refused(session, "stores")
-            return ReserveOutcome.LATER if size_bytes <= self._reservable.bound_bytes else ReserveOutcome.NO_ROOM
-        if attention and session.attention_used_bytes + size_bytes > credit_bytes:
-            return ReserveOutcome.LATER
-        if attention and self._attention_reserved_bytes + size_bytes > arena_bytes * share:
-            return ReserveOutcome.LATER if arena_bytes * share >= size_bytes else ReserveOutcome.NO_ROOM
-        if not self._lent.free_count or len(session.leases) >= limits.LEASES_PER_SESSION_MAX:
-            return ReserveOutcome.LATER
-        return None
-
     def _grant(
         self, namespace: Namespace, lease: WriteLease, one: _Asked, node: int, above: int, fragments: list[int]
     ) -> int:
@@ -292,9 +260,8 @@ class Stores:
                 self._tree.drop_subtree(node)
             return self._no_room(namespace, self._allocator.rounded(size_bytes))
         self._lend(lease, one.index, row)
-        self._objects_left -= 1
         self._rows.publish_reserved(row)
-        self._charge(lease, one.index, one.kind, row)
+        self._credit.charge(lease, one.index, one.kind, row)
         self._name(one.index, row, fragments)
         return ReserveOutcome.GRANTED
 
@@ -317,15 +284,6 @@ class Stores:
         self._reason = f"quota: {owner} has {owner.used_bytes} of {owner.capacity_bytes} bytes in RAM"
         return ReserveOutcome.LATER if later else ReserveOutcome.NO_ROOM
 
-    def _charge(self, lease: WriteLease, index: int, kind: int, row: int) -> None:
-        size_bytes = self._ram.rounded_bytes(row)
-        lease.open += 1
-        lease.session.credit_used_bytes += size_bytes
-        if kind == Kind.ATTENTION:
-            lease.session.attention_used_bytes += size_bytes
-            self._attention_reserved_bytes += size_bytes
-        lease.credits[index] = -size_bytes if kind == Kind.ATTENTION else size_bytes
-
     def adopt(self, session: Session, lease_id: int, entries: dict[int, int]) -> WriteLease:
         """Adopt a lease of an earlier run, from its lent entries by object index.
 
@@ -339,7 +297,7 @@ class Stores:
         for index, entry in entries.items():
             row = self._lent.row_of(entry)
             lease.entries[index] = entry
-            self._charge(lease, index, self._rows.kind[row], row)
+            self._credit.charge(lease, index, self._rows.kind[row], row)
         session.leases[lease_id] = lease
         return lease
 
@@ -404,11 +362,7 @@ class Stores:
         self._audits.ended(row)
         if self._rows.state[row] == RESERVED:
             self._tree.drop_row(self._ram.node_of(row), self._rows.kind[row], MissReason.ABANDONED)
-        size_bytes = abs(lease.credits[index])
-        lease.session.credit_used_bytes -= size_bytes
-        if lease.credits[index] < 0:
-            lease.session.attention_used_bytes -= size_bytes
-            self._attention_reserved_bytes -= size_bytes
+        self._credit.refund(lease, index)
         self._ram.end_loan(entry)
         lease.finish(index, outcome)
         return outcome

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvdepot.client.vllm.base import compat, plugin
+from kvdepot.client.vllm.base import packages, plugin
 from kvdepot.client.vllm.base.compat import environment_facts
 from kvdepot.client.vllm.identity.weights import Digests, LoraSalts, weights_source
 from kvdepot.client.vllm.worker.layers import RankLayers, rank_layers
@@ -78,10 +78,10 @@ def test_transformers_and_plugins_are_part_of_the_ranks_facts(monkeypatch: pytes
     before = software_facts(RankLayers((), ()))
     assert software_facts(RankLayers((), ())) == before
     with monkeypatch.context() as patched:
-        patched.setattr(compat, "version", lambda name: "0.0.1")
+        patched.setattr(packages, "version", lambda name: "0.0.1")
         assert software_facts(RankLayers((), ())) != before
     points: list[EntryPoint] = []
-    monkeypatch.setattr(compat, "entry_points", lambda group: [one for one in points if one.group == group])
+    monkeypatch.setattr(packages, "entry_points", lambda group: [one for one in points if one.group == group])
     before = software_facts(RankLayers((), ()))
     points.append(EntryPoint("kvdepot", plugin.ENTRY_POINT, "vllm.general_plugins"))
     assert software_facts(RankLayers((), ())) == before, "kvdepot's own says nothing about KV"
@@ -114,7 +114,7 @@ def test_what_computes_on_a_gpu_is_part_of_the_ranks_facts(
                 raise PackageNotFoundError(name)
             return str(machine[name])
 
-        monkeypatch.setattr(compat, "version", version)
+        monkeypatch.setattr(packages, "version", version)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: machine["name"])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: machine["capability"])
         monkeypatch.setattr(torch.version, "hip", machine["hip"])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from kvdepot.client.vllm.base.guard import Failures
 from kvdepot.client.vllm.base.operations import LoadOp
-from kvdepot.client.vllm.worker.copy_thread import CopyOutcome, CopyThread
+from kvdepot.client.vllm.worker.copy_outcome import CopyOutcome
+from kvdepot.client.vllm.worker.copy_thread import CopyThread
 
 
 def load(number: int) -> LoadOp:

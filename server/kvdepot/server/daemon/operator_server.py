@@ -1,0 +1,79 @@
+"""The operators' side of the daemon: their socket, what each of them may call, and the log of their calls."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from kvdepot.core.errors import ConfigError
+from kvdepot.core.report import DaemonStatus
+from kvdepot.server.config.config import Config
+from kvdepot.server.config.operators import Operators
+from kvdepot.server.config.schema import DaemonTable
+from kvdepot.server.daemon.control import Control
+from kvdepot.server.depot.depot import Depot
+from kvdepot.server.platform.accepting import SpareDescriptors
+from kvdepot.server.platform.audit_log import AuditLog
+from kvdepot.server.rpc.admin_socket import AdminSocket
+from kvdepot.server.rpc.control_service import control_service
+from kvdepot.server.rpc.listener import OPERATORS, GrpcListener
+from kvdepot.server.rpc.operator_calls import OperatorCalls
+from kvdepot.server.rpc.operator_service import operator_service
+
+_OWN_MODE: Final = 0o600
+
+
+class OperatorServer:
+    """Services for operators. The admin socket knows who calls; gRPC behind it listens for this process alone."""
+
+    def __init__(
+        self, config: Config, *, depot: Depot, control: Control, status: Callable[[], DaemonStatus],
+        loop: asyncio.AbstractEventLoop, log: logging.Logger, spare: SpareDescriptors, count: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """Open the audit log. Raise ConfigError."""
+        self._log = log
+        self._audit = _open_audit(config, log, count)
+        self._admin = AdminSocket(config.tables.daemon.rpc_socket, loop=loop, log=log, spare=spare)
+        self._calls = OperatorCalls(self._admin.peer, config.operators, self._audit)
+        services = (
+            operator_service(status, depot.listing, depot.records, self._calls, log),
+            control_service(control, self._calls, log),
+        )
+        self._grpc = GrpcListener(services, OPERATORS, sockets=1)
+
+    async def listen(self, daemon: DaemonTable) -> None:
+        """Raise OSError if a socket cannot be had."""
+        await self._grpc.listen((daemon.rpc_socket,), _OWN_MODE, -1)
+        for path in daemon.admin_sockets:
+            self._admin.listen(path, daemon.admin_mode_bits, daemon.admin_group_id)
+        self._log.info("operators connect to %s", ", ".join(map(str, daemon.admin_sockets)))
+
+    async def set_serving(self, serving: bool) -> None:
+        await self._grpc.set_serving(serving)
+
+    def configure(self, operators: Operators) -> None:
+        """Let others call from now on, and open the audit log again."""
+        self._calls.operators = operators
+        if operators.unknown:
+            self._log.warning("operators not known on this host: %s", ", ".join(operators.unknown))
+        self._audit.reopen()
+
+    async def stop(self, seconds: float) -> None:
+        """Let calls in flight end, for at most so long, and close the sockets."""
+        await self._grpc.stop(seconds)
+        self._admin.close()
+
+    async def close(self) -> None:
+        """Close the audit log. Nobody is answered any more."""
+        await self._audit.close()
+
+
+def _open_audit(config: Config, log: logging.Logger, count: Callable[[str], None]) -> AuditLog:
+    """Raise ConfigError."""
+    path = config.tables.audit.path
+    try:
+        return AuditLog(path, log, count)
+    except OSError as error:
+        raise ConfigError(config.file, "audit.path", f"cannot use {path}: {error.strerror}") from error
