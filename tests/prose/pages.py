@@ -10,6 +10,10 @@ from typing import Final
 from tests.prose.findings import Finding, findings
 
 ROOT: Final = Path(__file__).parents[2]
+AT_THE_ROOT: Final = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+FOLDERS: Final = ("docs", "docs/formats", "docs/releases")
+FIRST_DECISION: Final = "0072"
+"""Earlier decisions keep their words."""
 GENERATED: Final = frozenset({"docs/metrics.md", "docs/errors.md", "docs/requirements-tests.md"})
 """Made from the code, which states the same texts to operators."""
 BUDGET: Final[Mapping[str, int]] = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())["findings"]
@@ -19,7 +23,9 @@ _RELEASED: Final = "\n## 0"
 
 def pages() -> dict[str, str]:
     """Return name -> text of each page that is checked."""
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    paths = [ROOT / name for name in AT_THE_ROOT]
+    paths += [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("*.md"))]
+    paths += [path for path in sorted((ROOT / "docs/adr").glob("*.md")) if path.name[:4] >= FIRST_DECISION]
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
     texts["CHANGELOG.md"] = unreleased((ROOT / "CHANGELOG.md").read_text())
     return {name: text for name, text in texts.items() if name not in GENERATED}

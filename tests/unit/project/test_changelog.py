@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,23 @@ def problems(changelog: str) -> list[str]:
     return found
 
 
+def repeated(changelog: str) -> list[str]:
+    """Entries of two versions: a merge keeps both sides (`.gitattributes`), wherever the other side has moved them."""
+    entries = Counter(" ".join(entry.split()) for entry in ENTRY.findall(changelog))
+    return [entry for entry, count in entries.items() if count > 1]
+
+
 def versions(changelog: str) -> list[str]:
     return re.findall(r"^## (.+)$", changelog, re.MULTILINE)
 
 
 def test_each_version_has_its_entries_under_the_same_headings_and_they_are_short() -> None:
     assert problems((ROOT / "CHANGELOG.md").read_text()) == []
+
+
+def test_no_entry_is_in_two_versions() -> None:
+    assert repeated((ROOT / "CHANGELOG.md").read_text()) == []
+    assert repeated("## 2.0.0\n\n- One\n  line.\n- Two.\n\n## 1.0.0\n\n- One line.\n") == ["- One line."]
 
 
 def test_the_newest_version_of_the_changelog_is_the_version_of_the_package() -> None:
@@ -54,7 +66,7 @@ def test_the_newest_version_of_the_changelog_is_the_version_of_the_package() -> 
 def test_pages_images_and_manifests_name_the_version_of_the_package() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     files = ["Dockerfile", "README.md", "docs/index.md", "docs/install.md", "configs/mkdocs.yml"]
-    files += [f"configs/kubernetes/{name}.yaml" for name in ("daemonset", "engine")]
+    files += [f"configs/kubernetes/{name}.yaml" for name in ("daemonset", "engine", "hold")]
     named = {name: set(NAMED.findall((ROOT / name).read_text())) for name in files}
     assert named == {name: {version} for name in files}
     assert (ROOT / "docs" / "releases" / f"{version}.md").read_text().startswith(f"# Release notes {version}\n")
