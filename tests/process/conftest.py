@@ -9,6 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.daemon_process import DaemonProcess
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    """For all tests of a module, none of which ends it or counts what others did."""
+    with DaemonProcess() as running:
+        yield running
+
 
 @pytest.fixture
 def directory() -> Iterator[Path]:

@@ -23,12 +23,6 @@ METHODS = ("RegisterNamespace", "Declare", "Reserve", "Commit", "EndRequest", "L
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def brief() -> Iterator[DaemonProcess]:
     """Its leases expire before a call is repeated."""
     with DaemonProcess(config='[policy]\nlease_deadline = "3s"\n') as running:

@@ -32,12 +32,6 @@ MakeLive = Callable[..., LiveEngine]
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def clock() -> ProcessClock:
     return ProcessClock()
 

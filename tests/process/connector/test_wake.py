@@ -25,12 +25,6 @@ from tests.rigs.raw_client import status_of
 CYCLES = 20
 
 
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
 @pytest.fixture
 def engine(
     daemon: DaemonProcess, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

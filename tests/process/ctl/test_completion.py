@@ -22,12 +22,6 @@ KEYS = keys_of("prompt", 3)
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def engine(daemon: DaemonProcess) -> Iterator[RawEngine]:
     with RawEngine(daemon.socket, "engine-0", spec=dense_spec("a-model", 16 << 10)) as one:
         one.store(KEYS)

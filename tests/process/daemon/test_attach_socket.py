@@ -8,7 +8,6 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,6 @@ from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.engine_process import EngineProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import RawEngine, attach_socket, exchange, keys_of, status_of
-
-
-@pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
 
 
 def _call(engine_id: str, *, scheduler: bool = True, rank: int = 0, world_size: int = 1) -> AttachCall:

@@ -25,12 +25,6 @@ _ESCAPES = "\x1b]0;PWNED\x07\x1b[2J\n2026-11-25T00:00:00.000+00:00 info forged"
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def engine(daemon: DaemonProcess) -> Iterator[RawEngine]:
     with RawEngine(daemon.socket, "honest") as attached:
         attached.store(keys_of("prompt", 2), "request")

@@ -31,12 +31,6 @@ from tests.rigs.raw_client import CALL_SECONDS, CHUNK_TOKENS, RawEngine, dense_s
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def engine(daemon: DaemonProcess) -> Iterator[RawEngine]:
     with RawEngine(daemon.socket, "rpc") as attached:
         yield attached

@@ -39,12 +39,6 @@ _CALLS: Final = 100
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def channels(daemon: DaemonProcess) -> Iterator[tuple[grpc.Channel, grpc.Channel]]:
     """Yield a channel of engines, and one of operators."""
     with (

@@ -15,14 +15,19 @@ from kvdepot.core.secrets import mask_secrets
     ("text", "shown"),
     [
         ("http://127.0.0.1:4318/v1/traces", "http://127.0.0.1:4318/v1/traces"),
-        ("http://me:pw@host:1/v1", "http://***@host:1/v1"),
-        ("http://token@host/v1", "http://***@host/v1"),
-        ("https://me:p/w@x?#@host/v1", "https://***@host/v1"),  # not escaped, and so refused
+        ("http://me:pw@host:1/v1/traces", "http://***@host:1/v1/traces"),
+        ("http://token@host/", "http://***@host/"),
+        ("https://me:p/w@x?#@host/v1/traces", "https://***@host/v1/traces"),  # not escaped, and so refused
+        ("got 'https://host:1/t0ken/v1/traces', not x", "got 'https://host:1/***', not x"),
+        ("https://host/v1/traces/t0ken", "https://host/***"),
+        ("HTTPS://host/a't0ken", "HTTPS://host/***"),
+        ("http://me:pw@host/t0ken?x=1", "http://***@host/***?***"),
         ("got 'me:pw@host:4318'", "got '***@host:4318'"),
-        ("https://host/v1?token=t0ken&x=1#f", "https://host/v1?***"),
-        ("https://host/v1?t0ken", "https://host/v1?***"),
-        ("https://host/v1#t0ken", "https://host/v1?***"),
-        ("exceeded with url: /v1?token=t0ken (Caused by x)", "exceeded with url: /v1?*** (Caused by x)"),
+        ("https://host/v1/traces?token=t0ken&x=1#f", "https://host/v1/traces?***"),
+        ("https://host/v1/traces?t0ken", "https://host/v1/traces?***"),
+        ("https://host/v1/traces#t0ken", "https://host/v1/traces?***"),
+        ("exceeded with url: /v1/traces?token=t0ken (Caused by x)", "exceeded with url: /v1/traces?*** (Caused by x)"),
+        ("exceeded with url: /t0ken/v1/traces (Caused by x)", "exceeded with url: /*** (Caused by x)"),
         ("https://a:b@c, https://d:e@f", "https://***@c, https://***@f"),
         ("unix:///run/kvdepot@1/kvdepot.sock", "unix:///run/kvdepot@1/kvdepot.sock"),
         ("/run/a@b/c#d", "/run/a@b/c#d"),
@@ -30,7 +35,7 @@ from kvdepot.core.secrets import mask_secrets
         ("127.0.0.1:9421", "127.0.0.1:9421"),
     ],
 )  # fmt: skip
-def test_users_passwords_and_queries_are_masked(text: str, shown: str) -> None:
+def test_users_passwords_paths_and_queries_are_masked(text: str, shown: str) -> None:
     assert mask_secrets(text) == shown
 
 
