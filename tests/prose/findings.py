@@ -6,7 +6,9 @@ span counts as one word of its sentence.
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +22,12 @@ SENTENCE_WORDS_MAX: Final = 25
 LINE_CHARACTERS_MAX: Final = 120
 CELL_CHARACTERS_MAX: Final = 100
 WORDS: Final = {
-    re.compile(rf"(?<![\w-])(?:{words})(?![\w-])", re.IGNORECASE): instead
+    re.compile(rf"(?<![\w-])(?:{words})(?![\w-])".replace(" ", r"\s+"), re.IGNORECASE): instead
     for words, instead in tomllib.loads((Path(__file__).parent / "words.toml").read_text())["words"].items()
 }
 _CODE: Final = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for a code span in a sentence."""
+_QUOTED: Final = re.compile(r"`[^`\n]*`|\{[^{}\n]*\}")
 _SENTENCE_END: Final = re.compile(rf"(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)[)\"”*_]*\s+(?=[\"“(*_]*[\w{_CODE}])")
 _WORD: Final = re.compile(rf"[\w{_CODE}][^\s{_CODE}]*")
 _NO_SUBJECT: Final = re.compile(r"\W*(Who|What)\b")
@@ -43,6 +46,22 @@ def findings(markdown: str) -> list[Finding]:
     """Return all findings in a text, by line. An HTML comment is not checked."""
     tokens = MarkdownIt("commonmark").enable("table").parse(markdown)
     return sorted({*_long_lines(markdown, tokens), *_prose(tokens)})
+
+
+def findings_of_code(source: str) -> list[Finding]:
+    """Return the words in comments and texts of a module. Code spans and fields of f-strings are not checked."""
+    return [
+        _word(token.start[0] + text.count("\n", 0, match.start()), match[0], instead)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string)
+        for text in [_QUOTED.sub("", token.string)]
+        for words, instead in WORDS.items()
+        for match in words.finditer(text)
+    ]
+
+
+def _word(line: int, found: str, instead: str) -> Finding:
+    return Finding(line, "word", f'"{" ".join(found.split())}": use {instead}')
 
 
 def _long_lines(markdown: str, tokens: list[Token]) -> Iterator[Finding]:
@@ -72,7 +91,7 @@ def _prose(tokens: list[Token]) -> Iterator[Finding]:
         text = _text(token)
         for match, instead in ((match, WORDS[words]) for words in WORDS for match in words.finditer(text)):
             at = line + text.count("\n", 0, match.start())
-            yield Finding(at, "word", f'"{" ".join(match[0].split())}": use {instead}')
+            yield _word(at, match[0], instead)
         if block != "heading_open":
             yield from _sentences(text, line)
 

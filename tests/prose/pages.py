@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from tests.prose.findings import Finding, findings
+from tests.prose.findings import Finding, findings, findings_of_code
 
 ROOT: Final = Path(__file__).parents[2]
 AT_THE_ROOT: Final = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -16,7 +16,9 @@ FIRST_DECISION: Final = "0072"
 """Earlier decisions keep their words."""
 GENERATED: Final = frozenset({"docs/metrics.md", "docs/errors.md", "docs/requirements-tests.md"})
 """Made from the code, which states the same texts to operators."""
-BUDGET: Final[Mapping[str, int]] = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())["findings"]
+_BUDGETS: Final = tomllib.loads((Path(__file__).parent / "budget.toml").read_text())
+BUDGET: Final[Mapping[str, int]] = _BUDGETS["findings"]
+CODE_BUDGET: Final[Mapping[str, int]] = _BUDGETS["code"]
 _RELEASED: Final = "\n## 0"
 """Where the entries of a released version begin."""
 
@@ -34,6 +36,21 @@ def pages() -> dict[str, str]:
 def unreleased(changelog: str) -> str:
     """Return the changelog down to the first released version; line numbers stay true."""
     return changelog.partition(_RELEASED)[0]
+
+
+def code_complaints() -> Iterator[str]:
+    """Yield a line for each word in the comments and texts of a part of the product above its budget."""
+    for part, allowed in CODE_BUDGET.items():
+        sources = [path for path in sorted((ROOT / part).rglob("*.py")) if "_pb2" not in path.stem]
+        shown = [
+            _shown(str(path.relative_to(ROOT)), result)
+            for path in sources
+            for result in findings_of_code(path.read_text())
+        ]
+        if len(shown) > allowed:
+            yield from shown
+        if len(shown) != allowed:
+            yield f"{part}: {len(shown)} words, the budget is {allowed}: it only shrinks"
 
 
 def complaints(texts: Mapping[str, str], budget: Mapping[str, int] = BUDGET) -> Iterator[str]:

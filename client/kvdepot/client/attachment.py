@@ -104,7 +104,7 @@ class Attachment:
             backoff: between attempts.
             log: of refusals.
             on_missed: called on the attachment's thread after each attempt that failed, with the reason, and whether a
-                daemon was there. Whoever passes it logs that no daemon is there: one process of an engine is enough.
+                daemon was there. Its owner logs that no daemon is there: one process of an engine is enough.
         """
         self._endpoint = endpoint
         self._call = process.call(client_version)

@@ -2,9 +2,9 @@
 
 Algorithm: segregated best fit with immediate coalescing. Free runs are kept in
 granules, in three dictionaries: by first granule, by end granule (the boundary
-tags of Knuth, TAOCP 1, 2.5, but beside the region, not in it) and by size; the
+tags of Knuth, TAOCP 1, 2.5, but next to the region, not in it) and by size; the
 sizes that occur are also in one sorted list. Live extents cost nothing here:
-whoever holds them (the arena's extent table) gives offset and length back.
+their holder (the arena's extent table) returns offset and length.
 
 Cost: O(log d) comparisons and a memmove of d words, d being the number of distinct
 sizes of free runs. d sizes need d * (d + 1) / 2 granules, so d < 5,800 in 64 GiB and
@@ -12,7 +12,7 @@ sizes of free runs. d sizes need d * (d + 1) / 2 granules, so d < 5,800 in 64 Gi
 
 Nothing is refused while bytes are free: a size that no single run holds is cut over
 the fewest runs that do, largest first. There is no limit on the fragments, because
-the only cure beside refusing, moving live extents, is not open to a daemon that
+the only cure apart from refusing, moving live extents, is not open to a daemon that
 never touches payload and whose readers hold addresses. It needs none: eviction keeps
 free bytes between the watermarks, and there best fit hardly ever fragments. Measured
 over 200,000 allocations of six sizes from 68 KiB to 4 MiB in 4 GiB, extents an object:
@@ -36,7 +36,7 @@ Extent = tuple[int, int]
 
 
 class ExtentError(ValueError):
-    """A range was given back or claimed that the allocator does not have as used, or free, respectively.
+    """A range was returned or claimed that the allocator does not have as used, or free, respectively.
 
     The caller's book-keeping (or an adopted extent table) is wrong. The allocator has changed nothing.
     """

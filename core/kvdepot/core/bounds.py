@@ -83,7 +83,10 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Prose:
-    """A text of the daemon for people, of at most so many bytes of UTF-8. It may have lines: whoever shows it cares."""
+    """A text of the daemon for people, of at most so many bytes of UTF-8.
+
+    It may have several lines. The code that shows it has to care.
+    """
 
     bytes_max: int
 

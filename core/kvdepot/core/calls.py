@@ -81,7 +81,7 @@ class CommitOutcome(IntEnum):
     """The daemon's answer for one committed object."""
 
     COMMITTED = 1
-    LOST = 2  # the lease is unknown: the daemon restarted, or it was given back
+    LOST = 2  # the lease is unknown: the daemon restarted, or it was released
     EXPIRED = 3  # the deadline has passed; the extents were taken back at this call
     NO_PARENT = 4  # its parent is not resident
 
@@ -128,12 +128,12 @@ class LocateCall:
     session: SessionToken
     namespace_id: NamespaceId
     keys: Annotated[bytes, Packed(KEY_BYTES, limits.KEYS_PER_CALL_MAX)]  # chunks 0..n-1 of the prompt, in order
-    high_tokens: int  # a boundary above this is of no use (the engine computes the last token itself)
+    high_tokens: int  # a boundary above this is not usable (the engine computes the last token itself)
     request_id: RequestId = ""
-    budget_seconds: Seconds = 0.0  # only what can be in RAM by then is of use; 0: whenever it is
+    budget_seconds: Seconds = 0.0  # only what can be in RAM by then counts; 0: whenever it is
     wait_seconds: Seconds = 0.0  # the engine does without an answer after that; 0: it does not say
     local_tokens: int = 0  # that the engine has itself, and would not load; as far as it knows yet
-    token_seconds: Seconds = 0.0  # in which it computes one, so that longer loads are of no use; 0: it does not know
+    token_seconds: Seconds = 0.0  # in which it computes one, so that longer loads are rejected; 0: it does not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ class CommitReply:
 
 @dataclass(frozen=True, slots=True)
 class AbandonCall:
-    """Give back objects of reservations. No rank touches them any more.
+    """Release objects of reservations. No rank touches them any more.
 
     Empty `indices` means the whole lease, known to the daemon or not (a lost reply).
     """
@@ -338,7 +338,7 @@ class AttachCall:
         if not self.scheduler and self.rank < 0:
             raise bad("rank", "a process that is neither scheduler nor worker has nothing to attach")
         if self.stream and self.scheduler:
-            raise bad("stream", "a scheduler attaches by itself: the proxy stands for the rank alone")
+            raise bad("stream", "a scheduler attaches without one: the proxy stands for the rank alone")
         if self.calls and not self.scheduler:
             raise bad("calls", "only a scheduler makes calls")
 
@@ -357,7 +357,7 @@ class AttachReply:
     arena_id: int = 0
     arena_bytes: int = 0
     daemon_version: Version = ""
-    stream: str = ""  # what the proxy's socket has behind the daemon's; empty: there is no proxy
+    stream: str = ""  # what the name of the proxy's socket has after the daemon's; empty: there is no proxy
     calls: bool = False  # a call socket comes with it
 
     def check_fields(self) -> None:

@@ -261,8 +261,8 @@ class GreedyDualSizeFrequency:
     * The root of the uses: where they say nothing about further ones, a straight line costs
       up to a tenth of LRU's hits, the root half of that, and gains as much where they do.
     * A node inherits the uses of what it continues, unless that is a shared prefix: a
-      conversation that went on before is likelier to go on again than a new one.
-    * Whoever inherits an evicted node's requests (`heir`) inherits its standing: a hit
+      conversation that continued before is likelier to continue again than a new one.
+    * The node that inherits an evicted node's requests (`heir`) inherits its standing: a hit
       touches the end node only, and is a use of the whole path.
     * Uses are remembered beyond eviction, for `ghosts` nodes: what comes back was evicted too early.
     * A node inside a path, where no request ended or resumed and no paths part (a stop), counts less, by the ratio

@@ -105,7 +105,7 @@ class ExportWriter:
 class ExportReader:
     """`end` is known when all objects were read; None: the file is cut short, and `cut_short` may say more.
 
-    A payload that does not have its sum leaves one object out (`damaged`). Behind a header that does not hold nobody
+    A payload that does not have its sum leaves one object out (`damaged`). After a header that does not hold nobody
     can tell where the next one begins, so that ends it.
     """
 

@@ -111,6 +111,6 @@ def check_chunk(chunk_tokens: int, scheduler_block: int, retention_interval: int
     if retention_interval == 0 and chunk_tokens > scheduler_block:
         raise PlannerError(
             f"the engine keeps one checkpoint a prompt, at its last block of {scheduler_block} tokens "
-            f"(prefix_cache_retention_interval 0), which is seldom a multiple of chunk_tokens {chunk_tokens}",
+            f"(prefix_cache_retention_interval 0), which is rarely a multiple of chunk_tokens {chunk_tokens}",
             advice=f"set chunk_tokens to {scheduler_block}, or prefix_cache_retention_interval to {chunk_tokens}",
         )

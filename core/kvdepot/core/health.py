@@ -1,4 +1,4 @@
-"""The verdict on a daemon: one word, and the problems behind it, each with a code.
+"""The verdict on a daemon: one word, and the problems for it, each with a code.
 
 The code of a problem is the name of an alert (`TIER_DEGRADED`, `KVDepotTierDegraded`), and the anchor of its entry in
 docs/operations.md (`tier-degraded`). The daemon computes the verdict. All who show it get the same one with the status.

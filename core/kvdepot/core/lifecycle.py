@@ -1,6 +1,6 @@
 """The life cycles of objects and leases, as tables (after h11's `_state.py`).
 
-The tables name every transition there is. Whoever changes a state asks for the next one; a
+The tables name every transition there is. A change of a state asks for the next one; a
 pair that is not in its table is a broken invariant of the caller, never a matter of
 timing or of what a client sends.
 
@@ -25,8 +25,8 @@ object, as the table above says (I5, I6).
     PENDING       GRANT    HELD          everything it names is in RAM (most are granted at once)
     PENDING       END      ENDED         given up, or something could not be read: no rank has seen it
     HELD          EXPIRE   EXPIRED       its deadline passed, or its scheduler is gone: it is served no more
-    HELD          END      ENDED         released, or all its objects are settled; its id is remembered
-    EXPIRED       END      ENDED         likewise, late: acknowledged by all ranks, or these are proven dead
+    HELD          END      ENDED         released, or all its objects are over; its id is remembered
+    EXPIRED       END      ENDED         the same, late: acknowledged by all ranks, or these are proven dead
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class ObjectHeader:
             raise ObjectDamageError(Damage.LENGTH, f"raw length is {name.raw_bytes}, not {expected.raw_bytes}")
 
     def check_room(self, payload_bytes: int) -> None:
-        """Check 11: `payload_bytes` lie behind the header. Raises ObjectDamageError."""
+        """Check 11: `payload_bytes` lie after the header. Raises ObjectDamageError."""
         if self.stored_bytes > payload_bytes:
             raise ObjectDamageError(Damage.TOO_SHORT, f"payload: {payload_bytes} of {self.stored_bytes} bytes")
 

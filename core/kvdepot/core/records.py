@@ -16,7 +16,7 @@ RECORDS_PER_ANSWER_MAX: Final = 16
 """Of requests whose ids begin alike."""
 DIFFERENCES_MAX: Final = 8
 UNUSED: Final = "unused"
-"""Outcome of a load that was granted, and given back without having brought anything."""
+"""Outcome of a load that was granted, and released without having brought anything."""
 DIFFERENCE_BYTES_MAX: Final = 1 << 16
 _NAMES_MAX: Final = 64
 """Tiers, or outcomes."""
@@ -48,7 +48,7 @@ class Lookup:
 
     chunks: int  # of the prompt
     chunk_tokens: int
-    high_tokens: int  # what ends behind it is of no use to the engine
+    high_tokens: int  # what ends after it is not usable for the engine
     path_chunks: int  # from the first on without a gap, in any tier
     chunks_by_tier: Annotated[Mapping[Name, int], Count(_NAMES_MAX)]
     """By tier: how many of those it has. Several may have the same."""

@@ -36,7 +36,7 @@ class RegisterCall:
 class RegisterReply:
     """The namespace's id, or the bump counter to register with."""
 
-    namespace_id: NamespaceIdOrNone  # empty: an operator has made it void, and it is to be registered with ...
+    namespace_id: NamespaceIdOrNone  # empty: an operator has invalidated it, and it is to be registered with ...
     ranks_attached: int = 0
     bumps: int = 0  # ... this counter
     tier_bytes: Annotated[Mapping[Reason, int], Count(TIERS_MAX)] = field(default_factory=dict)

@@ -116,7 +116,7 @@ class TenantStatus:
     sessions: int = 0
     sessions_max: int = 0
     refused_objects: int = 0  # that were not reserved, because the credit was used
-    refused_loads: int = 0  # likewise
+    refused_loads: int = 0  # the same
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ BEFORE: Final = rf"(?:[0-9]+_)?(?:(?:{'|'.join(_VERBS)})-)?"
 BEHIND: Final = r"(?:[-_](?:beam-)?[0-9]+)*(?:-[0-9a-f]{8}(?:-beam-[0-9]+)?)?"
 ADVICE: Final = (
     "give the id that the engine logs, its beginning, or the user's id in it: vLLM puts `cmpl-` or `chatcmpl-` before"
-    " an X-Request-Id, `0_` before that where n is above 1, and `-0` behind it"
+    " an X-Request-Id, `0_` before that where n is above 1, and `-0` after it"
 )
 
 
@@ -27,7 +27,7 @@ def meant(asked: str, ids: Sequence[str]) -> list[int]:
     """Return the places of the ids that are meant by one that may be a user's, in their order.
 
     The id itself, else those that an engine has made of it, else those that begin with it, else those that have it
-    behind a sign.
+    after a sign.
     """
     name = re.escape(asked)
     tests: tuple[Callable[[str], object], ...] = (

@@ -262,7 +262,7 @@ def _checks_of(hint: Any) -> tuple[Any, list[_Check]]:
     return hint, checks
 
 
-# --- messages that travel by themselves ---
+# --- messages that travel alone ---
 
 
 def encode_attach_call(call: AttachCall) -> bytes:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.prose.findings import findings
-from tests.prose.pages import GENERATED, ROOT, complaints, pages, unreleased
+from tests.prose.findings import findings, findings_of_code
+from tests.prose.pages import CODE_BUDGET, GENERATED, ROOT, code_complaints, complaints, pages, unreleased
 
 LONG = "word " * 26 + "end."
 SHORT = "The daemon reads the file."
@@ -61,6 +61,23 @@ def test_what_breaks_a_rule_is_found(text: str, expected: str) -> None:
 )
 def test_quoted_text_and_good_sentences_are_left_alone(text: str) -> None:
     assert rules(text) == []
+
+
+def test_words_in_comments_and_texts_of_code_are_found() -> None:
+    source = 'beside = 1  # mended\n"""A text.\n\nIt goes\non, not `declined`."""\nf"say {beside} anew"\n"anew"\n'
+    found = [(finding.line, finding.text.partition(":")[0]) for finding in findings_of_code(source)]
+    assert found == [(1, '"mended"'), (4, '"goes on"'), (6, '"anew"')]
+
+
+def test_the_code_is_within_its_budget() -> None:
+    assert CODE_BUDGET.keys() == {"core", "proto", "server", "client"}
+    assert list(code_complaints()) == []
+
+
+def test_a_budget_of_code_that_is_too_large_or_too_small_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for allowed in (-1, 1):
+        monkeypatch.setitem(CODE_BUDGET, "proto", allowed)
+        assert any("proto: 0 words, the budget is" in line for line in code_complaints())
 
 
 def test_a_finding_names_its_line() -> None:

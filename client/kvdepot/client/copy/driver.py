@@ -1,7 +1,7 @@
 """Calls of a GPU's driver that torch does not offer, by ctypes. Each gives the GIL back once, however much it copies.
 
 CUDA's driver and AMD's runtime have the same calls under other names. The calls return their error and keep none:
-an error of CUDA's runtime, by contrast, is raised again by whoever asks that thread's next call for its result.
+an error of CUDA's runtime, by contrast, is raised again by the next call of that thread whose result is read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which pieces of the arena a device reaches by itself.
+"""Which pieces of the arena a device reaches directly.
 
 What a batch touches is pinned first. The rest follows in the background, at a tenth of the time: while one piece is
 pinned, the engine's own calls to the driver may wait. Or all of it is pinned at once, while the engine starts and
@@ -60,7 +60,7 @@ class Pins:
 
     @property
     def pinned_bytes(self) -> int:
-        """Return how much of the arena the device reaches by itself."""
+        """Return how much of the arena the device reaches directly."""
         return sum(map(len, self._pieces.values()))
 
     @property

@@ -52,8 +52,8 @@ class Channel(Protocol):
 class ControlChannel:
     """A `Channel` over gRPC: of daemons that have no call sockets, and where none can be had. gRPC has its own threads.
 
-    An idle engine's call takes 0.2 ms more than it would beside another one: grpc makes a thread for a call that begins
-    alone (docs/adr/0056).
+    An idle engine's call takes 0.2 ms more than it would next to another one: grpc makes a thread for a call that
+    begins alone (docs/adr/0056).
     """
 
     def __init__(self, endpoint: Endpoint) -> None:

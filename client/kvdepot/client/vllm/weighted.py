@@ -22,7 +22,7 @@ from kvdepot.core.errors import ConfigError
 
 WHERE: Final = "WeightedMultiConnector"
 OWN: Final = "weighted"
-"""Beside the children's, the name of what the choice itself counts."""
+"""In addition to the children's, the name of what the choice itself counts."""
 DEPOT: Final = "KVDepotConnector"
 CHILD: Final = "child"
 COUNTERS: Final[Mapping[str, str]] = {

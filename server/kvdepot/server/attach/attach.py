@@ -96,9 +96,9 @@ class AttachListener:
         self._admits = True
 
     def listen(self, daemon_socket: Path, mode: int, group_id: int) -> None:
-        """Bind beside the daemon's socket and accept. Raises OSError.
+        """Bind next to the daemon's socket and accept. Raises OSError.
 
-        The caller holds the lock of `daemon_socket`, so an old socket file beside it is nobody's.
+        The caller holds the lock of `daemon_socket`, so an old socket file next to it is nobody's.
         """
         path = daemon_socket.with_name(f"{daemon_socket.name}{ATTACH_SUFFIX}")
         self._streams.tidy(daemon_socket)
@@ -394,7 +394,7 @@ class _Connection:
         self.socket = peer
         self.fd = peer.fileno()
         self.uid = processes.peer_credentials(peer)[1]
-        self.daemon_socket = daemon_socket  # beside the one that was connected to
+        self.daemon_socket = daemon_socket  # next to the one that was connected to
         self.attachment: int | None = None
         self.proxy: StreamProxy | None = None  # ends with the connection ...
         self.calls: CallSocket | None = None  # ... and so does this

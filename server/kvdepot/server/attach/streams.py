@@ -30,7 +30,7 @@ class StreamProxies:
 
     `tenants`: how many are configured. Each has an equal part of all proxies. `count` counts an event by its name.
 
-    Their sockets lie beside the daemon's, which the caller holds the lock of.
+    Their sockets lie next to the daemon's, of which the caller holds the lock.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class StreamProxies:
 
     @count_max.setter
     def count_max(self, count_max: int) -> None:
-        self._starts.burst = count_max  # proxies above a new limit go on
+        self._starts.burst = count_max  # proxies above a new limit continue
 
     def tidy(self, daemon_socket: Path) -> None:
-        """Remove what the proxies of an earlier run have left beside this socket."""
+        """Remove what the proxies of an earlier run have left next to this socket."""
         for path in daemon_socket.parent.iterdir():
             if path.name.startswith(f"{daemon_socket.name}{STREAM_SUFFIX}"):
                 path.unlink(missing_ok=True)
@@ -136,7 +136,7 @@ class StreamProxies:
 
 
 class StreamProxy:
-    """One proxy. `lifeline` is the end that the client gets; `name` is its socket's name behind the daemon's."""
+    """One proxy. `lifeline` is the end that the client gets; `name` is its socket's name after the daemon's."""
 
     def __init__(
         self, name: str, path: Path, process: subprocess.Popen[bytes], lifeline: socket.socket, pidfd: int, owner: Owner

@@ -58,7 +58,7 @@ class Config:
     tables: Tables
     capacity_bytes: int
     arena_path: Path
-    note: str = ""  # what the log should say beside it
+    note: str = ""  # what the log should say in addition
     sources: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """By key ("ram.capacity", "tier.nvme.write") that has no default, or another value: as it was given, and where."""
     operators: Operators = field(default_factory=lambda: resolve((), ()))

@@ -125,7 +125,7 @@ class DaemonTable(_Table):
 
     @property
     def admin_sockets(self) -> tuple[Path, ...]:
-        """Return the operators' sockets: the configured one, or one beside each socket of engines."""
+        """Return the operators' sockets: the configured one, or one next to each socket of engines."""
         if self.admin:
             return (Path(self.admin.removeprefix("unix://")),)
         return tuple(path.with_name(f"{path.name}{ADMIN_SUFFIX}") for path in self.sockets)

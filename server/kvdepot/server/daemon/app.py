@@ -59,7 +59,7 @@ The last line of the log names the file. With [ram] sealed = false, delete ARENA
 """
 _HOLD_EPILOG = """\
 A daemon that ends leaves its arena to the holder, and the next daemon gets it from there. Use this verb where a daemon
-cannot leave a process behind: in a container, or under a service manager that ends all processes of a service. Run it
+cannot leave a process: in a container, or under a service manager that ends all processes of a service. Run it
 as the daemon's user, with its configuration, --socket and --arena-dir, before the daemon, and for longer. It takes
 10 MiB. It ends with exit code 1 when its directory was emptied: start it again.
 """

@@ -162,7 +162,7 @@ class ChecksumService:
         self._received += data
         try:
             answers = list(ANSWERS.take(self._received))
-        except FrameError as error:  # it is not to be trusted with anything: its death gives back what it was lent
+        except FrameError as error:  # it is not to be trusted with anything: its death ends its loans
             self._loop.remove_reader(self._socket.fileno())
             self._kill(f"it sent {error}")
             return

@@ -58,7 +58,7 @@ Result = TypeVar("Result")
 
 
 class LongWork(Protocol[Reply]):
-    """What an operator waits for, and sees going on."""
+    """What an operator waits for, and sees in progress."""
 
     @property
     def hurried(self) -> bool:
@@ -142,7 +142,7 @@ class Control:
             return
         try:
             self._switch(SwitchCall(Switch.LOADS, on=False, namespace_id=namespace_id))
-        except LimitExceeded:  # as many are off as can be by themselves
+        except LimitExceeded:  # as many are off by name as can be
             self._switch(SwitchCall(Switch.LOADS, on=False))
         self._begin(self._kept())
 
@@ -188,7 +188,7 @@ class Control:
     # The epoch
 
     async def bump(self, call: BumpCall) -> BumpReply:
-        """Make void what was stored so far: of a namespace, or of all.
+        """Invalidate what was stored so far: of a namespace, or of all.
 
         It is kept first, then done: no run gives a counter again under which one before has stored.
         """

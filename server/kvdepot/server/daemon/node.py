@@ -351,7 +351,7 @@ class Node:
         tracing = Tracing(trace.endpoint, trace.sample, file=self._config.file, version=self._version, log=self._log)
 
         def over(record: RequestRecord) -> None:
-            self._loop.call_soon(self._guard.call, "task", tracing.ended, record)  # behind the engine's answer
+            self._loop.call_soon(self._guard.call, "task", tracing.ended, record)  # after the engine's answer
 
         self._depot.records.over = over
         return tracing

@@ -93,9 +93,9 @@ def locked_files(config: Config) -> Iterator[tuple[str, Path, str]]:
     yield "ram.path", config.arena_path, "the arena"
     for path in config.tables.daemon.sockets:
         yield "daemon.listen", path, "the socket"
-    if config.tables.daemon.admin:  # another one is next to the engines' socket, and behind its lock
+    if config.tables.daemon.admin:  # another one is next to the engines' socket, and under its lock
         yield "daemon.admin", config.tables.daemon.admin_sockets[0], "the operators' socket"
-    # One beside the arena is behind the arena's lock. Where nothing can be written `Control.restore` says so.
+    # One next to the arena is under the arena's lock. Where nothing can be written `Control.restore` says so.
     if config.tables.daemon.state and StateFile(config.state_path).writable:
         yield "daemon.state", config.state_path, "the state file"
 
@@ -146,7 +146,7 @@ def _check_socket(config: Config, key: str, path: Path) -> None:
     try:
         found = path.lstat()
         folder = path.parent.stat()
-    except OSError:  # not there; the lock beside it has said the rest
+    except OSError:  # not there; the lock next to it has said the rest
         return
     if not stat.S_ISSOCK(found.st_mode):
         raise ConfigError(

@@ -87,7 +87,7 @@ class Departures:
             return ()
         session = dead.session
         if len(session.attachments) == 1:
-            dead.unwatch()  # what it tells of is heard: the descriptor would go on telling
+            dead.unwatch()  # what it tells of is heard: the descriptor would continue to tell
             self._end(session)
             return ()
         self._sessions.remove_attachment(dead)

@@ -242,7 +242,7 @@ class Depot(Assembly):
             assert reply is None or isinstance(reply, ReserveReply)
             return reply or _all_refused(call, "the lease id is in use, expired, or from an earlier daemon run")
         if call.lease_id in session.ended_leases:
-            return _all_refused(call, "the lease was given back already")
+            return _all_refused(call, "the lease was released already")
         if not session.complete:
             return _all_refused(call, f"{session.ranks_attached} of {session.world_size} ranks are attached")
         if not self._sessions.may_borrow(session):

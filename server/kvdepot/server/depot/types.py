@@ -16,7 +16,7 @@ from kvdepot.server.platform.identity import ProcessIdentity as ProcessIdentity
 from kvdepot.server.platform.identity import Watch as Watch
 
 EVERY: Final = "*"
-"""In a quota: each tenant, each namespace or each tier, by itself."""
+"""In a quota: each tenant, each namespace or each tier apart."""
 
 ID_DIGITS: Final = re.compile(r"[0-9a-f]{8,32}")
 """A namespace in a quota: a text like this begins its id, any other is its label."""
@@ -73,7 +73,7 @@ class DepotConfig:
     prefetch_share: float = 0.25  # of RAM: for what requests that have not acquired yet will need; 0: none
     pin_share: float = 0.25  # of RAM: what operators may pin
     audit_sample: float = 0.0  # share of what engines compute although it is here that is compared with it
-    evictions_at_once: int = 16  # ahead of need: 1 to 2 ms in which nobody is answered
+    evictions_at_once: int = 16  # in advance: 1 to 2 ms in which nobody is answered
     eviction: str = "gdsf"  # a name of core.eviction.policy_names()
     quotas: tuple[Quota, ...] = ()
     tenants: Mapping[str, TenantBudget] = field(default_factory=dict)  # by name; empty: none are configured

@@ -20,7 +20,7 @@ def spawn(
 ) -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     """Start a child. Return its process, our end of its socket, and its pidfd.
 
-    Nothing is left behind if one of them cannot be had (OSError). `arguments` gets the number of the child's end of the
+    Nothing is left if one of them cannot be had (OSError). `arguments` gets the number of the child's end of the
     socket; the child inherits that and `fds`. `niceness`, more than the caller's, is set from here: the child's imports
     take 0.1 s of CPU before it could. To start a child takes 0.5 ms, measured. That is not worth a thread, which would
     also have to outlive the child (prctl(2): the parent of PR_SET_PDEATHSIG is a thread).

@@ -6,7 +6,8 @@ A part, a layer of one rank, has drifted when
 * one slice is at least `BROKEN` away: other bytes, zeros, a number that outgrew all others, no number at all; or
 * more than `SHARE_MAX` of its slices are further away than its type's `TOLERANCE`.
 
-Slices that are all but zero beside the rest of their part are measured by that: of what cancels out only noise is left.
+Slices that are almost zero, compared with the rest of their part, are measured by that: of what cancels out only noise
+is left.
 """
 
 from __future__ import annotations

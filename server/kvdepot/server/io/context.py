@@ -13,7 +13,7 @@ from kvdepot.server.io.direct_io import DirectFiles
 SCRATCH_BYTES_MAX: Final = 64 << 20
 """Of one buffer; it holds the longest coded object of any arena (`coded_limit`)."""
 SCRATCH_KEPT_BYTES: Final = 8 << 20
-"""Larger scratch memory is given back after the job."""
+"""Larger scratch memory is freed after the job."""
 
 
 def padded(length: int) -> int:

@@ -39,7 +39,7 @@ _OUTCOMES: Final = {
 }
 _SYNC_FILE_RANGE_WRITE_AND_WAIT = 1 | 2 | 4  # WAIT_BEFORE | WRITE | WAIT_AFTER
 _REFUSES_DIRECT: Final = LACKED | {errno.EPERM, errno.EACCES}
-"""What may be said of O_DIRECT alone: whoever says so is asked once without. Refused again, it is about the file."""
+"""What may be said of O_DIRECT alone: such a call is tried once without. Refused again, it is about the file."""
 _SEES_DIRECT_TO_ITS_END: Final = frozenset(
     {
         0xEF53,  # ext2, ext3, ext4
@@ -251,7 +251,7 @@ class DirectFiles:
         return opened
 
     def _open_directly(self, path: str, flags: int, name: str = "", folder: int | None = None) -> int:
-        """Open with O_DIRECT, or without it if it is refused or not safe. A refusal may leave a new file behind.
+        """Open with O_DIRECT, or without it if it is refused or not safe. A refusal may leave a new file.
 
         `name`: of the file in its `folder`, if that is open.
         """

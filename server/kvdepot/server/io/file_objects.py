@@ -297,7 +297,7 @@ def _retired(keys: KeyRing, context: Context) -> bool:
 def _quarantine(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError, context: Context) -> None:
     """Quarantine a file by a rename.
 
-    If that took another file than the one behind `fd`, another node has published again: its file is put back.
+    If that took another file than the one of `fd`, another node has published again: its file is put back.
     """
     there = context.files.within(f"{job.quarantine}.{damage.damage}{SUFFIX}")
     read = os.fstat(fd)

@@ -153,7 +153,7 @@ class _Field(NamedTuple):
 
 
 class _Record:
-    """Values one after the other: the fields of a dataclass, the entries of a tuple, or one value by itself."""
+    """Values one after the other: the fields of a dataclass, the entries of a tuple, or one value alone."""
 
     def __init__(self, fields: Sequence[_Field], pick: Callable[..., Callable[[Any], Any]], make: Any) -> None:
         """Build the coder of a record.

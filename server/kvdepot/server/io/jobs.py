@@ -197,7 +197,7 @@ class Append:
 class Allocate:
     """Make a file of exactly `length` with all its blocks (posix_fallocate). NO_SPACE before the last byte is taken.
 
-    `beside_bytes`: what is still to be written beside it, and has to have room then, too.
+    `beside_bytes`: what is still to be written in addition, and has to have room then, too.
     """
 
     file: FileName

@@ -72,7 +72,7 @@ def _read(files: list[str], context: Context) -> None:
 def _write(job: Probe, context: Context) -> Answer:
     """Write, sync and read a file of this prober.
 
-    The file is made, renamed and removed first, so that it cannot be left behind.
+    The file is made, renamed and removed first, so that it cannot be left there.
     """
     path, page = context.files.path(job.file), context.tail
     if not job.folder:

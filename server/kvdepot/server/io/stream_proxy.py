@@ -117,7 +117,7 @@ class _Data:
 
     def store(self, requests: Iterator[bytes], context: Context) -> pb.StoreResponse:
         try:
-            _check_deadline(context)  # before a thread waits for what a stranger may never say
+            _check_deadline(context)  # before a thread waits for what a peer may never send
             first = next(requests, None)
             if first is None:
                 raise InvalidArgument("a store begins with a message that names extents")

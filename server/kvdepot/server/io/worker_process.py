@@ -15,7 +15,7 @@ from kvdepot.server.io.jobs import ANSWERS, STARTED, Answer
 
 _MODULE = "kvdepot.server.io.worker"
 _NICENESS = 5
-"""Behind the engines and the daemon; loads still wait for it, so not far."""
+"""A lower priority than engines and daemon; loads still wait for it, so not much lower."""
 _RECEIVE_BYTES = 1 << 16
 
 

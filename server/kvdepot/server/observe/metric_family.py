@@ -18,7 +18,7 @@ RAM_ONLY = ("ram",)
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """What one scrape shows. Counters and histograms by family, then by what stands behind it in their names."""
+    """What one scrape shows. Counters and histograms by family, then by the rest of their names."""
 
     status: DaemonStatus
     counters: Mapping[str, Mapping[str, float]]

@@ -37,7 +37,7 @@ _FRACTIONS: Final = (0.05, 0.1, 0.25, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Tokens: of whole chunks that were asked for, and of these what requests could resume behind."""
+    """Tokens: of whole chunks that were asked for, and of these what requests could resume after."""
 
     asked_tokens: int
     hit_tokens: int

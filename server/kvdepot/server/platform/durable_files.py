@@ -15,7 +15,7 @@ LACKED: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 """What a call answers that the file system does not have. SMB, sshfs, 9p and many FUSE servers lack some."""
 _NO_DIRECTORY_SYNC: Final = LACKED | {errno.EBADF}
 _NAMED: Final = ": "
-"""Behind the name of a call; no text of an errno has it."""
+"""Follows the name of a call; no text of an errno has it."""
 _WRITE_BYTES: Final = 1 << 20
 
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 HANDSHAKE_SECONDS: Final = 3.0
 """For the first bytes of a connection, which a client sends at once."""
 IDLE_SECONDS: Final = 300.0
-"""Without a call, and an engine always has one: it watches the server's health. A client connects again by itself."""
+"""Without a call, and an engine always has one: it watches the server's health. A client then connects again."""
 _CONNECTIONS_MAX: Final = 4096
 _CONNECTIONS_MIN: Final = 16
 _SHARE_OF_DESCRIPTORS: Final = 4

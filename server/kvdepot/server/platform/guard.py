@@ -75,7 +75,7 @@ class Guard:
     ) -> asyncio.Task[_R]:  # fmt: skip
         """Make a task whose exception is noticed even if nobody awaits it. The caller keeps the task while it runs.
 
-        A refusal (KvDepotError) is an answer to whoever awaits it, and no defect.
+        A refusal (KvDepotError) is an answer to its caller, and no defect.
         """
 
         def done(task: asyncio.Task[_R]) -> None:

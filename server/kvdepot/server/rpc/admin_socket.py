@@ -2,7 +2,7 @@
 
 gRPC for Python does not show a peer's credentials, and takes no connection that somebody else accepted. So each
 connection is joined to another one, on a socket that only the daemon's user may open. That one is bound to a random
-name before it connects. gRPC tells handlers this name, and `peer` returns who is behind it. A connection that did not
+name before it connects. gRPC tells handlers this name, and `peer` returns who has connected. A connection that did not
 come this way has no name, and `peer` returns None for it.
 """
 
@@ -59,7 +59,7 @@ class AdminSocket:
         )  # fmt: skip
 
     def peer(self, name: str) -> Peer | None:
-        """Return who is behind a connection, by the name that gRPC has for it; None if it did not come this way."""
+        """Return who has a connection, by the name that gRPC has for it; None if it did not come this way."""
         return self._peers.get(name)
 
     def close(self) -> None:

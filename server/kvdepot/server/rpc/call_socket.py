@@ -121,7 +121,7 @@ class CallSocket(asyncio.Protocol):
                 self._begin(frame)
                 if more := self._full or self._loop.time() >= until:
                     break
-        except Exception as error:  # noqa: BLE001 - what is no frame leaves no place to go on at
+        except Exception as error:  # noqa: BLE001 - after something that is no frame nobody knows where the next one begins
             self._log.warning("call socket closed: %s", error)
             self.close()
         self._read_on(on=not more and not self._full)

@@ -65,7 +65,7 @@ class _Call:
 
     def _end(self, answer: bytes | KvDepotError) -> None:
         done, self._done = self._done, None
-        if done is None:  # it went wrong behind its answer
+        if done is None:  # it went wrong after its answer
             return
         self._guard.call("answer", self._count, answer)
         self._guard.call("answer", done, answer)
@@ -161,7 +161,7 @@ class DepotCalls:
         self._in_turns(call, self._depot.drop_undeclared(value), lambda: self._depot.declared(value))
 
     def _locate(self, value: LocateCall, call: _Call) -> None:
-        """Answer a Locate. Probes of shared tiers run beside other calls. A caller that stopped waiting asks again."""
+        """Answer a Locate. Probes of shared tiers run next to other calls. A caller that stopped waiting asks again."""
         seconds = self._depot.locate(value, call.reply)
         if seconds:
             asyncio.get_running_loop().call_later(seconds, self._depot.answer_locates)
@@ -169,7 +169,7 @@ class DepotCalls:
     def _acquire(self, value: AcquireCall, call: _Call) -> None:
         """Answer an Acquire.
 
-        Reads from lower tiers run beside other calls. A caller that gave up asks again, or releases.
+        Reads from lower tiers run next to other calls. A caller that gave up asks again, or releases.
         """
         self._depot.acquire(value, call.reply)
         if not self._placing:

@@ -86,7 +86,7 @@ class Call:
 class OperatorCalls:
     """Knows the callers and their roles, and writes the lines.
 
-    `peer_of` returns who is behind a connection, by gRPC's name for it; None for connections that have no operator.
+    `peer_of` returns who has a connection, by gRPC's name for it; None for connections that have no operator.
     """
 
     def __init__(self, peer_of: Callable[[str], Peer | None], operators: Operators, audit: AuditLog) -> None:

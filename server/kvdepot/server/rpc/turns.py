@@ -22,7 +22,7 @@ _INDEX_BYTES: Final = 4
 
 
 def in_turns(steps: Iterator[None], end: Callable[[Exception | None], None]) -> None:
-    """Take the steps, the first ones at once. `end` is called once, behind the last one or with what one raised."""
+    """Take the steps, the first ones at once. `end` is called once, after the last one or with what one raised."""
     until = time.monotonic() + TURN_SECONDS
     try:
         for _ in steps:

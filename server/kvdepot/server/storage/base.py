@@ -213,7 +213,7 @@ class Tier(Protocol):
         """
 
     def verify(self, handle: int, done: Callable[[IoOutcome], None]) -> None:
-        """Read an object for its own sake, behind everything that serves. One that is proved bad ends as with `read`.
+        """Read an object for its own sake, after everything that serves. One that is proved bad ends as with `read`.
 
         It is told as `lost` before `done` is called, which may be before this returns. So is one of a shared tier
         that is GONE or FOREIGN.

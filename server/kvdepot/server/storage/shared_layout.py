@@ -18,7 +18,7 @@ TEMPORARIES: Final = ".tmp"
 QUARANTINE: Final = ".quarantine"
 NODES: Final = ".nodes"
 FOLDERS: Final = (TEMPORARIES, QUARANTINE, NODES)
-"""Made by whoever has checked the marker, and by nobody else: where they are missing, this is not the directory."""
+"""Made by a daemon that has checked the marker, and by no other: where they are missing, this is not the directory."""
 JANITOR: Final = ".janitor.json"
 NAMESPACE: Final = "namespace.json"
 """In a namespace's folder, for people."""

@@ -28,5 +28,5 @@ class LowerTierConfig:
 
     @property
     def write_slots(self) -> int:
-        """Return the number of writes at once: what keeps every worker busy, and one waiting behind it."""
+        """Return the number of writes at once: what keeps every worker busy, and one that waits for it."""
         return 4 * self.io_workers

@@ -1,4 +1,4 @@
-"""What every tier below RAM must do: a suite to run an implementation through, whoever wrote it.
+"""What every tier below RAM must do: a suite to run an implementation through, no matter who wrote it.
 
 Inherit `TierConformance` in a test module and give it a pytest fixture `harness` that yields a `TierHarness`
 (`conformance_harness`) over an empty medium.
@@ -220,7 +220,7 @@ class TierConformance:
         written(harness, name_of(1))
         status = harness.tier.status()
         assert (status.name, status.state) == (harness.tier.name, "ready")
-        if not harness.tier.traits.shared:  # else it is about all that lies there, whoever put it there
+        if not harness.tier.traits.shared:  # else it is about all that lies there, no matter who put it there
             assert 0 < status.used_bytes == harness.tier.used_bytes <= status.capacity_bytes
 
     # Tiers that others have too

@@ -15,7 +15,7 @@ from kvdepot.server.platform.logs import REPEAT_SECONDS, LogThrottle
 from kvdepot.server.storage.base import IoOutcome
 
 RETRY_SECONDS_MAX: Final = 60.0
-"""How seldom a tier that goes wrong again and again tries to get out of it."""
+"""How rarely a tier that fails again and again tries to recover."""
 
 STOPS_WRITING: Final = {
     IoOutcome.NO_SPACE: "the file system is full",
@@ -107,7 +107,7 @@ class Health:
         self._failed_reads = 0
 
     def write_failed(self, outcome: IoOutcome, detail: str, breaker: Breaker) -> str:
-        """Count a failed write. Return why nothing more is to be written; empty if writes may go on.
+        """Count a failed write. Return why nothing more is to be written; empty if writes may continue.
 
         So many failures in a row stop the writing, whatever reads do. So do errors that have disabled the path.
         """

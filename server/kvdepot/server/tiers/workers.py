@@ -25,11 +25,12 @@ class Workers(Protocol):
         """Queue a job. `done` is called once, never from in here.
 
         The loan has ended when `done` is called; after TIMEOUT it ends later. A job whose worker died may be done again
-        by another worker, under the loan begun anew. What the first worker did then lies there, whatever the answer is.
+        by another worker, under the loan, which begins again. What the first worker did then lies there, whatever the
+        answer is.
         """
 
     def renew(self, guard: str) -> None:
-        """Replace the workers by ones that open their files anew and were admitted with this token."""
+        """Replace the workers by ones that open their files again and were admitted with this token."""
 
     async def close(self, seconds: float = ...) -> int: ...
 
@@ -37,7 +38,7 @@ class Workers(Protocol):
 class Hold:
     """A loan around another one (or none) that says when a worker cannot touch the place any more.
 
-    Another may, while there is no answer: what a worker died of is tried again, under a loan that begins anew.
+    Another may, while there is no answer: what a worker died of is tried again, under a loan that begins again.
     """
 
     def __init__(self, loan: Loan | None, ended: Callable[[], None] = lambda: None) -> None:
@@ -46,7 +47,7 @@ class Hold:
         self.workers = 0
         """How many can touch the place now."""
         self.tries = 0
-        """How many have had the job in hand, ever."""
+        """How many have had the job, ever."""
 
     def begin(self, worker: int) -> bool:
         begun = self._loan is None or self._loan.begin(worker)

@@ -105,7 +105,7 @@ def test_an_abandon_before_its_reserve_refuses_it() -> None:
     client.abandon(77)
     _, reply = client.reserve(path("p", 1), lease=77)
     assert reply.outcomes == bytes([ReserveOutcome.REFUSED])
-    assert "given back" in reply.reason
+    assert "released already" in reply.reason
     assert rig.depot.status().tier.used_bytes == 0
 
 

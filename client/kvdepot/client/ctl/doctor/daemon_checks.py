@@ -95,7 +95,7 @@ def check_sockets(daemon: Daemon, settings: Settings | None, host: Host) -> Find
     if daemon.attach_error:
         return check.fail(
             f"{daemon.endpoint.attach_path}: {daemon.attach_error}",
-            _JOIN if daemon.attach_error == _DENIED else "restart the daemon: it makes both sockets anew",
+            _JOIN if daemon.attach_error == _DENIED else "restart the daemon: it makes both sockets again",
         )
     modes = {stat.S_IMODE(one.st_mode) for one in found}
     shown = f"mode {' and '.join(f'{mode:04o}' for mode in sorted(modes))}, group {found[0].st_gid}"

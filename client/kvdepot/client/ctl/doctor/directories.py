@@ -181,7 +181,7 @@ def _check_nfs(check: Check, looked: Looked, mount: Mount) -> Finding:
 def check_room(looked: Looked) -> Finding:
     check, place, probed = Check("room", looked.name), looked.place, looked.probed
     if looked.mount is not None and looked.mount.kind == HUGETLBFS:
-        return check.skipped("huge pages are counted by themselves")
+        return check.skipped("huge pages are counted apart")
     due_bytes = max(place.needed_bytes - probed.held_bytes, 0)
     shown = (
         f"{size_text(place.needed_bytes)} are needed, {size_text(probed.held_bytes)} are held,"

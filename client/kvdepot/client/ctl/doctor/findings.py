@@ -9,7 +9,7 @@ from typing import Final
 HOST: Final = "host"
 DAEMON: Final = "daemon"
 ENGINES: Final = "engines"
-"""Subjects beside the names of tiers."""
+"""Subjects in addition to the names of tiers."""
 RUNBOOK: Final = "docs/operations.md#"
 RUNBOOKS: Final = {
     "RemoveIPC": "arena-recreated",

@@ -1,4 +1,4 @@
-"""Looking at a directory, in a process of its own, because a file system that hangs keeps whoever asks it.
+"""Looking at a directory, in a process of its own, because a file system that hangs keeps the process that asks it.
 
 Run by its path, with the standard library alone, so that it starts in some hundredths of a second:
 `python -I -S probe.py DIRECTORY HELD WRITE`, all texts. HELD: a pattern of the files below it whose bytes are counted.

@@ -110,7 +110,7 @@ def _refused(reason: str, *, by_permissions: bool) -> Finding:
 def decode(facts: Any) -> Settings:
     """From `kvdepot.server.config.facts`."""
     arena = Path(facts["ram"]["arena_path"])
-    # Whoever runs the daemon: the name has the uid in its middle. What is small next to it, too.
+    # Of any user who runs the daemon: the name has the uid in its middle. What is small next to it, too.
     held = "-".join((arena.name.split("-")[0], "*", f"{arena.name.split('-')[-1]}*"))
     folder, shared = facts["ram"]["created_in"] or str(arena.parent), bool(facts["ram"]["created_in"])
     file_bytes, sealed = facts["ram"]["arena_file_bytes"], facts["ram"]["sealed"]

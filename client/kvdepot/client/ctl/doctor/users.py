@@ -36,7 +36,7 @@ def check_group(daemon: Daemon, host: Host) -> Finding:
             f"{len(names)} users are in the sockets' group {socket.st_gid} ({shown}): {_EFFECT}",
             "a group of one engine user for each daemon",
         )
-    return check.ok(f"group {socket.st_gid} has {names[0] if names else 'no user'} besides the daemon's")
+    return check.ok(f"group {socket.st_gid} has {names[0] if names else 'no user'} in addition to the daemon's")
 
 
 def _members(host: Host, group_id: int, without: set[int | None]) -> list[str]:

@@ -1,8 +1,7 @@
 """What the engine's own cache may hold under the name of a LoRA adapter (P2, docs/adr/0046).
 
 vLLM's block hashes have an adapter's name and path. One that is loaded again from the same path, with other files,
-finds there what was computed with the former ones; stored under the new one's digest, it would be everybody's, and for
-good.
+finds there what was computed with the former ones. Stored under the new one's digest, it would stay, for everybody.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ LINKS_MAX: Final = 40  # as the kernel's own
 
 def _wall_ahead_ns() -> int:
     """Return the wall clock minus the time since boot: constant, unless somebody sets the clock."""
-    # Whoever is not run between the two readings finds too little.
+    # A process that is not run between the two readings finds too little.
     return max(time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME) for _ in range(8))
 
 

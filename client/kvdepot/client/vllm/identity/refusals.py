@@ -116,7 +116,7 @@ def _check_parallel(parallel: Any) -> None:
         raise ConfigError(
             WHERE,
             "enable_fault_tolerance",
-            "vLLM goes on after a step that failed, and tells no connector that nothing was computed in it",
+            "vLLM continues after a step that failed, and tells no connector that nothing was computed in it",
             advice="switch enable_fault_tolerance off, or serve this model without kvdepot",
         )
     for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):

@@ -53,7 +53,7 @@ class KvEvents:
             if kinds is not None and planner.groups[group].block_tokens % hash_block_tokens == 0
         ]
         self._announced: OrderedDict[bytes, dict[int, list[Any]]] = OrderedDict()  # hashes by engine group
-        # Chunks with the same blocks, and other tokens or another adapter's content behind their keys.
+        # Chunks with the same blocks, and other tokens or another adapter's content in their keys.
         self._sharing: Counter[Any] = Counter()  # by the hash of their last block
         self._events: list[Any] = []
 

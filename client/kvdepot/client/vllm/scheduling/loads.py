@@ -92,7 +92,7 @@ class Load:
     state: RequestState | None = None  # None once the request is over
     source: str = ""
     tokens: int = 0  # that the engine need not compute
-    reused_tokens: int = 0  # besides, of attention that it has itself
+    reused_tokens: int = 0  # in addition, of attention that it has itself
     began_at: float = 0.0
     ranks_done: int = 0  # as bits
     ranks_failed: int = 0

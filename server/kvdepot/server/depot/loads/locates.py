@@ -163,7 +163,7 @@ class Locates:
                 offer.boundary_tokens, offer.tier, reach * planner.chunk_tokens, offer.seconds, self._misses.told(miss)
             )
         )
-        # Behind the answer: workers that are woken to read run before this process does again where cores are few.
+        # After the answer: workers that are woken to read run before this process does again where cores are few.
         if self._tiers and not session.ended:
             request = session.slot, call.request_id
             self._guard.call("prefetch", self._read_ahead, request, namespace, call, seen, offer, costs)

@@ -61,7 +61,7 @@ class LookedUp(StrEnum):
     """The way in which the wait of a Locate ended. The values are labels of counters."""
 
     DONE = "done"
-    LATE = "late"  # its time was over; the walk goes on
+    LATE = "late"  # its time was over; the walk continues
     REFUSED = "refused"  # too many are on their way
 
 
@@ -254,7 +254,7 @@ class LookUps:
 
     def _name(self, walk: _Walk, chunk: int, kind: int) -> ObjectName:
         namespace = walk.namespace
-        assert namespace.planner is not None, "checked when the walk goes on"
+        assert namespace.planner is not None, "checked when the walk continues"
         at = chunk * KEY_BYTES
         parent = walk.keys[at - KEY_BYTES : at] if chunk else ROOT_KEY
         boundary = (chunk + 1) * namespace.planner.chunk_tokens
@@ -273,7 +273,7 @@ class LookUps:
             del look_up.walks[walk]
         walk.waits_for = {}
 
-    # A look-up
+    # A lookup
 
     def _ask(self, look_up: _LookUp) -> None:
         look_up.owner.names_left -= len(look_up.names)

@@ -39,8 +39,8 @@ class Seen:
 
     nodes: Nodes
     ram: dict[Kind, bytes]  # a byte a chunk: in RAM
-    presence: dict[Kind, bytes]  # likewise: in any tier
-    high_tokens: int  # what ends behind it is not answered
+    presence: dict[Kind, bytes]  # the same in any tier
+    high_tokens: int  # what ends after it is not answered
     boundary_tokens: int  # the deepest of which every object may be served
 
 

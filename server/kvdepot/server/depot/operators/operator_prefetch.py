@@ -29,7 +29,7 @@ from kvdepot.server.depot.tree.tree import Tree
 SILENCE_SECONDS: Final = 60.0
 """After so long in which nothing was read it ends."""
 _QUEUED_MAX: Final = 1024
-"""Objects looked up ahead of their reads."""
+"""Objects looked up before their reads."""
 
 
 class OperatorPrefetch:

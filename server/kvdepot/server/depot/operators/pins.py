@@ -189,7 +189,7 @@ class Pins:
                 yield
 
     def _take(self, namespace: Namespace, node: int) -> bool:
-        """Pin what RAM has of the node, where it goes on from something pinned; False: the share is used up."""
+        """Pin what RAM has of the node, where it continues something pinned; False: the share is used up."""
         index, path_kind = self._index, namespace.path_kind
         if index.namespace(node) != namespace.slot or not self._ram.complete(node, path_kind):
             return True

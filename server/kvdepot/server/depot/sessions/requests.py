@@ -1,7 +1,7 @@
 """Requests in progress: how far each has stored, so that its end can prune what is unreachable.
 
 A node is usable if a request could resume there: all kinds of its namespace are
-present. What a request leaves behind its last usable node serves nobody
+present. What a request leaves after its last usable node serves nobody
 (design.md#eviction) and is dropped when it ends, unless another request in progress ends there.
 """
 

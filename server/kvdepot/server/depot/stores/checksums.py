@@ -59,7 +59,7 @@ class Checksums:
         self._rested_at = self._clock()  # when there was last nothing to sum, or no engine copied
         self._working: dict[int, int] = {}  # row -> lent entry
         self._wanted: OrderedDict[int, None] = OrderedDict()
-        self._again: deque[int] = deque()  # verified rows that are to be summed once more
+        self._again: deque[int] = deque()  # verified rows whose checksum is to be taken once more
         self._summing_again: set[int] = set()  # of them, those with the worker
         self._told: dict[int, tuple[int, Callable[[Compared], None]]] = {}  # by row: (generation, who waits for it)
         self._doubted: dict[int, int] = {}  # row -> generation
@@ -158,7 +158,7 @@ class Checksums:
             self._ram.set_sum(row, raw_sum)
             self._counters.add("checksummed_objects")
         elif self._rows.raw_sum(row) == raw_sum:
-            if adopted:  # else a write to a lower tier has summed it meanwhile
+            if adopted:  # else a write to a lower tier has taken it meanwhile
                 self._rows.set_verified(row)
                 self._ram.unverified -= 1
                 self._counters.add("verified_objects")

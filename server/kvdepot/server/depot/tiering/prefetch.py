@@ -46,7 +46,7 @@ _READS_MAX: Final = 4
 _BYTES_MAX: Final = 64 << 20
 """Bytes of prefetch reads begun in one tier, once there is one."""
 _OVER_MAX: Final = 64
-"""Requests that are over and still in a queue, beside as many again as there are of others."""
+"""Requests that are over and still in a queue, in addition to as many as there are of others."""
 _LET_GO_MAX: Final = 256
 """Objects a tick, and for somebody who finds no room: some 3 ms."""
 
@@ -84,7 +84,7 @@ class Prefetch:
         self._requests: OrderedDict[Owner, PrefetchRequest] = OrderedDict()
         self._ended: OrderedDict[Owner, None] = OrderedDict()
         self._queues: dict[int, list[tuple[int, PrefetchRequest]]] = {tier.number: [] for tier in self._tiers}
-        self._reading: dict[int, tuple[Promotion, int]] = {}  # by row: what was begun ahead, and its tier
+        self._reading: dict[int, tuple[Promotion, int]] = {}  # by row: what was begun in advance, and its tier
         self._begun = dict.fromkeys(self._queues, 0)  # of them, by tier
         self._numbers = count()
         self._keys = 0  # of all requests
@@ -239,7 +239,7 @@ class Prefetch:
         return PrefetchPins.row_of(token) in self._reading
 
     def let_go(self, tokens: list[int]) -> None:
-        """End these pins because room is needed. Reads go on: an acquire may be about to wait for them."""
+        """End these pins because room is needed. Reads continue: an acquire may be about to wait for them."""
         self._pins.release(_packed(tokens), "preempted")
 
     def give_way(self, slots: Collection[int] | None) -> bool:

@@ -93,7 +93,7 @@ class Tiering:
             self._guard.call("write_queue", queue.tick)
 
     def trim(self, high: float, low: float, at_once: int) -> bool:
-        """Evict ahead of need, about so many objects of RAM and of each tier; whether to go on soon.
+        """Evict in advance, about so many objects of RAM and of each tier. Return whether to continue soon.
 
         The watermarks are RAM's.
         """

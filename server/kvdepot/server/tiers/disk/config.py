@@ -1,4 +1,4 @@
-"""What a disk tier is configured with beside what every tier is."""
+"""What a disk tier is configured with, in addition to what every tier is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments are made when they are first needed, one ahead; where the file system has no room, what is there must do.
+"""Segments are made when they are first needed, one in advance. Without room for more, the tier uses what is there.
 
 A worker that dies or hangs over it says nothing about the room: that is tried again soon, some times.
 """

@@ -1,4 +1,4 @@
-"""What the daemon holds although no object has it, beside what an index says: where they overlap the later write wins.
+"""What the daemon holds although no object has it, and what an index says: of two that overlap the later write wins.
 
 An index that has lost records (its journal was deleted, or damaged) brings objects back
 whose KILL it has lost as well. The daemon may have written in their places since.

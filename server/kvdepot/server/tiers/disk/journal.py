@@ -1,7 +1,7 @@
 """The daemon's end of the journal: what waits to be appended, one append under way, rotation.
 
 After an append that did not end well nobody knows what the file holds at its end: the
-journal is broken for good, and what was not answered has failed. An opening makes the next one.
+journal is broken permanently, and what was not answered has failed. An opening makes the next one.
 """
 
 from __future__ import annotations

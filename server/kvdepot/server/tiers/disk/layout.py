@@ -26,7 +26,7 @@ SNAPSHOTS: Final = "snapshots"
 QUARANTINE: Final = "quarantine"
 FOLDERS: Final = (SEGMENTS, JOURNALS, SNAPSHOTS, QUARANTINE)
 LOOSE: Final = frozenset({STORE, STORE + TEMPORARY, DAEMON_LOCK, WORKERS_LOCK, "lost+found"})
-"""What may lie beside the folders. The last one is a file system's own, in its root."""
+"""What may lie next to the folders. The last one is a file system's own, in its root."""
 
 _HANDLE_BYTES = 64 << 10  # of capacity
 _HANDLES_MIN, _HANDLES_MAX = 1_024, 8_388_608

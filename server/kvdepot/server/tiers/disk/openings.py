@@ -170,7 +170,7 @@ class Openings:
         if reopening.lose():
             facts = reopening.facts
             assert facts is not None
-            unkilled = reopening.finish()  # the engine drops what lay behind lost objects: part of this opening yet
+            unkilled = reopening.finish()  # the depot drops what came after lost objects, still as part of this
             self.reopening = None
             self._listener.opened(facts, self._token, unkilled)
 

@@ -52,7 +52,7 @@ def _places(above: Numbers, boundaries: Numbers) -> Numbers:
     starts = np.cumsum(sizes[siblings]) - sizes[siblings]
     family = np.searchsorted(above[siblings], above[siblings])  # where each one's siblings begin
     places = np.empty(len(above), np.int64)
-    places[siblings] = starts - starts[family] + 1  # behind its parent, and then behind its parent's parent, ...
+    places[siblings] = starts - starts[family] + 1  # after its parent, and then after its parent's parent, ...
     while (below := above >= 0).any():
         places[below] += places[above[below]]
         above = np.where(below, above[above], -1)

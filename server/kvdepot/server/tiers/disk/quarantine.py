@@ -1,4 +1,4 @@
-"""Damaged objects, kept for whoever wants to know why: bounded in bytes, number and age, oldest removed first."""
+"""Damaged objects, kept so that somebody can find out why: bounded in bytes, number and age, oldest removed first."""
 
 from __future__ import annotations
 

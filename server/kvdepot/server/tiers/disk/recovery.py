@@ -154,7 +154,7 @@ def sync_segments(root: Path) -> None:
 
 
 def complete_segments(root: Path, layout: DiskLayout, used_end: int, making: int = -1) -> int:
-    """Allocate what is missing up to the last segment that is there. Cut off what is beyond the capacity.
+    """Allocate what is missing up to the last segment that is there. Truncate what is beyond the capacity.
 
     Return the number of segments.
     `used_end`: the byte after the last one that is not free. Segments before it are made even if they are missing.
@@ -209,7 +209,7 @@ def remove_temporaries(root: Path) -> None:
 
 
 def _lives(pid: int) -> bool:
-    """Return whether any process has this pid now, whoever owns it."""
+    """Return whether any process has this pid now, of any owner."""
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -235,7 +235,7 @@ def _write_snapshot(
 
 
 def _left_overs(root: Path) -> tuple[list[Path], str]:
-    """Return files of the folders that a new store makes anew, and the first thing that no store would have made."""
+    """Return files of the folders that a new store makes again, and the first thing that no store would have made."""
     left: list[Path] = []
     for path in sorted(root.iterdir()):
         if path.name in names.FOLDERS:

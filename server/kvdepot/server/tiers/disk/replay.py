@@ -172,7 +172,7 @@ class _Replay:
     def _close(self, head: npt.NDArray[Any], left_bytes: int, generation: int) -> bool:
         self._result.highest_sequence = max(self._result.highest_sequence, int(head["sequence"]))
         if left_bytes:
-            self._result.stopped = f"journal {generation}: {left_bytes} bytes behind its end"
+            self._result.stopped = f"journal {generation}: {left_bytes} bytes after its end"
             return False
         self._result.closed = bool(head["flags"] & SYNCED)
         return True

@@ -88,7 +88,7 @@ class Space:
         return fragments
 
     def trim(self, sequence: int, size_bytes: int) -> tuple[Extent, ...]:
-        """Give back what lies behind the first `size_bytes` (whole pages) of a place that was just written."""
+        """Free what lies after the first `size_bytes` (whole pages) of a place that was just written."""
         assert self._reopening is None
         held = self._held[sequence]
         kept: list[Extent] = []
@@ -191,7 +191,7 @@ class Space:
             return
         self._free_all(held)
 
-    # Opening, and opening again while reads go on.
+    # Opening, and opening again while reads continue.
 
     def reopen(self) -> Open:
         """Prepare to read the index again. Return what must not be free, whatever the index says.

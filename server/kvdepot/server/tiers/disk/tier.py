@@ -2,7 +2,7 @@
 
 Its parts: `medium` (catalog, space, journal, quarantine), `writing`, `reading`, `growth`, `scrub`,
 `health`; `openings` (the process that holds the directory, and its index); two pools of I/O workers, one of
-them for the journal alone, so that no append queues behind payload.
+them for the journal alone, so that no append waits for payload.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Report:
     begin if the sum is not above the limit. The limit never falls below what the coordinator knew to be published.
     """
 
-    node: str  # of this daemon; a new one where the coordinator had to register anew
+    node: str  # of this daemon; a new one where the coordinator had to register again
     janitor: str  # node; empty: there is none now
     is_janitor: bool
     used_bytes: int  # of the whole directory, at the last scan

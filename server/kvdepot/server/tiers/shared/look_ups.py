@@ -1,4 +1,4 @@
-"""Finding out which names are there: look-ups share jobs, and are answered in time and parents first."""
+"""Finding out which names are there: lookups share jobs, and are answered in time and parents first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Asked:
     length: int = UNKNOWN
     answered: bool = False
     told: bool = False
-    users: int = 0  # look-ups that are not over
+    users: int = 0  # lookups that are not over
     waiting: list[_LookUp] = field(default_factory=list)
 
 
@@ -41,7 +41,7 @@ class _LookUp:
 class LookUps:
     """Counts `shared_probes.asked`, `.found`, `.absent`, `.remembered` (as absent), `.failed`, of names.
 
-    `tell` is called with what is there and was not told before: names and the bytes behind the header of each.
+    `tell` is called with what is there and was not told before: names and the bytes after the header of each.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Final
 from kvdepot.core.objectfile import PAGE_BYTES, object_bytes
 
 OVERHEAD_BYTES: Final = 4 * PAGE_BYTES
-"""Of a file beside its bytes, at most: its entry in a folder that grows, two new folders, a `namespace.json`."""
+"""Of a file apart from its bytes, at most: its entry in a folder that grows, two new folders, a `namespace.json`."""
 OBJECT_SHARE: Final = 8
 """Of the capacity: an object that may take more is not written. Several nodes may each be waiting for room for one."""
 

@@ -16,7 +16,7 @@ from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.wall_time import unix_seconds
 
 _DEAD: Final = DAMAGED | {IoOutcome.GONE, IoOutcome.FOREIGN}
-"""The handle is of no use after it. A foreign file is there for those who ask as its writer did."""
+"""The handle cannot be used after it. A foreign file is there for those who ask as its writer did."""
 _OTHER_KEYS_SECONDS: Final = 60.0
 """For so long nobody waits again for an object that this node has no key of."""
 

@@ -187,7 +187,7 @@ class SharedTier:
         return Stored(self._directory.holdings.stored_bytes(handle), 0, None)
 
     def use_keys(self, keys: KeyRing) -> None:
-        """Use these keys from now on. Jobs that are under way go on with the keys that they began with."""
+        """Use these keys from now on. Jobs in progress continue with the keys that they began with."""
         if keys != self._directory.keys:
             self._directory.keys = keys
             self._directory.absent.clear()

@@ -36,7 +36,7 @@ def new_node() -> str:
 
 
 class Coordinator:
-    """The coordinator of one node. `clock` goes on while the machine sleeps.
+    """The coordinator of one node. `clock` runs while the machine sleeps.
 
     Call `heartbeat` once a heartbeat, and `work` in between.
     """

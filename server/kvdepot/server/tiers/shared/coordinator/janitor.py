@@ -90,7 +90,7 @@ class Janitor:
 
     @property
     def reason(self) -> str:
-        """Return why the work does not go on, and what is strange, for people."""
+        """Return why the work does not continue, and what is strange, for people."""
         if not self.holding:
             return ""
         strange, left_out = self._nodes.strange, self._columns.left_out
@@ -121,7 +121,7 @@ class Janitor:
         """
         if self._kept and self._is_anothers(record):
             self._resign()
-        if self._lease.holder != node or (self.holding and self._late()):  # it registered anew; it was stopped
+        if self._lease.holder != node or (self.holding and self._late()):  # it registered again; it was stopped
             self._suspend()
         if self.holding:
             self._renew()
@@ -188,7 +188,7 @@ class Janitor:
         self._look_due, self._look_took = True, 0.0
 
     def _renew(self) -> None:
-        """Renew the lease. A renewal that arrived when the lease before it was old is void.
+        """Renew the lease. A renewal that arrived when the lease before it was old does not count.
 
         Another node may be janitor since.
         """
@@ -306,7 +306,7 @@ class Janitor:
             self._renew()
 
     def _work_on(self) -> bool:
-        """Begin nothing that needs the lease without it; a count that has begun goes on."""
+        """Begin nothing that needs the lease without it; a count that has begun continues."""
         until = self._clock() + self._pace.step_seconds
         try:
             for _ in range(_STEP_UNITS_MAX):

@@ -1,4 +1,4 @@
-"""What the nodes of a shared directory may write: limits that are handed out once and hold for good (ADR 0018). Pure.
+"""What the nodes of a shared directory may write: limits that are granted once and never taken back (ADR 0018). Pure.
 
 A node's *published* bytes are what its writes that are over have taken; its *limit* is how far published bytes and
 writes in progress may go together. With the used bytes of a count (a scan of the directory) and what each node had

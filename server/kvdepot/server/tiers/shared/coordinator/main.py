@@ -26,7 +26,7 @@ _HURRY = 0.25
 
 
 def boot_seconds() -> float:
-    """Return a time that goes on while the machine sleeps, and that nobody can set."""
+    """Return a time that runs while the machine sleeps, and that nobody can set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

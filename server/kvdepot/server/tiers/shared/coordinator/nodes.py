@@ -40,7 +40,7 @@ class Nodes:
         self._same_since: dict[str, tuple[int, float]] = {}  # mtime_ns of a node's file, when it was first seen so
         self._looked_at = clock()
         self.records: dict[str, NodeRecord] = {}
-        self._coming: dict[str, NodeRecord] = {}  # of a look that goes on
+        self._coming: dict[str, NodeRecord] = {}  # of a look in progress
         self.strange = 0  # files that are not understood, or too many
 
     @property
@@ -93,7 +93,7 @@ class Nodes:
         return [node for node, record in self.records.items() if record.left]
 
     def gone(self) -> list[str]:
-        """Return the nodes of which nothing that they may have begun still goes on."""
+        """Return the nodes of which nothing that they may have begun is still in progress."""
         return list({*self.left, *self._silent()})
 
     def _silent(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a shared directory is rid of besides objects: old quarantine, left temporaries, nodes that are gone."""
+"""What the janitor removes in addition to objects: old quarantine, left temporary files, nodes that are gone."""
 
 from __future__ import annotations
 

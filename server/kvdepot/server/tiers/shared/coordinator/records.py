@@ -35,7 +35,7 @@ class NodeRecord:
     lease: Lease
     wanted_bytes: int = 0  # beyond what is published; 0: it has enough
     owner: str = ""  # whose runs follow one another, `CoordinatorSettings.owner`
-    left: bool = False  # its owner has proved that none of its writes goes on: it is gone
+    left: bool = False  # its owner has proved that none of its writes is in progress: it is gone
 
     def pack(self) -> bytes:
         values = {

@@ -55,7 +55,7 @@ class CoordinatorSettings:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What an earlier coordinator of the same daemon run left behind."""
+    """What an earlier coordinator of the same daemon run has left."""
 
     published_bytes: int = 0
     directory_id: str = ""
