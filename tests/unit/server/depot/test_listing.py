@@ -281,7 +281,7 @@ def test_a_chunk_is_described_with_its_objects_in_every_tier() -> None:
     assert len(below.checksum) == 16
     assert found["memory", 1].checksum == found["ram", 1].checksum, "stored without a codec"
     rig.tier.readable = False
-    assert objects(rig, client, keys[1])["memory", 3].state == "out of use"
+    assert objects(rig, client, keys[1])["memory", 3].state == "disabled"
 
 
 def test_a_chunk_is_described_with_its_place_in_the_tree() -> None:

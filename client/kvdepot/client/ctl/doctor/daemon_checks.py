@@ -40,7 +40,7 @@ def check_daemon(daemon: Daemon) -> Finding:
     if not status.ready:
         return check.fail(f"{shown}: not ready: {status.reason or 'no reason given'}", "its log says what it waits for")
     if status.reason:
-        return check.warn(f"{shown}: {status.reason}", "docs/operations.md has a line for it")
+        return check.warn(f"{shown}: {status.reason}", "docs/operations.md has an entry for it")
     return check.ok(shown)
 
 
@@ -49,7 +49,7 @@ def check_tiers(daemon: Daemon) -> Iterator[Finding]:
     for tier in daemon.status.tiers if daemon.status else ():
         check = Check("state", tier.name)
         shown = tier.state + (f": {tier.reason}" if tier.reason else "")
-        fix = "docs/operations.md has a line for it; for a disk also `dmesg` and `smartctl -a`"
+        fix = "docs/operations.md has an entry for it; for a disk also `dmesg` and `smartctl -a`"
         if tier.state == "offline":
             yield check.fail(shown, fix)
         elif tier.breaker not in ("", "closed"):

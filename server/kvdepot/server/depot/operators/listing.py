@@ -279,7 +279,7 @@ def _on_medium(tier: LowerTier, kind: int, handle: int, size_bytes: int) -> Obje
         tier=tier.tier.name,
         kind=Kind(kind),
         size_bytes=size_bytes,
-        state="complete" if tier.tier.readable else "out of use",
+        state="complete" if tier.tier.readable else "disabled",
         checksum=b"" if stored.stored_sum is None else stored.stored_sum.to_bytes(16, "big"),
         stored_bytes=stored.stored_bytes,
         sequence=stored.sequence,
