@@ -39,7 +39,7 @@ from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
 from kvdepot.proto.methods import BY_CALL
 from kvdepot.server.depot.depot import Depot
-from kvdepot.server.depot.types import DepotConfig, ProcessIdentity
+from kvdepot.server.depot.types import DepotConfig, Membership, ProcessIdentity
 
 from benchmarks.report import Report, arguments, median
 
@@ -66,7 +66,9 @@ class Index:
         )
         self.engine.ready(layout.data_bytes)
         process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
-        self.session = self.engine.attach(process, "benchmark", scheduler=True, rank=0, world_size=1).session
+        self.session = self.engine.attach(
+            process, Membership("benchmark", scheduler=True, rank=0, world_size=1)
+        ).session
         group = GroupSpec(Kind.ATTENTION, CHUNK_TOKENS, rank_block_bytes=(OBJECT_BYTES,), layers=("a",))
         spec = NamespaceSpec({"benchmark": "index"}, CHUNK_TOKENS, (group,), {Kind.ATTENTION: OBJECT_BYTES})
         self.namespace, _ = self.engine.register_namespace(self.session, spec)

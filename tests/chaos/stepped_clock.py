@@ -47,10 +47,10 @@ def stepped(path: Path, clock: Callable[[], float] = time.time) -> Callable[[], 
 
 if __name__ == "__main__":
     time.time = stepped(Path(sys.argv[1]))  # before anything binds it
-    from kvdepot.server.tiers.shared import making
+    from kvdepot.server.tiers.shared import factory
 
-    vars(making)["CoordinatorSettings"] = partial(
-        vars(making)["CoordinatorSettings"], allowed_seconds=float(sys.argv[2])
+    vars(factory)["CoordinatorSettings"] = partial(
+        vars(factory)["CoordinatorSettings"], allowed_seconds=float(sys.argv[2])
     )
     del sys.argv[:3]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -40,7 +40,7 @@ from kvdepot.core.errors import EngineIdInUse, StaleEpoch, UnknownNamespace
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.objectfile import payload_sum
 from kvdepot.server.depot.depot import Depot
-from kvdepot.server.depot.types import Attached, DepotConfig, ProcessIdentity
+from kvdepot.server.depot.types import Attached, DepotConfig, Membership, ProcessIdentity
 
 from tests.rigs.memory_arena import arena_files
 from tests.rigs.stream_rig import Proxy
@@ -102,10 +102,7 @@ class DirectDepot:
         return [
             self.engine.attach(
                 self._processes.setdefault((engine_id, rank), ProcessIdentity(next(self._pids), 1, BOOT)),
-                engine_id,
-                scheduler=rank == 0,
-                rank=rank,
-                world_size=world_size,
+                Membership(engine_id, scheduler=rank == 0, rank=rank, world_size=world_size),
             )
             for rank in range(world_size)
         ]

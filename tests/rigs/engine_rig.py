@@ -31,16 +31,18 @@ from kvdepot.core.elements import Elements
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec, Planner
-from kvdepot.server.depot.depot import OWN, Depot
+from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.sessions.session import ReadLease, Session
 from kvdepot.server.depot.stores.audits import RAM_SHARE_MAX
 from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.types import (
+    OWN,
     AdoptionReport,
     Attached,
     DepotConfig,
     Liveness,
+    Membership,
     Owner,
     ProcessIdentity,
     TierConfig,
@@ -207,7 +209,9 @@ class Rig:
         self, engine_id: str = "engine", pid: int = 10, spec: NamespaceSpec = DENSE,
         elements: Elements = MappingProxyType({}), *, owner: Owner = OWN,
     ) -> Client:  # fmt: skip
-        attached = self.depot.attach(process(pid), engine_id, scheduler=True, rank=0, world_size=1, owner=owner)
+        attached = self.depot.attach(
+            process(pid), Membership(engine_id, scheduler=True, rank=0, world_size=1, owner=owner)
+        )
         return Client(self, attached, spec, elements)
 
     def sum_all(self, sum_of: Callable[[int], int] = lambda row: row) -> int:

@@ -16,8 +16,8 @@ from kvdepot.server.io.jobs import Probe
 from kvdepot.server.storage.base import IoOutcome, Read, Written
 from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.conformance_harness import RecordingListener, extents_of, payload_of
-from kvdepot.server.tiers.pools import TierMeans
-from kvdepot.server.tiers.shared import making
+from kvdepot.server.tiers.pools import TierContext
+from kvdepot.server.tiers.shared import factory
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.tier import SharedTier
 
@@ -42,13 +42,13 @@ class SharedLive:
         self.coordinator = InlineCoordinator(root)
         settings = {"io_workers": 1, "deadline_seconds": 20.0, "failures": 3, "probe_seconds": 0.2} | config
         self.config = SharedConfig("shared", root, 1 << 30, **settings)
-        means = TierMeans(
+        context = TierContext(
             self.arena_fd, ARENA_BYTES, 1, self.registry, asyncio.get_running_loop(), logging.getLogger("tests.shared"),
             self._count,
         )  # fmt: skip
-        self.pool = means.data_pool(self.config, probe=Probe(PROBE), failing=making.FAILING)
+        self.pool = context.data_pool(self.config, probe=Probe(PROBE), failing=factory.FAILING)
         self.tier = SharedTier(
-            self.config, data=self.pool, coordinator=self.coordinator, log=means.log, count=self._count
+            self.config, data=self.pool, coordinator=self.coordinator, log=context.log, count=self._count
         )
         self.tier.start(self.listener)
         self.coordinator.open()

@@ -14,10 +14,10 @@ from kvdepot.core.objectfile import ObjectName
 from kvdepot.server.storage.base import IoOutcome, Read, Tier, Written
 from kvdepot.server.tiers.conformance_harness import RecordingListener, extents_of, payload_of
 from kvdepot.server.tiers.disk.config import DiskConfig
-from kvdepot.server.tiers.disk.making import make_disk_tier
-from kvdepot.server.tiers.pools import TierMeans
+from kvdepot.server.tiers.disk.factory import make_disk_tier
+from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.config import SharedConfig
-from kvdepot.server.tiers.shared.making import make_shared_tier
+from kvdepot.server.tiers.shared.factory import make_shared_tier
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 from tests.rigs.io_pool_rig import Lent, Registry
@@ -42,14 +42,14 @@ class TierLive:
         self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
     def _made(self, kind: str, root: Path, config: dict[str, Any]) -> Tier:
-        means = TierMeans(
+        context = TierContext(
             self.arena_fd, ARENA_BYTES, 1, self.registry, asyncio.get_running_loop(), logging.getLogger("tests.tier"),
             lambda name, amount: None,
         )  # fmt: skip
         settings = {"io_workers": 1, "deadline_seconds": 20.0, "failures": 3, "probe_seconds": 0.2} | config
         if kind == "shared":
-            return make_shared_tier(SharedConfig(kind, root, 1 << 28, on_root_filesystem=True, **settings), means)
-        return make_disk_tier(DiskConfig(kind, root, 32 << 20, scrub_bytes_per_second=0, **settings), means)
+            return make_shared_tier(SharedConfig(kind, root, 1 << 28, on_root_filesystem=True, **settings), context)
+        return make_disk_tier(DiskConfig(kind, root, 32 << 20, scrub_bytes_per_second=0, **settings), context)
 
     async def _tick(self) -> None:
         while True:

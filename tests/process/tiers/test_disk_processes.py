@@ -20,14 +20,14 @@ from kvdepot.core.errors import ConfigError
 from kvdepot.server.io.child_stream import NICENESS
 from kvdepot.server.storage.base import IoOutcome, Read, Written
 from kvdepot.server.tiers.disk.config import DiskConfig
+from kvdepot.server.tiers.disk.factory import make_disk_tier
 from kvdepot.server.tiers.disk.layout import FOLDERS, DiskLayout, segment_name
-from kvdepot.server.tiers.disk.making import make_disk_tier
 from kvdepot.server.tiers.disk.messages import Message
 from kvdepot.server.tiers.disk.opener_process import OpenerProcess
 from kvdepot.server.tiers.disk.records import Put, pack_put
 from kvdepot.server.tiers.disk.recovery import SnapshotFacts, make_store, write_generation
 from kvdepot.server.tiers.disk.tier import DiskTier
-from kvdepot.server.tiers.pools import TierMeans
+from kvdepot.server.tiers.pools import TierContext
 
 from tests.rigs.disk_rig import Listener, Loaned, object_name
 from tests.rigs.io_pool_rig import Registry
@@ -52,7 +52,7 @@ class Live:
         settings |= config
         self.tier: DiskTier = make_disk_tier(
             DiskConfig("disk", root, capacity_bytes, **settings),
-            TierMeans(
+            TierContext(
                 self.arena_fd, ARENA_BYTES, 1, Registry(), asyncio.get_running_loop(), logging.getLogger("tests.disk"),
                 count=lambda name, amount: None,
             ),

@@ -39,7 +39,7 @@ class _Host:
         self.buffer = self.pinnable = memoryview(mmap.mmap(-1, self.size_bytes))
 
 
-class TestableCopier(Protocol):
+class ProvableCopier(Protocol):
     """What the test needs of the copier: `DeviceCopier`."""
 
     way: Way | None
@@ -54,7 +54,7 @@ class TestableCopier(Protocol):
     def release(self) -> None: ...
 
 
-def self_test(copier: TestableCopier, layers: Sequence[torch.Tensor], way: Way) -> None:
+def self_test(copier: ProvableCopier, layers: Sequence[torch.Tensor], way: Way) -> None:
     """Copy a pattern by one way. Raise WrongBytesError that names the way and the place.
 
     Called on the thread that copies. `layers` are those of the copier, and hold nothing yet. An error of the device
@@ -73,7 +73,7 @@ def self_test(copier: TestableCopier, layers: Sequence[torch.Tensor], way: Way) 
         copier.release()
 
 
-def _groups(copier: TestableCopier, count: int) -> Iterator[list[int]]:
+def _groups(copier: ProvableCopier, count: int) -> Iterator[list[int]]:
     """Yield the layers in turn: at most a batch of two blocks of each, and none that overlap."""
     group: list[int] = []
     size_bytes = 0
@@ -87,12 +87,12 @@ def _groups(copier: TestableCopier, count: int) -> Iterator[list[int]]:
     yield group
 
 
-def _size_bytes(copier: TestableCopier, group: list[int]) -> int:
+def _size_bytes(copier: ProvableCopier, group: list[int]) -> int:
     """Return the bytes of two blocks of each layer."""
     return sum(2 * copier.block_bytes(layer) for layer in group)
 
 
-def _test(copier: TestableCopier, layers: Sequence[torch.Tensor], group: list[int], host: _Host) -> None:
+def _test(copier: ProvableCopier, layers: Sequence[torch.Tensor], group: list[int], host: _Host) -> None:
     total, way = _size_bytes(copier, group), copier.way
     pattern = np.frombuffer(secrets.token_bytes(total), dtype=np.uint8)
     memory = np.frombuffer(host.buffer, dtype=np.uint8)
@@ -121,7 +121,7 @@ def _test(copier: TestableCopier, layers: Sequence[torch.Tensor], group: list[in
         copier.zero(group, _TOUCHED)
 
 
-def _pieces(copier: TestableCopier, group: list[int], blocks: Column, at: int) -> CopyBatch:
+def _pieces(copier: ProvableCopier, group: list[int], blocks: Column, at: int) -> CopyBatch:
     """Return both blocks of each layer, end to end from `at` on, the first one in two pieces."""
     batches: list[CopyBatch] = []
     for layer in group:

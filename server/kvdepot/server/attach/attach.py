@@ -27,7 +27,7 @@ from kvdepot.server.attach.streams import StreamProxies, StreamProxy
 from kvdepot.server.config.schema import ATTACH_SUFFIX
 from kvdepot.server.config.tenants import NO_TENANTS, Tenants
 from kvdepot.server.depot.depot import Depot
-from kvdepot.server.depot.types import AttachmentInfo, Liveness, Owner, ProcessIdentity, Watch
+from kvdepot.server.depot.types import AttachmentInfo, Liveness, Membership, Owner, ProcessIdentity, Watch
 from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, bound_socket, silent_max
 from kvdepot.server.platform.guard import engine_guard
 from kvdepot.server.platform.logs import LogThrottle
@@ -202,19 +202,14 @@ class AttachListener:
                 (limits.PROTOCOL_MIN, limits.PROTOCOL_MAX), (call.protocol_min, call.protocol_max)
             )  # fmt: skip
         client, owner, pidfd = self._identify(connection.socket)
+        member = Membership(call.engine_id, call.scheduler, call.rank, call.world_size, owner)
         process = client
         if call.stream:
             _close(pidfd)
-            self._depot.check_attachment(
-                client, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size,
-                owner=owner,
-            )  # fmt: skip
+            self._depot.check_attachment(client, member)
             process, pidfd = self._start_proxy(connection, owner)
         try:
-            attached = self._depot.attach(
-                process, call.engine_id, scheduler=call.scheduler, rank=call.rank, world_size=call.world_size,
-                owner=owner, client=client,
-            )  # fmt: skip
+            attached = self._depot.attach(process, member, client)
         except Exception:
             _close(pidfd)
             raise

@@ -17,10 +17,10 @@ from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.types import TierConfig
 from kvdepot.server.io.breaker import BreakerState
 from kvdepot.server.storage.base import Tier, WorkerRegistry
-from kvdepot.server.tiers.disk.making import make_disk_tier
+from kvdepot.server.tiers.disk.factory import make_disk_tier
 from kvdepot.server.tiers.health import State
-from kvdepot.server.tiers.pools import TierMeans
-from kvdepot.server.tiers.shared.making import make_shared_tier
+from kvdepot.server.tiers.pools import TierContext
+from kvdepot.server.tiers.shared.factory import make_shared_tier
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 _TROUBLED: Final = (State.DEGRADED, State.READ_ONLY, State.OFFLINE)
@@ -64,7 +64,7 @@ class LowerTiers:
 
     def _tier(self, table: TierTable, registry: WorkerRegistry) -> Tier:
         tables = self._config.tables
-        means = TierMeans(
+        context = TierContext(
             arena_fd=self._arena.data_fd,
             arena_bytes=self._arena.layout.data_bytes,
             arena_id=self._arena.superblock.arena_id,
@@ -75,8 +75,8 @@ class LowerTiers:
         )
         if table.kind == SHARED_KIND:
             keys = self._config.keys.get(table.name, NO_KEYS)
-            return make_shared_tier(shared_config(tables, table, keys), means)
-        return make_disk_tier(disk_config(tables, table), means)
+            return make_shared_tier(shared_config(tables, table, keys), context)
+        return make_disk_tier(disk_config(tables, table), context)
 
     def _count(self, tier: str) -> Callable[[str, float], None]:
         def count(name: str, amount: float) -> None:

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 from kvdepot.core import limits
@@ -124,6 +125,7 @@ class Node:
             arena, may_start=not self._notify.is_heard, count=counters.add, loop=self._loop, log=self._log
         )
         self._tiers = tiers = LowerTiers(self._config, arena=arena, counters=counters, loop=self._loop, log=self._log)
+        self._tracing = self._make_tracing()
         self._depot = Depot(
             arena.tables,
             arena_id=superblock.arena_id,
@@ -134,8 +136,8 @@ class Node:
             counters=counters,
             tiers=tiers.make,
             identify=self._identify,
+            request_over=None if self._tracing is None else partial(self._trace, self._tracing),
         )
-        self._tracing = self._make_tracing()
         offer = ArenaOffer(superblock.arena_id, arena.layout.data_bytes, self._version, arena.open_for_engine)
         tables = self._config.tables
         streams = StreamProxies(
@@ -348,13 +350,11 @@ class Node:
         trace = self._config.tables.trace
         if not trace.endpoint:
             return None
-        tracing = Tracing(trace.endpoint, trace.sample, file=self._config.file, version=self._version, log=self._log)
+        return Tracing(trace.endpoint, trace.sample, file=self._config.file, version=self._version, log=self._log)
 
-        def over(record: RequestRecord) -> None:
-            self._loop.call_soon(self._guard.call, "task", tracing.ended, record)  # after the engine's answer
-
-        self._depot.records.over = over
-        return tracing
+    def _trace(self, tracing: Tracing, record: RequestRecord) -> None:
+        """Trace a request that is over, after the engine's answer."""
+        self._loop.call_soon(self._guard.call, "task", tracing.ended, record)
 
     async def _close_tiers(self) -> bool:
         try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvdepot.core.arena import ArenaTables
 from kvdepot.core.eviction import policy_by_name
+from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import TierStatus
 from kvdepot.server.depot.adoption import Adoption
 from kvdepot.server.depot.counters import Counters
@@ -53,10 +54,10 @@ def unknown_process(pid: int) -> ProcessIdentity:
 class Assembly:
     """The parts of the daemon's core, made and connected in one place, and their life from `adopt` to `close_tiers`.
 
-    `run` counts daemon runs on this arena (superblock), `arena_id` names the arena in
-    grants. `clock` is CLOCK_MONOTONIC seconds. `tiers` makes those below RAM;
-    `identify` names their worker processes by pid. Nothing is allocated before `ready`, nothing of a tier known before
-    `start_tiers`.
+    `run` counts daemon runs on this arena (superblock), `arena_id` names the arena in grants. `clock` is
+    CLOCK_MONOTONIC seconds. `tiers` makes those below RAM, and `identify` names their worker processes by pid.
+    `request_over` is told of each request that has ended. Nothing is allocated before `ready`, nothing of a tier known
+    before `start_tiers`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Assembly:
         counters: Counters | None = None,
         tiers: Callable[[WorkerRegistry], Sequence[tuple[Tier, TierConfig]]] = lambda _: (),
         identify: Callable[[int], ProcessIdentity] = unknown_process,
+        request_over: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self._tables = tables
         self._config = config
@@ -105,7 +107,7 @@ class Assembly:
         self._prefetch = Prefetch(
             tree, ram, self._tiering.promotions, share=config.prefetch_share, seconds=config.lease_deadline_seconds
         )  # fmt: skip
-        self.records = Records(tree.namespaces, clock)
+        self.records = Records(tree.namespaces, clock, request_over)
         sources = {"ram", *(holding.tier.name for holding in tree.tiers)}
         self._token_reports = TokenReports(self.counters, sources)
         self._locates = Locates(

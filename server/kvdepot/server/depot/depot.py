@@ -6,7 +6,6 @@ who may call what, deals with repeats and deadlines, and delegates the rest.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MappingProxyType
@@ -51,6 +50,7 @@ from kvdepot.server.depot.types import (
     Attached,
     AttachmentInfo,
     Drift,
+    Membership,
     Owner,
     ProcessIdentity,
     ToCompare,
@@ -58,8 +58,6 @@ from kvdepot.server.depot.types import (
     Watch,
 )
 
-OWN: Final = Owner(os.geteuid())
-"""Of engines within the daemon's process."""
 _NAMESPACE_EVICTIONS_MAX: Final = 4096
 """Nodes dropped in one call to make a namespace slot free: some 50 ms."""
 
@@ -69,37 +67,23 @@ class Depot(Assembly):
 
     # Sessions
 
-    def attach(
-        self,
-        process: ProcessIdentity,
-        engine_id: str,
-        *,
-        scheduler: bool,
-        rank: int,
-        world_size: int,
-        owner: Owner = OWN,
-        client: ProcessIdentity | None = None,
-    ) -> Attached:
+    def attach(self, process: ProcessIdentity, member: Membership, client: ProcessIdentity | None = None) -> Attached:
         """Attach one connection of one process. It joins the attachment that the process already has.
 
-        `owner`: of the process that connected. The same id of another owner is another engine.
+        The same engine id of another owner is another engine.
         `client`: the process that `process`, a proxy, stands for. If the client has been attached itself, it stays in
         the table in addition to its proxy, because it may have the arena mapped.
 
         Raise the errors of core.errors: another live process is this engine's scheduler
         or rank, world_size is out of range or differs, tables are full.
         """
-        self._departures.make_room(engine_digest(engine_id, owner), process, owner)
-        return self._sessions.attach(
-            process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner, client=client
-        )
+        self._departures.make_room(engine_digest(member.engine_id, member.owner), process, member.owner)
+        return self._sessions.attach(process, member, client)
 
-    def check_attachment(
-        self, client: ProcessIdentity, engine_id: str, *, scheduler: bool, rank: int, world_size: int, owner: Owner
-    ) -> None:
+    def check_attachment(self, client: ProcessIdentity, member: Membership) -> None:
         """Raise what `attach` would raise for a process that needs a proxy, before the proxy is started."""
-        self._departures.make_room(engine_digest(engine_id, owner), client, owner)
-        self._sessions.check(client, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner)
+        self._departures.make_room(engine_digest(member.engine_id, member.owner), client, member.owner)
+        self._sessions.check(client, member)
 
     def disconnected(self, attachment: int) -> None:
         """Note that one connection of the attachment ended. Its process lives, or its death cannot be proven."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,11 +16,24 @@ from kvdepot.server.platform.identity import Owner as Owner
 from kvdepot.server.platform.identity import ProcessIdentity as ProcessIdentity
 from kvdepot.server.platform.identity import Watch as Watch
 
+OWN: Final = Owner(os.geteuid())
+"""Of engines within the daemon's process."""
 EVERY: Final = "*"
 """In a quota: each tenant, each namespace or each tier apart."""
 
 ID_DIGITS: Final = re.compile(r"[0-9a-f]{8,32}")
 """A namespace in a quota: a text like this begins its id, any other is its label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The place of a process in its engine: what the process says of itself, and its owner, as the kernel says."""
+
+    engine_id: str
+    scheduler: bool
+    rank: int  # -1: no worker in this process
+    world_size: int
+    owner: Owner = OWN
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvdepot.core.arena import ArenaLayout, tables_in_memory
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.depot.depot import Depot
-from kvdepot.server.depot.types import DepotConfig, ProcessIdentity
+from kvdepot.server.depot.types import DepotConfig, Membership, ProcessIdentity
 
 
 class VirtualEngine:
@@ -27,7 +27,7 @@ class VirtualEngine:
         )  # fmt: skip
         self.depot.ready(layout.data_bytes)
         process = ProcessIdentity(os.getpid(), 1, b"\1" * 16)
-        self.session = self.depot.attach(process, "replay", scheduler=True, rank=0, world_size=1).session
+        self.session = self.depot.attach(process, Membership("replay", scheduler=True, rank=0, world_size=1)).session
         self._leases = 0
 
     def register(self, spec: NamespaceSpec) -> bytes:

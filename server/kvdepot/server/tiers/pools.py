@@ -16,8 +16,8 @@ from kvdepot.server.tiers.config import LowerTierConfig
 
 
 @dataclass(frozen=True, slots=True)
-class TierMeans:
-    """`count`: where the tier's counters go, see `IoPool`."""
+class TierContext:
+    """What a tier gets from its daemon. `count`: where its counters go, see `IoPool`."""
 
     arena_fd: int
     arena_bytes: int

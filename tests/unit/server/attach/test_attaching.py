@@ -21,6 +21,7 @@ from kvdepot.server.attach import attach as attach_module
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxy
 from kvdepot.server.config.schema import STREAM_SUFFIX
+from kvdepot.server.depot.types import Membership
 from kvdepot.server.io.stream_wire import OPENING, Opening
 from kvdepot.server.platform import processes
 from kvdepot.server.platform.identity import Owner
@@ -130,7 +131,7 @@ def test_a_proxy_hears_whom_it_serves_before_its_client_has_the_lifeline() -> No
 def test_no_proxy_is_started_for_an_attachment_that_is_refused() -> None:
     rig = Rig()
     owner = Owner(os.geteuid(), processes.pid_namespace(os.getpid(), None))
-    rig.depot.attach(process(10), "e", scheduler=False, rank=0, world_size=1, owner=owner)
+    rig.depot.attach(process(10), Membership("e", scheduler=False, rank=0, world_size=1, owner=owner))
     started: list[object] = []
     streams: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None, start=lambda *_: started.append(1))
     reply, _ = attached(rig, streams, stream=True)

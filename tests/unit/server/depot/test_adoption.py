@@ -13,6 +13,7 @@ from kvdepot.core.errors import EngineIdInUse
 from kvdepot.core.limits import LABEL_BYTES_MAX
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.depot.tree.rows import Rows
+from kvdepot.server.depot.types import Membership
 
 from tests.rigs.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, audit, key, path, process, spec_of, unpack
 from tests.rigs.seeds import drawn
@@ -173,7 +174,7 @@ def test_leases_of_processes_proven_dead_are_not_adopted() -> None:
 def test_a_process_whose_death_is_not_provable_keeps_its_extents() -> None:
     rig = Rig(grace_seconds=60.0)
     attached = rig.depot.attach(
-        type(process(1))(0, 0, process(1).boot_id), "hidden", scheduler=True, rank=0, world_size=1
+        type(process(1))(0, 0, process(1).boot_id), Membership("hidden", scheduler=True, rank=0, world_size=1)
     )
     client = Client(rig, attached, HYBRID)
     client.reserve(path("p", 1), BOTH)
@@ -188,7 +189,7 @@ def test_a_process_whose_death_is_not_provable_keeps_its_extents() -> None:
 def test_one_dead_rank_among_living_ones_leaves_the_table() -> None:
     rig = Rig()
     for rank in (0, 1):
-        rig.depot.attach(process(10 + rank), "e", scheduler=rank == 0, rank=rank, world_size=2)
+        rig.depot.attach(process(10 + rank), Membership("e", scheduler=rank == 0, rank=rank, world_size=2))
     rig.dead.add(11)
     rig.crash()
     assert [info.process.pid for info in rig.depot.attachments()] == [10]
@@ -441,15 +442,15 @@ def _stands(objects: dict[Name, tuple[bytes, bool]], name: Name, standing: set[N
 def test_a_scheduler_keeps_its_place_over_a_restart_as_long_as_it_may_live(rank: int) -> None:
     """Else another process would say what the session still holds, and free what this one writes."""
     rig = Rig()
-    attached = rig.depot.attach(process(10), "engine", scheduler=True, rank=rank, world_size=1)
+    attached = rig.depot.attach(process(10), Membership("engine", scheduler=True, rank=rank, world_size=1))
     if rank < 0:
-        rig.depot.attach(process(11), "engine", scheduler=False, rank=0, world_size=1)
+        rig.depot.attach(process(11), Membership("engine", scheduler=False, rank=0, world_size=1))
     writing = Client(rig, attached, DENSE)
     lease, _ = writing.reserve(path("p", 2))
     rig.crash()
     with pytest.raises(EngineIdInUse, match="already the scheduler"):
-        rig.depot.attach(process(12), "engine", scheduler=True, rank=-1, world_size=1)
-    back = rig.depot.attach(process(10), "engine", scheduler=True, rank=rank, world_size=1)
+        rig.depot.attach(process(12), Membership("engine", scheduler=True, rank=-1, world_size=1))
+    back = rig.depot.attach(process(10), Membership("engine", scheduler=True, rank=rank, world_size=1))
     assert rig.depot.declare(DeclareCall(back.session, (lease,))).lost == ()
     audit(rig.depot)
 
@@ -457,8 +458,8 @@ def test_a_scheduler_keeps_its_place_over_a_restart_as_long_as_it_may_live(rank:
 @pytest.mark.requirement("I6")
 def test_a_scheduler_that_died_while_no_daemon_ran_has_no_successor_in_its_session() -> None:
     rig = Rig(data_pages=8)
-    attached = rig.depot.attach(process(10), "engine", scheduler=True, rank=-1, world_size=1)
-    rig.depot.attach(process(11), "engine", scheduler=False, rank=0, world_size=1)
+    attached = rig.depot.attach(process(10), Membership("engine", scheduler=True, rank=-1, world_size=1))
+    rig.depot.attach(process(11), Membership("engine", scheduler=False, rank=0, world_size=1))
     client = Client(rig, attached, DENSE)
     _, reply = client.reserve(path("p", 2))
     lent = [(row, offset) for _, row, offset, _, _ in unpack(reply.extents)]

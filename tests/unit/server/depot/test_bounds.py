@@ -16,7 +16,7 @@ from kvdepot.server.depot.stores import store as store_module
 from kvdepot.server.depot.tiering import tiering as tiering_module
 from kvdepot.server.depot.tree import namespaces as namespaces_module
 from kvdepot.server.depot.tree import tree as tree_module
-from kvdepot.server.depot.types import Owner, ProcessIdentity
+from kvdepot.server.depot.types import Membership, Owner, ProcessIdentity
 
 from tests.fakes.memory_tier import Medium
 from tests.rigs.engine_rig import BOOT, CHUNK, DENSE, HYBRID, Client, Rig, audit, path, process, spec_of
@@ -69,7 +69,7 @@ def test_a_refused_attachment_leaves_no_session_behind(monkeypatch: pytest.Monke
     rig.attach("first", pid=1)
     for number in range(3):
         with pytest.raises(NoRoom, match="attachments"):
-            rig.depot.attach(process(2), f"e{number}", scheduler=True, rank=0, world_size=1)
+            rig.depot.attach(process(2), Membership(f"e{number}", scheduler=True, rank=0, world_size=1))
     assert len(rig.depot.status().sessions) == 1
 
 
@@ -78,9 +78,9 @@ def test_sessions_of_invisible_processes_end_with_their_loans() -> None:
     """Their death is never proven, and they are not recognised when they return: only a loan keeps the slots."""
     rig = Rig(grace_seconds=60.0)
     hidden = ProcessIdentity(0, 0, BOOT)
-    lenders = Client(rig, rig.depot.attach(hidden, "lent", scheduler=True, rank=0, world_size=1), DENSE)
+    lenders = Client(rig, rig.depot.attach(hidden, Membership("lent", scheduler=True, rank=0, world_size=1)), DENSE)
     lenders.reserve(path("p", 1))
-    idle = rig.depot.attach(hidden, "idle", scheduler=True, rank=0, world_size=1)
+    idle = rig.depot.attach(hidden, Membership("idle", scheduler=True, rank=0, world_size=1))
     rig.depot.tick()
     assert len(rig.depot.attachments()) == 2
     for attachment in (lenders.attachment, idle.attachment):
@@ -97,7 +97,7 @@ def test_after_a_restart_a_process_finds_its_own_session_beside_an_orphaned_one(
     """Else its leases would be lost and its extents stay lent for as long as it lives."""
     rig = Rig()
     for pid, scheduler, rank in ((2, False, 0), (1, True, -1)):
-        attached = rig.depot.attach(process(pid), "e", scheduler=scheduler, rank=rank, world_size=1)
+        attached = rig.depot.attach(process(pid), Membership("e", scheduler=scheduler, rank=rank, world_size=1))
     orphaned = Client(rig, attached, DENSE)
     orphaned.reserve(path("orphaned", 1))
     rig.depot.process_dead(attached.attachment)
@@ -184,7 +184,7 @@ def test_a_users_specs_are_bounded_by_its_share(monkeypatch: pytest.MonkeyPatch)
 
     def register(name: str, uid: int) -> Client:
         attached = rig.depot.attach(
-            process(ord(name)), name, scheduler=True, rank=0, world_size=1, owner=Owner(uid)
+            process(ord(name)), Membership(name, scheduler=True, rank=0, world_size=1, owner=Owner(uid))
         )  # fmt: skip
         return Client(rig, attached, replace(DENSE, identity={"model": name * 3_000}))
 
@@ -209,7 +209,7 @@ def test_a_user_has_its_share_of_sessions_and_attachments(monkeypatch: pytest.Mo
 
     def attach(name: str, uid: int, pid: int, rank: int = 0) -> int:
         return rig.depot.attach(
-            process(pid), name, scheduler=not rank, rank=rank, world_size=4, owner=Owner(uid)
+            process(pid), Membership(name, scheduler=not rank, rank=rank, world_size=4, owner=Owner(uid))
         ).attachment  # fmt: skip
 
     rig.depot.disconnected(attach("idle", 1, 10))

@@ -12,7 +12,7 @@ from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.depot.loads import acquires
 from kvdepot.server.depot.sessions.session import Session
-from kvdepot.server.depot.types import Owner, TenantBudget
+from kvdepot.server.depot.types import Membership, Owner, TenantBudget
 
 from tests.rigs.engine_rig import DENSE, Client, Rig, audit, path, process, spec_of
 from tests.rigs.tier_rig import ATTENTION, COMMIT, on_tier_only, reboot, settle, store
@@ -84,7 +84,7 @@ def test_loads_of_an_earlier_run_count_before_their_engine_registers_a_namespace
     honest.store(path("h", 6))
     assert honest.acquire(path("h", 6))[1].outcome is AcquireOutcome.GRANTED
     rig.crash()
-    rig.depot.attach(process(20), "e0", scheduler=True, rank=0, world_size=1, owner=Owner(2))
+    rig.depot.attach(process(20), Membership("e0", scheduler=True, rank=0, world_size=1, owner=Owner(2)))
     assert sum(reserved(user(rig, 1, number), f"hog{number}") for number in range(4)) == OBJECTS * 7 // 8 - 6
 
 

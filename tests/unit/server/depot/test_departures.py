@@ -8,6 +8,7 @@ from kvdepot.core.errors import LimitExceeded, NoRoom, UnknownSession
 from kvdepot.server.depot.sessions import sessions as sessions_module
 from kvdepot.server.depot.sessions.sessions import LENT_SESSIONS_MAX
 from kvdepot.server.depot.stores.store import Stores
+from kvdepot.server.depot.types import Membership
 
 from tests.fakes.raising import Faults, Point
 from tests.rigs.engine_rig import Client, Rig, audit, path, process
@@ -85,7 +86,7 @@ def test_a_process_that_makes_engine_after_engine_takes_no_slot_from_others(
     assert len(rig.depot.status().sessions) < 40
     stays.locate(path("p", 1))
     assert rig.attach("lends", pid=12).session == lends.session, "what is lent something stays"
-    recent = rig.depot.attach(process(10), "e199", scheduler=True, rank=0, world_size=1)
+    recent = rig.depot.attach(process(10), Membership("e199", scheduler=True, rank=0, world_size=1))
     assert recent.attachment in {info.attachment for info in rig.depot.attachments() if info.connections}
     audit(rig.depot)
 

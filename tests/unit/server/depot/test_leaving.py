@@ -9,6 +9,7 @@ from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
 from kvdepot.core.errors import UnknownSession
 from kvdepot.server.depot import departures
 from kvdepot.server.depot.sessions import sessions as sessions_module
+from kvdepot.server.depot.types import Membership
 
 from tests.rigs.engine_rig import Client, Rig, audit, path, process
 
@@ -216,11 +217,11 @@ def test_a_rank_that_comes_back_without_its_scheduler_waits_for_no_slices() -> N
     """It comes at once, and nobody may come back to that session."""
     rig = Rig(data_pages=256)
     client, _ = busy(rig)
-    rank = rig.depot.attach(process(11), "busy", scheduler=False, rank=0, world_size=1, client=process(10))
+    rank = rig.depot.attach(process(11), Membership("busy", scheduler=False, rank=0, world_size=1), client=process(10))
     assert rig.depot.process_dead(client.attachment) == (rank.attachment,)
     rig.depot.disconnected(rank.attachment)
     expired = rig.counter("expired_leases.write")
-    again = rig.depot.attach(process(11), "busy", scheduler=True, rank=0, world_size=1)
+    again = rig.depot.attach(process(11), Membership("busy", scheduler=True, rank=0, world_size=1))
     assert rig.counter("expired_leases.write") == expired < LEASES
     assert again.attachment != rank.attachment
     slices(rig)

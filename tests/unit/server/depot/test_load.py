@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from kvdepot.core.calls import AcquireCall, AcquireOutcome, Kind, LocateCall
 from kvdepot.core.errors import InvalidArgument
+from kvdepot.server.depot.types import Membership
 
 from tests.rigs.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, audit, key, path, process
 
@@ -160,7 +161,7 @@ def test_a_namespace_sees_only_its_own() -> None:
 def test_ranks_not_all_attached_are_refused() -> None:
     rig = Rig()
     rig.attach().store(path("p", 1))
-    attached = rig.depot.attach(process(20), "two", scheduler=True, rank=0, world_size=2)
+    attached = rig.depot.attach(process(20), Membership("two", scheduler=True, rank=0, world_size=2))
     client = Client(rig, attached, DENSE)
     assert client.acquire(path("p", 1))[1].outcome is AcquireOutcome.REFUSED
 

@@ -30,15 +30,15 @@ from kvdepot.core.errors import (
     NotScheduler,
     UnknownSession,
 )
-from kvdepot.server.depot.types import ProcessIdentity
+from kvdepot.server.depot.types import Membership, ProcessIdentity
 
 from tests.rigs.engine_rig import BOOT, CHUNK, DENSE, Client, Rig, audit, path, process
 
 
 def test_a_process_joins_its_own_attachment() -> None:
     rig = Rig()
-    scheduler = rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=1)
-    worker = rig.depot.attach(process(10), "e", scheduler=False, rank=0, world_size=1)
+    scheduler = rig.depot.attach(process(10), Membership("e", scheduler=True, rank=-1, world_size=1))
+    worker = rig.depot.attach(process(10), Membership("e", scheduler=False, rank=0, world_size=1))
     assert worker == scheduler
     (status,) = rig.depot.status().sessions
     assert (status.ranks_attached, status.scheduler_attached, status.pids) == (1, True, (10,))
@@ -48,20 +48,23 @@ def test_a_process_joins_its_own_attachment() -> None:
 
 def test_several_ranks_of_one_process_have_attachments_of_their_own() -> None:
     rig = Rig()
-    slots = {rig.depot.attach(process(10), "e", scheduler=False, rank=r, world_size=3).attachment for r in range(3)}
+    slots = {
+        rig.depot.attach(process(10), Membership("e", scheduler=False, rank=r, world_size=3)).attachment
+        for r in range(3)
+    }
     assert len(slots) == 3
     assert rig.depot.status().sessions[0].ranks_attached == 3
 
 
 def test_a_second_living_process_in_the_same_place_is_refused_by_name() -> None:
     rig = Rig()
-    rig.depot.attach(process(10), "e", scheduler=True, rank=0, world_size=2)
+    rig.depot.attach(process(10), Membership("e", scheduler=True, rank=0, world_size=2))
     with pytest.raises(EngineIdInUse, match="process 10 is already the scheduler"):
-        rig.depot.attach(process(11), "e", scheduler=True, rank=1, world_size=2)
+        rig.depot.attach(process(11), Membership("e", scheduler=True, rank=1, world_size=2))
     with pytest.raises(EngineIdInUse, match="process 10 is already rank 0"):
-        rig.depot.attach(process(11), "e", scheduler=False, rank=0, world_size=2)
+        rig.depot.attach(process(11), Membership("e", scheduler=False, rank=0, world_size=2))
     with pytest.raises(EngineIdInUse, match="2 workers"):
-        rig.depot.attach(process(11), "e", scheduler=False, rank=1, world_size=4)
+        rig.depot.attach(process(11), Membership("e", scheduler=False, rank=1, world_size=4))
     assert len(rig.depot.attachments()) == 1
 
 
@@ -82,7 +85,7 @@ def test_impossible_attachments_are_refused(
 ) -> None:
     rig = Rig()
     with pytest.raises(error):
-        rig.depot.attach(process(10), engine_id, scheduler=scheduler, rank=rank, world_size=world_size)
+        rig.depot.attach(process(10), Membership(engine_id, scheduler=scheduler, rank=rank, world_size=world_size))
     assert rig.depot.status().sessions == ()
 
 
@@ -107,8 +110,8 @@ def test_the_death_of_all_processes_returns_everything() -> None:
 @pytest.mark.requirement("I1a")
 def test_extents_stay_lent_while_one_rank_may_live() -> None:
     rig = Rig()
-    scheduler = rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=2)
-    ranks = [rig.depot.attach(process(11 + r), "e", scheduler=False, rank=r, world_size=2) for r in (0, 1)]
+    scheduler = rig.depot.attach(process(10), Membership("e", scheduler=True, rank=-1, world_size=2))
+    ranks = [rig.depot.attach(process(11 + r), Membership("e", scheduler=False, rank=r, world_size=2)) for r in (0, 1)]
     client = Client(rig, scheduler, DENSE)
     keys = path("p", 2)
     client.reserve(keys)
@@ -165,9 +168,9 @@ def test_another_process_takes_the_name_of_an_unreachable_engine_only_after_grac
 def test_processes_without_a_visible_pid_are_never_taken_for_each_other() -> None:
     rig = Rig()
     hidden = ProcessIdentity(0, 0, BOOT)
-    rig.depot.attach(hidden, "e", scheduler=True, rank=0, world_size=1)
+    rig.depot.attach(hidden, Membership("e", scheduler=True, rank=0, world_size=1))
     with pytest.raises(EngineIdInUse):
-        rig.depot.attach(hidden, "e", scheduler=True, rank=0, world_size=1)
+        rig.depot.attach(hidden, Membership("e", scheduler=True, rank=0, world_size=1))
 
 
 def test_declare_frees_what_is_not_declared_and_names_what_is_lost() -> None:
@@ -229,18 +232,18 @@ def test_a_full_namespace_table_gives_up_the_least_recently_used_idle_one() -> N
 
 def test_ranks_may_attach_before_the_scheduler() -> None:
     rig = Rig()
-    rig.depot.attach(process(11), "e", scheduler=False, rank=0, world_size=1)
+    rig.depot.attach(process(11), Membership("e", scheduler=False, rank=0, world_size=1))
     assert not rig.depot.status().sessions[0].scheduler_attached
-    rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=1)
+    rig.depot.attach(process(10), Membership("e", scheduler=True, rank=-1, world_size=1))
     assert rig.depot.status().sessions[0].scheduler_attached
 
 
 @pytest.mark.requirement("S2")
 def test_each_attachment_has_a_token_of_its_own_and_only_the_schedulers_makes_calls() -> None:
     rig = Rig()
-    scheduler = rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=2)
-    first = rig.depot.attach(process(11), "e", scheduler=False, rank=0, world_size=2)
-    second = rig.depot.attach(process(12), "e", scheduler=False, rank=1, world_size=2)
+    scheduler = rig.depot.attach(process(10), Membership("e", scheduler=True, rank=-1, world_size=2))
+    first = rig.depot.attach(process(11), Membership("e", scheduler=False, rank=0, world_size=2))
+    second = rig.depot.attach(process(12), Membership("e", scheduler=False, rank=1, world_size=2))
     assert len({scheduler.session, first.session, second.session}) == 3
     client = Client(rig, scheduler, DENSE)
     keys = path("p", 2)
@@ -273,18 +276,18 @@ def test_each_attachment_has_a_token_of_its_own_and_only_the_schedulers_makes_ca
 def test_a_process_that_is_scheduler_and_rank_has_one_token_for_both() -> None:
     """Over two connections, in either order: the process that holds the leases may end them."""
     rig = Rig()
-    rank = rig.depot.attach(process(10), "e", scheduler=False, rank=0, world_size=1)
+    rank = rig.depot.attach(process(10), Membership("e", scheduler=False, rank=0, world_size=1))
     with pytest.raises(NotScheduler):
         rig.depot.declare(DeclareCall(rank.session, ()))
-    scheduler = rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=1)
+    scheduler = rig.depot.attach(process(10), Membership("e", scheduler=True, rank=-1, world_size=1))
     assert rank.session == scheduler.session
     assert rig.depot.declare(DeclareCall(scheduler.session, ())).ranks_attached == 1
 
 
 def test_a_token_ends_with_its_attachment() -> None:
     rig = Rig()
-    rig.depot.attach(process(10), "e", scheduler=True, rank=-1, world_size=1)
-    rank = rig.depot.attach(process(11), "e", scheduler=False, rank=0, world_size=1)
+    rig.depot.attach(process(10), Membership("e", scheduler=True, rank=-1, world_size=1))
+    rank = rig.depot.attach(process(11), Membership("e", scheduler=False, rank=0, world_size=1))
     rig.depot.process_dead(rank.attachment)
     with pytest.raises(UnknownSession):
         rig.depot.declare(DeclareCall(rank.session, ()))

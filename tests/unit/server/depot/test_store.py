@@ -7,6 +7,7 @@ from kvdepot.core.calls import ROOT_KEY, CommitOutcome, EndRequestCall, Kind, Re
 from kvdepot.core.errors import InvalidArgument, LimitExceeded, UnknownNamespace, UnknownSession
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
+from kvdepot.server.depot.types import Membership
 
 from tests.rigs.engine_rig import (
     ARENA_ID,
@@ -364,12 +365,12 @@ def test_garbage_is_refused_by_name_and_changes_nothing() -> None:
 
 def test_nothing_is_granted_before_every_rank_is_attached() -> None:
     rig = Rig()
-    attached = rig.depot.attach(process(10), "two", scheduler=True, rank=0, world_size=2)
+    attached = rig.depot.attach(process(10), Membership("two", scheduler=True, rank=0, world_size=2))
     client = Client(rig, attached, DENSE)
     _, reply = client.reserve(path("p", 1))
     assert reply.outcomes == bytes([ReserveOutcome.REFUSED])
     assert "1 of 2" in reply.reason
-    worker = rig.depot.attach(process(11), "two", scheduler=False, rank=1, world_size=2)
+    worker = rig.depot.attach(process(11), Membership("two", scheduler=False, rank=1, world_size=2))
     assert client.reserve(path("p", 1))[1].outcomes == bytes([GRANTED])
     rig.depot.disconnected(worker.attachment)
     assert client.reserve(path("q", 1))[1].outcomes == bytes([ReserveOutcome.REFUSED])

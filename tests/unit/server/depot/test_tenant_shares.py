@@ -12,7 +12,7 @@ from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.depot.sessions import shares as shares_module
 from kvdepot.server.depot.sessions.shares import share_of
 from kvdepot.server.depot.tree import namespaces as namespaces_module
-from kvdepot.server.depot.types import Owner, TenantBudget
+from kvdepot.server.depot.types import Membership, Owner, TenantBudget
 
 from tests.rigs.engine_rig import DENSE, Client, Rig, audit, path, process
 
@@ -56,7 +56,9 @@ def test_users_of_one_tenant_share_its_sessions() -> None:
 
     def attach(number: int, tenant: str = "a") -> None:
         owner = Owner(1000 + number, tenant=tenant)
-        rig.depot.attach(process(10 + number), f"e{number}", scheduler=True, rank=0, world_size=1, owner=owner)
+        rig.depot.attach(
+            process(10 + number), Membership(f"e{number}", scheduler=True, rank=0, world_size=1, owner=owner)
+        )
 
     assert taken(attach, 9)[0] == 3
     with pytest.raises(LimitExceeded, match="sessions of tenant 'a': 4 is more than 3"):

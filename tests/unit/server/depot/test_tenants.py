@@ -10,7 +10,7 @@ from kvdepot.core.epochs import Epochs
 from kvdepot.core.errors import EngineIdInUse, PermissionDenied, UnknownNamespace
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.misses import MissReason
-from kvdepot.server.depot.types import Owner, TierConfig
+from kvdepot.server.depot.types import Membership, Owner, TierConfig
 
 from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, path, process, u32
 
@@ -108,10 +108,10 @@ def test_a_process_in_another_tenant_does_not_join_an_engine_of_its_user() -> No
     """Its groups put it there."""
     rig = Rig()
     first, second = Owner(1001, tenant="a"), Owner(1001, tenant="b")
-    rig.depot.attach(process(10), "e", scheduler=True, rank=0, world_size=2, owner=first)
+    rig.depot.attach(process(10), Membership("e", scheduler=True, rank=0, world_size=2, owner=first))
     with pytest.raises(EngineIdInUse, match="uid 1001 has an engine with this id in another tenant"):
-        rig.depot.attach(process(11), "e", scheduler=False, rank=1, world_size=2, owner=second)
-    rig.depot.attach(process(11), "e", scheduler=False, rank=1, world_size=2, owner=first)
+        rig.depot.attach(process(11), Membership("e", scheduler=False, rank=1, world_size=2, owner=second))
+    rig.depot.attach(process(11), Membership("e", scheduler=False, rank=1, world_size=2, owner=first))
 
 
 @pytest.mark.requirement("S2", "I8")

@@ -6,7 +6,7 @@ import pytest
 from kvdepot.core.arena import LentMode
 from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, DeclareCall, EndRequestCall, Kind, ReserveOutcome
 from kvdepot.core.errors import InvalidArgument
-from kvdepot.server.depot.types import TierConfig, WritePolicy
+from kvdepot.server.depot.types import Membership, TierConfig, WritePolicy
 from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.engine_rig import CHUNK, DENSE, HYBRID, Rig, audit, path, process
@@ -348,7 +348,7 @@ def test_a_dead_worker_of_the_last_run_holds_nothing() -> None:
 def test_a_worker_is_no_engine() -> None:
     rig = Rig(tier=COMMIT)
     with pytest.raises(InvalidArgument, match="the daemon's own"):
-        rig.depot.attach(process(20), "kvdepotd/io/3", scheduler=True, rank=0, world_size=1)
+        rig.depot.attach(process(20), Membership("kvdepotd/io/3", scheduler=True, rank=0, world_size=1))
     rig.now += 1000
     rig.depot.tick()
     assert rig.depot.status().sessions == ()

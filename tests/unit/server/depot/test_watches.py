@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from kvdepot.core.calls import DeclareCall
 from kvdepot.core.errors import EngineIdInUse
-from kvdepot.server.depot.types import Attached, Liveness, ProcessIdentity
+from kvdepot.server.depot.types import Attached, Liveness, Membership, ProcessIdentity
 from kvdepot.server.platform import processes
 
 from tests.rigs.engine_rig import BOOT, DENSE, Client, Rig, audit, path, process
@@ -35,7 +35,7 @@ class Watch:
 
 
 def watched(rig: Rig, who: ProcessIdentity, engine_id: str) -> tuple[Attached, Watch]:
-    attached = rig.depot.attach(who, engine_id, scheduler=True, rank=0, world_size=1)
+    attached = rig.depot.attach(who, Membership(engine_id, scheduler=True, rank=0, world_size=1))
     watch = Watch()
     rig.depot.watch(attached.attachment, watch)
     return attached, watch
@@ -63,8 +63,8 @@ def test_a_process_is_watched_once_for_each_attachment() -> None:
     again, second = watched(rig, process(10), "e")
     assert again == attached
     assert (first.closed, second.closed) == (0, 1)
-    rank = rig.depot.attach(process(11), "ranks", scheduler=False, rank=0, world_size=2)
-    other = rig.depot.attach(process(11), "ranks", scheduler=False, rank=1, world_size=2)
+    rank = rig.depot.attach(process(11), Membership("ranks", scheduler=False, rank=0, world_size=2))
+    other = rig.depot.attach(process(11), Membership("ranks", scheduler=False, rank=1, world_size=2))
     watches = [Watch(), Watch()]
     for slot, watch in zip((rank.attachment, other.attachment), watches, strict=True):
         rig.depot.watch(slot, watch)

@@ -178,13 +178,15 @@ class Locates:
         """
         prefetch, chunk_tokens = self._prefetch, _planner(namespace).chunk_tokens
         chunks = seen.boundary_tokens // chunk_tokens
-        givers = _givers(costs, chunks)
-        if offer.miss is MissReason.NOT_WORTH_IT and prefetch.on and request[1] and self._measured(givers):
+        source_tiers = _source_tiers(costs, chunks)
+        if offer.miss is MissReason.NOT_WORTH_IT and prefetch.on and request[1] and self._measured(source_tiers):
             computed_seconds = (seen.boundary_tokens - call.local_tokens) * call.token_seconds
-            prefetch.rejected.add(request[0], namespace, call.keys[: chunks * KEY_BYTES], givers, computed_seconds)
+            prefetch.rejected.add(
+                request[0], namespace, call.keys[: chunks * KEY_BYTES], source_tiers, computed_seconds
+            )
             chunks = offer.boundary_tokens // chunk_tokens
-            givers = _givers(costs, chunks)
-        prefetch.located(request, namespace, call.keys[: chunks * KEY_BYTES], seen.nodes[:chunks], givers)
+            source_tiers = _source_tiers(costs, chunks)
+        prefetch.located(request, namespace, call.keys[: chunks * KEY_BYTES], seen.nodes[:chunks], source_tiers)
 
     def _measured(self, tiers: Collection[int]) -> bool:
         return all(tier.reads.measured for tier in self._tiers if tier.number in tiers)
@@ -240,9 +242,9 @@ def _planner(namespace: Namespace) -> Planner:
     return namespace.planner
 
 
-def _givers(costs: Costs | None, chunks: int) -> Collection[int]:
+def _source_tiers(costs: Costs | None, chunks: int) -> Collection[int]:
     """Return the numbers of the tiers that have to give something for the first so many chunks."""
-    return costs.givers(chunks - 1) if costs is not None and chunks else ()
+    return costs.source_tiers(chunks - 1) if costs is not None and chunks else ()
 
 
 def _flags(packed: bytes, chunks: int) -> Flags:

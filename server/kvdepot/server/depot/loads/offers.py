@@ -56,7 +56,7 @@ class Costs:
     weighed: Numbers
     of_tiers: tuple[tuple[LowerTier, Numbers], ...]
 
-    def givers(self, at: int) -> list[int]:
+    def source_tiers(self, at: int) -> list[int]:
         """Return the numbers of the tiers that have to give something for a boundary."""
         return [tier.number for tier, seconds in self.of_tiers if seconds[at]]
 

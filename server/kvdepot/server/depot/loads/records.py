@@ -55,13 +55,18 @@ class _Record:
 class Records:
     """The records of all engines, in the order in which requests began. Calls without a request id leave no record."""
 
-    def __init__(self, namespaces: Namespaces, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        namespaces: Namespaces,
+        clock: Callable[[], float],
+        over: Callable[[RequestRecord], None] | None = None,
+    ) -> None:
+        """Remember nothing yet. `over` is told of each request that has ended."""
         self._namespaces = namespaces
         self._clock = clock
         self._records: OrderedDict[tuple[str, str], _Record] = OrderedDict()
         self.traces = Traces(clock)
-        self.over: Callable[[RequestRecord], None] | None = None
-        """Told of each request that has ended."""
+        self._over = over
 
     def __len__(self) -> int:
         return len(self._records)
@@ -117,8 +122,8 @@ class Records:
             record = self._begin(engine_id, request_id, namespace_id)
         if record is not None and record.end is None:
             record.ended_at, record.end = self._clock(), end
-            if self.over is not None:
-                self.over(self._told(record))
+            if self._over is not None:
+                self._over(self._told(record))
 
     def _record(self, engine_id: str, request_id: str, namespace: Namespace) -> _Record | None:
         """Return the record of the request, or None without a request id.

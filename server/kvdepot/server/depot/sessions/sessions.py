@@ -24,7 +24,7 @@ from kvdepot.server.depot.sessions.session import (
     engine_digest,
 )
 from kvdepot.server.depot.sessions.shares import share_of
-from kvdepot.server.depot.types import Attached, AttachmentInfo, Owner, ProcessIdentity, TenantBudget, Watch
+from kvdepot.server.depot.types import Attached, AttachmentInfo, Membership, Owner, ProcessIdentity, TenantBudget, Watch
 
 _USED: Final = 1
 _SCHEDULER: Final = 2
@@ -142,50 +142,31 @@ class Sessions:
         return session if self._clock() - session.idle_since >= self._grace_seconds else None
 
     def check(
-        self,
-        process: ProcessIdentity,
-        engine_id: str,
-        *,
-        scheduler: bool,
-        rank: int,
-        world_size: int,
-        owner: Owner,
-        client: ProcessIdentity | None = None,
+        self, process: ProcessIdentity, member: Membership, client: ProcessIdentity | None = None
     ) -> Session | None:
         """Return the session that a process would join, None for a new one. Raise where it is refused."""
-        _check(engine_id, scheduler, rank, world_size)
-        engine = engine_digest(engine_id, owner)
+        _check(member)
+        engine = engine_digest(member.engine_id, member.owner)
         session = self._current(engine, process) or self._revivable(engine, process)
         if session is not None:
-            _check_tenant(session, owner)
-            self._check_conflicts(session, (process, client or process), scheduler, rank, world_size)
+            _check_tenant(session, member.owner)
+            _check_conflicts(session, (process, client or process), member)
         else:
             self._check_lent(process)
-        if session is None or _joinable(session, process, rank) is None:
-            self._check_share(owner, new=session is None)
+        if session is None or _joinable(session, process, member.rank) is None:
+            self._check_share(member.owner, new=session is None)
         return session
 
-    def attach(
-        self,
-        process: ProcessIdentity,
-        engine_id: str,
-        *,
-        scheduler: bool,
-        rank: int,
-        world_size: int,
-        owner: Owner,
-        client: ProcessIdentity | None = None,
-    ) -> Attached:
-        session = self.check(
-            process, engine_id, scheduler=scheduler, rank=rank, world_size=world_size, owner=owner, client=client
-        )
+    def attach(self, process: ProcessIdentity, member: Membership, client: ProcessIdentity | None = None) -> Attached:
+        session = self.check(process, member, client)
+        rank = member.rank
         attachment = None if session is None else _joinable(session, process, rank)
         slot = self._free_attachment() if attachment is None else attachment.slot  # a session without one never ends
         if session is None:
-            session = self._open(engine_digest(engine_id, owner))
-        session.engine_id = engine_id
-        session.owner = owner
-        session.world_size = world_size
+            session = self._open(engine_digest(member.engine_id, member.owner))
+        session.engine_id = member.engine_id
+        session.owner = member.owner
+        session.world_size = member.world_size
         session.ended = False
         attachment = attachment or self._add(slot, session, process, rank)
         if not attachment.token:
@@ -194,7 +175,7 @@ class Sessions:
         if rank != NO_RANK and attachment.rank != rank:
             self._rank[attachment.slot] = rank
             attachment.rank = rank
-        if scheduler:
+        if member.scheduler:
             attachment.scheduler = True
             self._used[attachment.slot] = _SCHEDULER
         attachment.connections += 1
@@ -339,21 +320,6 @@ class Sessions:
                 return session
         return None
 
-    def _check_conflicts(
-        self, session: Session, own: tuple[ProcessIdentity, ...], scheduler: bool, rank: int, world_size: int
-    ) -> None:
-        if session.world_size not in (0, world_size):
-            raise EngineIdInUse(
-                f"engine {session.engine_id} has {session.world_size} workers, this process says {world_size}"
-            )
-        for other in session.attachments.values():
-            if any(other.process.is_same(process) for process in own):
-                continue
-            if scheduler and other.scheduler:
-                raise EngineIdInUse(f"{other.process} is already the scheduler of an engine with this id")
-            if rank != NO_RANK and other.rank == rank:
-                raise EngineIdInUse(f"{other.process} is already rank {rank} of an engine with this id")
-
     def _check_lent(self, process: ProcessIdentity) -> None:
         """Check a process before it gets one more session. Raise LimitExceeded."""
         lent = len(self._lent_to({process})) if process.known else 0
@@ -406,7 +372,8 @@ class Sessions:
         return attachment
 
 
-def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
+def _check(member: Membership) -> None:
+    engine_id, rank, world_size = member.engine_id, member.rank, member.world_size
     if not engine_id:
         raise InvalidArgument("engine_id is empty")
     if engine_id.startswith(WORKER_PREFIX):
@@ -417,8 +384,23 @@ def _check(engine_id: str, scheduler: bool, rank: int, world_size: int) -> None:
     check_limit("ranks of one engine", world_size, limits.RANKS_MAX)
     if not NO_RANK <= rank < world_size:
         raise InvalidArgument(f"rank {rank} is not one of the {world_size} ranks")
-    if rank == NO_RANK and not scheduler:
+    if rank == NO_RANK and not member.scheduler:
         raise InvalidArgument("the process is neither the scheduler nor a rank")
+
+
+def _check_conflicts(session: Session, own: tuple[ProcessIdentity, ...], member: Membership) -> None:
+    """Refuse a process whose place another one has. `own`: the process, and the one that it stands for."""
+    if session.world_size not in (0, member.world_size):
+        raise EngineIdInUse(
+            f"engine {session.engine_id} has {session.world_size} workers, this process says {member.world_size}"
+        )
+    for other in session.attachments.values():
+        if any(other.process.is_same(process) for process in own):
+            continue
+        if member.scheduler and other.scheduler:
+            raise EngineIdInUse(f"{other.process} is already the scheduler of an engine with this id")
+        if member.rank != NO_RANK and other.rank == member.rank:
+            raise EngineIdInUse(f"{other.process} is already rank {member.rank} of an engine with this id")
 
 
 def _check_tenant(session: Session, owner: Owner) -> None:

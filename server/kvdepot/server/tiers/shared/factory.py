@@ -8,7 +8,7 @@ from typing import Final
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.storage.shared_layout import PROBE
-from kvdepot.server.tiers.pools import TierMeans
+from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.coordinator.settings import CoordinatorSettings
 from kvdepot.server.tiers.shared.coordinator_process import CoordinatorProcess
@@ -18,18 +18,18 @@ FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT})
 """Outcomes that speak against the mount. Who may not read one file of several owners may well read the others."""
 
 
-def make_shared_tier(config: SharedConfig, means: TierMeans) -> SharedTier:
+def make_shared_tier(config: SharedConfig, context: TierContext) -> SharedTier:
     """Make a shared tier. No process is made before `start`."""
     return SharedTier(
         config,
-        data=means.data_pool(config, probe=Probe(PROBE), failing=FAILING),
+        data=context.data_pool(config, probe=Probe(PROBE), failing=FAILING),
         coordinator=CoordinatorProcess(
-            coordinator_settings(config, f"{means.arena_id:016x}-{config.name}"),
-            means.loop,
-            lambda: not means.registry.earlier,
+            coordinator_settings(config, f"{context.arena_id:016x}-{config.name}"),
+            context.loop,
+            lambda: not context.registry.earlier,
         ),
-        log=means.log,
-        count=means.count,
+        log=context.log,
+        count=context.count,
     )
 
 

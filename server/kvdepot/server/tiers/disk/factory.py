@@ -7,16 +7,16 @@ from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.layout import JOURNALS, PROBE, SEGMENTS
 from kvdepot.server.tiers.disk.opener_process import OpenerProcess
 from kvdepot.server.tiers.disk.tier import DiskTier
-from kvdepot.server.tiers.pools import TierMeans
+from kvdepot.server.tiers.pools import TierContext
 
 
-def make_disk_tier(config: DiskConfig, means: TierMeans) -> DiskTier:
+def make_disk_tier(config: DiskConfig, context: TierContext) -> DiskTier:
     """Make a disk tier. No process is made before `start`. Raise ConfigError for an impossible capacity."""
     return DiskTier(
         config,
-        data=means.data_pool(config, probe=Probe(PROBE, folder=SEGMENTS)),
-        journal=means.journal_pool(config, probe=Probe(PROBE, folder=JOURNALS)),
-        opener=OpenerProcess(config, means.loop),
-        log=means.log,
-        count=means.count,
+        data=context.data_pool(config, probe=Probe(PROBE, folder=SEGMENTS)),
+        journal=context.journal_pool(config, probe=Probe(PROBE, folder=JOURNALS)),
+        opener=OpenerProcess(config, context.loop),
+        log=context.log,
+        count=context.count,
     )
