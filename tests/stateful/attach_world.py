@@ -192,7 +192,7 @@ class AttachWorld:
         self, process: FakeProcess, engine_id: str, *, scheduler: bool, rank: int, stream: bool, calls: bool
     ) -> Link | None:
         """None: it was refused, which is right only where somebody else has the place."""
-        before = {info.attachment for info in self.rig.depot.attachments()}
+        before = set(self.rig.depot._sessions.attachments.values())
         connection = self.kernel.connect(process, f"{self.directory / 'd'}{ATTACH_SUFFIX}")
         call = AttachCall(
             1, 1, engine_id, scheduler=scheduler, rank=rank, world_size=1, stream=stream, calls=calls and scheduler
@@ -218,9 +218,10 @@ class AttachWorld:
         kept = received[:1] if stream else []
         for fd in received[len(kept) :]:
             os.close(fd)
-        assert slot not in before or self.owners[slot] is holder, "it joined another process's attachment"
+        attachment = self.rig.depot._sessions.attachments[slot]  # the slot may be that of a session that has made room
+        assert attachment not in before or self.owners[slot] is holder, "it joined another process's attachment"
         self.owners[slot] = holder
-        session = self.rig.depot._sessions.attachments[slot].session
+        session = attachment.session
         self.identities.attached(slot, process, session)
         others = [one for one in self.links if one.token == reply.session]
         assert all(one.slot == slot for one in others), "the token of another attachment"
