@@ -213,6 +213,22 @@ def test_a_worker_that_does_not_start_is_abandoned_and_another_does_its_work(
     asyncio.run(run())
 
 
+@pytest.mark.requirement("I4", "T5")
+def test_workers_that_never_start_in_time_get_more_of_it_until_one_does(
+    rig: IoRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host with too much to do: else nothing would ever be written."""
+    monkeypatch.setattr(crew, "START_SECONDS", 0.01)
+
+    async def run() -> None:
+        async with pool_on(rig, started=False) as under:
+            await until(lambda: under.counts["io_workers.abandoned"], "one is late")
+            await until(lambda: not under.pool.starting and under.pool.pids, "one has started")
+            assert (await under.ask(rig.write(1, MIB), under.lent())).outcome is IoOutcome.OK
+
+    asyncio.run(run())
+
+
 @pytest.mark.requirement("T5")
 def test_a_probe_whose_worker_does_not_start_has_failed(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:

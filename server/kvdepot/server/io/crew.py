@@ -22,8 +22,11 @@ from kvdepot.server.storage.base import WorkerRegistry
 START_SECONDS: Final = 20.0
 """What the start of a worker may take. It touches nothing of the path, and so says nothing about it.
 
-A tenth of a second of CPU, which on a host with too much to do comes late: one that is ended for it never starts.
+It needs a tenth of a second of CPU. On a host with too much to do that comes late, and no worker would ever start if
+each one had the same time: so the next one has twice as much, until one has started.
 """
+START_SECONDS_MAX: Final = 160.0
+_LATE_STARTS_MAX: Final = 10
 _PATIENCE_SECONDS: Final = 1.0
 """Jobs wait so long for a worker that has to be started again."""
 _BACKOFF_SECONDS_MIN: Final = 0.1
@@ -64,6 +67,7 @@ class Crew:
         self._count = count
         self._guard = guard
         self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self._late_starts = 0  # in a row
         self._respawn: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -89,7 +93,8 @@ class Crew:
             self._cannot("registered", error)
             return None
         self._count("io_workers.started", 1)
-        worker.start_timer = self._loop.call_later(START_SECONDS, self._start_overdue, worker)
+        seconds = min(START_SECONDS * 2**self._late_starts, START_SECONDS_MAX)
+        worker.start_timer = self._loop.call_later(seconds, self._start_overdue, worker, seconds)
         return worker
 
     @property
@@ -110,6 +115,7 @@ class Crew:
     def started(self, process: WorkerProcess) -> Worker:
         worker = self.workers[process]
         worker.up = True
+        self._late_starts = 0
         self._end_start(worker)
         return worker
 
@@ -176,8 +182,9 @@ class Crew:
         why = error.message if isinstance(error, NoRoom) else str(error)
         self.start_later(None, f"no I/O worker can be {what}: {why}")
 
-    def _start_overdue(self, worker: Worker) -> None:
-        why = f"I/O worker {worker.process.pid} has not started within {START_SECONDS:g} s"
+    def _start_overdue(self, worker: Worker, seconds: float) -> None:
+        why = f"I/O worker {worker.process.pid} has not started within {seconds:g} s"
+        self._late_starts = min(self._late_starts + 1, _LATE_STARTS_MAX)
         self._count("io_workers.abandoned", 1)
         self.kill(worker)
         self.start_later(None, why)
