@@ -102,7 +102,7 @@ def test_a_reload_says_what_it_has_changed(tmp_path: Path) -> None:
         ('path = "/d"\ncapacity = "1GiB"', 'path = "/d"\ncapacity = "2GiB"', "tier.nvme.capacity"),
         ('path = "/d"', 'path = "/d"\ncodec = "lz4"', "tier.nvme.codec"),
         ('path = "/s"', 'path = "/s"\nhigh_watermark = 0.99', "tier.pool.high_watermark"),
-        ('name = "pool"', 'name = "other"', "tier, tier.other"),
+        ('name = "pool"', 'name = "another"', "tier, tier.another"),
         ("[ram]", '[policy]\neviction = "lru"\n[ram]', "policy.eviction"),
         ("k.sock", "other.sock", "daemon.listen"),
     ],

@@ -12,8 +12,8 @@ from kvdepot.server.depot.sessions.session import Session
 
 TOKENS_MAX: Final = 1 << 32
 """Of one report: more than any engine's prompts have that end between two calls."""
-TOKEN_SECONDS_MAX: Final = 10.0
-"""In which any engine computes a token."""
+SAVED_SECONDS_MAX: Final = 1e7
+"""Of one report, which may have those of tokens that earlier ones counted: more than these tokens take anywhere."""
 
 
 class TokenReports:
@@ -28,11 +28,8 @@ class TokenReports:
         if report.number <= session.token_report:
             return
         session.token_report = report.number
-        loaded = sum(report.loaded_tokens.values())
-        if (
-            not report.engine_tokens + loaded <= report.prompt_tokens <= TOKENS_MAX
-            or report.saved_seconds > loaded * TOKEN_SECONDS_MAX
-        ):
+        supplied = report.engine_tokens + sum(report.loaded_tokens.values())
+        if not supplied <= report.prompt_tokens <= TOKENS_MAX or report.saved_seconds > SAVED_SECONDS_MAX:
             self._counters.add("invalid_token_reports")
             return
         self._counters.add("prompt_tokens", report.prompt_tokens)
