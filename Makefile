@@ -29,7 +29,7 @@ NODES ?= 1
 SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-all test-crash test-engines test-fast test-long test-sample test-next test-next-fast chaos soak siege long-life mutants lint image-check dist docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak siege long-life mutants lint image-check dist docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -84,14 +84,8 @@ test: venv ## everything but the long tests
 
 test-all: venv
 	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 4 --dist worksteal $(WATCHED) $(FOUR_AT_ONCE)
-	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-crash test-engines
-
-# At once: crashes and chaos mostly wait, and engines mostly compute.
-test-crash: venv
 	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 2 --dist worksteal $(WATCHED) $(TWO_AT_ONCE)
-
-test-engines: venv
-	$(AT_MOST) 60m $(PYTEST) -m "not long" $(WATCHED) $(ENGINES)
+	$(AT_MOST) 60m $(PYTEST) -m "not long" $(ENGINES)
 
 test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
