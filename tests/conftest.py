@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import random
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from types import FrameType
 
 import pytest
@@ -92,6 +93,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             chosen.add(item)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """No test leaves settings of kvdepot to the next one.
+
+    vLLM's plugin sets the endpoint in the environment, for the processes of its engine.
+    """
+    before = _own_environment()
+    try:
+        return (yield)
+    finally:
+        for name in _own_environment().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _own_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("KVDEPOT_")}
 
 
 _TICK_SECONDS = 30.0

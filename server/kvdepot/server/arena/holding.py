@@ -27,6 +27,8 @@ AGAIN_SECONDS: Final = 5.0
 PAUSE_SECONDS: Final = 0.5
 """After the end of a holder: one that ends at once is not started in a loop."""
 _ANSWER_SECONDS: Final = 3.0
+_LATE_SECONDS: Final = 15.0
+"""On a busy machine, where a wait is better than an arena without a holder, or RAM that begins empty."""
 _MODE: Final = 0o600
 _PROGRAM: Final = (sys.executable, "-I", "-S", holder.__file__)
 
@@ -60,9 +62,9 @@ def listen(arena_path: Path) -> tuple[socket.socket, FileLock]:
 class Connection:
     """A connection to the holder of an arena. Raises OSError if there is none, or if it is of another user."""
 
-    def __init__(self, arena_path: Path) -> None:
+    def __init__(self, arena_path: Path, answer_s: float = _ANSWER_SECONDS) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(_ANSWER_SECONDS)
+        self.socket.settimeout(answer_s)
         files: list[int] = []
         try:
             with _short(hold_path(arena_path)) as path:
@@ -103,9 +105,12 @@ class Connection:
 
 
 def held_files(arena_path: Path) -> KeptFiles:
-    """Return what a holder has of this arena. The caller owns the descriptors."""
+    """Return what a holder has of this arena. The caller owns the descriptors.
+
+    A holder that does not answer for 15 s counts as none, because a start must end (I3). RAM then begins empty.
+    """
     with contextlib.suppress(OSError):
-        connection = Connection(arena_path)
+        connection = Connection(arena_path, _LATE_SECONDS)
         connection.close()
         return KeptFiles(others=connection.held)
     return KeptFiles()
@@ -176,7 +181,7 @@ class Holding:
             subprocess.run(
                 (*_PROGRAM, str(listener.fileno()), hold_path(self._arena.path)),
                 check=True, pass_fds=(listener.fileno(), lock.descriptor), start_new_session=True,
-                timeout=_ANSWER_SECONDS, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                timeout=_LATE_SECONDS, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
 
     def _connected(self, found: Connection | Exception) -> None:

@@ -19,8 +19,10 @@ from tests.rigs.patience import patient
 
 
 @contextmanager
-def _holder(arena: Path, greeting: bytes, files: list[int]) -> Iterator[list[tuple[bytes, int]]]:
-    """Greet each connection at the holder's place. Yield what is said there, with the number of files."""
+def _holder(
+    arena: Path, greeting: bytes, files: list[int], *, late_s: float = 0.0
+) -> Iterator[list[tuple[bytes, int]]]:
+    """Greet a connection at the holder's place. Yield what is said there, with the number of files."""
     heard: list[tuple[bytes, int]] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.fspath(arena.with_name(f"{arena.name}.hold")))
@@ -29,6 +31,7 @@ def _holder(arena: Path, greeting: bytes, files: list[int]) -> Iterator[list[tup
         def serve() -> None:
             peer, _ = listener.accept()
             with peer:
+                threading.Event().wait(late_s)
                 socket.send_fds(peer, [greeting], files)
                 message, given, _, _ = socket.recv_fds(peer, 16, holder.FILES_MAX)
                 heard.append((message, len(given)))
@@ -84,3 +87,12 @@ def test_a_holder_of_an_earlier_release_gives_what_it_has_and_gets_nothing(tmp_p
 def test_what_says_something_else_is_no_holder(tmp_path: Path, files: list[int]) -> None:
     with _holder(tmp_path / "a", b"kvdepot holder 3", files):
         assert not held_files(tmp_path / "a").others
+
+
+@pytest.mark.requirement("I8", "T6")
+def test_a_start_waits_for_a_holder_that_gets_little_processor_time(tmp_path: Path, files: list[int]) -> None:
+    with _holder(tmp_path / "a", holder.GREETING, files, late_s=4.0):
+        held = held_files(tmp_path / "a").others
+    assert len(held) == 3
+    for fd in held:
+        os.close(fd)
