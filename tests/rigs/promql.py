@@ -15,9 +15,10 @@ from tests.rigs.patience import patient
 
 PROMTOOL = shutil.which("promtool")
 NO_PROMTOOL = "" if PROMTOOL or "CI" in os.environ else "promtool is missing (Debian: prometheus)"
-_SERIES = re.compile(r"(?<![:\w])(kvdepot_[a-z_]+)(?:\{([^}]*)\})?")
+_SERIES = re.compile(r"(?<![:\w])((?:vllm:)?kvdepot_[a-z_]+)(?:\{([^}]*)\})?")
 _LABEL = re.compile(r"([a-z_]+)(?:(=~|!~|!=|=)\"([^\"]*)\")?\s*(?:,|$)")
 OF_PROMETHEUS = {"instance", "job", "le"}
+OF_VLLM = {*OF_PROMETHEUS, "engine", "model_name"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,9 @@ def series(text: str) -> list[Series]:
 
 
 def why_unknown(one: Series) -> str:
-    """Empty if the daemon has such a metric, with such labels and values."""
+    """Empty if the daemon, or the connector in vLLM, has such a metric, with such labels and values."""
+    if one.name.startswith("vllm:"):
+        return _why_unknown_to_vllm(one)
     family: Family | None = next((family for family in FAMILIES if one.name in family.series_names), None)
     if family is None:
         return f"there is no {one.name}"
@@ -48,6 +51,18 @@ def why_unknown(one: Series) -> str:
             if unknown:
                 return f"{one.name}: {label} is never {unknown}"
     return ""
+
+
+def _why_unknown_to_vllm(one: Series) -> str:
+    from kvdepot.client.vllm.base.stats import COUNTERS, GAUGES, LOAD_SECONDS, PREFIX  # imports vLLM
+
+    families = {f"{PREFIX}{name}_total": {label} for name, (label, _) in COUNTERS.items()}
+    families |= {f"{PREFIX}{name}": set() for name in GAUGES}
+    families |= {f"{PREFIX}{LOAD_SECONDS}{part}": {"source"} for part in ("_bucket", "_sum", "_count")}
+    if one.name not in families:
+        return f"there is no {one.name}"
+    unknown = {label for label, _ in one.labels} - families[one.name] - OF_VLLM
+    return f"{one.name} has no label {unknown}" if unknown else ""
 
 
 def promtool(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
