@@ -12,6 +12,7 @@ import pytest
 import torch
 from kvdepot.client.vllm.base.metadata import RankFacts, RankMeta
 from kvdepot.client.vllm.base.operations import LayerFacts
+from kvdepot.client.vllm.scheduling.sides import SchedulerSides
 from kvdepot.core.errors import PlannerError
 from vllm.v1.core.block_pool import BlockPool
 
@@ -26,6 +27,10 @@ Facts = dict[Any, Any]
 
 def committed(depot: DirectDepot) -> int:
     return int(depot.engine.counters.get("committed_objects.committed"))
+
+
+def begun(sides: SchedulerSides) -> bool:
+    return sides.current is not None
 
 
 def move_caches(engine: ScriptedEngine) -> None:
@@ -376,6 +381,19 @@ def test_another_block_pool_ends_the_side_and_the_same_one_does_not(make: Make, 
     engine.wait_attached()
     assert len({spec.epoch for spec in engine.session.specs[1:]}) == 1
     works(engine)
+
+
+@pytest.mark.requirement("I3")
+def test_a_side_begins_when_the_engine_has_given_its_block_pool(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM gives it before the handshake. An engine that gives it later loses hits until then."""
+    engine = make()
+    sides, facts = engine.connector.sides, engine.facts()
+    late = SchedulerSides(sides._config, sides._kv_cache_config, sides._settings, sides._group_ids, loads_on=True)
+    late.handshake(facts)
+    assert not begun(late) and "until the engine gives its block pool" in caplog.text
+    late.bind_pool(engine.pool)
+    assert begun(late)
+    late.close()
 
 
 @pytest.mark.parametrize("known", [1, 2])

@@ -119,7 +119,7 @@ def test_a_lease_for_other_local_tokens_is_given_back(make: Make) -> None:
     computed = engine.add(TOKENS[: 2 * BLOCK + 1], max_tokens=1, params=asked_to_compute)
     while computed not in engine.hits:  # the engine has two blocks itself when the answer comes
         engine.step()
-    engine.side.loads._speculative.looked(engine.side._requests[request_id], 0, None)  # as it was told before
+    engine.side.loads._speculative.looked(engine.side._requests[request_id], 0)  # as it was told before
     engine.session.let_go()
     finish(engine, request_id, 6 * BLOCK)
     assert [call.kinds.count(Kind.ATTENTION) for call in acquires(engine)] == [6, 4]

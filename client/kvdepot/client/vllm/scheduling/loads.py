@@ -113,6 +113,7 @@ class Loads:
         counters: Counter[str],
         events: KvEvents,
         speculative: SpeculativeAcquires,
+        local_reuse: LocalReuse,
         group_ids: Sequence[int],
         world_size: int,
     ) -> None:
@@ -124,6 +125,7 @@ class Loads:
         self._counters = counters
         self._events = events
         self._speculative = speculative
+        self.local_reuse = local_reuse
         self._group_ids = tuple(group_ids)  # planner group -> engine group
         self._all_ranks = (1 << world_size) - 1
         self._active: dict[str, Load] = {}
@@ -132,7 +134,6 @@ class Loads:
         self._negative = NegativeCache(clock)
         self.step = 0  # of the engine: how many messages were built
         self.seconds: Observations = deque(maxlen=OBSERVATIONS_MAX)  # of completed loads, until statistics take them
-        self.local_reuse: LocalReuse | None = None  # until there is a block pool
 
     @property
     def active(self) -> int:
@@ -180,8 +181,7 @@ class Loads:
             self._speculative.cancel(state.request_id)
             self._fail(load, "not_offered" if namespace else "unavailable")
             return
-        if self.local_reuse is not None:
-            load.reused = self.local_reuse.pin(state.request.block_hashes, local, boundary, state.adapter)
+        load.reused = self.local_reuse.pin(state.request.block_hashes, local, boundary, state.adapter)
         self._counters["loads"] += 1
         if load.reused is None and (lease := self._speculative.take(state, namespace, local, boundary)) is not None:
             load.plan, load.lease_id = lease.plan, lease.lease_id
@@ -279,13 +279,13 @@ class Loads:
 
     def _end(self, load: Load) -> None:
         del self._active[load.request_id]
-        if load.reused is not None and self.local_reuse is not None:
+        if load.reused is not None:
             self.local_reuse.release(load.reused)
 
     def _dispatch(self, load: Load, meta: StepMeta, resolve: ResolveBlocks) -> None:
         assert load.reply is not None and load.plan is not None
         load.phase = LoadPhase.FAILED  # until it is in the message, so that it is reported whatever happens here
-        if load.reused is not None and self.local_reuse is not None and not self.local_reuse.counts(load.reused):
+        if load.reused is not None and not self.local_reuse.counts(load.reused):
             self._fail(load, "foreign")
             return
         tables = resolve(load.request_id)

@@ -164,7 +164,7 @@ class Offers:
             state.lookup = None
             state.held_since = None
         lookup = state.lookup or self.locate(state, local_tokens)
-        self._speculative.looked(state, local_tokens, self._loads.local_reuse)
+        self._speculative.looked(state, local_tokens)
         now = self._clock()
         if lookup is None or not lookup.answered:
             answer = self._wait(state, lookup, now)

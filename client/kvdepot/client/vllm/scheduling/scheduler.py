@@ -65,6 +65,7 @@ class SchedulerSide:
         planner: of the engine's groups.
         settings: the operator's.
         adapters: digests of LoRA adapters.
+        pool: the engine's block pool.
         hash_block_tokens: tokens per hash of the engine.
         lookahead_tokens: tokens after a block's end that the KV of its draft layers depends on.
         group_ids: planner group -> engine group.
@@ -87,6 +88,7 @@ class SchedulerSide:
         planner: Planner,
         settings: Settings,
         adapters: Adapters,
+        pool: BlockPool,
         *,
         hash_block_tokens: int,
         lookahead_tokens: int = 0,
@@ -106,14 +108,11 @@ class SchedulerSide:
         self.namespaces = namespaces
         self.planner = planner
         self.counters: Counter[str] = Counter()
-        self._settings = settings
         self._adapters = adapters
         self._loaded_adapters = LoadedAdapters()
         self._looked_at = clock()
         self._hash_block_tokens = hash_block_tokens
         self._lookahead_tokens = lookahead_tokens
-        self._group_ids = tuple(group_ids)
-        self._world_size = world_size
         self._clock = clock
         self._loads_on = loads_on and settings.load_weight > 0
         self._stores_on = stores_on
@@ -122,47 +121,35 @@ class SchedulerSide:
         self._computed = False  # in the step before
         self._requests: dict[str, RequestState] = {}
         self._geometry: Geometry | None = Geometry(planner.chunk_tokens, planner.groups, tuple(ranks))
-        self._after_another = after_another
         self._suspended = False  # the engine has taken its KV memory away
-        self.events = KvEvents(planner, self._group_ids, hash_block_tokens, event_kinds)
+        self.holds = BlockHolds.of(pool)
+        self.provenance = Provenance(self.holds, planner, group_ids, hash_block_tokens)
+        if after_another:
+            self.provenance.begin()
+        local_reuse = LocalReuse(
+            self.holds, planner, group_ids, hash_block_tokens, self.holds.pinned_max(settings.max_pinned_blocks),
+            self.provenance, proven_by_next=bool(lookahead_tokens),
+        )  # fmt: skip
+        self.events = KvEvents(planner, group_ids, hash_block_tokens, event_kinds)
         self.prefill_rate = PrefillRate(clock)
         self.ends = RequestEnds(session, self.prefill_rate)
         self.acceptance = Acceptance(self.counters) if speculates else None
-        speculative = SpeculativeAcquires(session, planner, settings, self.counters)
+        speculative = SpeculativeAcquires(session, planner, settings, self.counters, local_reuse)
         self.loads = Loads(
-            session, namespaces, planner, settings, clock, self.counters, self.events, speculative, self._group_ids,
-            world_size,
+            session, namespaces, planner, settings, clock, self.counters, self.events, speculative, local_reuse,
+            group_ids, world_size,
         )  # fmt: skip
         self.offers = Offers(
             session, namespaces, planner, settings, clock, self.counters, self.events, self.prefill_rate, self.loads,
             speculative,
         )  # fmt: skip
-        self.stats = SchedulerStats(self)
-        self.stores: Stores | None = None
-        self.store_steps: StoreSteps | None = None
-        self.holds: BlockHolds | None = None
-        self.provenance: Provenance | None = None
-        self.origins: Origins | None = None
-
-    def bind_pool(self, pool: BlockPool) -> None:
-        """Take the engine's block pool, once. From now on blocks can be held, and so stored."""
-        self.holds = BlockHolds.of(pool)
-        pinned_max = self.holds.pinned_max(self._settings.max_pinned_blocks)
-        self.provenance = Provenance(self.holds, self.planner, self._group_ids, self._hash_block_tokens)
-        if self._after_another:
-            self.provenance.begin()
-        self.loads.local_reuse = LocalReuse(
-            self.holds, self.planner, self._group_ids, self._hash_block_tokens, pinned_max, self.provenance,
-            proven_by_next=bool(self._lookahead_tokens),
-        )  # fmt: skip
         self.stores = Stores(
-            self.session, self.namespaces, self.planner, self.holds, self._settings, self._clock,
-            self.counters, self.events, self.ends, self._group_ids, self._hash_block_tokens, self._world_size,
+            session, namespaces, planner, self.holds, settings, clock, self.counters, self.events, self.ends,
+            group_ids, hash_block_tokens, world_size,
         )  # fmt: skip
-        self.store_steps = StoreSteps(
-            self.stores, self.namespaces, self.planner, self._settings, self._update_keys
-        )  # fmt: skip
-        self.origins = Origins(self.provenance, self.stores, self.namespaces, self.counters, self._hash_block_tokens)
+        self._store_steps = StoreSteps(self.stores, namespaces, planner, settings, self._update_keys)
+        self._origins = Origins(self.provenance, self.stores, namespaces, self.counters, hash_block_tokens)
+        self.stats = SchedulerStats(self)
 
     def _poll(self) -> None:
         self.session.poll()
@@ -204,10 +191,8 @@ class SchedulerSide:
         """Store and load nothing more for requests with these adapters, nor from blocks that they computed."""
         for adapter in adapters:
             self.counters["adapters_replaced"] += 1
-            if self.provenance is not None:
-                self.provenance.replaced(adapter)
-            if self.stores is not None:
-                self.stores.replaced(adapter)
+            self.provenance.replaced(adapter)
+            self.stores.replaced(adapter)
         for state in self._requests.values():
             if state.adapter in adapters:
                 state.invalidate("adapter")
@@ -238,8 +223,7 @@ class SchedulerSide:
         if state is None:
             return 0, False
         state.local_tokens = local_tokens
-        if self.origins is not None:
-            self.origins.asked(state, local_tokens)
+        self._origins.asked(state, local_tokens)
         if state.excluded:
             self._check_local_hit(state, local_tokens)
             return 0, False
@@ -252,18 +236,15 @@ class SchedulerSide:
 
     def _check_local_hit(self, state: RequestState, local_tokens: int) -> None:
         """Check the blocks of the engine's own cache on which a request will be computed."""
-        if self.provenance is not None and not self.provenance.counts_up_to(
-            state.request.block_hashes, local_tokens, state.adapter
-        ):
+        if not self.provenance.counts_up_to(state.request.block_hashes, local_tokens, state.adapter):
             state.invalidate("epoch")
             self.counters["store_stopped_void_cache"] += 1
 
     def allocated(self, request: EngineRequest, external_tokens: int) -> None:
         """Begin the load of the offered tokens, or note that the request is computed. Its blocks are allocated."""
         state = self._requests.get(request.request_id)
-        if state is not None and self.origins is not None:
-            self.origins.allocated(state, external_tokens)
         if state is not None:
+            self._origins.allocated(state, external_tokens)
             self.ends.admitted(state, external_tokens)
         if external_tokens > 0:
             self.loads.allocated(self._requests[request.request_id], external_tokens)
@@ -273,8 +254,8 @@ class SchedulerSide:
     def sibling_loads(self, request: EngineRequest, tokens: int) -> None:
         """Note that another kvdepot of this engine loads tokens of a request, beyond the engine's own."""
         state = self._requests.get(request.request_id)
-        if state is not None and self.origins is not None:
-            self.origins.sibling_loads(state, tokens)
+        if state is not None:
+            self._origins.sibling_loads(state, tokens)
 
     def allocation_failed(self, request: EngineRequest, external_tokens: int) -> None:
         """Report a load failed, because `allocated` raised."""
@@ -310,12 +291,12 @@ class SchedulerSide:
 
     def add_stores(self, meta: StepMeta, scheduler_output: Any) -> None:
         """Send granted stores, and hold and ask for new chunks. An error costs stores, never a load."""
-        if self.stores is None or not self._stores_on or self._suspended:
+        if not self._stores_on or self._suspended:
             return
         block_state = scheduler_output.kv_connector_block_state
-        if self.origins is not None and block_state is not None:  # first: it may end stores
+        if block_state is not None:  # first: it may end stores
             recurrent = Kind.STATE in self.planner.kinds
-            self.origins.step(
+            self._origins.step(
                 self._requests,
                 scheduler_output.num_scheduled_tokens,
                 block_state.boundary_state_offloads,
@@ -323,8 +304,8 @@ class SchedulerSide:
                 drafts=scheduler_output.scheduled_spec_decode_tokens if recurrent else (),
             )
         self.stores.dispatch(meta)
-        if self.store_steps is not None and block_state is not None:
-            self.store_steps.step(self._requests, scheduler_output.num_scheduled_tokens, block_state)
+        if block_state is not None:
+            self._store_steps.step(self._requests, scheduler_output.num_scheduled_tokens, block_state)
         self.stores.ask()
 
     def output(self, meta: RankMeta | None) -> None:
@@ -345,9 +326,8 @@ class SchedulerSide:
         for op_id, (ranks, failed) in meta.loads.items():
             suspended, corrupt = op_id in meta.suspended, op_id in meta.corrupt
             calls.append(partial(self.loads.acknowledged, op_id, ranks, failed, suspended=suspended, corrupt=corrupt))
-        if self.stores is not None:
-            for op_id, (ranks, indices) in meta.stores.items():
-                calls.append(partial(self.stores.acknowledged, op_id, ranks, indices))
+        for op_id, (ranks, indices) in meta.stores.items():
+            calls.append(partial(self.stores.acknowledged, op_id, ranks, indices))
         make_all(calls)
 
     def finished(self, request: EngineRequest, tables: Tables | None = None) -> dict[str, Any] | None:
@@ -359,8 +339,8 @@ class SchedulerSide:
         if state is None:
             return None
         calls: list[Callable[[], object]] = [partial(self._finished, state)]
-        if self.store_steps is not None and self._stores_on and not self._suspended and tables is not None:
-            calls.insert(0, partial(self.store_steps.last, state, tables))
+        if self._stores_on and not self._suspended and tables is not None:
+            calls.insert(0, partial(self._store_steps.last, state, tables))
         make_all(calls)
         return self.offers.transfer_params.params(state)
 
@@ -370,7 +350,7 @@ class SchedulerSide:
             self.acceptance.finished(state)
         self.loads.finished(state)
         self.ends.count(state)
-        ends_later = self.stores is not None and self.stores.finished(state)
+        ends_later = self.stores.finished(state)
         if not ends_later and (state.located or self.session.attached):
             self.ends.send(state)
 
@@ -384,8 +364,7 @@ class SchedulerSide:
         self.counters["epochs"] += 1
         self.events.reset()
         self._give_up("epoch")
-        if self.provenance is not None:
-            self.provenance.begin()
+        self.provenance.begin()
 
     def _give_up(self, why: str) -> None:
         """Give up all loads and stores, and store nothing more of the present requests."""
@@ -393,8 +372,7 @@ class SchedulerSide:
         for state in self._requests.values():
             state.lookup = None
             state.invalidate(why)
-        if self.stores is not None:
-            self.stores.reset(why)
+        self.stores.reset(why)
 
     def suspend(self) -> None:
         """Offer and store nothing until `resume`: the engine takes its KV memory away."""
@@ -417,8 +395,7 @@ class SchedulerSide:
         self.events.reset()
         self._give_up("replaced")
         for state in self._requests.values():
-            if self.stores is not None:
-                self.stores.finished(state)
+            self.stores.finished(state)
         self._requests.clear()
         return requests
 
@@ -438,13 +415,11 @@ class SchedulerSide:
     @property
     def over(self) -> bool:
         """Whether no rank copies anything for this retired side, and no answer can lend it anything."""
-        return not self.loads.active and (self.stores is None or not self.stores.open_requests)
+        return not self.loads.active and not self.stores.open_requests
 
     def pending(self) -> bool:
         """Return whether the engine has to keep stepping although it has no request.
 
         Also for the load of an aborted request: its lease and its blocks wait for the ranks' report.
         """
-        if self.loads.pending():
-            return True
-        return self.stores is not None and self._stores_on and self.stores.pending()
+        return self.loads.pending() or (self._stores_on and self.stores.pending())

@@ -23,7 +23,7 @@ class Counting(Protocol):
     counters: Counter[str]
     ends: RequestEnds
     loads: Loads
-    stores: Stores | None
+    stores: Stores
 
 
 class SchedulerStats:
@@ -47,11 +47,7 @@ class SchedulerStats:
         while seconds:
             source, duration = seconds.popleft()
             stats.data["seconds"].setdefault(source, []).append(duration)
-        stores = self._side.stores
-        gauges = {
-            "pending_loads": self._side.loads.active,
-            "pending_stores": stores.open_requests if stores is not None else 0,
-        }
+        gauges = {"pending_loads": self._side.loads.active, "pending_stores": self._side.stores.open_requests}
         if gauges != self._gauges:
             stats.data["gauges"] = self._gauges = gauges
 

@@ -111,6 +111,9 @@ class SchedulerSides:
         if problem:
             LOGGER.error("kvdepot: stores and loads nothing: %s", problem)
             return
+        if self._pool is None:
+            LOGGER.error("kvdepot: stores and loads nothing until the engine gives its block pool")
+            return
         config = self._config
         groups = identity.group_specs(self._kv_cache_config, self._group_ids, facts, config.parallel_config)
         planner = identity.engine_planner(config, self._kv_cache_config, groups, self._settings)
@@ -123,6 +126,7 @@ class SchedulerSides:
             planner,
             self._settings,
             self._salts,
+            self._pool,
             hash_block_tokens=compat.hash_block_tokens(self._kv_cache_config, config),
             lookahead_tokens=drafting.lookahead_tokens if drafting is not None else 0,
             group_ids=self._group_ids,
@@ -139,8 +143,6 @@ class SchedulerSides:
         if self._reset_early:
             namespaces.reset()
         self._epoch, self._reset_early = namespaces, False
-        if self._pool is not None:
-            side.bind_pool(self._pool)
         self.current = side
         namespaces.update()
         side.adopt(requests)
@@ -206,12 +208,8 @@ class SchedulerSides:
         """Take the engine's block pool. The same one changes nothing; in another one, block ids mean other blocks."""
         if pool is self._pool:
             return
-        known, self._pool = self._pool, pool
-        if self.current is None:
-            return
-        if known is None:
-            self.current.bind_pool(pool)
-        elif self._facts is not None:
+        self._pool = pool
+        if self._facts is not None:
             self._begin(self._facts)
 
     def add_ends(self, meta: StepMeta) -> None:

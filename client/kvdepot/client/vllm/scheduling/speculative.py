@@ -87,11 +87,15 @@ def acquire_call(
 class SpeculativeAcquires:
     """The speculative leases of one engine. Used on the scheduler's thread only, except `_make`."""
 
-    def __init__(self, session: DepotSession, planner: Planner, settings: Settings, counters: Counter[str]) -> None:
+    def __init__(
+        self, session: DepotSession, planner: Planner, settings: Settings, counters: Counter[str],
+        local_reuse: LocalReuse,
+    ) -> None:  # fmt: skip
         self._session = session
         self._planner = planner
         self._settings = settings
         self._counters = counters
+        self._local_reuse = local_reuse
         self._open: dict[str, SpeculativeLease] = {}  # request id -> its lease that no load has taken yet
 
     def __len__(self) -> int:
@@ -124,16 +128,14 @@ class SpeculativeAcquires:
         lease.planned_from, lease.plan = local, plan
         return acquire_call(lease.namespace, lease.lease_id, lease.keys, plan, lease.request_id, self._settings)
 
-    def looked(self, state: RequestState, local_tokens: int, local_reuse: LocalReuse | None) -> None:
+    def looked(self, state: RequestState, local_tokens: int) -> None:
         """Note what the engine has itself of a request that waits for its lookup.
 
         If the engine can reuse attention after that, a load needs less, and nothing is acquired speculatively.
         """
         lease = self._open.get(state.request_id)
         if lease is not None:
-            more = local_reuse is not None and local_reuse.begins(
-                state.request.block_hashes, local_tokens, state.adapter
-            )
+            more = self._local_reuse.begins(state.request.block_hashes, local_tokens, state.adapter)
             lease.local_tokens = None if more else local_tokens
 
     def answered(self, state: RequestState, lookup: Lookup, step: int) -> None:

@@ -13,6 +13,7 @@ from kvdepot.client.vllm.base.metadata import StepMeta
 from kvdepot.client.vllm.base.settings import Settings
 from kvdepot.client.vllm.scheduling.events import KvEvents
 from kvdepot.client.vllm.scheduling.loads import Loads
+from kvdepot.client.vllm.scheduling.local_reuse import LocalReuse
 from kvdepot.client.vllm.scheduling.requests import RequestState
 from kvdepot.client.vllm.scheduling.speculative import SpeculativeAcquires
 from kvdepot.core.calls import AcquireOutcome, AcquireReply, Kind
@@ -50,11 +51,13 @@ def started(session: SlowSession) -> tuple[Loads, RequestState]:
     namespaces: Any = SimpleNamespace(registered_id=b"n" * 16, epoch_number=0)
     stub: Any = session
     settings, counters = Settings(Endpoint("/unused")), Counter[str]()
+    blocks: Any = SimpleNamespace()  # not used: with attention alone, the local hit is all that there is
+    local_reuse = LocalReuse(blocks, planner, (0,), 16, 0, blocks)
     loads = Loads(
         stub, namespaces, planner, settings, lambda: 0.0, counters, KvEvents(planner, (0,), 16, None),
-        SpeculativeAcquires(stub, planner, settings, counters), (0,), 1,
+        SpeculativeAcquires(stub, planner, settings, counters, local_reuse), local_reuse, (0,), 1,
     )  # fmt: skip
-    request: Any = SimpleNamespace(request_id="r", num_preemptions=0)
+    request: Any = SimpleNamespace(request_id="r", num_preemptions=0, block_hashes=[])
     state = RequestState(request, 0.0, store_epoch=0)
     state.keys.append(b"k" * 16)
     state.offered = (0, CHUNK)
