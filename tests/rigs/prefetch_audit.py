@@ -17,7 +17,7 @@ def audit_prefetch(engine: Depot) -> None:
     holds = ram.pins.prefetch
     held = np.flatnonzero(holds._requests).tolist()
     tokens = [token for request in prefetch._requests.values() for token in request.tokens]
-    tokens += prefetch.last._tokens if isinstance(prefetch.last, OperatorPrefetch) else []
+    tokens += prefetch._lowest._tokens if isinstance(prefetch._lowest, OperatorPrefetch) else []
     tokens += prefetch.rejected.tokens
     owners = Counter(token >> 32 for token in tokens if token & 0xFFFF_FFFF == holds._serials[token >> 32])
     assert {row: int(holds._requests[row]) for row in held} == {

@@ -77,7 +77,7 @@ class OperatorPrefetch:
         self._no_room = ""  # why nothing more is read
         self._reason = ""
         self.over = False
-        prefetch.last = self
+        prefetch.serve_last(self)
 
     @property
     def hurried(self) -> bool:
@@ -116,7 +116,7 @@ class OperatorPrefetch:
     def _end(self, reason: str) -> None:
         """End. Reads under way are not counted any more, and reads that no worker has begun are cancelled."""
         self.over, self._reason = True, reason
-        self._prefetch.last = None
+        self._prefetch.serve_last(None)
         tokens, self._tokens = self._tokens, []
         self._prefetch.release(tokens, "operator")
 

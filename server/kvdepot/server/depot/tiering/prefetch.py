@@ -89,7 +89,7 @@ class Prefetch:
         self._numbers = count()
         self._keys = 0  # of all requests
         self._pumping = False
-        self.last: LowestPriority | None = None
+        self._lowest: LowestPriority | None = None
         self.rejected = RejectedLoads(self, tree.index, tree.namespaces, ram.allocator, tree.clock)
 
     def configure(self, *, share: float, seconds: float) -> None:
@@ -248,7 +248,7 @@ class Prefetch:
             return True
         if self._pumping or not self._pins.objects:
             return False
-        if self.last is not None and self.last.give_way(slots) and self._ram.unpin(_LET_GO_MAX):
+        if self._lowest is not None and self._lowest.give_way(slots) and self._ram.unpin(_LET_GO_MAX):
             return True
         for request in list(reversed(self._requests.values())):
             if request.tokens and (slots is None or request.namespace.slot in slots):
@@ -259,6 +259,10 @@ class Prefetch:
         return False
 
     # Reading
+
+    def serve_last(self, lowest: LowestPriority | None) -> None:
+        """Serve a reader after all requests, in place of an earlier one. None: it has ended."""
+        self._lowest = lowest
 
     def pump(self) -> None:
         """Begin the reads that are due."""
@@ -279,7 +283,7 @@ class Prefetch:
             self._pumping = False
 
     def _begin_last(self, tier: LowerTier) -> bool:
-        if self.last is not None and self.last.begin_next(tier):
+        if self._lowest is not None and self._lowest.begin_next(tier):
             return True
         return self.on and self.rejected.begin_next(tier)
 
@@ -373,7 +377,7 @@ class Prefetch:
 
     def _last_gives_way(self) -> bool:
         """Make the reader of the lowest priority release its pins for a request."""
-        return self.last is not None and self.last.give_way(None) and self._ram.unpin(_LET_GO_MAX) > 0
+        return self._lowest is not None and self._lowest.give_way(None) and self._ram.unpin(_LET_GO_MAX) > 0
 
     @property
     def room_bytes(self) -> int:
