@@ -20,6 +20,13 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
+def new_daemon() -> Iterator[DaemonProcess]:
+    """For one test, which may end it."""
+    with DaemonProcess() as running:
+        yield running
+
+
+@pytest.fixture
 def directory() -> Iterator[Path]:
     """Of a tier. Removed with the test, unlike pytest's own: tiers are large."""
     path = Path(tempfile.mkdtemp(prefix="kvddisk", dir="/tmp"))

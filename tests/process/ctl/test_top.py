@@ -24,12 +24,6 @@ LOADED_CHUNKS = 2
 COMMAND = [sys.executable, "-m", "kvdepot.client.ctl.app", "--timeout", "30", "--endpoint"]
 
 
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
 @contextlib.contextmanager
 def busy(daemon: DaemonProcess) -> Iterator[None]:
     """An engine that stores, looks up, loads and misses all the time."""
@@ -64,9 +58,9 @@ def busy(daemon: DaemonProcess) -> Iterator[None]:
 
 
 @pytest.mark.requirement("P10")
-def test_a_line_of_json_for_each_look_says_what_was_done_a_second(daemon: DaemonProcess) -> None:
-    with busy(daemon):
-        done = kvdepotctl(daemon, "top", "--json", "--interval", "1", "--count", "4")
+def test_a_line_of_json_for_each_look_says_what_was_done_a_second(new_daemon: DaemonProcess) -> None:
+    with busy(new_daemon):
+        done = kvdepotctl(new_daemon, "top", "--json", "--interval", "1", "--count", "4")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(lines) == 4
@@ -89,26 +83,28 @@ def test_a_line_of_json_for_each_look_says_what_was_done_a_second(daemon: Daemon
     assert [one["seconds"] >= 1 for one in lines] == [True] * 4
 
 
-def test_without_a_terminal_tables_follow_each_other(daemon: DaemonProcess) -> None:
-    done = kvdepotctl(daemon, "top", "--interval", "0.1", "--count", "2")
+def test_without_a_terminal_tables_follow_each_other(new_daemon: DaemonProcess) -> None:
+    done = kvdepotctl(new_daemon, "top", "--interval", "0.1", "--count", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("a second") == 2
     assert "no engine is attached" in done.stdout
 
 
-def test_a_terminal_is_written_over_until_ctrl_c_and_a_daemon_that_is_gone_is_waited_for(daemon: DaemonProcess) -> None:
+def test_a_terminal_is_written_over_until_ctrl_c_and_a_daemon_that_is_gone_is_waited_for(
+    new_daemon: DaemonProcess,
+) -> None:
     ours, theirs = pty.openpty()
-    command = [*COMMAND, daemon.endpoint, "top", "--interval", "0.2"]
+    command = [*COMMAND, new_daemon.endpoint, "top", "--interval", "0.2"]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "150", "LINES": "50"}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     screen = bytearray()
     try:
         _read_until(ours, screen, b"tiers")
-        daemon.kill()
+        new_daemon.kill()
         _read_until(ours, screen, b"trying again")
         screen.clear()
-        daemon.start()
+        new_daemon.start()
         _read_until(ours, screen, b"tiers")
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(OSError):
@@ -120,13 +116,13 @@ def test_a_terminal_is_written_over_until_ctrl_c_and_a_daemon_that_is_gone_is_wa
         os.close(ours)
 
 
-def test_a_daemon_that_hangs_or_has_ended_is_waited_for_alike(daemon: DaemonProcess) -> None:
-    command = [*COMMAND[:3], "--timeout", "3", "--endpoint", daemon.endpoint, "top", "--json", "--interval", "0.1"]
+def test_a_daemon_that_hangs_or_has_ended_is_waited_for_alike(new_daemon: DaemonProcess) -> None:
+    command = [*COMMAND[:3], "--timeout", "3", "--endpoint", new_daemon.endpoint, "top", "--json", "--interval", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         try:
             assert process.stdout.readline()
-            for go, come in ((daemon.suspend, daemon.resume), (daemon.kill, daemon.start)):
+            for go, come in ((new_daemon.suspend, new_daemon.resume), (new_daemon.kill, new_daemon.start)):
                 go()
                 assert "trying again" in process.stderr.readline()
                 with pytest.raises(subprocess.TimeoutExpired):

@@ -22,12 +22,6 @@ from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of
 KEYS = keys_of("traced", 4)
 
 
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as daemon:
-        yield daemon
-
-
 @contextmanager
 def recording(daemon: DaemonProcess, engine: RawEngine, file: Path) -> Iterator[subprocess.Popen[str]]:
     """`kvdepotctl trace record`, which has got a first request."""
@@ -52,9 +46,9 @@ def requests(file: Path) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, file.read_text().splitlines()) if "hash_ids" in record]
 
 
-def test_what_engines_ask_for_is_recorded_and_replayed(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_what_engines_ask_for_is_recorded_and_replayed(new_daemon: DaemonProcess, tmp_path: Path) -> None:
     file = tmp_path / "trace"
-    with RawEngine(daemon.socket, "one", label="a-model") as engine, recording(daemon, engine, file) as process:
+    with RawEngine(new_daemon.socket, "one", label="a-model") as engine, recording(new_daemon, engine, file) as process:
         engine.locate(KEYS[:2], "first")
         engine.store(KEYS[:2], "first")
         engine.end_request("first")
@@ -80,7 +74,7 @@ def test_what_engines_ask_for_is_recorded_and_replayed(daemon: DaemonProcess, tm
     assert f"{len(requests(file))} requests, 5 different chunks" in said
     assert KEYS[0].hex() not in file.read_text()
 
-    replayed = kvdepotctl(daemon, "trace", "replay", str(file), "--ram", "64MiB", "--json")
+    replayed = kvdepotctl(new_daemon, "trace", "replay", str(file), "--ram", "64MiB", "--json")
     assert replayed.returncode == 0, replayed.stderr
     told = json.loads(replayed.stdout)
     assert told["requests"] == len(requests(file))
@@ -94,26 +88,26 @@ def test_what_engines_ask_for_is_recorded_and_replayed(daemon: DaemonProcess, tm
     assert told["recorded"]["hit_tokens"] == (2 + 1) * CHUNK_TOKENS
 
 
-def test_it_ends_by_itself_after_so_many_seconds_and_writes_to_stdout(daemon: DaemonProcess) -> None:
-    done = kvdepotctl(daemon, "trace", "record", "-", "--seconds", "0.6")
+def test_it_ends_by_itself_after_so_many_seconds_and_writes_to_stdout(new_daemon: DaemonProcess) -> None:
+    done = kvdepotctl(new_daemon, "trace", "record", "-", "--seconds", "0.6")
     assert (done.returncode, done.stdout) == (0, '{"kvdepot_trace":1}\n')
     assert "0 requests" in done.stderr
 
 
-def test_a_daemon_that_stops_ends_it_and_what_was_recorded_is_kept(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_a_daemon_that_stops_ends_it_and_what_was_recorded_is_kept(new_daemon: DaemonProcess, tmp_path: Path) -> None:
     file = tmp_path / "trace"
-    with RawEngine(daemon.socket, "one") as engine, recording(daemon, engine, file) as process:
+    with RawEngine(new_daemon.socket, "one") as engine, recording(new_daemon, engine, file) as process:
         before = len(requests(file))
-        assert daemon.stop() == 0
+        assert new_daemon.stop() == 0
         _, said = process.communicate(timeout=patient(60))
         assert process.returncode == 3, said
         assert "Traceback" not in said
         assert len(requests(file)) >= before > 0
-    assert "Traceback" not in daemon.log
+    assert "Traceback" not in new_daemon.log
 
 
-def test_replay_says_what_kvdepotd_says_of_a_file_that_is_no_trace(daemon: DaemonProcess, tmp_path: Path) -> None:
+def test_replay_says_what_kvdepotd_says_of_a_file_that_is_no_trace(new_daemon: DaemonProcess, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("{}\n")
-    done = kvdepotctl(daemon, "trace", "replay", str(tmp_path / "trace"))
+    done = kvdepotctl(new_daemon, "trace", "replay", str(tmp_path / "trace"))
     assert (done.returncode, "line 1: a trace of version 1" in done.stderr) == (2, True)
-    assert "--checkpoints" in kvdepotctl(daemon, "trace", "replay", "--help").stdout
+    assert "--checkpoints" in kvdepotctl(new_daemon, "trace", "replay", "--help").stdout

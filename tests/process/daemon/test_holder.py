@@ -21,12 +21,6 @@ from tests.rigs.raw_client import CHUNK_TOKENS, EXTENT, RawEngine, keys_of, payl
 KEYS = keys_of("held", 8)
 
 
-@pytest.fixture
-def daemon() -> Iterator[DaemonProcess]:
-    with DaemonProcess() as running:
-        yield running
-
-
 def _store(daemon: DaemonProcess) -> None:
     with RawEngine(daemon.socket) as engine:
         engine.store(KEYS)
@@ -69,62 +63,62 @@ def _has_ended(pid: int) -> bool:
 
 @pytest.mark.requirement("T6")
 @pytest.mark.parametrize("end", ["stop", "kill"])
-def test_one_holder_keeps_the_arena_of_one_daemon_after_the_other(daemon: DaemonProcess, end: str) -> None:
-    _store(daemon)
-    holder = _holder(daemon.arena)
-    assert f"arena held for the next daemon by pid {holder}" in daemon.log
+def test_one_holder_keeps_the_arena_of_one_daemon_after_the_other(new_daemon: DaemonProcess, end: str) -> None:
+    _store(new_daemon)
+    holder = _holder(new_daemon.arena)
+    assert f"arena held for the next daemon by pid {holder}" in new_daemon.log
     for _ in range(2):
-        getattr(daemon, end)()
-        assert _holder(daemon.arena) == holder
-        daemon.start()
-        assert _loads(daemon)
-        assert _holder(daemon.arena) == holder
-    assert os.getsid(holder) != os.getsid(daemon.pid)
+        getattr(new_daemon, end)()
+        assert _holder(new_daemon.arena) == holder
+        new_daemon.start()
+        assert _loads(new_daemon)
+        assert _holder(new_daemon.arena) == holder
+    assert os.getsid(holder) != os.getsid(new_daemon.pid)
 
 
 @pytest.mark.requirement("T1")
-def test_a_deleted_arena_gives_its_memory_back_and_its_holder_ends(daemon: DaemonProcess) -> None:
-    _store(daemon)
-    arena, holder = daemon.arena, _holder(daemon.arena)
-    daemon.stop()
+def test_a_deleted_arena_gives_its_memory_back_and_its_holder_ends(new_daemon: DaemonProcess) -> None:
+    _store(new_daemon)
+    arena, holder = new_daemon.arena, _holder(new_daemon.arena)
+    new_daemon.stop()
     arena.unlink()
     wait_until(lambda: _has_ended(holder), "the end of the holder")
-    daemon.start()
-    assert "arena opened" in daemon.log and "adopted, " not in daemon.log
-    assert not _loads(daemon)
+    new_daemon.start()
+    assert "arena opened" in new_daemon.log and "adopted, " not in new_daemon.log
+    assert not _loads(new_daemon)
 
 
 @pytest.mark.requirement("I1", "T6")
 def test_who_deletes_the_arena_and_starts_at_once_has_an_empty_one_and_no_engine_reads_zeros(
-    daemon: DaemonProcess,
+    new_daemon: DaemonProcess,
 ) -> None:
     """The holder has not noticed yet. An engine that was lent extents may be in a copy."""
-    _store(daemon)
-    with RawEngine(daemon.socket) as engine:
+    _store(new_daemon)
+    with RawEngine(new_daemon.socket) as engine:
         _, outcome, extents = engine.acquire(KEYS)
         assert outcome is AcquireOutcome.GRANTED
-        daemon.kill()
-        daemon.arena.unlink()
-        daemon.start()
+        new_daemon.kill()
+        new_daemon.arena.unlink()
+        new_daemon.start()
         assert _read_right(engine, extents)
-    assert not _loads(daemon)
+    assert not _loads(new_daemon)
 
 
 @pytest.mark.requirement("I1", "I8")
-def test_a_daemon_that_dies_with_its_holder_starts_again_while_engines_hold_loans(daemon: DaemonProcess) -> None:
-    _store(daemon)
-    with RawEngine(daemon.socket) as engine:
+def test_a_daemon_that_dies_with_its_holder_starts_again_while_engines_hold_loans(new_daemon: DaemonProcess) -> None:
+    _store(new_daemon)
+    with RawEngine(new_daemon.socket) as engine:
         _, outcome, extents = engine.acquire(KEYS)
         assert outcome is AcquireOutcome.GRANTED
-        holder = _holder(daemon.arena)
-        daemon.suspend()
+        holder = _holder(new_daemon.arena)
+        new_daemon.suspend()
         os.kill(holder, signal.SIGKILL)
-        daemon.kill()
-        daemon.start()
-        assert "its data is missing" in daemon.log
+        new_daemon.kill()
+        new_daemon.start()
+        assert "its data is missing" in new_daemon.log
         assert _read_right(engine, extents), "nobody can grant these extents again"
-    _store(daemon)
-    assert _loads(daemon)
+    _store(new_daemon)
+    assert _loads(new_daemon)
 
 
 def _read_right(engine: RawEngine, extents: bytes) -> bool:
@@ -153,49 +147,49 @@ def test_a_directory_may_have_a_path_that_is_too_long_for_sockets() -> None:
 
 
 @pytest.mark.requirement("T6")
-def test_a_holder_that_dies_is_replaced(daemon: DaemonProcess) -> None:
-    _store(daemon)
-    first = _holder(daemon.arena)
+def test_a_holder_that_dies_is_replaced(new_daemon: DaemonProcess) -> None:
+    _store(new_daemon)
+    first = _holder(new_daemon.arena)
     os.kill(first, signal.SIGKILL)
-    _wait_held(daemon, first)
-    daemon.kill()
-    daemon.start()
-    assert _loads(daemon)
+    _wait_held(new_daemon, first)
+    new_daemon.kill()
+    new_daemon.start()
+    assert _loads(new_daemon)
 
 
 @pytest.mark.requirement("I3")
-def test_a_holder_that_hangs_stops_neither_the_daemon_nor_its_start(daemon: DaemonProcess) -> None:
-    _store(daemon)
-    holder = _holder(daemon.arena)
+def test_a_holder_that_hangs_stops_neither_the_daemon_nor_its_start(new_daemon: DaemonProcess) -> None:
+    _store(new_daemon)
+    holder = _holder(new_daemon.arena)
     os.kill(holder, signal.SIGSTOP)
     try:
-        assert _loads(daemon)
-        daemon.kill()
-        daemon.start()
-        assert "its data is missing" in daemon.log
-        assert "nobody holds the arena" in daemon.log
-        with RawEngine(daemon.socket) as engine:
+        assert _loads(new_daemon)
+        new_daemon.kill()
+        new_daemon.start()
+        assert "its data is missing" in new_daemon.log
+        assert "nobody holds the arena" in new_daemon.log
+        with RawEngine(new_daemon.socket) as engine:
             assert engine.counter("holder_failures") > 0
-        _store(daemon)
+        _store(new_daemon)
     finally:
         os.kill(holder, signal.SIGKILL)
-    _wait_held(daemon, holder)
-    daemon.kill()
-    daemon.start()
-    assert _loads(daemon)
+    _wait_held(new_daemon, holder)
+    new_daemon.kill()
+    new_daemon.start()
+    assert _loads(new_daemon)
 
 
 @pytest.mark.requirement("S1", "S3")
-def test_another_user_s_holder_gets_nothing(daemon: DaemonProcess) -> None:
+def test_another_user_s_holder_gets_nothing(new_daemon: DaemonProcess) -> None:
     if os.geteuid():
         pytest.skip("acting as another user needs root")
-    _store(daemon)
-    arena = daemon.arena
-    daemon.stop()
+    _store(new_daemon)
+    arena = new_daemon.arena
+    new_daemon.stop()
     os.kill(_holder(arena), signal.SIGKILL)
     arena.with_name(f"{arena.name}.hold").unlink()
     with _squatter(arena) as squatter:
-        daemon.start()
+        new_daemon.start()
         assert _holder(arena) != squatter.pid
         squatter.send_signal(signal.SIGTERM)
         answer, _ = squatter.communicate(timeout=patient(20))
