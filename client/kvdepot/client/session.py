@@ -6,6 +6,7 @@ import queue
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -184,7 +185,7 @@ class DepotSession:
             used: whether they brought the engine something; else the daemon does not count them as hits.
             doubted: whether their bytes did not match their checksums; the daemon compares them itself.
         """
-        self._loop.post(self._loop.release, tuple(lease_ids), used, doubted)
+        self._loop.post(partial(self._loop.outbox.release, tuple(lease_ids), used=used, doubted=doubted))
 
     def cancel(self, lease_id: int) -> None:
         """Cancel a chained Acquire: it is not made, or its lease is released."""
@@ -195,11 +196,11 @@ class DepotSession:
 
         Repeated until the daemon answers, in the order of the calls; LOST if the daemon lost the lease.
         """
-        self._loop.post(self._loop.commit, lease_id, tuple(indices), done)
+        self._loop.post(self._loop.outbox.commit, lease_id, tuple(indices), done)
 
     def abandon(self, lease_id: int, indices: Sequence[int] = ()) -> None:
         """End granted objects that no rank touches any more, or the whole lease. Repeated until confirmed."""
-        self._loop.post(self._loop.abandon, lease_id, tuple(indices))
+        self._loop.post(self._loop.outbox.abandon, lease_id, tuple(indices))
 
     def end_request(
         self,
@@ -208,7 +209,7 @@ class DepotSession:
         tokens: TokenReport = TokenReport(),  # noqa: B008 - frozen
     ) -> None:
         """End a request. The call is sent after the commits before it."""
-        self._loop.post(self._loop.end_request, request_id, end, tokens)
+        self._loop.post(self._loop.outbox.end_request, request_id, end, tokens)
 
     def call_soon(self, done: Callable[[None], None]) -> None:
         """Have `poll` (or `wait`) call `done(None)`: how another thread hands over to the session's."""

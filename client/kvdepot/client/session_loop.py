@@ -7,8 +7,9 @@ only this thread writes.
     detached --attach--> declaring --Declare answered--> attached --silence--> disabled --any answer--> attached
         ^________________________ loss of the attachment ______________________|
 
-The parts are `EngineCalls` (calls in flight), `Outbox` (ends that the daemon has not confirmed), `Registrations`
-(namespaces) and `LivenessBreaker` (a daemon that accepts and does not answer). No event may wait.
+The parts are `EngineCalls` (calls in flight), `Outbox` (ends that the daemon has not confirmed) with its
+`OutboxSender`, `Registrations` (namespaces) and `LivenessBreaker` (a daemon that accepts and does not answer). No event
+may wait.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from kvdepot.client.failures import CallFailure, FailureReason
 from kvdepot.client.inbox import Inbox
 from kvdepot.client.leases import LeaseBook
 from kvdepot.client.liveness import LivenessBreaker
-from kvdepot.client.outbox import CommitDone, Confirmed, Outbox, OutboxCall
+from kvdepot.client.outbox import Outbox
+from kvdepot.client.outbox_sender import OutboxSender
 from kvdepot.client.registrations import Registrations
 from kvdepot.client.transports.call_socket import CALLS_UNSENT, CallSocket
 from kvdepot.client.transports.control import Channel, ControlChannel
-from kvdepot.core.calls import CommitReply, DeclareCall, DeclareReply, GetCapabilitiesCall, RequestEnd, TokenReport
+from kvdepot.core.calls import DeclareCall, DeclareReply, GetCapabilitiesCall
 from kvdepot.core.limits import PROTOCOL_MAX, PROTOCOL_MIN
 
 if TYPE_CHECKING:
@@ -108,11 +110,11 @@ class SessionLoop:
         self._declared = False
         self._channel: Channel | None = None
         self._leases = LeaseBook()
-        self._outbox = Outbox()
-        self.calls = EngineCalls(self, self._leases, self._outbox, clock)
+        self.outbox = Outbox()
+        self.calls = EngineCalls(self, self._leases, self.outbox, clock)
         self._breaker = LivenessBreaker(UNANSWERED_MAX, UNANSWERED_SECONDS_MIN, clock)
         self._retry = Backoff(RETRY_FIRST_SECONDS, RETRY_MAX_SECONDS, rng.random)
-        self._resend_armed = False
+        self._sender = OutboxSender(self, self.outbox, self._retry, self._log)
         self._registrations = Registrations(self, world_size, Backoff(0.1, 2.0, rng.random))
         self._close_at: float | None = None
         self._error_logged = False
@@ -163,7 +165,8 @@ class SessionLoop:
                 self._guarded(posted[0], *posted[1])
         while self._timers and self._timers[0][0] <= self._clock():
             self._guarded(heapq.heappop(self._timers)[2])
-        self._guarded(self._send_outbox)
+        self.state.unconfirmed = len(self.outbox)
+        self._guarded(self._sender.send)
 
     def _guarded(self, event: Callable[..., None], *arguments: Any) -> None:
         """Run an event. An exception costs the call that the event is about, not the session."""
@@ -206,7 +209,7 @@ class SessionLoop:
         self.calls.fail_all(CallFailure(FailureReason.UNAVAILABLE, "closed", "the session is closed"))
 
     def _owes(self) -> bool:
-        return self._declared and len(self._outbox) > 0
+        return self._declared and len(self.outbox) > 0
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         """Run `event` on this thread in `seconds`."""
@@ -399,65 +402,15 @@ class SessionLoop:
             self._leases.ended(lease_id)
             self.state.leases_ended += 1
 
+    def objects_ended(self, lease_id: int, indices: tuple[int, ...]) -> None:
+        """Close objects of a reservation in the book, and the lease with its last one."""
+        if lease_id in self._leases:
+            self._leases.confirmed(lease_id, indices)
+            self.state.leases_ended += lease_id not in self._leases
+
     def count_chained(self) -> None:
         """Count the lease of a chained Acquire that is asked for."""
         self.state.leases_asked += 1
-
-    # --- ends ---
-
-    def release(self, lease_ids: tuple[int, ...], used: bool, doubted: bool) -> None:
-        """Queue the end of reader leases."""
-        self._outbox.release(lease_ids, used=used, doubted=doubted)
-
-    def commit(self, lease_id: int, indices: tuple[int, ...], done: CommitDone | None) -> None:
-        """Queue the commit of objects of a reservation."""
-        self._outbox.commit(lease_id, indices, done)
-
-    def abandon(self, lease_id: int, indices: tuple[int, ...]) -> None:
-        """Queue the end of objects of a reservation, or of all of it."""
-        self._outbox.abandon(lease_id, indices)
-
-    def end_request(self, request_id: str, end: RequestEnd, tokens: TokenReport) -> None:
-        """Queue the end of a request, after the commits so far."""
-        self._outbox.end_request(request_id, end, tokens)
-
-    def _send_outbox(self) -> None:
-        self.state.unconfirmed = len(self._outbox)
-        if not self._declared or self._token is None or self._resend_armed or not self.state.unconfirmed:
-            return
-        token = self._token
-        for call in self._outbox.next_calls(token):
-            self.call(call, lambda answer, call=call: self._outbox_answered(call, answer))  # type: ignore[misc]
-
-    def _outbox_answered(self, call: OutboxCall, answer: Answer) -> None:
-        kind = type(call)
-        if isinstance(answer, CallFailure):
-            self.noted(answer)
-            if answer.reason is FailureReason.REFUSED:
-                self._log.warning("kvdepot: %s refused: %s", kind.__name__, answer.message)
-                self._close_book(self._outbox.refused(kind))
-                return
-            self._outbox.unconfirmed(kind)
-            if not self._resend_armed:
-                self._resend_armed = True
-                self.after(self._retry.next_seconds(), self._resend)
-            return
-        self._close_book(self._outbox.confirmed(kind, answer if isinstance(answer, CommitReply) else None))
-        self._retry.reset()
-        self._answered()
-
-    def _resend(self) -> None:
-        self._resend_armed = False
-
-    def _close_book(self, ended: Confirmed) -> None:
-        for lease_id in ended.leases:
-            self.lease_ended(lease_id)
-        for lease_id, indices in ended.objects:
-            if lease_id in self._leases:
-                self._leases.confirmed(lease_id, indices)
-                self.state.leases_ended += lease_id not in self._leases
-        for done, outcomes in ended.committed:
-            self._completions.put((done, outcomes))
 
 
 def _ended_failure() -> CallFailure:

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -160,7 +161,7 @@ def test_when_the_thread_ends_nobody_is_left_waiting(session: Session) -> None:
 
 
 def test_a_session_that_is_to_end_sends_what_it_owes_and_detaches_last(session: Session) -> None:
-    session.loop.post(session.loop.release, (7,), True, False)
+    session.loop.post(partial(session.loop.outbox.release, (7,), used=True))
     session.loop.end(0.2)
     assert session.detached.wait(patient(PATIENCE_SECONDS))
     assert any(isinstance(call, ReleaseCall) for call in session.channel.calls)
@@ -332,10 +333,10 @@ def test_a_call_that_cannot_be_encoded_is_refused_and_not_repeated() -> None:
 @pytest.mark.requirement("I5")
 def test_an_ending_that_is_refused_does_not_hold_up_the_next(session: Session) -> None:
     session.channel.answers[EndRequestCall] = CallFailure(FailureReason.REFUSED, "not_encodable")
-    session.loop.post(session.loop.end_request, "bad", RequestEnd(), TokenReport())
+    session.loop.post(session.loop.outbox.end_request, "bad", RequestEnd(), TokenReport())
     session.wait(lambda: EndRequestCall(TOKEN, "bad") in session.channel.calls)
     session.channel.answers[EndRequestCall] = Confirmed()
-    session.loop.post(session.loop.end_request, "good", RequestEnd(), TokenReport())
+    session.loop.post(session.loop.outbox.end_request, "good", RequestEnd(), TokenReport())
     session.wait(lambda: EndRequestCall(TOKEN, "good") in session.channel.calls)
 
 
