@@ -38,8 +38,8 @@ class _PathLike(Protocol):
 def chunk_key(block_hash: bytes, salt: bytes = b"") -> bytes:
     """Return the key (16 bytes) of the chunk that ends at the block with this chained hash.
 
-    `salt` is the content digest of a LoRA adapter, empty without one: the engine's hash covers only the adapter's
-    name. Raise InvalidArgument for an empty or overlong hash.
+    `salt` has what the hash does not cover: the content of a LoRA adapter, and the tokens that draft layers read after
+    the boundary (docs/formats/namespace.md). Raise InvalidArgument for an empty or overlong hash.
     """
     if not 0 < len(block_hash) <= limits.BLOCK_HASH_BYTES_MAX:
         raise InvalidArgument(f"a block hash has 1 to {limits.BLOCK_HASH_BYTES_MAX} bytes, not {len(block_hash)}")

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,13 @@ def test_the_page_on_vllm_names_each_method_of_speculative_decoding() -> None:
     refused = rest.partition("What was run:")[0]
     assert {method for method in speculation.LOOKAHEAD if f"`{method}`" not in served} == set()
     assert {method for method in speculation.REFUSED if f"`{method}`" not in refused} == set()
+
+
+def test_the_page_of_the_architecture_says_what_each_package_is_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    del groups["dev"]
+    required = {(package.partition(">=")[0], extra) for extra, packages in groups.items() for package in packages}
+    section = (ROOT / "docs/architecture.md").read_text().partition("## Packages\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?`) \| (?:`(\w+)` )?\|", section, re.MULTILINE)
+    assert {(package.strip("`"), extra) for packages, extra in rows for package in packages.split(", ")} == required
