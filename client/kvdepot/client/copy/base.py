@@ -331,7 +331,7 @@ def _moved(pieces: CopyBatch, extents: Extents, firsts: Column) -> CopyBatch:
 
 
 def _split_at_fragments(pieces: CopyBatch, extents: Extents) -> CopyBatch:
-    """Likewise where fragments end within pieces."""
+    """Split pieces where fragments end within them, and turn places in the grant into offsets in the arena."""
     starts, lengths = pieces.offsets, pieces.lengths
     first = np.searchsorted(extents.starts, starts, side="right") - 1
     last = np.searchsorted(extents.starts, starts + lengths - 1, side="right") - 1

@@ -36,7 +36,7 @@ POOL_BYTES: Final = 128 << 20
 ROUNDS: Final = 5
 GROUP_OBJECTS: Final = 8
 PATIENCE_SECONDS: Final = 60.0
-"""For a tier that takes nothing, or for the medium."""
+"""For a tier that takes nothing, or for its device."""
 _UNLIMITED: Final = 1 << 50
 _POLL_SECONDS: Final = 0.01
 _RAM: Final = "ram"

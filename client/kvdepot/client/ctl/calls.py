@@ -213,12 +213,12 @@ class Operator:
         )
 
     def find_any_namespace(self, prefix: str) -> bytes:
-        """Likewise; all digits of one are taken for what they are, also where the daemon knows no such namespace."""
+        """Return the only namespace with this prefix. A whole id is taken, also if the daemon does not know it."""
         digits = _digits("NAMESPACE", prefix)
         return bytes.fromhex(digits) if len(digits) == 2 * NAMESPACE_ID_BYTES else self.find_namespace(digits)
 
     def find_switched_off(self, switch: Switch, prefix: str) -> bytes:
-        """Likewise of those that are switched off by themselves, which the daemon may know no other way."""
+        """Return the only namespace with this prefix that is switched off. The daemon may know nothing else of it."""
         prefix = _digits("NAMESPACE", prefix)
         off = switch_states(self.status().switches)[switch].off_namespaces
         found = [one for one in off if one.hex().startswith(prefix)]

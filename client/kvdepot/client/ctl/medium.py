@@ -1,4 +1,4 @@
-"""What a directory's medium reads and writes by itself, in a process of its own: a file system that hangs keeps it.
+"""What a directory's device reads and writes alone, in a process of its own, because a file system may hang.
 
 Run by its path, with the standard library alone: `python -I -S medium.py DIRECTORY BYTES`. Two threads, each its half
 of one file that is removed at once, in requests of 4 MiB past the page cache. It prints `Medium` as JSON.
@@ -41,7 +41,7 @@ def measure(directory: str, size_bytes: int) -> Medium:
     try:
         room = os.statvfs(directory)
         if room.f_bavail * room.f_frsize < ROOM * size_bytes:
-            return Medium(why_not="it has not the room for the medium's own file")
+            return Medium(why_not="it has not the room for the device's own file")
         direct = True
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)

@@ -79,7 +79,7 @@ class DirectFiles:
 
     The first file that refuses O_DIRECT, at open or at the first request, shows that it does not work. So does a file
     that lies where O_DIRECT is not safe. Then every file goes through the page cache. What was moved is put on the
-    medium at once, and dropped from the cache. So what is answered has met the same errors, and the cache stays the
+    device at once, and dropped from the cache. So what is answered has met the same errors, and the cache stays the
     engines'.
     Where O_DIRECT is not safe, what is read first comes into the process's own memory.
     """

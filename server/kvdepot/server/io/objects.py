@@ -1,4 +1,4 @@
-"""Objects between a medium and the arena: read and verified, or encoded and written (docs/formats/object.md)."""
+"""Objects between a device and the arena: read and verified, or encoded and written (docs/formats/object.md)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from kvdepot.server.storage.base import IoOutcome
 
 
 def perform(job: Job, context: Context) -> Answer:
-    """Do it. Never raises for what a medium does or holds: that is the answer's `outcome`.
+    """Do it. Never raises for what a device does or holds: that is the answer's `outcome`.
 
     A job that contradicts itself or the arena is answered IO_ERROR, and nothing was touched.
     """
@@ -56,7 +56,7 @@ def perform(job: Job, context: Context) -> Answer:
 
 
 def _append(job: Append, context: Context) -> Answer:
-    """Append all of the data or nothing, as far as a failing medium lets the write be undone."""
+    """Append all of the data or nothing, as far as a failing device lets the write be undone."""
     path = context.files.path(job.file)
     with _opened(context.files.open_buffered(job.file, create=not job.expected_bytes)) as fd:
         found = os.fstat(fd).st_size

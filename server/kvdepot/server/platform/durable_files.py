@@ -72,7 +72,7 @@ def publish(path: Path, pieces: Iterable[bytes]) -> None:
 
 
 def sync_file(fd: int, path: str | Path, *, data_only: bool = False) -> None:
-    """Put what was written on the medium. Where the file system cannot, that is as much as can be had."""
+    """Put what was written on the device. Where the file system cannot, that is as much as can be had."""
     with naming("fdatasync" if data_only else "fsync", path):
         _if_there_is(lambda: (os.fdatasync if data_only else os.fsync)(fd), LACKED)
 

@@ -59,7 +59,7 @@ def operators_service(
                     async with aclosing(handler(value)) as replies:
                         async for reply in replies:
                             await context.write(_encoded(method, reply))
-            except Exception as error:  # noqa: BLE001 - likewise
+            except Exception as error:  # noqa: BLE001 - as above
                 await refuse(context, domain_error(error, log))
 
         return answer_many if method.streams else answer_one

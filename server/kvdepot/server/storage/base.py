@@ -1,6 +1,6 @@
 """The one interface of every tier below RAM, as the engine sees it.
 
-A tier lives on the loop's thread and never blocks: what touches a medium is done by I/O
+A tier lives on the loop's thread and never blocks: what touches a device is done by I/O
 workers, and answered by a callback on the loop's thread. The engine owns the tree of
 chunks, decides what is written, promoted and evicted, and asks; the tier owns its bytes,
 their format, its journal and its capacity, and answers.
@@ -31,7 +31,7 @@ class IoOutcome(StrEnum):
     """The outcome of one read or write. The values are labels of counters."""
 
     OK = "ok"
-    # The medium holds something else than it should: never served, and quarantined but for OTHER_KEYS.
+    # The device holds something else than it should: never served, and quarantined but for OTHER_KEYS.
     # `IoOutcome(damage)` converts.
     TOO_SHORT = Damage.TOO_SHORT.value
     MAGIC = Damage.MAGIC.value
@@ -45,8 +45,8 @@ class IoOutcome(StrEnum):
     UNKEYED = Damage.UNKEYED.value
     UNKNOWN_KEY = Damage.UNKNOWN_KEY.value
     BAD_PLACE = "bad_place"  # it failed again and again while others were read: given up, and its place is not reused
-    TORN = "torn"  # likewise, but newer than the last synced snapshot: a power loss explains it
-    # The medium did not answer, or refused.
+    TORN = "torn"  # damaged, but newer than the last synced snapshot: a power loss explains it
+    # The device did not answer, or refused.
     GONE = "gone"  # no such file, stale handle
     FOREIGN = "foreign"  # a whole object of this name, of which asker and writer said different things: left alone
     UNREADABLE = "unreadable"  # permission
@@ -55,7 +55,7 @@ class IoOutcome(StrEnum):
     READ_ONLY = "read_only"  # EROFS
     TIMEOUT = "timeout"  # the deadline passed; a worker may still hold the extents
     # The loan was refused or could not begin, the job cannot be packed, the tier closed or its breaker open. Nobody
-    # goes on with it, and it says nothing about the medium.
+    # continues with it, and it says nothing about the device.
     CANCELLED = "cancelled"
 
 
@@ -120,7 +120,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How an object lies on the medium, for operators."""
+    """How an object lies on the device, for operators."""
 
     stored_bytes: int  # of the payload, after the codec
     sequence: int  # 0: the tier counts none
@@ -132,9 +132,9 @@ class TierTraits:
     """What sets a kind of tier apart, for the engine and for the conformance suite."""
 
     shared: bool = False
-    """Other daemons put objects on its medium and take them away. What its index does not know may be there: `look_up`.
+    """Other daemons put objects on its device and take them away. What its index does not know may be there: `look_up`.
 
-    It is a `SharedTier`. `drop` only forgets; the medium's capacity is its janitor's care, and no quota counts there.
+    It is a `SharedTier`. `drop` only forgets; the device's capacity is its janitor's care, and no quota counts there.
     """
 
 
@@ -142,7 +142,7 @@ class TierListener(Protocol):
     """What a tier tells the engine without being asked, on the loop's thread."""
 
     def found(self, tier: Tier, objects: FoundObjects) -> None:
-        """Take in a slice of what lies on the medium, parents before children. The engine drops what it cannot use."""
+        """Take in a slice of what lies on the device, parents before children. The engine drops what it cannot use."""
 
     def lost(self, tier: Tier, handles: Sequence[int]) -> None:
         """Forget these handles: their objects are damaged, or gone with their directory. No `drop` follows."""
@@ -223,10 +223,10 @@ class Tier(Protocol):
         """Forget an object. Its bytes are reused once readers in flight are done."""
 
     def stored(self, handle: int) -> Stored:
-        """Return how an object of the tier lies on the medium. Does not touch the medium."""
+        """Return how an object of the tier lies on the device. Does not touch the device."""
 
     async def close(self) -> None:
-        """Finish what is in flight within a bounded time, whatever the medium does; persist; end the workers."""
+        """Finish what is in flight within a bounded time, whatever the device does; persist; end the workers."""
 
     def status(self) -> TierStatus: ...
 
@@ -243,7 +243,7 @@ class SharedTier(Tier, Protocol):
         """
 
     def used(self, handles: Sequence[int]) -> None:
-        """Note that a request used the path of these handles, parents first. This sets their recency on the medium.
+        """Note that a request used the path of these handles, parents first. This sets their recency on the device.
 
         Not called again for the same path within half an hour.
         """

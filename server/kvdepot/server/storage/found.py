@@ -1,4 +1,4 @@
-"""What a tier finds on its medium, as columns. Not in `base`, which I/O workers load: they do without numpy."""
+"""What a tier finds on its device, as columns. Not in `base`, which I/O workers load: they do without numpy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvdepot.core.objectfile import ObjectName
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundObjects:
-    """Objects that a tier found on its medium while it opened, a row each. Names are two words of 64 bits, (n, 2)."""
+    """Objects that a tier found on its device while it opened, a row each. Names are two words of 64 bits, (n, 2)."""
 
     handles: npt.NDArray[np.int64]
     namespaces: npt.NDArray[np.uint64]

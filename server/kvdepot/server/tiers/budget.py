@@ -1,4 +1,4 @@
-"""How many bytes may be written a day (UTC): what a medium's endurance allows."""
+"""How many bytes may be written a day (UTC): what a device's endurance allows."""
 
 from __future__ import annotations
 

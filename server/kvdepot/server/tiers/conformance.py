@@ -1,7 +1,7 @@
 """What every tier below RAM must do: a suite to run an implementation through, no matter who wrote it.
 
 Inherit `TierConformance` in a test module and give it a pytest fixture `harness` that yields a `TierHarness`
-(`conformance_harness`) over an empty medium.
+(`conformance_harness`) over an empty device.
 
 Tiers whose traits say `shared` count handles, forget where others free, and are asked where others tell.
 """
@@ -34,7 +34,7 @@ _FILL_MAX: Final = 100_000
 
 
 class TierConformance:
-    """The suite. Every test gets a fresh medium."""
+    """The suite. Every test gets a fresh device."""
 
     # Round trips
 

@@ -1,7 +1,7 @@
-"""What the conformance suite of tiers works with: a medium to test, objects to store, and calls that wait.
+"""What the conformance suite of tiers works with: a device to test, objects to store, and calls that wait.
 
-A test module gives the suite a `TierHarness` over an empty medium. Its `peek` and `poke` are the back door: they show
-what lies on the medium, not what the tier says lies there.
+A test module gives the suite a `TierHarness` over an empty device. Its `peek` and `poke` are the back door: they show
+what lies on the device, not what the tier says lies there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RecordingListener:
 
 
 class TierHarness(Protocol):
-    """One medium and the tier over it. `arena` has at least ARENA_BYTES_MIN bytes, which extents point into."""
+    """One device and the tier over it. `arena` has at least ARENA_BYTES_MIN bytes, which extents point into."""
 
     tier: Tier
     listener: RecordingListener
@@ -85,7 +85,7 @@ class TierHarness(Protocol):
         """Let it work until nothing is left to do."""
 
     def peek(self, handle: int) -> bytes:
-        """Return header and stored payload as they lie on the medium."""
+        """Return header and stored payload as they lie on the device."""
 
     def poke(self, handle: int, data: bytes) -> None:
         """Replace them, from the header's first byte on."""
@@ -94,7 +94,7 @@ class TierHarness(Protocol):
         """Delete the object as another daemon would. Only called if the tier's traits say `shared`."""
 
     def reopen(self, *, crash: bool) -> None:
-        """Make a new tier and listener over the same medium, then `settle`.
+        """Make a new tier and listener over the same device, then `settle`.
 
         The old tier is closed first. With `crash`, it is gone without a close.
         """
@@ -109,7 +109,7 @@ def payload_of(name: ObjectName) -> bytes:
     return (name.key * (name.raw_bytes // len(name.key) + 1))[: name.raw_bytes]
 
 
-# What the suite does to a medium
+# What the suite does to a device
 
 Damage = Callable[[bytes, bytes], bytes]
 

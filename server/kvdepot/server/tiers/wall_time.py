@@ -1,4 +1,4 @@
-"""The time of day as media store it."""
+"""The time of day as devices store it."""
 
 from __future__ import annotations
 

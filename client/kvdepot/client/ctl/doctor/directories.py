@@ -56,7 +56,7 @@ def check_answers(place: Place, probed: Probed | None, seconds: float) -> Findin
         return check.skipped(f"{place.path}: {probed.looking}: ask as the daemon's user or as root")
     if probed.looking:
         return check.fail(
-            f"{place.path}: {probed.looking}", "look at the medium: `dmesg`, `smartctl -a`, or its server"
+            f"{place.path}: {probed.looking}", "look at the device: `dmesg`, `smartctl -a`, or its server"
         )
     return check.ok(place.path)
 
@@ -126,15 +126,15 @@ def check_file_system(looked: Looked) -> Finding:
         if found in MEMORY_KINDS:
             return check.ok(shown)
         return check.fail(
-            f"{shown}: the arena would lie on a medium", "set [ram] path to a directory on tmpfs or hugetlbfs"
+            f"{shown}: the arena would lie on a device", "set [ram] path to a directory on tmpfs or hugetlbfs"
         )
     if found in MEMORY_KINDS:
-        return check.warn(f"{shown}: this is memory, gone at the next boot", "name a directory on a medium")
+        return check.warn(f"{shown}: this is memory, gone at the next boot", "name a directory on a device")
     if found == "overlay":
         return check.warn(f"{shown}: gone with the container", "mount a volume there")
     if kind == "disk" and found in NETWORK_KINDS:
         return check.warn(
-            f"{shown}: a tier of kind disk is one daemon's alone, and made for local media", 'use kind = "shared"'
+            f"{shown}: a tier of kind disk is one daemon's alone, and made for local devices", 'use kind = "shared"'
         )
     if kind == "shared" and found not in NETWORK_KINDS and not found.startswith("fuse"):
         return check.warn(f"{shown}: other nodes cannot see it", "mount a file system that all nodes have there")

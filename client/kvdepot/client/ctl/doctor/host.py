@@ -1,6 +1,6 @@
 """What the checks read of this machine: files below /proc, /sys, /etc and /run, which a test puts somewhere else.
 
-Nothing here touches a medium that could hang; that is `probe`'s, in a process of its own.
+Nothing here touches a device that could hang; that is `probe`'s, in a process of its own.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Probed:
     is_directory: bool = False
     is_empty: bool = False
     looking: str = ""
-    denied: bool = False  # that it may not be looked at by this user is no trouble of the medium's
+    denied: bool = False  # that it may not be looked at by this user is no trouble of the device's
     mode: int = 0
     uid: int = 0
     on_root_filesystem: bool = False

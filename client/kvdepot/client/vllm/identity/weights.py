@@ -139,7 +139,7 @@ def _settled(path: Path) -> os.stat_result:
         status = path.stat()
         tick = TICK_SECONDS if status.st_ctime_ns % 10**9 else COARSE_TICK_SECONDS
         wait = status.st_ctime_ns / 1e9 + tick - time.time()
-        if wait <= 0 or wait > tick:  # another host's clock may be ahead
+        if wait <= 0 or wait > tick:  # another host's clock may be fast
             break
         threading.Event().wait(wait)
     return status

@@ -4,8 +4,8 @@ Draft layers with wrong bytes leave every token right, and cost accepted drafts 
 
 No call tells a connector what was sampled. It follows from what vLLM keeps of a request: `num_computed_tokens` grows
 by all tokens of a step when the step is scheduled, and shrinks by the rejected ones when its output is read. Until
-then `num_in_flight_tokens` has the step. So the difference of the two grows by a step's accepted tokens, whatever runs
-ahead.
+then `num_in_flight_tokens` has the step. So the difference of the two grows by a step's accepted tokens, also with
+asynchronous scheduling.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ class Origins:
             if state is None:
                 continue
             begin, tokens = state.request.num_computed_tokens, scheduled.get(request_id, 0)
-            hashed = len(state.request.block_hashes) * self._hash_block_tokens  # a step may run ahead of its tokens
+            # A step may begin before its tokens are known (asynchronous scheduling).
+            hashed = len(state.request.block_hashes) * self._hash_block_tokens
             end = min(begin + tokens, hashed)
             if tokens:
                 self._check(state, begin, resolve, drafts)

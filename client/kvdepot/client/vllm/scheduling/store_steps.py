@@ -1,8 +1,8 @@
 """How much of each request can be stored: after a step, and at the request's end (design.md#store).
 
 A chunk can be stored when it is computed and has a key. A key covers only known tokens, and so neither drafts that may
-be rejected, nor tokens that a step runs ahead of (asynchronous scheduling). With draft layers the key also needs the
-tokens after the chunk. They may be a request's last ones: then no step schedules it again (docs/adr/0061).
+be rejected, nor tokens that are not known when a step begins (asynchronous scheduling). With draft layers the key also
+needs the tokens after the chunk. They may be a request's last ones: then no step schedules it again (docs/adr/0061).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StoreSteps:
         """
         if self._on and not state.admitted:
             request = state.request
-            # Nothing is computed of the last token. A step that runs ahead of its tokens may have counted it.
+            # Nothing is computed of the last token. A step that began before its tokens were known may have counted it.
             computed = min(request.num_computed_tokens, request.num_tokens - 1)
             self._consider(state, computed, lambda: tables)
 

@@ -90,7 +90,7 @@ class Catalog(NameTable):
         return bool(self._unproven[handle])
 
     def prove(self, handle: int) -> None:
-        """Take note that the object was verified on the medium."""
+        """Take note that the object was verified on the device."""
         self._unproven[handle] = 0
 
     def handles(self) -> Iterator[int]:

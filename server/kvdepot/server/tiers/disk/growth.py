@@ -17,7 +17,7 @@ from kvdepot.server.tiers.workers import Hold, Workers
 
 _RETRY_SECONDS: Final = 15.0
 _RETRY_SECONDS_MAX: Final = 240.0
-"""How seldom what had to be tried is tried again: a quota that the room does not show had its last byte taken."""
+"""How rarely what had to be tried is tried again: a quota that the room does not show had its last byte taken."""
 _RETRY_SECONDS_MIN: Final = 0.5
 _FAILURES_MAX: Final = 4
 

@@ -101,7 +101,7 @@ class Journal:
         self._next()
 
     def close_synced(self, done: Done) -> None:
-        """Say that everything is on the medium. The last record; the caller has none waiting."""
+        """Say that everything is on the device. The last record; the caller has none waiting."""
         if not self._open or not self.idle or self._waiting:
             done(IoOutcome.CANCELLED)
             return

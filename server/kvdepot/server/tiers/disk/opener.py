@@ -1,7 +1,7 @@
 """The opening process of a disk tier: holds its directory's lock, recovers its index, compacts its journals.
 
 Started by the daemon as `python -m kvdepot.server.tiers.disk.opener SOCKET_FD PARENT_PID DIRECTORY CAPACITY
-QUARANTINE NICENESS`. It does what may block on the medium and touches no payload. It ends with its parent, and then
+QUARANTINE NICENESS`. It does what may block on the device and touches no payload. It ends with its parent, and then
 the kernel drops the lock (docs/formats/disk.md, Opening).
 """
 

@@ -31,10 +31,10 @@ class QuarantineRoom:
         self._wall_clock = wall_clock
         self._files: deque[tuple[str, int]] = deque()  # oldest first
         self._copying: set[str] = set()  # not answered yet
-        self._removing: set[str] = set()  # likewise
+        self._removing: set[str] = set()  # not answered yet
         self._looking = False
         self._taken: set[str] = set()  # since an opening began to look, or on their way by then
-        self._removed: set[str] = set()  # likewise
+        self._removed: set[str] = set()  # as `_taken`
         self.used_bytes = 0
 
     def look(self) -> None:

@@ -57,7 +57,7 @@ class RecordType(IntEnum):
 UNPROVEN: Final = 1
 """Flag of a PUT: not known to have been synced before a power loss."""
 SYNCED: Final = 1
-"""Flag of a CLOSE: every object was on the medium before it."""
+"""Flag of a CLOSE: every object was on the device before it."""
 
 
 class BadRecord(ValueError):  # noqa: N818 - says what it found
@@ -70,7 +70,7 @@ class BadFile(ValueError):  # noqa: N818 - says what it found
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """One object on the medium."""
+    """One object on the device."""
 
     name: ObjectName
     sequence: int

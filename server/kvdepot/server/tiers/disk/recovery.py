@@ -41,7 +41,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What lies on the medium. `notes` are for the log: what did not count, and why."""
+    """What lies on the device. `notes` are for the log: what did not count, and why."""
 
     replayed: Replayed
     puts: PutColumns  # parents before children

@@ -1,4 +1,4 @@
-"""What a snapshot and its journals say is on the medium (docs/formats/disk.md, Replay). A pure function over bytes."""
+"""What a snapshot and its journals say is on the device (docs/formats/disk.md, Replay). A pure function over bytes."""
 
 from __future__ import annotations
 

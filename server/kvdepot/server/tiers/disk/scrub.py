@@ -1,4 +1,4 @@
-"""The scrubber: reads what lies on the medium and verifies it, slowly, before somebody needs it.
+"""The scrubber: reads what lies on the device and verifies it, slowly, before somebody needs it.
 
 A pass goes through the objects in order of their sequence, so that a restart continues where the
 last run was. Nothing of it is in the way: it reads with the lowest priority, one object at a time.

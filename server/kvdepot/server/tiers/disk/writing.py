@@ -42,7 +42,7 @@ class _Write:
 class Writing:
     """`refused(outcome, detail)` is told of outcomes that concern more than one object.
 
-    A write that something raised for is answered CANCELLED, and its place is settled: `_fail`.
+    A write that something raised for is answered CANCELLED, and `_fail` decides about its place.
     """
 
     def __init__(

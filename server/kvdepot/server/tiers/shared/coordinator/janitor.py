@@ -1,9 +1,10 @@
 """The janitor of a shared directory: who it is, and what it does (design.md#shared-tiers, ADR 0018, ADR 0052).
 
-The lease is a file. Whoever finds it old, by the server's clock, writes the next term over it, waits, and is janitor if
-the file still says so. Of two at once the last one wins and the other sees it. A janitor looks again before each step
-that deletes or grants, and that it renewed its lease lately by its own clock. One that was late does neither before it
-has contended anew. Its count goes on meanwhile, and is good if the file has named nobody else: a count only reads.
+The lease is a file. A node that finds it old, by the server's clock, writes the next term over it, waits, and is
+janitor if the file still says so. Of two at once the last one wins and the other sees it. Before each step that deletes
+or grants, a janitor reads the file again, and checks by its own clock that it renewed its lease lately. A janitor that
+was late does neither before it has contended again. Its count continues meanwhile, because a count only reads. The
+count is good if the file has named nobody else.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class Janitor:
     def work(self) -> bool:
         """Do a step. Return False if there is nothing to do now, or nothing for this node.
 
-        Never raises for what the medium answers.
+        Never raises for what the device answers.
         """
         if self.holding and self._late():
             self._suspend()
@@ -211,7 +212,7 @@ class Janitor:
     def _late(self) -> bool:
         """Return whether half of the lease's time has passed since it was renewed.
 
-        This node was stopped then, or the medium was. Another node may be janitor before this one has asked.
+        This node was stopped then, or the device was. Another node may be janitor before this one has asked.
         """
         return self._clock() - self._renewed_at > self._lasts_seconds / 2
 
