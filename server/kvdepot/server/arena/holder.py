@@ -47,11 +47,12 @@ class Holder:
         """Return when there is nothing to hold, or when no daemon could find this holder."""
         while True:
             events = self._selector.select(None if self._daemons else CHECK_SECONDS)
-            for key, _ in events:
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._read(key.fileobj)  # type: ignore[arg-type]
+            ready = [key.fileobj for key, _ in events]
+            for one in ready:
+                if one is not self._listener:
+                    self._read(one)  # type: ignore[arg-type]
+            if self._listener in ready:  # last: who connects gets what was sent before
+                self._accept()
             if events or self._daemons:
                 continue
             if self._held and not os.fstat(self._held[0]).st_nlink:
@@ -67,14 +68,12 @@ class Holder:
             return
         daemon.setblocking(False)
         _, uid, _ = _UCRED.unpack(daemon.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        try:
-            if uid != os.geteuid():
-                raise PermissionError
-            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._held))] if self._held else []
-            daemon.sendmsg([GREETING], rights)
-        except OSError:
+        if uid != os.geteuid():
             daemon.close()
             return
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", self._held))] if self._held else []
+        with contextlib.suppress(OSError):  # it may have gone, and left its files to be read
+            daemon.sendmsg([GREETING], rights)
         self._daemons.add(daemon)
         self._selector.register(daemon, selectors.EVENT_READ)
 

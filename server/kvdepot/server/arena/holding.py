@@ -176,13 +176,26 @@ class Holding:
         return connection
 
     def _start_holder(self) -> None:
+        """Start a holder that has the arena from its first moment, however long its start takes.
+
+        The files wait in the queue of its listening socket. So nothing depends on a daemon that lives on.
+        """
         listener, lock = listen(self._arena.path)
         with listener, lock:
-            subprocess.run(
+            listener.listen()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as giver:
+                giver.settimeout(_ANSWER_SECONDS)
+                with _short(hold_path(self._arena.path)) as path:
+                    giver.connect(os.fspath(path))
+                socket.send_fds(giver, [holder.HOLD], self._arena.files)
+            starting = subprocess.Popen(
                 (*_PROGRAM, str(listener.fileno()), hold_path(self._arena.path)),
-                check=True, pass_fds=(listener.fileno(), lock.descriptor), start_new_session=True,
-                timeout=_LATE_SECONDS, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=(listener.fileno(), lock.descriptor), start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if code := starting.wait(_LATE_SECONDS):
+                raise subprocess.CalledProcessError(code, _PROGRAM)
 
     def _connected(self, found: Connection | Exception) -> None:
         if self._closed:
@@ -192,7 +205,7 @@ class Holding:
             if self._may_start:
                 self._count("holder_failures")
                 if self._throttle.due("holder"):
-                    self._log.warning("nobody holds the arena for the next daemon, which will begin empty: %s", found)
+                    self._log.warning("nobody holds the arena for the next daemon, which may begin empty: %s", found)
             self._again = self._loop.call_later(AGAIN_SECONDS, self._look_again)
         else:
             self._connection = found

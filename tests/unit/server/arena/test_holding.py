@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvdepot.server.arena import holder
-from kvdepot.server.arena.holding import Connection, held_files
+from kvdepot.server.arena import holder, holding
+from kvdepot.server.arena.holding import Connection, Holding, held_files
 
 from tests.rigs.patience import patient
 
@@ -95,4 +99,44 @@ def test_a_start_waits_for_a_holder_that_gets_little_processor_time(tmp_path: Pa
         held = held_files(tmp_path / "a").others
     assert len(held) == 3
     for fd in held:
+        os.close(fd)
+
+
+_LATE = """
+import os, select, sys
+select.select([int(sys.argv[1])], [], [])
+os.execv(sys.executable, [sys.executable, "-I", "-S", *sys.argv[2:]])
+"""
+"""A holder that begins when something may be read from a descriptor: as slowly as the machine lets it."""
+
+
+@pytest.mark.requirement("I8", "T6")
+def test_a_holder_that_starts_late_has_the_arena_of_a_daemon_that_is_gone(
+    tmp_path: Path, files: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_start, start = os.pipe()
+    os.set_inheritable(may_start, True)
+    monkeypatch.setattr(holding, "_PROGRAM", (sys.executable, "-c", _LATE, str(may_start), holder.__file__))
+    monkeypatch.setattr(holding, "_LATE_SECONDS", 0.1)
+    monkeypatch.setattr(holding, "_ANSWER_SECONDS", 0.1)
+    popen = subprocess.Popen
+
+    def inherits(*arguments: Any, pass_fds: tuple[int, ...], **options: Any) -> Any:
+        return popen(*arguments, pass_fds=(*pass_fds, may_start), **options)
+
+    monkeypatch.setattr(subprocess, "Popen", inherits)
+    tables = tmp_path / "a"
+    tables.touch()
+    arena: Any = SimpleNamespace(path=tables, files=tuple(files))
+    loop, counted = asyncio.new_event_loop(), list[str]()
+    daemon = Holding(arena, may_start=True, count=counted.append, loop=loop, log=logging.getLogger("test"))
+    daemon.start()
+    daemon.close()
+    loop.close()
+    assert counted == ["holder_failures"]  # nobody has answered, and nobody has taken the arena
+    monkeypatch.undo()
+    os.write(start, b"now")
+    held = held_files(tables).others
+    assert [os.path.sameopenfile(*pair) for pair in zip(held, files[1:], strict=True)] == [True] * 3
+    for fd in (*held, may_start, start):
         os.close(fd)
