@@ -65,7 +65,7 @@ SPEC_BYTES_MAX: Final = 1 << 20
 ELEMENT_RUNS_MAX: Final = 512
 """Of all kinds of a namespace: equal layers of all ranks are one run."""
 ELEMENT_PARTS_MAX: Final = 16_384
-"""Likewise the parts in these runs: layers times ranks."""
+"""Of all kinds of a namespace: parts in these runs, layers times ranks."""
 DTYPE_BYTES_MAX: Final = 32
 GROUPS_MAX: Final = 64
 """KV-cache groups of an engine; the largest hybrid seen has 9."""

@@ -172,9 +172,9 @@ class ObjectDescription:
     size_bytes: int
     state: State = ""
     checksum: Annotated[bytes, Exactly(_CHECKSUM_BYTES, or_empty=True)] = b""
-    """XXH3-128 of the payload, of the stored bytes on a medium. Empty: not known."""
-    stored_bytes: int = 0  # on a medium
-    sequence: int = 0  # on a medium
+    """XXH3-128 of the payload, of the stored bytes on a device. Empty: not known."""
+    stored_bytes: int = 0  # on a device
+    sequence: int = 0  # on a device
     generation: int = 0  # in the arena
     extents: int = 0  # in how many pieces
     loans: Annotated[tuple[LoanDescription, ...], Count(LOANS_MAX)] = ()

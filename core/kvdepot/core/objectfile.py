@@ -57,7 +57,7 @@ class Codec(IntEnum):
 class Damage(StrEnum):
     """What is wrong with an object; distinct, because each has another cause and its own counter."""
 
-    TOO_SHORT = "too_short"  # the medium ends before the object does
+    TOO_SHORT = "too_short"  # the device ends before the object does
     MAGIC = "magic"
     VERSION = "version"
     HEADER = "header"  # the header's own checksum
@@ -81,7 +81,7 @@ class ObjectDamageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ObjectName:
-    """Identity of an object wherever it lies; also what its header on a medium must say."""
+    """Identity of an object wherever it lies; also what its header on a device must say."""
 
     namespace: NamespaceId
     key: ChunkKey
