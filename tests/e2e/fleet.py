@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvdepot.client.ctl.calls import connect
-from kvdepot.client.ctl.commands.explain import record_lines
+from kvdepot.client.ctl.explaining import record_lines
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.core.errors import NotFound
 from kvdepot.core.report import SessionStatus
@@ -275,7 +275,7 @@ class Fleet:
                 records = operator.explain(name)[:requests]
             except NotFound:
                 return f"nothing of {name!r}"
-            return "\n".join(line for record in records for line in record_lines(record))
+            return "\n".join(line for record in records for line in record_lines(record, 120))
 
     def namespace_told(self) -> str:
         """Of the latest request: as many digits of its namespace's id as operators are shown."""

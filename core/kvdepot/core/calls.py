@@ -107,6 +107,10 @@ class RequestEnd:
     local_tokens: int = 0  # that it had itself when it was last asked
     loaded_tokens: int = 0
     miss: Reason = ""  # a `core.misses.MissReason`: why it loaded nothing, or not what it was offered
+    prompt_tokens: int = 0  # 0: the engine never admitted it, or is older than the field
+    source: Reason = ""  # of its load: the slowest tier that had to supply something
+    load_seconds: Seconds = 0.0  # from its blocks to the last copy
+    waited_seconds: Seconds = 0.0  # with `timed_out`: for the lookup's answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class MissReason(StrEnum):
     FAILED_LATELY = "failed_lately"  # a load of this boundary has just failed
     TOO_MANY_LOADS = "too_many_loads"  # in flight
     EXCLUDED = "excluded"  # its hashes do not cover its content, or its adapter is not known
+    TOO_SHORT = "too_short"  # shorter than a chunk, or than min_load_tokens: nothing of it can be loaded
     READS_NO_CACHE = "reads_no_cache"  # it asks for prompt_logprobs, or says so: vLLM computes all of it
     GONE = "gone"  # lost between the lookup and the load
     REFUSED = "refused"
@@ -58,8 +59,10 @@ class MissReason(StrEnum):
 
 LOOKUP_REASONS: Final = tuple(takewhile(lambda reason: reason is not MissReason.UNREACHABLE, MissReason))
 """The reasons of the daemon."""
-UNASKED_REASONS: Final = frozenset({MissReason.EXCLUDED, MissReason.READS_NO_CACHE})
-"""Reasons of requests that never call the daemon. It gets them at the end of the request, for `explain`."""
+UNHEARD_REASONS: Final = frozenset({MissReason.UNREACHABLE, MissReason.NOT_READY})
+"""Reasons of requests that wanted to call the daemon, and could not."""
+UNASKED_REASONS: Final = UNHEARD_REASONS | {MissReason.EXCLUDED, MissReason.READS_NO_CACHE, MissReason.TOO_SHORT}
+"""Reasons of requests that the daemon may never hear of. It gets them at the end of the request, for `explain`."""
 _KNOWN: Final = {reason.value: reason for reason in MissReason}
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Final
 
 from kvdepot.core.bounds import ChunkKey, Count, EngineId, NamespaceId, NamespaceIdOrNone, RequestId, Seconds, Text
 from kvdepot.core.calls import KEY_BYTES, RequestEnd
+from kvdepot.core.misses import UNHEARD_REASONS
 
 RECORDS_MAX: Final = 4096
 """Requests remembered, the oldest is forgotten first: some 8 MiB."""
 LOADS_PER_RECORD_MAX: Final = 4
 RECORDS_PER_ANSWER_MAX: Final = 16
 """Of requests whose ids begin alike."""
+LIST_MAX: Final = 128
+"""Requests of one list."""
 DIFFERENCES_MAX: Final = 8
 UNUSED: Final = "unused"
 """Outcome of a load that was granted, and released without having brought anything."""
@@ -62,6 +66,34 @@ class Lookup:
     other_namespace: NamespaceIdOrNone = b""  # that has the chunk
 
 
+class Outcome(StrEnum):
+    """What became of a request, in the words that operators see."""
+
+    HIT = "HIT"
+    MISS = "MISS"
+    OWN_CACHE = "OWN CACHE"
+    """The engine had all that could be loaded."""
+    NOT_ASKED = "NOT ASKED"
+    """The engine asked for nothing of it."""
+    ABORTED = "ABORTED"
+    """The engine never admitted it."""
+    RUNNING = "RUNNING"
+    """The engine reports at its end."""
+
+
+def outcome_of(lookup: Lookup | None, end: RequestEnd | None) -> Outcome:
+    """Return what became of a request with this last lookup and this report of its engine."""
+    if end is None:
+        return Outcome.RUNNING
+    if end.loaded_tokens:
+        return Outcome.HIT
+    if lookup is None and end.miss not in UNHEARD_REASONS:
+        return Outcome.NOT_ASKED
+    if end.miss:
+        return Outcome.MISS
+    return Outcome.OWN_CACHE if end.local_tokens else Outcome.ABORTED
+
+
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """Times are seconds before the answer."""
@@ -80,6 +112,11 @@ class RequestRecord:
     """Objects by `ReserveOutcome`, lower case."""
     ended_seconds_ago: Seconds | None = None
     end: RequestEnd | None = None
+    chunk_tokens: int = 0  # of its namespace; 0: it is gone
+
+    @property
+    def outcome(self) -> Outcome:
+        return outcome_of(self.lookup, self.end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +124,18 @@ class ExplainReply:
     """The records of the requests that match."""
 
     records: Annotated[tuple[RequestRecord, ...], Count(RECORDS_PER_ANSWER_MAX)]  # the latest first
+
+
+@dataclass(frozen=True, slots=True)
+class ListRequestsCall:
+    """Asks for the latest requests."""
+
+    last: int = 0  # how many; 0: LIST_MAX
+    misses: bool = False  # only those with Outcome.MISS
+
+
+@dataclass(frozen=True, slots=True)
+class RequestList:
+    """Records without their differences, the latest first."""
+
+    records: Annotated[tuple[RequestRecord, ...], Count(LIST_MAX)]

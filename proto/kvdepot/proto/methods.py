@@ -87,6 +87,7 @@ OPERATOR: Final[Mapping[str, Method[Any, Any]]] = _service(
     ("DescribeChunk", listing.DescribeChunkCall, listing.ChunkDescription),
     ("ExplainRequest", records.ExplainCall, records.ExplainReply),
     ("RecordTrace", traces.RecordTraceCall, traces.TracePart),
+    ("ListRequests", records.ListRequestsCall, records.RequestList),
 )
 CONTROL: Final[Mapping[str, Method[Any, Any]]] = _service(
     control_pb2.DESCRIPTOR.services_by_name["Control"],

@@ -21,7 +21,7 @@ from kvdepot.core.misses import LOOKUP_REASONS, MissReason
 
 from tests.contract.connector.test_ranks import break_copies
 from tests.fakes.frontend import Frontend
-from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt, rank_copier
 
 pytestmark = pytest.mark.usefixtures("own_registry")
@@ -82,7 +82,7 @@ def not_ready(scene: Scene) -> Iterator[Asked]:
     """As while the weights are hashed."""
     engine = scene.engine()
     engine.session.forget(engine.side.namespaces.registered_id)
-    yield Asked(engine, recorded=False)
+    yield Asked(engine)
 
 
 @contextmanager
@@ -190,7 +190,13 @@ def other(scene: Scene) -> Iterator[Asked]:
 
 @contextmanager
 def not_worth_it(scene: Scene) -> Iterator[Asked]:
-    yield Asked(scene.engine(min_load_tokens=4 * BLOCK), prompt(3.5))
+    """Its user wants fewer tokens than are there."""
+    yield Asked(scene.engine(), arguments={"params": {"extra_args": {"kv_transfer_params": {"max_load_tokens": 0}}}})
+
+
+@contextmanager
+def too_short(scene: Scene) -> Iterator[Asked]:
+    yield Asked(scene.engine(), prompt(0.5))
 
 
 CAUSES: Final[dict[MissReason, Cause]] = {
@@ -200,6 +206,7 @@ CAUSES: Final[dict[MissReason, Cause]] = {
     MissReason.FAILED_LATELY: failed_lately,
     MissReason.TOO_MANY_LOADS: too_many_loads,
     MissReason.EXCLUDED: excluded,
+    MissReason.TOO_SHORT: too_short,
     MissReason.READS_NO_CACHE: reads_no_cache,
     MissReason.GONE: gone,
     MissReason.REFUSED: refused,

@@ -67,7 +67,8 @@ SPEC = dense_spec("m", 16 << 10)
 NAMESPACE = SPEC.namespace_id().hex()
 OF_THE_DAEMON = {
     "status": [], "top": ["--count", "1", "--interval", "0.1"], "ls": [], "describe": [NAMESPACE],
-    "explain": ["a-request"], "loads": ["on"], "stores": ["on"], "drain": [], "resume": [], "pin": [NAMESPACE],
+    "health": ["--help"], "requests": [], "explain": ["a-request"],
+    "loads": ["on"], "stores": ["on"], "drain": [], "resume": [], "pin": [NAMESPACE],
     "unpin": [NAMESPACE], "quota": ["list"], "config": ["show"], "verify": [], "prefetch": ["--help"],
     "export": ["--help"], "completion": ["bash"], "reload": ["--help"], "doctor": ["--help"], "bench": ["--help"],
     "import": ["--help"], "evict": ["--help"], "epoch": ["--help"], "trace": ["--help"],

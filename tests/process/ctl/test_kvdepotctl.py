@@ -109,7 +109,12 @@ def test_explain_tells_what_became_of_a_request(daemon: DaemonProcess, engine: R
     lookup = explained["lookup"]
     assert lookup["chunks_by_tier"] == {"ram": 3, "nvme": 3}
     assert (lookup["missing_chunk"], lookup["missing_key"]) == (3, asked[3].hex())
-    assert "miss      chunk 3" in text(daemon, "explain", "cmpl-1")
+    shown = text(daemon, "explain", "cmpl-1")
+    assert shown.startswith("RUNNING") and "miss      chunk 3" in shown
+    (listed,) = record(daemon, "requests", "--last", "1")
+    assert [listed[name] for name in ("outcome", "request_id", "lookup")] == ["running", "cmpl-1-0-abc", lookup]
+    assert "cmpl-1-0-abc  " in text(daemon, "requests").splitlines()[1]
+    assert text(daemon, "requests", "--misses").strip() == "no request has missed"
     done = kvdepotctl(daemon, "explain", "no-such")
     assert done.returncode == 1 and "no-such" in done.stderr
 

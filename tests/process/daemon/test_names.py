@@ -42,7 +42,7 @@ def _check_refused(call: Any, message: object, field: str) -> None:
 
 def _check_clean(daemon: DaemonProcess) -> None:
     """Neither what operators see nor the log has anything of the escapes."""
-    for arguments in (["status"], ["ls"], ["explain"], ["status", "--json"]):
+    for arguments in (["status"], ["ls"], ["explain"], ["requests"], ["status", "--json"]):
         printed = kvdepotctl(daemon, *arguments)
         assert "PWNED" not in printed.stdout + printed.stderr
     log = daemon.log

@@ -25,7 +25,7 @@ NAMES = [method.name for method in methods()]
 STREAMS = [method.name for method in methods() if method.server_streaming]
 READS = {
     "GetStatus", "ListNamespaces", "ListContents", "ListChunks", "DescribeNamespace", "DescribeChunk",
-    "ExplainRequest", "RecordTrace", "ListQuotas", "GetConfig",
+    "ExplainRequest", "RecordTrace", "ListRequests", "ListQuotas", "GetConfig",
 }  # fmt: skip
 
 

@@ -29,7 +29,15 @@ from kvdepot.core.listing import (
     prefix_range,
 )
 from kvdepot.core.planner import GroupSpec
-from kvdepot.core.records import ExplainCall, ExplainReply, LoadRecord, Lookup, RequestRecord
+from kvdepot.core.records import (
+    ExplainCall,
+    ExplainReply,
+    ListRequestsCall,
+    LoadRecord,
+    Lookup,
+    RequestList,
+    RequestRecord,
+)
 from kvdepot.core.report import GetStatusCall, ListNamespacesCall, NamespaceStatus, NamespaceStatusPage
 from kvdepot.core.traces import RecordTraceCall, TracedNamespace, TracedRequest, TracePart
 from kvdepot.proto.codec import Codec
@@ -60,11 +68,12 @@ CALLS: list[object] = [
     ListNamespacesCall(3, "t"),
     ExplainCall("request"),
     RecordTraceCall(),
+    ListRequestsCall(7, True),
 ]
 LOOKUP = Lookup(9, 16, 100, 7, {"ram": 3, "nvme": 7}, 64, 32, "nvme", 0.5, "later", 7, ID, ID)
 RECORD = RequestRecord(
     "e", "r", ID, 3.5, 2, 1.5, LOOKUP, ("a != b",), (LoadRecord("granted", 3, 1.0, 0.25),), {"granted": 2}, 0.5,
-    RequestEnd(16, 32, "later"),
+    RequestEnd(16, 32, "later", 99, "nvme", 0.25, 0.05), 16,
 )  # fmt: skip
 REPLIES: list[tuple[str, object]] = [
     ("ListContents", NamespacePage((CONTENTS,), "ff")),
@@ -77,6 +86,7 @@ REPLIES: list[tuple[str, object]] = [
         NamespaceStatusPage((NamespaceStatus(ID, "l", objects={Kind.ATTENTION: 7}, size_bytes=9),), "ff"),
     ),
     ("ExplainRequest", ExplainReply((RECORD, RequestRecord("e", "r", ID, 3.5)))),
+    ("ListRequests", RequestList((RECORD, RequestRecord("e", "r", ID, 3.5)))),
     ("RecordTrace", TracePart((TracedNamespace(ID, SPEC),), (TracedRequest(1.5, ID, ID * 2, 512),), 3)),
 ]
 

@@ -19,7 +19,7 @@ from kvdepot.client.ctl.commands.doctor import doctor
 from kvdepot.client.ctl.commands.drain import drain, resume
 from kvdepot.client.ctl.commands.epoch import epoch
 from kvdepot.client.ctl.commands.evict import evict
-from kvdepot.client.ctl.commands.explain import explain
+from kvdepot.client.ctl.commands.explain import explain, requests
 from kvdepot.client.ctl.commands.exports import export, import_
 from kvdepot.client.ctl.commands.ls import ls
 from kvdepot.client.ctl.commands.pins import pin, unpin
@@ -93,7 +93,7 @@ def cli(context: click.Context, endpoint: Endpoint, admin: Endpoint | None, time
 cli.add_section("Inspect", status, health, top, ls, describe, config, completion)
 cli.add_section("Control", loads, stores, pin, unpin, evict, epoch, quota, drain, resume, reload)
 cli.add_section("Move", prefetch, export, import_)
-cli.add_section("Diagnose", doctor, explain, verify, bench, trace)
+cli.add_section("Diagnose", doctor, explain, requests, verify, bench, trace)
 
 
 def main() -> None:

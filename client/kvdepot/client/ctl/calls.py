@@ -55,7 +55,7 @@ from kvdepot.core.listing import (
     NamespacePage,
     prefix_range,
 )
-from kvdepot.core.records import ExplainCall, ExplainReply
+from kvdepot.core.records import ExplainCall, ExplainReply, ListRequestsCall, RequestList
 from kvdepot.core.report import DaemonStatus, GetStatusCall
 from kvdepot.core.traces import RecordTraceCall, TracePart
 from kvdepot.proto.methods import BY_CALL, Method
@@ -121,6 +121,10 @@ class Operator:
     def explain(self, request_id: str) -> tuple[RequestRecord, ...]:
         """Return the records of requests with this id, or with this beginning of an id; the latest first."""
         return self._ask(ExplainCall(request_id), ExplainReply).records
+
+    def requests(self, last: int, *, misses: bool) -> tuple[RequestRecord, ...]:
+        """Return the records of the latest requests, or of those that missed, the latest first."""
+        return self._ask(ListRequestsCall(last, misses), RequestList).records
 
     def record_trace(self) -> Generator[TracePart, None, None]:
         """Yield what requests look up from now on, without end."""

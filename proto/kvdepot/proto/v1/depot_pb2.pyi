@@ -790,17 +790,33 @@ class RequestEnd(google.protobuf.message.Message):
     LOCAL_TOKENS_FIELD_NUMBER: builtins.int
     LOADED_TOKENS_FIELD_NUMBER: builtins.int
     MISS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    LOAD_SECONDS_FIELD_NUMBER: builtins.int
+    WAITED_SECONDS_FIELD_NUMBER: builtins.int
     local_tokens: builtins.int
     loaded_tokens: builtins.int
     miss: builtins.str
+    prompt_tokens: builtins.int
+    """0: never admitted"""
+    source: builtins.str
+    """of its load: the slowest tier that had to supply something"""
+    load_seconds: builtins.float
+    """from its blocks to the last copy"""
+    waited_seconds: builtins.float
+    """with miss timed_out: for the lookup's answer"""
     def __init__(
         self,
         *,
         local_tokens: builtins.int = ...,
         loaded_tokens: builtins.int = ...,
         miss: builtins.str = ...,
+        prompt_tokens: builtins.int = ...,
+        source: builtins.str = ...,
+        load_seconds: builtins.float = ...,
+        waited_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["load_seconds", b"load_seconds", "loaded_tokens", b"loaded_tokens", "local_tokens", b"local_tokens", "miss", b"miss", "prompt_tokens", b"prompt_tokens", "source", b"source", "waited_seconds", b"waited_seconds"]) -> None: ...
 
 global___RequestEnd = RequestEnd
 
@@ -2122,6 +2138,7 @@ class RequestRecord(google.protobuf.message.Message):
     RESERVED_FIELD_NUMBER: builtins.int
     ENDED_SECONDS_AGO_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: builtins.int
     engine_id: builtins.str
     request_id: builtins.str
     namespace_id: builtins.bytes
@@ -2129,6 +2146,8 @@ class RequestRecord(google.protobuf.message.Message):
     lookups: builtins.int
     looked_up_seconds_ago: builtins.float
     ended_seconds_ago: builtins.float
+    chunk_tokens: builtins.int
+    """of its namespace; 0: the namespace is gone"""
     @property
     def lookup(self) -> global___LookupRecord: ...
     @property
@@ -2158,9 +2177,10 @@ class RequestRecord(google.protobuf.message.Message):
         reserved: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         ended_seconds_ago: builtins.float | None = ...,
         end: global___RequestEnd | None = ...,
+        chunk_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "end", b"end", "ended_seconds_ago", b"ended_seconds_ago", "lookup", b"lookup"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "began_seconds_ago", b"began_seconds_ago", "differences", b"differences", "end", b"end", "ended_seconds_ago", b"ended_seconds_ago", "engine_id", b"engine_id", "loads", b"loads", "looked_up_seconds_ago", b"looked_up_seconds_ago", "lookup", b"lookup", "lookups", b"lookups", "namespace_id", b"namespace_id", "request_id", b"request_id", "reserved", b"reserved"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago", "began_seconds_ago", b"began_seconds_ago", "chunk_tokens", b"chunk_tokens", "differences", b"differences", "end", b"end", "ended_seconds_ago", b"ended_seconds_ago", "engine_id", b"engine_id", "loads", b"loads", "looked_up_seconds_ago", b"looked_up_seconds_ago", "lookup", b"lookup", "lookups", b"lookups", "namespace_id", b"namespace_id", "request_id", b"request_id", "reserved", b"reserved"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_ended_seconds_ago", b"_ended_seconds_ago"]) -> typing.Literal["ended_seconds_ago"] | None: ...
 
 global___RequestRecord = RequestRecord
@@ -2182,3 +2202,41 @@ class ExplainRequestResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["records", b"records"]) -> None: ...
 
 global___ExplainRequestResponse = ExplainRequestResponse
+
+@typing.final
+class ListRequestsRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LAST_FIELD_NUMBER: builtins.int
+    MISSES_FIELD_NUMBER: builtins.int
+    last: builtins.int
+    """how many; 0: as many as an answer has"""
+    misses: builtins.bool
+    """only requests that have ended, and loaded nothing for a reason"""
+    def __init__(
+        self,
+        *,
+        last: builtins.int = ...,
+        misses: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["last", b"last", "misses", b"misses"]) -> None: ...
+
+global___ListRequestsRequest = ListRequestsRequest
+
+@typing.final
+class ListRequestsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RECORDS_FIELD_NUMBER: builtins.int
+    @property
+    def records(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RequestRecord]:
+        """the latest first, without differences"""
+
+    def __init__(
+        self,
+        *,
+        records: collections.abc.Iterable[global___RequestRecord] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["records", b"records"]) -> None: ...
+
+global___ListRequestsResponse = ListRequestsResponse

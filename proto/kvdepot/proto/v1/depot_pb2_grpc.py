@@ -540,6 +540,11 @@ class OperatorStub(object):
                 request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceRequest.SerializeToString,
                 response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/kvdepot.v1.Operator/ListRequests',
+                request_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -595,6 +600,12 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -637,6 +648,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.RecordTrace,
                     request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceRequest.FromString,
                     response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListRequestsRequest.FromString,
+                    response_serializer=kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListRequestsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -856,6 +872,33 @@ class Operator(object):
             '/kvdepot.v1.Operator/RecordTrace',
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceRequest.SerializeToString,
             kvdepot_dot_proto_dot_v1_dot_depot__pb2.RecordTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvdepot.v1.Operator/ListRequests',
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListRequestsRequest.SerializeToString,
+            kvdepot_dot_proto_dot_v1_dot_depot__pb2.ListRequestsResponse.FromString,
             options,
             channel_credentials,
             insecure,

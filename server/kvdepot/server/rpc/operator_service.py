@@ -21,7 +21,7 @@ from kvdepot.core.listing import (
     NamespaceDescription,
     NamespacePage,
 )
-from kvdepot.core.records import ExplainCall, ExplainReply
+from kvdepot.core.records import ExplainCall, ExplainReply, ListRequestsCall, RequestList
 from kvdepot.core.report import DaemonStatus, GetStatusCall, ListNamespacesCall, NamespaceStatus, NamespaceStatusPage
 from kvdepot.core.traces import RecordTraceCall, TracePart
 from kvdepot.proto.codec import codec_of
@@ -75,6 +75,9 @@ class _Operator:
     async def explain(self, call: ExplainCall) -> ExplainReply:
         return ExplainReply(self._records.explain(call.request_id))
 
+    async def requests(self, call: ListRequestsCall) -> RequestList:
+        return RequestList(self._records.latest(call.last, misses=call.misses))
+
     async def trace(self, _: RecordTraceCall) -> AsyncGenerator[TracePart, None]:
         with self._records.traces.recording() as recorder:
             while True:  # until it is closed, because the caller is gone or the daemon stops
@@ -98,6 +101,7 @@ def operator_service(
         "DescribeChunk": operator.describe_chunk,
         "ExplainRequest": operator.explain,
         "RecordTrace": operator.trace,
+        "ListRequests": operator.requests,
     }
     return operators_service(OPERATOR, handlers, calls, log)
 

@@ -7,21 +7,24 @@ from dataclasses import replace
 
 import pytest
 from kvdepot.client.ctl.as_json import to_json
-from kvdepot.client.ctl.commands.explain import MEANING, record_lines
+from kvdepot.client.ctl.explaining import record_lines
 from kvdepot.core.calls import EndRequestCall, Kind, RequestEnd, ReserveOutcome
 from kvdepot.core.elements import ElementRun
 from kvdepot.core.errors import NotFound
 from kvdepot.core.misses import UNASKED_REASONS, MissReason, miss_reason
 from kvdepot.core.planner import GroupSpec
 from kvdepot.core.records import (
+    LIST_MAX,
     LOADS_PER_RECORD_MAX,
     RECORDS_PER_ANSWER_MAX,
     ExplainCall,
     ExplainReply,
     Lookup,
+    Outcome,
+    RequestList,
     RequestRecord,
 )
-from kvdepot.proto.methods import BY_CALL
+from kvdepot.proto.methods import BY_CALL, OPERATOR
 from kvdepot.server.depot.loads import records as records_module
 from kvdepot.server.depot.tree.lost_keys import LostKeys
 from kvdepot.server.depot.types import Quota, TierConfig, WritePolicy
@@ -274,7 +277,7 @@ def test_what_reads_no_cache_is_explained_with_the_word_of_its_user() -> None:
     client = rig.attach()
     client.store(KEYS, request="r")
     rig.depot.end_request(EndRequestCall(client.session, "r", RequestEnd(0, 0, MissReason.READS_NO_CACHE)))
-    text = "\n".join(record_lines(told(rig)))
+    text = "\n".join(record_lines(told(rig), 250))
     assert "reads no cache: prompt_logprobs" in text
     assert "granted 4" in text, "what it computed is stored"
 
@@ -287,6 +290,49 @@ def test_only_requests_for_which_nothing_is_asked_are_remembered_by_their_end() 
             rig.depot.end_request(EndRequestCall(client.session, "r", RequestEnd(0, 0, reason)))
     rig.depot.end_request(EndRequestCall(client.session, "", RequestEnd(0, 0, MissReason.EXCLUDED)))
     assert not len(rig.depot.records)
+
+
+def test_the_latest_requests_are_listed_and_those_that_missed() -> None:
+    rig = Rig()
+    client = rig.attach()
+    client.store(KEYS[:1])
+    ends = {
+        "hit": RequestEnd(0, CHUNK, "", 3 * CHUNK, "ram", 0.01),
+        "miss": RequestEnd(0, 0, MissReason.TIMED_OUT, 3 * CHUNK, waited_seconds=0.05),
+        "own": RequestEnd(CHUNK, 0, "", 3 * CHUNK),
+        "short": RequestEnd(0, 0, MissReason.TOO_SHORT, 7),
+        "late": RequestEnd(0, 0, MissReason.UNREACHABLE, 7),
+    }
+    for name, end in ends.items():
+        if end.miss not in UNASKED_REASONS:
+            client.locate(KEYS, request=name)
+        rig.depot.end_request(EndRequestCall(client.session, name, end))
+        rig.now += 1.0
+    client.locate(KEYS, request="running")
+    records = rig.depot.records
+    latest = records.latest(0, misses=False)
+    assert [(one.request_id, one.outcome) for one in latest] == [
+        ("running", Outcome.RUNNING), ("late", Outcome.MISS), ("short", Outcome.NOT_ASKED), ("own", Outcome.OWN_CACHE),
+        ("miss", Outcome.MISS), ("hit", Outcome.HIT),
+    ]  # fmt: skip
+    assert [one.end for one in latest] == [None, *reversed(ends.values())]
+    assert {one.chunk_tokens for one in latest} == {CHUNK}
+    assert [one.request_id for one in records.latest(2, misses=False)] == ["running", "late"]
+    assert [one.request_id for one in records.latest(0, misses=True)] == ["late", "miss"]
+    assert [one.request_id for one in records.latest(1, misses=True)] == ["late"]
+
+
+def test_a_list_of_requests_fits_a_message() -> None:
+    rig = Rig()
+    client = rig.attach()
+    for number in range(LIST_MAX + 5):
+        client.locate(KEYS, request=f"{number}{'r' * 200}")
+    for last in (0, LIST_MAX + 1, 1 << 31):
+        assert len(rig.depot.records.latest(last, misses=False)) == LIST_MAX
+    found = RequestList(rig.depot.records.latest(0, misses=False))
+    codec = OPERATOR["ListRequests"].reply
+    assert codec.decode(codec.encode(found)) == found
+    assert codec.encode(found).ByteSize() < 1 << 20
 
 
 def test_an_id_that_comes_again_and_is_not_asked_for_is_another_request() -> None:
@@ -350,16 +396,15 @@ def test_explain_says_in_words_what_the_record_has() -> None:
     lease, _ = client.acquire(path("q", 2), request="r")
     client.release(lease, unused=(lease,))
     rig.depot.end_request(EndRequestCall(client.session, "r", RequestEnd(CHUNK, 0, "timed_out")))
-    text = "\n".join(record_lines(told(rig)))
+    text = "\n".join(record_lines(told(rig), 250))
     for words in (
         "request r of engine engine", "4 chunks of 32 tokens", "hit       0 chunks", "nothing of 0 tokens",
         f"chunk 0, {KEYS[0].hex()[:12]}: other_namespace: another namespace has it", 'identity.model: "a" != "b"',
         "of 2 objects, 0.0 s ago, after 0.000 s: granted, released unused",
-        "had 32 tokens cached, loaded 0", "timed_out: the daemon did not answer within lookup_timeout_seconds",
+        "had 32 tokens cached, loaded 0: timed_out",
     ):  # fmt: skip
         assert words in text, words
     assert to_json(told(rig))["lookup"]["missing_key"] == KEYS[0].hex()
-    assert MEANING.keys() == set(MissReason)
 
 
 def test_a_reason_of_another_version_is_other() -> None:

@@ -373,9 +373,11 @@ class Loads:
         self._counters[f"hit_tokens.{load.source}"] += load.tokens
         size_bytes = sum(self._planner.object_bytes(planned.kind) for planned in load.plan.objects)
         self._counters[f"loaded_bytes.{load.source}"] += size_bytes
-        self.seconds.append((load.source, self._clock() - load.began_at))
+        seconds = self._clock() - load.began_at
+        self.seconds.append((load.source, seconds))
         if load.state is not None:
             load.state.loaded_tokens = load.tokens
+            load.state.load_source, load.state.load_seconds = load.source, seconds
             load.state.first_load = load.state.first_load or (load.source, load.tokens, load.reused_tokens)
             self._remember(load.state, load.plan)
 

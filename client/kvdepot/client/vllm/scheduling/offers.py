@@ -103,7 +103,7 @@ class Offers:
         self._speculative.cancel(state.request_id)  # it was for the previous answer
         if chunks * chunk_tokens < settings.min_load_tokens:
             lookup.answered = True
-            lookup.miss = MissReason.NOT_WORTH_IT if whole else None
+            lookup.miss = MissReason.NOT_WORTH_IT
             return lookup
         call = LocateCall(
             b"", namespace, state.packed_keys(chunks), high, state.depot_id,
@@ -158,6 +158,9 @@ class Offers:
             return 0, False
         if request.skip_reading_prefix_cache:
             return self._nothing(state, MissReason.READS_NO_CACHE)
+        high = self._planner.high_boundary(request.num_tokens)
+        if high < self._settings.min_load_tokens:
+            return self._nothing(state, MissReason.TOO_SHORT)
         if request.num_preemptions != state.preemptions:
             # What it needs and what is stored have both changed since the last lookup.
             state.preemptions = request.num_preemptions
@@ -170,7 +173,7 @@ class Offers:
             answer = self._wait(state, lookup, now)
         else:
             answer = self._offer(state, lookup, local_tokens, now)
-        if self._planner.high_boundary(request.num_tokens) <= local_tokens:
+        if high <= local_tokens:
             state.miss = None  # the engine has all of it
         return answer
 
@@ -199,6 +202,7 @@ class Offers:
         if now - lookup.asked_at < seconds:
             return None, False
         self._counters["lookup_timeouts"] += not lookup.answered
+        state.waited_seconds = now - lookup.asked_at
         return self._nothing(state, MissReason.NOT_READY if lookup.answered else MissReason.TIMED_OUT)
 
     def _offer(self, state: RequestState, lookup: Lookup, local_tokens: int, now: float) -> Answer:

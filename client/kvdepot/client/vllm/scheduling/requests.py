@@ -80,7 +80,10 @@ class RequestState:
     # what became of it, for the daemon's record
     local_tokens: int = 0
     loaded_tokens: int = 0
+    load_seconds: float = 0.0  # of the load of these
+    load_source: str = ""
     missed: MissReason | None = None
+    waited_seconds: float = 0.0  # in vain, for the answer to its lookup
 
     # its prompt at its first admission, for the hit rate
     prompt_tokens: int = 0  # 0: not admitted yet
@@ -97,7 +100,10 @@ class RequestState:
 
     @property
     def end(self) -> RequestEnd:
-        return RequestEnd(self.local_tokens, self.loaded_tokens, self.missed or "")
+        return RequestEnd(
+            self.local_tokens if self.prompt_tokens else 0, self.loaded_tokens, self.missed or "",
+            self.prompt_tokens, self.load_source, self.load_seconds, self.waited_seconds,
+        )  # fmt: skip
 
     def invalidate(self, why: str) -> None:
         """Store no more of it, and let nothing count that is computed on its blocks."""

@@ -10,16 +10,20 @@ from typing import Final
 
 from kvdepot.core.calls import AcquireCall, AcquireOutcome, AcquireReply, RequestEnd, ReserveOutcome
 from kvdepot.core.errors import NotFound
+from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.misses import UNASKED_REASONS
 from kvdepot.core.records import (
     DIFFERENCES_MAX,
+    LIST_MAX,
     LOADS_PER_RECORD_MAX,
     RECORDS_MAX,
     RECORDS_PER_ANSWER_MAX,
     UNUSED,
     LoadRecord,
     Lookup,
+    Outcome,
     RequestRecord,
+    outcome_of,
 )
 from kvdepot.core.request_ids import ADVICE, meant
 from kvdepot.server.depot.loads.acquires import Answer
@@ -159,10 +163,24 @@ class Records:
             raise NotFound(
                 f"no request {request_id!r} is remembered", advice=f"the latest {RECORDS_MAX} of this run are; {ADVICE}"
             )
-        return tuple(self._told(record) for record in islice(found, RECORDS_PER_ANSWER_MAX))
+        return tuple(
+            replace(self._told(record), differences=self._differences(record))
+            for record in islice(found, RECORDS_PER_ANSWER_MAX)
+        )
+
+    def latest(self, count: int, *, misses: bool) -> tuple[RequestRecord, ...]:
+        """Return the records of the latest requests, or of those that missed, the latest first."""
+        found = (
+            record
+            for record in reversed(self._records.values())
+            if not misses or outcome_of(record.lookup, record.end) is Outcome.MISS
+        )
+        return tuple(self._told(record) for record in islice(found, min(count or LIST_MAX, LIST_MAX)))
 
     def _told(self, record: _Record) -> RequestRecord:
+        """Return the record without its differences, which take long."""
         now = self._clock()
+        spec = self._spec(record.namespace_id)
         return RequestRecord(
             engine_id=record.engine_id,
             request_id=record.request_id,
@@ -171,19 +189,22 @@ class Records:
             lookups=record.lookups,
             looked_up_seconds_ago=now - record.looked_up_at if record.lookup is not None else 0.0,
             lookup=record.lookup,
-            differences=self._differences(record),
             loads=tuple(replace(load.record, asked_seconds_ago=now - load.asked_at) for load in record.loads),
             reserved=dict(record.reserved),
             ended_seconds_ago=now - record.ended_at if record.ended_at is not None else None,
             end=record.end,
+            chunk_tokens=spec.chunk_tokens if spec is not None else 0,
         )
 
     def _differences(self, record: _Record) -> tuple[str, ...]:
         """Return lines `path: ours != theirs`."""
         if record.lookup is None or not record.lookup.other_namespace:
             return ()
-        ids = (record.namespace_id, record.lookup.other_namespace)
-        specs = [known.spec if (known := self._namespaces.by_id.get(one)) else None for one in ids]
-        if specs[0] is None or specs[1] is None:
+        ours, theirs = self._spec(record.namespace_id), self._spec(record.lookup.other_namespace)
+        if ours is None or theirs is None:
             return ()
-        return tuple(specs[0].differences(specs[1])[:DIFFERENCES_MAX])
+        return tuple(ours.differences(theirs)[:DIFFERENCES_MAX])
+
+    def _spec(self, namespace_id: bytes) -> NamespaceSpec | None:
+        namespace = self._namespaces.by_id.get(namespace_id)
+        return namespace.spec if namespace is not None else None
