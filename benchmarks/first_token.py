@@ -41,8 +41,8 @@ capacity = "4GiB"
 write = "commit"
 """
 POOL_BYTES = 1 << 29
-CONNECTOR = {"lookup_timeout_seconds": 2.0, "load_weight": LOAD_ALWAYS}
-"""On two cores the default of 0.05 would now and then turn a hit into a miss; what a lookup takes is in the figures.
+CONNECTOR = {"lookup_timeout_seconds": 2.0, "lookup_min_seconds": 2.0, "load_weight": LOAD_ALWAYS}
+"""On two cores the default would now and then turn a hit into a miss; what a lookup takes is in the figures.
 What a disk has is loaded, also where the toy would compute it sooner: that is what is to be seen."""
 SOURCES = ("cold", "local", "ram", "disk")
 BUSY_PROMPTS = 30

@@ -51,8 +51,8 @@ TURNS = (12, 18)  # from, to
 FIRST_TOKENS = (512, 1024)  # of what is said first, a system prompt with it
 SAID_TOKENS = (64, 256)  # of what is said later
 DAEMON = 'capacity = "2GiB"\n'
-CONNECTOR = {"lookup_timeout_seconds": 2.0}
-"""On two cores the default of 0.05 would now and then turn a hit into a miss; what a lookup takes is in the figures."""
+CONNECTOR = {"lookup_timeout_seconds": 2.0, "lookup_min_seconds": 2.0}
+"""On two cores the default would now and then turn a hit into a miss; what a lookup takes is in the figures."""
 TIE = 1e-4
 """Two next tokens so close together are as good as each other to float32, which rounds otherwise in each batch: one in
 some tens of thousands, with random weights. What is said after it differs, too."""

@@ -100,7 +100,9 @@ def measure(toy: Toy, rounds: int, directory: Path, report: Report) -> Asked:
         mount = stack.enter_context(FuseDirectory())
         keep_to(mount.process.pid, others or [core])
         daemon = stack.enter_context(Daemon(DAEMON.format(path=mount.path / "store")))
-        connector = depot_connector(daemon.endpoint, lookup_timeout_seconds=LOOKUP_SECONDS)
+        connector = depot_connector(
+            daemon.endpoint, lookup_timeout_seconds=LOOKUP_SECONDS, lookup_min_seconds=LOOKUP_SECONDS
+        )
         plain, depot = (
             stack.enter_context(Engine(EngineOptions(toy, model, one, {}, bound), directory / f"{toy.name}-{name}.log"))
             for name, one in (("plain", None), ("depot", connector))

@@ -18,7 +18,7 @@ from demo.toys import Toy, make_toy, prompt
 PROMPTS = 3
 PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 16
-LOOKUP_TIMEOUT_SECONDS = 2.0  # a demo may run on a busy machine; the default of 0.05 would turn its delays into misses
+LOOKUP_TIMEOUT_SECONDS = 2.0  # a demo may run on a busy machine, whose delays would be misses
 TIER_TIMEOUT_SECONDS = 60.0
 DISK = 1  # of the daemon's tiers; 0 is RAM
 Say = Callable[[str], None]
@@ -67,7 +67,12 @@ class ToyRun:
         options = EngineOptions(
             toy,
             make_toy(toy, models),
-            depot_connector(endpoint, lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS, load_weight=LOAD_ALWAYS),
+            depot_connector(
+                endpoint,
+                lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS,
+                lookup_min_seconds=LOOKUP_TIMEOUT_SECONDS,
+                load_weight=LOAD_ALWAYS,
+            ),
         )
         chunk_tokens = toy.chunk_tokens
         boundary = (PROMPT_TOKENS - 1) // chunk_tokens * chunk_tokens

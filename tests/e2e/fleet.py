@@ -134,7 +134,8 @@ class Fleet:
             connector_class: name and module of another one than kvdepot's own.
             role: vLLM's `kv_role`.
         """
-        settings = {"lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS, "load_weight": LOAD_ALWAYS} | connector
+        patient = {"lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS, "lookup_min_seconds": LOOKUP_TIMEOUT_SECONDS}
+        settings = {**patient, "load_weight": LOAD_ALWAYS} | connector
         transfer = depot_connector(self.daemon.endpoint, **settings) | {"kv_role": role}
         if connector_class is not None:
             transfer["kv_connector"], transfer["kv_connector_module_path"] = connector_class

@@ -39,6 +39,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
                 toy,
                 {"block_size": 32, "tensor_parallel_size": RANKS},
                 lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS,
+                lookup_min_seconds=LOOKUP_TIMEOUT_SECONDS,
             )
         fleet.ensure_daemon()
         fleet.launch([toy.name for toy in toys])

@@ -108,6 +108,7 @@ def nodes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             fleet.define(
                 request.param, TOYS[request.param], {},
                 load_timeout_seconds=LOAD_TIMEOUT_SECONDS, lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS,
+                lookup_min_seconds=LOOKUP_TIMEOUT_SECONDS,
             )  # fmt: skip
             fleets.append(fleet)
         with fleets[0], fleets[1]:

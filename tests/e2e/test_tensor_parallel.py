@@ -41,6 +41,7 @@ def make_fleet(directory: Path) -> Fleet:
     settings: dict[str, Any] = {
         "load_timeout_seconds": LOAD_TIMEOUT_SECONDS,
         "lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS,
+        "lookup_min_seconds": LOOKUP_TIMEOUT_SECONDS,
     }
     for name, toy, arguments in (("dense", DENSE, {"block_size": 32}), ("hybrid", HYBRID, {})):
         fleet.define(

@@ -58,7 +58,12 @@ def combined(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Combine
     with ExitStack() as stack:
         light, heavy = (stack.enter_context(Daemon(CONFIGURATION, patience)) for _ in range(2))
         children = [
-            depot_connector(daemon.endpoint, lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS, load_weight=weight)
+            depot_connector(
+                daemon.endpoint,
+                lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS,
+                lookup_min_seconds=LOOKUP_TIMEOUT_SECONDS,
+                load_weight=weight,
+            )
             for daemon, weight in ((light, 1.0), (heavy, 3.0))
         ]
         connector = {

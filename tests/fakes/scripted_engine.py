@@ -116,7 +116,8 @@ def engine_config(
     `events`: it publishes KV events, to nobody. `weights_arrive`: a trainer sends it others than its files have.
     """
     extra: dict[str, Any] = {"endpoint": "unix:///tmp/none.sock", "chunk_tokens": state_block, "min_load_tokens": 1}
-    extra |= {"lookup_timeout_seconds": 5.0} | (settings or {})  # what is late on a busy machine is no miss
+    patient = {"lookup_timeout_seconds": 5.0, "lookup_min_seconds": 5.0}  # what is late on a busy machine is no miss
+    extra |= patient | (settings or {})
     config = VllmConfig(
         model_config=_model_config(str(folder)),
         scheduler_config=SchedulerConfig(

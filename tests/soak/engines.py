@@ -63,6 +63,6 @@ def soak_fleet(directory: Path) -> Fleet:
             arguments["block_size"] = 32  # so that answers need more blocks while they grow
         fleet.define(
             name, kind.toy, arguments, tenant=kind.tenant, load_timeout_seconds=10.0,
-            lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS,
+            lookup_timeout_seconds=LOOKUP_TIMEOUT_SECONDS, lookup_min_seconds=LOOKUP_TIMEOUT_SECONDS,
         )  # fmt: skip
     return fleet

@@ -47,7 +47,10 @@ def make_live(
     engines: list[LiveEngine] = []
 
     def start(**options: Any) -> LiveEngine:
-        timeouts = {"load_timeout_seconds": LOAD_TIMEOUT_SECONDS, "lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS}
+        timeouts = {
+            "load_timeout_seconds": LOAD_TIMEOUT_SECONDS, "lookup_timeout_seconds": LOOKUP_TIMEOUT_SECONDS,
+            "lookup_min_seconds": LOOKUP_TIMEOUT_SECONDS,
+        }  # fmt: skip
         options["settings"] = timeouts | options.get("settings", {})
         engines.append(LiveEngine(daemon.endpoint, folder, monkeypatch, clock, **options))
         return engines[-1]

@@ -30,7 +30,7 @@ def engine(
     daemon: DaemonProcess, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LiveEngine]:
     monkeypatch.setattr(sides, "cache_path", lambda: tmp_path / "digests.json")
-    settings = {"lookup_timeout_seconds": 5.0}  # a busy machine is no miss
+    settings = {"lookup_timeout_seconds": 5.0, "lookup_min_seconds": 5.0}  # a busy machine is no miss
     with closing(LiveEngine(daemon.endpoint, folder, monkeypatch, ProcessClock(), settings=settings)) as made:
         yield made
 

@@ -84,7 +84,7 @@ FIX: Final = {
     MissReason.EPOCH_BUMPED: "send it again",
     MissReason.UNREACHABLE: "see the lines of kvdepot in the engine's log",
     MissReason.NOT_READY: "wait until the engine's log says `attached to`",
-    MissReason.TIMED_OUT: "raise lookup_timeout_seconds, or see KVDepotLoopLate",
+    MissReason.TIMED_OUT: "raise lookup_min_seconds or lookup_timeout_seconds, or see KVDepotLoopLate",
     MissReason.FAILED_LATELY: "see why the load before it failed: `kvdepotctl requests --misses`",
     MissReason.TOO_MANY_LOADS: "raise loads_in_flight of the engine, or use a faster tier",
     MissReason.EXCLUDED: "see docs/vllm.md#reasons-of-misses",

@@ -23,6 +23,7 @@ AUDIT_VARIABLE: Final = "KVDEPOT_AUDIT_PATH"
 _BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
     "chunk_tokens": (1, 1 << 20),
     "lookup_timeout_seconds": (0.0, 5.0),
+    "lookup_min_seconds": (0.0, 5.0),
     "load_timeout_seconds": (0.1, 3600.0),
     "min_load_tokens": (1, 1 << 24),
     "load_weight": (0.0, 1000.0),
@@ -49,7 +50,8 @@ class Settings:
 
     endpoint: Endpoint
     chunk_tokens: int | None = None  # None: the planner's default for the model's groups
-    lookup_timeout_seconds: float = 0.05
+    lookup_timeout_seconds: float = 1.0  # at most, that a request waits for a lookup: a tenth of its time to compute
+    lookup_min_seconds: float = 0.05  # at least, unless the timeout is shorter
     load_timeout_seconds: float = 30.0  # from allocation to the last rank's copy
     min_load_tokens: int = 64  # recomputing a shorter hit is cheaper
     load_weight: float = 1.0  # seconds of loading that are worth a second of computing; 0: offer nothing

@@ -4,8 +4,8 @@
                             ^                           |
                             +--- renewal: too old, or the daemon lacked a fact ---+
 
-A lookup pins nothing. While it may still be answered, vLLM is told to ask again, for at most
-`lookup_timeout_seconds`. Nothing here waits.
+A lookup pins nothing. While it may still be answered, vLLM is told to ask again, for the *budget* of the request: a
+part of the time in which the engine would compute what is at stake (docs/adr/0073). Nothing here waits.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ ANSWER_SECONDS_MAX: Final = 1.0
 """An older answer is asked for again. If its objects are gone meanwhile, the request would lose its only load."""
 RENEWALS_MAX: Final = 16
 """Renewals at a time: when many answers are old, the engine goes through its whole queue in one step."""
+BUDGET_SHARE: Final = 0.1
+"""Part of the time to compute a prompt that a request may lose to a daemon that does not answer."""
+TIMEOUT_SECONDS_MIN: Final = 1.0
+"""Of a lookup: an answer after the budget still serves a request that has to queue."""
 COPY_SHARE: Final = 0.25
 """Part of `load_timeout_seconds` for the copies of the ranks. In the rest the daemon has everything in RAM."""
 
@@ -70,7 +74,7 @@ class Offers:
         self._prefill_rate = prefill_rate
         self._loads = loads
         self._speculative = speculative
-        self.transfer_params = TransferParams(namespaces, planner, counters, settings.lookup_timeout_seconds)
+        self.transfer_params = TransferParams(namespaces, planner, counters)
         self._renewals = 0  # in progress
         self._sources = Sources()
 
@@ -105,23 +109,29 @@ class Offers:
             lookup.answered = True
             lookup.miss = MissReason.NOT_WORTH_IT
             return lookup
+        budget_seconds = self._budget_seconds(high - (local_tokens or 0))
         call = LocateCall(
             b"", namespace, state.packed_keys(chunks), high, state.depot_id,
             budget_seconds=settings.load_timeout_seconds * (1 - COPY_SHARE),
-            wait_seconds=settings.lookup_timeout_seconds,
+            wait_seconds=budget_seconds,
             local_tokens=local_tokens or 0,
             token_seconds=self._prefill_rate.token_seconds * settings.load_weight,
         )  # fmt: skip
         state.located = True
         self._counters["lookups"] += 1
         self._renewals += renewal
-        timeout = max(settings.lookup_timeout_seconds * 20, 1.0)  # a late answer still serves a queued request
+        timeout = max(2 * budget_seconds, TIMEOUT_SECONDS_MIN)
         then = None
         room = self._loads.active + len(self._speculative) < settings.loads_in_flight
         if settings.speculative_acquire and room and not renewal and self._namespaces.ranks_ready:
             then = self._speculative.then(state, lookup, namespace, chunks)
         self._session.submit(call, timeout, partial(self._located, state, lookup), then)
         return lookup
+
+    def _budget_seconds(self, tokens: int) -> float:
+        """Return how long a request waits for an answer that may save it the computation of so many tokens."""
+        share = BUDGET_SHARE * self._prefill_rate.likely_seconds(max(tokens, 0))
+        return min(max(share, self._settings.lookup_min_seconds), self._settings.lookup_timeout_seconds)
 
     def _located(self, state: RequestState, lookup: Lookup, reply: Any) -> None:
         lookup.answered = True
@@ -168,11 +178,11 @@ class Offers:
             state.held_since = None
         lookup = state.lookup or self.locate(state, local_tokens)
         self._speculative.looked(state, local_tokens)
-        now = self._clock()
+        now, budget_seconds = self._clock(), self._budget_seconds(high - local_tokens)
         if lookup is None or not lookup.answered:
-            answer = self._wait(state, lookup, now)
+            answer = self._wait(state, lookup, now, budget_seconds)
         else:
-            answer = self._offer(state, lookup, local_tokens, now)
+            answer = self._offer(state, lookup, local_tokens, now, budget_seconds)
         if high <= local_tokens:
             state.miss = None  # the engine has all of it
         return answer
@@ -191,26 +201,27 @@ class Offers:
             self._session.count_computed()
         state.miss = None
 
-    def _wait(self, state: RequestState, lookup: Lookup | None, now: float) -> Answer:
+    def _wait(self, state: RequestState, lookup: Lookup | None, now: float, budget_seconds: float) -> Answer:
         """Wait for an answer, for the daemon, or for the ranks' reports, but not for long."""
-        seconds = self._settings.lookup_timeout_seconds
         if lookup is None:
             there = self._namespaces.coming
-            if there and now - state.arrived_at < seconds:
+            if there and now - state.arrived_at < budget_seconds:
                 return None, False
             return self._nothing(state, MissReason.NOT_READY if there else MissReason.UNREACHABLE)
-        if now - lookup.asked_at < seconds:
+        if now - lookup.asked_at < budget_seconds:
             return None, False
         self._counters["lookup_timeouts"] += not lookup.answered
         state.waited_seconds = now - lookup.asked_at
         return self._nothing(state, MissReason.NOT_READY if lookup.answered else MissReason.TIMED_OUT)
 
-    def _offer(self, state: RequestState, lookup: Lookup, local_tokens: int, now: float) -> Answer:
+    def _offer(
+        self, state: RequestState, lookup: Lookup, local_tokens: int, now: float, budget_seconds: float
+    ) -> Answer:
         """Offer what an answered lookup found, if a load may begin now."""
         if lookup.local_matters and lookup.local_tokens is None and local_tokens and self._renewals < RENEWALS_MAX:
             return self._renew(state, local_tokens)
         boundary = min(lookup.boundary_tokens, self._planner.high_boundary(state.request.num_tokens))
-        if self.transfer_params.awaited(state, lookup, boundary, local_tokens, now):
+        if self.transfer_params.awaited(state, lookup, boundary, local_tokens, now, budget_seconds):
             if now - lookup.asked_at >= ASK_SECONDS and self._renewals < RENEWALS_MAX:
                 return self._renew(state, local_tokens)
             return None, False
@@ -221,14 +232,14 @@ class Offers:
             return self._nothing(state, MissReason.NOT_WORTH_IT if tokens > 0 else lookup.miss)
         if not self._namespaces.ranks_ready:
             if not self._namespaces.ranks_reported:
-                return self._wait(state, lookup, now)
+                return self._wait(state, lookup, now, budget_seconds)
             return self._nothing(state, MissReason.NOT_READY)
         if self._loads.failed_lately(state.keys[boundary // self._planner.chunk_tokens - 1]):
             self._counters["offers_withheld_negative"] += 1
             return self._nothing(state, MissReason.FAILED_LATELY)
         if self._loads.active + self._speculative.others(state.request_id) >= self._settings.loads_in_flight:
             self._speculative.reset()  # a speculative lease delays a load by one step at most
-            return self._held_back(state, now), False
+            return self._held_back(state, now, budget_seconds), False
         if self._old(lookup, now) and self._renewals < RENEWALS_MAX:
             return self._renew(state, local_tokens)
         state.offered = (local_tokens, boundary)
@@ -247,7 +258,7 @@ class Offers:
         """Return whether to renew a lookup. Never in the step after it, or slow steps would renew without end."""
         return now - lookup.asked_at > ANSWER_SECONDS_MAX and lookup.step < self._loads.step - 1
 
-    def _held_back(self, state: RequestState, now: float) -> int | None:
+    def _held_back(self, state: RequestState, now: float, budget_seconds: float) -> int | None:
         """Hold an offer back while too many loads are in flight, then offer nothing (P7).
 
         An Acquire that the daemon refuses would cost more.
@@ -255,7 +266,7 @@ class Offers:
         if state.held_since is None:
             state.held_since = now
             self._counters["loads_held_back"] += 1
-        if now - state.held_since < self._settings.lookup_timeout_seconds:
+        if now - state.held_since < budget_seconds:
             return None
         self._counters["loads_given_up"] += 1
         state.miss = MissReason.TOO_MANY_LOADS

@@ -19,6 +19,8 @@ TOKENS_MIN: Final = 256
 """Tokens that a request has to compute to count. With fewer, the fixed cost of a step hides the cost of a token."""
 REQUESTS_MIN: Final = 3
 """Measured requests before there is a figure."""
+TOKEN_SECONDS_GUESS: Final = 0.001
+"""Of an engine of which nothing is measured yet: a slow one. The first requests wait rather too long than in vain."""
 _REQUESTS_MAX: Final = 32
 
 
@@ -38,6 +40,11 @@ class PrefillRate:
         self._begun: dict[str, _Begun] = {}
         self._seen: deque[tuple[float, int]] = deque(maxlen=_REQUESTS_MAX)  # (seconds a token, tokens)
         self.token_seconds = 0.0  # 0: not known yet
+        self._likely_token_seconds = TOKEN_SECONDS_GUESS
+
+    def likely_seconds(self, tokens: int) -> float:
+        """Return how long the engine would take to compute so many tokens, also if too little is measured."""
+        return tokens * self._likely_token_seconds
 
     def step(self, new_requests: Iterable[Any], requests: Mapping[str, RequestState]) -> None:
         """Note a scheduled step. `new_requests`: vLLM's NewRequestData of requests in their first step.
@@ -70,8 +77,9 @@ class PrefillRate:
         elif _has_answered(request):
             del self._begun[request.request_id]
             self._seen.append(((self._clock() - begun.at) / begun.tokens, begun.tokens))
+            self._likely_token_seconds = self._median()
             if len(self._seen) >= REQUESTS_MIN:
-                self.token_seconds = self._median()
+                self.token_seconds = self._likely_token_seconds
 
     def _median(self) -> float:
         """Return the median of the tokens, not of the requests: short requests say little about long ones."""

@@ -51,11 +51,10 @@ class TransferOutcome(StrEnum):
 class TransferParams:
     """Writes this engine's params, and reads those of others. Used on the scheduler's thread only."""
 
-    def __init__(self, namespaces: Namespaces, planner: Planner, counters: Counter[str], wait_seconds: float) -> None:
+    def __init__(self, namespaces: Namespaces, planner: Planner, counters: Counter[str]) -> None:
         self._namespaces = namespaces
         self._planner = planner
         self._counters = counters
-        self._wait_seconds = wait_seconds
         self._warned = False
 
     @property
@@ -84,17 +83,20 @@ class TransferParams:
 
     # --- in
 
-    def awaited(self, state: RequestState, lookup: Lookup, boundary: int, local_tokens: int, now: float) -> bool:
+    def awaited(
+        self, state: RequestState, lookup: Lookup, boundary: int, local_tokens: int, now: float, wait_seconds: float
+    ) -> bool:
         """Return whether another engine is storing more of the request than the daemon or this engine has.
 
-        It returns True for at most `wait_seconds`, and one lookup more. `boundary` is the lookup's.
+        It returns True for at most the `wait_seconds` of the first call, and one lookup more. `boundary` is the
+        lookup's.
         """
         own_namespace = self._namespaces.registered_id
         if own_namespace is None or not self._namespaces.ranks_ready:
             return False
         if state.handed_tokens is None:
             state.handed_tokens = self._read(state.request, own_namespace.hex())
-            state.handed_until = now + self._wait_seconds
+            state.handed_until = now + wait_seconds
         wanted = min(state.handed_tokens, self._planner.high_boundary(state.request.num_tokens))
         if state.load_tokens_max is not None:
             wanted = min(wanted, local_tokens + state.load_tokens_max)

@@ -17,7 +17,7 @@ ENDPOINT = {"endpoint": "unix:///run/kvdepot/kvdepot.sock"}
 
 def test_defaults_are_the_documented_ones() -> None:
     settings = parse_settings(ENDPOINT, {})
-    assert settings.lookup_timeout_seconds == 0.05
+    assert (settings.lookup_min_seconds, settings.lookup_timeout_seconds) == (0.05, 1.0)
     assert settings.load_timeout_seconds == 30
     assert settings.min_load_tokens == 64
     assert settings.store_decode

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvdepot.client.vllm.scheduling.prefill_rate import REQUESTS_MIN, TOKENS_MIN, PrefillRate
+from kvdepot.client.vllm.scheduling.prefill_rate import REQUESTS_MIN, TOKEN_SECONDS_GUESS, TOKENS_MIN, PrefillRate
 from kvdepot.client.vllm.scheduling.requests import RequestState, load_tokens_max
 
 
@@ -134,3 +134,13 @@ def test_a_request_that_goes_on_behind_its_prompt_says_nothing() -> None:
         engine.step(0.2, request)
     engine.step(0.2)
     assert engine.prefill_rate.token_seconds == 0
+
+
+def test_what_is_likely_follows_the_first_measurement(engine: Engine) -> None:
+    assert engine.prefill_rate.likely_seconds(2000) == pytest.approx(2000 * TOKEN_SECONDS_GUESS)
+    engine.compute(1000, 0.5)
+    assert engine.prefill_rate.token_seconds == 0.0, "too little to judge a load by"
+    assert engine.prefill_rate.likely_seconds(2000) == pytest.approx(1.0)
+    for _ in range(REQUESTS_MIN):
+        engine.compute(1000, 2.0)
+    assert engine.prefill_rate.likely_seconds(1000) == pytest.approx(1000 * engine.prefill_rate.token_seconds)
