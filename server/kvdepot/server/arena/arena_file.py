@@ -18,7 +18,7 @@ import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -50,6 +50,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 Alive = Callable[[ProcessIdentity], Liveness]
 
 
+def arena_paths(path: Path) -> tuple[Path, Path, Path]:
+    """Return all names that files of the arena may have: of tables, generations and data."""
+    return path, path.with_name(f"{path.name}{GENERATIONS_SUFFIX}"), path.with_name(f"{path.name}{DATA_SUFFIX}")
+
+
 class Origin(Enum):
     """How this run got its arena."""
 
@@ -73,17 +78,8 @@ class ArenaRequest:
     sealed: bool = True
 
     @property
-    def data_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}{DATA_SUFFIX}")
-
-    @property
-    def generations_path(self) -> Path:
-        return self.path.with_name(f"{self.path.name}{GENERATIONS_SUFFIX}")
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Return all names that files of the arena may have. The tables are first."""
-        return self.path, self.generations_path, self.data_path
+    def paths(self) -> tuple[Path, Path, Path]:
+        return arena_paths(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +239,7 @@ def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING
 
 def _candidates(request: ArenaRequest, kept: KeptFiles) -> list[int]:
     """Return what may be generations or data of the arena: what has a name, then what was kept. Take over `kept`."""
-    named = [_open_existing(request, path) for path in (request.generations_path, request.data_path)]
+    named = [_open_existing(request, path) for path in request.paths[1:]]
     return [*(fd for fd in named if fd is not None), *_distinct(kept.others)]
 
 
@@ -283,7 +279,7 @@ def _choose(
     if tables is None and os.fstat(kept).st_dev == request.path.parent.stat().st_dev:
         return kept
     with contextlib.suppress(ArenaFormatError):
-        superblock = _read_superblock(kept)
+        superblock = read_superblock(kept)
         _refuse_if_lent(kept, superblock.layout, request, alive, "another one has its name")
         forgotten.append(superblock)
     _free([kept])
@@ -306,7 +302,7 @@ def _judge(tables: int | None, files: list[int], request: ArenaRequest, boot_id:
         old.reason = "its tables are missing" if files else ""
         return old
     try:
-        old.superblock = superblock = _read_superblock(tables)
+        old.superblock = superblock = read_superblock(tables)
     except ArenaFormatError as error:
         old.reason = str(error)
         return old
@@ -324,7 +320,7 @@ def _file_of(fd: int) -> FileId:
     return found.st_dev, found.st_ino
 
 
-def _read_superblock(tables: int) -> Superblock:
+def read_superblock(tables: int) -> Superblock:
     """Return the superblock of tables that are all there, of a former format too. Raise ArenaFormatError."""
     page = os.pread(tables, PAGE_BYTES, 0)
     superblock = Superblock.unpack_former(page) or Superblock.unpack(page)
@@ -374,11 +370,15 @@ def lent_to(tables_fd: int, layout: ArenaLayout, alive: Alive) -> set[int]:
     tables = ArenaTables(memoryview(mmap.mmap(tables_fd, layout.tables_bytes, access=mmap.ACCESS_READ)), layout)
     lent = tables.lent["mode"]
     borrowers = (lent == LentMode.READ) | (lent == LentMode.WRITE)
-    sessions = {int(session) for session in tables.lent["session"][borrowers]}
+    return living(tables, alive, {int(session) for session in tables.lent["session"][borrowers]})
+
+
+def living(tables: ArenaTables, alive: Alive, sessions: Collection[int] | None = None) -> set[int]:
+    """Return the pids (0: unknown), not proven dead, of processes that are attached, all or those of these sessions."""
     attachments = tables.attachments
     found = set()
     for slot in attachments["used"].nonzero()[0]:
-        if int(attachments["session"][slot]) in sessions:
+        if sessions is None or int(attachments["session"][slot]) in sessions:
             process = ProcessIdentity(
                 pid=int(attachments["pid"][slot]),
                 start_ticks=int(attachments["start"][slot]),
@@ -395,10 +395,11 @@ def _create(
     """Create an arena. The superblock is written last: files without one are no arena, and are created again."""
     layout = ArenaLayout.plan(request.size_bytes)
     make = _new_memory if request.sealed else _new_file
+    tables, generations, data = request.paths
     files = (
-        _new_file(request.path, layout.tables_bytes),
-        make(request.generations_path, layout.generations_bytes),
-        make(request.data_path, layout.data_bytes),
+        _new_file(tables, layout.tables_bytes),
+        make(generations, layout.generations_bytes),
+        make(data, layout.data_bytes),
     )
     try:
         for fd, size_bytes in ((files[0], layout.tables_bytes), (files[1], layout.generations_bytes)):

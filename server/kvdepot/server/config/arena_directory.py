@@ -28,7 +28,7 @@ def choose(arena: str) -> Path:
     `arena` is the name of the arena's file. Nothing is created.
     """
     own = None
-    for folder in _own():
+    for folder in own_directories():
         if (folder / f"{arena}{LOCK_SUFFIX}").exists():
             return folder
         own = own or folder
@@ -93,8 +93,8 @@ def _suffixed() -> Path:
     return BASE / f"{_usual().name}-{secrets.token_hex(8)}"
 
 
-def _own() -> Iterator[Path]:
-    """Yield the directories of this user, the usual one first."""
+def own_directories() -> Iterator[Path]:
+    """Yield the directories for arenas of this user, the usual one first."""
     if _is_own(_usual()):
         yield _usual()
     for name in sorted(os.listdir(BASE)):  # noqa: PTH208 - names

@@ -1,6 +1,6 @@
-"""The command line of the offline verbs: `kvdepotd fsck`, `kvdepotd inspect` and `kvdepotd replay`.
+"""The command line of the offline verbs: `kvdepotd fsck`, `inspect`, `replay` and `arena`.
 
-They only read, and refuse the directory of a running daemon.
+Those of tiers only read. All refuse what a running daemon uses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvdepot.core.object_keys import NO_KEYS
 from kvdepot.core.printable import printable
 from kvdepot.core.units import size_text
 from kvdepot.server.config.key_files import read_key_file
-from kvdepot.server.offline import replay_verb
+from kvdepot.server.offline import arena_verb, replay_verb
 from kvdepot.server.offline.fsck import Finding, Verdict, check_store
 from kvdepot.server.offline.inspection import Record, inspect, kind_text, objects_record, time_text
 from kvdepot.server.offline.store_files import OfflineRefusalError
@@ -26,7 +26,7 @@ from kvdepot.server.storage.base import IoOutcome
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
 
-VERBS: Final = frozenset({"fsck", "inspect", replay_verb.NAME})
+VERBS: Final = frozenset({"fsck", "inspect", replay_verb.NAME, arena_verb.NAME})
 _SOUND, _DAMAGED, _REFUSED = 0, 1, 2
 _EXIT_CODES = "Exit codes: 0 no damage; 1 damage; 2 cannot tell (a daemon runs, or the directory has no store)."
 _LIST_INDENT = "  "
@@ -49,12 +49,15 @@ def add_verbs(verbs: Subparsers) -> None:
     show.add_argument("--key-file", type=Path, metavar="KEYS", help="[[tier]].key_file, to check the MAC of an object")
     show.add_argument("--json", action="store_true", help="print one JSON object")
     replay_verb.add(verbs)
+    arena_verb.add(verbs)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run an offline verb and return the exit code."""
     if options.verb == replay_verb.NAME:
         return replay_verb.run(options)
+    if options.verb == arena_verb.NAME:
+        return arena_verb.run(options)
     try:
         if options.verb == "fsck":
             return _fsck(options.directory, as_json=options.json)

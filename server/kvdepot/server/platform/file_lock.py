@@ -15,6 +15,23 @@ LOCK_SUFFIX = ".lock"
 _FLOCK = struct.Struct("hhqqi4x")
 
 
+def lock_holder(path: Path) -> int | None:
+    """Return the pid of the process that has the lock; 0: not known, None: nobody has it. Takes no lock."""
+    try:
+        fd = open_own(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, *_ = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))
+        text = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+    finally:
+        os.close(fd)
+    if kind == fcntl.F_UNLCK:
+        return None
+    return int(text) if text.isdecimal() else 0
+
+
 class FileLock:
     """An OFD lock (fcntl(2)): it belongs to the open file, so the kernel drops it with the process, however it ends.
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvdepot.client.ctl.doctor import daemon_checks, directories, engines, memory, probe, users
+from kvdepot.client.ctl.doctor import arenas, daemon_checks, directories, engines, memory, probe, users
 from kvdepot.client.ctl.doctor.daemon import metrics_answer
 from kvdepot.client.ctl.doctor.directories import Looked, check_answers
 from kvdepot.client.ctl.doctor.probe import Probed
@@ -27,7 +27,7 @@ PROBE: Final = (sys.executable, "-I", "-S", probe.__file__)
 def examine(
     host: Host, settings: Settings | None, daemon: Daemon, *, timeout_seconds: float, writing: bool
 ) -> Iterator[Finding]:
-    """Without settings only what the daemon and the host say. Nothing takes much longer than `timeout_seconds`."""
+    """Without settings only what the daemon and the host say. No path takes much longer than `timeout_seconds`."""
     yield daemon_checks.check_daemon(daemon)
     if settings is not None:
         yield daemon_checks.check_same_configuration(daemon, settings)
@@ -47,6 +47,7 @@ def examine(
     yield memory.check_remove_ipc(host, daemon.uid)
     yield from daemon_checks.check_tiers(daemon)
     if settings is not None:
+        yield arenas.check_unused_arenas(settings)
         yield from _check_places(host, settings.places, daemon, timeout_seconds, writing=writing)
     status = daemon.status
     sessions = status.sessions if status and daemon.in_sight else ()

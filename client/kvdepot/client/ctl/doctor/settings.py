@@ -61,6 +61,7 @@ class Settings:
     group_id: int = -1
     metrics: str = ""
     note: str = ""
+    arena: str = ""  # path of its tables
 
     @property
     def ram(self) -> Place:
@@ -126,5 +127,5 @@ def decode(facts: Any) -> Settings:
     daemon = facts["daemon"]
     return Settings(
         facts["file"], facts["ram"]["capacity_bytes"], (ram, *tiers), tuple(daemon["listen"]), daemon["mode"],
-        daemon["group_id"], daemon["metrics"], facts["note"],
+        daemon["group_id"], daemon["metrics"], facts["note"], str(arena),
     )  # fmt: skip
