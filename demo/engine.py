@@ -283,6 +283,10 @@ class Engine:
     def abort(self, names: Sequence[str]) -> None:
         self._result(self._send("abort", names=list(names)))
 
+    def drain(self) -> None:
+        """Wait until no request and no store is in progress. A store begins after its request's last token."""
+        self._result(self._send("drain"))
+
     def reset_prefix_cache(self, timeout_seconds: float = 60.0) -> None:
         """Empty the engine's own cache; repeated while blocks are pinned (vLLM then answers False)."""
         seconds = timeout_seconds * self._patience()

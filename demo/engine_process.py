@@ -162,6 +162,11 @@ class EngineService:
     async def do_abort(self, names: list[str]) -> None:
         await self._engine.abort(names)
 
+    async def do_drain(self) -> None:
+        """Return once no request and no store is in progress."""
+        await self._engine.pause_generation(mode="wait", clear_cache=False)
+        await self._engine.resume_generation()
+
     async def do_reset_prefix_cache(self, reset_connector: bool) -> bool:
         return bool(await self._engine.reset_prefix_cache(reset_connector=reset_connector))
 

@@ -253,7 +253,11 @@ class Fleet:
         self.daemon.settle(**how)
 
     def forget(self, engine: Engine) -> None:
-        """Empty the engine's own cache, once everything it computed is committed."""
+        """Empty the engine's own cache, once everything it computed is committed.
+
+        A busy engine may ask for a store's room so late that the daemon looks settled. Then the store would be lost.
+        """
+        engine.drain()
         self.daemon.settle()
         engine.reset_prefix_cache()
 

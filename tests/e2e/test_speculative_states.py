@@ -53,6 +53,7 @@ def ask_for_state(fleet: Fleet, engine: Engine, ids: list[int], drafts: int, max
     arena = fleet.daemon.arena
     before = arena_bytes.committed(arena)
     answer = engine.ask(ids, max_tokens)
+    engine.drain()
     fleet.settle()
     stored = [
         one
@@ -119,7 +120,7 @@ def test_the_next_turn_finds_the_states_of_an_answer(fleet: Fleet, name: str, dr
         fleet.forget(engine)
         turn = fleet.ask(engine, ids, GENERATED)
         assert turn.external_tokens == turn.served.tokens
-        assert (turn.external_tokens == BOUNDARY) == stored
+        assert (turn.external_tokens == BOUNDARY) == stored, fleet.told(1)
         fleet.forget(engine)
         cold = engine.ask(ids, GENERATED, COMPUTE)
         computed += cold.prompt.accepted_tokens
