@@ -39,8 +39,9 @@ CONFIGURATION = 'capacity = "1GiB"\n'
 """Room for all that the tests of a session store: nothing goes that one of them expects to find."""
 LOOKUP_TIMEOUT_SECONDS = 5.0
 """Tests share their cores: with the default of 0.05 a delay would look like a miss."""
-FREE_CORES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""vLLM would have the ranks of all engines compute, and import, on the same core."""
+FREE_CORES = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""vLLM would have the ranks of all engines compute, and import, on the same core. Numba drafts for ngram, and sets
+OpenMP's number of threads to its own: on a busy machine each operation would wait for the thread that has no core."""
 TRIES = 4
 TOLD_TIMEOUT_SECONDS = 10.0
 
