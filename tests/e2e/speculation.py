@@ -29,6 +29,19 @@ EVERY_CHUNK = {"prefix_cache_retention_interval": HYBRID_CHUNK, "max_num_batched
 """A checkpoint at each chunk, of prompts and of generated tokens. A run that is computed, one from the engine's cache
 and a load have the same last step, so their bytes are equal. One token more than a chunk: vLLM's CPU backend ends in a
 last step of one computed token."""
+SHORT_STEPS = {"max_num_batched_tokens": DENSE_CHUNK + 44}
+"""Steps end within a chunk, and windows move on while a prompt is computed."""
+CHUNKS = {
+    "mtp_1": HYBRID_CHUNK,
+    "mtp_2": HYBRID_CHUNK,
+    "mtp_3": HYBRID_CHUNK,
+    "ngram_hybrid": HYBRID_CHUNK,
+    "eagle3_3": DENSE_CHUNK,
+    "draft_model": DENSE_CHUNK,
+    "ngram_dense": DENSE_CHUNK,
+    "ngram_gemma3": DENSE_CHUNK,
+}
+"""An engine of each method. `other_steps` names its twin."""
 COMPUTE = {"max_load_tokens": 0}
 """Params of a request that is computed, whatever the daemon has."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -41,21 +54,19 @@ def define(fleet: Fleet) -> None:
     def engine(name: str, toy: Toy, model: Path, speculation: dict[str, Any], **arguments: Any) -> None:
         extended = {"worker_extension_cls": EXTENSION, "speculative_config": speculation} | arguments
         fleet.define(name, toy, extended, model=model)
+        if name in CHUNKS:
+            steps = EVERY_CHUNK if toy is HYBRID else SHORT_STEPS
+            fleet.define(other_steps(name), toy, extended | steps, model=model)
 
     some, most = (make_hybrid_mtp(alpha, models) for alpha in (SOME_ACCEPTED["hybrid"], MOST_ACCEPTED))
     for drafts in (1, 2, 3):
         engine(f"mtp_{drafts}", HYBRID, some, _mtp(drafts))
-        engine(f"mtp_{drafts}_every_chunk", HYBRID, some, _mtp(drafts), **EVERY_CHUNK)
     engine("mtp_3_most_accepted", HYBRID, most, _mtp(DRAFTS), prefix_cache_retention_interval=HYBRID_CHUNK)
-    fleet.define("hybrid_markov", HYBRID, EVERY_CHUNK, model=make_markov(HYBRID, SOME_ACCEPTED["hybrid"], models))
-    repeating = make_markov(HYBRID, MOST_ACCEPTED, models)
-    engine("ngram_hybrid", HYBRID, repeating, NGRAM)
-    engine("ngram_hybrid_every_chunk", HYBRID, repeating, NGRAM, **EVERY_CHUNK)
+    engine("ngram_hybrid", HYBRID, make_markov(HYBRID, MOST_ACCEPTED, models), NGRAM)
 
     dense = make_markov(DENSE, SOME_ACCEPTED["dense"], models)
     clone = {"method": "draft_model", "num_speculative_tokens": DRAFTS, "model": str(dense)}
     engine("draft_model", DENSE, dense, clone, block_size=32)
-    engine("draft_model_short_steps", DENSE, dense, clone, block_size=32, max_num_batched_tokens=300)
     for seed in (3, 4):
         head = make_eagle3(SOME_ACCEPTED["dense"], models, seed)
         drafter = {"method": "eagle3", "num_speculative_tokens": DRAFTS, "model": str(head)}
@@ -63,6 +74,11 @@ def define(fleet: Fleet) -> None:
     fleet.define("dense_markov", DENSE, {"block_size": 32, "worker_extension_cls": EXTENSION}, model=dense)
     engine("ngram_dense", DENSE, dense, NGRAM, block_size=32)
     engine("ngram_gemma3", GEMMA3, make_markov(GEMMA3, MOST_ACCEPTED, models), NGRAM, block_size=32)
+
+
+def other_steps(name: str) -> str:
+    """The engine like this one whose steps have another number of tokens. A hybrid's has a checkpoint at each chunk."""
+    return f"{name}_every_chunk" if CHUNKS[name] == HYBRID_CHUNK else f"{name}_short_steps"
 
 
 def _mtp(drafts: int) -> dict[str, Any]:

@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from demo.toys import prompt
 from tests.e2e.fleet import Fleet
 from tests.e2e.speculation import (
+    CHUNKS,
     COMPUTE,
     DENSE_CHUNK,
     DRAFTS,
     GENERATED,
     HYBRID_CHUNK,
     next_turn,
+    other_steps,
     outcome,
     runs,
 )
 
 pytestmark = pytest.mark.long
-CHUNKS = {
-    "mtp_1": HYBRID_CHUNK,
-    "mtp_2": HYBRID_CHUNK,
-    "mtp_3": HYBRID_CHUNK,
-    "ngram_hybrid": HYBRID_CHUNK,
-    "eagle3_3": DENSE_CHUNK,
-    "draft_model": DENSE_CHUNK,
-    "ngram_gemma3": DENSE_CHUNK,
-}
-EVERY_METHOD = pytest.mark.parametrize("name", CHUNKS)
 LENGTHS = (780, 900, 1000, 1160, 1200, 1500, 1540, 1700, 1930, 2000)
+
+
+@pytest.fixture(scope="module", params=CHUNKS)
+def name(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[str]:
+    """Each method's engine. Tests of one method run together, because all engines at once take 13 GB."""
+    name: str = request.param
+    yield name
+    fleet.end(name)
+    fleet.end(other_steps(name))
 
 
 @pytest.mark.requirement("C6", "C7", "P4")
 @pytest.mark.long(seconds=120)
 @pytest.mark.timeout(900)
-@EVERY_METHOD
 def test_ten_of_ten_and_after_a_restart(fleet: Fleet, name: str) -> None:
     chunk, engine = CHUNKS[name], fleet.engine(name)
     prompts = [fleet.prompt(tokens) for tokens in LENGTHS]
@@ -48,60 +51,56 @@ def test_ten_of_ten_and_after_a_restart(fleet: Fleet, name: str) -> None:
         assert outcome(loaded.answer) == outcome(one.own)
     for ids, one in zip(prompts, before, strict=True):
         runs(fleet, engine, next_turn(fleet, ids, one.own)).check(chunk)
-    fleet.end(name)
 
 
 @pytest.mark.requirement("C6", "C7", "P4")
 @pytest.mark.long(seconds=60)
-@pytest.mark.parametrize(
-    ("writer", "reader", "chunk"),
-    [
-        ("mtp_2", "mtp_2_every_chunk", HYBRID_CHUNK),
-        ("mtp_2_every_chunk", "mtp_2", HYBRID_CHUNK),
-        ("draft_model", "draft_model_short_steps", DENSE_CHUNK),
-        ("draft_model_short_steps", "draft_model", DENSE_CHUNK),
-    ],
-)
-def test_an_engine_with_other_steps_loads_what_another_stored(
-    fleet: Fleet, writer: str, reader: str, chunk: int
-) -> None:
-    prompts = [fleet.prompt(tokens) for tokens in LENGTHS]
+@pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
+def test_an_engine_with_other_steps_loads_what_another_stored(fleet: Fleet, name: str, back: bool) -> None:
+    chunk = CHUNKS[name]
+    writer, reader = (other_steps(name), name) if back else (name, other_steps(name))
+    # The same ones in each run: other steps round a hybrid's states in another way, which may change a token.
+    prompts = [prompt(tokens, f"speculative-steps-{writer}-{tokens}") for tokens in LENGTHS]
     stored = [runs(fleet, fleet.engine(writer), ids) for ids in prompts]
     engine = fleet.engine(reader)
     for ids, one in zip(prompts, stored, strict=True):
         fleet.forget(engine)
         loaded = fleet.ask(engine, ids, GENERATED)
-        assert loaded.external_tokens >= one.own.local_tokens - chunk
-        assert loaded.external_tokens == loaded.served.tokens > 0
+        assert loaded.external_tokens >= one.own.local_tokens - chunk, fleet.told(1)
+        assert loaded.external_tokens == loaded.served.tokens > 0, fleet.told(1)
         assert outcome(loaded.answer) == outcome(one.own)
+
+
+@pytest.mark.requirement("C5", "C6", "P4")
+def test_every_split_of_local_and_external(fleet: Fleet, name: str) -> None:
+    chunk = CHUNKS[name]
+    engine = fleet.engine(other_steps(name))
+    deep = fleet.prompt(4 * chunk + 25)
+    whole = runs(fleet, engine, deep)
+    whole.check(chunk)
+    for split in range(1, 4):
+        fleet.forget(engine)
+        engine.ask(deep[: split * chunk + 5], 1, COMPUTE)
+        mixed = fleet.ask(engine, deep, GENERATED)
+        assert mixed.local_tokens + mixed.external_tokens == 4 * chunk
+        assert outcome(mixed.answer) == outcome(whole.own)
 
 
 @pytest.mark.requirement("C2", "C6", "C7", "P4")
 @pytest.mark.long(seconds=60)
-@pytest.mark.parametrize("drafts", [1, 2, 3])
-def test_twenty_lengths_around_a_boundary_of_a_hybrid_model(fleet: Fleet, drafts: int) -> None:
-    engine, boundary = fleet.engine(f"mtp_{drafts}_every_chunk"), 3 * HYBRID_CHUNK
-    deep = fleet.prompt(4 * HYBRID_CHUNK + 20)
+def test_twenty_lengths_around_a_boundary(fleet: Fleet, name: str) -> None:
+    chunk, recurrent = CHUNKS[name], CHUNKS[name] == HYBRID_CHUNK
+    engine = fleet.engine(other_steps(name) if recurrent else name)
+    deep = fleet.prompt(4 * chunk + 20)
     engine.ask(deep, 1)
-    for tokens in range(boundary - 8, boundary + 12):
+    lengths = set(range(3 * chunk - 8, 3 * chunk + 12))
+    if name == "ngram_hybrid":  # vLLM's CPU backend ends in a step that computes one token of a prompt
+        lengths ^= {3 * chunk + 1, 3 * chunk + 12}
+    for tokens in sorted(lengths):
         one = runs(fleet, engine, deep[:tokens], 24)
-        one.check(HYBRID_CHUNK)
-        # One token left to compute would be padded with drafts that nobody made.
-        assert one.loaded.external_tokens == (tokens - 2) // HYBRID_CHUNK * HYBRID_CHUNK
-        assert outcome(one.loaded.answer) == outcome(one.cold)
-
-
-@pytest.mark.requirement("C2", "C6", "P4")
-@pytest.mark.long(seconds=60)
-@pytest.mark.parametrize("name", ["draft_model", "eagle3_3", "ngram_dense"])
-def test_twenty_lengths_around_a_boundary_of_a_dense_model(fleet: Fleet, name: str) -> None:
-    engine, boundary = fleet.engine(name), 2 * DENSE_CHUNK
-    deep = fleet.prompt(3 * DENSE_CHUNK + 20)
-    engine.ask(deep, 1)
-    for tokens in range(boundary - 8, boundary + 12):
-        one = runs(fleet, engine, deep[:tokens], 24)
-        one.check(DENSE_CHUNK)
-        assert one.loaded.external_tokens == (tokens - 1) // DENSE_CHUNK * DENSE_CHUNK
+        one.check(chunk)
+        # One token left to compute of a recurrent model would be padded with drafts that nobody made.
+        assert one.loaded.external_tokens == (tokens - 1 - recurrent) // chunk * chunk
         assert outcome(one.loaded.answer) == outcome(one.cold)
 
 
