@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvdepot.server.daemon.app import EXIT_CONFIG
 
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import STOP_SECONDS, DaemonProcess
@@ -137,7 +138,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
     path.write_text('[ram]\ncapasity = "1GiB"\n')
     for verb in ("serve", "check-config"):
         found = _run(verb, str(path))
-        assert found.returncode == 1
+        assert found.returncode == EXIT_CONFIG
         assert found.stderr == f"kvdepotd: {path}: ram.capasity: unknown key; did you mean 'capacity'?\n"
 
 

@@ -216,6 +216,7 @@ class ReloadReply:
 
     file: Explanation
     changes: tuple[ConfigChange, ...] = ()
+    empties_ram: bool = False  # after a restart, because the arena is another one
 
 
 @dataclass(frozen=True, slots=True)

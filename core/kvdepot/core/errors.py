@@ -213,12 +213,21 @@ class ConfigError(KvDepotError):
     fault = Fault.OPERATOR
     default_advice = ""
 
-    def __init__(self, file: str, key: str, reason: str, *, advice: str | None = None) -> None:
+    def __init__(self, file: str, key: str, reason: str, *, advice: str | None = None, of_host: bool = False) -> None:
         reason = mask_secrets(reason)
         super().__init__(": ".join(part for part in (file, key, reason) if part), advice=advice)
         self.file = file
         self.key = key
         self.reason = reason
+        self.of_host = of_host
+        """Whether the same setting may be right later, or on another host."""
+        self.also: tuple[ConfigError, ...] = ()
+        """What else of the file is refused."""
+
+    @property
+    def all(self) -> tuple[ConfigError, ...]:
+        """Return this error and the others of its file."""
+        return (self, *self.also)
 
 
 class ArenaInUse(KvDepotError):

@@ -179,7 +179,10 @@ class ReloadResponse(google.protobuf.message.Message):
 
     FILE_FIELD_NUMBER: builtins.int
     CHANGES_FIELD_NUMBER: builtins.int
+    EMPTIES_RAM_FIELD_NUMBER: builtins.int
     file: builtins.str
+    empties_ram: builtins.bool
+    """A restart with this file begins with empty RAM, because the arena is another one."""
     @property
     def changes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ConfigChange]: ...
     def __init__(
@@ -187,8 +190,9 @@ class ReloadResponse(google.protobuf.message.Message):
         *,
         file: builtins.str = ...,
         changes: collections.abc.Iterable[global___ConfigChange] | None = ...,
+        empties_ram: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["changes", b"changes", "file", b"file"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changes", b"changes", "empties_ram", b"empties_ram", "file", b"file"]) -> None: ...
 
 global___ReloadResponse = ReloadResponse
 

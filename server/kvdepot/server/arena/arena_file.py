@@ -226,13 +226,18 @@ def open_arena(
     return _create(request, boot_id, random_bytes, origin, old.reason)
 
 
-def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING_KEPT) -> None:
-    """Raise ConfigError where `open_arena` would, except for loans. Changes nothing. `kept` is taken over."""
+def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING_KEPT) -> str:
+    """Return why `open_arena` would replace an arena of another size; empty if there is none.
+
+    Raise ConfigError where `open_arena` would, except for loans. Changes nothing. `kept` is taken over.
+    """
     _close(kept.tables)
     old = _judge(_open_existing(request, request.path), _candidates(request, kept), request, boot_id)
     try:
         if old.reason or not old.known:
             _check_room(request, held_bytes=_held_bytes(old))
+        is_resized = old.superblock is not None and old.superblock.layout.size_bytes != request.size_bytes
+        return old.reason if is_resized else ""
     finally:
         old.close()
 

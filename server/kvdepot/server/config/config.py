@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,6 +40,7 @@ from kvdepot.server.config.tenants import Tenants, resolve_tenants
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
 from kvdepot.server.depot.types import EVERY
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 EMBEDDED = "embedded default"
 DISK = "disk"
@@ -99,12 +101,12 @@ class Config:
 def load(
     path: Path, overrides: Mapping[str, Mapping[str, Any]] | None = None, variables: Sequence[Variable] = ()
 ) -> Config:
-    """Return the configuration of a file. Raise ConfigError for the first error."""
+    """Return the configuration of a file. Raise ConfigError."""
     file = str(path).encode("utf-8", "backslashreplace").decode()  # it is told to others, who read UTF-8
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise ConfigError(file, "", f"cannot be read: {error.strerror}") from error
+        raise ConfigError(file, "", f"cannot be read: {error.strerror}", of_host=True) from error
     except UnicodeDecodeError as error:
         raise ConfigError(file, "", f"is not UTF-8: {error.reason} at byte {error.start}") from error
     try:
@@ -152,12 +154,23 @@ def check(
     try:
         config = _checked(file, merged)
     except ConfigError as error:
-        blamed = {name for key, name in names.items() if f"{key}.".startswith(f"{error.key}.")}
-        if not blamed:
-            raise
-        variable = ", ".join(sorted(blamed))
-        raise ConfigError(environment.SOURCE, variable, error.reason, advice=error.advice) from error
+        raise _together([_blaming_variables(one, names) for one in error.all]) from error
     return replace(config, sources=_sources(merged, names, overrides or {}))
+
+
+def _blaming_variables(error: ConfigError, names: Mapping[str, str]) -> ConfigError:
+    blamed = {name for key, name in names.items() if f"{key}.".startswith(f"{error.key}.")}
+    if not blamed:
+        return error
+    variable = ", ".join(sorted(blamed))
+    return ConfigError(environment.SOURCE, variable, error.reason, advice=error.advice, of_host=error.of_host)
+
+
+def _together(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return the first of these errors, which has the others."""
+    first, *others = errors
+    first.also = tuple(others)
+    return first
 
 
 def _merged(
@@ -207,7 +220,7 @@ def _validated(file: str, document: Mapping[str, Any]) -> Tables:
     try:
         return Tables.model_validate(document)
     except ValidationError as error:
-        raise _config_error(file, error) from error
+        raise _together([_config_error(file, one) for one in error.errors()]) from error
 
 
 def _checked(file: str, document: Mapping[str, Any]) -> Config:
@@ -217,12 +230,26 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
     if capacity_bytes == AUTO:
         capacity_bytes = _auto_capacity_bytes(arena_path.parent, sealed=tables.ram.sealed)
     assert isinstance(capacity_bytes, int)
-    _check_combinations(file, tables, capacity_bytes)
     operators = resolve(tables.operators.admins, tables.operators.readers)
-    tenants = resolve_tenants(file, tables.tenant)
-    config = Config(file, tables, capacity_bytes, arena_path, operators=operators, tenants=tenants)
-    check_places(file, tables, arena_path, config.state_path)
-    return config
+    config = Config(file, tables, capacity_bytes, arena_path, operators=operators)
+    errors: list[ConfigError] = []
+    for check in (
+        partial(_check_tiers, file, tables),
+        partial(check_quotas, file, tables),
+        partial(_check_sizes, file, tables, capacity_bytes),
+        partial(check_places, file, tables, arena_path, config.state_path),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            errors.append(error)
+    try:
+        tenants = resolve_tenants(file, tables.tenant)
+    except ConfigError as error:
+        errors.append(error)
+    if errors:
+        raise _together(errors)
+    return replace(config, tenants=tenants)
 
 
 def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -242,17 +269,19 @@ def runtime_directory() -> Path:
     except OSError as error:
         raise ConfigError(
             EMBEDDED, "daemon.listen", "there is neither XDG_RUNTIME_DIR nor a writable temporary directory",
-            advice="set XDG_RUNTIME_DIR to a directory of this user, or use --socket",
+            advice="set XDG_RUNTIME_DIR to a directory of this user, or use --socket", of_host=True,
         ) from error  # fmt: skip
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(EMBEDDED, "daemon.listen", f"cannot create {folder}: {error.strerror}") from error
+        raise ConfigError(
+            EMBEDDED, "daemon.listen", f"cannot create {folder}: {error.strerror}", of_host=True
+        ) from error
     found = folder.lstat()
     if not runtime.only_writer(os.geteuid(), found.st_mode, found.st_uid):
         raise ConfigError(
             EMBEDDED, "daemon.listen", f"{folder} is not a directory that only uid {os.geteuid()} can write to",
-            advice="delete it, or set XDG_RUNTIME_DIR",
+            advice="delete it, or set XDG_RUNTIME_DIR", of_host=True,
         )  # fmt: skip
     return folder
 
@@ -277,15 +306,13 @@ def _arena_path(file: str, tables: Tables) -> Path:
     """Return the path of the arena. The default directory may not be there yet."""
     directory = Path(tables.ram.path) if tables.ram.path else arena_directory.BASE
     if not os.path.isdir(directory):  # noqa: PTH112 - Path's raises where it may not look
-        raise ConfigError(file, "ram.path", f"{directory} is not a directory")
+        raise ConfigError(file, "ram.path", f"{directory} is not a directory", of_host=True)
     digest = hashlib.blake2b(os.fsencode(tables.daemon.sockets[0]), digest_size=6).hexdigest()
     name = f"kvdepot-{os.geteuid()}-{digest}.arena"
     return (directory if tables.ram.path else arena_directory.choose(name)) / name
 
 
-def _check_combinations(file: str, tables: Tables, capacity_bytes: int) -> None:
-    _check_tiers(file, tables)
-    check_quotas(file, tables)
+def _check_sizes(file: str, tables: Tables, capacity_bytes: int) -> None:
     reserve_bytes = tiers_reserve_bytes(tables, capacity_bytes)
     if capacity_bytes < CAPACITY_BYTES_MIN + reserve_bytes:
         beside = f", and {reserve_bytes // MIB} MiB for the {len(tables.tier)} lower tiers" if tables.tier else ""
@@ -403,14 +430,13 @@ def _lookup(document: Mapping[str, Any], key: str) -> object:
     return found
 
 
-def _config_error(file: str, error: ValidationError) -> ConfigError:
-    first = error.errors()[0]
-    location = [str(part) for part in first["loc"] if isinstance(part, str)]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
-    if first["type"] == "extra_forbidden":
+def _config_error(file: str, error: ErrorDetails) -> ConfigError:
+    location = [str(part) for part in error["loc"] if isinstance(part, str)]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
+    if error["type"] == "extra_forbidden":
         near = get_close_matches(location[-1], _keys_beside(location), n=1, cutoff=0.0)
         return ConfigError(file, key, "unknown key", advice=f"did you mean {near[0]!r}?" if near else "delete it")
-    return ConfigError(file, key, first["msg"].removeprefix("Value error, "))
+    return ConfigError(file, key, error["msg"].removeprefix("Value error, "))
 
 
 def _keys_beside(location: list[str]) -> list[str]:

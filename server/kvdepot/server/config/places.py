@@ -66,7 +66,7 @@ def check_places(file: str, tables: Tables, arena_path: Path, state_path: Path) 
         place = _place(key, f"tier {tier.name!r}", tier.path, mounts)
         for other in tiers:
             if place.lies_in(other) or other.lies_in(place):
-                raise ConfigError(file, key, f"{place.shown} and {other.shown} of {other.what} overlap")
+                raise _refusal(file, key, f"{place.shown} and {other.shown} of {other.what} overlap")
         tiers.append(place)
     files = [_place(key, what, str(path), mounts) for key, what, path in _files(tables, arena_path, state_path)]
     for directory in tiers:
@@ -74,16 +74,19 @@ def check_places(file: str, tables: Tables, arena_path: Path, state_path: Path) 
     _check_files(file, files)
 
 
+def _refusal(file: str, key: str, reason: str, *, advice: str | None = None) -> ConfigError:
+    """Return an error that another mount, or another link, may end."""
+    return ConfigError(file, key, reason, advice=advice, of_host=True)
+
+
 def _check_own(file: str, tier: _Place, files: Sequence[_Place]) -> None:
     arena, *others = files
     if arena.lies_in(tier):
         folder = os.path.dirname(arena.shown)  # noqa: PTH120 - a text
-        raise ConfigError(
-            file, tier.key, f"{tier.shown} contains the arena, [ram].path: {folder}", advice=_OWN_DIRECTORY
-        )
+        raise _refusal(file, tier.key, f"{tier.shown} contains the arena, [ram].path: {folder}", advice=_OWN_DIRECTORY)
     for other in others:
         if other.lies_in(tier):
-            raise ConfigError(
+            raise _refusal(
                 file, other.key, f"{other.shown} lies in the directory of {tier.what}", advice=_OWN_DIRECTORY
             )
 
@@ -95,11 +98,11 @@ def _check_files(file: str, files: Sequence[_Place]) -> None:
         for name in (identity for identity in (_inode(one), one.identity) if identity):
             other = seen.setdefault(name, one)
             if other is not one:
-                raise ConfigError(file, one.key, f"{one.shown}, {one.what}, is also {other.what}, {other.shown}")
+                raise _refusal(file, one.key, f"{one.shown}, {one.what}, is also {other.what}, {other.shown}")
     for one in files:
         for socket in (other for other in files if other.what == _SOCKET and other is not one):
             if one.device == socket.device and one.path.startswith(f"{socket.path}{STREAM_SUFFIX}"):
-                raise ConfigError(
+                raise _refusal(
                     file, one.key, f"{one.shown} has a name that is reserved for the streams of {socket.shown}"
                 )
 

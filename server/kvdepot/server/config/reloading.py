@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from kvdepot.core.control import ConfigChange
@@ -59,12 +60,21 @@ def refuse_what_needs_a_restart(before: Config, after: Config, found: tuple[Conf
     if not keys:
         return
     advice = "nothing was changed; undo the change in the file, or restart kvdepotd"
-    if (before.arena_path, before.arena_bytes) != (after.arena_path, after.arena_bytes):
+    if replaces_arena(before, after):
         advice += ", which then starts with an empty RAM tier, because the arena is another one"
     disks = [tier.name for tier in after.tables.tier if tier.kind == DISK_KIND]
     if {"ram.capacity", *(f"tier.{name}.capacity" for name in disks)} & set(keys):
         advice += "; to use less without a restart, lower high_watermark or set a [[quota]]"
     raise ConfigError(after.file, ", ".join(keys), "cannot change while the daemon runs", advice=advice)
+
+
+def replaces_arena(before: Config, after: Config) -> bool:
+    """Return whether a restart with the other configuration makes another arena, so that RAM begins empty."""
+    return _arena_of(before) != _arena_of(after)
+
+
+def _arena_of(config: Config) -> tuple[Path, int, bool]:
+    return config.arena_path, config.arena_bytes, config.tables.ram.sealed
 
 
 def _flat(tables: Tables, keys: Mapping[str, KeyRing]) -> Iterator[tuple[str, str, bool]]:

@@ -74,6 +74,6 @@ def _enter(
             unknown.append(member)
         elif ids.setdefault(found, tenant) != tenant:
             raise ConfigError(
-                *place, f"{member!r} is in tenant {ids[found]!r} already", advice="name it in one of them"
+                *place, f"{member!r} is in tenant {ids[found]!r} already", advice="name it in one of them", of_host=True
             )
     return unknown

@@ -30,12 +30,14 @@ from kvdepot.server.config.capacity_check import capacity_warnings
 from kvdepot.server.config.config import DISK, Config, embedded, load
 from kvdepot.server.config.facts import facts
 from kvdepot.server.config.key_files import with_keys
-from kvdepot.server.daemon.start_checks import host_problems
+from kvdepot.server.daemon.start_checks import arena_loss, host_problems
 from kvdepot.server.offline import verbs as offline
 from kvdepot.server.platform.logs import UnhandledErrors, make_log
 from kvdepot.server.platform.processes import read_boot_id
 from kvdepot.server.platform.service_notify import ServiceNotifier, take_kept
 
+EXIT_CONFIG = 78
+"""EX_CONFIG of sysexits.h: no restart helps while the configuration is as it is."""
 EXIT_PIPE = 141
 """As a shell says of what SIGPIPE ended."""
 _STDERR = 2
@@ -56,6 +58,8 @@ SIGTERM and SIGINT stop the daemon with exit code 0. It grants no more leases, a
 arena and its memory stay, so that the next daemon serves the same objects. A holder keeps it: a small process that the
 daemon has started, the service manager, or `kvdepotd hold`. To free the memory, delete the arena while no daemon runs.
 The last line of the log names the file. With [ram] sealed = false, delete ARENA.data, too.
+
+Exit code 78: the configuration is wrong, and a restart does not help. 1: the daemon cannot start for another reason.
 """
 _HOLD_EPILOG = """\
 A daemon that ends leaves its arena to the holder, and the next daemon gets it from there. Use this verb where a daemon
@@ -112,23 +116,38 @@ def _run(options: argparse.Namespace) -> int | Config:
     except (KvDepotError, OSError) as error:  # OSError: what the configuration is made from cannot be asked
         if isinstance(error, BrokenPipeError):
             raise
-        print(f"kvdepotd: {error}", file=sys.stderr)  # noqa: T201 - no log is configured yet
-        return 1
+        return _refused(error)
     return config
 
 
-def _check_config(config: Config, *, as_json: bool, any_host: bool) -> int:
-    """Print what follows from a configuration, and return 0. Raise ConfigError for what this host refuses.
+def _refused(error: KvDepotError | OSError) -> int:
+    """Print why the daemon does not start, all of it, and return the exit code. No log is configured yet."""
+    errors = error.all if isinstance(error, ConfigError) else (error,)
+    for one in errors:
+        print(f"kvdepotd: {one}", file=sys.stderr)  # noqa: T201
+    may_end = any(not isinstance(one, ConfigError) or one.of_host for one in errors)
+    return 1 if may_end else EXIT_CONFIG
 
-    With `as_json` the reason is printed with the rest. With `any_host` it is a warning.
+
+def _check_config(config: Config, *, as_json: bool, any_host: bool) -> int:
+    """Print what follows from a configuration, and return 0; 1 if this host refuses it, with all reasons.
+
+    With `as_json` the first reason is printed with the rest. With `any_host` the reasons are warnings.
     """
-    problems = list(host_problems(config, read_boot_id()))
+    problems = list(host_problems(config))
+    try:
+        loss = arena_loss(config, read_boot_id())
+    except KvDepotError as error:
+        loss = ""
+        problems.append(error)
     if as_json:
         print(json.dumps(facts(config, *problems[:1]), indent=2))  # noqa: T201
     if problems and not any_host:
-        raise problems[0]
+        for problem in problems:
+            _refused(problem)
+        return 1
     if not as_json:
-        print(described(config, problems))  # noqa: T201
+        print(described(config, problems, loss))  # noqa: T201
     return 0
 
 
@@ -156,12 +175,14 @@ def _drop_output() -> None:
     os.close(nowhere)
 
 
-def described(config: Config, problems: Sequence[KvDepotError] = ()) -> str:
+def described(config: Config, problems: Sequence[KvDepotError] = (), loss: str = "") -> str:
     """Return what `check-config` prints: the sizes that follow, and each given key with its source.
 
-    `problems` are refusals of this host alone.
+    `problems` are refusals of this host alone. `loss` is why RAM will begin empty.
     """
     lines = [f"{config.file}: ok, capacity {config.capacity_bytes} bytes, arena {config.arena_path}"]
+    if loss:
+        lines.append(f"warning: RAM will begin empty, because the arena is replaced: {loss}")
     lines += [f"warning: {text}" for text in capacity_warnings(config)]
     for key, (value, source) in config.sources.items():
         lines.append(f"{key} = {json.dumps(mask_secrets(value) if isinstance(value, str) else value)} ({source})")
@@ -194,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     check = verbs.add_parser(
         "check-config",
         help="check a configuration file",
-        epilog="Prints resulting sizes, warnings, and each given key with its source. Exit code 1: serve refuses it.",
+        epilog="Prints resulting sizes, warnings, and each given key with its source. Exit codes 1 and 78: refused.",
     )
     check.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="without it: the defaults of serve")
     check.add_argument("--json", action="store_true", help="print the sizes, paths and sockets that follow, as JSON")

@@ -38,7 +38,7 @@ from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.report import PinStatus
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.memory_room import file_system
-from kvdepot.server.config.reloading import changes, refuse_what_needs_a_restart, values
+from kvdepot.server.config.reloading import changes, refuse_what_needs_a_restart, replaces_arena, values
 from kvdepot.server.config.set_quotas import SetQuotas, spelled
 from kvdepot.server.daemon.state_file import KeptPin, OperatorState, StateFile
 from kvdepot.server.depot.depot import Depot
@@ -327,7 +327,7 @@ class Control:
     async def compare(self) -> ReloadReply:
         """Return how the file differs from the running configuration. Raise ConfigError for a bad file."""
         after = await self._read()
-        return ReloadReply(after.file, changes(self._config, after))
+        return ReloadReply(after.file, changes(self._config, after), replaces_arena(self._config, after))
 
     async def reload(self) -> ReloadReply:
         """Apply the whole file or nothing. Raise ConfigError, which names each key at fault."""

@@ -38,15 +38,14 @@ _NO_LOCK: Final = (
 
 
 def check_host(config: Config) -> None:
-    """Raise ConfigError for what would refuse a start. `check_arena_of` checks the arena."""
+    """Raise ConfigError for what would refuse a start. `arena_loss` checks the arena."""
     for check in _checks(config):
         check()
 
 
-def host_problems(config: Config, boot_id: bytes) -> Iterator[KvDepotError]:
-    """Yield everything that `check_host` and `check_arena_of` would raise."""
-    checks: list[Callable[[], object]] = [*_checks(config), partial(check_arena_of, config, boot_id)]
-    for check in checks:
+def host_problems(config: Config) -> Iterator[KvDepotError]:
+    """Yield everything that `check_host` would raise."""
+    for check in _checks(config):
         try:
             check()
         except KvDepotError as error:
@@ -81,11 +80,14 @@ def arena_request(config: Config) -> ArenaRequest:
     return ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file, sealed)
 
 
-def check_arena_of(config: Config, boot_id: bytes) -> None:
-    """Raise ConfigError if the host has no room for the arena, and no arena of its size."""
+def arena_loss(config: Config, boot_id: bytes) -> str:
+    """Return why this configuration makes RAM begin empty, if the host has an arena of another size; else "".
+
+    Raise ConfigError if the host has no room for the arena, and no arena of its size.
+    """
     request = arena_request(config)
     left = None if config.tables.ram.path else arena_directory.former(request.path)
-    check_arena(request if left is None else replace(request, path=left), boot_id, held_files(request.path))
+    return check_arena(request if left is None else replace(request, path=left), boot_id, held_files(request.path))
 
 
 def locked_files(config: Config) -> Iterator[tuple[str, Path, str]]:

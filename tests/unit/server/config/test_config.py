@@ -187,7 +187,7 @@ def test_check_config_says_yes_or_no_by_its_exit_code(tmp_path: Path, capsys: py
     assert app.main(["check-config", str(path)]) == 0
     assert "ok" in capsys.readouterr().out
     path.write_text(GOOD + "\n[sesions]\n")
-    assert app.main(["check-config", str(path)]) == 1
+    assert app.main(["check-config", str(path)]) == app.EXIT_CONFIG
     assert "did you mean 'sessions'?" in capsys.readouterr().err
 
 

@@ -130,5 +130,5 @@ def test_check_config_says_what_came_from_where(
     assert 'tier.fast-nvme.codec = "lz4" (KVDEPOT_TIER__FAST_NVME__CODEC)' in lines
     assert 'tier.fast-nvme.capacity = "1GiB" (file)' in lines
     monkeypatch.setenv("KVDEPOT_RAM__CAPACITY", "lots")
-    assert app.main(["check-config", str(file)]) == 1
+    assert app.main(["check-config", str(file)]) == app.EXIT_CONFIG
     assert "environment: KVDEPOT_RAM__CAPACITY: " in capsys.readouterr().err

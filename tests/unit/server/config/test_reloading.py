@@ -140,6 +140,7 @@ def test_a_refusal_says_what_to_do_and_what_the_restart_costs(
     daemon.change(before, after)
     with pytest.raises(ConfigError) as refused:
         asyncio.run(daemon.control.reload())
+    assert asyncio.run(daemon.control.compare()).empties_ram is empties
     advice = refused.value.advice
     assert advice.startswith("nothing was changed; undo the change in the file, or restart kvdepotd")
     assert ("empty RAM tier" in advice, "[[quota]]" in advice) == (empties, quota)

@@ -169,7 +169,7 @@ def test_check_config_and_serve_judge_alike(
     checked, why = judged("check-config", file, capfd)
     assert sorted(path.relative_to(host.base) for path in host.base.rglob("*")) == before, "it only looks"
     served, log = judged("serve", file, capfd)
-    assert (checked, served) == ((1, 1) if reason else (0, 0)), why + log
+    assert checked == served and bool(checked) == bool(reason), why + log
     assert reason in why
     told, logged = (re.sub("[0-9]+", "N", text.replace("\\n", "\n")) for text in (why, log))  # what is free changes
     assert not reason or told.removeprefix("kvdepotd: ").strip() in logged
@@ -192,8 +192,44 @@ def test_a_file_for_another_host_is_judged_without_this_host_s_facts(
     said, errors = capfd.readouterr()
     judged_by_host = "about this host (" in said
     assert name not in HOST_FACTS or judged_by_host
-    assert (code, bool(errors)) == ((0, False) if judged_by_host or not reason else (1, True))
+    assert (bool(code), bool(errors)) == ((False, False) if judged_by_host or not reason else (True, True))
     assert reason in (said.partition("about this host (")[2] if judged_by_host else errors)
+
+
+@pytest.mark.parametrize("verb", ["check-config", "serve", "hold"])
+def test_a_wrong_file_is_told_whole_and_a_service_manager_does_not_repeat_the_start(
+    host: Host, verb: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = host.config('mode = "rwx"---capasity = "1GiB"\nhigh_watermark = 2---[log]\nlevel = "loud"')
+    code, errors = judged(verb, file, capfd)
+    assert code == app.EXIT_CONFIG
+    keys = ("daemon.mode", "ram.high_watermark", "ram.capasity", "log.level")
+    assert [line.split(": ")[2] for line in errors.splitlines()] == list(keys)
+    unit = Path(__file__).parents[4] / f"configs/systemd/kvdepot{'-hold' if verb == 'hold' else 'd'}.service"
+    assert f"RestartPreventExitStatus={app.EXIT_CONFIG}\n" in unit.read_text()
+
+
+def test_settings_that_contradict_each_other_are_told_together(host: Host, capfd: pytest.CaptureFixture[str]) -> None:
+    text = tiers("B/a", "B/b").replace('"t1"', '"t0"').removeprefix("------")
+    text += '[[quota]]\ntier = "none"\ncapacity = "1GiB"\n[sessions]\ncredit = "9GiB"'
+    code, errors = judged("check-config", host.config(f"------{text}"), capfd)
+    assert code == app.EXIT_CONFIG
+    assert [line.split(": ")[2] for line in errors.splitlines()] == ["tier.name", "quota[0].tier", "sessions.credit"]
+
+
+@pytest.mark.parametrize("name", HOST_FACTS)
+def test_what_the_host_may_mend_is_tried_again(host: Host, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """A mount that comes late, a directory service that does not answer yet."""
+    assert judged("serve", host.config(CASES[name][0]), capfd)[0] == 1
+
+
+def test_the_price_of_another_size_is_told_before_it_is_paid(host: Host, capfd: pytest.CaptureFixture[str]) -> None:
+    file = host.config("")
+    assert judged("serve", file, capfd)[0] == 0
+    assert app.main(["check-config", str(file)]) == 0
+    assert "RAM" not in capfd.readouterr().out
+    assert app.main(["check-config", str(host.config('---capacity = "700MiB"'))]) == 0
+    assert "warning: RAM will begin empty, because the arena is replaced: its size" in capfd.readouterr().out
 
 
 def test_everything_that_this_host_lacks_is_named(host: Host, capfd: pytest.CaptureFixture[str]) -> None:
@@ -253,7 +289,7 @@ def test_bytes_that_are_no_text_are_refused_by_the_variable_s_name(
     file = host.config("")
     for verb in ("check-config", "serve"):
         code, errors = judged(verb, file, capfd)
-        assert code == 1 and f"environment: {variable}: " in errors and "is not UTF-8" in errors
+        assert code == app.EXIT_CONFIG and f"environment: {variable}: " in errors and "is not UTF-8" in errors
 
 
 def test_hard_links_of_one_file_are_one_file(host: Host, capfd: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,8 @@ def diff(connection: tuple[Endpoint, float], as_json: bool) -> int:
     else:
         for change in reply.changes:
             say(_line(change) + ("" if change.live else " (needs a restart)"))
+        if reply.empties_ram:
+            say("RAM will begin empty after a restart with this file, because the arena is another one")
     return EXIT_DIFFERENT if reply.changes else 0
 
 
