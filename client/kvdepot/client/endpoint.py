@@ -19,7 +19,7 @@ PACKAGED_ENDPOINT: Final = "unix:///run/kvdepot/kvdepot.sock"
 _SCHEME = "unix://"
 PATH_BYTES_MAX = 107  # sun_path of Linux, without its closing zero
 _ATTACH_SUFFIX = ".attach"
-_ADMIN_SUFFIX = ".admin"
+ADMIN_SUFFIX: Final = ".admin"
 
 
 class EndpointError(ValueError):
@@ -59,7 +59,7 @@ class Endpoint:
     @property
     def admin_path(self) -> str:
         """Return the path of the operators' socket."""
-        return self.admin or self.path + _ADMIN_SUFFIX
+        return self.admin or self.path + ADMIN_SUFFIX
 
     @property
     def admin_target(self) -> str:

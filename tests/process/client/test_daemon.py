@@ -315,7 +315,7 @@ def test_kvdepotctl_status_shows_what_the_daemon_holds(daemon: DaemonProcess) ->
 def test_kvdepotctl_exit_codes_say_what_is_wrong(daemon: DaemonProcess) -> None:
     missing = kvdepotctl(daemon, "status")
     assert missing.returncode == 3
-    assert "no answer" in missing.stderr
+    assert "no daemon at" in missing.stderr
     wrong = kvdepotctl("tcp://host:1", "status")
     assert wrong.returncode == 2
     assert "unix://" in wrong.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -244,19 +245,35 @@ def test_fields_that_no_engine_has_registered_are_said_to_be_unknown(tmp_path: P
 
 
 def test_a_daemon_that_knows_no_listing_is_told_apart_from_none(tmp_path: Path) -> None:
-    socket = tmp_path / "old.sock"
+    path = tmp_path / "old.sock"
     older = grpc.server(ThreadPoolExecutor(1))
-    older.add_insecure_port(f"unix:{socket}.admin")
+    older.add_insecure_port(f"unix:{path}.admin")
     older.start()
     try:
-        refused = kvdepotctl(f"unix://{socket}", "ls")
+        refused = kvdepotctl(f"unix://{path}", "ls")
     finally:
         older.stop(0).wait()
     assert refused.returncode == 3
     assert "older than kvdepotctl" in refused.stderr
-    missing = kvdepotctl(f"unix://{tmp_path / 'none.sock'}", "ls")
+
+
+@pytest.mark.parametrize("left", ["nothing", "a socket that nobody listens on", "the engines' socket alone"])
+def test_without_a_daemon_one_line_says_where_it_should_be(tmp_path: Path, left: str) -> None:
+    path, why = tmp_path / "k.sock", "No such file or directory"
+    if left.startswith("a socket"):
+        with socket.socket(socket.AF_UNIX) as ended:
+            ended.bind(f"{path}.admin")
+        why = "Connection refused"
+    elif left.startswith("the"):
+        path.touch()
+    missing = kvdepotctl(f"unix://{path}", "ls")
     assert missing.returncode == 3
-    assert "no answer" in missing.stderr
+    expected = f"no daemon at unix://{path} ({why}). Start it: kvdepotd serve. Or name its socket with --endpoint"
+    if left.startswith("the"):
+        expected = (
+            f"the daemon at unix://{path} has its operators' socket elsewhere ([daemon] admin): name it with --admin"
+        )
+    assert missing.stderr == f"kvdepotctl: {expected}\n"
 
 
 def test_tables_that_no_terminal_shows_have_unbroken_ids(daemon: DaemonProcess, engine: RawEngine) -> None:

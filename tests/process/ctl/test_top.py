@@ -146,4 +146,4 @@ def _read_until(terminal: int, screen: bytearray, wanted: bytes) -> None:
 def test_no_daemon_at_the_first_look_is_an_error() -> None:
     done = kvdepotctl("unix:///nonexistent/kvdepot.sock", "top", "--count", "1")
     assert done.returncode == 3
-    assert "no answer" in done.stderr
+    assert "no daemon at" in done.stderr

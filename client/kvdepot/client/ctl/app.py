@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -32,7 +34,7 @@ from kvdepot.client.ctl.commands.trace import trace
 from kvdepot.client.ctl.commands.verify import verify
 from kvdepot.client.ctl.sections import SectionedGroup
 from kvdepot.client.ctl.texts import say
-from kvdepot.client.endpoint import ENDPOINT_VARIABLE, Endpoint, EndpointError, default_endpoint
+from kvdepot.client.endpoint import ADMIN_SUFFIX, ENDPOINT_VARIABLE, Endpoint, EndpointError, default_endpoint
 from kvdepot.core.errors import (
     ConfigError,
     InvalidArgument,
@@ -116,9 +118,7 @@ def main() -> None:
             say("kvdepotctl: this user may not open the operators' socket; run kvdepotctl as root or as the", err=True)
             say("daemon's user, or see [daemon] admin_group and [operators] in docs/operations.md", err=True)
             sys.exit(EXIT_FORBIDDEN)
-        say(f"kvdepotctl: no answer: {error.code().name}: {error.details()}", err=True)
-        say("Start kvdepotd, or name its socket with --endpoint. Operators use the socket with the suffix", err=True)
-        say(".admin next to it; if [daemon] admin is set, name that one with --admin.", err=True)
+        say(f"kvdepotctl: {_why_no_answer(error)}", err=True)
         sys.exit(EXIT_UNREACHABLE)
     except KvDepotError as error:
         say(f"kvdepotctl: {error}", err=True)
@@ -128,6 +128,20 @@ def main() -> None:
         say(f"kvdepotctl: {error.strerror or error}", err=True)
         sys.exit(EXIT_REFUSED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _why_no_answer(error: grpc.RpcError) -> str:
+    found = _NOT_CONNECTED.search(error.details() or "")
+    if found is None:
+        return f"no answer: {error.code().name}: {error.details()}"
+    path, why = found["path"].removesuffix(ADMIN_SUFFIX), found["why"]
+    if path != found["path"] and why == os.strerror(errno.ENOENT) and Path(path).exists():
+        return f"the daemon at unix://{path} has its operators' socket elsewhere ([daemon] admin): name it with --admin"
+    return f"no daemon at unix://{path} ({why}). Start it: kvdepotd serve. Or name its socket with --endpoint"
+
+
+_NOT_CONNECTED = re.compile(r"unix:(?P<path>/.*): connect failed: .* error: (?P<why>.+)$")
+"""gRPC's text. Another text is shown as it is."""
 
 
 def _prepare_output() -> None:
