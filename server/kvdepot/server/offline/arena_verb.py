@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
 
 NAME: Final = "arena"
-_DONE, _REFUSED = 0, 1
+_DONE, _REFUSED, _USAGE = 0, 1, 2
 _EPILOG: Final = """\
 A daemon that ends leaves its arena in memory for the next daemon with the same socket. These verbs know the arenas of
 this user, in the default places and in each --arena-dir.
@@ -47,10 +47,12 @@ def add(verbs: Subparsers) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the verb and return the exit code."""
+    if options.what == "remove" and not options.arenas and not options.unused:
+        print("kvdepotd arena remove: name an ARENA, or give --unused", file=sys.stderr)  # noqa: T201
+        return _USAGE
     found = list(find_arenas(options.arena_dir, _alive))
     if options.what == "remove":
-        chosen = [Path(one.path) for one in found if options.unused and one.unused] + options.arenas
-        return _remove(chosen, nothing="no unused arena" if options.unused else "no ARENA given, and not --unused")
+        return _remove([Path(one.path) for one in found if options.unused and one.unused] + options.arenas)
     if options.json:
         print(json.dumps([asdict(one) | {"unused": one.unused} for one in found], indent=2))  # noqa: T201
     else:
@@ -58,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
     return _DONE
 
 
-def _remove(paths: Sequence[Path], nothing: str) -> int:
+def _remove(paths: Sequence[Path]) -> int:
     if not paths:
-        print(f"kvdepotd arena remove: {nothing}")  # noqa: T201
+        print("no arena of this user is unused")  # noqa: T201
     code = _DONE
     for path in dict.fromkeys(path.absolute() for path in paths):
         try:

@@ -209,7 +209,7 @@ def test_the_verb_lists_and_removes(folder: Path, capsys: pytest.CaptureFixture[
         assert main(["arena", "remove", "--unused", *where]) == 0
         assert f"removed {free}" in capsys.readouterr().out
     assert (free.exists(), busy.exists()) == (False, True)
-    assert main(["arena", "remove", *where]) == 0
+    assert main(["arena", "remove", *where]) == 2
     assert busy.exists(), "nothing was named"
     assert main(["arena", "remove", str(busy)]) == 0
     capsys.readouterr()
