@@ -84,8 +84,8 @@ def test_workers_that_die_at_once_are_not_made_without_end(rig: IoRig) -> None:
         async with pool_on(rig, arena_fd=pipe, started=False) as under:
             read = rig.read_of(rig.write(1, MIB))
             answers = await asyncio.gather(*[under.ask(read, under.lent()) for _ in range(6)])
-            told = {(answer.outcome, answer.detail) for answer in answers}
-            assert told == {(IoOutcome.CANCELLED, "no worker can be started")}
+            assert {answer.outcome for answer in answers} == {IoOutcome.CANCELLED}
+            assert all(answer.detail.startswith("no worker serves: I/O worker ") for answer in answers)
             assert under.breaker.closed, "it says nothing about the path"
             assert under.counts["io_workers.started"] <= 6
 
@@ -108,7 +108,8 @@ def test_without_room_in_the_attachment_table_workers_come_later(rig: IoRig) -> 
             under.registry.full = True
             os.kill(under.pid, signal.SIGKILL)
             given_up = await under.ask(verify_only(rig.read_of(rig.write(1, MIB))), under.lent())
-            assert (given_up.outcome, given_up.detail) == (IoOutcome.CANCELLED, "no worker can be started")
+            why = "no worker serves: an I/O worker cannot be registered: the table is full"
+            assert (given_up.outcome, given_up.detail) == (IoOutcome.CANCELLED, why)
             under.registry.full = False
             await until(lambda: under.pool.usable, "a worker could be started")
 
@@ -224,6 +225,29 @@ def test_workers_that_never_start_in_time_get_more_of_it_until_one_does(
         async with pool_on(rig, started=False) as under:
             await until(lambda: under.counts["io_workers.abandoned"], "one is late")
             await until(lambda: not under.pool.starting and under.pool.pids, "one has started")
+            assert (await under.ask(rig.write(1, MIB), under.lent())).outcome is IoOutcome.OK
+
+    asyncio.run(run())
+
+
+@pytest.mark.requirement("I2", "T5")
+def test_no_job_waits_for_a_worker_after_two_were_late(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "START_SECONDS", 0.0)  # none starts so soon
+
+    async def run() -> None:
+        async with pool_on(rig, started=False) as under:
+            asked = under.ask(rig.write(1, MIB), under.lent())
+            assert (await asked).outcome is IoOutcome.CANCELLED
+            assert under.registry.started_in_all == 2
+            monkeypatch.setattr(crew, "START_SECONDS", 1000.0)
+            under.registry.made = stop  # the third does not start, and its time is not over
+            await until(lambda: under.registry.started_in_all == 3, "a third one is made")
+            assert "no worker serves: I/O worker " in under.pool.why_unusable
+            assert "has not started within 0 s" in under.pool.why_unusable
+            assert (await under.ask(rig.write(1, MIB), under.lent())).outcome is IoOutcome.CANCELLED
+            assert under.changes[-1:] == [False]
+            os.kill(under.registry.pids[3], signal.SIGCONT)
+            await until(lambda: under.changes[-1], "it has started, and the tier is told")
             assert (await under.ask(rig.write(1, MIB), under.lent())).outcome is IoOutcome.OK
 
     asyncio.run(run())

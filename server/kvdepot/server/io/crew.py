@@ -27,6 +27,8 @@ each one had the same time: so the next one has twice as much, until one has sta
 """
 START_SECONDS_MAX: Final = 160.0
 _LATE_STARTS_MAX: Final = 10
+_LATE_STARTS_MIN: Final = 2
+"""Jobs wait for the worker after a late one. They do not wait after two in a row."""
 _PATIENCE_SECONDS: Final = 1.0
 """Jobs wait so long for a worker that has to be started again."""
 _BACKOFF_SECONDS_MIN: Final = 0.1
@@ -57,8 +59,6 @@ class Crew:
         self.leaving: list[Worker] = []
         self.prober: Worker | None = None
         """Neither of the two: it does the probe alone."""
-        self.waits_seconds = 0.0
-        """How long after the last failure the next worker is made; 0: no failure is waited out."""
         self._settings = settings
         self._listener = listener
         self._registry = registry
@@ -68,6 +68,7 @@ class Crew:
         self._guard = guard
         self._backoff_seconds = _BACKOFF_SECONDS_MIN
         self._late_starts = 0  # in a row
+        self._failure = ""  # of the last worker; empty once one has started, or if jobs can wait for the next one
         self._respawn: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -99,12 +100,16 @@ class Crew:
 
     @property
     def why_none_serves(self) -> str:
-        """Return why no worker is given jobs; empty if one is, or if jobs can wait for one that is started again."""
-        if self.serving:
+        """Return why no worker is given jobs; empty if one is, or if jobs can wait for one that starts.
+
+        After a failure that is not over soon, a worker that starts is no reason to queue jobs: it may fail like the
+        last one, after minutes.
+        """
+        if any(worker.up for worker in self.serving):
             return ""
-        if not self.waits:
-            return f"all {len(self.leaving)} workers hang in the kernel" if self.leaving else "no worker was started"
-        return "no worker can be started" if self.waits_seconds > _PATIENCE_SECONDS else ""
+        if self.serving or self.waits:
+            return f"no worker serves: {self._failure}" if self._failure else ""
+        return f"all {len(self.leaving)} workers hang in the kernel" if self.leaving else "no worker was started"
 
     def free(self, quick_seconds: float) -> Worker | None:
         """Return a free worker, but none that is starting: until it has started, another may be free."""
@@ -115,7 +120,7 @@ class Crew:
     def started(self, process: WorkerProcess) -> Worker:
         worker = self.workers[process]
         worker.up = True
-        self._late_starts = 0
+        self._late_starts, self._failure = 0, ""
         self._end_start(worker)
         return worker
 
@@ -156,7 +161,9 @@ class Crew:
             return
         if crashed is not None and self._loop.time() - crashed.started_at > _STABLE_SECONDS:
             self._backoff_seconds = _BACKOFF_SECONDS_MIN
-        self.waits_seconds = seconds = self._backoff_seconds
+        seconds = self._backoff_seconds
+        if seconds > _PATIENCE_SECONDS:
+            self._failure = why
         self._log.warning("%s: %s; the next one starts in %.1f s", self._settings.directory, why, seconds)
         self._respawn = self._loop.call_later(seconds, self._start)
         self._backoff_seconds = min(seconds * 2, _BACKOFF_SECONDS_MAX)
@@ -180,11 +187,13 @@ class Crew:
         if not isinstance(error, OSError | NoRoom):
             self._guard.caught(f"a worker that is to be {what}", error)
         why = error.message if isinstance(error, NoRoom) else str(error)
-        self.start_later(None, f"no I/O worker can be {what}: {why}")
+        self.start_later(None, f"an I/O worker cannot be {what}: {why}")
 
     def _start_overdue(self, worker: Worker, seconds: float) -> None:
         why = f"I/O worker {worker.process.pid} has not started within {seconds:g} s"
         self._late_starts = min(self._late_starts + 1, _LATE_STARTS_MAX)
+        if self._late_starts >= _LATE_STARTS_MIN:
+            self._failure = why
         self._count("io_workers.abandoned", 1)
         self.kill(worker)
         self.start_later(None, why)

@@ -277,6 +277,7 @@ class IoPool:
     def started(self, worker: WorkerProcess) -> None:
         its = self._crew.started(worker)
         self._watch(its)  # a probe
+        self._tell()
         self._dispatch()
 
     def answered(self, worker: WorkerProcess, number: int, answer: Answer) -> None:

@@ -13,6 +13,7 @@ from kvdepot.server.io.breaker import DOUBT_SECONDS, Breaker
 from kvdepot.server.platform.file_room import NO_INODES
 from kvdepot.server.platform.logs import REPEAT_SECONDS, LogThrottle
 from kvdepot.server.storage.base import IoOutcome
+from kvdepot.server.tiers.workers import Workers
 
 RETRY_SECONDS_MAX: Final = 60.0
 """How rarely a tier that fails again and again tries to recover."""
@@ -173,6 +174,11 @@ def _without_details(what: str) -> str:
     return re.sub(r"'[^']*'|[0-9][0-9.]*[A-Za-z]*", "", what)
 
 
-def shown(health: Health, breaker: Breaker) -> State:
-    """Return the state for people. A tier that is ready, but disabled again after a probe worked, is degraded."""
-    return State.DEGRADED if health.shown is State.READY and breaker.doubt else health.shown
+def shown(health: Health, data: Workers, *others: Workers) -> State:
+    """Return the state for people.
+
+    A tier that is ready is degraded if it is disabled again after a probe worked, or if no worker serves a pool of it
+    whose breaker is closed.
+    """
+    unserved = any(pool.breaker.closed and not pool.usable for pool in (data, *others))
+    return State.DEGRADED if health.shown is State.READY and (unserved or data.breaker.doubt) else health.shown

@@ -219,7 +219,7 @@ class DiskTier:
             ready_bytes=self._growth.ready_bytes,
             used_bytes=self.used_bytes,
             objects=self._medium.catalog.count,
-            state=shown(self._health, self._data.breaker),
+            state=shown(self._health, self._data, self._journal_workers),
             reason=self._reason(),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,

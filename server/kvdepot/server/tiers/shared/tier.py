@@ -219,7 +219,7 @@ class SharedTier:
             self.name, "shared", self._config.capacity_bytes,
             ready_bytes=self._config.capacity_bytes,
             used_bytes=report.used_bytes if report else 0,
-            state=shown(self._health, self._data.breaker),
+            state=shown(self._health, self._data),
             reason=self._reason(),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
