@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kvdepot.core.calls import AcquireCall, Kind, LocateCall, ReserveCall
 from kvdepot.core.epochs import Epochs
-from kvdepot.core.errors import EngineIdInUse, PermissionDenied, UnknownNamespace
+from kvdepot.core.errors import EngineIdInUse, NotReady, PermissionDenied, UnknownNamespace
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.misses import MissReason
 from kvdepot.server.depot.types import Membership, Owner, TierConfig
@@ -112,6 +112,45 @@ def test_a_process_in_another_tenant_does_not_join_an_engine_of_its_user() -> No
     with pytest.raises(EngineIdInUse, match="uid 1001 has an engine with this id in another tenant"):
         rig.depot.attach(process(11), Membership("e", scheduler=False, rank=1, world_size=2, owner=second))
     rig.depot.attach(process(11), Membership("e", scheduler=False, rank=1, world_size=2, owner=first))
+
+
+@pytest.mark.requirement("S2", "I8")
+def test_a_process_in_another_tenant_does_not_join_an_adopted_engine_of_its_user() -> None:
+    """The tables know the user of a session, and not its tenant."""
+    rig = Rig()
+    first, second = Owner(1001, tenant="a"), Owner(1001, tenant="b")
+    rig.depot.attach(process(10), Membership("e", scheduler=True, rank=0, world_size=2, owner=first))
+    rig.crash()
+    with pytest.raises(NotReady, match="tenant is not known until a process of it attaches again"):
+        rig.depot.attach(process(11), Membership("e", scheduler=False, rank=1, world_size=2, owner=second))
+    rig.depot.attach(process(10), Membership("e", scheduler=True, rank=0, world_size=2, owner=first))
+    with pytest.raises(EngineIdInUse, match="uid 1001 has an engine with this id in another tenant"):
+        rig.depot.attach(process(11), Membership("e", scheduler=False, rank=1, world_size=2, owner=second))
+    rig.depot.attach(process(12), Membership("e", scheduler=False, rank=1, world_size=2, owner=first))
+
+
+@pytest.mark.requirement("S2", "I8")
+def test_a_proxy_joins_an_adopted_engine_if_its_client_was_in_it() -> None:
+    rig, owner = Rig(), Owner(1001, tenant="a")
+    rig.depot.attach(process(10), Membership("e", scheduler=True, rank=0, world_size=1, owner=owner))
+    rig.crash()
+    member = Membership("e", scheduler=True, rank=0, world_size=1, owner=owner)
+    rig.depot.attach(process(20), member, process(10))
+    (session,) = {one.session for one in rig.depot._sessions.attachments.values()}
+    assert session.owner == owner
+
+
+@pytest.mark.requirement("S2", "I8")
+def test_a_process_in_another_pid_namespace_does_not_join_an_adopted_engine() -> None:
+    rig = Rig()
+    for namespace in (0, 7):
+        member = Membership("e", scheduler=True, rank=0, world_size=2, owner=Owner(1001, namespace))
+        rig.depot.attach(process(10 + namespace), member)
+    rig.crash()
+    rank = Membership("e", scheduler=False, rank=1, world_size=2, owner=Owner(1001, 7))
+    rig.depot.attach(process(20), rank)
+    sessions = rig.depot._sessions.by_slot.values()
+    assert [sorted(a.process.pid for a in one.attachments.values()) for one in sessions] == [[10], [17, 20]]
 
 
 @pytest.mark.requirement("S2", "I8")

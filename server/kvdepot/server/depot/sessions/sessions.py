@@ -12,7 +12,15 @@ from typing import Final
 import numpy as np
 from kvdepot.core import limits
 from kvdepot.core.arena import ATTACHMENTS_MAX, SESSIONS_MAX, ArenaTables
-from kvdepot.core.errors import EngineIdInUse, InvalidArgument, LimitExceeded, NoRoom, NotScheduler, UnknownSession
+from kvdepot.core.errors import (
+    EngineIdInUse,
+    InvalidArgument,
+    LimitExceeded,
+    NoRoom,
+    NotReady,
+    NotScheduler,
+    UnknownSession,
+)
 from kvdepot.core.limits import check_limit
 from kvdepot.server.depot.sessions.session import (
     NO_RANK,
@@ -149,8 +157,9 @@ class Sessions:
         engine = engine_digest(member.engine_id, member.owner)
         session = self._current(engine, process) or self._revivable(engine, process)
         if session is not None:
-            _check_tenant(session, member.owner)
-            _check_conflicts(session, (process, client or process), member)
+            own = process, client or process
+            _check_tenant(session, own, member.owner)
+            _check_conflicts(session, own, member)
         else:
             self._check_lent(process)
         if session is None or _joinable(session, process, member.rank) is None:
@@ -403,9 +412,17 @@ def _check_conflicts(session: Session, own: tuple[ProcessIdentity, ...], member:
             raise EngineIdInUse(f"{other.process} is already rank {member.rank} of an engine with this id")
 
 
-def _check_tenant(session: Session, owner: Owner) -> None:
-    """Refuse a process of the same user in another tenant, by its groups. An adopted session has no tenant yet."""
-    if session.owner is not None and session.owner.tenant != owner.tenant:
+def _check_tenant(session: Session, own: tuple[ProcessIdentity, ...], owner: Owner) -> None:
+    """Refuse a process of the same user in another tenant, by its groups. `own`: as in `_check_conflicts`.
+
+    The tables do not say the tenant of an adopted session. A process that was in it before does.
+    """
+    if session.owner is None:
+        if owner.tenant is not None and not any(map(session.has, own)):
+            raise NotReady(
+                f"{owner} has an engine with this id, whose tenant is not known until a process of it attaches again"
+            )
+    elif session.owner.tenant != owner.tenant:
         raise EngineIdInUse(f"{owner} has an engine with this id in another tenant")
 
 
