@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from kvdepot.core import limits
 from kvdepot.core.calls import (
     AbandonCall,
     CommitCall,
@@ -34,7 +35,10 @@ CommitDone = Callable[[bytes], None]
 LEASES_PER_CALL = 512
 INDICES_PER_CALL = 16_384
 REQUESTS_QUEUED_MAX = 65_536
-"""EndRequests beyond it are dropped, oldest first. The daemon ends such requests after 60 s."""
+"""EndRequests beyond it are dropped, oldest first. The daemon ends such requests after 60 s.
+
+The tokens that they report go with the next one. One that was sent is kept: the daemon may have counted it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,8 @@ class Outbox:
         self._releases: deque[_Release] = deque()
         self._commits: deque[_Item] = deque()
         self._abandons: deque[_Item] = deque()
-        self._requests: deque[tuple[str, int, RequestEnd, TokenReport]] = deque(maxlen=REQUESTS_QUEUED_MAX)
+        self._requests: deque[tuple[str, int, RequestEnd, TokenReport]] = deque()
+        self._request_sent = False  # the first one of these, at least once
         self._commits_asked = 0
         self._commits_ended = 0
         self._in_flight: dict[type[OutboxCall], int] = {}  # kind -> how many items of the queue's head
@@ -87,7 +92,19 @@ class Outbox:
 
     def end_request(self, request_id: str, end: RequestEnd, tokens: TokenReport) -> None:
         """Queue the end of a request. It is sent when all commits so far have been answered."""
+        if len(self._requests) >= REQUESTS_QUEUED_MAX:
+            self._drop_request()
         self._requests.append((request_id, self._commits_asked, end, tokens))
+
+    def _drop_request(self) -> None:
+        """Drop the oldest end that was not sent. The next one reports its tokens too, if that can be one report."""
+        at = int(self._request_sent)
+        dropped = self._requests[at][3]
+        del self._requests[at]
+        request_id, commits, end, tokens = self._requests[at]
+        both = dropped.joined(tokens)
+        if both.credible and len(both.loaded_tokens) <= limits.TOKEN_SOURCES_MAX:
+            self._requests[at] = (request_id, commits, end, both)
 
     def __len__(self) -> int:
         return len(self._releases) + len(self._commits) + len(self._abandons) + len(self._requests)
@@ -107,6 +124,7 @@ class Outbox:
             calls.append(AbandonCall(session, self._take(AbandonCall, self._abandons)))
         if self._requests and EndRequestCall not in self._in_flight and self._requests[0][1] <= self._commits_ended:
             self._in_flight[EndRequestCall] = 1
+            self._request_sent = True
             request_id, _, end, tokens = self._requests[0]
             calls.append(EndRequestCall(session, request_id, end, tokens))
         return calls
@@ -145,6 +163,7 @@ class Outbox:
             return Confirmed(leases=tuple(self._releases.popleft().id for _ in range(count)))
         if kind is EndRequestCall:
             self._requests.popleft()
+            self._request_sent = False
             return Confirmed()
         queue = self._commits if kind is CommitCall else self._abandons
         items = [queue.popleft() for _ in range(count)]

@@ -17,6 +17,7 @@ Packed forms (all little-endian):
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -123,6 +124,22 @@ class TokenReport:
     loaded_tokens: Annotated[Mapping[Reason, int], Count(limits.TOKEN_SOURCES_MAX)] = field(default_factory=dict)
     """Of these: loaded, by the slowest tier that had to supply something."""
     saved_seconds: Seconds = 0.0  # in which the engine would have computed the loaded tokens, as it estimates
+
+    @property
+    def credible(self) -> bool:
+        """Return whether it can be true: it names no more tokens than its prompts have, and these are not too many."""
+        supplied = self.engine_tokens + sum(self.loaded_tokens.values())
+        few = self.prompt_tokens <= limits.REPORTED_TOKENS_MAX and self.saved_seconds <= limits.REPORTED_SECONDS_MAX
+        return few and supplied <= self.prompt_tokens
+
+    def joined(self, later: TokenReport) -> TokenReport:
+        """Return one report of what both say. It has the number of the later one."""
+        loaded = Counter(self.loaded_tokens)
+        loaded.update(later.loaded_tokens)
+        return TokenReport(
+            max(self.number, later.number), self.prompt_tokens + later.prompt_tokens,
+            self.engine_tokens + later.engine_tokens, loaded, self.saved_seconds + later.saved_seconds,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

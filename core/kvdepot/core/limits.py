@@ -81,6 +81,12 @@ OBJECT_BYTES_MAX: Final = 64 << 30
 TOKEN_SOURCES_MAX: Final = 32
 """Sources of loaded tokens in one report. An engine names at most 17."""
 
+REPORTED_TOKENS_MAX: Final = 1 << 32
+"""Of prompts in one report: more than any engine's prompts have that end between two calls."""
+
+REPORTED_SECONDS_MAX: Final = 1e7
+"""Saved, of one report, which may have those of tokens that earlier ones counted: more than these tokens take."""
+
 # A session.
 LEASES_PER_SESSION_MAX: Final = 8_192
 """Open leases: 256 running requests with a load and some stores each, times ten."""

@@ -7,6 +7,7 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kvdepot.client import outbox
 from kvdepot.client.leases import LEASE_BITS, LeaseBook, LeaseIds
 from kvdepot.client.outbox import INDICES_PER_CALL, LEASES_PER_CALL, Outbox, OutboxCall
 from kvdepot.core.calls import (
@@ -19,6 +20,7 @@ from kvdepot.core.calls import (
     RequestEnd,
     TokenReport,
 )
+from kvdepot.core.limits import REPORTED_TOKENS_MAX
 
 TOKEN = b"t" * 16
 OK = bytes([CommitOutcome.COMMITTED])
@@ -127,6 +129,59 @@ def test_calls_are_bounded_and_everything_goes_in_the_end() -> None:
                 endings.confirmed(CommitCall, CommitReply(()))
     assert released == 2 * LEASES_PER_CALL + 1
     assert committed == [1, 1, 1, 1]
+
+
+@pytest.mark.requirement("I4")
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_full_queue_of_ends_loses_the_oldest_ones_and_no_tokens(
+    monkeypatch: pytest.MonkeyPatch, answered: bool
+) -> None:
+    monkeypatch.setattr(outbox, "REQUESTS_QUEUED_MAX", 3)
+    endings = Outbox()
+
+    def report(number: int) -> TokenReport:
+        return TokenReport(number, 100 + number, number, {"ram": 1, "disk": number}, 0.5)
+
+    def sent() -> EndRequestCall:
+        (call,) = endings.next_calls(TOKEN)
+        assert isinstance(call, EndRequestCall)
+        return call
+
+    for number in (1, 2, 3):
+        endings.end_request(str(number), RequestEnd(), report(number))
+    first = sent()
+    for number in (4, 5):
+        endings.end_request(str(number), RequestEnd(), report(number))
+    assert len(endings) == 3
+    if not answered:  # the daemon may have counted it, so it is sent again as it was
+        endings.unconfirmed(EndRequestCall)
+        endings.end_request("6", RequestEnd(), TokenReport())
+        assert sent() == first
+    endings.confirmed(EndRequestCall)
+    found, requests = [first.tokens], []
+    while len(endings):
+        call = sent()
+        endings.confirmed(EndRequestCall)
+        requests.append(call.request_id)
+        found.append(call.tokens)
+    assert requests == (["4", "5"] if answered else ["5", "6"])
+    assert [one.number for one in found] == ([1, 4, 5] if answered else [1, 5, 0])
+    total = found[0]
+    for one in found[1:]:
+        total = total.joined(one)
+    assert (total.prompt_tokens, total.engine_tokens) == (515, 15)
+    assert total.loaded_tokens == {"ram": 5, "disk": 15}
+    assert total.saved_seconds == 2.5
+
+
+def test_tokens_that_would_be_too_many_for_one_report_are_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon would believe none of them."""
+    monkeypatch.setattr(outbox, "REQUESTS_QUEUED_MAX", 2)
+    endings = Outbox()
+    for number, tokens in ((1, REPORTED_TOKENS_MAX), (2, 1), (3, 1)):
+        endings.end_request(str(number), RequestEnd(), TokenReport(number, tokens))
+    (call,) = endings.next_calls(TOKEN)
+    assert isinstance(call, EndRequestCall) and call.tokens == TokenReport(2, 1)
 
 
 def test_an_abandon_ends_the_whole_lease_or_only_the_named_objects() -> None:

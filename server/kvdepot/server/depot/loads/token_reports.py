@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
 
 from kvdepot.core.calls import TokenReport
 from kvdepot.core.hit_rate import ENGINE, OTHER_SOURCE
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.sessions.session import Session
-
-TOKENS_MAX: Final = 1 << 32
-"""Of one report: more than any engine's prompts have that end between two calls."""
-SAVED_SECONDS_MAX: Final = 1e7
-"""Of one report, which may have those of tokens that earlier ones counted: more than these tokens take anywhere."""
 
 
 class TokenReports:
@@ -28,8 +22,7 @@ class TokenReports:
         if report.number <= session.token_report:
             return
         session.token_report = report.number
-        supplied = report.engine_tokens + sum(report.loaded_tokens.values())
-        if not supplied <= report.prompt_tokens <= TOKENS_MAX or report.saved_seconds > SAVED_SECONDS_MAX:
+        if not report.credible:
             self._counters.add("invalid_token_reports")
             return
         self._counters.add("prompt_tokens", report.prompt_tokens)
