@@ -44,12 +44,12 @@ def measure(directory: str, size_bytes: int) -> Medium:
             return Medium(why_not="it has not the room for the device's own file")
         direct = True
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         except OSError as error:
             if isinstance(error, PermissionError | FileNotFoundError):
                 raise
             direct = False
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             path.unlink()
             requests = max(size_bytes // REQUEST_BYTES // THREADS, 1)

@@ -144,9 +144,9 @@ class ArenaFile:
         They share no offset, flag or lock with the daemon. The inode of the generations is the daemon's with mode 0600,
         so another uid cannot open them for writing by /proc. Raises OSError.
         """
-        data = os.open(f"/proc/self/fd/{self.data_fd}", os.O_RDWR | os.O_CLOEXEC)
+        data = os.open(f"/proc/self/fd/{self.data_fd}", os.O_RDWR)
         try:
-            return data, os.open(f"/proc/self/fd/{self.generations_fd}", os.O_RDONLY | os.O_CLOEXEC)
+            return data, os.open(f"/proc/self/fd/{self.generations_fd}", os.O_RDONLY)
         except OSError:
             os.close(data)
             raise
@@ -426,7 +426,7 @@ def _create(
 
 
 def _new_file(path: Path, size_bytes: int) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     os.ftruncate(fd, size_bytes)
     return fd
 

@@ -40,7 +40,7 @@ def hold_path(arena_path: Path) -> Path:
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[Path]:
     """Yield a path of the same file that fits into a socket's address (unix(7)), however long its directory's is."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
     try:
         yield Path(f"/proc/self/fd/{folder}/{path.name}")
     finally:

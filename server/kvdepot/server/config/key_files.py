@@ -45,7 +45,7 @@ def _text(path: Path) -> str:
 
     A link is followed: a mounted secret is one. What counts is the file that was opened. A FIFO does not block.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):

@@ -25,7 +25,7 @@ OPEN_FILES_MAX: Final = 64
 REQUEST_BYTES_MAX: Final = 16 << 20
 """One system call: large enough for every device, short enough that a slow one lets a killed process go."""
 _BUFFERS_MAX = 1024  # IOV_MAX
-_OPEN: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_OPEN: Final = os.O_NOFOLLOW | os.O_NONBLOCK
 """Of every file: the opening of a FIFO in its place waits for nobody. For regular files O_NONBLOCK has no meaning."""
 _OUTCOMES: Final = {
     errno.ENOSPC: IoOutcome.NO_SPACE,

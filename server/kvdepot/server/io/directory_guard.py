@@ -95,7 +95,7 @@ def enter(path: Path, token: str) -> int | None:
     read after that: no process changes the token while another one holds the lock.
     """
     with naming("open", path):
-        fd = os.open(path, _READ | os.O_CLOEXEC)
+        fd = os.open(path, _READ)
     try:
         if _lock(fd, path, exclusive=False) and _content(fd, path) == token:
             return fd
@@ -114,11 +114,11 @@ def _open(path: Path) -> int:
 def _open_writable(path: Path) -> int:
     """Open the file for writing, or for reading only on a read-only file system."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         if error.errno != errno.EROFS:
             raise
-        return os.open(path, _READ | os.O_CLOEXEC)
+        return os.open(path, _READ)
 
 
 def _lock(fd: int, path: Path, *, exclusive: bool) -> bool:

@@ -247,7 +247,7 @@ def _rename(job: PublishFile, context: Context) -> list[str]:
 def _describe(folder: str, namespace: bytes, context: Context) -> None:
     """Describe a namespace for people. Its fields are not known here, and a tier without them serves as well."""
     values = {"format": FORMAT_VERSION, "namespace": namespace.hex()}
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with contextlib.suppress(OSError):
         with context.files.within(f"{folder}/{NAMESPACE}") as (name, within):
             fd = os.open(name, flags, 0o600, dir_fd=within)

@@ -74,7 +74,7 @@ class SpareDescriptors:
             return
         try:
             while len(self._held) < self._count:
-                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                self._held.append(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
             if self._throttle.due("spare descriptors"):
                 self._log.warning(

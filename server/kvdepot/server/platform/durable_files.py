@@ -41,7 +41,7 @@ def naming(call: str, path: str | Path, to: str | Path | None = None) -> Iterato
 def opened(path: str | Path, flags: int) -> Iterator[int]:
     """Open a file for the block. Errors name opening and closing. A created file belongs to this user alone."""
     with naming("open", path):
-        fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, flags, 0o600)
     try:
         yield fd
     finally:
@@ -55,7 +55,7 @@ def publish(path: Path, pieces: Iterable[bytes]) -> None:
     with naming("unlink", temporary):
         temporary.unlink(missing_ok=True)  # of a run that died; or what somebody else has put there
     with naming("open", temporary):
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with naming("write", temporary), open(fd, "wb", buffering=_WRITE_BYTES) as file:  # noqa: PTH123 - a descriptor
             for piece in pieces:

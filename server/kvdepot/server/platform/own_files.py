@@ -14,7 +14,7 @@ def open_own(path: Path, flags: int) -> int:
     Raise OSError, or PermissionError, whose `strerror` says why, for another user's file. Links are not followed,
     and a FIFO does not block.
     """
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     found = os.fstat(fd)
     if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022:
         return fd

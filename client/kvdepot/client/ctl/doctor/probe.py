@@ -118,7 +118,7 @@ def _check_rename(one: Path, other: Path) -> str:
 
 
 def _check_direct(path: Path) -> str:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
         page, back = mmap.mmap(-1, PAGE_BYTES), mmap.mmap(-1, PAGE_BYTES)  # aligned as O_DIRECT asks for
         page[:] = secrets.token_bytes(PAGE_BYTES)

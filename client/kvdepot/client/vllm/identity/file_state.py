@@ -183,7 +183,7 @@ def _names_of_snapshot(folder: Path) -> Iterator[Entry]:
 def file_system(path: Path) -> str:
     """Return the type of the file system that a path lies in, without following a last link; empty if unknown."""
     try:
-        opened = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        opened = os.open(path, os.O_PATH | os.O_NOFOLLOW)
         try:
             fields = Path(f"/proc/self/fdinfo/{opened}").read_bytes().split()
         finally:

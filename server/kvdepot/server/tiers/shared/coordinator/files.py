@@ -82,7 +82,7 @@ def replace_small(root: Path, file: str, data: bytes, temporary: str) -> None:
 def opened_within(root: Path, file: str, flags: int) -> Iterator[int]:
     """Open a file for the block, without following a symbolic link. Errors name opening and closing."""
     with naming("open", root / file), within(root, file) as (name, folder):
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        fd = os.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=folder)
     try:
         yield fd
     finally:

@@ -25,7 +25,7 @@ from kvdepot.server.tiers.shared.coordinator.files import is_oversized, read_sma
 
 OBJECTS_MAX: Final = 8 << 20
 """Objects that are candidates for eviction; more are counted only."""
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FOLDERS_DEEP_MAX: Final = 32
 _PASSING: Final = frozenset({errno.EIO, errno.ETIMEDOUT})
 """What a soft mount answers for a server that pauses."""
@@ -140,7 +140,7 @@ class Scan:
 
         Yield an error if a server may answer the same request later: then the next step asks again.
         """
-        root = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        root = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
         try:
             status = os.fstat(root)
             self.used_bytes += taken_bytes(status)
