@@ -66,7 +66,8 @@ ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that name
     "checksums": Room(
         (f"{_SERVER}/daemon/checksums.py",),
         (
-            f"{_UNIT}/daemon/test_daemon_exceptions.py", "tests/process/io/test_hung_checksum_worker.py",
+            f"{_UNIT}/daemon/test_checksums.py", f"{_UNIT}/daemon/test_daemon_exceptions.py",
+            "tests/process/io/test_hung_checksum_worker.py",
             "tests/process/daemon/test_audit.py", "tests/process/daemon/test_scarce_descriptors.py",
         ),
     ),

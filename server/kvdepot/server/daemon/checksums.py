@@ -196,7 +196,6 @@ class ChecksumService:
         self._drifts, self._drift_logged_at = 0, self._loop.time()
 
     def _miss_deadline(self) -> None:
-        self._overdue = None
         self._kill(f"{len(self._jobs)} jobs, no answer for {ANSWER_SECONDS_MAX:.0f} s")
 
     def _kill(self, why: str) -> None:

@@ -121,7 +121,7 @@ def shown(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, bytes):
-        return _cut(value[: TEXT_MAX + 1].hex())
+        return _cut(value[:TEXT_MAX].hex())
     if isinstance(value, str):
         return _cut(mask_secrets(value[: 16 * TEXT_MAX]))
     if isinstance(value, Mapping):

@@ -464,6 +464,24 @@ def test_nothing_is_read_from_a_client_that_takes_no_answers(monkeypatch: pytest
     asyncio.run(run())
 
 
+@pytest.mark.requirement("I4")
+def test_calls_that_have_come_do_not_begin_while_the_client_takes_no_answers() -> None:
+    async def run() -> None:
+        daemon = Daemon()
+        daemon.send(1)
+        await daemon.answers(1)
+        daemon.end.pause_writing()
+        daemon.end.data_received(b"".join(encode_frame(number, DEPOT["Locate"].number, b"") for number in (2, 3, 4)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert len(daemon.calls.begun) == 1
+        daemon.end.resume_writing()
+        assert [number for number, _ in await daemon.answers(3)] == [2, 3, 4]
+        daemon.end.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("sent", "refused"),
     [

@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +16,9 @@ from kvdepot.core.calls import AttachCall, Confirmed, GetCapabilitiesCall
 from kvdepot.proto import codec
 from kvdepot.proto.methods import DEPOT, encode
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
-from kvdepot.server.daemon.checksums import ChecksumService
 from kvdepot.server.daemon.node import Node
 from kvdepot.server.depot.counters import Counters
-from kvdepot.server.io.checksum_wire import ANSWERS, JOBS, Summed
+from kvdepot.server.io.checksum_wire import JOBS
 from kvdepot.server.io.framing import HEAD
 from kvdepot.server.platform import processes
 from kvdepot.server.platform.guard import engine_guard
@@ -28,6 +26,7 @@ from kvdepot.server.platform.processes import read_boot_id
 from kvdepot.server.rpc import call_socket as server_end
 from kvdepot.server.rpc.depot_calls import DepotCalls
 
+from tests.fakes.checksum_worker import Checksums
 from tests.rigs.engine_rig import Rig, audit, path
 from tests.rigs.tier_rig import store
 
@@ -46,46 +45,18 @@ def errors(rig: Rig, place: str) -> float:
 # --- checksums ---
 
 
-class Service:
-    """A service whose worker is the test."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.later: list[tuple[float, Callable[[], None]]] = []
-        loop: Any = SimpleNamespace(
-            call_later=lambda seconds, what: self.later.append((seconds, what)), time=lambda: 0.0,
-            remove_reader=lambda _: None, remove_writer=lambda _: None, add_writer=lambda *_: None,
-        )  # fmt: skip
-        arena: Any = SimpleNamespace(fd=-1, layout=rig.layout)
-        self.quarantined: list[bytes] = []
-        self.service = ChecksumService(
-            arena=arena, depot=rig.depot, loop=loop, log=LOG, quarantine=self.quarantined.append
-        )
-        self.service._socket, self.worker = socket.socketpair()
-        self.service._socket.setblocking(False)
-        self.service._pidfd = os.open(os.devnull, os.O_RDONLY)
-        self.killed: list[int] = []
-        process = SimpleNamespace(pid=1, wait=lambda: -9, kill=lambda: self.killed.append(9))
-        self.service._process = process  # type: ignore[assignment]
-
-    def answer(self, *rows: int) -> None:
-        generation = self.service._depot._ram.rows.generation
-        self.worker.sendall(b"".join(ANSWERS.pack(Summed(int(generation[row]), row, 1), row) for row in rows))
-        self.service._readable()
-
-
 def test_a_checksum_whose_answer_raises_is_not_taken_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     store(rig.attach(), path("a", 3))
-    service = Service(rig)
-    service.service.wake()
-    first, *others = list(service.service._jobs)
+    service = Checksums(rig, monkeypatch)
+    first, *others = service.handed_out
     with monkeypatch.context() as patch:
         patch.setattr(rig.depot._ram, "set_sum", raising)
         service.answer(first)
     assert errors(rig, "checksums") == 1
     service.answer(*others)
     assert rig.depot.unsummed == 1
-    assert list(service.service._jobs) == [first], "its loan has ended, and it is handed out again"
+    assert service.handed_out == [first], "its loan has ended, and it is handed out again"
     service.answer(first)
     assert not rig.depot.unsummed
     lent = rig.depot._ram.lent
@@ -96,43 +67,42 @@ def test_a_checksum_whose_answer_raises_is_not_taken_again_and_again(monkeypatch
 
 def test_an_object_that_cannot_be_packed_keeps_no_other_from_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
+    service = Checksums(rig, monkeypatch)
     store(rig.attach(), path("a", 3))
-    service = Service(rig)
     with monkeypatch.context() as patch:
         patch.setattr(JOBS, "pack", raising)
         service.service.wake()
     service.service.wake()
-    assert len(service.service._jobs) == 2
-    service.answer(*service.service._jobs)
+    assert len(service.handed_out) == 2
+    service.answer(*service.handed_out)
     assert rig.depot.unsummed == 1
-    service.service._died()
-    assert [what for _, what in service.later].count(service.service.start) == 1, "another worker starts"
-    assert rig.depot.next_to_sum() is not None, "and gets it"
+    service.die()
+    service.start_again()
+    assert len(service.handed_out) == 1, "another worker starts, and gets it"
 
 
 @pytest.mark.requirement("I4")
 @pytest.mark.parametrize("frame", [HEAD.pack(1 << 31, 0, 1), HEAD.pack(0, 0, 1), HEAD.pack(0, 9, 1)])
-def test_a_checksum_worker_that_sends_no_answer_is_killed(frame: bytes) -> None:
+def test_a_checksum_worker_that_sends_no_answer_is_killed(frame: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     store(rig.attach(), path("a", 2))
-    service = Service(rig)
-    service.service.wake()
-    handed_out = list(service.service._jobs)
-    service.worker.sendall(frame)
-    service.service._readable()
-    assert service.killed == [9]
-    assert list(service.service._jobs) == handed_out, "its death gives back what it was lent"
-    service.service._died()
+    service = Checksums(rig, monkeypatch)
+    handed_out = service.handed_out
+    service.say(frame)
+    assert service.process.done == ["kill"]
+    assert service.handed_out == handed_out, "its death gives back what it was lent"
+    service.die()
     assert rig.depot.next_to_sum() is not None
     assert not errors(rig, "checksums")
 
 
 def test_a_checksum_worker_is_replaced_although_its_death_cannot_be_dealt_with(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    service = Service(rig)
-    monkeypatch.setattr(rig.depot, "sum_worker_died", raising)
-    service.service._died()
-    assert [what for _, what in service.later] == [service.service.start]
+    service = Checksums(rig, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.depot, "sum_worker_died", raising)
+        service.die()
+    assert len(service.loop.due(service.service.start)) == 1
     assert errors(rig, "checksums") == 1
 
 

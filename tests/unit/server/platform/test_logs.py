@@ -135,3 +135,11 @@ def test_in_the_journal_a_line_has_its_priority(capfd: pytest.CaptureFixture[str
         else:
             assert warned.endswith("warning two\\nlines")
     assert len(log.handlers) == 1
+
+
+def test_a_closed_stderr_is_not_the_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(logs, "_STDERR", -1)
+        (handler,) = make_log("info", "text", {"JOURNAL_STREAM": "1:1"}).handlers
+    record = logging.LogRecord("kvdepot", logging.INFO, "", 0, "said", None, None)
+    assert not handler.format(record).startswith("<")

@@ -16,7 +16,7 @@ from kvdepot.server.daemon.start_checks import lock_file
 from kvdepot.server.daemon.state_file import OperatorState, StateFile
 from kvdepot.server.depot.types import Liveness
 from kvdepot.server.platform.file_lock import FileLock
-from kvdepot.server.platform.own_files import refuse_world_writable
+from kvdepot.server.platform.own_files import open_own, refuse_world_writable
 
 NOBODY = 65534
 STATE = (
@@ -82,6 +82,11 @@ def test_what_another_user_may_have_planted_is_refused_at_once(
     assert str(path) in str(refused.value)
     assert "to which nobody else may write" in str(refused.value) or plant is _link
     assert path.lstat() == before
+
+
+def test_only_this_user_may_read_or_write_a_file_that_is_made(tmp_path: Path) -> None:
+    os.close(open_own(tmp_path / "made", os.O_RDWR | os.O_CREAT))
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_planted_state_says_what_to_do_and_this_user_s_own_is_read(tmp_path: Path) -> None:

@@ -59,6 +59,11 @@ def test_no_ping_without_a_watchdog_of_this_process(supervisor: socket.socket, e
     assert _said(supervisor) == []
 
 
+def test_a_watchdog_that_names_no_process_is_this_one_s(supervisor: socket.socket) -> None:
+    _notifier(supervisor, Clock(), WATCHDOG_USEC="8000000").alive()
+    assert _said(supervisor) == [b"WATCHDOG=1"]
+
+
 def test_without_a_supervisor_it_is_silent(tmp_path: Path) -> None:
     for address in ({}, {"NOTIFY_SOCKET": os.fspath(tmp_path / "nobody")}):
         notifier = ServiceNotifier({"WATCHDOG_USEC": "1000", **address}, pid=PID, clock=Clock())

@@ -13,21 +13,38 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.reads = True
+        self.closed = False
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 
     def pause_reading(self) -> None:
-        pass
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        assert not self.closed
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += bytes(data)
 
 
-def test_what_comes_before_the_other_side_is_there_is_sent_first() -> None:
-    """asyncio of Python 3.11.2 adds the reader after `connection_made` has paused it."""
+def joined() -> tuple[_Side, _Side]:
     inner, outer = _Side(lambda: None), _Side(lambda: None)
     inner.other, outer.other = outer, inner
+    return inner, outer
+
+
+def test_what_comes_before_the_other_side_is_there_is_sent_first() -> None:
+    """asyncio of Python 3.11.2 adds the reader after `connection_made` has paused it."""
+    inner, outer = joined()
     ours, theirs = Transport(), Transport()
     inner.connection_made(ours)
     inner.data_received(b"SETTINGS")
@@ -36,3 +53,32 @@ def test_what_comes_before_the_other_side_is_there_is_sent_first() -> None:
     inner.data_received(b", more")
     outer.data_received(b"back")
     assert (theirs.written, ours.written) == (b"SETTINGS, more", b"back")
+
+
+def test_a_side_is_read_only_while_the_other_one_takes_what_it_says() -> None:
+    inner, outer = joined()
+    ours, theirs = Transport(), Transport()
+    inner.connection_made(ours)
+    outer.connection_made(theirs)
+    assert (ours.reads, theirs.reads) == (False, False), "not before both are there"
+    for side in (inner, outer):
+        side.begin()
+    assert (ours.reads, theirs.reads) == (True, True)
+    outer.pause_writing()
+    assert (ours.reads, theirs.reads) == (False, True)
+    outer.resume_writing()
+    assert (ours.reads, theirs.reads) == (True, True)
+
+
+def test_a_side_that_closes_is_not_read_any_more() -> None:
+    inner, outer = joined()
+    ours, theirs = Transport(), Transport()
+    inner.connection_made(ours)
+    inner.close()
+    assert ours.closed
+    outer.close()
+    outer.connection_made(theirs)
+    assert not theirs.closed, "it was closed before it was there"
+    inner.begin()
+    outer.resume_writing()
+    assert not ours.reads

@@ -112,6 +112,21 @@ def test_a_message_that_is_none_has_a_line() -> None:
     assert [(one["verb"], one["arguments"]) for one in lines.lines] == [("Evict", None)]
 
 
+@pytest.mark.requirement("S3")
+@pytest.mark.parametrize(("method", "error"), [("Evict", PermissionDenied), ("GetStatus", InvalidArgument)])
+def test_a_reader_s_message_that_is_none_is_denied_where_it_would_change_something(
+    method: str, error: type[Exception]
+) -> None:
+    calls = OperatorCalls(lambda _: PEER, resolve((), ["61001"]), Lines())
+
+    async def run() -> None:
+        async with calls.call({**OPERATOR, **CONTROL}[method], "name") as one:
+            one.decode(b"\xff\xff\xff")
+
+    with pytest.raises(error):
+        asyncio.run(run())
+
+
 def test_names_of_operators_are_users_groups_and_ids() -> None:
     found = resolve(["root", "@root", "61001"], ["@61002", "nobody-of-this-name", "@no-such-group"])
     assert found.users[Role.ADMIN] == {0, 61001} and found.groups[Role.ADMIN] == {0}
