@@ -17,7 +17,7 @@ from kvdepot.server.storage.base import DAMAGED, IoOutcome
 from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.disk.recovery import read_index, read_store
 
-from tests.process.tiers.test_disk_processes import live
+from tests.rigs.disk_live import live
 from tests.rigs.disk_rig import PAGE, DiskRig, object_name
 from tests.rigs.seeds import RUN_SEED, drawn
 

@@ -18,7 +18,7 @@ from demo.engine import ROOT, Engine
 from demo.scenarios import await_lookups
 from demo.toys import HYBRID
 from tests.e2e.fleet import Fleet
-from tests.e2e.test_hybrid import CHUNK, GROUPS, boundary, check_loads, digests_by_place, store, wrong
+from tests.e2e.hybrid import CHUNK, GROUPS, boundary, check_loads, digests_by_place, store, wrong
 from tests.rigs.child_processes import children
 
 pytestmark = pytest.mark.long

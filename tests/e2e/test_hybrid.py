@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kvdepot.core.calls import Kind
@@ -13,44 +11,15 @@ from demo.engine import Engine
 from demo.scenarios import await_lookups
 from tests.e2e import arena_bytes
 from tests.e2e.fleet import Fleet
+from tests.e2e.hybrid import CHUNK, GROUPS, LENGTHS, boundary, check_loads, digests_by_place, store, wrong
 from tests.rigs.ctl_process import text
 
 ENGINES = ("hybrid", "hybrid_dense_checkpoints")
-CHUNK = 384
-LENGTHS = [CHUNK * chunks + rest for chunks, rest in
-           [(2, 9), (2, 100), (3, 1), (3, 50), (3, 200), (4, 8), (4, 120), (5, 30), (5, 300), (7, 40)]]  # fmt: skip
-Digests = dict[tuple[str, str, int, int, int], dict[str, set[str]]]
-GROUPS = {0, 1, 2, 3}  # three of recurrent state, one of attention
 
 
 @pytest.fixture
 def engine(fleet: Fleet) -> Engine:
     return fleet.engine("hybrid")
-
-
-def boundary(tokens: int) -> int:
-    return (tokens - 1) // CHUNK * CHUNK
-
-
-def store(fleet: Fleet, engine: Engine, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    """Compute and store prompts; their tokens when they hit the engine's own cache, the reference for loads."""
-    for ids in prompts:
-        engine.ask(ids)
-    reference = [engine.ask(ids) for ids in prompts]
-    assert [one.local_tokens for one in reference] == [boundary(len(ids)) for ids in prompts]
-    fleet.forget(engine)
-    return [one.tokens for one in reference]
-
-
-def check_loads(fleet: Fleet, engine: Engine, prompts: list[list[int]], reference: list[tuple[int, ...]]) -> None:
-    """P4: every prompt's boundary comes from the daemon, at least 79 % of it, and the tokens are equal."""
-    loaded = [fleet.ask(engine, ids) for ids in prompts]
-    assert [one.external_tokens for one in loaded] == [boundary(len(ids)) for ids in prompts], fleet.told()
-    assert [one.served.tokens for one in loaded] == [boundary(len(ids)) for ids in prompts]
-    assert [one.tokens for one in loaded] == reference
-    share = [one.external_tokens / len(ids) for one, ids in zip(loaded, prompts, strict=True)]
-    assert min(share) >= 0.79
-    assert min(part for part, ids in zip(share, prompts, strict=True) if len(ids) > 7 * CHUNK) >= 0.95
 
 
 @pytest.mark.requirement("P4", "P3")
@@ -160,21 +129,6 @@ def test_a_full_local_hit_moves_nothing_and_every_group_is_stored(fleet: Fleet, 
     assert after.counters["granted_write_bytes"] == before.counters["granted_write_bytes"]
     stored = [line for line in fleet.audit("hybrid", known) if line["event"] == "stored"]
     assert {line["group"] for line in stored} == GROUPS
-
-
-def digests_by_place(lines: list[dict[str, Any]]) -> Digests:
-    """By block of an object: the digests of the ranks' own blocks, when they stored and when they loaded it."""
-    digests: Digests = defaultdict(lambda: {"stored": set(), "loaded": set()})
-    for line in lines:
-        for number, digest in enumerate(line["blocks"]):
-            place = (line["key"], line["kind"], line["rank"], line["group"], line["first_block"] + number)
-            digests[place][line["event"]].add(digest)
-    return digests
-
-
-def wrong(digests: Digests) -> Digests:
-    """What was loaded without having been stored so."""
-    return {place: found for place, found in digests.items() if not found["loaded"] <= found["stored"]}
 
 
 @pytest.mark.parametrize("kind", [Kind.ATTENTION, Kind.STATE])

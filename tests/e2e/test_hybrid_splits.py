@@ -13,7 +13,7 @@ from kvdepot.core.calls import Kind
 from demo.engine import Engine
 from tests.e2e import arena_bytes
 from tests.e2e.fleet import AuditMark, Fleet, Loaded
-from tests.e2e.test_hybrid import CHUNK
+from tests.e2e.hybrid import CHUNK
 
 pytestmark = pytest.mark.long
 ENGINES = ("hybrid", "hybrid_dense_checkpoints", "hybrid_fine")

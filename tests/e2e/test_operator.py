@@ -16,7 +16,7 @@ from demo.engine import ROOT, Engine
 from demo.scenarios import await_lookups
 from demo.toys import HYBRID
 from tests.e2e.fleet import Fleet, Loaded
-from tests.e2e.test_hybrid import CHUNK, boundary, store
+from tests.e2e.hybrid import CHUNK, boundary, store
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.patience import patient
 

@@ -11,9 +11,9 @@ import torch
 from demo.engine import ROOT, Engine
 from demo.toys import LATENT, ONE_HEAD
 from tests.e2e import arena_bytes
+from tests.e2e.asking import LOOKUP_TIMEOUT_SECONDS, ask_until_loaded, warm_up
 from tests.e2e.fleet import Fleet
-from tests.e2e.test_hybrid import digests_by_place, wrong
-from tests.e2e.test_tensor_parallel import LOOKUP_TIMEOUT_SECONDS, ask_until_loaded, warm_up
+from tests.e2e.hybrid import digests_by_place, wrong
 
 CHUNK = 256
 RANKS = 2

@@ -15,7 +15,7 @@ from kvdepot.core.report import DaemonStatus
 from demo.engine import ROOT, Engine
 from demo.toys import DENSE, HYBRID
 from tests.e2e.fleet import Fleet, Loaded
-from tests.e2e.test_hybrid import LENGTHS, digests_by_place, wrong
+from tests.e2e.hybrid import LENGTHS, digests_by_place, wrong
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 
 CHUNKS = {"hybrid": 384, "dense": 256}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,13 @@ from demo.engine import ROOT, Engine, EngineProcessError
 from demo.toys import DENSE, HYBRID
 from tests.e2e import arena_bytes
 from tests.e2e.arena_bytes import StoredObject
+from tests.e2e.asking import LOOKUP_TIMEOUT_SECONDS, ask_until, ask_until_loaded, warm_up
 from tests.e2e.faulty_connector import MODULE, VARIABLE, Faults, FaultyConnector
 from tests.e2e.fleet import TRIES, Fleet, Loaded
-from tests.e2e.test_hybrid import digests_by_place, wrong
+from tests.e2e.hybrid import digests_by_place, wrong
 
 CHUNKS = {"dense": 256, "hybrid": 384}
 LOAD_TIMEOUT_SECONDS = 6.0
-LOOKUP_TIMEOUT_SECONDS = 5.0
-"""Two ranks wait for each other in every layer: on shared cores a step can take seconds."""
 POLICY = '[policy]\nlease_deadline = "10s"\n'
 DEATH_SECONDS = 60.0
 HELD_SECONDS = 20.0
@@ -67,15 +66,6 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield fleet
 
 
-def warm_up(fleet: Fleet, name: str) -> None:
-    """What an engine compiles at its first prompts takes longer than a reservation lasts here, and all the cores."""
-    engine = fleet.engine(name)
-    for tokens in (808, 1960, 1000, 1500):
-        ids = fleet.prompt(tokens)
-        engine.ask(ids)
-        engine.ask(ids)  # resumed
-
-
 @pytest.fixture
 def fleet(two_ranks: Fleet) -> Fleet:
     return two_ranks
@@ -104,26 +94,10 @@ def granted(fleet: Fleet) -> float:
     return fleet.daemon.status().counters.get("acquires.granted", 0)
 
 
-def ask_until(fleet: Fleet, engine: Engine, ids: list[int], enough: Callable[[Loaded], bool]) -> Loaded:
-    """Two ranks that wait for each other can take all cores for seconds: then a lookup or a load is late."""
-    for _ in range(TRIES):
-        answer = fleet.ask(engine, ids)
-        if enough(answer):
-            return answer
-        assert answer.external_tokens == 0
-        fleet.forget(engine)
-        engine.pause(NEGATIVE_SECONDS)  # what was late is offered to nobody for so long
-    raise AssertionError(f"not in {TRIES} tries:\n{fleet.told()}")
-
-
 def ask_until_granted(fleet: Fleet, engine: Engine, ids: list[int]) -> Loaded:
     """The answer that came by a load, or by one that failed."""
     before = granted(fleet)
     return ask_until(fleet, engine, ids, lambda _: granted(fleet) > before)
-
-
-def ask_until_loaded(fleet: Fleet, engine: Engine, ids: list[int]) -> Loaded:
-    return ask_until(fleet, engine, ids, lambda answer: answer.external_tokens > 0)
 
 
 def hold_store(fleet: Fleet, faults: Faults, engine: Engine) -> list[int]:

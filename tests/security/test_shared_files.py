@@ -17,12 +17,12 @@ from kvdepot.core.object_keys import key_id
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectHeader, payload_sum
 from kvdepot.server.storage import shared_layout as layout
 
-from tests.process.tiers.test_daemon_shared import CONFIG as UNKEYED
-from tests.process.tiers.test_daemon_shared import WAIT_SECONDS
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.other_uids import HOSTILE, OtherUser, needs_root
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
+from tests.rigs.shared_node import CONFIG as UNKEYED
+from tests.rigs.shared_node import WAIT_SECONDS
 
 OLD, NEW = bytes(range(32)).hex(), bytes(range(32, 64)).hex()
 CONFIG: Final = f'{UNKEYED}key_file = "{{key_file}}"\n'

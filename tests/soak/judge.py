@@ -13,7 +13,7 @@ from typing import Any
 
 from demo.engine import Completion
 from demo.toys import prompt
-from tests.e2e.test_hybrid import Digests, digests_by_place, wrong
+from tests.e2e.hybrid import Digests, digests_by_place, wrong
 
 OUTPUT_TOKENS = 40
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from kvdepot.server.depot.types import Quota, TierConfig, WritePolicy
 from tests.rigs.quota_audit import only_owners_lose
 from tests.rigs.seeds import drawn, steps_until
 from tests.stateful.engine_world import World
-from tests.stateful.test_tier_model import TierModel, act
+from tests.stateful.tier_model import TierModel, act
 
 PAGE = 4096
 QUOTAS = (

@@ -10,7 +10,7 @@ from kvdepot.server.depot.types import TierConfig, WritePolicy
 
 from tests.rigs.seeds import drawn, steps_until
 from tests.stateful.engine_world import DEPTH, SPECS, World
-from tests.stateful.test_tier_model import act
+from tests.stateful.tier_model import act
 
 
 @pytest.mark.requirement("T3", "I1", "I6", "I7")

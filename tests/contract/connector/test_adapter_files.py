@@ -30,19 +30,13 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from tests.fakes import adapter_store, scripted_engine
 from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine, engine_config, model_folder
+from tests.rigs.adapter_requests import PROMPT, _ids, in_place, known, loaded
 from tests.rigs.connector_rig import Make, prompt
 from tests.rigs.patience import Deadline
 from tests.rigs.seeds import drawn
 
-PROMPT = prompt(5.5)
 OTHER = prompt(5.5, seed=3)
 HIT = 5 * BLOCK
-_ids = itertools.count(1000)
-
-
-def in_place(path: Path, content: bytes) -> None:
-    path.mkdir(exist_ok=True)
-    (path / "adapter").write_bytes(content)
 
 
 def same_times(path: Path, content: bytes) -> None:
@@ -74,11 +68,6 @@ CHANGES: list[Change] = [in_place, same_times, renamed_folder, swapped_link]
 EVERY_CHANGE = pytest.mark.parametrize("change", CHANGES)
 
 
-def loaded(path: Path, name: str = "") -> LoRARequest:
-    """As vLLM's API does: an id that no other adapter has."""
-    return LoRARequest(name or path.name, next(_ids), str(path))
-
-
 def ask(engine: ScriptedEngine, adapter: LoRARequest, tokens: list[int] = PROMPT) -> int:
     """The tokens that the engine had or loaded of it."""
     assert engine.adapters
@@ -86,15 +75,6 @@ def ask(engine: ScriptedEngine, adapter: LoRARequest, tokens: list[int] = PROMPT
     engine.run()
     engine.settle(0.002)
     return engine.hits[request]
-
-
-def known(engine: ScriptedEngine, adapter: LoRARequest, seconds: float = 5) -> bool:
-    until = Deadline(seconds)
-    while engine.side._adapters.salt(adapter) is None:
-        if until.is_over():
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def warm(engine: ScriptedEngine, adapter: LoRARequest) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
-from tests.contract.connector.test_hybrid import CHUNKS, evict
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, prompt
+from tests.rigs.local_eviction import CHUNKS, evict
 from tests.rigs.patience import Deadline
 
 SHAPES = pytest.mark.parametrize("options", [{}, {"hybrid": True}], ids=["dense", "hybrid"])

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from vllm.lora.request import LoRARequest
 
-from tests.contract.connector.test_adapter_files import PROMPT, in_place, known, loaded
-from tests.contract.connector.test_handshake import turn_layout
-from tests.contract.connector.test_sleep import let_go, under_way
 from tests.fakes.direct_session import DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
+from tests.rigs.adapter_requests import PROMPT, in_place, known, loaded
 from tests.rigs.connector_rig import Gate, Make, prompt
+from tests.rigs.layout_turns import turn_layout
+from tests.rigs.under_way import let_go, under_way
 
 LONGER = [*PROMPT[: 5 * BLOCK], *prompt(3.5, seed=3)]
 

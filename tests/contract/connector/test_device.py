@@ -20,11 +20,11 @@ from kvdepot.client.copy.revocable import RevocableCopier
 from kvdepot.client.vllm.base.operations import LoadOp, StoreOp
 from kvdepot.client.vllm.worker import rank
 
-from tests.contract.connector.test_hybrid import CHUNKS, evict
 from tests.fakes.late_device import LateDevice
 from tests.fakes.rank_memory import RankMemory
 from tests.fakes.scripted_engine import BLOCK
 from tests.rigs.connector_rig import TRANSPORTS, Make, cold, count_stats, prompt
+from tests.rigs.local_eviction import CHUNKS, evict
 from tests.rigs.patience import patient
 
 

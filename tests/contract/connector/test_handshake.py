@@ -16,11 +16,12 @@ from kvdepot.client.vllm.scheduling.sides import SchedulerSides
 from kvdepot.core.errors import PlannerError
 from vllm.v1.core.block_pool import BlockPool
 
-from tests.contract.connector.test_sleep import belongings, let_go, threads, under_way
 from tests.fakes.direct_session import DirectDepot
 from tests.fakes.rank_memory import RankMemory
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt
+from tests.rigs.layout_turns import turn_layout, works
+from tests.rigs.under_way import belongings, let_go, threads, under_way
 
 Facts = dict[Any, Any]
 
@@ -41,13 +42,6 @@ def move_caches(engine: ScriptedEngine) -> None:
     for worker, memory, version in zip(engine.workers, engine.memories, weights, strict=True):
         memory.weights = version
         worker.register_kv_caches(memory.caches)
-
-
-def turn_layout(engine: ScriptedEngine) -> None:
-    """Blocks of another shape, and so other facts: 32 bytes by two, which only the namespace tells apart."""
-    for worker, memory in zip(engine.workers, engine.memories, strict=True):
-        caches = {name: cache.view(*cache.shape[:-1], 2, -1) for name, cache in memory.caches.items()}
-        worker.register_kv_caches(caches)
 
 
 def turn_while_copying(engine: ScriptedEngine, gate: Gate) -> None:
@@ -82,20 +76,6 @@ def test_other_facts_close_the_side_and_the_next_one_keeps_the_epoch(
     assert former.over and not former.holds.pinned_blocks
     assert engine.outputs[request_id] == cold(prompt(5.5, seed=3), 2 * BLOCK)
     works(engine)
-
-
-def works(engine: ScriptedEngine) -> None:
-    """It stores, and is served that, and has nothing left of before."""
-    engine.run()
-    engine.reset()
-    for seed in (11, 12):
-        tokens = prompt(4.5, seed)
-        assert engine.generate(tokens) == cold(tokens)
-        engine.reset()
-        assert engine.generate(tokens) == cold(tokens)
-        assert list(engine.hits.values())[-1] == 4 * BLOCK
-        engine.reset()
-    engine.assert_clean()
 
 
 @pytest.mark.parametrize("phase", ["looked up", "acquiring", "loading"])

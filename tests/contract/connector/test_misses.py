@@ -19,7 +19,7 @@ from kvdepot.core.control import Switch
 from kvdepot.core.errors import NotFound
 from kvdepot.core.misses import LOOKUP_REASONS, MissReason
 
-from tests.contract.connector.test_ranks import break_copies
+from tests.fakes.broken_copies import break_copies
 from tests.fakes.frontend import Frontend
 from tests.fakes.scripted_engine import ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt, rank_copier

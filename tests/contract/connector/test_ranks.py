@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 from kvdepot.client.copy.base import Direction
-from kvdepot.client.copy.cpu import CpuCopier
 from kvdepot.client.vllm.scheduling.negative import NEGATIVE_SECONDS
 from kvdepot.core.calls import AcquireCall
 
+from tests.fakes.broken_copies import break_copies
 from tests.fakes.scripted_engine import BLOCK
 from tests.rigs.connector_rig import Gate, Make, cold, prompt, rank_copier
 from tests.rigs.patience import wait_until
 
 LOAD_TIMEOUT_SECONDS = 3.0
-
-
-def break_copies(monkeypatch: pytest.MonkeyPatch, broken: CpuCopier, direction: Direction) -> None:
-    copy = CpuCopier.copy
-
-    def disturbed(copier: CpuCopier, arena: Any, batch: Any, way: Any) -> None:
-        if copier is broken and way is direction:
-            raise OSError("no such memory")
-        copy(copier, arena, batch, way)
-
-    monkeypatch.setattr(CpuCopier, "copy", disturbed)
 
 
 @pytest.mark.requirement("P11")

@@ -12,12 +12,12 @@ from kvdepot.client.vllm.base.metadata import RankArena, RankMeta
 from kvdepot.core.calls import AbandonCall, CommitCall
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.contract.connector.test_handshake import turn_layout, works
 from tests.fakes.call_orders import V1
 from tests.fakes.direct_session import DirectDepot
 from tests.fakes.late_words import LateWords
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Gate, Make, cold, prompt, rank_copier
+from tests.rigs.layout_turns import turn_layout, works
 from tests.rigs.seeds import drawn
 
 

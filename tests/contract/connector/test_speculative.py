@@ -9,9 +9,9 @@ import pytest
 from kvdepot.client.vllm.scheduling.speculative import SPECULATIVE_MAX
 from kvdepot.core.calls import AcquireCall, Kind, LocateCall
 
-from tests.contract.connector.test_hybrid import evict
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, cold, prompt
+from tests.rigs.local_eviction import evict
 
 SHAPES = pytest.mark.parametrize("options", [{}, {"hybrid": True}, {"ranks": 2}], ids=["dense", "hybrid", "two ranks"])
 TOKENS = prompt(6.5)

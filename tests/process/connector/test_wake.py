@@ -14,10 +14,10 @@ import pytest
 from kvdepot.client.vllm.scheduling import sides
 
 from tests.chaos.process_clock import ProcessClock
-from tests.contract.connector.test_handshake import turn_layout
 from tests.fakes.scripted_engine import BLOCK
 from tests.rigs.connector_rig import cold, prompt
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.layout_turns import turn_layout
 from tests.rigs.live_engine import LiveEngine
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import status_of

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.tiers.test_daemon_disk import daemon, ram, reboot, wait_ready, wait_written
 from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.disk_node import daemon, ram, reboot, wait_ready, wait_written
 from tests.rigs.raw_client import RawEngine, keys_of, payload_of
 
 OBJECTS = 12

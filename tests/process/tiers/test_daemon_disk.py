@@ -9,56 +9,19 @@ from pathlib import Path
 import pytest
 from kvdepot.client.failures import CallFailure
 from kvdepot.core.calls import AcquireOutcome, Kind, ReserveReply
-from kvdepot.core.report import TierStatus
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.disk_daemon import medium_bytes
+from tests.rigs.disk_node import RAM, config, daemon, ram, reboot, tier, wait_ready, wait_written
 from tests.rigs.engine_client import EngineClient, prompt_keys
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, OBJECT_BYTES, RawEngine, keys_of, payload_of
-
-RAM = "512MiB"
-
-
-def config(path: Path, **keys: str) -> str:
-    lines = {"capacity": '"128MiB"', "write": '"commit"'} | keys
-    text = "\n".join(f"{key} = {value}" for key, value in lines.items())
-    breaker = '[breaker]\nfailures = 2\nprobe_every = "200ms"\n'
-    return f'[[tier]]\nname = "nvme"\nkind = "disk"\npath = "{path}"\n{text}\n{breaker}'
-
-
-def daemon(path: Path, **keys: str) -> DaemonProcess:
-    return DaemonProcess(ram=RAM, config=config(path, **keys))
-
-
-def tier(engine: RawEngine) -> TierStatus:
-    return engine.status().tiers[1]
-
-
-def ram(engine: RawEngine) -> TierStatus:
-    return engine.status().tiers[0]
 
 
 def writes_answered(engine: RawEngine) -> float:
     counters = engine.status().counters
     return sum(value for name, value in counters.items() if name.startswith("tier_writes.nvme/"))
-
-
-def wait_ready(engine: RawEngine) -> None:
-    wait_until(lambda: tier(engine).state == "ready", "the tier opens", seconds=30)
-
-
-def wait_written(engine: RawEngine, objects: int) -> None:
-    wait_until(lambda: tier(engine).objects == objects, f"{objects} objects on the disk", seconds=30)
-
-
-def reboot(node: DaemonProcess, *, kill: bool = False, config: str | None = None) -> None:
-    """The memory is gone, the disk is not."""
-    node.kill() if kill else node.stop()
-    node.arena.unlink()
-    node.config = config or node.config
-    node.start()
 
 
 @pytest.mark.requirement("P4", "T2")

@@ -18,18 +18,7 @@ from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
-
-WAIT_SECONDS = 60.0
-CONFIG = """
-[[tier]]
-name = "pool"
-kind = "shared"
-path = "{path}"
-capacity = "64MiB"
-write = "commit"
-io_workers = 1
-on_root_filesystem = true
-"""
+from tests.rigs.shared_node import CONFIG, WAIT_SECONDS
 
 
 class Nodes:

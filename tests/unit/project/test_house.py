@@ -110,6 +110,14 @@ def imported(tree: ast.Module) -> set[str]:
     return names
 
 
+def test_no_test_module_is_imported() -> None:
+    """What tests share lies in `tests/fakes` or `tests/rigs`, or next to them: a test may be moved or split."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in python_files("tests")}
+    of_tests = {module for module in modules if module.rpartition(".")[2].startswith("test_")}
+    importers = {named(path): imported(parsed(path)) & of_tests for path in python_files()}
+    assert {path: found for path, found in importers.items() if found} == {}
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     """A circle of types counts too: whoever reads one of its modules has to read all. import-linter allows it."""
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts[1:]): path for path in python_files(*PRODUCT)}

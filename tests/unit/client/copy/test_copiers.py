@@ -20,11 +20,11 @@ from kvdepot.client.copy.backend import Way
 from kvdepot.client.copy.base import CopyBatch, CopyError, Direction, concatenate, object_pieces
 from kvdepot.client.copy.cpu import CpuCopier
 from kvdepot.client.copy.device import DeviceCopier
-from kvdepot.client.copy.native import MOVE_BYTES_MAX
 from kvdepot.client.extents import Extents, parse_extents
 
-from benchmarks.day_one.copies import backward_cut, block_bytes_of, check_layers, filled, layer_sets
+from benchmarks.day_one.copies import backward_cut, block_bytes_of, check_layers, filled
 from tests.fakes.late_device import LateDevice
+from tests.rigs.copy_layouts import layouts
 from tests.rigs.memory_arena import ARENA_BYTES, granted
 from tests.rigs.seeds import RUN_SEED, drawn
 
@@ -51,12 +51,6 @@ def make_copier(request: pytest.FixtureRequest, arena: ArenaMap) -> MakeCopier:
 def extents(*fragments: tuple[int, int]) -> Extents:
     words = [word for row, (offset, length) in enumerate(fragments) for word in (0, row, offset, length, 2)]
     return parse_extents(np.array(words, dtype="<u8").tobytes(), ARENA_BYTES)
-
-
-def layouts() -> dict[str, list[torch.Tensor]]:
-    """Name -> the layers of one rank, of every shape the engine hands out."""
-    long_runs = filled((20, 2, 90_000), torch.uint8)[:, :, : MOVE_BYTES_MAX + 1000]
-    return layer_sets(torch.device("cpu")) | {"runs of more than one memmove": [long_runs]}
 
 
 @pytest.mark.parametrize("name", layouts())

@@ -16,7 +16,7 @@ from kvdepot.client.copy.runs import Runs
 
 from benchmarks.day_one.copies import filled
 from tests.fakes.late_device import EngineWork, LateDevice
-from tests.unit.client.copy.test_copiers import layouts
+from tests.rigs.copy_layouts import layouts
 
 Change = Callable[[Runs], Runs]
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
 import re
 import socket
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,14 +46,15 @@ from kvdepot.proto.call_frames import (
     encode_frame,
     encode_refusal,
 )
-from kvdepot.proto.methods import BY_NUMBER, DEPOT, Method
+from kvdepot.proto.methods import BY_NUMBER, DEPOT
 from kvdepot.proto.v1 import depot_pb2 as pb
 from kvdepot.server.attach.attach import AttachListener
 from kvdepot.server.rpc import call_socket as server_end
 
+from tests.fakes.call_daemon import LOG, Calls, Daemon
+
 TOKEN = b"t" * 16
 LOCATE = LocateCall(TOKEN, b"n" * 16, b"k" * 16, 16, "r")
-LOG = logging.getLogger("call socket")
 
 
 def frames_in(data: bytes) -> list[Frame]:
@@ -319,70 +317,6 @@ def test_what_cannot_be_encoded_is_refused(client: Client) -> None:
 
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
-
-
-class Calls:
-    """Answers at once what the test says, or keeps the call."""
-
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.kept: list[Callable[[Any], None]] = []
-        self.keeping: asyncio.Queue[None] = asyncio.Queue()
-        self.answer: Any = LocateReply(16, "ram")
-        self.seconds = 0.0
-
-    def start(self, method: Method[Any, Any], message: bytes, done: Callable[[Any], None]) -> None:
-        del message
-        self.begun.append(method.name)
-        if self.seconds:
-            time.sleep(self.seconds)
-
-        def answered(answer: object) -> None:
-            refused = isinstance(answer, KvDepotError)
-            done(answer if refused else method.reply.encode(answer).SerializeToString())
-
-        if self.answer is None:
-            self.kept.append(answered)
-            self.keeping.put_nowait(None)
-        else:
-            answered(self.answer)
-
-    def refuse(self, error: KvDepotError, done: Callable[[Any], None]) -> None:
-        done(error)
-
-
-class Daemon:
-    def __init__(self) -> None:
-        self.calls = Calls()
-        calls: Any = self.calls
-        self.end = server_end.CallSocket(calls, loop=asyncio.get_running_loop(), log=LOG)
-        self.client = self.end.open()
-        self.client.setblocking(False)
-        self.frames = Frames()
-
-    def send(self, *numbers: int, method: str = "Locate") -> None:
-        self.client.sendall(b"".join(encode_frame(number, DEPOT[method].number, b"") for number in numbers))
-
-    @staticmethod
-    def read(frame: Frame) -> object:
-        if frame.method == REFUSAL:
-            return decode_refusal(frame.body)
-        return BY_NUMBER[frame.method].reply.parse(frame.body)
-
-    async def kept(self, count: int) -> None:
-        while len(self.calls.kept) < count:
-            await asyncio.wait_for(self.calls.keeping.get(), 30)
-
-    async def answers(self, count: int) -> list[tuple[int, Any]]:
-        found: list[tuple[int, Any]] = []
-        loop = asyncio.get_running_loop()
-        while len(found) < count:
-            data = await asyncio.wait_for(loop.sock_recv(self.client, 1 << 20), 30)
-            if not data:
-                break
-            self.frames.feed(data)
-            found += [(frame.number, self.read(frame)) for frame in self.frames]
-        return found
 
 
 def test_calls_are_begun_in_order_and_answered_when_they_are_done() -> None:

@@ -26,6 +26,7 @@ from kvdepot.server.platform.processes import read_boot_id
 from kvdepot.server.rpc import call_socket as server_end
 from kvdepot.server.rpc.depot_calls import DepotCalls
 
+from tests.fakes.call_daemon import Daemon
 from tests.fakes.checksum_worker import Checksums
 from tests.rigs.engine_rig import Rig, audit, path
 from tests.rigs.tier_rig import store
@@ -180,8 +181,6 @@ def test_a_call_whose_answer_cannot_be_encoded_is_answered_and_the_next_one_too(
     monkeypatch.setattr(server_end, "encode_frame", some)
 
     async def run() -> None:
-        from tests.unit.client.transports.test_call_socket import Daemon
-
         daemon = Daemon()
         daemon.calls.answer = Confirmed()
         daemon.send(1, 2, method="Release")

@@ -16,6 +16,7 @@ from kvdepot.server.storage.base import IoOutcome, Tier, WorkerRegistry
 
 from tests.fakes.memory_tier import Medium, MemoryTier
 from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, spec_of
+from tests.rigs.half_cold import half_cold
 from tests.rigs.seeds import RUN_SEED
 from tests.rigs.tier_rig import ATTENTION, BOTH, COMMIT, reboot, store
 
@@ -27,21 +28,6 @@ MIB = 1 << 20
 def seconds(size_bytes: int) -> float:
     """What a tier that was never read takes."""
     return FIRST_LATENCY_SECONDS + size_bytes / FIRST_BYTES_PER_SECOND
-
-
-def half_cold(in_ram: int, chunks: int, **options: object) -> tuple[Rig, Client, list[bytes]]:
-    """A prompt that the tier has, and RAM the beginning of. No prefetch."""
-    keys = path("p", chunks)
-    rig = Rig(**({"data_pages": 128, "tier": COMMIT, "prefetch_share": 0.0} | options))  # type: ignore[arg-type]
-    store(rig.attach(), keys)
-    rig.tier.run()
-    reboot(rig)
-    client = rig.attach()
-    if in_ram:
-        client.acquire_later(keys[:in_ram], ATTENTION * in_ram, 1)
-        rig.tier.run()
-        client.release(1)
-    return rig, client, keys
 
 
 def test_before_the_first_answer_the_estimate_is_a_slow_disks_and_in_ram_it_is_nothing() -> None:

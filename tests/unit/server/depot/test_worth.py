@@ -21,9 +21,9 @@ from kvdepot.server.depot.tree.read_rate import (
 from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.engine_rig import CHUNK, HYBRID, Client, Rig, audit, path, spec_of
+from tests.rigs.half_cold import half_cold
 from tests.rigs.seeds import RUN_SEED
 from tests.rigs.tier_rig import ATTENTION, COMMIT, reboot, store
-from tests.unit.server.depot.test_offers import half_cold
 
 OBJECT = 8192
 MB = 1e6

@@ -22,13 +22,12 @@ from kvdepot.client.ctl.doctor.findings import Outcome
 from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.settings import UNIT_CONFIG, Place, Settings, config_file, read_settings
 from kvdepot.client.endpoint import Endpoint
-from kvdepot.core.report import DaemonStatus, NamespaceStatus, SessionStatus, TierStatus
+from kvdepot.core.report import NamespaceStatus, SessionStatus
 from kvdepot.server.daemon import app
 
+from tests.fakes.daemon_status import NVME, RAM, STATUS
+
 ENDPOINT = Endpoint("/run/kvdepot/kvdepot.sock")
-RAM = TierStatus("ram", "ram", 1 << 30, state="ready")
-NVME = TierStatus("nvme", "disk", 1 << 40, state="ready", breaker="closed")
-STATUS = DaemonStatus("0.1.0", 7, 1.0, True, "", 1, 1, tiers=(RAM, NVME))
 GOOD = Daemon(ENDPOINT, STATUS, peer=Peer(7, 990), attachment=Attachment("", 1 << 30, (os.getpid(),)))
 SILENT = Daemon(ENDPOINT, None, "UNAVAILABLE: No such file or directory")
 SETTINGS = Settings(

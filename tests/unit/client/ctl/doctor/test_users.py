@@ -12,7 +12,7 @@ from kvdepot.client.ctl.doctor.host import Host
 from kvdepot.client.ctl.doctor.users import check_engine_users, check_group
 from kvdepot.client.endpoint import Endpoint
 
-from tests.unit.client.ctl.doctor.test_daemon import STATUS
+from tests.fakes.daemon_status import STATUS
 
 ENDPOINT = Endpoint.parse("unix:///run/kvdepot/kvdepot.sock")
 PASSWD = """root:x:0:0::/root:/bin/sh
