@@ -229,6 +229,34 @@ def test_loads_that_wait_for_a_lower_tier_count_before_they_have_room(
 
 
 @pytest.mark.requirement("S4")
+@pytest.mark.parametrize("tenant", [None, "a"])
+def test_what_several_loads_wait_for_counts_once(tenant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a reboot many requests begin with one prefix, and none of it has room yet."""
+    monkeypatch.setattr(acquires, "PLACED_AT_ONCE", 1)
+    tenants = {} if tenant is None else {"a": TenantBudget(12 * 8192), "b": TenantBudget()}
+    rig = Rig(PAGES, tier=COMMIT, credit_bytes=CREDIT, tenants=tenants)
+    rig.places_at_once = False
+    keys = path("p", 10)
+    store(user(rig, 1, 0, tenant), keys)
+    rig.tier.run()
+    reboot(rig)
+    one, two = user(rig, 1, 0, tenant), user(rig, 1, 1, tenant)
+    other = user(rig, 2, tenant=tenant and "b")
+    assert reserved(other, "other", 1) == 1
+    loads = [(one, 1), (one, 2), (one, 3), (two, 4)]
+    answers = [client.acquire_later(keys, ATTENTION * 10, lease) for client, lease in loads]
+    assert answers == [[]] * 4, "none is refused"
+    if tenant:
+        assert [one.credit_used_bytes for one in rig.depot.status().tenants] == [10 * 8192, 8192]
+    assert reserved(two, "more", 4) == (2 if tenant else 4)
+    audit(rig.depot)
+    while rig.depot.place_some():
+        audit(rig.depot)
+    settle(rig)
+    assert [reply.outcome for replies in answers for reply in replies] == [AcquireOutcome.GRANTED] * 4
+
+
+@pytest.mark.requirement("S4")
 def test_objects_to_be_read_into_ram_count_their_own_size() -> None:
     """Not that of the largest kind: 8 of that one would be twice RAM."""
     rig, keys = Rig(PAGES, tier=COMMIT, credit_bytes=CREDIT), path("p", 8)

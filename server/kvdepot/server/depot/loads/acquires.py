@@ -10,7 +10,7 @@ releases everything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -20,9 +20,9 @@ import numpy.typing as npt
 from kvdepot.core.arena import NO_ROW, LentMode
 from kvdepot.core.calls import KEY_BYTES, AcquireCall, AcquireOutcome, AcquireReply
 from kvdepot.core.lifecycle import LeaseEvent, LeaseState
-from kvdepot.server.depot.sessions.session import ReadLease, Session
+from kvdepot.server.depot.sessions.session import ReadLease, Session, Wanted
 from kvdepot.server.depot.tiering.promotions import Promotion, Promotions
-from kvdepot.server.depot.tree.index import NONE
+from kvdepot.server.depot.tree.index import NONE, Index
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
 from kvdepot.server.depot.tree.rows import COMMITTED
@@ -59,7 +59,7 @@ class PendingAcquire:
     """One acquire that is answered later. `answers` are the callers that wait for its answer."""
 
     def __init__(
-        self, asked: Asked, answer: Answer, wanted: Sequence[int], sizes: Sequence[int], promotion: Promotion,
+        self, asked: Asked, answer: Answer, wanted: Numbers, sizes: Numbers, promotion: Promotion, index: Index,
         guard: Guard,
     ) -> None:  # fmt: skip
         """Make a pending acquire. `wanted`: which of its objects have no room in RAM yet; `sizes`: what each takes."""
@@ -67,20 +67,31 @@ class PendingAcquire:
         self._sizes = sizes
         self._guard = guard
         self.answers = [answer]
-        self.wanted = wanted
+        self.wanted = wanted.tolist()
+        self._nodes, self._kinds = asked.nodes[wanted], np.frombuffer(asked.call.kinds, np.uint8)[wanted]
+        self._index = index
         self.placed = 0  # of these
         self.promotion = promotion
         self.made: list[int] = []  # rows of the slice at hand that are not being read yet
         self.lent: list[int] = []  # its lent entries
-        asked.session.awaited_bytes += sum(sizes)
+        asked.session.awaited_bytes += int(sizes.sum())
         asked.session.awaited_objects += len(sizes)
 
     def place(self, count: int) -> None:
         """Note that so many more of the objects wanted are lent now, or will not be."""
         session, placed = self.asked.session, self.placed + count
-        session.awaited_bytes -= sum(self._sizes[self.placed : placed])
+        session.awaited_bytes -= int(self._sizes[self.placed : placed].sum())
         session.awaited_objects -= count
         self.placed = placed
+
+    @property
+    def awaited(self) -> Wanted:
+        """Return the objects that it has no loan of yet. Another load may have made room for some of them."""
+        nodes, kinds = self._nodes[self.placed :], self._kinds[self.placed :]
+        rows = np.full(len(nodes), NO_ROW, np.int64)
+        for kind in set(kinds.tolist()):
+            rows[kinds == kind] = self._index.rows[kind - 1][nodes[kinds == kind]]
+        return Wanted(nodes, kinds, rows, self._sizes[self.placed :])
 
     def end(self) -> None:
         """Note that the acquire waits no more."""
@@ -128,9 +139,11 @@ class PendingAcquires:
         lease = ReadLease(session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
         lease.state = LeaseState.PENDING
         promotion = Promotion(partial(self._ended, lease), open=True)
-        wanted = parts.wanted.tolist()
-        sizes = [self._allocator.rounded(asked.namespace.object_bytes[call.kinds[at]]) for at in wanted]
-        pending = lease.pending = PendingAcquire(asked, answer, wanted, sizes, promotion, self._guard)
+        each = [self._allocator.rounded(asked.namespace.object_bytes[call.kinds[at]]) for at in parts.wanted.tolist()]
+        sizes = np.array(each, np.int64)
+        pending = lease.pending = PendingAcquire(
+            asked, answer, parts.wanted, sizes, promotion, self._index, self._guard
+        )
         session.leases[lease.id] = lease
         session.loads += 1
         self._promotions.start(promotion, parts.coming)

@@ -88,7 +88,7 @@ class Loads:
         parts = None if visible.all() else self._pending.parts(asked, visible)
         if parts is None and not visible.all():
             answer(AcquireReply(AcquireOutcome.MISSING))
-        elif not self._budgets.may_lend(session, namespace, call.kinds, rows):
+        elif not self._budgets.may_lend(session, namespace, call.kinds, nodes, rows):
             self._budgets.refused(session, "loads")
             answer(AcquireReply(AcquireOutcome.LATER, reason=OVER_BUDGET))
         elif parts is None:

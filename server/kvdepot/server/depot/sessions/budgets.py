@@ -18,7 +18,7 @@ from kvdepot.core.arena import NO_ROW, SESSIONS_MAX, LentMode
 from kvdepot.core.limits import FRAGMENTS_PER_REPLY_MAX
 from kvdepot.core.report import TenantStatus
 from kvdepot.server.depot.counters import Counters
-from kvdepot.server.depot.sessions.session import ReadLease, Session
+from kvdepot.server.depot.sessions.session import ReadLease, Session, Wanted
 from kvdepot.server.depot.sessions.sessions import Sessions
 from kvdepot.server.depot.sessions.shares import part, parts
 from kvdepot.server.depot.tree.lent import SESSION_NUMBERS
@@ -31,6 +31,9 @@ ALONE_SHARE: Final = 7 / 8
 LEAST_SHARE: Final = 1 / 4
 """Of RAM, for a user among many."""
 Call = Literal["stores", "loads"]
+Numbers = npt.NDArray[np.int64]
+_NONE: Final[Numbers] = np.empty(0, np.int64)
+_NOTHING: Final = Wanted(_NONE, np.empty(0, np.uint8), _NONE, _NONE)
 _KINDS: Final = 1 << 8
 """Kinds that a call can name: each is a byte."""
 OVER_BUDGET: Final = "the engines of this user or tenant hold their share of RAM: end loads and stores first"
@@ -93,7 +96,7 @@ class Budgets:
                 name,
                 used_bytes=used[name],
                 credit_bytes=credit_bytes[name],
-                credit_used_bytes=_promised_bytes(own) + lent_bytes,
+                credit_used_bytes=_reserved_bytes(own) + (self._read_bytes(own) if _await(own) else lent_bytes),
                 sessions=len(own),
                 sessions_max=sessions_max[name],
                 refused_objects=self._refusals[name, "stores"],
@@ -122,13 +125,15 @@ class Budgets:
         own, bound_bytes = holders.own, self._bound_bytes(session, holders)
         left = bound_bytes - _promised_bytes(own)
         at_most = self._lent_at_most(own)
-        if at_most and left - at_most < wanted_bytes:
-            at_most = self._bytes(self._lent_heads(own))
+        if left - at_most < wanted_bytes and (at_most or _await(own)):
+            left, at_most = bound_bytes - _reserved_bytes(own), self._read_bytes(own)
         rows = self._part(session, holders, bound_bytes, self._ram.rows.count) - _loans(self._ram.lent.writes, own)
         objects = min(rows, self._loans_left(session, holders, bound_bytes))
         return Reservable(left - at_most, objects, bound_bytes)
 
-    def may_lend(self, session: Session, namespace: Namespace, kinds: bytes, rows: npt.NDArray[np.int64]) -> bool:
+    def may_lend(
+        self, session: Session, namespace: Namespace, kinds: bytes, nodes: Numbers, rows: Numbers
+    ) -> bool:  # fmt: skip
         """Return whether these objects may be lent too. NO_ROW: the object is not in RAM yet.
 
         A user that holds nothing while nobody else does may load what it likes: a later try would find no more room.
@@ -145,13 +150,11 @@ class Budgets:
         sizes = np.zeros(_KINDS, np.int64)
         for kind, size_bytes in namespace.object_bytes.items():
             sizes[kind] = self._ram.allocator.rounded(size_bytes)
-        wanted = sizes[np.frombuffer(kinds, np.uint8)]
-        left = bound_bytes - _promised_bytes(own)
-        if self._lent_at_most(own) + int(wanted.sum()) <= left:
+        kind_of = np.frombuffer(kinds, np.uint8)
+        wanted = sizes[kind_of]
+        if self._lent_at_most(own) + _promised_bytes(own) + int(wanted.sum()) <= bound_bytes:
             return True
-        there = rows != NO_ROW
-        heads = np.union1d(self._lent_heads(own), rows[there])
-        return self._bytes(heads) + int(wanted[~there].sum()) <= left
+        return _reserved_bytes(own) + self._read_bytes(own, Wanted(nodes, kind_of, rows, wanted)) <= bound_bytes
 
     def _holders(self, session: Session) -> _Holders:
         own: list[Session] = []
@@ -196,6 +199,21 @@ class Budgets:
         reads = self._ram.lent.reads
         return sum(int(reads[one.slot]) * one.object_bytes_max for one in sessions)
 
+    def _read_bytes(self, own: list[Session], *more: Wanted) -> int:
+        """Return what is lent to these to read, what their loads wait for, and what is wanted too: each object once.
+
+        O(the number of all these).
+        """
+        there = [one.rows[one.rows != NO_ROW] for one in more]
+        heads = np.unique(np.concatenate([self._lent_heads(own), *there]))
+        leases = [lease for one in own if one.awaited_objects for lease in one.leases.values()]
+        loads = [lease for lease in leases if isinstance(lease, ReadLease) and lease.pending is not None]
+        columns = zip(_NOTHING, *more, *(load.pending.awaited for load in loads), strict=True)
+        nodes, kinds, rows, sizes = map(np.concatenate, columns)
+        fresh = ~np.isin(rows, heads)
+        _, first = np.unique(nodes[fresh] << 8 | kinds[fresh], return_index=True)
+        return self._bytes(heads) + int(sizes[fresh][first].sum())
+
     def _lent_heads(self, own: list[Session]) -> npt.NDArray[np.int64]:
         """Return the head rows of what is lent to them to read, each once. O(what is lent to them)."""
         leases = [lease for one in own for lease in one.leases.values() if isinstance(lease, ReadLease)]
@@ -230,8 +248,17 @@ def _user_part(total: int, others: list[Session], used: int) -> int:
 
 
 def _promised_bytes(sessions: list[Session]) -> int:
-    """Return what these have reserved, and what their loads will have read into RAM and has no room there yet."""
-    return sum(one.credit_used_bytes + one.awaited_bytes for one in sessions)
+    """Return a bound of what these have reserved and wait for. An object that two loads wait for counts twice."""
+    return _reserved_bytes(sessions) + sum(one.awaited_bytes for one in sessions)
+
+
+def _reserved_bytes(sessions: list[Session]) -> int:
+    return sum(one.credit_used_bytes for one in sessions)
+
+
+def _await(sessions: list[Session]) -> bool:
+    """Return whether a load of these waits for room."""
+    return any(one.awaited_objects for one in sessions)
 
 
 def _loans(counts: npt.NDArray[np.uint32], sessions: list[Session]) -> int:

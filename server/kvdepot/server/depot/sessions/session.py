@@ -6,7 +6,7 @@ import struct
 from collections import OrderedDict
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,15 @@ class _Lease:
     def enter(self, event: LeaseEvent) -> None:
         """Change the state of the lease. Raise BrokenLifecycle for an event that cannot happen in its state."""
         self.state = next_lease_state(self.state, event)
+
+
+class Wanted(NamedTuple):
+    """Objects that a load wants, in four columns."""
+
+    nodes: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.uint8]
+    rows: npt.NDArray[np.int64]  # NO_ROW: it is not in RAM
+    sizes: npt.NDArray[np.int64]  # what each takes of RAM
 
 
 class ReadLease(_Lease):
