@@ -85,6 +85,8 @@ class Checksums:
         self.loop = Loop()
         self.quarantined: list[bytes] = []
         self.processes: list[Process] = []
+        self.refusal: Exception | None = None
+        """Of the next worker."""
         self.worker: socket.socket
         self._received = bytearray()
         monkeypatch.setattr(checksums, "spawn", self._spawn)
@@ -97,6 +99,9 @@ class Checksums:
         self.service.start()
 
     def _spawn(self, *_: object, **__: object) -> tuple[Process, socket.socket, int]:
+        if self.refusal is not None:
+            refusal, self.refusal = self.refusal, None
+            raise refusal
         ours, self.worker = socket.socketpair()
         ours.setblocking(False)
         self.worker.setblocking(False)

@@ -77,7 +77,6 @@ class ChecksumService:
 
     def start(self) -> None:
         """Start a worker; where the host has no room for one now, try again later."""
-        self._respawn = None
         try:
             self._process, self._socket, self._pidfd = spawn(
                 _MODULE,
@@ -134,7 +133,8 @@ class ChecksumService:
             self._process = None
 
     def _send(self) -> None:
-        if self._socket is None or not self._unsent:
+        assert self._socket is not None
+        if not self._unsent:
             return
         try:
             sent = self._socket.send(self._unsent)

@@ -11,6 +11,7 @@ from kvdepot.core.calls import Kind
 from kvdepot.core.elements import ElementRun
 from kvdepot.server.daemon import checksums
 from kvdepot.server.daemon.checksums import ANSWER_SECONDS_MAX
+from kvdepot.server.io.checksum_wire import Compare
 
 from tests.fakes.checksum_worker import Checksums
 from tests.rigs.engine_rig import DENSE, Rig, path
@@ -181,8 +182,22 @@ def test_workers_that_soon_die_are_started_less_and_less_often_until_one_lives_a
     assert pause() == 0.1
 
 
+@pytest.mark.parametrize(("refusal", "faults"), [(OSError("no process"), 0), (KeyError("a bug"), 1)])
+def test_a_worker_that_cannot_start_is_tried_again_and_only_a_fault_of_the_daemon_counts_as_one(
+    under: Checksums, refusal: Exception, faults: int
+) -> None:
+    under.die()
+    under.refusal = refusal
+    under.start_again()
+    assert under.service.pid is None
+    assert under.rig.counter("internal_errors.checksums") == faults
+    under.start_again()
+    assert len(under.handed_out) == 3
+
+
 def test_a_closed_service_leaves_no_process_and_starts_none(under: Checksums) -> None:
     under.service.close()
+    assert under.rig.depot.next_to_sum() is not None, "what it was lent came back"
     assert under.process.done == ["kill", "wait"]
     assert (under.loop.readers, under.loop.writers, under.service.pid) == ({}, {}, None)
     assert under.loop.due(under.service._miss_deadline) == []
@@ -209,12 +224,17 @@ def test_drift_is_logged_once_a_minute_with_the_number_of_differences(
     client = rig.attach("other", 11, DENSE, ELEMENTS)
     under.service.wake()
     under.answer(*under.handed_out)
+    under.jobs()
 
     def drift(at: int) -> None:
         lease, _ = client.reserve(keys[at : at + 1], start=at, parent=keys[at - 1])
         client.commit(lease, 0)
         under.service.wake()
         (row,) = under.handed_out
+        ((sent, job),) = under.jobs()
+        assert sent == row and isinstance(job, Compare)
+        assert job.runs == ELEMENTS[Kind.ATTENTION] and job.stored != job.recomputed
+        assert under.service._jobs[row] == 2 * 8192, "it reads both"
         under.drift(row)
 
     with caplog.at_level(logging.ERROR, "checksums"):
