@@ -220,6 +220,7 @@ def test_workers_that_never_start_in_time_get_more_of_it_until_one_does(
 ) -> None:
     """On a host with too much to do: else nothing would ever be written."""
     monkeypatch.setattr(crew, "START_SECONDS", 0.01)
+    monkeypatch.setattr(crew, "_BACKOFF_SECONDS_MAX", 0.1)
 
     async def run() -> None:
         async with pool_on(rig, started=False) as under:
@@ -236,11 +237,15 @@ def test_no_job_waits_for_a_worker_after_two_were_late(rig: IoRig, monkeypatch: 
 
     async def run() -> None:
         async with pool_on(rig, started=False) as under:
+
+            def made(pid: int) -> None:
+                if under.registry.started_in_all == 3:  # it does not start, and its time is not over
+                    monkeypatch.setattr(crew, "START_SECONDS", 1000.0)
+                    stop(pid)
+
+            under.registry.made = made
             asked = under.ask(rig.write(1, MIB), under.lent())
             assert (await asked).outcome is IoOutcome.CANCELLED
-            assert under.registry.started_in_all == 2
-            monkeypatch.setattr(crew, "START_SECONDS", 1000.0)
-            under.registry.made = stop  # the third does not start, and its time is not over
             await until(lambda: under.registry.started_in_all == 3, "a third one is made")
             assert "no worker serves: I/O worker " in under.pool.why_unusable
             assert "has not started within 0 s" in under.pool.why_unusable
