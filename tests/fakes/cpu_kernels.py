@@ -143,10 +143,14 @@ _RIGHT_ROLL: Final = """\
             history = conv_in[0][:, 1:]
             B[:, : history.size(1)].copy_(history)
 """
+_ROLL_OF_NEXT: Final = "B[:, : width - 2 + q_i] = conv_in[0, :, 1:]"
+"""Of vLLM 0.33, which is right."""
 
 
 def _fix_convolution(gdn_attention: ModuleType) -> None:
     """Keep the tokens of a step where the next step looks for them, however many drafts the step had."""
     source = inspect.getsource(gdn_attention._spec_forward)
+    if _ROLL_OF_NEXT in source:
+        return
     assert _ROLL in source, "another fallback: look whether it still needs a repair"
     exec(compile(source.replace(_ROLL, _RIGHT_ROLL), str(gdn_attention.__file__), "exec"), vars(gdn_attention))
