@@ -7,6 +7,7 @@ product, the demo and the engine's front know nothing of it.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 from kvdepot.client.copy.base import CopyBatch, CopyMemory, Direction
@@ -24,10 +25,17 @@ cpu_kernels.install()
 class SpeculativeWorker:
     """vLLM's `worker_extension_cls`."""
 
-    def leave_out_postprocess(self, left_out: bool) -> None:
-        """Do not copy states after sampling: a boundary's block keeps what the step began with."""
-        kernel = functools.wraps(cpu_kernels.postprocess)(_nothing) if left_out else cpu_kernels.postprocess
-        cpu_kernels.replace_kernel(cpu_kernels.POSTPROCESS, kernel)
+    def leave_out_postprocess(self, parts: int) -> None:
+        """Do not copy the last parts of states after sampling: a boundary's block keeps what the step began with."""
+        signature = inspect.signature(cpu_kernels.postprocess)
+
+        @functools.wraps(cpu_kernels.postprocess)
+        def postprocess(*arguments: Any, **named: Any) -> None:
+            call = signature.bind(*arguments, **named)
+            call.arguments["state_base_addrs_ptr"] = call.arguments["state_base_addrs_ptr"][:-parts]
+            cpu_kernels.postprocess(*call.args, **call.kwargs)
+
+        cpu_kernels.replace_kernel(cpu_kernels.POSTPROCESS, postprocess)
 
     def spoil_loads(self, prefix: str) -> list[str]:
         """Fill layers whose names begin so with noise after each load. Return their names; "": whole loads again."""
@@ -43,7 +51,3 @@ class SpeculativeWorker:
 
         CpuCopier.copy = spoiled if prefix else _COPY  # type: ignore[assignment,method-assign]
         return [name for name in names if name]
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
