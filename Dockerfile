@@ -1,5 +1,5 @@
 # kvdepotd and kvdepotctl, without an engine and without torch. Build it from the repository's root:
-#   docker build -t kvdepot:0.2.0 .
+#   docker build -t kvdepot:0.3.0 .
 # A site that mirrors images names its own, best by digest: --build-arg BASE=registry.example/python@sha256:...
 ARG BASE=python:3.11.13-slim-bookworm
 

@@ -65,11 +65,18 @@ def test_the_newest_version_of_the_changelog_is_the_version_of_the_package() -> 
 
 def test_pages_images_and_manifests_name_the_version_of_the_package() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    files = ["Dockerfile", "README.md", "docs/index.md", "docs/install.md", "configs/mkdocs.yml"]
+    files = ["Dockerfile", "README.md", "docs/index.md", "docs/install.md"]
     files += [f"configs/kubernetes/{name}.yaml" for name in ("daemonset", "engine", "hold")]
     named = {name: set(NAMED.findall((ROOT / name).read_text())) for name in files}
     assert named == {name: {version} for name in files}
-    assert (ROOT / "docs" / "releases" / f"{version}.md").read_text().startswith(f"# Release notes {version}\n")
+    assert _notes(version).read_text().startswith(f"# Release notes {version}\n")
+    notes = NAMED.findall((ROOT / "configs" / "mkdocs.yml").read_text())
+    assert notes == [one for one in versions((ROOT / "CHANGELOG.md").read_text()) if _notes(one).is_file()]
+    assert len(notes) == len(list(_notes(version).parent.iterdir()))
+
+
+def _notes(version: str) -> Path:
+    return ROOT / "docs" / "releases" / f"{version}.md"
 
 
 @pytest.mark.parametrize(
