@@ -81,8 +81,11 @@ class Outcome(StrEnum):
     """The engine reports at its end."""
 
 
-def outcome_of(lookup: Lookup | None, end: RequestEnd | None) -> Outcome:
-    """Return what became of a request with this last lookup and this report of its engine."""
+def outcome_of(lookup: Lookup | None, end: RequestEnd | None, *, loads: bool) -> Outcome:
+    """Return what became of a request with this last lookup and this report of its engine.
+
+    `loads`: whether it asked for a load.
+    """
     if end is None:
         return Outcome.RUNNING
     if end.loaded_tokens:
@@ -91,7 +94,7 @@ def outcome_of(lookup: Lookup | None, end: RequestEnd | None) -> Outcome:
         return Outcome.NOT_ASKED
     if end.miss:
         return Outcome.MISS
-    return Outcome.OWN_CACHE if end.local_tokens else Outcome.ABORTED
+    return Outcome.OWN_CACHE if end.local_tokens and not loads else Outcome.ABORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class RequestRecord:
 
     @property
     def outcome(self) -> Outcome:
-        return outcome_of(self.lookup, self.end)
+        return outcome_of(self.lookup, self.end, loads=bool(self.loads))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import pytest
 from kvdepot.client.vllm.scheduling.prefill_rate import TOKEN_SECONDS_GUESS
 from kvdepot.core.calls import LocateCall
 
+from tests.fakes.direct_session import ARENA_ID
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, cold, prompt
 
@@ -42,13 +43,19 @@ def waits(engine: ScriptedEngine, clock: Clock, request: Any, local_tokens: int 
     raise AssertionError("it waits without end")
 
 
+def says(engine: ScriptedEngine, boundary_tokens: int) -> dict[str, Any]:
+    """Return what another engine, which stores so many tokens, tells of a prompt."""
+    namespace = engine.side.namespaces.registered_id.hex()
+    return {f"kvdepot:{ARENA_ID:016x}": {"namespace": namespace, "boundary_tokens": boundary_tokens}}
+
+
 @pytest.mark.requirement("P5")
 @pytest.mark.parametrize(
     ("token_seconds", "settings", "local_tokens", "expected"),
     [
         pytest.param(INSTANT, {}, 0, 0.05, id="a fast engine waits for the least"),
         pytest.param(0.01, {}, 0, 0.32, id="a tenth of 3.2 s"),
-        pytest.param(0.01, {}, STAKE // 2, 0.16, id="what the engine has itself is not at stake"),
+        pytest.param(0.01, {}, STAKE // 2, 0.32, id="the daemon does not know what the engine has itself"),
         pytest.param(0.01, {}, STAKE, 0.05, id="nothing is at stake"),
         pytest.param(1.0, {}, 0, 1.0, id="a slow engine waits for the most"),
         pytest.param(1.0, {"lookup_timeout_seconds": 3.0}, 0, 3.0, id="the setting raises the most"),
@@ -66,7 +73,7 @@ def test_a_request_waits_for_a_tenth_of_what_it_may_save(
     request = asked(engine)
     (call,) = (one for one in engine.depot.calls if isinstance(one, LocateCall))
     assert waits(engine, clock, request, local_tokens) == pytest.approx(expected, abs=0.002)
-    if not local_tokens:
+    if local_tokens < STAKE:
         assert call.wait_seconds == pytest.approx(expected, abs=0.002), "the daemon has to answer in this time"
     engine.session.let_go()
     engine.run()
@@ -74,12 +81,13 @@ def test_a_request_waits_for_a_tenth_of_what_it_may_save(
 
 
 @pytest.mark.requirement("P5")
-def test_a_request_waits_for_the_ranks_as_long_as_for_a_lookup(make: Make) -> None:
+def test_a_request_waits_for_a_namespace_for_the_least(make: Make) -> None:
+    """Until the weights are hashed, which may take minutes."""
     engine = make(settings=DEFAULTS)
     engine.side.prefill_rate._likely_token_seconds = 0.01
     clock = Clock(engine)
     engine.session.forget(engine.side.namespaces.registered_id)
-    assert waits(engine, clock, engine.requests[engine.add(TOKENS)]) == pytest.approx(0.32, abs=0.002)
+    assert waits(engine, clock, engine.requests[engine.add(TOKENS)]) == pytest.approx(0.05, abs=0.002)
     engine.run()
 
 
@@ -134,3 +142,65 @@ def test_other_requests_are_computed_while_one_waits(make: Make) -> None:
     engine.run()
     assert engine.outputs[waiting.request_id] == cold(TOKENS)
     engine.session.let_go()
+
+
+@pytest.mark.requirement("P5", "P7")
+@pytest.mark.parametrize(("step_seconds", "answer_seconds"), [(0.6, 0.7), (0.35, 0.9), (0.6, 1.1)])
+def test_slow_answers_in_slow_steps_are_used(make: Make, step_seconds: float, answer_seconds: float) -> None:
+    """Each answer is too old when it is there: it is renewed once, and not without end."""
+    engine = make(settings=DEFAULTS)
+    engine.add(TOKENS)
+    engine.run()
+    engine.settle()
+    engine.reset()
+    engine.side.prefill_rate._likely_token_seconds = 1.0
+    clock = Clock(engine)
+    request = asked(engine)
+    state = engine.side._requests[request.request_id]
+    began = clock.now
+    while not engine.outputs[request.request_id]:
+        assert clock.now - began < 5.0, "it is not admitted"
+        late = state.lookup is not None and not state.lookup.answered
+        if late and clock.now - state.lookup.asked_at >= answer_seconds:
+            engine.session.let_go()
+        engine.step()
+        clock.now += step_seconds
+    assert engine.outputs[request.request_id][:1] == cold(TOKENS)[:1]
+    engine.depot.held.clear()
+    engine.session.let_go()
+    engine.run()
+
+
+@pytest.mark.requirement("P7")
+def test_a_hit_does_not_wait_behind_misses_that_came_later(make: Make) -> None:
+    """One seat, which is free every two seconds: an answer is always too old, and a renewal lets the next one pass."""
+    engine = make(settings=DEFAULTS)
+    engine.add(TOKENS)
+    engine.run()
+    engine.settle()
+    engine.reset()
+    clock = Clock(engine)
+    engine.scheduler.max_num_active_reqs = 1
+    engine.add(prompt(3.5, seed=50), max_tokens=40)
+    engine.step()
+    hit = engine.add(TOKENS)
+    misses = [engine.add(prompt(3.5, seed=100 + number), max_tokens=40) for number in range(6)]
+    begun: list[str] = []
+    while engine.scheduler.has_requests():
+        begun += [new.req_id for new in engine.step().scheduled_new_reqs if new.req_id not in begun]
+        clock.now += 0.05
+    assert begun.index(hit) <= 2 < begun.index(misses[-1])
+
+
+@pytest.mark.requirement("A4", "P7")
+def test_a_prompt_that_nobody_stores_does_not_flood_the_daemon(make: Make) -> None:
+    engine = make(settings=DEFAULTS)
+    engine.side.prefill_rate._likely_token_seconds = 1.0
+    clock = Clock(engine)
+    params = {"extra_args": {"kv_transfer_params": says(engine, STAKE)}}
+    names = [engine.add(prompt(20.5, seed=number), 4, params=params) for number in range(8)]
+    while not all(engine.outputs[name] for name in names):
+        engine.step()
+        clock.now += 0.003
+    asked_calls = sum(isinstance(call, LocateCall) for call in engine.depot.calls)
+    assert asked_calls <= 13 * len(names)

@@ -14,6 +14,7 @@ from kvdepot.core.misses import MissReason
 from tests.fakes.direct_session import ARENA_ID, DirectDepot
 from tests.fakes.scripted_engine import BLOCK, ScriptedEngine
 from tests.rigs.connector_rig import Make, cold, prompt
+from tests.rigs.patience import wait_until
 
 KEY = f"kvdepot:{ARENA_ID:016x}"
 EVERY_CHUNK: dict[str, Any] = {"hybrid": True, "retention": BLOCK, "step_tokens": BLOCK}
@@ -115,10 +116,13 @@ def test_an_engine_waits_for_what_another_one_is_storing(
         first.step()
     assert first.handed[request] == says(first, 4 * BLOCK)
     handed = ask(second, tokens, first.handed[request])
-    for _ in range(20):
+
+    def asked_again() -> bool:
         second.step()
+        return depot.count(LocateCall) > 2
+
+    wait_until(asked_again, "it asks again")
     assert handed not in second.hits, "its turn has come, and it waits"
-    assert depot.count(LocateCall) > 2
     depot.held.clear()
     first.session.let_go()
     first.run()

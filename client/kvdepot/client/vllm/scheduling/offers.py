@@ -39,7 +39,9 @@ RENEWALS_MAX: Final = 16
 """Renewals at a time: when many answers are old, the engine goes through its whole queue in one step."""
 BUDGET_SHARE: Final = 0.1
 """Part of the time to compute a prompt that a request may lose to a daemon that does not answer."""
-TIMEOUT_SECONDS_MIN: Final = 1.0
+TIMEOUT_SECONDS_MORE: Final = 1.0
+_ASK_SHARE: Final = 0.1
+"""Of the wait, between two lookups for what another engine is storing."""
 """Of a lookup: an answer after the budget still serves a request that has to queue."""
 COPY_SHARE: Final = 0.25
 """Part of `load_timeout_seconds` for the copies of the ranks. In the rest the daemon has everything in RAM."""
@@ -99,8 +101,9 @@ class Offers:
         if state.load_tokens_max is not None:
             high = min(whole, ((local_tokens or 0) + state.load_tokens_max) // chunk_tokens * chunk_tokens)
         chunks = min(high // chunk_tokens, len(state.keys), KEYS_PER_CALL_MAX)
+        budget_seconds = self._budget_seconds(high - (local_tokens or 0))
         lookup = Lookup(
-            self._clock(), self._namespaces.epoch_number, self._loads.step, renewal, local_tokens,
+            self._clock(), self._namespaces.epoch_number, self._loads.step, budget_seconds, renewal, local_tokens,
             local_matters=high < whole,
         )  # fmt: skip
         state.lookup = lookup
@@ -109,7 +112,6 @@ class Offers:
             lookup.answered = True
             lookup.miss = MissReason.NOT_WORTH_IT
             return lookup
-        budget_seconds = self._budget_seconds(high - (local_tokens or 0))
         call = LocateCall(
             b"", namespace, state.packed_keys(chunks), high, state.depot_id,
             budget_seconds=settings.load_timeout_seconds * (1 - COPY_SHARE),
@@ -120,7 +122,7 @@ class Offers:
         state.located = True
         self._counters["lookups"] += 1
         self._renewals += renewal
-        timeout = max(2 * budget_seconds, TIMEOUT_SECONDS_MIN)
+        timeout = budget_seconds + TIMEOUT_SECONDS_MORE
         then = None
         room = self._loads.active + len(self._speculative) < settings.loads_in_flight
         if settings.speculative_acquire and room and not renewal and self._namespaces.ranks_ready:
@@ -176,13 +178,14 @@ class Offers:
             state.preemptions = request.num_preemptions
             state.lookup = None
             state.held_since = None
+            state.renewed_for_age = False
         lookup = state.lookup or self.locate(state, local_tokens)
         self._speculative.looked(state, local_tokens)
-        now, budget_seconds = self._clock(), self._budget_seconds(high - local_tokens)
+        now = self._clock()
         if lookup is None or not lookup.answered:
-            answer = self._wait(state, lookup, now, budget_seconds)
+            answer = self._wait(state, lookup, now, at_stake=high > local_tokens)
         else:
-            answer = self._offer(state, lookup, local_tokens, now, budget_seconds)
+            answer = self._offer(state, lookup, local_tokens, now)
         if high <= local_tokens:
             state.miss = None  # the engine has all of it
         return answer
@@ -201,28 +204,28 @@ class Offers:
             self._session.count_computed()
         state.miss = None
 
-    def _wait(self, state: RequestState, lookup: Lookup | None, now: float, budget_seconds: float) -> Answer:
+    def _wait(self, state: RequestState, lookup: Lookup | None, now: float, *, at_stake: bool = True) -> Answer:
         """Wait for an answer, for the daemon, or for the ranks' reports, but not for long."""
         if lookup is None:
             there = self._namespaces.coming
-            if there and now - state.arrived_at < budget_seconds:
+            if there and now - state.arrived_at < self._settings.lookup_min_seconds:  # it may take minutes
                 return None, False
             return self._nothing(state, MissReason.NOT_READY if there else MissReason.UNREACHABLE)
-        if now - lookup.asked_at < budget_seconds:
+        wait_seconds = lookup.wait_seconds if at_stake else min(lookup.wait_seconds, self._settings.lookup_min_seconds)
+        if now - lookup.asked_at < wait_seconds:
             return None, False
         self._counters["lookup_timeouts"] += not lookup.answered
         state.waited_seconds = now - lookup.asked_at
         return self._nothing(state, MissReason.NOT_READY if lookup.answered else MissReason.TIMED_OUT)
 
-    def _offer(
-        self, state: RequestState, lookup: Lookup, local_tokens: int, now: float, budget_seconds: float
-    ) -> Answer:
+    def _offer(self, state: RequestState, lookup: Lookup, local_tokens: int, now: float) -> Answer:
         """Offer what an answered lookup found, if a load may begin now."""
         if lookup.local_matters and lookup.local_tokens is None and local_tokens and self._renewals < RENEWALS_MAX:
             return self._renew(state, local_tokens)
         boundary = min(lookup.boundary_tokens, self._planner.high_boundary(state.request.num_tokens))
-        if self.transfer_params.awaited(state, lookup, boundary, local_tokens, now, budget_seconds):
-            if now - lookup.asked_at >= ASK_SECONDS and self._renewals < RENEWALS_MAX:
+        if self.transfer_params.awaited(state, lookup, boundary, local_tokens, now):
+            pause_seconds = max(ASK_SECONDS, lookup.wait_seconds * _ASK_SHARE)
+            if now - lookup.asked_at >= pause_seconds and self._renewals < RENEWALS_MAX:
                 return self._renew(state, local_tokens)
             return None, False
         tokens = boundary - local_tokens
@@ -232,15 +235,16 @@ class Offers:
             return self._nothing(state, MissReason.NOT_WORTH_IT if tokens > 0 else lookup.miss)
         if not self._namespaces.ranks_ready:
             if not self._namespaces.ranks_reported:
-                return self._wait(state, lookup, now, budget_seconds)
+                return self._wait(state, lookup, now)
             return self._nothing(state, MissReason.NOT_READY)
         if self._loads.failed_lately(state.keys[boundary // self._planner.chunk_tokens - 1]):
             self._counters["offers_withheld_negative"] += 1
             return self._nothing(state, MissReason.FAILED_LATELY)
         if self._loads.active + self._speculative.others(state.request_id) >= self._settings.loads_in_flight:
             self._speculative.reset()  # a speculative lease delays a load by one step at most
-            return self._held_back(state, now, budget_seconds), False
-        if self._old(lookup, now) and self._renewals < RENEWALS_MAX:
+            return self._held_back(state, now, lookup.wait_seconds), False
+        if self._old(state, lookup, now) and self._renewals < RENEWALS_MAX:
+            state.renewed_for_age = True
             return self._renew(state, local_tokens)
         state.offered = (local_tokens, boundary)
         return tokens, True
@@ -254,11 +258,17 @@ class Offers:
         state.miss = miss
         return 0, False
 
-    def _old(self, lookup: Lookup, now: float) -> bool:
-        """Return whether to renew a lookup. Never in the step after it, or slow steps would renew without end."""
-        return now - lookup.asked_at > ANSWER_SECONDS_MAX and lookup.step < self._loads.step - 1
+    def _old(self, state: RequestState, lookup: Lookup, now: float) -> bool:
+        """Return whether to renew an answer for its age: once, and never in the step after the lookup.
 
-    def _held_back(self, state: RequestState, now: float, budget_seconds: float) -> int | None:
+        A renewal lets others pass. Where answers or free seats come slowly, each one would be too old again. What a
+        stale answer offers and the daemon lacks is computed.
+        """
+        age_seconds = now - lookup.asked_at
+        is_fresh = age_seconds <= ANSWER_SECONDS_MAX or lookup.step >= self._loads.step - 1
+        return not is_fresh and not state.renewed_for_age
+
+    def _held_back(self, state: RequestState, now: float, wait_seconds: float) -> int | None:
         """Hold an offer back while too many loads are in flight, then offer nothing (P7).
 
         An Acquire that the daemon refuses would cost more.
@@ -266,7 +276,7 @@ class Offers:
         if state.held_since is None:
             state.held_since = now
             self._counters["loads_held_back"] += 1
-        if now - state.held_since < budget_seconds:
+        if now - state.held_since < wait_seconds:
             return None
         self._counters["loads_given_up"] += 1
         state.miss = MissReason.TOO_MANY_LOADS

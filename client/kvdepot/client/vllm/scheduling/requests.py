@@ -29,6 +29,7 @@ class Lookup:
     asked_at: float  # seconds, the session's clock
     epoch: int
     step: int  # of the engine, in which it was asked
+    wait_seconds: float  # how long the engine waits for the answer, as the daemon knows
     renewal: bool = False  # of an answer that was too old, or lacked a fact
     local_tokens: int | None = None  # of the engine itself, as sent to the daemon; None: not known then
     local_matters: bool = False  # with it, the answer might have been another one
@@ -55,6 +56,7 @@ class RequestState:
     lookup: Lookup | None = None
     preemptions: int = 0  # seen at the last lookup
     offered: tuple[int, int] = (0, 0)  # local tokens and boundary of the last offer
+    renewed_for_age: bool = False  # since its last preemption
     held_since: float | None = None  # when an offer was first held back for other loads
     load_failed: bool = False  # so nothing is offered to it again (P8)
     handed_tokens: int | None = None  # stored by another engine, as its params say; None: not read yet

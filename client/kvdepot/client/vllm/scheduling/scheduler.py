@@ -19,7 +19,7 @@ from kvdepot.client.vllm.scheduling.acceptance import Acceptance
 from kvdepot.client.vllm.scheduling.events import KvEvents
 from kvdepot.client.vllm.scheduling.loads import Loads, ResolveBlocks
 from kvdepot.client.vllm.scheduling.local_reuse import LocalReuse
-from kvdepot.client.vllm.scheduling.offers import Offers
+from kvdepot.client.vllm.scheduling.offers import Answer, Offers
 from kvdepot.client.vllm.scheduling.origins import Origins
 from kvdepot.client.vllm.scheduling.pins import BlockHolds
 from kvdepot.client.vllm.scheduling.prefill_rate import PrefillRate
@@ -229,7 +229,11 @@ class SchedulerSide:
             return 0, False
         self._poll()
         self._update_keys(state)
-        offer = self.offers.offer(state, local_tokens) if self._loads_on and not self._suspended else (0, False)
+        offer: Answer = (0, False)
+        if self._suspended:
+            state.miss = MissReason.NOT_READY
+        elif self._loads_on:
+            offer = self.offers.offer(state, local_tokens)
         if offer[0] is not None:
             self._check_local_hit(state, local_tokens)
         return offer

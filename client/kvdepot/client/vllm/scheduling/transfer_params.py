@@ -83,12 +83,10 @@ class TransferParams:
 
     # --- in
 
-    def awaited(
-        self, state: RequestState, lookup: Lookup, boundary: int, local_tokens: int, now: float, wait_seconds: float
-    ) -> bool:
+    def awaited(self, state: RequestState, lookup: Lookup, boundary: int, local_tokens: int, now: float) -> bool:
         """Return whether another engine is storing more of the request than the daemon or this engine has.
 
-        It returns True for at most the `wait_seconds` of the first call, and one lookup more. `boundary` is the
+        It returns True for at most the `wait_seconds` of the first lookup, and one lookup more. `boundary` is the
         lookup's.
         """
         own_namespace = self._namespaces.registered_id
@@ -96,7 +94,7 @@ class TransferParams:
             return False
         if state.handed_tokens is None:
             state.handed_tokens = self._read(state.request, own_namespace.hex())
-            state.handed_until = now + wait_seconds
+            state.handed_until = now + lookup.wait_seconds
         wanted = min(state.handed_tokens, self._planner.high_boundary(state.request.num_tokens))
         if state.load_tokens_max is not None:
             wanted = min(wanted, local_tokens + state.load_tokens_max)

@@ -173,7 +173,7 @@ class Records:
         found = (
             record
             for record in reversed(self._records.values())
-            if not misses or outcome_of(record.lookup, record.end) is Outcome.MISS
+            if not misses or outcome_of(record.lookup, record.end, loads=bool(record.loads)) is Outcome.MISS
         )
         return tuple(self._told(record) for record in islice(found, min(count or LIST_MAX, LIST_MAX)))
 
