@@ -9,6 +9,7 @@ gRPC statuses, counters and `--json` output. Only `kvdepot.proto.status` maps th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import ClassVar
 
@@ -228,6 +229,13 @@ class ConfigError(KvDepotError):
     def all(self) -> tuple[ConfigError, ...]:
         """Return this error and the others of its file."""
         return (self, *self.also)
+
+
+def together(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return the first of these errors, which has the others."""
+    first, *others = errors
+    first.also = tuple(others)
+    return first
 
 
 class ArenaInUse(KvDepotError):

@@ -186,7 +186,9 @@ def test_another_user_s_holder_gets_nothing(new_daemon: DaemonProcess) -> None:
     _store(new_daemon)
     arena = new_daemon.arena
     new_daemon.stop()
-    os.kill(_holder(arena), signal.SIGKILL)
+    former = _holder(arena)
+    os.kill(former, signal.SIGKILL)
+    wait_until(lambda: _has_ended(former), "its end")  # until then it has the lock
     arena.with_name(f"{arena.name}.hold").unlink()
     with _squatter(arena) as squatter:
         new_daemon.start()

@@ -213,7 +213,7 @@ def test_a_socket_of_another_name_is_used_and_named(tmp_path: Path) -> None:
     with DaemonProcess(config=f'[daemon]\nadmin = "unix://{place}"\n') as daemon:
         assert not daemon.admin_socket.exists()
         refused = kvdepotctl(daemon, "status")
-        assert (refused.returncode, "name that one with --admin" in refused.stderr) == (3, True)
+        assert (refused.returncode, "name it with --admin" in refused.stderr) == (3, True)
         assert kvdepotctl(daemon, "--admin", f"unix://{place}", "status").returncode == 0
         assert daemon.stop() == 0
         assert not place.exists()

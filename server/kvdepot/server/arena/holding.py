@@ -21,6 +21,7 @@ from kvdepot.server.config.schema import HOLD_SUFFIX
 from kvdepot.server.platform.accepting import bound_socket
 from kvdepot.server.platform.file_lock import LOCK_SUFFIX, FileLock
 from kvdepot.server.platform.logs import LogThrottle
+from kvdepot.server.platform.own_thread import in_own_thread
 from kvdepot.server.platform.processes import peer_credentials
 
 AGAIN_SECONDS: Final = 5.0
@@ -135,7 +136,7 @@ class Holding:
         self._throttle = LogThrottle(loop.time)
         self._connection: Connection | None = None
         self._again: asyncio.Handle | None = None
-        self._closed = False
+        self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Find or start a holder, and stay connected until `close`. Blocks, and never raises.
@@ -146,9 +147,10 @@ class Holding:
 
     def close(self) -> None:
         """Leave the arena to the holder."""
-        self._closed = True
         if self._again is not None:
             self._again.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         self._disconnect()
 
     def _try(self) -> Connection | Exception:
@@ -198,10 +200,7 @@ class Holding:
                 raise subprocess.CalledProcessError(code, _PROGRAM)
 
     def _connected(self, found: Connection | Exception) -> None:
-        if self._closed:
-            if isinstance(found, Connection):
-                found.close()
-        elif isinstance(found, Exception):
+        if isinstance(found, Exception):
             if self._may_start:
                 self._count("holder_failures")
                 if self._throttle.due("holder"):
@@ -213,9 +212,11 @@ class Holding:
             self._log.info("arena held for the next daemon by pid %d", found.pid)
 
     def _look_again(self) -> None:
-        """Try on another thread: a holder that hangs must not stop the daemon."""
-        trying = self._loop.run_in_executor(None, self._try)
-        trying.add_done_callback(lambda tried: self._connected(tried.result()))
+        self._looking = self._loop.create_task(self._look())
+
+    async def _look(self) -> None:
+        """Try on another thread: a holder that hangs stops neither the daemon nor its end."""
+        self._connected(await in_own_thread(self._try))
 
     def _ended(self) -> None:
         """Handle the end of the holder: it sends nothing of itself."""

@@ -26,6 +26,7 @@ from kvdepot.server.platform.own_files import open_own
 
 _NAME: Final = re.compile(r"kvdepot-[0-9]+-[0-9a-f]{12}\.arena")
 _BLOCK_BYTES: Final = 512
+_NAMES: Final = "`kvdepotd arena list` prints the names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,13 @@ class FoundArena:
 def find_arenas(folders: Iterable[Path], alive: Alive) -> Iterator[FoundArena]:
     """Yield the arenas in these folders and in the default places, each once."""
     seen = set()
-    for folder in (*arena_directory.own_directories(), arena_directory.BASE, *folders):
+    own: list[Path] = []
+    with contextlib.suppress(OSError):  # this host has no such place
+        own = [*arena_directory.own_directories(), arena_directory.BASE]
+    for folder in (*own, *folders):
         with contextlib.suppress(OSError):  # it is gone, or of another user
             for name in sorted(os.listdir(folder)):  # noqa: PTH208 - names
-                path = folder / name
+                path = folder.absolute() / name
                 if _NAME.fullmatch(name) and path.resolve() not in seen:
                     seen.add(path.resolve())
                     with contextlib.suppress(OSError):
@@ -81,23 +85,29 @@ def look_at(path: Path, alive: Alive) -> FoundArena:
 def remove_arena(path: Path, alive: Alive) -> FoundArena:
     """Delete an arena's files, so that its holder lets its memory go within seconds. Return what it was.
 
-    Raise NotFound if there is no arena of this user, and ArenaInUse if a daemon or an engine uses it. The lock's file
-    stays: with another one of its name, two daemons could have one arena.
+    Raise NotFound if there is no arena of this user, ArenaInUse if a daemon or an engine uses it, and OSError. The
+    lock's file stays: with another one of its name, two daemons could have one arena.
     """
     if not _NAME.fullmatch(path.name):
-        raise NotFound(f"{path} is not the name of an arena", advice="`kvdepotd arena list` prints the names")
+        raise NotFound(f"{path} is not the name of an arena", advice=_NAMES)
     try:
-        look_at(path, alive)
-        with FileLock(path.with_name(f"{path.name}{LOCK_SUFFIX}"), f"the arena {path}"):
-            found = look_at(path, alive)
-            if found.engine_pids:
-                pids = ", ".join(str(pid) if pid else "unknown" for pid in found.engine_pids)
-                raise ArenaInUse(f"engines are attached to the arena {path} (pid {pids}): end them first")
-            for one in arena_paths(path):
-                one.unlink(missing_ok=True)
+        found = look_at(path, alive)
     except OSError as error:
-        raise NotFound(f"no arena of this user at {path}: {error.strerror}") from error
+        raise NotFound(f"no arena of this user at {path}: {error.strerror}", advice=_NAMES) from error
+    if found.daemon_pid is None:  # before the lock too, whose file says when the latest daemon began
+        _refuse_engines(found)
+    with FileLock(path.with_name(f"{path.name}{LOCK_SUFFIX}"), f"the arena {path}"):
+        found = look_at(path, alive)
+        _refuse_engines(found)
+        for one in reversed(arena_paths(path)):  # the tables last: by their name all of it is found again
+            one.unlink(missing_ok=True)
     return found
+
+
+def _refuse_engines(found: FoundArena) -> None:
+    if found.engine_pids:
+        pids = ", ".join(str(pid) if pid else "unknown" for pid in found.engine_pids)
+        raise ArenaInUse(f"engines are attached to the arena {found.path} (pid {pids})", advice="end them first")
 
 
 def _attached(tables: int, alive: Alive) -> set[int]:

@@ -44,11 +44,11 @@ def make(arena: str, config_file: str) -> Path:
         except OSError as error:
             reason = f"cannot create {folder}: {error.strerror}"
             raise ConfigError(
-                config_file, "ram.path", reason, advice="name a directory of the daemon's user"
+                config_file, "ram.path", reason, advice="name a directory of the daemon's user", of_host=True
             ) from error
         if _is_own(folder):
             return folder
-    raise ConfigError(config_file, "ram.path", f"no directory in {BASE} stays this user's own")
+    raise ConfigError(config_file, "ram.path", f"no directory in {BASE} stays this user's own", of_host=True)
 
 
 def former(arena_path: Path) -> Path | None:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from kvdepot.core import runtime
 from kvdepot.core.arena import SESSIONS_MAX, SIZE_BYTES_MAX, ArenaLayout
-from kvdepot.core.errors import ConfigError
+from kvdepot.core.errors import ConfigError, together
 from kvdepot.core.object_keys import KeyRing
 from kvdepot.server.config import arena_directory, environment
 from kvdepot.server.config.embedded_disk import NoDiskError, default_directory, tier_table
@@ -154,7 +154,8 @@ def check(
     try:
         config = _checked(file, merged)
     except ConfigError as error:
-        raise _together([_blaming_variables(one, names) for one in error.all]) from error
+        told = together([_blaming_variables(one, names) for one in error.all])
+        raise told from (error.__cause__ if told is error else error)
     return replace(config, sources=_sources(merged, names, overrides or {}))
 
 
@@ -164,13 +165,6 @@ def _blaming_variables(error: ConfigError, names: Mapping[str, str]) -> ConfigEr
         return error
     variable = ", ".join(sorted(blamed))
     return ConfigError(environment.SOURCE, variable, error.reason, advice=error.advice, of_host=error.of_host)
-
-
-def _together(errors: Sequence[ConfigError]) -> ConfigError:
-    """Return the first of these errors, which has the others."""
-    first, *others = errors
-    first.also = tuple(others)
-    return first
 
 
 def _merged(
@@ -220,7 +214,7 @@ def _validated(file: str, document: Mapping[str, Any]) -> Tables:
     try:
         return Tables.model_validate(document)
     except ValidationError as error:
-        raise _together([_config_error(file, one) for one in error.errors()]) from error
+        raise together([_config_error(file, one) for one in error.errors()]) from error
 
 
 def _checked(file: str, document: Mapping[str, Any]) -> Config:
@@ -248,7 +242,7 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
     except ConfigError as error:
         errors.append(error)
     if errors:
-        raise _together(errors)
+        raise together(errors)
     return replace(config, tenants=tenants)
 
 
@@ -259,7 +253,7 @@ def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
         return [tier_table(Path(keys["path"]), keys.get("capacity"))]
     except NoDiskError as error:
-        raise ConfigError(file, "--disk", str(error)) from error
+        raise ConfigError(file, "--disk", str(error), of_host=True) from error
 
 
 def runtime_directory() -> Path:
@@ -313,13 +307,15 @@ def _arena_path(file: str, tables: Tables) -> Path:
 
 
 def _check_sizes(file: str, tables: Tables, capacity_bytes: int) -> None:
+    """Refuse sizes that do not fit together. With `capacity = "auto"` they may fit on another host."""
+    of_host = tables.ram.capacity == AUTO
     reserve_bytes = tiers_reserve_bytes(tables, capacity_bytes)
     if capacity_bytes < CAPACITY_BYTES_MIN + reserve_bytes:
         beside = f", and {reserve_bytes // MIB} MiB for the {len(tables.tier)} lower tiers" if tables.tier else ""
         raise ConfigError(
             file, "ram.capacity",
             f"expected at least {(CAPACITY_BYTES_MIN + reserve_bytes) // MIB} MiB, got {capacity_bytes // MIB} MiB: the"
-            f" capacity includes the private memory of daemon and checksum worker{beside}",
+            f" capacity includes the private memory of daemon and checksum worker{beside}", of_host=of_host,
         )  # fmt: skip
     credit_bytes = tables.sessions.credit
     arena_bytes = arena_bytes_of(capacity_bytes, reserve_bytes)
@@ -328,6 +324,7 @@ def _check_sizes(file: str, tables: Tables, capacity_bytes: int) -> None:
         raise ConfigError(
             file, "sessions.credit",
             f"expected at most the whole arena of {arena_bytes // MIB} MiB, got {credit_bytes // MIB} MiB",
+            of_host=of_host,
         )  # fmt: skip
 
 
@@ -345,7 +342,7 @@ def _check_tenants(file: str, tables: Tables, arena_bytes: int) -> None:
             file, "tenant.credit",
             f"expected at most the arena's data of {data_bytes // MIB} MiB for all tenants, got"
             f" {-(-credit_bytes // MIB)} MiB",
-            advice="tenants without credit share what the others leave",
+            advice="tenants without credit share what the others leave", of_host=tables.ram.capacity == AUTO,
         )  # fmt: skip
     left = SESSIONS_MAX - sum(tenant.sessions for tenant in tables.tenant)
     if left < sum(not tenant.sessions for tenant in tables.tenant):

@@ -35,9 +35,10 @@ def read_key_file(path: Path, *, file: str, key: str) -> KeyRing:
     try:
         return parse_keys(_text(path))
     except OSError as error:
-        raise ConfigError(file, key, f"{path} cannot be used: {error.strerror}", advice=_ADVICE) from error
-    except ValueError as error:
-        raise ConfigError(file, key, f"{path}: {error}", advice=_ADVICE) from None  # it may name bytes of the file
+        reason = f"{path} cannot be used: {error.strerror}"
+        raise ConfigError(file, key, reason, advice=_ADVICE, of_host=True) from error
+    except ValueError as error:  # which may name bytes of the file, that somebody is writing
+        raise ConfigError(file, key, f"{path}: {error}", advice=_ADVICE, of_host=True) from None
 
 
 def _text(path: Path) -> str:

@@ -330,14 +330,15 @@ class Control:
         return ReloadReply(after.file, changes(self._config, after), replaces_arena(self._config, after))
 
     async def reload(self) -> ReloadReply:
-        """Apply the whole file or nothing. Raise ConfigError, which names each key at fault."""
+        """Apply the whole file or nothing. Raise ConfigError."""
         async with self._reloading:
             try:
                 after = await self._read()
                 found = changes(self._config, after)
                 refuse_what_needs_a_restart(self._config, after, found)
             except KvDepotError as error:
-                self._log.error("configuration not reloaded: %s", error)
+                for refusal in error.all if isinstance(error, ConfigError) else (error,):
+                    self._log.error("configuration not reloaded: %s", refusal)
                 raise
             # "auto" may mean another size by now; the arena has the one of the start.
             self._config = replace(after, capacity_bytes=self._config.capacity_bytes)

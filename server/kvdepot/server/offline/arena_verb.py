@@ -67,7 +67,7 @@ def _remove(paths: Sequence[Path]) -> int:
     for path in dict.fromkeys(path.absolute() for path in paths):
         try:
             size = size_text(remove_arena(path, _alive).memory_bytes)
-        except KvDepotError as error:
+        except (KvDepotError, OSError) as error:
             print(f"kvdepotd arena remove: {printable(str(error))}", file=sys.stderr)  # noqa: T201
             code = _REFUSED
         else:

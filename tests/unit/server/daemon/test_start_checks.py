@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -15,11 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvdepot.server.config import arena_directory
 from kvdepot.server.config.config import load
 from kvdepot.server.daemon import app
 
 TIER = '[[tier]]\nname = "{name}"\nkind = "disk"\npath = "{path}"\ncapacity = "64MiB"\n'
 STARTS = ""
+KEYED = (
+    '------[[tier]]\nname = "pool"\nkind = "shared"\npath = "B/tier"\ncapacity = "1GiB"\non_root_filesystem = true\n'
+    'key_file = "{file}"\n'
+)
 
 
 class Host:
@@ -38,6 +44,8 @@ class Host:
         (base / "run/k3.lock").symlink_to("elsewhere")
         (base / "bad-state").write_text("{")
         (base / "loop").symlink_to("loop")
+        (base / "run/half-a-key").write_text("abc")
+        (base / "run/half-a-key").chmod(0o600)
 
     def config(self, text: str) -> Path:
         """`B` stands for the base. Keys of [daemon] and [ram] stand before the first table of `text`."""
@@ -131,6 +139,8 @@ CASES = {
     "around the socket": (tiers("B/run"), "lies in the directory of tier"),
     "around the state by a link": ('state = "B/link/state"' + tiers("B/tier"), "lies in the directory of tier"),
     "nul in a tier": (tiers(f"/x{NUL}y"), "tier[0].path: "),
+    "no key file": (KEYED.format(file="B/absent/key"), "absent/key cannot be used"),
+    "a key half written": (KEYED.format(file="B/run/half-a-key"), "half-a-key: "),
     # traces
     "no scheme": ('---' * 2 + '[trace]\nendpoint = "localhost:4318"', "expected an http:// or https:// URL"),
     "no host of traces": ('---' * 2 + '[trace]\nendpoint = "http://"', "expected an http:// or https:// URL"),
@@ -177,7 +187,7 @@ def test_check_config_and_serve_judge_alike(
 
 HOST_FACTS = (
     "no directory", "in a file", "is a file", "another host's", "group", "state unreadable",
-    "more than there is",
+    "more than there is", "no key file", "a key half written",
 )  # fmt: skip
 
 
@@ -221,6 +231,22 @@ def test_settings_that_contradict_each_other_are_told_together(host: Host, capfd
 def test_what_the_host_may_mend_is_tried_again(host: Host, name: str, capfd: pytest.CaptureFixture[str]) -> None:
     """A mount that comes late, a directory service that does not answer yet."""
     assert judged("serve", host.config(CASES[name][0]), capfd)[0] == 1
+
+
+def test_a_holder_s_full_file_system_and_a_disk_that_is_not_there_yet_are_tried_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert app.main(["serve", str(host.config("")), "--disk", "/proc/none"]) == 1
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = host.base / "default.toml"
+    file.write_text(f'[daemon]\nlisten = ["unix://{host.base}/run/new.sock"]\n')
+    monkeypatch.setattr(Path, "mkdir", full)
+    monkeypatch.setattr(arena_directory, "BASE", host.base / "shm")
+    assert app.main(["hold", str(file)]) == 1
+    assert "cannot create" in capfd.readouterr().err
 
 
 def test_the_price_of_another_size_is_told_before_it_is_paid(host: Host, capfd: pytest.CaptureFixture[str]) -> None:

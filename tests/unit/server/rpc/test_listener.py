@@ -45,6 +45,7 @@ async def watched(path: Path) -> list[list[int]]:
         told = [[(await call.read()).status] for call in calls]
         await listener.set_serving(True)
         told[0].append((await calls[0].read()).status)
+        calls[0].cancel()  # else the stop gives it all of its time
         await listener.stop(patient(30))
         assert not isinstance(await calls[1].read(), STATUS), "it has ended: it would hold up the stop"
     return told

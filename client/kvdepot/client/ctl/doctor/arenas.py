@@ -28,7 +28,8 @@ def check_unused_arenas(
     ended = Program([*command, "--arena-dir", folder]).wait(time.monotonic() + seconds)
     if ended is None or ended.code:
         return check.skipped("`kvdepotd arena list` does not say")
-    found = [one for one in json.loads(ended.output) if one["unused"] and one["path"] != settings.arena]
+    arenas = [one for one in json.loads(ended.output) if one["unused"]]
+    found = [one for one in arenas if Path(one["path"]).resolve() != Path(settings.arena).resolve()]
     if not found:
         return check.ok("none of this user")
     size = size_text(sum(one["memory_bytes"] for one in found))

@@ -86,10 +86,12 @@ def read_settings(
             "a path in the configuration lies on a mount that hangs: see to the mount, or name another path",
         )
     if ended.code and not ended.output:
-        reason = (ended.errors.strip().splitlines() or ["no reason given"])[-1]
+        lines = ended.errors.strip().splitlines()
+        reason = (lines or ["no reason given"])[-1]
         if reason.startswith(_REFUSED):
+            reasons = [line.removeprefix(_REFUSED) for line in lines if line.startswith(_REFUSED)]
             return None, _CHECK.fail(
-                reason.removeprefix(_REFUSED), "correct it; `kvdepotd check-config FILE` says whether it will do"
+                "; ".join(reasons), "correct it; `kvdepotd check-config FILE` says whether it will do"
             )
         return None, _CHECK.skipped(f"kvdepotd does not run here ({reason}): install kvdepot[server]")
     facts = json.loads(ended.output)
