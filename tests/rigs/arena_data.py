@@ -8,6 +8,8 @@ from pathlib import Path
 
 from kvdepot.server.arena.holding import Connection
 
+from tests.rigs.patience import patient
+
 
 def data_of(arena: Path) -> Path:
     """Return a path by which the data can be opened and looked at, whether a daemon runs or not.
@@ -17,7 +19,7 @@ def data_of(arena: Path) -> Path:
     named = arena.with_name(f"{arena.name}.data")
     if named.exists():
         return named
-    holder = Connection(arena)
+    holder = Connection(arena, patient(20))
     holder.close()
     if not holder.held:
         raise FileNotFoundError(f"the holder {holder.pid} has no data")

@@ -37,7 +37,7 @@ def _loads(daemon: DaemonProcess) -> bool:
 
 
 def _holder(arena: Path) -> int:
-    connection = Connection(arena)
+    connection = Connection(arena, patient(20))
     for descriptor in connection.held:
         os.close(descriptor)
     connection.close()
