@@ -40,9 +40,9 @@ RENEWALS_MAX: Final = 16
 BUDGET_SHARE: Final = 0.1
 """Part of the time to compute a prompt that a request may lose to a daemon that does not answer."""
 TIMEOUT_SECONDS_MORE: Final = 1.0
+"""Of a lookup: an answer after the budget still serves a request that has to queue."""
 _ASK_SHARE: Final = 0.1
 """Of the wait, between two lookups for what another engine is storing."""
-"""Of a lookup: an answer after the budget still serves a request that has to queue."""
 COPY_SHARE: Final = 0.25
 """Part of `load_timeout_seconds` for the copies of the ranks. In the rest the daemon has everything in RAM."""
 
