@@ -17,25 +17,31 @@ from pathlib import Path
 import pytest
 from kvdepot.server.observe.health import HttpListener, Readiness
 from kvdepot.server.platform import accepting, grpc_guards
-from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, silent_max
+from kvdepot.server.platform.accepting import _ACCEPTS_PER_EVENT, Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.platform.grpc_guards import connections_max
 from kvdepot.server.platform.logs import REPEAT_SECONDS, LogThrottle, UnhandledErrors
 
 from tests.fakes.scarce_descriptors import no_descriptor_left
 
 LOG = logging.getLogger("accepting")
+_PAUSE_SECONDS = 0.05
 
 
 class Refusing:
     """A listening socket of which accept(2) fails as often as is said, then gives a connection, then has none."""
 
-    def __init__(self, real: socket.socket, errors: list[int]) -> None:
+    def __init__(self, real: socket.socket, errors: list[int], until: int) -> None:
         self._real = real
         self._errors = deque(errors)
+        self._until = until
+        self.enough = asyncio.Event()  # it was asked so often
         self.asked = 0
+        self.took_seconds = 0.0
 
     def accept(self) -> tuple[socket.socket, object]:
         self.asked += 1
+        if self.asked == self._until:
+            self.enough.set()
         if self._errors:
             number = self._errors.popleft()
             raise OSError(number, os.strerror(number))
@@ -45,21 +51,23 @@ class Refusing:
         return getattr(self._real, name)
 
 
-def accept_after(errors: list[int], seconds: float, spare: SpareDescriptors | None = None) -> tuple[int, Refusing]:
-    """(connections that were accepted, the listener) after so long with one peer in the backlog."""
+def accept_after(errors: list[int], asked: int, spare: SpareDescriptors | None = None) -> tuple[int, Refusing]:
+    """(connections that were accepted, the listener) after so many calls of accept(2), with one peer in the backlog."""
 
     async def run() -> tuple[int, Refusing]:
         loop, accepted = asyncio.get_running_loop(), list[socket.socket]()
         with socket.socket(socket.AF_UNIX) as real, socket.socket(socket.AF_UNIX) as peer:
             real.setblocking(False)
             real.bind("")
-            listener = Refusing(real, errors)
+            listener = Refusing(real, errors, asked)
             acceptor = Acceptor(
                 listener, accepted.append, name="test", loop=loop, log=LOG,  # type: ignore[arg-type]
-                throttle=LogThrottle(loop.time), spare=spare, pause_seconds=0.05,
+                throttle=LogThrottle(lambda: 0.0), spare=spare, pause_seconds=_PAUSE_SECONDS,
             )  # fmt: skip
             peer.connect(real.getsockname())
-            await asyncio.sleep(seconds)
+            began = loop.time()
+            await listener.enough.wait()
+            listener.took_seconds = loop.time() - began
             acceptor.close()
             for connection in accepted:
                 connection.close()
@@ -70,9 +78,9 @@ def accept_after(errors: list[int], seconds: float, spare: SpareDescriptors | No
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EINVAL, errno.EIO])
 def test_an_error_that_repeats_is_one_line_and_no_loop(number: int, caplog: pytest.LogCaptureFixture) -> None:
-    accepted, listener = accept_after([number] * 1000, 0.3)
+    accepted, listener = accept_after([number] * 1000, 4)
     assert accepted == 0
-    assert 2 <= listener.asked <= 8
+    assert listener.took_seconds >= 3 * _PAUSE_SECONDS, "it asks once, then waits"
     assert [record.getMessage() for record in caplog.records] == [
         f"test: cannot accept: [Errno {number}] {os.strerror(number)}"
     ]
@@ -80,22 +88,22 @@ def test_an_error_that_repeats_is_one_line_and_no_loop(number: int, caplog: pyte
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
 def test_the_peer_is_met_when_there_is_room_again(number: int) -> None:
-    assert accept_after([number] * 2, 0.3)[0] == 1
+    assert accept_after([number] * 2, 3)[0] == 1
 
 
 @pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.ENETDOWN])
 def test_a_connection_that_is_gone_already_delays_nobody(number: int, caplog: pytest.LogCaptureFixture) -> None:
-    accepted, _ = accept_after([number] * 3, 0.02)
+    accepted, _ = accept_after([number] * 3, 4)
     assert (accepted, caplog.records) == (1, [])
-    _, listener = accept_after([number] * 100_000, 0.3)
-    assert listener.asked <= 8 * 64, "one that does not end is waited for, too"
+    _, listener = accept_after([number] * 100_000, 3 * _ACCEPTS_PER_EVENT)
+    assert listener.took_seconds >= 2 * _PAUSE_SECONDS, "one that does not end is waited for, too"
     assert len(caplog.records) == 1
 
 
 def test_spare_descriptors_are_given_up_for_a_listener_that_has_to_answer(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     spare = SpareDescriptors(4, LOG, lambda: now)
-    assert accept_after([errno.EMFILE], 0.02, spare)[0] == 1
+    assert accept_after([errno.EMFILE], 2, spare)[0] == 1
     assert not caplog.records
     assert not spare.give_up()
     spare.refill()
