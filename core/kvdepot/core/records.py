@@ -76,18 +76,18 @@ class Outcome(StrEnum):
     NOT_ASKED = "NOT ASKED"
     """The engine asked for nothing of it."""
     ABORTED = "ABORTED"
-    """The engine never admitted it."""
+    """The engine never admitted it, or was gone before it could report."""
     RUNNING = "RUNNING"
     """The engine reports at its end."""
 
 
-def outcome_of(lookup: Lookup | None, end: RequestEnd | None, *, loads: bool) -> Outcome:
+def outcome_of(lookup: Lookup | None, end: RequestEnd | None, *, loads: bool, over: bool) -> Outcome:
     """Return what became of a request with this last lookup and this report of its engine.
 
-    `loads`: whether it asked for a load.
+    `loads`: whether it asked for a load. `over`: whether it is over, with or without a report.
     """
     if end is None:
-        return Outcome.RUNNING
+        return Outcome.ABORTED if over else Outcome.RUNNING
     if end.loaded_tokens:
         return Outcome.HIT
     if lookup is None and end.miss not in UNHEARD_REASONS:
@@ -114,12 +114,12 @@ class RequestRecord:
     reserved: Annotated[Mapping[str, int], Count(_NAMES_MAX)] = field(default_factory=dict)
     """Objects by `ReserveOutcome`, lower case."""
     ended_seconds_ago: Seconds | None = None
-    end: RequestEnd | None = None
+    end: RequestEnd | None = None  # also None if its engine was gone before it could report
     chunk_tokens: int = 0  # of its namespace; 0: it is gone
 
     @property
     def outcome(self) -> Outcome:
-        return outcome_of(self.lookup, self.end, loads=bool(self.loads))
+        return outcome_of(self.lookup, self.end, loads=bool(self.loads), over=self.ended_seconds_ago is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,8 @@ def answer(record: RequestRecord) -> str:
     lookup, end = record.lookup, record.end
     if end is None:
         offered = f"{lookup.offered_tokens} tokens were offered" if lookup is not None else "nothing was looked up"
+        if record.outcome is Outcome.ABORTED:
+            return f"{offered}; the engine was gone before it could report"
         return f"{offered} so far; the engine reports at its end"
     of = f" of {end.prompt_tokens}" if end.prompt_tokens else ""
     match record.outcome:

@@ -115,7 +115,7 @@ class Assembly:
         )  # fmt: skip
         self._loads = Loads(tree, ram, config, arena_id, self._tiering, self.records.unused, self._budgets)
         self._departures = Departures(
-            self._sessions, self._stores, self._loads, self._requests, self._prefetch, clock, self._guard
+            self._sessions, self._stores, self._loads, self._requests, self._prefetch, self.records, clock, self._guard
         )  # fmt: skip
         self.pins = Pins(tree, ram, config.pin_share)
         self.invalidation = Invalidation(

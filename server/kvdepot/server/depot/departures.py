@@ -13,6 +13,7 @@ from typing import Final
 
 from kvdepot.core.lifecycle import LeaseState
 from kvdepot.server.depot.loads.load import Loads
+from kvdepot.server.depot.loads.records import Records
 from kvdepot.server.depot.sessions.requests import Requests
 from kvdepot.server.depot.sessions.session import Lease, Session, WriteLease
 from kvdepot.server.depot.sessions.sessions import Sessions
@@ -35,6 +36,7 @@ class Departures:
         loads: Loads,
         requests: Requests,
         prefetch: Prefetch,
+        records: Records,
         clock: Callable[[], float],
         guard: Guard,
     ) -> None:
@@ -43,6 +45,7 @@ class Departures:
         self._loads = loads
         self._requests = requests
         self._prefetch = prefetch
+        self._records = records
         self._clock = clock
         self._guard = guard
         self._leaving: dict[Session, Iterator[int]] = {}  # sessions whose leases end, and the rest of that
@@ -150,6 +153,7 @@ class Departures:
     def _leave(self, session: Session, end: Callable[[Lease], None], last: Callable[[], None]) -> None:
         """End the session's service now, and its leases in slices, the first of them now."""
         self._sessions.end(session)
+        self._guard.call("tick", self._records.engine_gone, session.engine_id)
 
         def steps() -> Iterator[int]:
             for lease in list(session.leases.values()):

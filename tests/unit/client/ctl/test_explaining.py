@@ -58,6 +58,7 @@ SCENES: Final = {
     "running": record(10, ALL, None, began=0.4),
     "aborted": record(11, ALL, RequestEnd()),
     "stores-only": record(12, None, RequestEnd(0, 0, "", 1700), began=90_000.0),
+    "engine-gone": replace(record(13, ALL, None), ended_seconds_ago=20.0),
 }  # fmt: skip
 
 
@@ -86,7 +87,7 @@ def test_the_first_line_says_what_became_of_the_request() -> None:
         "hit": Outcome.HIT, "part-hit": Outcome.HIT, "timed-out": Outcome.MISS, "first-time": Outcome.MISS,
         "own-cache": Outcome.OWN_CACHE, "too-short": Outcome.NOT_ASKED, "reads-no-cache": Outcome.NOT_ASKED,
         "unreachable": Outcome.MISS, "other-namespace": Outcome.MISS, "running": Outcome.RUNNING,
-        "aborted": Outcome.ABORTED, "stores-only": Outcome.NOT_ASKED,
+        "aborted": Outcome.ABORTED, "engine-gone": Outcome.ABORTED, "stores-only": Outcome.NOT_ASKED,
     }  # fmt: skip
     for scene, found in SCENES.items():
         lines = screen(scene, 80).splitlines()

@@ -322,6 +322,25 @@ def test_the_latest_requests_are_listed_and_those_that_missed() -> None:
     assert [one.request_id for one in records.latest(1, misses=True)] == ["late"]
 
 
+@pytest.mark.requirement("P10")
+def test_requests_of_a_killed_engine_do_not_run_for_ever() -> None:
+    rig = Rig()
+    killed, other = rig.attach(pid=1), rig.attach("other", pid=2)
+    for client in (killed, other):
+        client.locate(KEYS, request=f"of {client.attachment}")
+    rig.now += 2.0
+    rig.depot.process_dead(killed.attachment)
+    rig.now += 3.0
+    running, gone = rig.depot.records.latest(0, misses=False)
+    assert (running.outcome, running.ended_seconds_ago) == (Outcome.RUNNING, None)
+    assert (gone.outcome, gone.ended_seconds_ago, gone.end) == (Outcome.ABORTED, 3.0, None)
+    assert not rig.depot.records.latest(0, misses=True)
+    back = rig.attach(pid=3)
+    back.locate(KEYS, request=gone.request_id)
+    again, _ = rig.depot.records.latest(0, misses=False)
+    assert (again.request_id, again.outcome) == (gone.request_id, Outcome.RUNNING), "it is another request"
+
+
 def test_a_list_of_requests_fits_a_message() -> None:
     rig = Rig()
     client = rig.attach()

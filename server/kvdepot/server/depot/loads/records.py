@@ -129,6 +129,13 @@ class Records:
             if self._over is not None:
                 self._over(self._told(record))
 
+    def engine_gone(self, engine_id: str) -> None:
+        """Record that the requests of this engine are over, although it did not say so."""
+        now = self._clock()
+        for record in self._records.values():
+            if record.engine_id == engine_id and record.ended_at is None:
+                record.ended_at = now
+
     def _record(self, engine_id: str, request_id: str, namespace: Namespace) -> _Record | None:
         """Return the record of the request, or None without a request id.
 
@@ -138,7 +145,7 @@ class Records:
             return None
         name = (engine_id, request_id)
         record = self._records.get(name)
-        if record is None or record.end is not None:
+        if record is None or record.ended_at is not None:
             record = self._begin(engine_id, request_id, namespace.id)
         return record
 
@@ -171,9 +178,7 @@ class Records:
     def latest(self, count: int, *, misses: bool) -> tuple[RequestRecord, ...]:
         """Return the records of the latest requests, or of those that missed, the latest first."""
         found = (
-            record
-            for record in reversed(self._records.values())
-            if not misses or outcome_of(record.lookup, record.end, loads=bool(record.loads)) is Outcome.MISS
+            record for record in reversed(self._records.values()) if not misses or _outcome(record) is Outcome.MISS
         )
         return tuple(self._told(record) for record in islice(found, min(count or LIST_MAX, LIST_MAX)))
 
@@ -208,3 +213,7 @@ class Records:
     def _spec(self, namespace_id: bytes) -> NamespaceSpec | None:
         namespace = self._namespaces.by_id.get(namespace_id)
         return namespace.spec if namespace is not None else None
+
+
+def _outcome(record: _Record) -> Outcome:
+    return outcome_of(record.lookup, record.end, loads=bool(record.loads), over=record.ended_at is not None)
