@@ -26,7 +26,7 @@ from kvdepot.proto import codec
 from kvdepot.server.attach import streams
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
-from kvdepot.server.config.schema import ATTACH_SUFFIX
+from kvdepot.server.config.addresses import ATTACH_SUFFIX
 from kvdepot.server.depot.sessions.session import Session
 from kvdepot.server.depot.sessions.workers import Workers
 from kvdepot.server.depot.tree.rows import COMMITTED

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from kvdepot.client.ctl.app import EXIT_UNREACHABLE
+from kvdepot.client.ctl.remote import EXIT_UNREACHABLE
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from contextlib import suppress
-from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from kvdepot.client.ctl.commands.switches import loads, stores
 from kvdepot.client.ctl.commands.top import top
 from kvdepot.client.ctl.commands.trace import trace
 from kvdepot.client.ctl.commands.verify import verify
+from kvdepot.client.ctl.remote import EXIT_UNREACHABLE, LOCAL_VERBS, TCP, Address, Remote, chosen
 from kvdepot.client.ctl.sections import SectionedGroup
 from kvdepot.client.ctl.texts import say
 from kvdepot.client.endpoint import ADMIN_SUFFIX, ENDPOINT_VARIABLE, Endpoint, EndpointError, default_endpoint
@@ -52,11 +52,14 @@ EXIT_CODES = (
     "Exit codes: 0 ok; 1 the daemon refuses, or the result is negative (see the help of each verb); 2 wrong usage; "
     "3 the daemon does not answer; 4 this user is no operator; 141 nobody reads the output."
 )
-EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_FORBIDDEN = 1, 2, 3, 4
+EXIT_REFUSED, EXIT_USAGE, EXIT_FORBIDDEN = 1, 2, 4
 EXIT_PIPE = 141
 """As a shell says of what SIGPIPE ended."""
 _WIDE = 250
 """Columns of a table that no terminal shows: whole ids, for grep and scripts."""
+
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
@@ -64,32 +67,49 @@ class EndpointType(click.ParamType):  # type: ignore[type-arg]  # generic since 
 
     name = "url"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Endpoint:
-        if isinstance(value, Endpoint):
+    def __init__(self, *, tcp: bool = False) -> None:
+        self._tcp = tcp
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Endpoint | Address:
+        if isinstance(value, Endpoint | Address):
             return value
         try:
-            return Endpoint.parse(str(value))
+            return Address.parse(str(value)) if self._tcp and str(value).startswith(TCP) else Endpoint.parse(str(value))
         except EndpointError as error:
             self.fail(str(error), param, ctx)
 
 
 @click.group(cls=SectionedGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=EXIT_CODES)
 @click.option(
-    "--endpoint", type=EndpointType(), envvar=ENDPOINT_VARIABLE, default=default_endpoint, show_envvar=True,
-    help="URL of the daemon's socket: unix:///run/kvdepot/kvdepot.sock.",
+    "--endpoint", type=EndpointType(tcp=True), envvar=ENDPOINT_VARIABLE, default=default_endpoint, show_envvar=True,
+    help="URL of the daemon's socket: unix:///run/kvdepot/kvdepot.sock, or tcp://host:port of another host.",
 )  # fmt: skip
 @click.option(
     "--admin", type=EndpointType(), envvar="KVDEPOT_ADMIN", show_envvar=True,
     help="URL of the operators' socket. Default: that of --endpoint, with the suffix .admin.",
+)  # fmt: skip
+@click.option(
+    "--tls-ca", type=_FILE, envvar="KVDEPOT_TLS_CA", show_envvar=True, help="With tcp://: the CA of the daemon, PEM."
+)
+@click.option(
+    "--tls-cert", type=_FILE, envvar="KVDEPOT_TLS_CERT", show_envvar=True, help="With tcp://: your certificate, PEM."
+)
+@click.option("--tls-key", type=_FILE, envvar="KVDEPOT_TLS_KEY", show_envvar=True, help="With tcp://: its key, PEM.")
+@click.option(
+    "--tls-server-name", envvar="KVDEPOT_TLS_SERVER_NAME", show_envvar=True, default="",
+    help="With tcp://: the name in the daemon's certificate. Default: the host.",
 )  # fmt: skip
 @click.version_option(package_name="kvdepot", message="kvdepotctl %(version)s")
 @click.option(
     "--timeout", type=click.FloatRange(min=0.01), default=5.0, show_default=True, help="Seconds to wait for an answer."
 )
 @click.pass_context
-def cli(context: click.Context, endpoint: Endpoint, admin: Endpoint | None, timeout: float) -> None:
+def cli(context: click.Context, /, timeout: float, **_: object) -> None:
     """Inspect and control a running kvdepotd."""
-    context.obj = (endpoint if admin is None else replace(endpoint, admin=admin.path), timeout)
+    daemon = chosen(context.params)
+    if isinstance(daemon, Remote) and context.invoked_subcommand in LOCAL_VERBS:
+        raise click.UsageError(f"{context.invoked_subcommand} runs on the daemon's own host: use a unix:// endpoint")
+    context.obj = (daemon, timeout)
 
 
 cli.add_section("Inspect", status, health, top, ls, describe, config, completion)

@@ -8,6 +8,7 @@ from threading import Event, Timer
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc
+from kvdepot.client.ctl.remote import NoConnectionError, Remote
 from kvdepot.client.transports.control import CHANNEL_OPTIONS
 from kvdepot.core.control import (
     BumpCall,
@@ -73,8 +74,18 @@ Reply = TypeVar("Reply")
 
 
 @contextmanager
-def connect(endpoint: Endpoint, timeout_seconds: float) -> Iterator[Operator]:
-    """`timeout_seconds` is each call's."""
+def connect(endpoint: Endpoint | Remote, timeout_seconds: float) -> Iterator[Operator]:
+    """`timeout_seconds` is each call's. Raise NoConnectionError if TLS is why there is none."""
+    if isinstance(endpoint, Remote):
+        with endpoint.channel() as channel:
+            try:
+                yield Operator(channel, timeout_seconds)
+            except grpc.RpcError as error:
+                unreachable = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+                if unreachable and (why := endpoint.why_refused(timeout_seconds)):
+                    raise NoConnectionError(why) from error
+                raise
+        return
     with grpc.insecure_channel(endpoint.admin_target, options=CHANNEL_OPTIONS) as channel:
         yield Operator(channel, timeout_seconds)
 

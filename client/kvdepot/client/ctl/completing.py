@@ -9,12 +9,14 @@ import click
 import grpc
 from click.shell_completion import CompletionItem
 from kvdepot.client.ctl.calls import connect
+from kvdepot.client.ctl.remote import chosen
 from kvdepot.core.errors import KvDepotError
 
 if TYPE_CHECKING:
     from kvdepot.client.ctl.calls import Operator
 
 _SHOWN: Final = 50
+_SILENT: Final = (grpc.RpcError, KvDepotError, click.ClickException)
 _DIGITS: Final = 12
 
 
@@ -24,7 +26,7 @@ class _Asked(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         del param
         given = ctx.find_root().params
-        with contextlib.suppress(grpc.RpcError, KvDepotError), connect(given["endpoint"], given["timeout"]) as operator:
+        with contextlib.suppress(*_SILENT), connect(chosen(given), given["timeout"]) as operator:
             return self._found(operator, ctx, incomplete)
         return []
 

@@ -22,6 +22,7 @@ from kvdepot.core.arena import SESSIONS_MAX, SIZE_BYTES_MAX, ArenaLayout
 from kvdepot.core.errors import ConfigError, together
 from kvdepot.core.object_keys import KeyRing
 from kvdepot.server.config import arena_directory, environment
+from kvdepot.server.config.addresses import TCP
 from kvdepot.server.config.embedded_disk import NoDiskError, default_directory, tier_table
 from kvdepot.server.config.environment import Variable
 from kvdepot.server.config.memory_room import (
@@ -33,11 +34,12 @@ from kvdepot.server.config.memory_room import (
     host_bytes,
     in_memory_alone,
 )
-from kvdepot.server.config.operators import Operators, resolve
+from kvdepot.server.config.operators import Operators, Role, resolve
 from kvdepot.server.config.places import check_places
 from kvdepot.server.config.schema import AUTO, DISK_KIND, SHARED_KIND, Tables
 from kvdepot.server.config.tenants import Tenants, resolve_tenants
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
+from kvdepot.server.config.tls import check_tls
 from kvdepot.server.depot.types import EVERY
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -46,9 +48,6 @@ EMBEDDED = "embedded default"
 DISK = "disk"
 """Among the overrides: `path` and `capacity` of the only tier below RAM."""
 AUTO_CAPACITY_BYTES_MAX = 4 << 30
-_NOT_AVAILABLE = {
-    "tls": "TLS is",
-}
 _TIER_KINDS_NOT_AVAILABLE = ("s3",)
 
 
@@ -174,15 +173,20 @@ def _merged(
     """Return the document, and the variables that have set keys, by key."""
     _refuse_unavailable(file, document)
     names: dict[str, str] = {}
+    if variables or overrides:
+        _validated(file, document)  # what is no table, or no list of tables, could not be looked through
     if variables:
-        _validated(file, document)  # what is no list of tables could not be looked through
         document, names = environment.applied(document, variables)
     for table, keys in (overrides or {}).items():
         if table == DISK:
             document = {**document, "tier": _disk_given(file, keys)}
             names = {key: name for key, name in names.items() if not key.startswith("tier")}
             continue
-        document = {**document, table: {**document.get(table, {}), **keys}}
+        merged = {**document.get(table, {}), **keys}
+        if table == "daemon" and "listen" in keys:  # sockets are replaced: addresses for other hosts stay
+            former = document.get(table, {}).get("listen", [])
+            merged["listen"] = [*keys["listen"], *(url for url in former if str(url).startswith(TCP))]
+        document = {**document, table: merged}
         names = {key: name for key, name in names.items() if key not in {f"{table}.{one}" for one in keys}}
     return document, names
 
@@ -224,13 +228,15 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
     if capacity_bytes == AUTO:
         capacity_bytes = _auto_capacity_bytes(arena_path.parent, sealed=tables.ram.sealed)
     assert isinstance(capacity_bytes, int)
-    operators = resolve(tables.operators.admins, tables.operators.readers)
+    named = {Role.ADMIN: tables.tls.allow_admins, Role.READER: tables.tls.allow_readers}
+    operators = replace(resolve(tables.operators.admins, tables.operators.readers), names=named)
     config = Config(file, tables, capacity_bytes, arena_path, operators=operators)
     errors: list[ConfigError] = []
     for check in (
         partial(_check_tiers, file, tables),
         partial(check_quotas, file, tables),
         partial(_check_sizes, file, tables, capacity_bytes),
+        partial(check_tls, file, tables.tls, listening=bool(tables.daemon.tcp_addresses)),
         partial(check_places, file, tables, arena_path, config.state_path),
     ):
         try:
@@ -410,21 +416,11 @@ def _is_unicode(text: str) -> bool:
 
 
 def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
-    for key, what in _NOT_AVAILABLE.items():
-        if _lookup(document, key) is not None:
-            raise ConfigError(file, key, f"{what} not available in this version", advice="delete it")
     for tier in document.get("tier") or () if isinstance(document.get("tier"), list) else ():
         kind = tier.get("kind") if isinstance(tier, Mapping) else None
         if kind in _TIER_KINDS_NOT_AVAILABLE:
             raise ConfigError(file, "tier.kind", f"tiers of kind {kind!r} are not available in this version",
                               advice=f'use "{DISK_KIND}" or "{SHARED_KIND}"')  # fmt: skip
-
-
-def _lookup(document: Mapping[str, Any], key: str) -> object:
-    found: object = document
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
 
 
 def _config_error(file: str, error: ErrorDetails) -> ConfigError:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.object_keys import FILE_BYTES_MAX, KeyRing, parse_keys
 from kvdepot.server.config.config import Config
+from kvdepot.server.platform.secret_files import read_secret
 
 _ADVICE = "umask 077; openssl rand -hex 32 > FILE, as the daemon's user (docs/operations.md, Keys of a shared tier)"
 
@@ -42,25 +41,9 @@ def read_key_file(path: Path, *, file: str, key: str) -> KeyRing:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file that no other user can read. Raise OSError, or ValueError that repeats nothing of it.
-
-    A link is followed: a mounted secret is one. What counts is the file that was opened. A FIFO does not block.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
-        if found.st_uid != os.geteuid():
-            raise PermissionError(errno.EPERM, f"it is of uid {found.st_uid}, and the daemon's uid is {os.geteuid()}")
-        if found.st_mode & 0o077:
-            mode = stat.S_IMODE(found.st_mode)
-            raise OSError(errno.EPERM, f"its mode is {mode:04o}, and no other user may read it: chmod 0600")
-        data = os.read(fd, FILE_BYTES_MAX + 1)
-    finally:
-        os.close(fd)
-    if len(data) > FILE_BYTES_MAX:
-        raise ValueError(f"expected at most {FILE_BYTES_MAX} bytes")
+    """Return the text of a file that no other user can read. Raise OSError or ValueError."""
+    advice = "no other user may read it: chmod 0600"
+    data = read_secret(path, FILE_BYTES_MAX, owners={os.geteuid()}, forbidden=0o077, advice=advice)
     if not data.isascii():
         raise ValueError("expected lines of hexadecimal digits")
     return data.decode("ascii")

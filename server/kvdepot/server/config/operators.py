@@ -8,8 +8,8 @@ from __future__ import annotations
 import grp
 import os
 import pwd
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
@@ -26,11 +26,15 @@ class Role(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """User ids and group ids by role. `unknown`: the names that this host does not have; they give nobody a role."""
+    """User ids and group ids by role. `unknown`: the names that this host does not have; they give nobody a role.
+
+    `names`: by role, the names in certificates of those who call over TLS.
+    """
 
     users: dict[Role, frozenset[int]]
     groups: dict[Role, frozenset[int]]
     unknown: tuple[str, ...] = ()
+    names: Mapping[Role, Collection[str]] = field(default_factory=dict)
 
     def role(self, uid: int, group_ids: Iterable[int]) -> Role | None:
         """Return the role of a process. Root and the daemon's own user are admins."""
@@ -39,6 +43,10 @@ class Operators:
         members = frozenset(group_ids)
         roles = [role for role in Role if uid in self.users[role] or members & self.groups[role]]
         return max(roles, default=None)
+
+    def role_of_names(self, names: Collection[str]) -> Role | None:
+        """Return the role of a certificate with these names."""
+        return max((role for role, allowed in self.names.items() if set(names) & set(allowed)), default=None)
 
 
 def resolve(admins: Iterable[str], readers: Iterable[str]) -> Operators:

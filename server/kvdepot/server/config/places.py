@@ -15,9 +15,9 @@ from typing import Final
 
 from kvdepot.core.errors import ConfigError
 from kvdepot.core.proc_text import Mount, is_below, mount_of, place_on_device
+from kvdepot.server.config.addresses import ATTACH_SUFFIX
 from kvdepot.server.config.memory_room import read_mounts
 from kvdepot.server.config.schema import (
-    ATTACH_SUFFIX,
     DATA_SUFFIX,
     GENERATIONS_SUFFIX,
     HOLD_SUFFIX,

@@ -17,6 +17,7 @@ ABSENT: Final = "(absent)"
 _LIVE: Final = frozenset(
     {
         "operators.admins", "operators.readers", "log.level", "log.format",
+        "tls.allow_admins", "tls.allow_readers",
         "ram.high_watermark", "ram.low_watermark", "sessions.credit", "sessions.grace",
         "sessions.streams", "policy.prefetch_share", "policy.pin_share", "policy.loads_in_flight",
         "policy.lease_deadline", "policy.audit_sample",

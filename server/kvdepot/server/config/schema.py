@@ -18,12 +18,14 @@ from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.core.printable import control_character
 from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
+from kvdepot.server.config.addresses import TCP, check_listen_url, check_url, host_and_port
 from kvdepot.server.config.operators import GROUP_MARK
+from kvdepot.server.config.table import Table
+from kvdepot.server.config.tls import TlsTable
 from kvdepot.server.depot.types import EVERY, ID_DIGITS
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"
-ATTACH_SUFFIX = ".attach"
 ADMIN_SUFFIX = ".admin"
 RPC_SUFFIX = ".rpc"
 """Suffix of the socket on which gRPC gets operators' connections, behind the admin sockets."""
@@ -35,14 +37,11 @@ GENERATIONS_SUFFIX = ".generations"
 """Suffix of the file of the generations, likewise."""
 HOLD_SUFFIX = ".hold"
 """Suffix of the holder's socket, next to the tables."""
-SOCKET_PATH_BYTES_MAX = 107
-"""Bytes of a path in sockaddr_un (unix(7)), without its final zero."""
 AUTO: Literal["auto"] = "auto"
 NONE = "none"
 DISK_KIND: Final = "disk"
 SHARED_KIND: Final = "shared"
 TENANTS_MAX: Final = 64
-_PORT_MAX: Final = 65535
 _CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
 
 
@@ -73,11 +72,7 @@ Seconds = Annotated[float, _text(parse_duration_seconds, "120s"), Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class DaemonTable(_Table):
+class DaemonTable(Table):
     """The table `[daemon]`."""
 
     listen: list[str] = Field(default=[DEFAULT_SOCKET], min_length=1, max_length=8)
@@ -93,7 +88,7 @@ class DaemonTable(_Table):
     @classmethod
     def _check_admin(cls, url: str) -> str:
         if url:
-            _check_url(url)
+            check_url(url)
         return url
 
     @field_validator("state")
@@ -107,9 +102,11 @@ class DaemonTable(_Table):
     @classmethod
     def _check_listen(cls, urls: list[str]) -> list[str]:
         for url in urls:
-            _check_url(url)
+            check_listen_url(url)
         if len(set(urls)) != len(urls):
             raise ValueError(f"expected different addresses, got one twice: {urls}")
+        if all(url.startswith(TCP) for url in urls):
+            raise ValueError("expected a unix:// address too: engines of this host need it")
         return urls
 
     @field_validator("metrics")
@@ -121,7 +118,12 @@ class DaemonTable(_Table):
 
     @property
     def sockets(self) -> tuple[Path, ...]:
-        return tuple(Path(url.removeprefix("unix://")) for url in self.listen)
+        return tuple(Path(url.removeprefix("unix://")) for url in self.listen if not url.startswith(TCP))
+
+    @property
+    def tcp_addresses(self) -> tuple[tuple[str, int], ...]:
+        """Return host and port of each `tcp://` address."""
+        return tuple(host_and_port(url.removeprefix(TCP)) for url in self.listen if url.startswith(TCP))
 
     @property
     def admin_sockets(self) -> tuple[Path, ...]:
@@ -153,7 +155,7 @@ class DaemonTable(_Table):
         return _group_id(self.admin_group)
 
 
-class OperatorsTable(_Table):
+class OperatorsTable(Table):
     """The table `[operators]`."""
 
     admins: list[str] = Field(default=[], max_length=256)
@@ -168,7 +170,7 @@ class OperatorsTable(_Table):
         return names
 
 
-class TenantTable(_Table):
+class TenantTable(Table):
     """One `[[tenant]]`. `name` is required, and one user or group."""
 
     name: str = Field(min_length=1)
@@ -199,7 +201,7 @@ class TenantTable(_Table):
         return self
 
 
-class AuditTable(_Table):
+class AuditTable(Table):
     """The table `[audit]`."""
 
     path: str = ""
@@ -212,7 +214,7 @@ class AuditTable(_Table):
         return path
 
 
-class _WatermarkTable(_Table):
+class _WatermarkTable(Table):
     """Shares of a tier: eviction starts above the high watermark, and stops at the low one."""
 
     high_watermark: Share = 0.95
@@ -240,7 +242,7 @@ class RamTable(_WatermarkTable):
         return path
 
 
-class SessionsTable(_Table):
+class SessionsTable(Table):
     """The table `[sessions]`."""
 
     credit: Size = 2 << 30
@@ -248,7 +250,7 @@ class SessionsTable(_Table):
     streams: int = Field(default=8, ge=0, le=256)
 
 
-class PolicyTable(_Table):
+class PolicyTable(Table):
     """The table `[policy]`."""
 
     eviction: Literal["gdsf", "lru"] = "gdsf"
@@ -313,14 +315,14 @@ class TierTable(_WatermarkTable):
         return _CODECS[self.codec]
 
 
-class BreakerTable(_Table):
+class BreakerTable(Table):
     """The table `[breaker]`."""
 
     failures: int = Field(default=5, ge=1, le=1000)
     probe_every: Annotated[Seconds, Field(gt=0)] = 5.0
 
 
-class ScrubTable(_Table):
+class ScrubTable(Table):
     """The table `[scrub]`."""
 
     rate: Rate = 50 << 20
@@ -328,7 +330,7 @@ class ScrubTable(_Table):
     quarantine_capacity: Size = 10 << 30
 
 
-class QuotaTable(_Table):
+class QuotaTable(Table):
     """One `[[quota]]`. `capacity` is required."""
 
     tenant: str = EVERY
@@ -351,14 +353,14 @@ class QuotaTable(_Table):
         return _short(name, LABEL_BYTES_MAX)
 
 
-class LogTable(_Table):
+class LogTable(Table):
     """The table `[log]`."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
 
 
-class TraceTable(_Table):
+class TraceTable(Table):
     """The table `[trace]`."""
 
     endpoint: str = ""
@@ -377,7 +379,7 @@ class TraceTable(_Table):
         return url
 
 
-class Tables(_Table):
+class Tables(Table):
     """The whole file."""
 
     daemon: DaemonTable = DaemonTable()
@@ -393,21 +395,7 @@ class Tables(_Table):
     audit: AuditTable = AuditTable()
     log: LogTable = LogTable()
     trace: TraceTable = TraceTable()
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    """Return host and port of `127.0.0.1:9421`, `node-7:9421` or `[::1]:9421`. Raise ValueError for other texts."""
-    host, colon, port = address.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    digits = port.isascii() and port.isdigit() and len(port) <= len(str(_PORT_MAX))
-    if not colon or not bare or set(bare) & set("[]/ ") or not digits or int(port) > _PORT_MAX:
-        raise ValueError(f'expected "host:port" with a port up to {_PORT_MAX} (IPv6: "[::1]:9421"), got {address!r}')
-    return bare, int(port)
-
-
-def url_address(host: str, port: int) -> str:
-    """Return the address as a URL has it: IPv6 in brackets, its zone escaped (RFC 6874)."""
-    return f"[{host.replace('%', '%25')}]:{port}" if ":" in host else f"{host}:{port}"
+    tls: TlsTable = TlsTable()
 
 
 def _group_id(name: str) -> int:
@@ -423,18 +411,3 @@ def _short(text: str, bytes_max: int) -> str:
     if length > bytes_max:
         raise ValueError(f"expected at most {bytes_max} bytes, got {length}")
     return text
-
-
-def _check_url(url: str) -> None:
-    if url.startswith("tcp://"):
-        raise ValueError(f"{url!r} needs [tls], which is not available in this version: use a unix:// socket")
-    path = url.removeprefix("unix://")
-    if path == url or not path.startswith("/") or path.rpartition("/")[2] in ("", ".", ".."):
-        raise ValueError(f"expected unix:///absolute/path of a file, got {url!r}")
-    if "," in path:
-        raise ValueError(f"{url!r} has a comma, which gRPC does not accept in an address")
-    length = len(path.encode()) + len(ATTACH_SUFFIX)
-    if length > SOCKET_PATH_BYTES_MAX:
-        raise ValueError(
-            f"the path has {length} bytes with the suffix {ATTACH_SUFFIX!r}, expected at most {SOCKET_PATH_BYTES_MAX}"
-        )

@@ -227,7 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     hold.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="without it: the defaults of serve")
     hold.set_defaults(metrics=None, ram=None, disk=None, disk_capacity=None, log_level=None, log_format=None)
     for verb in (serve, hold):
-        verb.add_argument("--socket", type=Path, help="path of the gRPC socket; overrides [daemon].listen")
+        verb.add_argument(
+            "--socket", type=Path, help="path of the gRPC socket; overrides the sockets of [daemon].listen"
+        )
         verb.add_argument("--arena-dir", type=Path, help="overrides [ram].path")
     offline.add_verbs(verbs)
     return parser

@@ -28,10 +28,10 @@ from kvdepot.server.arena.populate import RETRY_SECONDS, Growth, Populator
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
 from kvdepot.server.config import arena_directory
+from kvdepot.server.config.addresses import host_and_port
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.depot_settings import depot_config
 from kvdepot.server.config.memory_room import MIB, file_system
-from kvdepot.server.config.schema import host_and_port
 from kvdepot.server.config.set_quotas import SetQuotas
 from kvdepot.server.config.tier_settings import depot_tier_config
 from kvdepot.server.daemon.checksums import ChecksumService
@@ -176,7 +176,7 @@ class Node:
             depot=self._depot, calls=calls, offer=offer, streams=streams,
             loop=self._loop, log=self._log, boot_id=self._boot_id, spare=self._spare, tenants=self._config.tenants,
         )  # fmt: skip
-        self._grpc = GrpcListener((depot_service(calls),), ENGINES, sockets=len(tables.daemon.listen))
+        self._grpc = GrpcListener((depot_service(calls),), ENGINES, sockets=len(tables.daemon.sockets))
         self._http = HttpListener(
             metrics=exposition(self.status, counters.histograms),
             summary=lambda: summary_line(self.status()),
@@ -210,7 +210,7 @@ class Node:
             await self._grpc.listen(tables.sockets, tables.mode_bits, tables.group_id)
         except OSError as error:
             raise ConfigError(self._config.file, "daemon.listen", f"cannot listen: {error}") from error
-        self._log.info("listening on %s", ", ".join(tables.listen))
+        self._log.info("listening on %s", ", ".join(f"unix://{path}" for path in tables.sockets))
         await self._listen_http(tables.metrics)
         self._serving = True
         await self._tell_readiness()

@@ -19,9 +19,10 @@ from kvdepot.core.errors import ConfigError, KvDepotError
 from kvdepot.server.arena.arena_file import ArenaRequest, check_arena
 from kvdepot.server.arena.holding import held_files
 from kvdepot.server.config import arena_directory
+from kvdepot.server.config.addresses import ATTACH_SUFFIX, host_and_port, url_address
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.key_files import read_keys
-from kvdepot.server.config.schema import ATTACH_SUFFIX, host_and_port, url_address
+from kvdepot.server.config.tls import load_tls
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.observe import tracing
 from kvdepot.server.platform.file_lock import LOCK_SUFFIX, FileLock
@@ -71,6 +72,10 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
     yield StateFile(config.state_path).read
     if config.tables.daemon.metrics:
         yield partial(_check_metrics, config)
+    if config.tables.tls.on:
+        yield partial(load_tls, config.file, config.tables.tls.files)
+    for address in config.tables.daemon.tcp_addresses:
+        yield partial(_check_tcp, config, "daemon.listen", *address)
     if config.tables.trace.endpoint:
         yield partial(tracing.require, config.file)
 
@@ -195,16 +200,23 @@ def _check_group(config: Config, key: str, name: str, group: int) -> None:
 
 
 def _check_metrics(config: Config) -> None:
+    _check_tcp(config, "daemon.metrics", *host_and_port(config.tables.daemon.metrics))
+
+
+def _check_tcp(config: Config, key: str, host: str, port: int) -> None:
     """Raise ConfigError if the address cannot be bound. One that is in use may be this daemon's own."""
-    address = config.tables.daemon.metrics
     try:
-        for bound in bind_all(*host_and_port(address)):
+        for bound in bind_all(host, port):
             bound.close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise cannot_listen(config, error) from error
+            raise _cannot_listen(config, key, host, port, error) from error
 
 
 def cannot_listen(config: Config, error: OSError) -> ConfigError:
-    address = url_address(*host_and_port(config.tables.daemon.metrics))
-    return ConfigError(config.file, "daemon.metrics", f"cannot listen on {address}: {error.strerror or error}")
+    """Return why the daemon has no HTTP port."""
+    return _cannot_listen(config, "daemon.metrics", *host_and_port(config.tables.daemon.metrics), error)
+
+
+def _cannot_listen(config: Config, key: str, host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(config.file, key, f"cannot listen on {url_address(host, port)}: {error.strerror or error}")

@@ -12,7 +12,7 @@ from email.utils import formatdate
 from http import HTTPMethod, HTTPStatus
 from urllib.parse import unquote_to_bytes
 
-from kvdepot.server.config.schema import url_address
+from kvdepot.server.config.addresses import url_address
 from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.platform.listening import bind_all
 from kvdepot.server.platform.logs import LogThrottle

@@ -17,11 +17,15 @@ from typing import Any, Final
 
 from kvdepot.core.control import ReloadCall
 from kvdepot.core.errors import KvDepotError, PermissionDenied
+from kvdepot.core.printable import printable
 from kvdepot.core.secrets import mask_secrets
 from kvdepot.proto.methods import OPERATOR, Method
 from kvdepot.server.config.operators import Operators, Role
 from kvdepot.server.platform.audit_log import AuditLog
 from kvdepot.server.platform.peers import Peer
+from kvdepot.server.rpc.callers import Certificate
+
+Caller = Peer | Certificate
 
 _READS: Final = frozenset({*OPERATOR, "ListQuotas", "GetConfig"})
 """Methods that a reader may call. Every other method is an admin's, also a new one."""
@@ -34,21 +38,23 @@ ITEMS_MAX: Final = 64
 class Call:
     """A call of an operator, from its arrival to its line."""
 
-    def __init__(self, method: Method[Any, Any], peer: Peer | None, role: Role | None) -> None:
+    def __init__(self, method: Method[Any, Any], caller: Caller | None, role: Role | None) -> None:
         self._method = method
-        self._peer = peer
+        self._caller = caller
         self._role = role
         self._arguments: Any = None
         self._only_reads = False
 
     def decode(self, request: bytes) -> Any:
         """Return the call's value. Raise PermissionDenied, or what a malformed message raises."""
-        if self._peer is None:
+        if self._caller is None:
             raise PermissionDenied("the connection did not come over the admin socket", advice="connect to that one")
+        who = _named(self._caller)
         if self._role is None:
-            raise PermissionDenied(f"uid {self._peer.uid} is no operator")
+            raise PermissionDenied(f"{who} is no operator", advice=_advice(self._caller))
         admin = self._role >= Role.ADMIN
-        denied = PermissionDenied(f"uid {self._peer.uid} may only read, and {self._method.name} needs an admin")
+        reason = f"{who} may only read, and {self._method.name} needs an admin"
+        denied = PermissionDenied(reason, advice=_advice(self._caller))
         try:
             call = self._method.call.parse(request)
         except Exception:
@@ -68,7 +74,9 @@ class Call:
 
     def line(self, outcome: str) -> Mapping[str, Any]:
         """Return the fields of the call's line."""
-        peer, role = self._peer, self._role
+        role = self._role
+        peer = self._caller if isinstance(self._caller, Peer) else None
+        certificate = self._caller if isinstance(self._caller, Certificate) else None
         return {
             "time": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
             "uid": None if peer is None else peer.uid,
@@ -76,6 +84,8 @@ class Call:
             "pid": None if peer is None else peer.pid,
             "executable": None if peer is None else peer.executable[:TEXT_MAX],
             "command": None if peer is None else peer.command[:TEXT_MAX],
+            "certificate": None if certificate is None else [_cut(name) for name in certificate.names[:ITEMS_MAX]],
+            "address": None if certificate is None else certificate.address,
             "role": None if role is None else role.name.lower(),
             "verb": self._method.name,
             "arguments": self._arguments,
@@ -86,19 +96,19 @@ class Call:
 class OperatorCalls:
     """Knows the callers and their roles, and writes the lines.
 
-    `peer_of` returns who has a connection, by gRPC's name for it; None for connections that have no operator.
+    `caller_of` returns who makes a call; None for connections that have no operator.
     """
 
-    def __init__(self, peer_of: Callable[[str], Peer | None], operators: Operators, audit: AuditLog) -> None:
-        self._peer_of = peer_of
+    def __init__(self, caller_of: Callable[[Any], Caller | None], operators: Operators, audit: AuditLog) -> None:
+        self._caller_of = caller_of
         self.operators = operators
         self._audit = audit
 
     @asynccontextmanager
-    async def call(self, method: Method[Any, Any], connection: str) -> AsyncIterator[Call]:
-        """Yield a call. At its end its line is written, with the outcome."""
-        peer = self._peer_of(connection)
-        call = Call(method, peer, None if peer is None else self.operators.role(peer.uid, peer.groups))
+    async def call(self, method: Method[Any, Any], context: Any) -> AsyncIterator[Call]:
+        """Yield a call with this context of gRPC. At its end its line is written, with the outcome."""
+        caller = self._caller_of(context)
+        call = Call(method, caller, _role(self.operators, caller))
         try:
             yield call
         except asyncio.CancelledError:
@@ -112,6 +122,30 @@ class OperatorCalls:
     async def started(self, call: Call) -> None:
         """Write that a call with many replies is allowed, and begins."""
         await self._audit.write(call.line("started"))
+
+
+def _role(operators: Operators, caller: Caller | None) -> Role | None:
+    match caller:
+        case Peer():
+            return operators.role(caller.uid, caller.groups)
+        case Certificate():
+            return operators.role_of_names(caller.names)
+    return None
+
+
+def _advice(caller: Caller) -> str | None:
+    """Return what the daemon's operator can do. None: what `PermissionDenied` says for a user of the host."""
+    if isinstance(caller, Peer):
+        return None
+    return "add a name of the certificate to [tls] allow_readers or allow_admins in the daemon's configuration"
+
+
+def _named(caller: Caller) -> str:
+    if isinstance(caller, Peer):
+        return f"uid {caller.uid}"
+    if not caller.names:
+        return "a certificate without a DNS or URI name"
+    return f"the certificate of {_cut(printable(', '.join(caller.names)))}"
 
 
 def shown(value: Any) -> Any:

@@ -46,14 +46,14 @@ def operators_service(
 
         async def answer_one(request: bytes, context: Context) -> bytes:
             try:
-                async with calls.call(method, context.peer()) as call:
+                async with calls.call(method, context) as call:
                     return _encoded(method, await handler(call.decode(request)))
             except Exception as error:  # noqa: BLE001 - a refusal, or whatever it is: the caller hears of it
                 await refuse(context, domain_error(error, log))
 
         async def answer_many(request: bytes, context: Context) -> None:
             try:
-                async with calls.call(method, context.peer()) as call:
+                async with calls.call(method, context) as call:
                     value = call.decode(request)
                     await calls.started(call)
                     async with aclosing(handler(value)) as replies:

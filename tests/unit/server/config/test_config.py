@@ -19,6 +19,7 @@ from kvdepot.server.config.memory_room import (
     arena_bytes_of,
     cgroup_limits,
 )
+from kvdepot.server.config.operators import Role
 from kvdepot.server.config.schema import QuotaTable, Tables, TenantTable, TierTable
 from kvdepot.server.config.set_quotas import SetQuotas
 from kvdepot.server.config.tier_settings import depot_tier_config, disk_config, shared_config
@@ -30,6 +31,7 @@ REPOSITORY = Path(__file__).parents[4]
 MIB = 1 << 20
 TIER = '\n[[tier]]\nname = "nvme"\nkind = "disk"\npath = "/d"\ncapacity = "1GiB"\n'
 SHARED = TIER.replace('"nvme"', '"pool"').replace('"disk"', '"shared"').replace('"/d"', '"/s"')
+TLS = '[tls]\ncert = "/c"\nkey = "/k"\nclient_ca = "/a"\n'
 TENANT = '\n[[tenant]]\nname = "a"\nusers = ["1001"]\n'
 QUOTA = '[[quota]]\ntier = "nvme"\ncapacity = "1GiB"\n'
 GOOD = '[daemon]\nlisten = ["unix:///tmp/k.sock"]\n[ram]\ncapacity = "512MiB"\npath = "/tmp"\n'
@@ -69,7 +71,9 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ("[ram]\nhigh_watermark = 0.5", "ram", "low_watermark 0.9 is not below high_watermark 0.5"),
         (TIER + "high_watermark = 0.5", "tier[0]", "low_watermark 0.9 is not below high_watermark 0.5"),
         (TIER + "low_watermark = 1.5", "tier[0].low_watermark", "less than or equal to 1"),
-        ('[daemon]\nlisten = ["tcp://0.0.0.0:1"]', "daemon.listen", "needs [tls], which is not available"),
+        ('[daemon]\nlisten = ["tcp://0.0.0.0:1"]', "daemon.listen", "expected a unix:// address too"),
+        ('[daemon]\nlisten = ["unix:///a", "tcp://0.0.0.0"]', "daemon.listen", 'expected "host:port"'),
+        ('[daemon]\nlisten = ["unix:///a", "tcp://0.0.0.0:1"]', "daemon.listen", "needs [tls] cert, key and client_ca"),
         ('[daemon]\nlisten = ["/tmp/k.sock"]', "daemon.listen", "expected unix:///absolute/path"),
         ("[daemon]\nlisten = []", "daemon.listen", "at least 1 item"),
         (f'[daemon]\nlisten = ["unix:///{"x" * 120}"]', "daemon.listen", "expected at most 107"),
@@ -113,7 +117,15 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ("[breaker]\nfailures = 0", "breaker.failures", "greater than or equal to 1"),
         ('[breaker]\nprobe_every = "0s"', "breaker.probe_every", "greater than 0"),
         ('[scrub]\nrate = "50MiB"', "scrub.rate", "is not a rate"),
-        ('[tls]\ncert = "x"', "tls", "not available in this version"),
+        ('[tls]\ncert = "x"', "tls.cert", "expected the absolute path of a file"),
+        ('[tls]\ncert = "/x"', "tls", "needs key, client_ca too"),
+        ('[tls]\nallow_readers = ["DNS:a"]', "tls", "needs cert, key, client_ca too"),
+        (TLS, "tls", "daemon.listen has no tcp:// address"),
+        (TLS + '[daemon]\nlisten = ["unix:///a", "tcp://0.0.0.0:1"]', "tls", "allows nobody to call"),
+        (f'{TLS}allow_admins = ["CN:ops"]', "tls.allow_admins", "expected DNS:host or URI:uri"),
+        (f'{TLS}allow_admins = ["DNS:"]', "tls.allow_admins", "expected DNS:host or URI:uri"),
+        (f'{TLS}allow_readers = ["DNS:*.a"]', "tls.allow_readers", "expected the name of one host, got the pattern"),
+        (f'{TLS}allow_readers = ["URI:a b"]', "tls.allow_readers", "without spaces and control characters"),
         ('[[quota]]\ntenant = "*"', "quota[0].capacity", "Field required"),
         ("[[quota]]\ncapacity = 5", "quota[0].capacity", "expected a string with a unit"),
         ('[[quota]]\ncapacity = "0"', "quota[0].capacity", "greater than 0"),
@@ -279,6 +291,25 @@ def test_options_override_single_keys(tmp_path: Path) -> None:
     config = load(path, {"ram": {"capacity": "1GiB"}})
     assert config.capacity_bytes == 1 << 30
     assert config.tables.daemon.listen == ["unix:///tmp/k.sock"]
+
+
+def test_an_option_over_a_file_that_is_malformed_there_is_an_error_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvdepot.toml"
+    for text, key in (("daemon = 5", "daemon"), ("[daemon]\nlisten = 5", "daemon.listen"), ("ram = []", "ram")):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as refused:
+            load(path, {"daemon": {"listen": ["unix:///x"]}, "ram": {"capacity": "1GiB"}})
+        assert (refused.value.file, refused.value.key) == (str(path), key)
+
+
+def test_another_socket_leaves_the_addresses_of_other_hosts(tmp_path: Path) -> None:
+    path = tmp_path / "kvdepot.toml"
+    listen = 'listen = ["unix:///a", "tcp://[::]:7447", "unix:///b"]'
+    path.write_text(f'[daemon]\n{listen}\n{TLS}allow_admins = ["DNS:A.example"]\n[ram]\ncapacity = "1GiB"\n')
+    config = load(path, {"daemon": {"listen": ["unix:///c"]}})
+    assert config.tables.daemon.sockets == (Path("/c"),)
+    assert config.tables.daemon.tcp_addresses == (("::", 7447),)
+    assert config.operators.role_of_names(["DNS:a.example"]) is Role.ADMIN
 
 
 @pytest.mark.requirement("T1")

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 
 import pytest
-from kvdepot.server.config.schema import host_and_port, url_address
+from kvdepot.server.config.addresses import host_and_port, url_address
 from kvdepot.server.observe import health
 from kvdepot.server.observe.health import HttpListener, Readiness
 

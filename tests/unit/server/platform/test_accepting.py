@@ -194,7 +194,7 @@ def test_every_listener_of_the_daemon_is_guarded() -> None:
     texts = {path.name: path.read_text() for path in root.rglob("*.py")}
     assert [name for name, text in texts.items() if "start_server(" in text or "start_unix_server(" in text] == []
     servers = [name for name, text in texts.items() if "grpc.aio.server(" in text or "grpc.server(" in text]
-    assert sorted(servers) == ["listener.py", "stream_proxy.py"]
+    assert sorted(servers) == ["listener.py", "stream_proxy.py", "tls_listener.py"]
     assert all("guards(" in texts[name] for name in servers)
 
 

@@ -1,0 +1,104 @@
+"""Certificate, key and CA of a listener: read and checked as a whole, and read again when a file changes.
+
+Files that do not fit together are not used: a rotation writes them one after the other. What was read before is used
+until they do.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvdepot.server.platform.secret_files import read_secret
+
+_BYTES_MAX: Final = 1 << 20
+
+
+class TlsFileError(ValueError):
+    """A file that cannot be used. `key` is its key in the table `[tls]`. Nothing of a key file is repeated."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"tls.{key}: {reason}")
+        self.key = key
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Pem:
+    """What a TLS server needs, each as PEM."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes
+
+
+class TlsFiles:
+    """The three files. Not for several threads at once."""
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path) -> None:
+        self._cert = cert
+        self._key = key
+        self._client_ca = client_ca
+        self._seen: object = None
+
+    def load(self) -> Pem:
+        """Return what the files have. Raise TlsFileError."""
+        before = self._stamps()
+        pem = Pem(_public("cert", self._cert), _secret("key", self._key), _public("client_ca", self._client_ca))
+        self._check()
+        if self._stamps() != before:
+            raise TlsFileError("cert", "the files change while they are read")
+        self._seen = before
+        return pem
+
+    def load_changed(self) -> Pem | None:
+        """Return what the files have if one of them has changed since they were last used. Raise TlsFileError."""
+        return None if self._stamps() == self._seen else self.load()
+
+    def _check(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_verify_locations(self._client_ca)
+        except (ssl.SSLError, OSError) as error:
+            raise TlsFileError("client_ca", f"{self._client_ca} has no certificates") from error
+        try:
+            context.load_cert_chain(self._cert, self._key, password=str)  # an empty one: nobody is asked at a terminal
+        except (ssl.SSLError, OSError) as error:
+            reason = f"{self._cert} and {self._key} are no pair of a certificate and its key without a password"
+            raise TlsFileError("cert", reason) from error
+
+    def _stamps(self) -> tuple[tuple[int, int, int, int], ...]:
+        return tuple(
+            _stamp(name, path)
+            for name, path in (("cert", self._cert), ("key", self._key), ("client_ca", self._client_ca))
+        )
+
+
+def _stamp(name: str, path: Path) -> tuple[int, int, int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise TlsFileError(name, f"{path} cannot be used: {error.strerror}") from error
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _public(name: str, path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TlsFileError(name, f"{path} cannot be used: {error.strerror}") from error
+    return data
+
+
+def _secret(name: str, path: Path) -> bytes:
+    """Return the bytes of the key. Group members may read it: that is how Kubernetes mounts secrets (`fsGroup`)."""
+    advice = "no other user may read it, or its group change it: chmod 0640"
+    try:
+        return read_secret(path, _BYTES_MAX, owners={0, os.geteuid()}, forbidden=0o027, advice=advice)
+    except OSError as error:
+        raise TlsFileError(name, f"{path} cannot be used: {error.strerror}") from error
+    except ValueError as error:
+        raise TlsFileError(name, f"{path}: {error}") from None

@@ -1,0 +1,96 @@
+"""The files of a TLS listener are used as a whole, or not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from kvdepot.server.platform.tls_files import TlsFileError, TlsFiles
+
+from tests.rigs.certificates import SERVER, Authority
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def files_of(authority: Authority, name: str = "server") -> tuple[TlsFiles, Path, Path]:
+    files = authority.issue(name, *SERVER)
+    return TlsFiles(files.cert, files.key, authority.pem), files.cert, files.key
+
+
+def test_what_is_loaded_is_what_the_files_have_and_a_change_is_seen_once(authority: Authority) -> None:
+    files, cert, key = files_of(authority)
+    pem = files.load()
+    assert (pem.cert, pem.key, pem.client_ca) == (cert.read_bytes(), key.read_bytes(), authority.pem.read_bytes())
+    assert files.load_changed() is None
+    other = authority.issue("other", *SERVER)
+    shutil.copyfile(other.cert, cert)
+    for _ in range(2):
+        with pytest.raises(TlsFileError, match="are no pair of a certificate and its key"):
+            files.load_changed()
+    shutil.copyfile(other.key, key)
+    changed = files.load_changed()
+    assert changed is not None and changed.cert == other.cert.read_bytes()
+    assert files.load_changed() is None
+
+
+def test_a_link_that_moves_is_a_change(authority: Authority, tmp_path: Path) -> None:
+    """That is how Kubernetes replaces a secret."""
+    for name in ("a", "b"):
+        issued = authority.issue("server", *SERVER)
+        (tmp_path / name).mkdir()
+        issued.cert.rename(tmp_path / name / "tls.crt")
+        issued.key.rename(tmp_path / name / "tls.key")
+    (tmp_path / "now").symlink_to("a")
+    files = TlsFiles(tmp_path / "now/tls.crt", tmp_path / "now/tls.key", authority.pem)
+    files.load()
+    (tmp_path / "then").symlink_to("b")
+    (tmp_path / "then").rename(tmp_path / "now")
+    changed = files.load_changed()
+    assert changed is not None and changed.cert == (tmp_path / "b/tls.crt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("mode", "works"), [(0o600, True), (0o400, True), (0o440, True), (0o640, True), (0o644, False), (0o660, False)]
+)
+def test_a_key_that_others_can_read_or_its_group_can_change_is_not_used(
+    authority: Authority, mode: int, works: bool
+) -> None:
+    files, _, key = files_of(authority)
+    key.chmod(mode)
+    if works:
+        assert files.load()
+    else:
+        with pytest.raises(TlsFileError, match=rf"tls\.key: .* its mode is {mode:04o}"):
+            files.load()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file to another user")
+def test_a_key_of_another_user_is_not_used(authority: Authority) -> None:
+    files, _, key = files_of(authority)
+    os.chown(key, 61001, 61001)
+    with pytest.raises(TlsFileError, match=r"tls\.key: .* it is of uid 61001"):
+        files.load()
+
+
+def test_files_that_are_none_are_named_and_nothing_of_them_is_repeated(authority: Authority, tmp_path: Path) -> None:
+    files, cert, key = files_of(authority)
+    text = key.read_text()
+    for path, name in ((authority.pem, "client_ca"), (cert, "cert"), (key, "cert")):
+        kept = path.read_bytes()
+        path.write_text("-----BEGIN PRIVATE KEY-----\nsecret\n")
+        with pytest.raises(TlsFileError, match=rf"tls\.{name}: ") as refused:
+            files.load()
+        assert "secret" not in str(refused.value)
+        path.write_bytes(kept)
+        moved = path.rename(tmp_path / "away")
+        with pytest.raises(TlsFileError, match="No such file or directory"):
+            files.load()
+        moved.rename(path)
+    key.write_text(f"{text}{'x' * (1 << 20)}")
+    with pytest.raises(TlsFileError, match=r"tls\.key: .* expected at most"):
+        files.load()
