@@ -97,8 +97,18 @@ def test_every_verb_of_a_namespace_or_chunk_completes_them(
     assert completions("verify", "--tier", "") == ["ram"]
 
 
-def test_nothing_is_completed_and_nothing_said_where_no_daemon_answers(script: Path) -> None:
-    assert completed(script, "unix:///nonexistent/kvdepot.sock", "ls", "") == []
+@pytest.mark.parametrize("endpoint", ["unix:///nonexistent/kvdepot.sock", "tcp://localhost:1"])
+def test_nothing_is_completed_and_nothing_said_where_no_daemon_answers(script: Path, endpoint: str) -> None:
+    assert completed(script, endpoint, "ls", "") == []
+
+
+def test_a_completion_is_no_failure(script: Path) -> None:
+    asked = {"COMP_WORDS": "kvdepotctl st", "COMP_CWORD": "1", "_KVDEPOTCTL_COMPLETE": "bash_complete"}
+    done = subprocess.run(
+        [script.parent / "kvdepotctl"], env=os.environ | asked, capture_output=True, text=True, timeout=patient(60),
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["plain,status", "plain,stores"], "")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -130,7 +130,9 @@ def main() -> None:
         sys.exit(error.exit_code)
     except click.Abort:
         sys.exit(130)
-    except SystemExit:  # click's and rich's, with 1: nobody reads what is printed, which says nothing of the daemon
+    except SystemExit as ended:  # click's and rich's, with 1: nobody reads what is printed, of which no daemon knows
+        if not ended.code:  # of click, after a completion
+            raise
         _drop_output()
         sys.exit(EXIT_PIPE)
     except grpc.RpcError as error:
