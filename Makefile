@@ -150,6 +150,7 @@ dist: venv $(DIST_VENV)/.ready ## wheel and sdist, checked: installed without th
 docs: venv ## the documents that are made from the code
 	$(BIN)/python -m kvdepot.server.observe.metric_docs > docs/metrics.md
 	$(BIN)/python -m kvdepot.server.observe.error_docs > docs/errors.md
+	$(BIN)/python -m tests.rigs.model_sizes > docs/model-sizes.md
 	$(BIN)/python -m tests.requirements > docs/requirements-tests.md
 
 site: docs ## the documents as a site, in build/site; a link that leads nowhere ends it

@@ -11,6 +11,7 @@ from kvdepot.core.calls import Kind
 from demo.engine import Engine
 from tests.e2e import arena_bytes
 from tests.e2e.fleet import Fleet
+from tests.e2e.sizing import assert_size_is_what_the_daemon_reports
 
 ENGINES = ("dense",)
 CHUNK = 256
@@ -58,6 +59,7 @@ def test_vllm_and_the_daemon_count_the_same_hit_tokens(fleet: Fleet, engine: Eng
     loaded = fleet.ask(engine, ids)
     assert (cold.external_tokens, cold.served.bytes) == (0, 0)
     assert loaded.external_tokens == loaded.served.tokens == 2816
+    assert_size_is_what_the_daemon_reports(fleet, "dense")
     assert (cold.answer.prompt.connector_tokens, loaded.answer.prompt.connector_tokens) == (0, 2816)
     assert loaded.answer.completion.cached_tokens == 2816
     assert loaded.tokens == cold.tokens

@@ -17,6 +17,7 @@ from demo.scenarios import await_lookups
 from demo.toys import HYBRID
 from tests.e2e.fleet import Fleet, Loaded
 from tests.e2e.hybrid import CHUNK, boundary, store
+from tests.e2e.sizing import size_arguments
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.patience import patient
 
@@ -125,6 +126,9 @@ def _look(operator: Operator, fleet: Fleet) -> None:
     usable = next(one for one in chunks if one["usable"])
     described = operator.json("describe", name)
     assert set(described["object_bytes"]) == {"attention", "state"}
+    sized = operator.json("size", *size_arguments(fleet.options("hybrid")))
+    assert {"attention": sized["attention_bytes"], "state": sized["state_bytes"]} == described["object_bytes"]
+    assert sized["chunk_tokens"] == described["chunk_tokens"]
     assert "state" in operator.says("describe", f"{name}/{usable['key']}")
     request = fleet.told(1).split()[1]
     (explained,) = operator.json("explain", request)

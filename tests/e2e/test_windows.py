@@ -11,6 +11,7 @@ from kvdepot.core.calls import Kind
 from demo.engine import Engine
 from tests.e2e import arena_bytes
 from tests.e2e.fleet import Fleet
+from tests.e2e.sizing import assert_size_is_what_the_daemon_reports
 
 pytestmark = pytest.mark.long
 ENGINES = ("gemma3", "gpt_oss", "mistral")
@@ -64,6 +65,7 @@ def test_a_load_moves_what_the_geometry_predicts(fleet: Fleet, engine: Engine, n
     assert loaded.external_tokens == loaded.answer.completion.cached_tokens == 2816
     assert loaded.tokens == cold.tokens
     assert loaded.served.bytes == model.load_bytes(2816)
+    assert_size_is_what_the_daemon_reports(fleet, name)
     if model.full_layers:
         assert loaded.served.tokens == 2816
     share = (model.full_layers * 2816 + model.window_layers * model.reach_tokens) / (

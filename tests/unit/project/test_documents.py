@@ -14,6 +14,7 @@ from kvdepot.client.vllm.identity import speculation
 from kvdepot.server.observe import error_docs, metric_docs
 
 from tests.requirements import page
+from tests.rigs import model_sizes
 from tests.rigs.manual import anchor
 
 ROOT = Path(__file__).parents[3]
@@ -27,6 +28,7 @@ BY_NAME = re.compile(r"\bADR (\d{1,4})\b")
 MADE = {
     "docs/metrics.md": metric_docs.markdown,
     "docs/errors.md": error_docs.markdown,
+    "docs/model-sizes.md": model_sizes.markdown,
     "docs/requirements-tests.md": page.markdown,
 }
 SITE = ROOT / "configs/mkdocs.yml"

@@ -26,6 +26,7 @@ from kvdepot.client.ctl.commands.ls import ls
 from kvdepot.client.ctl.commands.pins import pin, unpin
 from kvdepot.client.ctl.commands.prefetch import prefetch
 from kvdepot.client.ctl.commands.quotas import quota
+from kvdepot.client.ctl.commands.size import size
 from kvdepot.client.ctl.commands.status import health, status
 from kvdepot.client.ctl.commands.switches import loads, stores
 from kvdepot.client.ctl.commands.top import top
@@ -115,7 +116,7 @@ def cli(context: click.Context, /, timeout: float, **_: object) -> None:
 cli.add_section("Inspect", status, health, top, ls, describe, config, completion)
 cli.add_section("Control", loads, stores, pin, unpin, evict, epoch, quota, drain, resume, reload)
 cli.add_section("Move", prefetch, export, import_)
-cli.add_section("Diagnose", doctor, explain, requests, verify, bench, trace)
+cli.add_section("Diagnose", doctor, explain, requests, verify, bench, size, trace)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from kvdepot.core import runtime
 from kvdepot.core.arena import SESSIONS_MAX, SIZE_BYTES_MAX, ArenaLayout
 from kvdepot.core.errors import ConfigError, together
 from kvdepot.core.object_keys import KeyRing
+from kvdepot.core.ram_size import arena_bytes_of
 from kvdepot.server.config import arena_directory, environment
 from kvdepot.server.config.addresses import TCP
 from kvdepot.server.config.embedded_disk import NoDiskError, default_directory, tier_table
@@ -28,7 +29,6 @@ from kvdepot.server.config.environment import Variable
 from kvdepot.server.config.memory_room import (
     CAPACITY_BYTES_MIN,
     MIB,
-    arena_bytes_of,
     cgroup_limits,
     directory_bytes,
     host_bytes,

@@ -9,13 +9,6 @@ from pathlib import Path
 from kvdepot.core import proc_text
 
 MIB = 1 << 20
-PROCESS_RESERVE_BYTES = 160 * MIB
-"""Private memory of the daemon and its checksum worker (docs/adr/0005).
-
-Measured 2026-11-21: 50 MiB with an empty index, 7 more with 60,000 objects; the rest is for 4 MiB messages in flight.
-"""
-RESERVE_DIVISOR = 64
-"""Per byte of capacity: two page tables of 8 bytes a page (measured 14 MiB for 3.8 GiB), and the index's nodes."""
 CAPACITY_BYTES_MIN = 320 * MIB
 _MOUNTINFO = Path("/proc/self/mountinfo")
 _MEMINFO = Path("/proc/meminfo")
@@ -28,15 +21,6 @@ FILE_RESERVE_BYTES = 96
 """What a janitor notes of a file, while it puts them in order (ADR 0018)."""
 HANDLE_RESERVE_BYTES = 200
 """What an object that only a lower tier has takes of the daemon's memory: its node, and its entry in the tier."""
-
-
-def arena_bytes_of(capacity_bytes: int, tiers_reserve_bytes: int = 0) -> int:
-    """Return the size of the arena file within a capacity: `[ram].capacity` includes everything.
-
-    `tiers_reserve_bytes`: private memory of the tiers below RAM.
-    """
-    arena = capacity_bytes - PROCESS_RESERVE_BYTES - tiers_reserve_bytes - capacity_bytes // RESERVE_DIVISOR
-    return arena // (2 * MIB) * (2 * MIB)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from kvdepot.server.daemon.app import _parser
 SUMMARY_LENGTH_MAX = 45
 IMPERATIVES = frozenset(
     {
-        "Check", "Compare", "Delete", "Describe", "Explain", "Export", "Grant", "Hold",
+        "Check", "Compare", "Compute", "Delete", "Describe", "Explain", "Export", "Grant", "Hold",
         "Import", "Invalidate", "List", "Measure", "Print", "Protect", "Read", "Record", "Reload",
         "Remove", "Replay", "Run", "Set", "Show", "Stop", "Switch", "Verify",
     }

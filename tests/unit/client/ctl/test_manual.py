@@ -50,7 +50,7 @@ def test_a_section_names_the_options_of_its_verb_and_no_others(verb: str) -> Non
     known = {name for option in VERBS[verb].params for name in option.opts if name.startswith("--")}
     options = SECTIONS[verb].split("**Options:**")[1].split("\n\n")[0]
     assert known <= set(re.findall(r"--[a-z-]+", options))
-    usage = SECTIONS[verb].split("**Usage:**")[1].split("\n")[0]
+    usage = SECTIONS[verb].split("**Usage:**")[1].split("\n- **")[0]
     assert set(re.findall(r"--[a-z-]+", usage)) == (REPLAY if verb == "kvdepotctl trace replay" else known)
 
 

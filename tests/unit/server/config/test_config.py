@@ -11,12 +11,11 @@ import pytest
 from kvdepot.core.arena import ArenaLayout
 from kvdepot.core.control import QuotaEntry, QuotaSubject
 from kvdepot.core.errors import ConfigError
+from kvdepot.core.ram_size import PROCESS_RESERVE_BYTES, arena_bytes_of
 from kvdepot.server.config.config import Config, check, embedded, load
 from kvdepot.server.config.depot_settings import depot_config
 from kvdepot.server.config.memory_room import (
     CAPACITY_BYTES_MIN,
-    PROCESS_RESERVE_BYTES,
-    arena_bytes_of,
     cgroup_limits,
 )
 from kvdepot.server.config.operators import Role

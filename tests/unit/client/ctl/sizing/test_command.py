@@ -1,0 +1,69 @@
+"""What `kvdepotctl size` prints: golden screens of 80 columns, JSON, and errors.
+
+`python -m tests.unit.client.ctl.sizing.test_command` writes the golden screens. Look at them before they are committed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+from click.testing import CliRunner
+from kvdepot.client.ctl.app import cli
+
+from tests.rigs.kv_cache_specs import CONFIGS
+
+GOLDEN: Final = Path(__file__).parents[4] / "golden/size"
+SCREENS: Final = {
+    "dense": ["Qwen--Qwen3-8B", "--sessions", "200"],
+    "hybrid": ["Qwen--Qwen3-Next-80B-A3B-Thinking", "--tp", "4", "--sessions", "200", "--turns", "8"],
+    "latent": ["deepseek-ai--DeepSeek-V3", "--tp", "8", "--tokens", "100000", "--kv-cache-dtype", "fp8"],
+    "short": ["Qwen--Qwen3-8B", "--tokens", "200"],
+    "windows": ["openai--gpt-oss-120b", "--tokens", "128k"],
+    "windows-alone": ["small--mistral"],
+}
+
+
+def printed(words: list[str]) -> str:
+    result = CliRunner().invoke(cli, ["size", str(CONFIGS / f"{words[0]}.json"), *words[1:]], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_screen_is_as_it_was_looked_at(name: str) -> None:
+    text = printed(SCREENS[name])
+    assert text == (GOLDEN / f"{name}-80.txt").read_text()
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_json_has_what_was_asked_and_what_was_found() -> None:
+    found = json.loads(printed(["Qwen--Qwen3-8B", "--json", "--sessions", "3"]))
+    assert (found["architecture"], found["ranks"], found["tokens"], found["sessions"]) == (
+        "Qwen3ForCausalLM", 1, 32768, 3,
+    )  # fmt: skip
+    assert (found["block_tokens"], found["chunk_tokens"], found["attention_bytes"]) == (16, 256, 36 << 20)
+    assert found["all_bytes"] == 3 * found["session_bytes"] == 3 * 128 * (36 << 20)
+
+
+def test_a_count_of_tokens_that_is_none_is_wrong_usage() -> None:
+    result = CliRunner().invoke(cli, ["size", "x", "--tokens", "32kb"])
+    assert result.exit_code == 2 and "32768, or 32k" in result.output
+
+
+def test_it_imports_neither_vllm_nor_torch_and_asks_no_daemon() -> None:
+    program = (
+        "import sys; from kvdepot.client.ctl.app import cli; "
+        f"cli(['--endpoint', 'unix:///nowhere/k.sock', 'size', {str(CONFIGS / 'Qwen--Qwen3-8B.json')!r}], "
+        "standalone_mode=False); assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    for screen, arguments in SCREENS.items():
+        (GOLDEN / f"{screen}-80.txt").write_text(printed(arguments))
