@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdepot.client.attachment import Attachment, EngineProcess
 from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base.engine_rules import FAILURE_POLICY
 from kvdepot.client.vllm.base.guard import Failures, guarded, nothing
 from kvdepot.client.vllm.base.metadata import NUMBERS, RankFacts, RankMeta, StepMeta
 from kvdepot.client.vllm.base.settings import Settings, parse_settings
@@ -75,12 +76,13 @@ class KVDepotConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._engine_id = str(transfer.engine_id)
         self._adapter_reads: AdapterReads | None = None
         if role == compat.KVConnectorRole.SCHEDULER:
-            loads_on = transfer.kv_load_failure_policy == "recompute"
+            loads_on = transfer.kv_load_failure_policy == FAILURE_POLICY
             if not loads_on:
                 LOGGER.warning(
                     "kvdepot: kv_load_failure_policy is %r: it stores and never loads, because a failed load would "
-                    "fail the request; set it to 'recompute'",
+                    "fail the request; set it to %r",
                     transfer.kv_load_failure_policy,
+                    FAILURE_POLICY,
                 )
             self.sides = SchedulerSides(
                 vllm_config, kv_cache_config, self.settings, tuple(self._group_ids), loads_on=loads_on

@@ -11,6 +11,8 @@ import click
 from click.core import ParameterSource
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.doctor.daemon import ask
+from kvdepot.client.ctl.doctor.engine_flags import check_flags
+from kvdepot.client.ctl.doctor.engine_process import engine_process
 from kvdepot.client.ctl.doctor.examination import examine
 from kvdepot.client.ctl.doctor.findings import Outcome
 from kvdepot.client.ctl.doctor.host import Host
@@ -35,14 +37,15 @@ _STYLES: Final = {Outcome.OK: "green", Outcome.WARN: "yellow", Outcome.FAIL: "re
     "--config", "file", metavar="FILE", help="The daemon's configuration. [default: that of the service, if it exists]"
 )
 @click.option("--read-only", is_flag=True, help="Write no temporary file to a tier, and do not attach.")
+@click.option("--engine", metavar="URL|PID", help="Check only the flags of a vLLM server on this host.")
 @json_option
 @click.pass_context
-def doctor(context: click.Context, file: str | None, read_only: bool, as_json: bool) -> int:
+def doctor(context: click.Context, file: str | None, read_only: bool, engine: str | None, as_json: bool) -> int:
     """Check this host and the daemon.
 
     Compares the host with a configuration and a running daemon, and names a fix for each problem. Run it as the
-    daemon's user or as root: checks that need more permissions are skipped. Exit code 1: a check fails, or the daemon
-    does not answer.
+    daemon's user or as root: checks that need more permissions are skipped. With --engine, compares the flags of a
+    running vLLM with what the connector demands. Exit code 1: a check fails, or the daemon does not answer.
     """
     connection: tuple[Endpoint, float] = context.obj
     endpoint, timeout_seconds = connection
@@ -50,8 +53,11 @@ def doctor(context: click.Context, file: str | None, read_only: bool, as_json: b
     settings, first = read_settings(config_file(host, file))
     if settings is not None and file is not None and _is_default(context):
         endpoint = Endpoint.parse(settings.listen[0])
-    daemon = ask(endpoint, timeout_seconds, attaching=not read_only)
-    findings = [first, *examine(host, settings, daemon, timeout_seconds=timeout_seconds, writing=not read_only)]
+    if engine is not None:
+        findings = list(check_flags(engine_process(host, engine), endpoint))
+    else:
+        daemon = ask(endpoint, timeout_seconds, attaching=not read_only)
+        findings = [first, *examine(host, settings, daemon, timeout_seconds=timeout_seconds, writing=not read_only)]
     if as_json:
         say(json.dumps(_record(endpoint, settings, findings), indent=2))
     else:

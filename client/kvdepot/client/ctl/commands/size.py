@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.sizing.architectures import AUTO, ELEMENT_BYTES, describe_model
+from kvdepot.client.ctl.sizing.flags import engine_flags
 from kvdepot.client.ctl.sizing.geometry import BLOCK_TOKENS, Engine
 from kvdepot.client.ctl.sizing.model_files import read_model_config
 from kvdepot.client.ctl.sizing.sizes import Load, Sizes, sizes
@@ -69,18 +72,28 @@ def size(
     """Compute the room that a model needs.
 
     MODEL is a folder with a config.json, such a file, or an id in Hugging Face's cache on this host. Prints the bytes
-    of a chunk, of a session and of all sessions, and capacities for the configuration. No daemon is asked.
+    of a chunk, of a session and of all sessions, capacities for the configuration, and the flags of `vllm serve`. No
+    daemon is asked.
     """
     config, file = read_model_config(model)
     described = describe_model(config)
     engine = Engine(ranks, dtype, kv_cache_dtype, state_dtype, block_size, chunk_tokens, retention)
     load = Load(tokens, sessions, turns)
     found = sizes(described, engine, load)
+    flags = engine_flags(described, engine)
     if as_json:
-        say(json.dumps(_record(described, str(file), engine, load, found), indent=2))
+        record = _record(described, str(file), engine, load, found)
+        say(json.dumps(record | {"vllm_flags": list(map(str, flags))}, indent=2))
     else:
-        say("\n".join(_lines(described, engine, load, found)))
+        serve = [f"vllm serve {shlex.quote(_served(model))}", *map(str, flags)]
+        say("\n".join([*_lines(described, engine, load, found), "", " \\\n  ".join(serve)]))
     return 0
+
+
+def _served(model: str) -> str:
+    """Return the model as vLLM takes it: a folder or an id."""
+    path = Path(model)
+    return str(path.parent) if path.is_file() else model
 
 
 def _record(model: Model, file: str, engine: Engine, load: Load, found: Sizes) -> dict[str, Any]:

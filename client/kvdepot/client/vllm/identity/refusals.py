@@ -10,6 +10,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvdepot.client.vllm.base import compat
+from kvdepot.client.vllm.base.engine_rules import (
+    STATE_MODE,
+    WHERE,
+    check_hash_algorithm,
+    check_parallel,
+    check_role,
+    state_mode_refused,
+)
 from kvdepot.client.vllm.identity.speculation import Speculation, refused, speculation
 from kvdepot.core.calls import Kind
 from kvdepot.core.errors import ConfigError
@@ -17,7 +25,6 @@ from kvdepot.core.errors import ConfigError
 if TYPE_CHECKING:
     from kvdepot.client.vllm.base.settings import Settings
 
-WHERE = "kvdepot"
 ROLLED_BACK = frozenset({"GDN_ATTN", "MAMBA2", "SHORT_CONV"})
 """Kinds of recurrent layers that vLLM tells how many draft tokens were accepted.
 
@@ -31,11 +38,8 @@ def check_engine(
 ) -> None:
     """Raise ConfigError for the first setting that cannot work."""
     transfer = vllm_config.kv_transfer_config
-    if transfer.kv_role == "kv_producer" and settings.load_weight > 0:
-        raise ConfigError(
-            WHERE, "kv_role", "kv_producer engines do not load", advice="use kv_both, or set load_weight to 0"
-        )
-    _check_parallel(vllm_config.parallel_config)
+    check_role(transfer.kv_role, settings.load_weight)
+    check_parallel(vllm_config.parallel_config)
     _check_hashes(vllm_config, environment)
     if getattr(kv_cache_config, "hisparse_host_num_blocks", None) is not None:
         raise ConfigError(WHERE, "hisparse", "HiSparse uses the same block watchers", advice="switch HiSparse off")
@@ -100,33 +104,8 @@ def cacheable_groups(kv_cache_config: Any) -> tuple[int, ...]:
     return tuple(kv_cache_config.prefix_cacheable_group_ids)
 
 
-def _check_parallel(parallel: Any) -> None:
-    if parallel.nnodes > 1:
-        raise ConfigError(
-            WHERE, "nnodes", f"ranks on {parallel.nnodes} nodes share no memory", advice="keep an engine on one node"
-        )
-    if getattr(parallel, "enable_elastic_ep", False):
-        raise ConfigError(
-            WHERE,
-            "enable_elastic_ep",
-            "ranks come and go, and graphs are captured, while copies run",
-            advice="switch enable_elastic_ep off, or serve this model without kvdepot",
-        )
-    if getattr(parallel, "enable_fault_tolerance", False):
-        raise ConfigError(
-            WHERE,
-            "enable_fault_tolerance",
-            "vLLM continues after a step that failed, and tells no connector that nothing was computed in it",
-            advice="switch enable_fault_tolerance off, or serve this model without kvdepot",
-        )
-    for key in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, key, 1)
-        if size > 1:
-            raise ConfigError(WHERE, key, f"{size} is not tested", advice=f"set {key} to 1")
-
-
 def _check_hashes(vllm_config: Any, environment: Mapping[str, str]) -> None:
-    """P3: a chain of hashes with a random seed names other bytes in every process."""
+    """Raise ConfigError for hashes of other tokens than their block's, or that differ between processes (P3)."""
     lookahead = compat.hash_lookahead_tokens(vllm_config)
     if lookahead:
         raise ConfigError(
@@ -135,14 +114,7 @@ def _check_hashes(vllm_config: Any, environment: Mapping[str, str]) -> None:
             f"hashes cover {lookahead} tokens after their block: a chunk would have other keys by what follows it",
             advice="set disable_lookahead_block_hashes in speculative_config, or switch speculative decoding off",
         )
-    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    if algorithm.startswith("xxhash") and environment.get("PYTHONHASHSEED", "random") in ("", "random"):
-        raise ConfigError(
-            WHERE,
-            "prefix_caching_hash_algo",
-            f"{algorithm} without PYTHONHASHSEED gives every process other hashes, so nothing stored could be found",
-            advice="set PYTHONHASHSEED to the same number for every engine, or prefix_caching_hash_algo to sha256",
-        )
+    check_hash_algorithm(str(vllm_config.cache_config.prefix_caching_hash_algo), environment.get("PYTHONHASHSEED", ""))
 
 
 def _check_groups(kv_cache_config: Any, drafting: Speculation | None) -> set[Kind]:
@@ -160,13 +132,10 @@ def _check_groups(kv_cache_config: Any, drafting: Speculation | None) -> set[Kin
                 "vLLM marks draft layers in it, whose KV may depend on later tokens, and its method has none",
                 advice="switch speculative decoding off",
             )
-        modes = compat.mamba_modes(group.kv_cache_spec) if kind is Kind.STATE else {"align"}
-        if modes != {"align"}:
-            raise ConfigError(
-                WHERE,
-                "mamba_cache_mode",
-                f"group {group_id} is recurrent and in mode {', '.join(sorted(modes))}: no boundary has a state",
-                advice='set enable_prefix_caching=True and mamba_cache_mode="align"',
+        modes = compat.mamba_modes(group.kv_cache_spec) if kind is Kind.STATE else {STATE_MODE}
+        if modes != {STATE_MODE}:
+            raise state_mode_refused(
+                "mamba_cache_mode", f"group {group_id} is recurrent and in mode {', '.join(sorted(modes))}"
             )
         kinds.add(kind)
     if kinds == {Kind.STATE}:

@@ -1,0 +1,140 @@
+"""A vLLM server on this host: which process it is, and the flags and variables that it was started with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from kvdepot.core.errors import InvalidArgument, NotFound
+
+if TYPE_CHECKING:
+    from kvdepot.client.ctl.doctor.host import Host
+
+_LISTENS: Final = "0A"
+_LOCAL: Final = frozenset({"localhost", "127.0.0.1", "0.0.0.0", "::1", "::"})  # noqa: S104 - names to compare
+_SHORT: Final[Mapping[str, str]] = {
+    "tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dcp": "decode-context-parallel-size",
+    "pcp": "prefill-context-parallel-size", "n": "nnodes", "sc": "speculative-config",
+}  # fmt: skip
+_SERVERS: Final = ("serve", "vllm.entrypoints.openai.api_server")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """A server. `flags` have dashes, values as text; a switch has `true` or `false`."""
+
+    pid: int
+    model: str
+    flags: Mapping[str, str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def number(self, name: str, default: int) -> int:
+        """Return a flag's number. What is no number is vLLM's to refuse."""
+        text = self.flags.get(name, "")
+        return int(text) if re.fullmatch(r"\d{1,12}", text) else default
+
+    def is_on(self, name: str, default: bool) -> bool:
+        return self.flags.get(name, str(default)).lower() == "true"
+
+    def settings(self, name: str) -> dict[str, Any] | None:
+        """Return a flag that is a JSON object, also if it is given in parts; None without it. Raise InvalidArgument."""
+        parts = {key: text for key, text in self.flags.items() if key.startswith(f"{name}.")}
+        if name not in self.flags and not parts:
+            return None
+        found = _json(name, self.flags.get(name, "{}"))
+        for key, text in parts.items():
+            place = found
+            *folders, last = key[len(name) + 1 :].replace("-", "_").split(".")
+            for folder in folders:
+                place = place.setdefault(folder, {})
+            try:
+                place[last] = json.loads(text)
+            except ValueError:
+                place[last] = text
+        return found
+
+
+def _json(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument(f"--{name} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"--{name} is no JSON object")
+    return found
+
+
+def engine_process(host: Host, engine: str) -> EngineProcess:
+    """Return the server of a pid or a URL of this host. Raise NotFound, or InvalidArgument for another host's URL."""
+    pid = int(engine) if engine.isdecimal() else _listener(host, engine)
+    command = host.data(f"/proc/{pid}/cmdline")
+    if not command:
+        raise NotFound(f"no process {pid}, or its command line may not be read", advice="run as root or as its user")
+    words = [word.decode(errors="replace") for word in command.rstrip(b"\0").split(b"\0")]
+    model, flags = parse_command(words)
+    return EngineProcess(pid, model, flags, host.environment_of(pid) or {})
+
+
+def parse_command(words: list[str]) -> tuple[str, dict[str, str]]:
+    """Return model and flags of `vllm serve`, or of the module of its server. Raise InvalidArgument for others."""
+    start = next((number for number, word in enumerate(words) if word in _SERVERS), None)
+    if start is None:
+        raise InvalidArgument(
+            f"{' '.join(words)[:80]!r} is no vLLM server", advice="name the pid of `vllm serve`, or its URL"
+        )
+    flags: dict[str, str] = {}
+    model = ""
+    rest = list(reversed(words[start + 1 :]))
+    while rest:
+        word = rest.pop()
+        if not re.match(r"--?[A-Za-z]", word):
+            model = model or word
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        head, dot, tail = name.partition(".")
+        head = head.replace("_", "-")
+        name = _SHORT.get(head, head) + dot + tail
+        if equals or (rest and not re.match(r"--?[A-Za-z]", rest[-1])):
+            flags[name] = value if equals else rest.pop()
+        else:
+            flags[name.removeprefix("no-")] = "false" if name.startswith("no-") else "true"
+    return flags.get("model", model), flags
+
+
+def _listener(host: Host, url: str) -> int:
+    """Return the process that listens on a URL's port."""
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    if not parts.hostname:
+        raise InvalidArgument(f"{url!r} is neither a pid nor a URL", advice="for example http://localhost:8000")
+    if parts.hostname not in _LOCAL:
+        raise InvalidArgument(f"{parts.hostname} is not this host", advice="run kvdepotctl on the engine's host")
+    port = parts.port or 8000
+    inodes = set(_listening_inodes(host, port))
+    for name in host.names("/proc"):
+        if name.isdecimal() and inodes & set(_sockets(host, name)):
+            return int(name)
+    raise NotFound(
+        f"no process that listens on port {port} can be seen", advice="run as root or as its user, or name its pid"
+    )
+
+
+def _listening_inodes(host: Host, port: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        for line in (host.text(f"/proc/net/{table}") or "").splitlines()[1:]:
+            columns = line.split()
+            if len(columns) > 9 and columns[3] == _LISTENS and int(columns[1].rpartition(":")[2], 16) == port:
+                yield columns[9]
+
+
+def _sockets(host: Host, pid: str) -> Iterator[str]:
+    for name in host.names(f"/proc/{pid}/fd"):
+        try:
+            target = str(host.path(f"/proc/{pid}/fd/{name}").readlink())
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            yield target[8:-1]
