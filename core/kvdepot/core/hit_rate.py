@@ -44,6 +44,12 @@ class HitRate:
     def percent(self) -> float:
         return self.percent_of(sum(self.served_tokens.values()))
 
+    @property
+    def prefill_rate(self) -> float:
+        """Return the tokens a second that engines compute, by what loads saved them; 0 if nothing was saved yet."""
+        loaded = sum(tokens for source, tokens in self.served_tokens.items() if source not in (ENGINE, OTHER_SOURCE))
+        return loaded / self.saved_seconds if self.saved_seconds else 0.0
+
     def percent_of(self, tokens: float) -> float:
         """Return a number of tokens as a part of the prompts."""
         return 100 * tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kvdepot.client.ctl.medium import TEMPORARY, measure
+from kvdepot.core.calls import Kind
 
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
@@ -50,6 +51,7 @@ def test_each_tier_both_ways_beside_what_there_is_and_nothing_is_left(daemon: Da
     with RawEngine(daemon.socket) as engine:
         engine.store(keys_of("prompt", 12))
         found = benched(daemon, *SMALL, "--chunk-tokens", "64")
+        assert (found["shape_of"], found["prefill"]) == ("as given", None)
         assert (found["bytes"], found["bytes_per_token"]) == (6 << 20, 4096)
         lines = {(one["tier"], one["way"]): one for one in found["measured"]}
         assert list(lines) == [
@@ -69,6 +71,16 @@ def test_each_tier_both_ways_beside_what_there_is_and_nothing_is_left(daemon: Da
         wait_until(lambda: [one.objects for one in engine.status().tiers] == [12, 0, 0], "its own are evicted")
         assert engine.load(keys_of("prompt", 12)) is not None
     assert not list(directory.rglob(f"{TEMPORARY}*"))
+
+
+def test_the_chunk_is_by_default_that_of_an_engine(daemon: DaemonProcess) -> None:
+    with RawEngine(daemon.socket) as engine:
+        found = benched(daemon, "--bytes", "6MiB")
+        spec = engine.spec
+        assert (found["object_bytes"], found["chunk_tokens"]) == (spec.object_bytes[Kind.ATTENTION], spec.chunk_tokens)
+        assert found["shape_of"] == spec.label
+        printed = kvdepotctl(daemon, "bench", "--bytes", "6MiB").stdout
+        assert printed.startswith(f"chunks of {spec.chunk_tokens} tokens, ") and "no engine has told" in printed
 
 
 def test_the_verdict_is_against_the_prefill_that_is_given(daemon: DaemonProcess) -> None:

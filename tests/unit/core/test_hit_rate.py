@@ -23,6 +23,11 @@ def test_the_hit_rate_is_of_all_prompt_tokens_and_names_its_sources() -> None:
     assert str(hits) == ("71 % of 1.2 M tokens (engine 40 %, ram 28 %, nvme 3 %), 4 min 50 s of prefill saved")
 
 
+def test_the_prefill_rate_is_of_loaded_tokens_alone() -> None:
+    assert HitRate.of(COUNTERS).prefill_rate == pytest.approx(372_000 / 290.4)
+    assert HitRate.of({"served_tokens.ram": 5.0}).prefill_rate == 0
+
+
 def test_without_prompts_or_hits_nothing_is_divided_and_nothing_invented() -> None:
     assert str(HitRate.of({})) == "unknown: no prompt has ended yet"
     assert str(HitRate.of({"prompt_tokens": 842.0, "served_tokens.ram": 0.0})) == "0 % of 842 tokens"

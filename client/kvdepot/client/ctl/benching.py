@@ -18,9 +18,10 @@ from kvdepot.client.ctl.medium import Medium
 from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, CommitOutcome, Kind, ReserveOutcome
 from kvdepot.core.control import VerifyCall
 from kvdepot.core.errors import InvalidArgument, KvDepotError, NoRoom
-from kvdepot.core.groups import GroupSpec
+from kvdepot.core.groups import DEFAULT_CHUNK_TOKENS_MIN, GroupSpec
 from kvdepot.core.keys import NamespaceSpec, chunk_key
 from kvdepot.core.objectfile import ObjectName
+from kvdepot.core.units import parse_size_bytes
 
 if TYPE_CHECKING:
     from kvdepot.client.bulk import BulkEngine
@@ -40,6 +41,9 @@ PATIENCE_SECONDS: Final = 60.0
 _UNLIMITED: Final = 1 << 50
 _POLL_SECONDS: Final = 0.01
 _RAM: Final = "ram"
+_OBJECT_BYTES: Final = 16 << 20
+_NAMESPACES_MAX: Final = 100
+_LABEL: Final = "kvdepotctl bench"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,33 @@ class Measured:
         return self.rate / bytes_per_token / prefill if bytes_per_token and prefill else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The chunk to measure with. `label` says whose it is."""
+
+    object_bytes: int
+    chunk_tokens: int
+    label: str
+
+
+def bench_shape(operator: Operator, object_size: str | None, chunk_tokens: int | None) -> Shape:
+    """Return what was given, completed by a namespace of an engine: one that runs, or was used last."""
+    if object_size is not None and chunk_tokens is not None:
+        return Shape(parse_size_bytes(object_size), chunk_tokens, "as given")
+    spaces = [
+        one for one in operator.namespaces("", _NAMESPACES_MAX).namespaces if one.chunk_tokens and one.label != _LABEL
+    ]
+    for space in sorted(spaces, key=lambda one: (not one.sessions, one.idle_seconds)):
+        spec = operator.describe_namespace(space.namespace_id).spec
+        sizes = spec.object_bytes if spec is not None else {}
+        size = sizes.get(Kind.ATTENTION) or sizes.get(Kind.WINDOW)
+        if size:
+            given = parse_size_bytes(object_size) if object_size is not None else size
+            return Shape(given, chunk_tokens or space.chunk_tokens, space.label)
+    given = parse_size_bytes(object_size) if object_size is not None else _OBJECT_BYTES
+    return Shape(given, chunk_tokens or DEFAULT_CHUNK_TOKENS_MIN, "no engine has registered yet")
+
+
 def bench_spec(object_bytes: int, chunk_tokens: int, bumps: int) -> NamespaceSpec:
     """Return a namespace that nobody else has. `bumps`: the daemon's counter of all. Raise InvalidArgument."""
     if object_bytes < OBJECT_BYTES_MIN:
@@ -71,7 +102,7 @@ def bench_spec(object_bytes: int, chunk_tokens: int, bumps: int) -> NamespaceSpe
     group = GroupSpec(Kind.ATTENTION, chunk_tokens, rank_block_bytes=(object_bytes,))
     return NamespaceSpec(
         {"bench": json.dumps(secrets.token_hex(8))}, chunk_tokens, (group,), {Kind.ATTENTION: object_bytes},
-        label="kvdepotctl bench", bumps=bumps,
+        label=_LABEL, bumps=bumps,
     )  # fmt: skip
 
 

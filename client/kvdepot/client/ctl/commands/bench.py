@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from kvdepot.client.bulk import BulkEngine
-from kvdepot.client.ctl.benching import Bench, Measured, bench_spec, size_bytes
+from kvdepot.client.ctl.benching import Bench, Measured, bench_shape, bench_spec, size_bytes
 from kvdepot.client.ctl.calls import connect
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.printer import new_table
 from kvdepot.client.ctl.texts import escape, say
 from kvdepot.core.errors import NotFound
+from kvdepot.core.hit_rate import HitRate
 from kvdepot.core.units import parse_size_bytes, size_text
 from rich.console import Console
 
@@ -26,36 +27,38 @@ EXIT_SLOW: Final = 1
 
 
 @click.command()
-@click.option("--object-size", default="16MiB", show_default=True, metavar="SIZE", help="Size of one chunk.")
+@click.option("--object-size", metavar="SIZE", help="Size of one chunk. [default: as engines store it]")
 @click.option(
     "--chunk-tokens",
     type=click.IntRange(min=1),
-    default=256,
-    show_default=True,
-    help="Tokens of one chunk.",
+    metavar="N",
+    help="Tokens of one chunk. [default: as engines store it]",
 )
 @click.option(
     "--bytes", "wanted", metavar="SIZE", help="Bytes to move. [default: 1 GiB, at most a quarter of RAM or a tier]"
 )
-@click.option("--prefill", type=click.FloatRange(min=0.001), metavar="TOKENS/S", help="Prefill rate of the engine.")
+@click.option(
+    "--prefill", type=click.FloatRange(min=0.001), metavar="TOKENS/S",
+    help="Prefill rate of the engine. [default: as engines measured it]",
+)  # fmt: skip
 @json_option
 @click.pass_obj
 def bench(
-    connection: tuple[Endpoint, float], object_size: str, chunk_tokens: int, wanted: str | None, prefill: float | None,
-    as_json: bool,
+    connection: tuple[Endpoint, float], object_size: str | None, chunk_tokens: int | None, wanted: str | None,
+    prefill: float | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Measure the speed of RAM and tiers.
 
-    Stores and loads objects as an engine does, and compares the rates with memcpy and with the device. With --prefill,
-    compares loads with computing; exit code 1: loading from a tier is slower than computing. Take --object-size and
-    --chunk-tokens from `kvdepotctl describe NAMESPACE`. Run it on the daemon's host, as its user or root. If RAM is
-    full, it evicts objects. At the end it deletes its own objects.
+    Stores and loads objects as an engine does, and compares the rates with memcpy, the device and computing. Exit code
+    1: loading from a tier is slower than computing. Run it on the daemon's host, as its user or root.
     """
     endpoint, timeout_seconds = connection
-    object_bytes = parse_size_bytes(object_size)
     console = Console(stderr=as_json)
     with connect(*connection) as operator:
         status = operator.status()
+        shape = bench_shape(operator, object_size, chunk_tokens)
+        object_bytes, chunk_tokens = shape.object_bytes, shape.chunk_tokens
+        prefill = prefill or HitRate.of(status.counters).prefill_rate or None
         tiers, spec = status.tiers, bench_spec(object_bytes, chunk_tokens, status.epochs.bump)
         total = size_bytes(tiers, parse_size_bytes(wanted) if wanted else 0, object_bytes)
         settings = operator.configuration().values
@@ -67,8 +70,14 @@ def bench(
                 operator.evict(spec.namespace_id(), b"")
     per_token = object_bytes / chunk_tokens
     if as_json:
-        say(json.dumps(_record(found, total, per_token, prefill), indent=2))
+        record = {"shape_of": shape.label, "object_bytes": object_bytes, "chunk_tokens": chunk_tokens}
+        say(json.dumps(record | {"prefill": prefill} | _record(found, total, per_token, prefill), indent=2))
     else:
+        rate = f", {prefill:,.0f} tokens/s of prefill" if prefill else "; no engine has told its prefill rate yet"
+        console.print(
+            f"chunks of {chunk_tokens} tokens, {size_text(object_bytes)} ({escape(shape.label)}){rate}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
         console.print(_table(found, total, per_token, prefill))
         for one in found:
             if one.note:
