@@ -119,6 +119,7 @@ def _look(operator: Operator, fleet: Fleet) -> None:
     """Verbs that change nothing."""
     status = operator.json("status")
     assert status["ready"] and any(one["engine_id"] for one in status["sessions"])
+    assert operator.says("health").startswith("HEALTH_OK")
     assert operator.json("top", "--count", "1", "--interval", "0.2")["engines"]
     (space,) = [one for one in operator.json("ls")["namespaces"] if one["sessions"]]
     name = space["namespace_id"]
@@ -130,7 +131,7 @@ def _look(operator: Operator, fleet: Fleet) -> None:
     assert {"attention": sized["attention_bytes"], "state": sized["state_bytes"]} == described["object_bytes"]
     assert sized["chunk_tokens"] == described["chunk_tokens"]
     assert "state" in operator.says("describe", f"{name}/{usable['key']}")
-    request = fleet.told(1).split()[1]
+    request = operator.json("requests", "--last", "1")[0]["request_id"]
     (explained,) = operator.json("explain", request)
     assert explained["request_id"] == request and explained["lookup"]["path_chunks"] > 0
     assert f"hit       {explained['lookup']['path_chunks']} chunks from the start" in operator.says("explain", request)

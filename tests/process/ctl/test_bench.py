@@ -79,6 +79,8 @@ def test_the_chunk_is_by_default_that_of_an_engine(daemon: DaemonProcess) -> Non
         spec = engine.spec
         assert (found["object_bytes"], found["chunk_tokens"]) == (spec.object_bytes[Kind.ATTENTION], spec.chunk_tokens)
         assert found["shape_of"] == spec.label
+        given = benched(daemon, *SMALL)
+        assert (given["object_bytes"], given["chunk_tokens"]) == (256 << 10, 256), "never mixed with an engine's"
         printed = kvdepotctl(daemon, "bench", "--bytes", "6MiB").stdout
         assert printed.startswith(f"chunks of {spec.chunk_tokens} tokens, ") and "no engine has told" in printed
 

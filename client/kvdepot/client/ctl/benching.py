@@ -76,21 +76,18 @@ class Shape:
 
 
 def bench_shape(operator: Operator, object_size: str | None, chunk_tokens: int | None) -> Shape:
-    """Return what was given, completed by a namespace of an engine: one that runs, or was used last."""
-    if object_size is not None and chunk_tokens is not None:
-        return Shape(parse_size_bytes(object_size), chunk_tokens, "as given")
-    spaces = [
-        one for one in operator.namespaces("", _NAMESPACES_MAX).namespaces if one.chunk_tokens and one.label != _LABEL
-    ]
-    for space in sorted(spaces, key=lambda one: (not one.sessions, one.idle_seconds)):
-        spec = operator.describe_namespace(space.namespace_id).spec
-        sizes = spec.object_bytes if spec is not None else {}
-        size = sizes.get(Kind.ATTENTION) or sizes.get(Kind.WINDOW)
-        if size:
-            given = parse_size_bytes(object_size) if object_size is not None else size
-            return Shape(given, chunk_tokens or space.chunk_tokens, space.label)
-    given = parse_size_bytes(object_size) if object_size is not None else _OBJECT_BYTES
-    return Shape(given, chunk_tokens or DEFAULT_CHUNK_TOKENS_MIN, "no engine has registered yet")
+    """Return what was given, or the chunk of an engine: of one that runs, or else that was used last."""
+    if object_size is None and chunk_tokens is None:
+        found = operator.namespaces("", _NAMESPACES_MAX).namespaces
+        spaces = [one for one in found if one.chunk_tokens and one.label != _LABEL]
+        for space in sorted(spaces, key=lambda one: (not one.sessions, one.idle_seconds)):
+            spec = operator.describe_namespace(space.namespace_id).spec
+            sizes = spec.object_bytes if spec is not None else {}
+            if size := sizes.get(Kind.ATTENTION) or sizes.get(Kind.WINDOW):
+                return Shape(size, space.chunk_tokens, space.label)
+    size = parse_size_bytes(object_size) if object_size is not None else _OBJECT_BYTES
+    label = "as given" if object_size is not None or chunk_tokens is not None else "no engine has registered yet"
+    return Shape(size, chunk_tokens or DEFAULT_CHUNK_TOKENS_MIN, label)
 
 
 def bench_spec(object_bytes: int, chunk_tokens: int, bumps: int) -> NamespaceSpec:

@@ -27,12 +27,12 @@ EXIT_SLOW: Final = 1
 
 
 @click.command()
-@click.option("--object-size", metavar="SIZE", help="Size of one chunk. [default: as engines store it]")
+@click.option("--object-size", metavar="SIZE", help="Size of one chunk. [default: an engine's, or 16 MiB]")
 @click.option(
     "--chunk-tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Tokens of one chunk. [default: as engines store it]",
+    help="Tokens of one chunk. [default: an engine's, or 256]",
 )
 @click.option(
     "--bytes", "wanted", metavar="SIZE", help="Bytes to move. [default: 1 GiB, at most a quarter of RAM or a tier]"
