@@ -53,7 +53,7 @@ def _workers(daemon: DaemonProcess) -> list[int]:
     return [
         pid
         for pid in children(daemon.pid, b"kvdepot.server.io.worker\0")
-        if b"kvdepot.server.io.worker\0-1\0" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"kvdepot.server.io.worker\0\0" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
 
 

@@ -91,7 +91,7 @@ class Checksums:
         self._received = bytearray()
         monkeypatch.setattr(checksums, "spawn", self._spawn)
         loop: Any = self.loop
-        arena: Any = SimpleNamespace(data_fd=-1, layout=rig.layout)
+        arena: Any = SimpleNamespace(parts=((-1, rig.layout.data_bytes),))
         self.service = ChecksumService(
             arena=arena, depot=rig.depot, loop=loop, log=logging.getLogger("checksums"),
             quarantine=self.quarantined.append,

@@ -39,7 +39,8 @@ class Live:
         self.tier: DiskTier = make_disk_tier(
             DiskConfig("disk", root, capacity_bytes, **settings),
             TierContext(
-                self.arena_fd, ARENA_BYTES, 1, Registry(), asyncio.get_running_loop(), logging.getLogger("tests.disk"),
+                ((self.arena_fd, ARENA_BYTES),), 1, Registry(),
+            asyncio.get_running_loop(), logging.getLogger("tests.disk"),
                 count=lambda name, amount: None,
             ),
         )  # fmt: skip

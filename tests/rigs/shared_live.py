@@ -43,7 +43,8 @@ class SharedLive:
         settings = {"io_workers": 1, "deadline_seconds": 20.0, "failures": 3, "probe_seconds": 0.2} | config
         self.config = SharedConfig("shared", root, 1 << 30, **settings)
         context = TierContext(
-            self.arena_fd, ARENA_BYTES, 1, self.registry, asyncio.get_running_loop(), logging.getLogger("tests.shared"),
+            ((self.arena_fd, ARENA_BYTES),), 1, self.registry,
+            asyncio.get_running_loop(), logging.getLogger("tests.shared"),
             self._count,
         )  # fmt: skip
         self.pool = context.data_pool(self.config, probe=Probe(PROBE), failing=factory.FAILING)

@@ -43,7 +43,8 @@ class TierLive:
 
     def _made(self, kind: str, root: Path, config: dict[str, Any]) -> Tier:
         context = TierContext(
-            self.arena_fd, ARENA_BYTES, 1, self.registry, asyncio.get_running_loop(), logging.getLogger("tests.tier"),
+            ((self.arena_fd, ARENA_BYTES),), 1, self.registry,
+            asyncio.get_running_loop(), logging.getLogger("tests.tier"),
             lambda name, amount: None,
         )  # fmt: skip
         settings = {"io_workers": 1, "deadline_seconds": 20.0, "failures": 3, "probe_seconds": 0.2} | config

@@ -15,6 +15,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -218,8 +219,18 @@ class ArenaLayout:
 
     @property
     def data_bytes(self) -> int:
-        """Return the size of the file of the data."""
+        """Return the size of all data together."""
         return self.size_bytes - self.tables_bytes - self.generations_bytes
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return the size of each file of the data."""
+        return (self.data_bytes,)
+
+    @property
+    def part_starts(self) -> tuple[int, ...]:
+        """Return where each part starts, counted over all data."""
+        return tuple(accumulate(self.parts[:-1], initial=0))
 
     @property
     def overhead_bytes(self) -> int:
@@ -236,7 +247,8 @@ class Superblock:
     run: int  # counts daemon runs on this arena
     boot: bytes  # boot id, 16 bytes
     generations_file: FileId = NO_FILE
-    data_file: FileId = NO_FILE
+    data_files: tuple[FileId, ...] = (NO_FILE,)
+    """Of each part of the data."""
 
     def pack(self) -> bytes:
         """Return the SUPERBLOCK_BYTES to write at offset 0.
@@ -248,7 +260,7 @@ class Superblock:
         identity = _IDENTITY.pack(
             MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE,
             self.arena_id, layout.size_bytes, layout.rows, layout.lent_rows, self.boot,
-            *self.generations_file, *self.data_file,
+            *self.generations_file, *self.data_files[0],
         )  # fmt: skip
         return identity + _SUM_AND_RUN.pack(xxhash.xxh3_64_intdigest(identity), self.run)
 
@@ -272,7 +284,7 @@ class Superblock:
         if total != xxhash.xxh3_64_intdigest(identity):
             raise ArenaFormatError("superblock: checksum does not match")
         layout = ArenaLayout(size, rows, lent_rows)
-        return Superblock(arena_id, layout, run, boot, (files[0], files[1]), (files[2], files[3]))
+        return Superblock(arena_id, layout, run, boot, (files[0], files[1]), ((files[2], files[3]),))
 
     @staticmethod
     def unpack_former(page: bytes) -> Superblock | None:
@@ -289,7 +301,7 @@ class Superblock:
                 layout = ArenaLayout(size, rows, lent_rows, former=True)
             except ArenaFormatError:
                 continue
-            return Superblock(arena_id, layout, run, boot, data_file=(file[0], file[1]) if file else NO_FILE)
+            return Superblock(arena_id, layout, run, boot, data_files=((file[0], file[1]) if file else NO_FILE,))
         return None
 
 

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+from collections.abc import Sequence
+from typing import Final
+
+DataParts = Sequence[tuple[int, int]]
+"""Files that the data consists of, one following the other: (descriptor, bytes) of each."""
+_ALIGN_BYTES: Final = 2 << 20
+"""So each part can have huge pages. hugetlbfs demands it."""
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
 
 
 def map_data(fd: int, size_bytes: int, *, writable: bool = True) -> mmap.mmap:
-    """Return a shared mapping of the data. Raises OSError or ValueError, as mmap.mmap does.
+    """Return a shared mapping of one file. Raises OSError or ValueError, as mmap.mmap does.
 
     Core dumps leave it out: memory without a name would be in them (core(5)), and the arena is most of the memory. It
     may have huge pages, where the host gives them to those that ask (shmem_enabled=advise).
@@ -17,3 +27,48 @@ def map_data(fd: int, size_bytes: int, *, writable: bool = True) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without this advice
             mapped.madvise(advice)
     return mapped
+
+
+def map_parts(parts: DataParts, *, writable: bool = True) -> memoryview:
+    """Return one shared mapping of all parts in a row. Raises OSError or ValueError, as `map_data` does.
+
+    An address range is reserved, and each part is mapped over its place in it. All parts but the last have whole pages.
+    """
+    if len(parts) == 1:
+        return memoryview(map_data(*parts[0], writable=writable))
+    total = sum(size_bytes for _, size_bytes in parts)
+    flags, protection = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+    reserved = mmap.mmap(-1, total + _ALIGN_BYTES, flags=flags, prot=protection)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+    start = at = -base % _ALIGN_BYTES
+    for fd, size_bytes in parts:
+        mmap.mmap(fd, size_bytes, access=mmap.ACCESS_READ).close()  # which raises if the file is shorter
+        _map_over(base + at, fd, size_bytes, protection if writable else mmap.PROT_READ)
+        for advice in (mmap.MADV_DONTDUMP, mmap.MADV_HUGEPAGE):
+            with contextlib.suppress(OSError):
+                reserved.madvise(advice, at, size_bytes)
+        at += size_bytes
+    view = memoryview(reserved)[start:at]
+    return view if writable else view.toreadonly()
+
+
+def _map_over(address: int, fd: int, size_bytes: int, protection: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    )  # fmt: skip
+    found = libc.mmap(address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+    if found != address:
+        raise OSError(ctypes.get_errno(), "a part of the data cannot be mapped")
+
+
+def pack_parts(parts: DataParts) -> str:
+    """Return the parts as an argument of a child process."""
+    return ",".join(f"{fd}:{size_bytes}" for fd, size_bytes in parts)
+
+
+def unpack_parts(text: str) -> DataParts:
+    """Return the parts of `pack_parts`."""
+    pairs = [part.partition(":") for part in text.split(",") if part]
+    return [(int(fd), int(size_bytes)) for fd, _, size_bytes in pairs]

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvdepot.core.data_mapping import pack_parts
 from kvdepot.server.io import checksum_wire, jobs
 from kvdepot.server.tiers.disk.messages import REQUESTS, Begin
 
@@ -30,8 +31,8 @@ def test_a_child_of_a_killed_daemon_ends_without_a_traceback(module: str, tmp_pa
     os.truncate(arena_fd, ARENA_BYTES)
     ours, theirs = socket.socketpair()
     arguments = {
-        "io.worker": (arena_fd, ARENA_BYTES, theirs.fileno(), os.getpid(), tmp_path, ""),
-        "io.checksum_worker": (arena_fd, theirs.fileno(), ARENA_BYTES, os.getpid()),
+        "io.worker": (pack_parts([(arena_fd, ARENA_BYTES)]), theirs.fileno(), os.getpid(), tmp_path, ""),
+        "io.checksum_worker": (pack_parts([(arena_fd, ARENA_BYTES)]), theirs.fileno(), os.getpid()),
         "tiers.disk.opener": (theirs.fileno(), os.getpid(), tmp_path / "tier", 16 << 20, 1 << 20, 10),
     }[module]
     command = [sys.executable, "-m", f"kvdepot.server.{module}", *map(str, arguments)]

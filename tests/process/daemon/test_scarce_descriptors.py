@@ -162,7 +162,7 @@ def test_a_checksum_worker_that_cannot_start_is_tried_again(monkeypatch: pytest.
     monkeypatch.setattr(subprocess if failing == "Popen" else os, failing, refuse)
     later: list[tuple[float, Any]] = []
     loop: Any = SimpleNamespace(call_later=lambda seconds, what: later.append((seconds, what)))
-    arena: Any = SimpleNamespace(data_fd=os.open(os.devnull, os.O_RDWR), layout=SimpleNamespace(data_bytes=4096))
+    arena: Any = SimpleNamespace(parts=((os.open(os.devnull, os.O_RDWR), 4096),))
     with _none_given_back():
         before = len(list(Path("/proc/self/fd").iterdir()))
         service = ChecksumService(
@@ -170,7 +170,7 @@ def test_a_checksum_worker_that_cannot_start_is_tried_again(monkeypatch: pytest.
         )
         service.start()
         service.start()
-        os.close(arena.data_fd)
+        os.close(arena.parts[0][0])
         after = len(list(Path("/proc/self/fd").iterdir()))
     assert [seconds for seconds, _ in later] == [0.1, 0.2]
     assert all(what == service.start for _, what in later)

@@ -30,10 +30,9 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
         return rig.depot.status().tier.lent_bytes
 
     async def run() -> None:
-        arena: Any = SimpleNamespace(
-            data_fd=os.memfd_create("data"), layout=SimpleNamespace(data_bytes=rig.layout.data_bytes)
-        )
-        os.ftruncate(arena.data_fd, rig.layout.data_bytes)
+        data = os.memfd_create("data")
+        arena: Any = SimpleNamespace(parts=((data, rig.layout.data_bytes),))
+        os.ftruncate(data, rig.layout.data_bytes)
         service = ChecksumService(
             arena=arena, depot=rig.depot, loop=asyncio.get_running_loop(), log=logging.getLogger("hung"),
             quarantine=lambda _: None,
@@ -51,7 +50,7 @@ def test_what_a_stopped_worker_was_lent_comes_back_and_is_summed_by_the_next(
         assert lent() == 0
         assert service._overdue is None, "a worker that has nothing to do is left alone"
         service.close()
-        os.close(arena.data_fd)
+        os.close(data)
 
     with caplog.at_level(logging.WARNING, "hung"):
         asyncio.run(run())

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvdepot.core.data_mapping import pack_parts
 from kvdepot.server.io.context import SCRATCH_KEPT_BYTES
 from kvdepot.server.io.framing import HEAD
 from kvdepot.server.io.jobs import ANSWERS, JOBS, STARTED, Job, Probe
@@ -34,7 +35,7 @@ class Worker:
     def __init__(self, rig: IoRig) -> None:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(10)
-        arguments = (rig.arena_fd, ARENA_BYTES, theirs.fileno(), os.getpid(), rig.directory, "")
+        arguments = (pack_parts([(rig.arena_fd, ARENA_BYTES)]), theirs.fileno(), os.getpid(), rig.directory, "")
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, *map(str, arguments)],
@@ -149,7 +150,7 @@ def test_a_job_that_raises_ends_it(rig: IoRig) -> None:
     ours, theirs = socket.socketpair()
     code = (
         f"import sys, {MODULE} as worker; worker.perform = lambda job, context: 1 / 0;"
-        f"sys.exit(worker.main(['-1', '0', '{theirs.fileno()}', '{os.getpid()}', '{rig.directory}', '']))"
+        f"sys.exit(worker.main(['', '{theirs.fileno()}', '{os.getpid()}', '{rig.directory}', '']))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE)
     theirs.close()
@@ -165,7 +166,7 @@ def test_it_ends_with_the_process_that_made_it(rig: IoRig) -> None:
     ours, theirs = socket.socketpair()
     code = (
         "import os, subprocess, sys, time\n"
-        f"child = subprocess.Popen([sys.executable, '-m', '{MODULE}', '-1', '0', '{theirs.fileno()}', str(os.getpid()),"
+        f"child = subprocess.Popen([sys.executable, '-m', '{MODULE}', '', '{theirs.fileno()}', str(os.getpid()),"
         f" '{rig.directory}', ''], pass_fds=({theirs.fileno()},))\n"
         "print(child.pid, flush=True)\n"
         "child.wait()\n"

@@ -47,7 +47,9 @@ layouts = st.builds(
 
 
 def superblock(layout: ArenaLayout) -> Superblock:
-    return Superblock(0x1122334455667788, layout, run=3, boot=BOOT, generations_file=(25, 4710), data_file=(25, 4711))
+    return Superblock(
+        0x1122334455667788, layout, run=3, boot=BOOT, generations_file=(25, 4710), data_files=((25, 4711),)
+    )
 
 
 def summed(identity: bytes, run: int = 1) -> bytes:
@@ -268,7 +270,7 @@ def test_an_arena_of_a_former_format_is_refused_and_its_tables_are_found(version
     with pytest.raises(ArenaFormatError, match=f"format {version} is too old, this is 3"):
         Superblock.unpack(whole)
     data_file = (25, 4711) if version == 2 else arena.NO_FILE
-    assert Superblock.unpack_former(whole) == Superblock(7, layout, 1, BOOT, data_file=data_file)
+    assert Superblock.unpack_former(whole) == Superblock(7, layout, 1, BOOT, data_files=(data_file,))
     for other in (found[:-9] + b"x" + found[-8:], found[:40], page(0, 0, 0), superblock(layout).pack()):
         assert Superblock.unpack_former(other) is None
 

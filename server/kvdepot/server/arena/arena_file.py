@@ -14,11 +14,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -26,28 +25,28 @@ from pathlib import Path
 from kvdepot.core.arena import (
     FORMAT_VERSION,
     NO_FILE,
-    PAGE_BYTES,
     ArenaFormatError,
     ArenaLayout,
     ArenaTables,
     FileId,
     GenerationsHeader,
-    LentMode,
     Superblock,
 )
-from kvdepot.core.data_mapping import map_data
+from kvdepot.core.data_mapping import DataParts, map_parts
 from kvdepot.core.errors import ConfigError
-from kvdepot.core.proc_text import HUGETLBFS
-from kvdepot.server.config.memory_room import MIB, directory_room, file_system, in_memory_alone, memory_room
+from kvdepot.server.arena.found_tables import Alive, lent_to, read_superblock
+from kvdepot.server.arena.memory_files import (
+    close_all,
+    file_of,
+    free_pages,
+    is_sealed,
+    new_file,
+    new_memory,
+    write_page,
+)
+from kvdepot.server.config.memory_room import MIB, directory_room, in_memory_alone, memory_room
 from kvdepot.server.config.schema import DATA_SUFFIX, GENERATIONS_SUFFIX
-from kvdepot.server.depot.types import Liveness, ProcessIdentity
 from kvdepot.server.platform.own_files import open_own
-
-_FALLOC_FL_KEEP_SIZE_PUNCH_HOLE = 0x01 | 0x02
-_MFD_NOEXEC_SEAL = 0x08
-"""Linux 6.3; demanded where vm.memfd_noexec is 2."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-Alive = Callable[[ProcessIdentity], Liveness]
 
 
 def arena_paths(path: Path) -> tuple[Path, Path, Path]:
@@ -103,12 +102,12 @@ class ArenaFile:
     """A mapped arena with its superblock. The descriptors are the daemon's own; engines get fresh opens."""
 
     def __init__(
-        self, path: Path, files: tuple[int, int, int], superblock: Superblock, origin: Origin, note: str
-    ) -> None:
-        """Map `files`: tables, generations and data."""
+        self, path: Path, files: tuple[int, ...], superblock: Superblock, origin: Origin, note: str
+    ) -> None:  # fmt: skip
+        """Map `files`: tables, generations, and each part of the data."""
         self.path = path
         self.files = files
-        self.tables_fd, self.generations_fd, self.data_fd = files
+        self.tables_fd, self.generations_fd, *data_fds = files
         self.superblock = superblock
         self.layout = superblock.layout
         self.origin = origin
@@ -117,34 +116,36 @@ class ArenaFile:
             mmap.mmap(fd, size_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
             for fd, size_bytes in zip(files, (self.layout.tables_bytes, self.layout.generations_bytes), strict=False)
         ]
-        self._data_map = map_data(self.data_fd, self.layout.data_bytes)
+        self.parts: DataParts = tuple(zip(data_fds, self.layout.parts, strict=True))
         self.tables = ArenaTables(memoryview(self._tables_maps[0]), self.layout, memoryview(self._tables_maps[1]))
-        self.data = memoryview(self._data_map)
+        self.data = map_parts(self.parts)
+        """All parts in a row."""
 
     @property
-    def address(self) -> int:
-        """Return the address at which this process maps the data."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._data_map))
+    def addresses(self) -> tuple[int, ...]:
+        """Return the address at which this process maps each part."""
+        first = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
+        return tuple(first + start for start in self.layout.part_starts)
 
     @property
     def tables_ranges(self) -> tuple[tuple[int, int], ...]:
         """Return (address, length) of tables and generations, as this process maps them."""
         return tuple((ctypes.addressof(ctypes.c_char.from_buffer(one)), len(one)) for one in self._tables_maps)
 
-    def populated_bytes(self) -> int:
-        """Return how far from its start the data has all its pages: up to its first hole."""
+    def populated_bytes(self, part: int) -> int:
+        """Return how far from its start a part has all its pages: up to its first hole."""
         try:
-            return os.lseek(self.data_fd, 0, os.SEEK_HOLE)
+            return os.lseek(self.parts[part][0], 0, os.SEEK_HOLE)
         except OSError:  # cannot be said: everything is populated again, which changes no byte
             return 0
 
-    def open_for_engine(self) -> tuple[int, int]:
-        """Return descriptors of the data, and of the generations for reading only, for another process.
+    def open_for_engine(self, part: int) -> tuple[int, int]:
+        """Return descriptors of a part of the data, and of the generations for reading only, for another process.
 
         They share no offset, flag or lock with the daemon. The inode of the generations is the daemon's with mode 0600,
         so another uid cannot open them for writing by /proc. Raises OSError.
         """
-        data = os.open(f"/proc/self/fd/{self.data_fd}", os.O_RDWR)
+        data = os.open(f"/proc/self/fd/{self.parts[part][0]}", os.O_RDWR)
         try:
             return data, os.open(f"/proc/self/fd/{self.generations_fd}", os.O_RDONLY)
         except OSError:
@@ -153,7 +154,7 @@ class ArenaFile:
 
     def close(self) -> None:
         """Close the files. The mappings end with the process, because numpy views still point into them."""
-        _close(self.files)
+        close_all(self.files)
 
 
 @dataclass(slots=True)
@@ -165,7 +166,7 @@ class _Old:
 
     tables: int | None = None
     generations: int | None = None  # those that belong to the tables ...
-    data: int | None = None  # ... and the data that does
+    data: list[int] = field(default_factory=list)  # ... and all parts of the data, none if one is missing
     others: list[int] = field(default_factory=list)  # files that belong to no tables here, or may not be freed
     superblock: Superblock | None = None
     reason: str = ""
@@ -173,15 +174,15 @@ class _Old:
     @property
     def known(self) -> list[int]:
         """Return what is freed if it is not adopted, in this order: before the data what makes readers fail."""
-        return [fd for fd in (self.tables, self.generations, self.data) if fd is not None]
+        return [fd for fd in (self.tables, self.generations, *self.data) if fd is not None]
 
     @property
     def whole(self) -> bool:
         """Whether all files are there. In format 1, the data is behind the tables."""
-        return self.data is not None or (self.superblock is not None and self.superblock.data_file == NO_FILE)
+        return bool(self.data) or (self.superblock is not None and self.superblock.data_files == (NO_FILE,))
 
     def close(self) -> None:
-        _close((*self.known, *self.others))
+        close_all((*self.known, *self.others))
 
 
 def open_arena(
@@ -210,15 +211,15 @@ def open_arena(
     for superblock in forgotten:
         _free_data_of(superblock, old.others)
     if old.superblock is not None and old.tables is not None and not old.reason:
-        assert old.generations is not None and old.data is not None
-        _close(old.others)
+        assert old.generations is not None
+        close_all(old.others)
         adopted = replace(old.superblock, run=old.superblock.run + 1)
-        _write_page(old.tables, adopted.pack())
-        return ArenaFile(request.path, (old.tables, old.generations, old.data), adopted, Origin.ADOPTED, "")
+        write_page(old.tables, adopted.pack())
+        return ArenaFile(request.path, (old.tables, old.generations, *old.data), adopted, Origin.ADOPTED, "")
     if old.superblock is not None and old.tables is not None and old.whole and old.superblock.boot == boot_id:
         _refuse_if_lent(old.tables, old.superblock.layout, request, alive, old.reason)
     _check_room(request, held_bytes=_held_bytes(old))
-    _free(old.known)
+    free_pages(old.known)
     origin = Origin.RECREATED if old.known or old.others else Origin.CREATED
     old.close()
     for path in request.paths:
@@ -231,7 +232,7 @@ def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING
 
     Raise ConfigError where `open_arena` would, except for loans. Changes nothing. `kept` is taken over.
     """
-    _close(kept.tables)
+    close_all(kept.tables)
     old = _judge(_open_existing(request, request.path), _candidates(request, kept), request, boot_id)
     try:
         if old.reason or not old.known:
@@ -269,7 +270,7 @@ def _distinct(kept: Sequence[int]) -> list[int]:
     for fd in kept:
         found = os.fstat(fd)
         own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_nlink
-        if not own or files.setdefault(_file_of(fd), fd) != fd:
+        if not own or files.setdefault(file_of(fd), fd) != fd:
             os.close(fd)
     return list(files.values())
 
@@ -287,17 +288,18 @@ def _choose(
         superblock = read_superblock(kept)
         _refuse_if_lent(kept, superblock.layout, request, alive, "another one has its name")
         forgotten.append(superblock)
-    _free([kept])
+    free_pages([kept])
     os.close(kept)
     return tables
 
 
 def _free_data_of(superblock: Superblock, files: Sequence[int]) -> None:
     """Free generations and data of tables that are gone; the data only after its generations."""
-    found = {_file_of(fd): fd for fd in files}
-    generations, data = found.get(superblock.generations_file), found.get(superblock.data_file)
+    found = {file_of(fd): fd for fd in files}
+    generations = found.get(superblock.generations_file)
     if generations is not None or superblock.layout.former:  # those of a former format were in the tables
-        _free(fd for fd in (generations, data) if fd is not None)
+        data = [found.get(one) for one in superblock.data_files]
+        free_pages(fd for fd in (generations, *data) if fd is not None)
 
 
 def _judge(tables: int | None, files: list[int], request: ArenaRequest, boot_id: bytes) -> _Old:
@@ -311,28 +313,14 @@ def _judge(tables: int | None, files: list[int], request: ArenaRequest, boot_id:
     except ArenaFormatError as error:
         old.reason = str(error)
         return old
-    found = {_file_of(fd): fd for fd in reversed(files)}
+    found = {file_of(fd): fd for fd in reversed(files)}
     old.generations = found.get(superblock.generations_file)
     if old.generations is not None or superblock.layout.former:
-        old.data = found.get(superblock.data_file)
-    old.others = [fd for fd in files if fd not in (old.generations, old.data)]
+        data = [found[one] for one in superblock.data_files if one in found]
+        old.data = data if len(data) == len(superblock.data_files) else []
+    old.others = [fd for fd in files if fd not in (old.generations, *old.data)]
     old.reason = _why_not(superblock, old, request, boot_id)
     return old
-
-
-def _file_of(fd: int) -> FileId:
-    found = os.fstat(fd)
-    return found.st_dev, found.st_ino
-
-
-def read_superblock(tables: int) -> Superblock:
-    """Return the superblock of tables that are all there, of a former format too. Raise ArenaFormatError."""
-    page = os.pread(tables, PAGE_BYTES, 0)
-    superblock = Superblock.unpack_former(page) or Superblock.unpack(page)
-    size_bytes, tables_bytes = os.fstat(tables).st_size, superblock.layout.tables_bytes
-    if size_bytes < tables_bytes or (size_bytes > tables_bytes and superblock.data_file != NO_FILE):
-        raise ArenaFormatError(f"its tables have {size_bytes} bytes, their superblock says otherwise")
-    return superblock
 
 
 def _why_not(superblock: Superblock, old: _Old, request: ArenaRequest, boot_id: bytes) -> str:
@@ -344,12 +332,12 @@ def _why_not(superblock: Superblock, old: _Old, request: ArenaRequest, boot_id: 
         return "it is from before the last boot"
     if layout.size_bytes != request.size_bytes:
         return f"its size changes from {layout.size_bytes} to {request.size_bytes} bytes"
-    if old.generations is None or old.data is None:
-        data_is_here = superblock.data_file in map(_file_of, (*old.known, *old.others))
+    if old.generations is None or not old.data:
+        data_is_here = set(superblock.data_files) <= set(map(file_of, (*old.known, *old.others)))
         name = "generations are missing, or belong" if data_is_here else "data is missing, or belongs"
         return f"its {name} to another arena"
-    for fd, expected_bytes in ((old.generations, layout.generations_bytes), (old.data, layout.data_bytes)):
-        if _is_sealed(fd) != request.sealed:
+    for fd, expected_bytes in ((old.generations, layout.generations_bytes), *zip(old.data, layout.parts, strict=True)):
+        if is_sealed(fd) != request.sealed:
             return "[ram] sealed has another value than when it was made"
         if (size_bytes := os.fstat(fd).st_size) != expected_bytes:
             return f"one of its files has {size_bytes} bytes instead of {expected_bytes}"
@@ -370,47 +358,23 @@ def _refuse_if_lent(tables: int, layout: ArenaLayout, request: ArenaRequest, ali
         )  # fmt: skip
 
 
-def lent_to(tables_fd: int, layout: ArenaLayout, alive: Alive) -> set[int]:
-    """Return the pids (0: unknown), not proven dead, of sessions with loans in this arena."""
-    tables = ArenaTables(memoryview(mmap.mmap(tables_fd, layout.tables_bytes, access=mmap.ACCESS_READ)), layout)
-    lent = tables.lent["mode"]
-    borrowers = (lent == LentMode.READ) | (lent == LentMode.WRITE)
-    return living(tables, alive, {int(session) for session in tables.lent["session"][borrowers]})
-
-
-def living(tables: ArenaTables, alive: Alive, sessions: Collection[int] | None = None) -> set[int]:
-    """Return the pids (0: unknown), not proven dead, of processes that are attached, all or those of these sessions."""
-    attachments = tables.attachments
-    found = set()
-    for slot in attachments["used"].nonzero()[0]:
-        if sessions is None or int(attachments["session"][slot]) in sessions:
-            process = ProcessIdentity(
-                pid=int(attachments["pid"][slot]),
-                start_ticks=int(attachments["start"][slot]),
-                boot_id=attachments["boot"][slot].tobytes(),
-            )
-            if alive(process) is not Liveness.DEAD:
-                found.add(process.pid)
-    return found
-
-
 def _create(
     request: ArenaRequest, boot_id: bytes, random_bytes: Callable[[int], bytes], origin: Origin, note: str
 ) -> ArenaFile:
     """Create an arena. The superblock is written last: files without one are no arena, and are created again."""
     layout = ArenaLayout.plan(request.size_bytes)
-    make = _new_memory if request.sealed else _new_file
+    make = new_memory if request.sealed else new_file
     tables, generations, data = request.paths
     files = (
-        _new_file(tables, layout.tables_bytes),
+        new_file(tables, layout.tables_bytes),
         make(generations, layout.generations_bytes),
-        make(data, layout.data_bytes),
+        *(make(data, size_bytes) for size_bytes in layout.parts),
     )
     try:
         for fd, size_bytes in ((files[0], layout.tables_bytes), (files[1], layout.generations_bytes)):
             os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
-        _close(files)
+        close_all(files)
         for path in request.paths:
             path.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
@@ -419,73 +383,14 @@ def _create(
             request.config_file, "ram.capacity", f"no room in {request.path.parent} even for the arena's tables"
         ) from error
     arena_id = int.from_bytes(random_bytes(8), "little") | 1
-    _write_page(files[1], GenerationsHeader(arena_id, layout.rows).pack())
-    superblock = Superblock(arena_id, layout, 1, boot_id, _file_of(files[1]), _file_of(files[2]))
-    _write_page(files[0], superblock.pack())
+    write_page(files[1], GenerationsHeader(arena_id, layout.rows).pack())
+    superblock = Superblock(arena_id, layout, 1, boot_id, file_of(files[1]), tuple(map(file_of, files[2:])))
+    write_page(files[0], superblock.pack())
     return ArenaFile(request.path, files, superblock, origin, note)
-
-
-def _new_file(path: Path, size_bytes: int) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    os.ftruncate(fd, size_bytes)
-    return fd
-
-
-def _new_memory(path: Path, size_bytes: int) -> int:
-    """Return a memfd of this size for good: every process can be given it, and none can cut it short.
-
-    Of huge pages, if the file system of `path` has only such.
-    """
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    if file_system(path.parent) == HUGETLBFS:
-        page_bytes = os.statvfs(path.parent).f_bsize
-        flags |= os.MFD_HUGETLB | (page_bytes.bit_length() - 1) << os.MFD_HUGE_SHIFT
-    try:
-        fd = os.memfd_create(path.name, flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fd = os.memfd_create(path.name, flags)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, size_bytes)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd
-
-
-def _is_sealed(fd: int) -> bool:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-    except OSError:  # a file system without seals
-        return False
-
-
-def _write_page(fd: int, page: bytes) -> None:
-    """Write the first page with one system call, so that a SIGKILL leaves the old or the new one."""
-    try:
-        os.pwrite(fd, page, 0)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        with mmap.mmap(fd, PAGE_BYTES) as mapped:  # hugetlbfs has no write(2)
-            mapped[: len(page)] = page
-
-
-def _close(files: Iterable[int]) -> None:
-    for fd in files:
-        os.close(fd)
 
 
 def _held_bytes(old: _Old) -> int:
     return sum(os.fstat(fd).st_blocks * 512 for fd in old.known)
-
-
-def _free(files: Iterable[int]) -> None:
-    """Free all pages. Truncation was rejected: an engine that maps a file would get SIGBUS, not zeros."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for fd in files:
-        size_bytes = os.fstat(fd).st_size
-        if size_bytes:
-            libc.fallocate(fd, _FALLOC_FL_KEEP_SIZE_PUNCH_HOLE, ctypes.c_long(0), ctypes.c_long(size_bytes))
 
 
 def _check_room(request: ArenaRequest, held_bytes: int) -> None:
@@ -508,7 +413,7 @@ def _check_room(request: ArenaRequest, held_bytes: int) -> None:
 
 def describe(arena: ArenaFile) -> str:
     """Return one line for the log."""
-    files = arena.files[:1] if _is_sealed(arena.data_fd) else arena.files
+    files = arena.files[:1] if is_sealed(arena.generations_fd) else arena.files
     nameless = "" if all(os.fstat(fd).st_nlink for fd in files) else "its name was removed"
     why = f" ({arena.note or nameless})" if arena.note or nameless else ""
     size = f"{arena.layout.size_bytes // MIB} MiB, format {FORMAT_VERSION}, run {arena.superblock.run}"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from math import inf
 
 from kvdepot.core.calls import Kind
+from kvdepot.core.data_mapping import pack_parts
 from kvdepot.server.arena.arena_file import ArenaFile
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import Drift
@@ -80,8 +81,8 @@ class ChecksumService:
         try:
             self._process, self._socket, self._pidfd = spawn(
                 _MODULE,
-                lambda socket_fd: (self._arena.data_fd, socket_fd, self._arena.layout.data_bytes, os.getpid()),
-                (self._arena.data_fd,),
+                lambda socket_fd: (pack_parts(self._arena.parts), socket_fd, os.getpid()),
+                tuple(fd for fd, _ in self._arena.parts),
                 niceness=_NICENESS,
             )
         except Exception as error:  # noqa: BLE001 - an OSError, or whatever it is: tried again

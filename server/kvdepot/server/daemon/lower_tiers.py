@@ -65,8 +65,7 @@ class LowerTiers:
     def _tier(self, table: TierTable, registry: WorkerRegistry) -> Tier:
         tables = self._config.tables
         context = TierContext(
-            arena_fd=self._arena.data_fd,
-            arena_bytes=self._arena.layout.data_bytes,
+            data=self._arena.parts,
             arena_id=self._arena.superblock.arena_id,
             registry=registry,
             loop=self._loop,

@@ -23,8 +23,9 @@ from kvdepot.core.proc_text import MEMORY_KINDS
 from kvdepot.core.records import RequestRecord
 from kvdepot.core.report import DaemonStatus, TierStatus
 from kvdepot.server.arena.arena_file import NOTHING_KEPT, ArenaFile, KeptFiles, describe, open_arena
+from kvdepot.server.arena.growing import Growing
 from kvdepot.server.arena.holding import Holding, held_files
-from kvdepot.server.arena.populate import RETRY_SECONDS, Growth, Populator
+from kvdepot.server.arena.populate import RETRY_SECONDS, Growth
 from kvdepot.server.attach.attach import ArenaOffer, AttachListener
 from kvdepot.server.attach.streams import StreamProxies
 from kvdepot.server.config import arena_directory
@@ -67,7 +68,6 @@ CLOSE_SECONDS = 7.0
 """What tiers get to finish what is in flight: with the rest of a stop, less than 10 s whatever a medium does."""
 GRACE_SECONDS = 1.0
 """What calls in flight get at a stop."""
-_THREADS_MAX = 4
 _DRAIN_STEP_SECONDS = 0.01
 
 
@@ -107,7 +107,6 @@ class Node:
         notify.keep(TABLES_NAME, self._arena.tables_fd)
         notify.keep(OTHERS_NAME, *self._arena.files[1:])
         self._quotas = SetQuotas()
-        self._growth = Growth(0, done=False)
         self._serving = False
         self._stopping = False
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -138,10 +137,13 @@ class Node:
             identify=self._identify,
             request_over=None if self._tracing is None else partial(self._trace, self._tracing),
         )
-        offer = ArenaOffer(superblock.arena_id, arena.layout.data_bytes, self._version, arena.open_for_engine)
+        offer = ArenaOffer(
+            superblock.arena_id, arena.layout.data_bytes, self._version, partial(arena.open_for_engine, 0)
+        )
         tables = self._config.tables
         streams = StreamProxies(
-            arena_fds=arena.files, count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
+            arena_fds=(arena.tables_fd, arena.generations_fd, arena.parts[0][0]),
+            count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
             group_id=tables.daemon.group_id, loop=self._loop, log=self._log, count=counters.add,
             tenants=len(tables.tenant),
         )  # fmt: skip
@@ -159,15 +161,7 @@ class Node:
         self._checksums = ChecksumService(
             arena=arena, depot=self._depot, loop=self._loop, log=self._log, quarantine=self._control.quarantine
         )
-        self._populator = Populator(
-            fd=arena.data_fd,
-            address=arena.address,
-            size_bytes=arena.layout.data_bytes,
-            memory_alone=self._config.tables.ram.sealed,
-            lock_too=arena.tables_ranges,
-            threads=min(os.cpu_count() or 1, _THREADS_MAX),
-            report=self._report_growth,
-        )
+        self._growing = Growing(arena, memory_alone=tables.ram.sealed, loop=self._loop, grew=self._grew)
         calls = DepotCalls(
             self._depot,
             capabilities=self.capabilities, committed=self._checksums.wake, counters=counters, log=self._log,
@@ -198,8 +192,7 @@ class Node:
             report.dropped,
         )  # fmt: skip
         self._checksums.start()
-        self._grew(Growth(self._arena.populated_bytes(), done=False))
-        self._populator.start()
+        self._growing.start()
         tables = self._config.tables.daemon
         try:
             for path in tables.sockets:
@@ -242,7 +235,7 @@ class Node:
         await self._operators.close()
         self._checksums.close()
         self._holding.close()
-        await self._loop.run_in_executor(None, self._populator.stop)
+        await self._loop.run_in_executor(None, self._growing.stop)
         kept = "" if drained else ", some objects without a checksum will be dropped"
         if not closed:
             self._log.warning("tier not closed: no answer in %.0f s, its device may hang", CLOSE_SECONDS)
@@ -289,8 +282,8 @@ class Node:
         return readiness(
             serving=self._serving,
             stopping=self._stopping,
-            ready_bytes=self._growth.ready_bytes,
-            growth_reason=self._growth.reason,
+            ready_bytes=self._growing.now.ready_bytes,
+            growth_reason=self._growing.now.reason,
             tiers_reason=self._tiers.trouble,
             draining=self._depot.switches.draining,
         )
@@ -301,7 +294,7 @@ class Node:
             protocol_max=limits.PROTOCOL_MAX,
             daemon_version=self._version,
             arena_id=self._arena.superblock.arena_id,
-            ready_bytes=self._growth.ready_bytes,
+            ready_bytes=self._growing.now.ready_bytes,
             limits=limits.advertised(),
         )
 
@@ -378,35 +371,29 @@ class Node:
         return processes.liveness(process, self._boot_id)
 
     def _tier(self, tier: TierStatus) -> TierStatus:
-        state = "ready" if self._growth.done and not self._growth.reason else "growing"
+        state = "ready" if self._growing.now.done and not self._growing.now.reason else "growing"
         return replace(
             tier,
             capacity_bytes=self._config.capacity_bytes,
-            ready_bytes=self._growth.ready_bytes,
-            state="degraded" if self._growth.reason else state,
-            reason=self._growth.reason,
+            ready_bytes=self._growing.now.ready_bytes,
+            state="degraded" if self._growing.now.reason else state,
+            reason=self._growing.now.reason,
         )
 
-    def _report_growth(self, growth: Growth) -> None:
-        """Pass growth of the arena to the loop. The populating threads call this."""
-        self._loop.call_soon_threadsafe(self._grew, growth)
-
-    def _grew(self, growth: Growth) -> None:
-        before = self._growth
-        self._growth = replace(growth, ready_bytes=max(growth.ready_bytes, self._growth.ready_bytes))
-        self._depot.ready(self._growth.ready_bytes)
+    def _grew(self, part: int, before: Growth, growth: Growth) -> None:
+        self._depot.ready(self._arena.layout.part_starts[part] + growth.ready_bytes)
         if growth.reason and not before.reason:
             self._log.error("arena stopped growing: %s; retry every %.0f s", growth.reason, RETRY_SECONDS)
         elif before.reason and not growth.reason:
             self._log.info("arena grows again")
-        if growth.done:
+        if growth.done and (growth := self._growing.now).done:
             self._log.info("arena populated: %s", "locked into memory" if growth.locked else "not locked into memory")
         self._renew_readiness()
         self._notify(f"STATUS={self._progress()}")
 
     def _progress(self) -> str:
         """Return one line for the supervisor."""
-        growth, size_bytes = self._growth, self._arena.layout.data_bytes
+        growth, size_bytes = self._growing.now, self._arena.layout.data_bytes
         populated = f"{growth.ready_bytes // MIB} of {size_bytes // MIB} MiB of the arena are populated"
         return f"degraded: {growth.reason}" if growth.reason else populated
 

@@ -1,6 +1,6 @@
 """The checksum worker: a process that reads committed objects and answers their XXH3-128, or compares two.
 
-Started by the daemon as `python -m kvdepot.server.io.checksum_worker ARENA_FD SOCKET_FD SIZE PARENT_PID`.
+Started by the daemon as `python -m kvdepot.server.io.checksum_worker DATA SOCKET_FD PARENT_PID`, DATA of `pack_parts`.
 It reads nothing but what it is asked, writes nothing, and ends with its parent.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import xxhash
 from kvdepot.core.allocator import Extent
-from kvdepot.core.data_mapping import map_data
+from kvdepot.core.data_mapping import map_parts, unpack_parts
 from kvdepot.server.io.checksum_wire import ANSWERS, JOBS, Compare, Compared, Summed
 from kvdepot.server.io.lifeline import die_with, exit_code
 
@@ -21,9 +21,9 @@ _SLICE_BYTES = 4 << 20
 
 
 def main(arguments: list[str]) -> int:
-    arena_fd, socket_fd, size_bytes, parent = (int(argument) for argument in arguments)
+    data, socket_fd, parent = arguments[0], int(arguments[1]), int(arguments[2])
     die_with(parent)
-    arena = memoryview(map_data(arena_fd, size_bytes, writable=False))
+    arena = map_parts(unpack_parts(data), writable=False)
     daemon = socket.socket(fileno=socket_fd)
     stream = daemon.makefile("rb")
     while (frame := JOBS.read(stream)) is not None:

@@ -1,8 +1,8 @@
 """The I/O worker: a process that reads and writes objects between a directory and the arena.
 
-Started by the daemon as `python -m kvdepot.server.io.worker ARENA_FD ARENA_BYTES SOCKET_FD PARENT_PID DIRECTORY GUARD`
-(ARENA_FD -1: its jobs have no extents; GUARD: the token of `directory_guard`, may be empty). It does what it is told,
-and ends with its parent, with its socket, or killed: it has nothing to tidy up.
+Started by the daemon as `python -m kvdepot.server.io.worker DATA SOCKET_FD PARENT_PID DIRECTORY GUARD`. DATA: of
+`pack_parts`, empty if its jobs have no extents. GUARD: the token of `directory_guard`, may be empty. It does what it is
+told, and ends with its parent, with its socket, or killed: it has nothing to tidy up.
 
 Its first thread reads the socket, so that the end of the stream ends the process whatever else hangs. Two more do the
 jobs, each all of one: while one waits for the medium, the other verifies (both happen without the GIL).
@@ -21,6 +21,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
+from kvdepot.core.data_mapping import unpack_parts
 from kvdepot.server.io import directory_guard
 from kvdepot.server.io.arena_pages import ArenaPages
 from kvdepot.server.io.context import Context
@@ -35,13 +36,14 @@ _IDLE_SECONDS: Final = 5.0
 
 
 def main(arguments: list[str]) -> int:
-    arena_fd, arena_bytes, socket_fd, parent = map(int, arguments[:4])
-    directory = arguments[4]
-    entrance = Entrance(directory, arguments[5])
+    parts = unpack_parts(arguments[0])
+    socket_fd, parent = map(int, arguments[1:3])
+    directory = arguments[3]
+    entrance = Entrance(directory, arguments[4])
     die_with(parent)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which drains first, and then ends this process
         signal.signal(ending, signal.SIG_IGN)
-    arena = None if arena_fd < 0 else ArenaPages(arena_fd, arena_bytes)
+    arena = ArenaPages(parts) if parts else None
     threading.excepthook = _end
     daemon = socket.socket(fileno=socket_fd)
     jobs: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kvdepot.core.data_mapping import DataParts, pack_parts
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.jobs import ANSWERS, STARTED, Answer
 
@@ -21,14 +22,13 @@ _RECEIVE_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker inherits. Descriptors stay the caller's; -1: none.
+    """What a worker inherits. Descriptors stay the caller's. `data`: of the arena; none where its jobs have no extents.
 
     `guard`: the token with which it enters the directory (`directory_guard`); empty where nobody guards it.
     """
 
     directory: Path
-    arena_fd: int = -1
-    arena_bytes: int = 0
+    data: DataParts = ()
     guard: str = ""
 
 
@@ -62,9 +62,9 @@ class WorkerProcess:
         self._process, self._socket, self._pidfd = spawn(
             _MODULE,
             lambda socket_fd: (
-                settings.arena_fd, settings.arena_bytes, socket_fd, os.getpid(), settings.directory, settings.guard,
+                pack_parts(settings.data), socket_fd, os.getpid(), settings.directory, settings.guard,
             ),
-            () if settings.arena_fd < 0 else (settings.arena_fd,),
+            tuple(fd for fd, _ in settings.data),
             niceness=_NICENESS,
         )  # fmt: skip
         self._open = True

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvdepot.core.data_mapping import DataParts
 from kvdepot.server.io.breaker import Breaker
 from kvdepot.server.io.jobs import Probe
 from kvdepot.server.io.pool import FAILING, IoPool
@@ -19,8 +20,7 @@ from kvdepot.server.tiers.config import LowerTierConfig
 class TierContext:
     """What a tier gets from its daemon. `count`: where its counters go, see `IoPool`."""
 
-    arena_fd: int
-    arena_bytes: int
+    data: DataParts
     arena_id: int
     registry: WorkerRegistry
     loop: asyncio.AbstractEventLoop
@@ -29,7 +29,7 @@ class TierContext:
 
     def data_pool(self, config: LowerTierConfig, *, probe: Probe, failing: frozenset[IoOutcome] = FAILING) -> IoPool:
         """Return a pool of workers that have the arena."""
-        settings = WorkerSettings(config.path, self.arena_fd, self.arena_bytes)
+        settings = WorkerSettings(config.path, self.data)
         return self._pool(config, settings, config.io_workers, self.registry, probe, failing)
 
     def journal_pool(self, config: LowerTierConfig, *, probe: Probe) -> IoPool:

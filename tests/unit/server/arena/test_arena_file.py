@@ -92,7 +92,7 @@ def test_sealed_data_has_no_name_and_nobody_changes_its_size(folder: Path) -> No
     arena = _open(folder / "a", sealed=True)
     assert [path.name for path in folder.iterdir()] == ["a"]
     assert all(os.fstat(fd).st_mode & 0o777 == 0o600 for fd in arena.files)
-    data, generations = arena.open_for_engine()
+    data, generations = arena.open_for_engine(0)
     mapped = mmap.mmap(data, arena.layout.data_bytes)
     for size_bytes in (0, arena.layout.data_bytes - PAGE_BYTES, arena.layout.data_bytes + PAGE_BYTES):
         for change in (os.ftruncate, os.truncate):
@@ -149,7 +149,7 @@ def test_another_value_of_the_setting_makes_the_arena_anew_unless_it_is_lent(fol
         _open(folder / "a", sealed=not sealed, kept=_kept(first), alive=Liveness.ALIVE)
     second = _open(folder / "a", sealed=not sealed, kept=_kept(first))
     assert second.origin is Origin.RECREATED
-    assert os.fstat(first.data_fd).st_blocks == 0
+    assert os.fstat(first.parts[0][0]).st_blocks == 0
     assert _data(folder / "a").exists() is sealed
 
 
@@ -157,7 +157,7 @@ def test_another_value_of_the_setting_makes_the_arena_anew_unless_it_is_lent(fol
 def test_core_dumps_leave_the_data_out(folder: Path) -> None:
     """Memory without a name is in them by default (core(5))."""
     arena = _open(folder / "a", sealed=True)
-    mapping = Path("/proc/self/smaps").read_text().partition(f"{arena.address:x}-")[2]
+    mapping = Path("/proc/self/smaps").read_text().partition(f"{arena.addresses[0]:x}-")[2]
     assert "memfd:a.data" in mapping.splitlines()[0]
     flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags"))
     assert "dd" in flags.split()
@@ -318,7 +318,7 @@ def test_never_a_second_arena_beside_an_old_one(folder: Path) -> None:
     """An engine that still maps the old files holds no page of them and is not killed by reading."""
     first = _open(folder / "a")
     first.data[:] = b"\1" * len(first.data)
-    engines = first.open_for_engine()
+    engines = first.open_for_engine(0)
     second = _open(folder / "a", SIZE_BYTES // 2)
     assert second.origin is Origin.RECREATED
     assert [os.fstat(fd).st_blocks for fd in engines] == [0, 0]
@@ -368,8 +368,8 @@ def test_kept_descriptors_stand_for_names_that_were_removed(folder: Path, remove
     assert second.superblock.run == 2
     assert bytes(second.data[-5:]) == b"hello"
     assert describe(second).startswith(f"{folder / 'a'} adopted (its name was removed), ")
-    engines = second.open_for_engine()
-    assert os.path.sameopenfile(engines[0], first.data_fd)
+    engines = second.open_for_engine(0)
+    assert os.path.sameopenfile(engines[0], first.parts[0][0])
     assert os.path.sameopenfile(engines[1], first.generations_fd)
     for fd in engines:
         os.close(fd)
@@ -382,7 +382,7 @@ def test_one_kept_descriptor_alone_is_made_anew(folder: Path, kept: str) -> None
     first = _open(folder / "a")
     first.data[-5:] = b"hello"
     _remove(folder / "a")
-    fds = KeptFiles((os.dup(first.tables_fd),)) if kept == "tables" else KeptFiles(others=(os.dup(first.data_fd),))
+    fds = KeptFiles((os.dup(first.tables_fd),)) if kept == "tables" else KeptFiles(others=(os.dup(first.parts[0][0]),))
     second = _open(folder / "a", kept=fds)
     assert second.origin is Origin.RECREATED
     assert bool(os.fstat(first.tables_fd).st_blocks) is (kept == "data")
@@ -474,8 +474,8 @@ def test_a_second_holder_of_the_lock_is_refused_by_name(folder: Path) -> None:
 
 def test_engines_get_descriptions_of_their_own_and_cannot_write_the_generations(folder: Path) -> None:
     arena = _open(folder / "a")
-    data, generations = arena.open_for_engine()
-    for ours, engines in ((arena.data_fd, data), (arena.generations_fd, generations)):
+    data, generations = arena.open_for_engine(0)
+    for ours, engines in ((arena.parts[0][0], data), (arena.generations_fd, generations)):
         os.lseek(engines, 100, os.SEEK_SET)
         assert os.lseek(ours, 0, os.SEEK_CUR) == 0
         assert not os.get_inheritable(engines)
@@ -503,8 +503,8 @@ class _Grown:
 def _populate(arena: ArenaFile, threads: int = 3) -> list[Growth]:
     grown = _Grown()
     populator = Populator(
-        fd=arena.data_fd,
-        address=arena.address,
+        fd=arena.parts[0][0],
+        address=arena.addresses[0],
         size_bytes=arena.layout.data_bytes,
         threads=threads,
         report=grown,
@@ -523,7 +523,7 @@ def test_populating_reports_a_growing_ready_part_and_changes_no_byte(folder: Pat
     assert [step.ready_bytes for step in steps] == [PIECE_BYTES, 2 * PIECE_BYTES, size_bytes, size_bytes]
     assert [step.done for step in steps] == [False, False, False, True]
     assert not steps[-1].reason
-    assert arena.populated_bytes() == size_bytes
+    assert arena.populated_bytes(0) == size_bytes
     assert bytes(arena.data[-4:]) == b"kept"
 
 
@@ -532,7 +532,7 @@ def test_pieces_that_are_populated_out_of_order_are_reported_in_order(folder: Pa
     arena.data[-4:] = b"kept"
     ready = [step.ready_bytes for step in _populate(arena)]
     assert ready == sorted(ready)
-    assert ready[-1] == arena.layout.data_bytes == arena.populated_bytes()
+    assert ready[-1] == arena.layout.data_bytes == arena.populated_bytes(0)
     assert bytes(arena.data[-4:]) == b"kept"
 
 
@@ -540,7 +540,7 @@ def test_a_stopped_populator_does_not_claim_to_be_done(folder: Path) -> None:
     arena = _open(folder / "a", 5 * PIECE_BYTES // 2)
     grown = _Grown()
     populator = Populator(
-        fd=arena.data_fd, address=arena.address, size_bytes=arena.layout.data_bytes, threads=3, report=grown
+        fd=arena.parts[0][0], address=arena.addresses[0], size_bytes=arena.layout.data_bytes, threads=3, report=grown
     )
     populator.stop()
     populator.start()
@@ -551,9 +551,9 @@ def test_a_stopped_populator_does_not_claim_to_be_done(folder: Path) -> None:
 @pytest.mark.requirement("T6")
 def test_an_arena_populated_in_part_is_ready_up_to_its_first_hole(folder: Path) -> None:
     arena = _open(folder / "a", 4 * PIECE_BYTES)
-    assert arena.populated_bytes() < PIECE_BYTES
+    assert arena.populated_bytes(0) < PIECE_BYTES
     _populate(arena)
-    assert _open(folder / "a", 4 * PIECE_BYTES).populated_bytes() == arena.layout.data_bytes
+    assert _open(folder / "a", 4 * PIECE_BYTES).populated_bytes(0) == arena.layout.data_bytes
 
 
 @pytest.mark.requirement("T1")

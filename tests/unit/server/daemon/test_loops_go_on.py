@@ -141,13 +141,13 @@ def test_the_readiness_is_told_when_the_arena_has_grown_and_not_a_tick_later() -
 
     async def run() -> None:
         node = node_with(SimpleNamespace(set_serving=set_serving), [])
-        node._growth = Growth(0, done=False)
+        node._growing = SimpleNamespace(now=Growth(PIECE, done=True))
         node._depot.ready = lambda _: None
-        node._arena = SimpleNamespace(layout=SimpleNamespace(data_bytes=PIECE))
+        node._arena = SimpleNamespace(layout=SimpleNamespace(data_bytes=PIECE, part_starts=(0,)))
         node._notify = lambda _: None
         node._loop = asyncio.get_running_loop()
         for _ in range(2):
-            node._grew(Growth(PIECE, done=True))
+            node._grew(0, Growth(0, done=False), Growth(PIECE, done=True))
             await asyncio.sleep(0)
 
     asyncio.run(run())
