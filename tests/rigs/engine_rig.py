@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from itertools import pairwise
 from random import Random
@@ -118,10 +119,14 @@ class Rig:
         shared_medium: SharedMedium | None = None,
         shared_handles: int = 256,
         audit_share: float = RAM_SHARE_MAX,
+        parts: Sequence[int] = (),
         **config: object,
     ) -> None:
         overhead_bytes = ArenaLayout.plan(64 << 20, rows, lent_rows).overhead_bytes
-        self.layout = ArenaLayout.plan(overhead_bytes + data_pages * 4096, rows, lent_rows)
+        data_bytes = sum(parts) or data_pages * 4096
+        self.layout = replace(
+            ArenaLayout.plan(overhead_bytes + data_bytes, rows, lent_rows), divided=tuple(parts)
+        )  # fmt: skip
         self.buffer = memoryview(bytearray(self.layout.data_bytes))
         self.tables = memoryview(bytearray(self.layout.tables_bytes))
         self.generations = memoryview(bytearray(self.layout.generations_bytes))
@@ -164,7 +169,8 @@ class Rig:
         self.report = self.depot.adopt(self.liveness)
         self.ready_bytes_after_adoption = self.depot.status().tier.ready_bytes
         if self.populated_at_start:
-            self.depot.ready(self.layout.data_bytes)
+            for part, size_bytes in enumerate(self.layout.parts):
+                self.depot.ready(size_bytes, part)
         self.depot.start_tiers()
 
     def wipe(self) -> None:
@@ -373,12 +379,18 @@ def audit(engine: Depot) -> None:
 
 def _audit_bytes(engine: Depot, chained: list[int]) -> None:
     ram = engine._ram
-    rounded = ram.allocator.rounded
+    rounded = ram.rounded
     extents = sorted((ram.rows.offset[row], rounded(ram.rows.length[row])) for row in chained)
     for (one, length), (other, _) in pairwise(extents):
         assert one + length <= other, "extents overlap"
-    assert ram.allocator.used_bytes == sum(length for _, length in extents)
-    ram.allocator.check()
+    for room in ram.rooms:
+        here = [length for offset, length in extents if room.start <= offset < room.end]
+        assert (room.used_bytes, room.rows_used) == (sum(here), len(here)), "a room miscounts what lies there"
+        room.allocator.check()
+    for slot in ram._namespaces.by_slot if len(ram.rooms) > 1 else ():
+        of = {ram.part_of(row) for row in chained if ram.rows.namespace[row] == slot}
+        room_of = ram.rooms.of(slot)
+        assert of <= ({room_of.number} if room_of else set()), "an object lies in another tenant's part"
 
 
 def _audit_index(engine: Depot, heads: list[int]) -> None:
@@ -469,7 +481,7 @@ def _audit_awaited(ram: RamTier, session: Session) -> None:
     """What its loads wait for, and have no room for yet, is what the session is said to wait for."""
     pending = [one.pending for one in session.leases.values() if isinstance(one, ReadLease) and one.pending]
     left = [(one.asked, at) for one in pending for at in one.wanted[one.placed :]]
-    sizes = [ram.allocator.rounded(asked.namespace.object_bytes[asked.call.kinds[at]]) for asked, at in left]
+    sizes = [ram.rounded(asked.namespace.object_bytes[asked.call.kinds[at]]) for asked, at in left]
     assert (session.awaited_objects, session.awaited_bytes) == (len(sizes), sum(sizes))
 
 

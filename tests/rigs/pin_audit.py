@@ -19,7 +19,7 @@ def audit_pins(engine: Depot) -> None:
     assert taken.bytes == sum(map(ram.rounded_bytes, pinned))
     assert taken.rows == sum(len(ram.rows.chain(row)) for row in pinned)
     if pins._sweep is None:  # else what is above a smaller share goes at the moment
-        assert taken.bytes <= pins._share * ram.allocator.ready_bytes
+        assert taken.bytes <= pins._share * ram.rooms.ready_bytes
         assert taken.rows <= pins._share * ram.rows.count
     for row in pinned:
         node = ram.node_of(row)

@@ -24,7 +24,9 @@ def audit_prefetch(engine: Depot) -> None:
         row: n for row, n in owners.items() if holds._requests[row]
     }
     assert holds.objects == len(held)
-    assert holds.bytes == sum(map(ram.rounded_bytes, held)) <= prefetch.limit_bytes
+    for room in ram.rooms:
+        there = sum(ram.rounded_bytes(row) for row in held if ram.part_of(row) == room.number)
+        assert holds.bytes_in(room.number) == there <= prefetch._share * room.allocator.ready_bytes
     for row in held:
         assert holds.pinned[row] and ram.node_of(row) != NONE, "held, and nobody finds it"
         assert ram.rows.state[row] == RowState.COMMITTED or engine._tiering.promotions.reading(row)

@@ -575,7 +575,7 @@ class World:
         self.rig.depot.tick()
         pins = self.rig.depot._ram.pins
         assert not any(pins.prefetch.pinned) and not any(pins.user.pinned), "kept for nobody"
-        assert self.rig.depot._stores._credit.attention_bytes == 0
+        assert not any(room.attention_bytes for room in self.rig.depot._ram.rooms)
         audit(self.rig.depot)
 
 

@@ -137,6 +137,11 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
+def _is_odd(part_bytes: int) -> bool:
+    """Return whether a part of the data cannot have huge pages, or is empty."""
+    return part_bytes <= 0 or part_bytes % FILE_ALIGN_BYTES != 0
+
+
 def _column_bytes(dtype: str, rows: int) -> int:
     return _round_up(np.dtype(dtype).itemsize * rows, COLUMN_ALIGN_BYTES)
 
@@ -154,6 +159,7 @@ class ArenaLayout:
     rows: int
     lent_rows: int
     former: bool = False  # of a former format: the generations are the first column of the extent table
+    divided: tuple[int, ...] = ()  # the sizes of the files of the data; empty: it is one file
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -169,6 +175,8 @@ class ArenaLayout:
             raise ArenaFormatError(
                 f"arena layout: {self.size_bytes} bytes have no room beside tables of {self.overhead_bytes} bytes"
             )
+        if self.divided and (sum(self.divided) != self.data_bytes or any(map(_is_odd, self.divided))):
+            raise ArenaFormatError(f"arena layout: parts of {self.divided} bytes are no parts of {self.data_bytes}")
 
     @staticmethod
     def plan(size_bytes: int, rows: int | None = None, lent_rows: int | None = None) -> ArenaLayout:
@@ -225,7 +233,7 @@ class ArenaLayout:
     @property
     def parts(self) -> tuple[int, ...]:
         """Return the size of each file of the data."""
-        return (self.data_bytes,)
+        return self.divided or (self.data_bytes,)
 
     @property
     def part_starts(self) -> tuple[int, ...]:

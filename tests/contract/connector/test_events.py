@@ -90,7 +90,7 @@ def test_what_a_lookup_finds_gone_is_announced_as_removed(make: Make, by: str) -
     engine.reset()
     depot_engine = engine.depot.engine
     if by == "eviction":
-        depot_engine._ram.evictor.evict_to(0, 1 << 20, "watermark")
+        depot_engine._ram.evictor.evict_to(depot_engine._ram.rooms[0], 0, 1 << 20, "watermark")
     else:
         (namespace_id,) = depot_engine._tree.namespaces.by_id
         assert not depot_engine.deletion(namespace_id, b"").run_once()
@@ -120,7 +120,7 @@ def test_what_was_evicted_and_met_by_another_engine_is_announced_as_removed(
     engine.reset()
     depot_engine = engine.depot.engine
     full = replace(depot_engine._config, credit_bytes=1)
-    depot_engine._ram.evictor.evict_to(0, 1 << 20, "watermark")
+    depot_engine._ram.evictor.evict_to(depot_engine._ram.rooms[0], 0, 1 << 20, "watermark")
     if reason is MissReason.NO_GRANT:
         depot_engine.configure(full, {})
     else:

@@ -131,7 +131,8 @@ def reads_no_cache(scene: Scene) -> Iterator[Asked]:
 @contextmanager
 def gone(scene: Scene) -> Iterator[Asked]:
     engine = scene.engine()
-    before_load(engine, lambda: engine.depot.engine._ram.evictor.evict_to(0, 1 << 20, "watermark"))
+    ram = engine.depot.engine._ram
+    before_load(engine, lambda: ram.evictor.evict_to(ram.rooms[0], 0, 1 << 20, "watermark"))
     yield Asked(engine, also={("stale_total", "missing"): 1, ("failed_loads_total", "missing"): 1})
 
 

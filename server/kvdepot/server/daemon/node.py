@@ -381,7 +381,7 @@ class Node:
         )
 
     def _grew(self, part: int, before: Growth, growth: Growth) -> None:
-        self._depot.ready(self._arena.layout.part_starts[part] + growth.ready_bytes)
+        self._depot.ready(growth.ready_bytes, part)
         if growth.reason and not before.reason:
             self._log.error("arena stopped growing: %s; retry every %.0f s", growth.reason, RETRY_SECONDS)
         elif before.reason and not growth.reason:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+from kvdepot.core.allocator import ExtentAllocator
 from kvdepot.core.arena import NO_ROW, ArenaLayout, LentMode
 from kvdepot.core.calls import Kind
 from kvdepot.server.depot.loads.load import Loads
@@ -65,12 +66,14 @@ class Adoption:
         self._clock = tree.clock
         self._rows = ram.rows
         self._lent = ram.lent
-        self._allocator = ram.allocator
+        self._rooms = ram.rooms
         self._account = ram.account
         self._sessions = sessions
         self._stores = stores
         self._loads = loads
         self._end = layout.data_bytes
+        self._room_starts = np.array(layout.part_starts, np.uint64)
+        self._room_ends = np.array([*layout.part_starts[1:], layout.data_bytes], np.int64)
         states = self._rows.states
         self._heads: _Numbers = np.flatnonzero((states != FREE) & (states != CONTINUATION))
         self._reasons = np.zeros(len(self._heads), np.uint8)
@@ -85,6 +88,7 @@ class Adoption:
         self._sessions.clear_gone()
         self._judge_chains()
         self._judge_fields()
+        self._judge_rooms()
         self._judge_overlaps()
         self._judge_repeats()
         self._rebuild_index()
@@ -194,18 +198,40 @@ class Adoption:
         self._blame(blamed, reason)
 
     def _ends(self, all_rows: _Numbers) -> _Numbers:
-        granule = self._allocator.granule_bytes
+        granule = self._rooms.granule_bytes
         lengths = self._rows.lengths[all_rows].astype(np.int64)
         ends: _Numbers = self._rows.offsets[all_rows].astype(np.int64) + -(-lengths // granule) * granule
         return ends
 
     def _in_arena(self, all_rows: _Numbers) -> _Flags:
+        """Return which extents lie whole in one room."""
         rows, size = self._rows, np.uint64(self._end)
         offsets, lengths = rows.offsets[all_rows], rows.lengths[all_rows]
         sane = (offsets < size) & (lengths > 0) & (lengths <= size)
-        inside: _Flags = sane & (offsets % self._allocator.granule_bytes == 0)
-        inside[inside] = self._ends(all_rows[inside]) <= self._end
+        inside: _Flags = sane & (offsets % self._rooms.granule_bytes == 0)
+        inside[inside] = self._ends(all_rows[inside]) <= self._room_ends[self._room_numbers(all_rows[inside])]
         return inside
+
+    def _room_numbers(self, rows: _Numbers) -> _Numbers:
+        """Return the room that the offset of each row lies in."""
+        numbers: _Numbers = np.searchsorted(self._room_starts, self._rows.offsets[rows], side="right") - 1
+        return numbers
+
+    def _judge_rooms(self) -> None:
+        """Assign a room to each namespace: that of its objects. Blame those in other rooms than most of them."""
+        if len(self._rooms) == 1:
+            return
+        all_rows, owners = self._extents()
+        sound = self._in_arena(all_rows)
+        all_rows, owners = all_rows[sound], owners[sound]
+        slots, numbers = self._rows.namespaces[self._heads[owners]], self._room_numbers(all_rows)
+        counted = self._reasons[owners] == 0
+        for slot in np.unique(slots).tolist():
+            mine = slots == slot
+            counts = np.bincount(numbers[mine & counted], minlength=len(self._rooms))
+            self._blame_owners(owners, mine & (numbers != counts.argmax()), "torn_extent")
+            if slot in self._namespaces.by_slot and counts.any():
+                self._rooms.enter(slot, self._rooms[int(counts.argmax())])
 
     def _judge_overlaps(self) -> None:
         """Blame both of two objects that claim the same bytes: neither can be right."""
@@ -288,8 +314,15 @@ class Adoption:
         """Claim the union of these extents in the allocator. They overlap only where a table was torn."""
         if not len(held):
             return
+        numbers = self._room_numbers(held)
+        for room in self._rooms:
+            if len(mine := held[numbers == room.number]):
+                room.rows_used = len(mine)
+                self._claim_in(room.allocator, mine)
+
+    def _claim_in(self, allocator: ExtentAllocator, held: _Numbers) -> None:
         starts, ends = self._rows.offsets[held].astype(np.int64), self._ends(held)
-        self._allocator.grow(int(ends.max()))
+        allocator.grow(int(ends.max()))
         order = np.argsort(starts)
         starts, reach = starts[order], np.maximum.accumulate(ends[order])
         begins = np.ones(len(starts), np.bool_)
@@ -297,14 +330,14 @@ class Adoption:
         first = np.flatnonzero(begins)
         last = np.append(first[1:], len(starts)) - 1
         for start, end in zip(starts[first].tolist(), reach[last].tolist(), strict=True):
-            self._allocator.claim(start, end - start)
+            allocator.claim(start, end - start)
 
     def _hold(self, all_rows: _Numbers, owners: _Numbers, kept: _Flags) -> None:
         """Charge the claimed bytes to namespaces. Where a table was torn, bytes never to be freed are not charged."""
         kept = kept & ~np.isin(self._heads, np.array(sorted(self._ram.unreusable), np.int64))
         sizes = np.zeros(len(self._heads), np.int64)
         mine = kept[owners]
-        granule = self._allocator.granule_bytes
+        granule = self._rooms.granule_bytes
         lengths = self._rows.lengths[all_rows[mine]].astype(np.int64)
         np.add.at(sizes, owners[mine], -(-lengths // granule) * granule)
         slots, sizes = self._rows.namespaces[self._heads[kept]], sizes[kept]

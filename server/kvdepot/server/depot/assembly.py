@@ -88,6 +88,7 @@ class Assembly:
             policy=policy_by_name(config.eviction, tables.layout.rows), counters=self.counters,
             give_way=self._give_way,
             quotas=config.quotas,
+            tenants=tuple(config.tenants),
             tiers=[
                 (tier, settings, policy_by_name(config.eviction, tier.handles_max)) for tier, settings in tiers(workers)
             ],
@@ -138,12 +139,13 @@ class Assembly:
             self.counters.add(f"adopted_objects.{reason}", count)
         return report
 
-    def ready(self, upto_bytes: int) -> None:
-        """Let the allocator use the arena up to this offset, in bytes from the start of the file.
+    def ready(self, upto_bytes: int, part: int = 0) -> None:
+        """Let a room of RAM use its part of the data up to this offset, in bytes from the part's start.
 
-        The file is populated up to there. The offset never shrinks.
+        The part is populated up to there. The offset never shrinks.
         """
-        self._ram.allocator.grow(upto_bytes)
+        room = self._ram.rooms[part]
+        room.allocator.grow(room.start + upto_bytes)
 
     def start_tiers(self) -> None:
         """Open the tiers below RAM. Call this after `adopt`, so that they find the tree for their objects."""
@@ -183,8 +185,8 @@ class Assembly:
             name="ram",
             kind="ram",
             capacity_bytes=self._tables.layout.data_bytes,
-            ready_bytes=ram.allocator.ready_bytes,
-            used_bytes=ram.allocator.used_bytes,
+            ready_bytes=ram.rooms.ready_bytes,
+            used_bytes=ram.rooms.used_bytes,
             lent_bytes=ram.lent_bytes(),
             objects=ram.objects,
             unverified_objects=ram.unverified,

@@ -140,7 +140,7 @@ class Depot(Assembly):
             namespace.describe(elements)
             namespace.sessions += 1
             namespace.used_at = self._clock()
-            sizes = map(self._ram.allocator.rounded, namespace.object_bytes.values())
+            sizes = map(self._ram.rounded, namespace.object_bytes.values())
             engine.object_bytes_max = max(engine.object_bytes_max, *sizes)
             engine.namespaces[namespace_id] = namespace
             if len(engine.namespaces) > limits.NAMESPACES_PER_SESSION_MAX:

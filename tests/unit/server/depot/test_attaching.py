@@ -216,7 +216,7 @@ def test_lent_detached_objects_keep_their_bytes_until_their_loan_ends() -> None:
     lease, reply = client.acquire(KEYS[4:])
     client = restart(rig, opens=False)
     assert (rig.report.detached, rig.report.leases) == (2, 1)
-    assert not rig.depot._ram.evict_one("room"), "to drop them would free nothing"
+    assert not rig.depot._ram.evict_one("room", rig.depot._ram.rooms[0]), "to drop them would free nothing"
     tick(rig, attaching.WAIT_SECONDS)
     assert read(rig, reply) == {9} and rig.depot.status().tier.used_bytes == 2 * 8192
     client.release(lease)

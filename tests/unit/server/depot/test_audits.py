@@ -322,7 +322,7 @@ def test_what_a_lower_tier_has_when_ram_has_lost_it_is_there() -> None:
     client.store(KEYS[:1])
     rig.tier.run()
     lease = recompute(client)
-    rig.depot._ram.evictor.evict_to(0, 100, "watermark")
+    rig.depot._ram.evictor.evict_to(rig.depot._ram.rooms[0], 0, 100, "watermark")
     assert client.commit(lease, 0) == bytes([COMMITTED])
     assert figures(rig) == {"gone": 1}
     audit(rig.depot)

@@ -274,9 +274,9 @@ def test_objects_in_several_extents_count_their_own_size() -> None:
     client = rig.attach()
     rig.depot.register_namespace(client.session, LARGE_STATES)
     ram = rig.depot._ram
-    pages = [ram.allocator.allocate(4096) or [] for _ in range(PAGES)]
+    pages = [ram.rooms[0].allocator.allocate(4096) or [] for _ in range(PAGES)]
     for ((offset, length),) in pages[:40:2]:  # 20 pages that do not touch
-        ram.allocator.free(offset, length)
+        ram.rooms[0].allocator.free(offset, length)
     client.store(keys)
     first, _ = client.acquire(keys[:4])
     assert (ram.rows.nexts[ram.lent.rows[ram.lent.modes == LentMode.READ]] != NO_ROW).all()

@@ -188,7 +188,7 @@ def test_a_load_lacks_only_what_has_no_room_yet(monkeypatch: pytest.MonkeyPatch)
     while rig.depot.place_some():
         pass
     assert [reply.outcome for reply in replies] == [AcquireOutcome.LATER]
-    assert rig.depot._ram._shortages[""].size_bytes == 4 * 8192
+    assert rig.depot._ram._shortages[0, ""].size_bytes == 4 * 8192
     audit(rig.depot)
 
 

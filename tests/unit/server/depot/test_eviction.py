@@ -38,7 +38,7 @@ def objects(rig: Rig) -> int:
 def evict(rig: Rig) -> int:
     """How many objects went with one unit."""
     before = objects(rig)
-    assert rig.depot._ram.evict_one("room")
+    assert rig.depot._ram.evict_one("room", rig.depot._ram.rooms[0])
     audit(rig.depot)
     return before - objects(rig)
 
@@ -91,7 +91,7 @@ def test_the_last_state_of_a_path_never_goes_without_what_it_made_usable() -> No
     checkpoint(client, keys, 1, request="r")
     client.store(keys[2:], ATTENTION, start=2, parent=keys[1], request="r")  # in progress, no state yet
     ram = rig.depot._ram
-    assert not ram.evict_one("room")
+    assert not ram.evict_one("room", ram.rooms[0])
     rig.depot.end_request(EndRequestCall(client.session, "r"))
     assert depth(client, keys) == 2
     assert evict(rig) == 3
@@ -109,7 +109,7 @@ def test_what_nobody_could_resume_at_goes_first_once_no_request_stands_on_it() -
     assert depth(client, path("old", 2)) == 2
     assert evict(rig) == 3
     assert depth(client, path("old", 2)) == 0
-    assert not rig.depot._ram.evict_one("room")
+    assert not rig.depot._ram.evict_one("room", rig.depot._ram.rooms[0])
     assert objects(rig) == 3
 
 
@@ -147,7 +147,9 @@ def test_a_window_that_the_boundary_below_reaches_into_does_not_leave_before_it(
     keys = path("p", 3)
     client.store(keys, (Kind.ATTENTION, Kind.WINDOW))
     lease, _ = client.acquire([keys[2]] * 2, [Kind.ATTENTION, Kind.WINDOW])  # lent: the leaf stays
-    assert not rig.depot._ram.evict_one("room"), "each window is needed by the boundary of its chunk and the next"
+    assert not rig.depot._ram.evict_one("room", rig.depot._ram.rooms[0]), (
+        "each window is needed by the boundary of its chunk and the next"
+    )
     assert depth(client, keys) == 3
     client.release(lease)
     assert evict(rig) > 0
@@ -158,7 +160,7 @@ def test_what_is_lent_is_passed_over_until_it_is_given_back() -> None:
     client = rig.attach()
     client.store(path("p", 2))
     lease, _ = client.acquire(path("p", 2))
-    assert not rig.depot._ram.evict_one("room")
+    assert not rig.depot._ram.evict_one("room", rig.depot._ram.rooms[0])
     client.release(lease)
     assert evict(rig) == 1
 
@@ -284,4 +286,4 @@ def test_a_leaf_whose_window_came_back_above_it_may_go_when_its_request_has_ende
     audit(rig.depot)
     rig.depot.end_request(EndRequestCall(client.session, "r"))
     audit(rig.depot)
-    assert rig.depot._ram.evict_one("room")
+    assert rig.depot._ram.evict_one("room", rig.depot._ram.rooms[0])

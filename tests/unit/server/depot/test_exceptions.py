@@ -406,7 +406,7 @@ def test_a_reservation_that_raises_leaves_nothing_lent_or_reserved(
         client.reserve(keys, request="r")
     session = rig.depot._sessions.of(client.session)
     assert (rig.depot.status().tier.lent_bytes, session.credit_used_bytes, session.leases) == (0, 0, {})
-    assert not rig.depot._stores._credit.attention_bytes
+    assert not any(room.attention_bytes for room in rig.depot._ram.rooms)
     audit(rig.depot)
     _, reply = client.reserve(keys, request="r")
     assert set(reply.outcomes) == {ReserveOutcome.GRANTED}

@@ -56,7 +56,7 @@ def unknown(rig: Rig) -> Client:
 def evicted(rig: Rig) -> Client:
     client = rig.attach()
     client.store(KEYS)
-    rig.depot._ram.evictor.evict_to(0, 100, "watermark")
+    rig.depot._ram.evictor.evict_to(rig.depot._ram.rooms[0], 0, 100, "watermark")
     return client
 
 

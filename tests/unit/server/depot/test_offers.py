@@ -289,7 +289,7 @@ def test_costs_of_each_boundary_are_those_of_what_it_needs() -> None:
     rig.tier.run()
     reboot(rig)
     client = rig.attach(spec=spec)
-    rounded = rig.depot._ram.allocator.rounded
+    rounded = rig.depot._ram.rounded
     for boundary in range(1, 8):
         needed = spec.planner().objects(boundary * CHUNK)
         size_bytes = sum(rounded(spec.object_bytes[kind]) for _, kind in needed)

@@ -465,10 +465,10 @@ def test_a_lower_tier_gives_up_what_a_request_left_behind_that_nobody_can_resume
     client.store(path("p", 2), request="r")  # attention without a state
     settle(rig)
     lower = rig.depot._tree.tiers[0]
-    lower.evictor.evict_to(0, 10, "watermark")
+    lower.evictor.evict_to(lower, 0, 10, "watermark")
     assert in_tier(rig) == 2, "a request in progress stands on it"
     rig.depot.end_request(EndRequestCall(client.session, "r"))
-    lower.evictor.evict_to(0, 10, "watermark")
+    lower.evictor.evict_to(lower, 0, 10, "watermark")
     assert in_tier(rig) == 0
     audit(rig.depot)
 

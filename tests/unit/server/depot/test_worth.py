@@ -207,7 +207,7 @@ def test_what_the_engine_has_itself_is_not_read_later() -> None:
 @pytest.mark.requirement("I4")
 def test_of_what_was_declined_no_more_is_read_than_prefetch_may_hold() -> None:
     rig, client, keys = cold(prefetch_share=0.05)
-    limit = rig.depot._prefetch.limit_bytes // OBJECT
+    limit = int(0.05 * rig.depot._ram.rooms.ready_bytes) // OBJECT
     pass_by(rig, 3 * declined(rig, client, keys))
     assert 0 < rig.tier.run() == limit < 100
     pass_by(rig, 1.0)

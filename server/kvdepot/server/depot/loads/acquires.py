@@ -115,7 +115,6 @@ class PendingAcquires:
         self._namespaces = tree.namespaces
         self._rows = ram.rows
         self._lent = ram.lent
-        self._allocator = ram.allocator
         self._guard = engine_guard(tree.counters.add)
         self._promotions = promotions
         self._grant = grant
@@ -139,7 +138,7 @@ class PendingAcquires:
         lease = ReadLease(session, call.lease_id, entries, hash(call), None, deadline, call.request_id)
         lease.state = LeaseState.PENDING
         promotion = Promotion(partial(self._ended, lease), open=True)
-        each = [self._allocator.rounded(asked.namespace.object_bytes[call.kinds[at]]) for at in parts.wanted.tolist()]
+        each = [self._ram.rounded(asked.namespace.object_bytes[call.kinds[at]]) for at in parts.wanted.tolist()]
         sizes = np.array(each, np.int64)
         pending = lease.pending = PendingAcquire(
             asked, answer, parts.wanted, sizes, promotion, self._index, self._guard
@@ -259,7 +258,7 @@ class PendingAcquires:
         sizes = asked.namespace.object_bytes
         wanted = {(int(asked.nodes[at]), asked.call.kinds[at]) for at in pending.wanted}
         missing = [(node, kind) for node, kind in wanted if self._index.row(node, kind) == NO_ROW]
-        size_bytes = sum(self._allocator.rounded(sizes[kind]) for _, kind in missing)
+        size_bytes = sum(self._ram.rounded(sizes[kind]) for _, kind in missing)
         refused = self._ram.refused_by_quota(asked.namespace.slot, size_bytes, len(missing))
         if refused is None:
             self._ram.note_short(asked.namespace, size_bytes)

@@ -55,7 +55,6 @@ class Locates:
         self._tiers = tree.tiers
         self._counters = tree.counters
         self._rows = ram.rows
-        self._allocator = ram.allocator
         self._account = ram.account
         self._guard = engine_guard(self._counters.add)
         self._switches = switches
@@ -220,7 +219,7 @@ class Locates:
         capacity_bytes = self._account.capacity_bytes(namespace.slot)
         if capacity_bytes is None:
             return limits.KEYS_PER_CALL_MAX * chunk_tokens
-        rounded, sizes = self._allocator.rounded, namespace.object_bytes
+        rounded, sizes = self._ram.rounded, namespace.object_bytes
         for kind, size_bytes in sizes.items():
             if kind != namespace.path_kind:
                 capacity_bytes -= rounded(size_bytes) * (namespace.window_chunks if kind == Kind.WINDOW else 1)

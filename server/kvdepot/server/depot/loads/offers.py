@@ -75,7 +75,6 @@ class Offers:
         self._clock = clock
         self._rows = ram.rows
         self._lent = ram.lent
-        self._allocator = ram.allocator
         self._promotions = promotions
 
     def costs(self, namespace: Namespace, nodes: Nodes, absent: Mapping[Kind, Flags], *, explored: bool) -> Costs:
@@ -106,7 +105,9 @@ class Offers:
             of_tiers.append((tier, own))
         for kind, flags in absent.items():
             in_all += per_boundary(kind, self._unpinned(namespace, kind, nodes, ~flags), namespace.window_chunks)
-        seconds[(seconds > 0) & (in_all > self._allocator.ready_bytes - self._ram.lent_bytes())] = inf
+        room = self._ram.rooms.of(namespace.slot)
+        free_bytes = room.allocator.ready_bytes - self._ram.lent_bytes(room=room) if room is not None else 0
+        seconds[(seconds > 0) & (in_all > free_bytes)] = inf
         return Costs(seconds, weighed, tuple(of_tiers))
 
     def _unpinned(self, namespace: Namespace, kind: Kind, nodes: Nodes, in_ram: Flags) -> Numbers:
@@ -116,7 +117,7 @@ class Offers:
         rows = self._index.rows[kind - 1][nodes[known]]
         held = rows != NO_ROW
         free = self._lent.pins[rows[held]] == 0
-        sizes[known[held][free]] = self._allocator.rounded(namespace.object_bytes[kind])
+        sizes[known[held][free]] = self._ram.rounded(namespace.object_bytes[kind])
         return sizes
 
     def _sizes(self, namespace: Namespace, kind: Kind, nodes: Nodes) -> Numbers:
@@ -125,7 +126,7 @@ class Offers:
         An object that is on its way counts as 1 byte, because it is among what is read already.
         """
         rows = self._index.rows[kind - 1][nodes].astype(np.int64)
-        sizes = np.full(len(nodes), float(self._allocator.rounded(namespace.object_bytes[kind])))
+        sizes = np.full(len(nodes), float(self._ram.rounded(namespace.object_bytes[kind])))
         coming = np.flatnonzero(rows != NO_ROW)
         sizes[coming[self._rows.states[rows[coming]] == RESERVED]] = 1.0
         return sizes

@@ -53,7 +53,7 @@ class OperatorPrefetch:
         self._namespaces = tree.namespaces
         self._tiers = tree.tiers
         self._clock = tree.clock
-        self._allocator = ram.allocator
+        self._ram = ram
         self._account = ram.account
         self._prefetch = prefetch
         self._promotions = promotions
@@ -184,8 +184,8 @@ class OperatorPrefetch:
     def _begin(self, node: int, kind: int, tier: LowerTier) -> bool:
         """Begin one read. Return False when there is no room for it and for what follows."""
         namespace, raw_bytes = self._namespace, self._namespace.object_bytes[kind]
-        size_bytes = self._allocator.rounded(raw_bytes)
-        if not self._no_room and size_bytes > self._prefetch.room_bytes:
+        size_bytes = self._ram.rounded(raw_bytes)
+        if not self._no_room and size_bytes > self._prefetch.room_bytes(namespace):
             self._no_room = "share"
         if self._no_room:
             return False

@@ -26,6 +26,7 @@ from kvdepot.core.report import PinStatus
 from kvdepot.server.depot.tree.index import NONE, Nodes
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
+from kvdepot.server.depot.tree.rooms import Room
 from kvdepot.server.depot.tree.rows import COMMITTED
 from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.depot.tree.walks import named, up
@@ -58,7 +59,6 @@ class Pins:
         self._namespaces = tree.namespaces
         self._clock = tree.clock
         self._rows = ram.rows
-        self._allocator = ram.allocator
         self._taken = ram.pins.user
         self._share = share
         self._pins: dict[tuple[bytes, bytes], _Pin] = {}  # in the order in which they were made
@@ -146,7 +146,7 @@ class Pins:
     def _release(self, found: list[tuple[_Pin, Namespace, Nodes]]) -> Iterator[None]:
         """Unpin objects that no pin covers, or all objects where more is pinned than the share allows."""
         covered = np.zeros(len(self._taken.sizes), np.bool_)
-        if self._taken.bytes <= self._bytes_max and self._taken.rows <= self._rows_max:
+        if not any(map(self._above_share, self._ram.rooms)):
             for pin, namespace, path in found:
                 if not pin.key:
                     covered |= self._rows.namespaces == namespace.slot
@@ -204,7 +204,7 @@ class Pins:
         taken = 0
         for row in due:
             size_bytes, rows = self._ram.rounded_bytes(row), len(self._rows.chain(row))
-            if self._taken.bytes + size_bytes > self._bytes_max or self._taken.rows + rows > self._rows_max:
+            if self._above_share(self._ram.rooms[self._ram.part_of(row)], size_bytes, rows):
                 break
             self._taken.pin(row, size_bytes, rows)
             taken += 1
@@ -225,10 +225,7 @@ class Pins:
         pin.chunks = len(path) if pin.key else namespace.nodes
         pin.objects, pin.bytes = int(np.count_nonzero(sizes)), int(sizes.sum())
 
-    @property
-    def _bytes_max(self) -> int:
-        return int(self._share * self._allocator.ready_bytes)
-
-    @property
-    def _rows_max(self) -> int:
-        return int(self._share * len(self._taken.sizes))
+    def _above_share(self, room: Room, size_bytes: int = 0, rows: int = 0) -> bool:
+        """Return whether so much more in a room would be more than pins may use there."""
+        above = self._taken.bytes_in(room.number) + size_bytes > int(self._share * room.allocator.ready_bytes)
+        return above or self._taken.rows_in(room.number) + rows > int(self._share * room.rows_max)

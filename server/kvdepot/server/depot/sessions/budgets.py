@@ -89,7 +89,7 @@ class Budgets:
             if one.owner is not None and one.owner.tenant in sessions:
                 sessions[one.owner.tenant].append(one)
         lent = self._lent_bytes(list(sessions.values()))
-        credit_bytes = parts(self._ram.data_bytes, self._credits)
+        credit_bytes = {name: self._tenant_bytes(name) for name in self._credits}
         sessions_max = parts(SESSIONS_MAX, {name: one.sessions for name, one in self._config.tenants.items()})
         return tuple(
             TenantStatus(
@@ -149,7 +149,7 @@ class Budgets:
             return False
         sizes = np.zeros(_KINDS, np.int64)
         for kind, size_bytes in namespace.object_bytes.items():
-            sizes[kind] = self._ram.allocator.rounded(size_bytes)
+            sizes[kind] = self._ram.rounded(size_bytes)
         kind_of = np.frombuffer(kinds, np.uint8)
         wanted = sizes[kind_of]
         if self._lent_at_most(own) + _promised_bytes(own) + int(wanted.sum()) <= bound_bytes:
@@ -173,10 +173,17 @@ class Budgets:
         """Return what the party of a session may hold."""
         data_bytes, others = self._ram.data_bytes, holders.others
         if session.owner is not None and session.owner.tenant is not None:
-            return part(data_bytes, self._credits, session.owner.tenant)
+            return self._tenant_bytes(session.owner.tenant)
         if others:
             return _user_part(data_bytes, others, _promised_bytes(others) + self._lent_at_most(others))
         return max(int(data_bytes * ALONE_SHARE), self._config.credit_bytes)
+
+    def _tenant_bytes(self, tenant: str) -> int:
+        """Return what a tenant may hold: its credit within its part of RAM, or its share of the only one."""
+        room = self._ram.rooms.of_tenant(tenant)
+        if room is None:
+            return part(self._ram.data_bytes, self._credits, tenant)
+        return min(self._credits.get(tenant) or room.size_bytes, room.size_bytes)
 
     def _part(self, session: Session, holders: _Holders, bound_bytes: int, table: int) -> int:
         """Return what the party of a session may have of a table: of rows, or of loans."""
@@ -231,7 +238,7 @@ class Budgets:
 
         Damaged links may lead round in a circle: no object that is lent has more rows than a reply names.
         """
-        rows, granule, granules = heads, self._ram.allocator.granule_bytes, np.zeros(parties, np.int64)
+        rows, granule, granules = heads, self._ram.rooms.granule_bytes, np.zeros(parties, np.int64)
         for _ in range(FRAGMENTS_PER_REPLY_MAX):
             np.add.at(granules, of, -(-self._ram.rows.lengths[rows].astype(np.int64) // granule))
             rows = self._ram.rows.nexts[rows].astype(np.int64)

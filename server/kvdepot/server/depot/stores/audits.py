@@ -21,6 +21,7 @@ from kvdepot.server.depot.tree.index import NONE
 from kvdepot.server.depot.tree.lent import NO_SESSION
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.ram import RamTier
+from kvdepot.server.depot.tree.rooms import Room
 from kvdepot.server.depot.tree.rows import COMMITTED
 from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.depot.types import DepotConfig, Drift, ToCompare
@@ -56,7 +57,6 @@ class Audits:
         self._counters = tree.counters
         self._rows = ram.rows
         self._lent = ram.lent
-        self._allocator = ram.allocator
         self._account = ram.account
         self._config = config
         self._random_bytes = random_bytes
@@ -80,39 +80,40 @@ class Audits:
         kind = self._rows.kind[stored]
         if not any(map(comparable, namespace.elements.get(kind, ()))):
             return self._counted("unknown_type")
-        size_bytes = self._allocator.rounded(namespace.object_bytes[kind])
-        under_way = [*self._writing, *self._pairs]
-        taken_bytes = sum(map(self._ram.rounded_bytes, under_way)) + size_bytes
-        if len(under_way) >= AUDITS_MAX or taken_bytes > self.ram_share_max * self._allocator.ready_bytes:
+        size_bytes = self._ram.rounded(namespace.object_bytes[kind])
+        part = self._ram.part_of(stored)
+        room, under_way = self._ram.rooms[part], [*self._writing, *self._pairs]
+        beside = [row for row in under_way if self._ram.part_of(row) == part]
+        taken_bytes = sum(map(self._ram.rounded_bytes, beside)) + size_bytes
+        if len(under_way) >= AUDITS_MAX or taken_bytes > self.ram_share_max * room.allocator.ready_bytes:
             return self._counted("no_room")
-        row = self._place(namespace, stored)
+        row = self._place(namespace, stored, room)
         if row == NO_ROW:
             return self._counted("no_room")
         self._writing.add(row)
         return row
 
-    def _place(self, namespace: Namespace, stored: int) -> int:
+    def _place(self, namespace: Namespace, stored: int, room: Room) -> int:
         """Reserve a row that is not in the index, and return it.
 
-        Return NO_ROW where arena, loans, rows or quotas would be above what eviction leaves full.
+        Return NO_ROW where the room, loans, rows or quotas would be above what eviction leaves full.
         """
-        rows, allocator = self._rows, self._allocator
+        rows = self._rows
         share, size_bytes = self._config.high_watermark, self._ram.size_bytes(stored)
-        rounded = allocator.rounded(size_bytes)
-        if allocator.used_bytes + rounded > share * allocator.ready_bytes:
+        rounded = self._ram.rounded(size_bytes)
+        if room.used_bytes + rounded > share * room.allocator.ready_bytes:
             return NO_ROW
         if self._lent.free_count <= (1 - share) * self._lent.count:
             return NO_ROW
         if self._account.over(namespace.slot, rounded, share) is not None:
             return NO_ROW
-        extents = allocator.allocate(size_bytes) or []
-        if not extents or rows.count - rows.free_count + len(extents) > share * rows.count:
+        extents = room.allocate(size_bytes) or []
+        if not extents or room.rows_max - room.free_rows + len(extents) > share * room.rows_max:
             for offset, length in extents:
-                allocator.free(offset, length)
+                room.allocator.free(offset, length)
             return NO_ROW
-        self._account.add(namespace.slot, 1, rounded)
-        return rows.reserve(
-            extents, key=rows.key(stored), parent=rows.parent(stored), kind=rows.kind[stored],
+        return self._ram.reserve(
+            room, extents, key=rows.key(stored), parent=rows.parent(stored), kind=rows.kind[stored],
             namespace=namespace.slot, boundary=rows.boundary[stored],
         )  # fmt: skip
 

@@ -35,8 +35,6 @@ class Credit:
         self._ram = ram
         self._budgets = budgets
         self._config = config
-        self.attention_bytes = 0
-        """Reserved for attention by all sessions."""
         self._reservable = Reservable(0, 0, 0)  # in the call at hand
         self._used_bytes_max = 0  # that its session may have reserved
         self._objects_left = 0  # that it may reserve
@@ -55,8 +53,8 @@ class Credit:
 
         Attention never takes the share that is kept back for what makes it usable.
         """
-        config, allocator = self._config, self._ram.allocator
-        size_bytes = allocator.rounded(namespace.object_bytes[kind])
+        config = self._config
+        size_bytes = self._ram.rounded(namespace.object_bytes[kind])
         share = 1.0 - (config.kept_back_share if len(namespace.object_bytes) > 1 else 0.0)
         attention = kind == Kind.ATTENTION
         credit_bytes = int(config.credit_bytes * share) if attention else config.credit_bytes
@@ -71,9 +69,12 @@ class Credit:
             return Refusal(ReserveOutcome.LATER if fits else ReserveOutcome.NO_ROOM, OVER_BUDGET)
         if attention and session.attention_used_bytes + size_bytes > credit_bytes:
             return _LATER
-        arena_bytes = allocator.ready_bytes
-        if attention and self.attention_bytes + size_bytes > arena_bytes * share:
-            return _LATER if arena_bytes * share >= size_bytes else _NO_ROOM
+        room = self._ram.rooms.of(namespace.slot)
+        if room is None:
+            return _NO_ROOM
+        ready_bytes = room.allocator.ready_bytes
+        if attention and room.attention_bytes + size_bytes > ready_bytes * share:
+            return _LATER if room.growing or ready_bytes * share >= size_bytes else _NO_ROOM
         if not self._ram.lent.free_count or len(session.leases) >= limits.LEASES_PER_SESSION_MAX:
             return _LATER
         return None
@@ -86,7 +87,7 @@ class Credit:
         lease.session.credit_used_bytes += size_bytes
         if kind == Kind.ATTENTION:
             lease.session.attention_used_bytes += size_bytes
-            self.attention_bytes += size_bytes
+            self._ram.rooms.at(self._ram.rows.offset[row]).attention_bytes += size_bytes
         lease.credits[index] = -size_bytes if kind == Kind.ATTENTION else size_bytes
 
     def refund(self, lease: WriteLease, index: int) -> None:
@@ -95,4 +96,5 @@ class Credit:
         lease.session.credit_used_bytes -= size_bytes
         if lease.credits[index] < 0:
             lease.session.attention_used_bytes -= size_bytes
-            self.attention_bytes -= size_bytes
+            row = self._ram.lent.row_of(lease.entries[index])
+            self._ram.rooms.at(self._ram.rows.offset[row]).attention_bytes -= size_bytes

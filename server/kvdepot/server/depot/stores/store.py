@@ -105,7 +105,6 @@ class Stores:
         self._clock = tree.clock
         self._rows = ram.rows
         self._lent = ram.lent
-        self._allocator = ram.allocator
         self._audits = audits
         self._switches = switches
         self._tiering = tiering
@@ -239,8 +238,9 @@ class Stores:
     ) -> int:
         held, size_bytes = node != NONE, namespace.object_bytes[one.kind]
         if not held:
-            if not self._rows.free_count and not self._ram.evict_one("room"):
-                return self._no_room(namespace, self._allocator.rounded(size_bytes))
+            room = self._ram.rooms.of(namespace.slot)
+            if room is None or (not room.free_rows and not self._ram.evict_one("room", room)):
+                return self._no_room(namespace, self._ram.rounded(size_bytes))
             if self._tree.full:
                 self._tree.make_room_for_nodes(1)
             if self._tree.full:
@@ -258,7 +258,7 @@ class Stores:
                 self._tree.refresh_node(node)
             else:
                 self._tree.drop_subtree(node)
-            return self._no_room(namespace, self._allocator.rounded(size_bytes))
+            return self._no_room(namespace, self._ram.rounded(size_bytes))
         self._lend(lease, one.index, row)
         self._rows.publish_reserved(row)
         self._credit.charge(lease, one.index, one.kind, row)

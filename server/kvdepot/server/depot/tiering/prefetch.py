@@ -74,7 +74,6 @@ class Prefetch:
         self._tiers = tree.tiers
         self._counters = tree.counters
         self._clock = tree.clock
-        self._allocator = ram.allocator
         self._account = ram.account
         self._guard = engine_guard(self._counters.add)
         self._promotions = promotions
@@ -90,7 +89,7 @@ class Prefetch:
         self._keys = 0  # of all requests
         self._pumping = False
         self._lowest: LowestPriority | None = None
-        self.rejected = RejectedLoads(self, tree.index, tree.namespaces, ram.allocator, tree.clock)
+        self.rejected = RejectedLoads(self, tree.index, tree.namespaces, ram.rounded, tree.clock)
 
     def configure(self, *, share: float, seconds: float) -> None:
         """Change share and time. Pins beyond a smaller share stay, and nothing further is begun."""
@@ -273,14 +272,29 @@ class Prefetch:
             for tier in self._tiers:
                 queue = self._queues[tier.number]
                 self._tidy(queue)
-                while queue and self._may_begin(tier) and self._step_or_end(queue, tier):
-                    pass
+                self._begin_queued(queue, tier)
                 while not queue and self._may_begin(tier) and self._guard.value(
                     "prefetch", False, self._begin_last, tier
                 ):  # fmt: skip
                     pass
         finally:
             self._pumping = False
+
+    def _begin_queued(self, queue: list[tuple[int, PrefetchRequest]], tier: LowerTier) -> None:
+        """Begin reads for requests. Where one has to wait, later ones wait too, if they need the same room."""
+        full: set[int] = set()
+        waiting: list[tuple[int, PrefetchRequest]] = []
+        while queue and self._may_begin(tier):
+            room = self._ram.rooms.of(queue[0][1].namespace.slot)
+            number = NONE if room is None else room.number
+            if number in full and not queue[0][1].over:
+                waiting.append(heappop(queue))
+            elif not self._step_or_end(queue, tier):
+                if len(self._ram.rooms) == 1:
+                    break
+                full.add(number)
+        for entry in waiting:
+            heappush(queue, entry)
 
     def _begin_last(self, tier: LowerTier) -> bool:
         if self._lowest is not None and self._lowest.begin_next(tier):
@@ -339,13 +353,15 @@ class Prefetch:
         if row != NO_ROW:
             self._pin(request, self._pins.join(np.array([row])).tolist())
             return True
-        size_bytes = self._allocator.rounded(namespace.object_bytes[kind])
-        if size_bytes > self.limit_bytes:
+        size_bytes = self._ram.rounded(namespace.object_bytes[kind])
+        if size_bytes > self.limit_bytes(namespace):
             return True
-        if size_bytes > self.room_bytes and not (self._last_gives_way() and size_bytes <= self.room_bytes):
+        if size_bytes > self.room_bytes(namespace) and not (
+            self._last_gives_way(namespace) and size_bytes <= self.room_bytes(namespace)
+        ):
             return False
         token = self.begin(namespace, node, kind, tier)
-        if token is None and self._last_gives_way():
+        if token is None and self._last_gives_way(namespace):
             token = self.begin(namespace, node, kind, tier)
         if token is None:
             return self._account.over(namespace.slot, size_bytes) is not None  # the next one may be another tenant's
@@ -375,18 +391,21 @@ class Prefetch:
         self._promotions.start(promotion, [row])
         return token
 
-    def _last_gives_way(self) -> bool:
-        """Make the reader of the lowest priority release its pins for a request."""
-        return self._lowest is not None and self._lowest.give_way(None) and self._ram.unpin(_LET_GO_MAX) > 0
+    def _last_gives_way(self, namespace: Namespace) -> bool:
+        """Make the reader of the lowest priority release its pins for a request, if they are in the same room."""
+        room = self._ram.rooms.of(namespace.slot)
+        slots = None if room is None else room.slots
+        return self._lowest is not None and self._lowest.give_way(slots) and self._ram.unpin(_LET_GO_MAX) > 0
 
-    @property
-    def room_bytes(self) -> int:
-        """Return what is left of the share."""
-        return self.limit_bytes - self._pins.bytes
+    def room_bytes(self, namespace: Namespace) -> int:
+        """Return what is left of the share in the namespace's room."""
+        room = self._ram.rooms.of(namespace.slot)
+        return 0 if room is None else self.limit_bytes(namespace) - self._pins.bytes_in(room.number)
 
-    @property
-    def limit_bytes(self) -> int:
-        return int(self._share * self._allocator.ready_bytes)
+    def limit_bytes(self, namespace: Namespace) -> int:
+        """Return what prefetch may pin in the namespace's room."""
+        room = self._ram.rooms.of(namespace.slot)
+        return 0 if room is None else int(self._share * room.allocator.ready_bytes)
 
     def _pin(self, request: PrefetchRequest, tokens: list[int]) -> None:
         if tokens and not request.tokens:

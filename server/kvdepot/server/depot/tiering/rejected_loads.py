@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from kvdepot.core.allocator import ExtentAllocator
 from kvdepot.core.arena import NO_ROW
 from kvdepot.core.calls import KEY_BYTES
 from kvdepot.server.depot.tree.index import NONE, Index
@@ -48,11 +47,9 @@ class Reader(Protocol):
 
     seconds: float
 
-    @property
-    def room_bytes(self) -> int: ...
+    def room_bytes(self, namespace: Namespace) -> int: ...
 
-    @property
-    def limit_bytes(self) -> int: ...
+    def limit_bytes(self, namespace: Namespace) -> int: ...
 
     def missing(self, namespace: Namespace, keys: bytes, tier: LowerTier) -> list[tuple[int, int]]: ...
 
@@ -73,14 +70,14 @@ class RejectedLoads:
         prefetch: Reader,
         index: Index,
         namespaces: Namespaces,
-        allocator: ExtentAllocator,
+        rounded: Callable[[int], int],
         clock: Callable[[], float],
     ) -> None:
         self._prefetch = prefetch
         self._index = index
         self._namespaces = namespaces
         self._clock = clock
-        self._allocator = allocator
+        self._rounded = rounded
         self._prompts: list[_Prompt] = []  # in the order of arrival
         self._reads: list[tuple[Namespace, int]] = []  # under way, with the tokens of their pins
 
@@ -149,9 +146,9 @@ class RejectedLoads:
         node = self._index.find(namespace.slot, prompt.keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES])
         if node == NONE or not tier.has(node, kind) or self._index.row(node, kind) != NO_ROW:
             return False
-        size_bytes = self._allocator.rounded(namespace.object_bytes[kind])
+        size_bytes = self._rounded(namespace.object_bytes[kind])
         token = None
-        if size_bytes <= min(prefetch.room_bytes, prefetch.limit_bytes - prompt.read_bytes):
+        if size_bytes <= min(prefetch.room_bytes(namespace), prefetch.limit_bytes(namespace) - prompt.read_bytes):
             token = prefetch.begin(namespace, node, kind, tier, self._release_read)
         if token is None:
             prompt.todo[tier.number].clear()

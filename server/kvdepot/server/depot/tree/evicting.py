@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 from kvdepot.core.calls import Kind
 from kvdepot.core.eviction import NO_NODE, USELESS, EvictionPolicy
@@ -59,6 +59,18 @@ class Shortage:
         self.size_bytes = max(self.size_bytes - size_bytes, 0)
 
 
+class Region(Protocol):
+    """What watermarks hold for: a tier, or a room of RAM."""
+
+    slots: set[int] | None
+    """The namespaces that lie there; None: all."""
+    trimming: bool
+    """On the way from the high to the low watermark."""
+
+    @property
+    def used_bytes(self) -> int: ...
+
+
 class Evictor:
     """The eviction of one tier, which chooses and drops what goes. It is the same for every tier."""
 
@@ -74,7 +86,6 @@ class Evictor:
         self._orphan_gone = False  # since `rest_orphans`: a drop may walk UNIT_NODES_MAX nodes
         self._orphan_due = False  # since then another one was to go
         self.filling = NONE  # the node that room is being made for
-        self._trimming = False  # on the way from the high to the low watermark
 
     # Candidates
 
@@ -225,27 +236,30 @@ class Evictor:
         objects = self.evict_one(reason, slots)
         return objects, objects
 
-    def evict_to(self, used_bytes: int, limit: int, reason: str, demotion: Demotion | None = None) -> bool:
-        """Evict towards `used_bytes`. Stop once `limit` objects have gone or wait: then return True."""
-        while limit > 0 and self._holding.used_bytes > used_bytes:
-            _, done = self.evict_ahead(reason, None, demotion)
+    def evict_to(
+        self, region: Region, used_bytes: int, limit: int, reason: str, demotion: Demotion | None = None
+    ) -> int:  # fmt: skip
+        """Evict towards `used_bytes`. Stop once `limit` objects have gone or wait. Return what is left of the limit."""
+        while limit > 0 and region.used_bytes > used_bytes:
+            _, done = self.evict_ahead(reason, region.slots, demotion)
             if not done:
-                self.drop_orphan(reason, None, demotion)
-                return False
+                self.drop_orphan(reason, region.slots, demotion)
+                break
             limit -= done
-        return limit <= 0
+        return limit
 
     def trim(
-        self, capacity_bytes: int, high: float, low: float, limit: int, demotion: Demotion | None = None
-    ) -> bool:  # fmt: skip
-        """Evict from above `high` of the capacity to `low` of it, about `limit` objects. Return whether more is due."""
-        due = self._trimming or self._holding.used_bytes > high * capacity_bytes
-        self._trimming = due and self.evict_to(int(low * capacity_bytes), limit, "watermark", demotion)
-        return self._trimming
+        self, region: Region, capacity_bytes: int, high: float, low: float, limit: int,
+        demotion: Demotion | None = None,
+    ) -> int:  # fmt: skip
+        """Evict from above `high` of the capacity to `low` of it, about `limit` objects. Return what is left of them.
 
-    def rest(self) -> None:
-        """Stop trimming until the high watermark is passed again."""
-        self._trimming = False
+        `region.trimming` says whether more is due.
+        """
+        if region.trimming or region.used_bytes > high * capacity_bytes:
+            limit = self.evict_to(region, int(low * capacity_bytes), limit, "watermark", demotion)
+            region.trimming = limit <= 0
+        return limit
 
     def _drop(self, reason: str, node: int, unit: list[tuple[int, list[int]]]) -> int:
         self.policy.on_evicted(node, self._heir(node))

@@ -59,6 +59,8 @@ class LowerTier:
         self._counters = counters
         self._guard = engine_guard(counters.add)
         self.number = number
+        self.slots: set[int] | None = None
+        self.trimming = False
         self.tier = tier
         self.config = config
         self.evictor = Evictor(tree, self, policy)
@@ -170,10 +172,10 @@ class LowerTier:
         elif self.tier.writable:
             high, low = self.config.high_watermark, self.config.low_watermark
         else:
-            self.evictor.rest()
+            self.trimming = False  # until the high watermark is passed again
             return False
-        more = self.evictor.trim(self.tier.capacity_bytes, high, low, limit)
-        return self.account.trim(high, low, limit) or more
+        self.evictor.trim(self, self.tier.capacity_bytes, high, low, limit)
+        return self.account.trim(high, low, limit) or self.trimming
 
     def within_quota(self, node: int, kind: int, size_bytes: int) -> bool:
         """Return whether quotas allow an object of this cost. Evict a bounded number of its owners' objects for it."""
@@ -192,14 +194,14 @@ class LowerTier:
         least = self.tier.capacity_bytes - objects
         if self.tier.used_bytes > least:
             with self.evictor.keeping(node):
-                self.evictor.evict_to(max(least, 0), objects, "room")
+                self.evictor.evict_to(self, max(least, 0), objects, "room")
 
     def make_room(self, node: int, kind: int, size_bytes: int) -> bool:
         """Return whether an object of this cost fits. Evict a bounded number of others for it."""
         least = self.tier.capacity_bytes - size_bytes
         if self.tier.used_bytes > least:
             with self.evictor.keeping(self._before(node, kind)):
-                self.evictor.evict_to(least, _EVICTIONS_FOR_ROOM, "room")
+                self.evictor.evict_to(self, least, _EVICTIONS_FOR_ROOM, "room")
         return least >= self.tier.used_bytes
 
     def evict_for(self, node: int, kind: int) -> None:

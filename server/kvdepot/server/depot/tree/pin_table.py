@@ -8,13 +8,14 @@ An object that leaves the index loses its pins (`PinTable.dropped`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from kvdepot.server.depot.counters import Counters
 
+PartOf = Callable[[int], int]
 Tokens = npt.NDArray[np.uint64]
 RowNumbers = npt.NDArray[np.int64]
 
@@ -34,8 +35,10 @@ class PrefetchPins:
     without an acquire), each as objects and bytes.
     """
 
-    def __init__(self, rows: int, counters: Counters) -> None:
+    def __init__(self, rows: int, counters: Counters, part_of: PartOf, parts: int) -> None:
         self._counters = counters
+        self._part_of = part_of
+        self._bytes = [0] * parts
         self.pinned = bytearray(rows)  # by row: whether its object is
         self._requests = np.zeros(rows, np.uint32)  # by row: how many pin it
         self._serials = np.zeros(rows, np.uint32)
@@ -43,7 +46,14 @@ class PrefetchPins:
         self._used = np.zeros(rows, np.bool_)
         self._leaving: deque[int] = deque()  # rows without requests
         self.objects = 0
-        self.bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._bytes)
+
+    def bytes_in(self, part: int) -> int:
+        """Return what is pinned in a part of RAM."""
+        return self._bytes[part]
 
     @staticmethod
     def row_of(token: int) -> int:
@@ -56,7 +66,7 @@ class PrefetchPins:
         self._used[row] = False
         self._sizes[row] = size_bytes
         self.pinned[row] = True
-        self._add(1, size_bytes)
+        self._add(1, self._part_of(row), size_bytes)
         self._count("prefetched", "", 1, size_bytes)
         return int(self._tokens(np.array([row]))[0])
 
@@ -106,7 +116,11 @@ class PrefetchPins:
             self._end(np.array([row]), "lost")
 
     def _end(self, rows: RowNumbers, reason: str) -> None:
-        self._add(-len(rows), -int(self._sizes[rows].sum()))
+        if len(self._bytes) == 1:
+            self._add(-len(rows), 0, -int(self._sizes[rows].sum()))
+        else:
+            for row in rows.tolist():
+                self._add(-1, self._part_of(row), -int(self._sizes[row]))
         unused = rows[~self._used[rows]]
         if len(unused):
             self._count(_WASTED, f".{reason}", len(unused), int(self._sizes[unused].sum()))
@@ -115,9 +129,9 @@ class PrefetchPins:
         tokens: Tokens = rows.astype(np.uint64) << _ROW_BITS | self._serials[rows]
         return tokens
 
-    def _add(self, objects: int, size_bytes: int) -> None:
+    def _add(self, objects: int, part: int, size_bytes: int) -> None:
         self.objects += objects
-        self.bytes += size_bytes
+        self._bytes[part] += size_bytes
 
     def _count(self, family: str, label: str, objects: int, size_bytes: int) -> None:
         self._counters.add(f"{family}_objects{label}", objects)
@@ -127,24 +141,40 @@ class PrefetchPins:
 class UserPins:
     """Objects that operators have pinned, with what they take: `bytes` of the arena, `rows` of the extent table."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, part_of: PartOf, parts: int) -> None:
+        self._part_of = part_of
+        self._bytes, self._rows_in = [0] * parts, [0] * parts
         self.pinned = bytearray(rows)  # by head row: whether its object is
         self._rows = np.zeros(rows, np.uint32)  # by head row: rows of the object
         self.sizes = np.zeros(rows, np.int64)  # by head row: bytes of the arena, 0 without a pin
         self.objects = 0
-        self.bytes = 0
-        self.rows = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._bytes)
+
+    @property
+    def rows(self) -> int:
+        return sum(self._rows_in)
+
+    def bytes_in(self, part: int) -> int:
+        """Return what is pinned in a part of RAM."""
+        return self._bytes[part]
+
+    def rows_in(self, part: int) -> int:
+        """Return how many rows the pinned objects of a part of RAM have."""
+        return self._rows_in[part]
 
     def pin(self, row: int, size_bytes: int, rows: int) -> None:
         self.pinned[row] = True
         self.sizes[row] = size_bytes
         self._rows[row] = rows
-        self._add(1, size_bytes, rows)
+        self._add(row, 1, size_bytes, rows)
 
     def unpin(self, row: int) -> None:
         """Unpin a pinned object."""
         self.pinned[row] = False
-        self._add(-1, -int(self.sizes[row]), -int(self._rows[row]))
+        self._add(row, -1, -int(self.sizes[row]), -int(self._rows[row]))
         self.sizes[row] = 0
 
     def dropped(self, row: int) -> None:
@@ -152,19 +182,20 @@ class UserPins:
         if self.pinned[row]:
             self.unpin(row)
 
-    def _add(self, objects: int, size_bytes: int, rows: int) -> None:
+    def _add(self, row: int, objects: int, size_bytes: int, rows: int) -> None:
+        part = self._part_of(row)
         self.objects += objects
-        self.bytes += size_bytes
-        self.rows += rows
+        self._bytes[part] += size_bytes
+        self._rows_in[part] += rows
 
 
 class PinTable:
     """All pins of RAM."""
 
-    def __init__(self, rows: int, counters: Counters) -> None:
-        """Make an empty table. `rows`: length of the extent table."""
-        self.prefetch = PrefetchPins(rows, counters)
-        self.user = UserPins(rows)
+    def __init__(self, rows: int, counters: Counters, part_of: PartOf, parts: int) -> None:
+        """Make an empty table for so many rows of the extent table. `part_of`: which of the `parts` a row is in."""
+        self.prefetch = PrefetchPins(rows, counters, part_of, parts)
+        self.user = UserPins(rows, part_of, parts)
 
     def dropped(self, row: int) -> None:
         """End the pins of an object that has left the index."""

@@ -1,6 +1,6 @@
 """The RAM tier: the objects of the arena, with their rows, loans and bytes.
 
-`RamTier` owns the extent table, the lent table and the allocator. Bytes return to the allocator only when nobody can
+`RamTier` owns the extent table, the lent table and the rooms. Bytes return to the allocator only when nobody can
 touch them any more (I6): an object leaves the index at once, and its bytes when its last loan has ended.
 """
 
@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from kvdepot.core.allocator import Extent, ExtentAllocator
+from kvdepot.core.allocator import Extent
 from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode
 from kvdepot.core.eviction import EvictionPolicy
 from kvdepot.server.depot.counters import Counters
@@ -24,6 +24,7 @@ from kvdepot.server.depot.tree.lent import LentTable
 from kvdepot.server.depot.tree.namespaces import Namespace
 from kvdepot.server.depot.tree.pin_table import PinTable
 from kvdepot.server.depot.tree.quotas import Account, Owner
+from kvdepot.server.depot.tree.rooms import Room, Rooms
 from kvdepot.server.depot.tree.rows import COMMITTED, DYING, RESERVED, Rows
 from kvdepot.server.depot.tree.tree_tier import GiveWay, TierTree
 from kvdepot.server.depot.types import Quota
@@ -47,13 +48,15 @@ class RamTier:
         counters: Counters,
         give_way: GiveWay,
         quotas: Sequence[Quota],
+        tenants: Sequence[str] = (),
     ) -> None:
         layout = tables.layout
         self.rows = Rows(tables, run)
         self.detached = Detached(self.rows)
         self.lent = LentTable(tables)
-        self.allocator = ExtentAllocator(0, layout.data_bytes)
-        self.pins = PinTable(layout.rows, counters)
+        self.rooms = Rooms(layout, self.rows, tenants)
+        self.rounded = self.rooms.rounded
+        self.pins = PinTable(layout.rows, counters, self.part_of, len(self.rooms))
         self._prefetch_pinned, self._user_pinned = self.pins.prefetch.pinned, self.pins.user.pinned
         self.evictor = Evictor(tree, self, policy)
         self.account = Account("ram", quotas, self.evictor)
@@ -66,17 +69,17 @@ class RamTier:
         self.unverified = 0  # adopted objects not yet verified
         self.pending_checksums = 0  # committed objects without a sum
         self.objects = 0  # committed objects
-        self._shortages: defaultdict[str, Shortage] = defaultdict(Shortage)  # by tenant; "": of no tenant
+        # By room and tenant; "": of no tenant.
+        self._shortages: defaultdict[tuple[int, str], Shortage] = defaultdict(Shortage)
         self.unreusable: set[int] = set()  # dying rows whose bytes overlap others' (a torn table)
 
     @property
-    def growing(self) -> bool:
-        """Whether the arena is still being populated."""
-        return self.allocator.ready_bytes < self.data_bytes
-
-    @property
     def used_bytes(self) -> int:
-        return self.allocator.used_bytes
+        return self.rooms.used_bytes
+
+    def part_of(self, row: int) -> int:
+        """Return the number of the room that the extent of this row lies in."""
+        return self.rooms.at(self.rows.offset[row]).number if len(self.rooms) > 1 else 0
 
     def visible(self, node: int, kind: int) -> bool:
         """Return whether RAM has the object and may serve it."""
@@ -104,8 +107,8 @@ class RamTier:
     def rounded_bytes(self, row: int) -> int:
         """Return what the object takes of the arena."""
         if self.rows.next[row] == NO_ROW:
-            return self.allocator.rounded(self.rows.length[row])
-        return sum(self.allocator.rounded(length) for _, length in self.rows.extents(row))
+            return self.rounded(self.rows.length[row])
+        return sum(self.rounded(length) for _, length in self.rows.extents(row))
 
     # Placing and publishing
 
@@ -120,38 +123,46 @@ class RamTier:
         evictor.filling = node
         evictor.policy.on_not_candidate(node)
         try:
-            within = tree.within_quota(self, namespace.slot, self.allocator.rounded(size_bytes))
-            extents = self._allocate(size_bytes) if within else []
+            room = self.rooms.of(namespace.slot)
+            within = room is not None and tree.within_quota(self, namespace.slot, self.rounded(size_bytes))
+            extents = self._allocate(room, size_bytes) if room is not None and within else []
         finally:
             evictor.filling = NONE
         if not extents:
             tree.refresh_node(node)
             return NO_ROW
-        row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
+        assert room is not None
+        row = self.reserve(
+            room, extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary
+        )  # fmt: skip
         self._index.set_row(node, kind, row)
-        self.account.add(namespace.slot, 1, self.allocator.rounded(size_bytes))
-        self._note_placed(namespace, self.allocator.rounded(size_bytes))
+        self._note_placed(room, namespace, self.rounded(size_bytes))
         evictor.update_candidate(node)
         above = self._index.parent(node)
         if above != NONE:
             tree.update_candidates(above)
         return row
 
-    def _allocate(self, size_bytes: int) -> list[Extent]:
-        """Return extents, and leave a free row for each; empty when nothing evictable is left."""
-        rounded = self.allocator.rounded(size_bytes)
-        if rounded > self.allocator.ready_bytes:
+    def reserve(
+        self, room: Room, extents: Sequence[Extent], *, key: bytes, parent: bytes, kind: int, namespace: int,
+        boundary: int,
+    ) -> int:  # fmt: skip
+        """Fill rows for an object whose extents were allocated in this room, and count it. See `Rows.reserve`."""
+        room.rows_used += len(extents)
+        self.account.add(namespace, 1, sum(self.rounded(length) for _, length in extents))
+        return self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace, boundary=boundary)
+
+    def _allocate(self, room: Room, size_bytes: int) -> list[Extent]:
+        """Return extents, for each of which there is a row; empty when nothing evictable is left in the room."""
+        rounded = self.rounded(size_bytes)
+        if rounded > room.allocator.ready_bytes:
             return []  # evicting everything would not make room
-        while self.allocator.free_bytes < rounded or not self.rows.free_count:
-            if not self.evict_one("room"):
+        while room.allocator.free_bytes < rounded or not room.free_rows:
+            if not self.evict_one("room", room):
                 return []
-        extents = self.allocator.allocate(size_bytes)
-        while extents is None or len(extents) > self.rows.free_count:
-            for offset, length in extents or ():
-                self.allocator.free(offset, length)
-            if not self.evict_one("room"):
+        while (extents := room.allocate(size_bytes)) is None:
+            if not self.evict_one("room", room):
                 return []
-            extents = self.allocator.allocate(size_bytes)
         return extents
 
     def commit(self, row: int, node: int) -> None:
@@ -238,19 +249,23 @@ class RamTier:
 
         Else the next try has to wait until engines release something.
         """
-        if size_bytes > self.allocator.ready_bytes:
-            return self.growing
+        room = self.rooms.of(namespace.slot)
+        if room is None:
+            return False
+        if size_bytes > room.allocator.ready_bytes:
+            return room.growing
         tenant = namespace.tenant or ""
-        orphans = self.evictor.note_shortage(self._shortages[tenant], size_bytes, self._orphan_slots(tenant))
-        return orphans or self.growing
+        shortage = self._shortages[room.number, tenant]
+        orphans = self.evictor.note_shortage(shortage, size_bytes, self._orphan_slots(tenant))
+        return orphans or room.growing
 
     def _orphan_slots(self, tenant: str) -> list[int]:
         """Return the namespaces whose orphans may go for a tenant: its own. What follows them is lost with them."""
         by_slot = self._namespaces.by_slot
         return [slot for slot in self.evictor.orphan_slots() if (by_slot[slot].tenant or "") == tenant]
 
-    def _note_placed(self, namespace: Namespace, size_bytes: int) -> None:
-        shortage = self._shortages.get(namespace.tenant or "")
+    def _note_placed(self, room: Room, namespace: Namespace, size_bytes: int) -> None:
+        shortage = self._shortages.get((room.number, namespace.tenant or ""))
         if shortage is not None:
             shortage.placed(size_bytes)
         self.account.placed(namespace.slot, size_bytes)
@@ -264,6 +279,13 @@ class RamTier:
 
     def enter(self, namespace: Namespace) -> None:
         self.account.enter(namespace)
+        room = self.rooms.of_tenant(namespace.tenant or "")
+        if room is not None:
+            self.rooms.enter(namespace.slot, room)
+
+    def left(self, slot: int) -> None:
+        """Note that the slot has no namespace any more."""
+        self.rooms.leave(slot)
 
     # Dropping
 
@@ -293,7 +315,7 @@ class RamTier:
     def _free(self, row: int) -> None:
         self._mend(row)  # damage since it was unindexed
         self.account.add(self.rows.namespace[row], -1, -self.rounded_bytes(row))
-        self.rows.free(row, self.allocator)
+        self.rows.free(row, self.rooms)
 
     # Loans
 
@@ -323,9 +345,11 @@ class RamTier:
         """Keep the row's bytes out of use until the next adoption: they overlap another lent object's."""
         self.unreusable.add(row)
 
-    def lent_bytes(self, slots: Collection[int] | None = None) -> int:
-        """Return the bytes that somebody may be touching, of these namespaces or of all. O(lent table)."""
+    def lent_bytes(self, slots: Collection[int] | None = None, room: Room | None = None) -> int:
+        """Return the bytes that somebody may be touching, of these namespaces, this room, or all. O(lent table)."""
         rows = np.unique(self.lent.rows[self.lent.modes != LentMode.FREE])
+        if room is not None and len(self.rooms) > 1:
+            rows = rows[room.has(self.rows.offsets[rows])]
         if slots is not None:
             rows = rows[np.isin(self.rows.namespaces[rows], list(slots))]
         several = self.rows.nexts[rows] != NO_ROW
@@ -333,30 +357,37 @@ class RamTier:
 
     # Evicting
 
-    def evict_one(self, reason: str) -> bool:
+    def evict_one(self, reason: str, room: Room) -> bool:
         """Drop the least useful unit: first what is unlinked, last what prefetch pins; False when nothing may go."""
-        return self._tree.reclaim_for_room() or self.evictor.evict_one(reason) > 0 or self.give_way(None)
+        slots = room.slots
+        return self._tree.reclaim_for_room() or self.evictor.evict_one(reason, slots) > 0 or self.give_way(slots)
 
     def trim(self, high: float, low: float, limit: int, demotion: Demotion) -> bool:
-        """Evict before room is needed, about `limit` objects. Return whether more is due. Watermarks are shares."""
+        """Evict before room is needed, about `limit` objects. Return whether more is due. Watermarks are shares.
+
+        Each room has its own. They take turns: the first that is due may use the whole limit.
+        """
         self.account.relieve(self.lent_bytes, demotion)
         self._relieve(demotion)
         more = self.account.trim(high, low, limit, demotion)
-        if not self.growing:  # else the ready part is nearly full of what was adopted, and room is on its way
-            more |= self.evictor.trim(self.allocator.ready_bytes, high, low, limit, demotion)
+        for room in self.rooms.in_turn():
+            if not room.growing:  # else the ready part is nearly full of what was adopted, and room is on its way
+                limit = self.evictor.trim(room, room.size_bytes, high, low, limit, demotion)
+                more |= room.trimming
         return self.evictor.rest_orphans() or more
 
     def _relieve(self, demotion: Demotion) -> None:
         """Drop an orphan of a tenant whose object lacked room. Forget those that lack none any more."""
-        for tenant, shortage in list(self._shortages.items()):
-            free_bytes = self.allocator.free_bytes if self.rows.free_count else 0
-            if not self.evictor.lacks(shortage, free_bytes, None):
-                del self._shortages[tenant]
+        for whose, shortage in list(self._shortages.items()):
+            room = self.rooms[whose[0]]
+            free_bytes = room.allocator.free_bytes if room.free_rows else 0
+            if not self.evictor.lacks(shortage, free_bytes, room.slots):
+                del self._shortages[whose]
                 continue
-            if self.allocator.ready_bytes - self.lent_bytes() < shortage.size_bytes:
+            if room.allocator.ready_bytes - self.lent_bytes(room=room) < shortage.size_bytes:
                 continue  # all orphans together would not make room
-            if self.evictor.drop_orphan("room", self._orphan_slots(tenant), demotion):
-                self._shortages[tenant] = self._shortages.pop(tenant)  # after the others
+            if self.evictor.drop_orphan("room", self._orphan_slots(whose[1]), demotion):
+                self._shortages[whose] = self._shortages.pop(whose)  # after the others
 
     def give_way(self, slots: Collection[int] | None) -> bool:
         return self._give_way(slots)

@@ -15,11 +15,10 @@ Continuation rows mean something only through a head that links them.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from kvdepot.core.allocator import ExtentAllocator
 from kvdepot.core.arena import NO_ROW, ArenaTables, Column, RowFlag, RowState
 from kvdepot.core.lifecycle import ObjectEvent, next_state
 
@@ -33,6 +32,12 @@ CONTINUATION: Final = int(RowState.CONTINUATION)
 DYING: Final = int(RowState.DYING)
 SUMMED: Final = int(RowFlag.SUMMED)
 VERIFIED: Final = int(RowFlag.VERIFIED)
+
+
+class Space(Protocol):
+    """What the bytes of extents go back to."""
+
+    def free(self, offset: int, length: int) -> None: ...
 
 
 class TornLinksError(Exception):
@@ -216,13 +221,13 @@ class Rows:
             self.generation[row] = (self.generation[row] + 2) & ~1
         self._enter(head, ObjectEvent.DROP)
 
-    def free(self, head: int, allocator: ExtentAllocator) -> None:
+    def free(self, head: int, space: Space) -> None:
         """Give rows and bytes back. The object is unindexed and nobody is lent it."""
         rows = self.chain(head)
         for row in rows:
             self._enter(row, ObjectEvent.RECLAIM)
         for row in rows:
-            allocator.free(self.offset[row], self.length[row])
+            space.free(self.offset[row], self.length[row])
             self._free_stack[self.free_count] = row
             self.free_count += 1
 

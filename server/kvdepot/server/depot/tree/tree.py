@@ -67,10 +67,12 @@ class Tree:
         give_way: GiveWay = lambda _: False,
         tiers: Sequence[tuple[Tier, TierConfig, EvictionPolicy]] = (),
         quotas: Sequence[Quota] = (),
+        tenants: Sequence[str] = (),
     ) -> None:
         """Make an empty tree.
 
-        `policy` is RAM's. `give_way` unpins what prefetch keeps in RAM. `tiers` are those below RAM.
+        `policy` is RAM's. `give_way` unpins what prefetch keeps in RAM. `tiers` are those below RAM. `tenants` have
+        the parts of RAM, if there are several.
         """
         nodes = tables.layout.rows + sum(tier.handles_max for tier, _, _ in tiers)
         self.counters = counters
@@ -81,7 +83,8 @@ class Tree:
         self.lost_keys = LostKeys()
         self.usable = Usable(self.index, self.namespaces, self._complete_anywhere)
         self.ram = RamTier(
-            self, tables, run=run, policy=policy, counters=counters, give_way=give_way, quotas=quotas
+            self, tables, run=run, policy=policy, counters=counters, give_way=give_way, quotas=quotas,
+            tenants=tenants,
         )  # fmt: skip
         self.tiers = tuple(LowerTier(self, number, *tier, counters, quotas) for number, tier in enumerate(tiers))
         self.disks = tuple(tier for tier in self.tiers if tier.shared is None)  # each tells at its opening what it has
@@ -125,6 +128,7 @@ class Tree:
         """Note that the slot has no namespace any more."""
         for holding in self.holdings:
             holding.account.leave(slot)
+        self.ram.left(slot)
 
     def needs_changed(self, namespace: Namespace) -> None:
         """Note that what the boundaries of an adopted namespace need is known only now: refresh its nodes in slices."""
