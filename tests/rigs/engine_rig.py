@@ -244,6 +244,15 @@ class Client:
         self.spec = spec
         self.namespace, _ = rig.depot.register_namespace(self.session, spec, elements)
 
+    @property
+    def data(self) -> memoryview:
+        """All data that the engine is given: that of its tenant, if each has its own."""
+        layout = self.rig.layout
+        if not layout.divided:
+            return self.rig.buffer
+        part = sorted(self.rig.config.tenants).index(self.spec.tenant)
+        return self.rig.buffer[layout.part_starts[part] :][: layout.parts[part]]
+
     def lease(self) -> int:
         """Unique over the rig's life, as ids are within a session's."""
         self.rig.leases += 1

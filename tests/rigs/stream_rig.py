@@ -30,7 +30,7 @@ class Proxy:
         self.path = self.directory / f"d.sock.stream-{next(_numbers)}"
         self.process, lifeline, self._pidfd = spawn(
             "kvdepot.server.io.stream_proxy",
-            lambda socket_fd: (*arena_fds, socket_fd, os.getpid(), 0o600, -1, self.path),
+            lambda socket_fd: (*arena_fds, 0, socket_fd, os.getpid(), 0o600, -1, self.path),
             arena_fds,
         )
         lifeline.send(OPENING.pack(Opening(attachment, session)))

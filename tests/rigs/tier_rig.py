@@ -18,13 +18,15 @@ BOTH = (Kind.ATTENTION, Kind.STATE)
 ATTENTION = bytes([Kind.ATTENTION])
 
 
-def write(rig: Rig, reply_extents: bytes, fill: int) -> None:
+def write(to: Rig | Client, reply_extents: bytes, fill: int) -> None:
+    data = to.data if isinstance(to, Client) else to.buffer
     for _, _, offset, length, _ in unpack(reply_extents):
-        rig.buffer[offset : offset + length] = bytes([fill]) * length
+        data[offset : offset + length] = bytes([fill]) * length
 
 
-def read(rig: Rig, reply: AcquireReply) -> set[int]:
-    return {byte for _, _, offset, length, _ in unpack(reply.extents) for byte in rig.buffer[offset : offset + length]}
+def read(by: Rig | Client, reply: AcquireReply) -> set[int]:
+    data = by.data if isinstance(by, Client) else by.buffer
+    return {byte for _, _, offset, length, _ in unpack(reply.extents) for byte in data[offset : offset + length]}
 
 
 def store(client: Client, keys: list[bytes], fill: int = 7, kinds: tuple[Kind, ...] = (Kind.ATTENTION,)) -> None:
@@ -32,7 +34,7 @@ def store(client: Client, keys: list[bytes], fill: int = 7, kinds: tuple[Kind, .
     for at in range(0, len(keys), chunks):
         parent = keys[at - 1] if at else ROOT_KEY
         lease, reply = client.reserve(keys[at : at + chunks], kinds, start=at, parent=parent)
-        write(client.rig, reply.extents, fill)
+        write(client, reply.extents, fill)
         granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
         assert set(client.commit(lease, *granted)) <= {1}
 

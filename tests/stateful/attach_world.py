@@ -46,6 +46,10 @@ _TURNS = 6
 _NO_CALLS: Any = None  # nobody makes one
 
 
+def _descriptors(_: int) -> tuple[int, int]:
+    return os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)
+
+
 class ListenerRig(Rig):
     """Asks the daemon's own code who lives."""
 
@@ -160,13 +164,14 @@ class AttachWorld:
 
     def _listen(self) -> None:
         proxies = StreamProxies(
-            arena_fds=(-1, -1, -1), count_max=STREAMS_MAX, mode=0o600, group_id=-1, loop=self.loop, log=_LOG,
+            arena_fds=(-1, -1), parts=[-1], part_of=lambda _: 0,
+            count_max=STREAMS_MAX, mode=0o600, group_id=-1, loop=self.loop, log=_LOG,
             tenants=len(self.parties.budgets),
             count=self.rig.depot.counters.add, starts_per_second=1e6,
         )  # fmt: skip
         self.listener = AttachListener(
             depot=self.rig.depot, calls=_NO_CALLS, streams=proxies, loop=self.loop, log=_LOG, boot_id=BOOT,
-            offer=ArenaOffer(1, 4096, "1", lambda: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY))),
+            offer=ArenaOffer(1, (4096,), lambda _: 0, "1", _descriptors),
             tenants=self.parties.of,
         )  # fmt: skip
         self.listener.listen(self.directory / "d", 0o600, -1)

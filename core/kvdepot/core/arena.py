@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -24,8 +25,10 @@ import xxhash
 
 MAGIC = b"KVDARENA"
 GENERATIONS_MAGIC = b"KVDGENER"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+"""Of tables whose data has several parts. Those of one part are of version COMPATIBLE_SINCE."""
 COMPATIBLE_SINCE = 3
+GENERATIONS_VERSION = 3
 PAGE_BYTES = 4096
 COLUMN_ALIGN_BYTES = 64
 FILE_ALIGN_BYTES = 2 << 20
@@ -118,6 +121,12 @@ NAMESPACES_MAX = 1024
 # magic, version, compatible since, arena id, size, rows, lent rows, boot id, then device and inode of the files of
 # generations and data; then their XXH3-64; then the run.
 _IDENTITY = struct.Struct("<8sIIQQII16sQQQQ")
+_DIVIDED = struct.Struct("<8sIIQQII16sQQ16sQ")
+"""The same up to the file of the generations, then the digest of the tenants and the number of parts."""
+_PART = struct.Struct("<QQQ")
+"""Size, device and inode."""
+PARTS_MAX = 64
+NO_DIGEST = bytes(16)
 _FORMER = {1: struct.Struct("<8sIIQQII16s"), 2: struct.Struct("<8sIIQQII16sQQ")}
 """Of former formats, which had the generations in the tables: 1 had the data behind them, 2 in a file of its own."""
 _SUM_AND_RUN = struct.Struct("<QQ")
@@ -179,13 +188,15 @@ class ArenaLayout:
             raise ArenaFormatError(f"arena layout: parts of {self.divided} bytes are no parts of {self.data_bytes}")
 
     @staticmethod
-    def plan(size_bytes: int, rows: int | None = None, lent_rows: int | None = None) -> ArenaLayout:
+    def plan(
+        size_bytes: int, rows: int | None = None, lent_rows: int | None = None, divided: Sequence[int] = ()
+    ) -> ArenaLayout:
         """Return the layout of an arena whose files have `size_bytes` together, rounded down to pages."""
         if rows is None:
             rows = min(max(size_bytes // ROW_BYTES_MEAN, 1024), ROWS_MAX)
         if lent_rows is None:
             lent_rows = min(rows, LENT_ROWS_MAX)
-        return ArenaLayout(size_bytes // PAGE_BYTES * PAGE_BYTES, rows, lent_rows)
+        return ArenaLayout(size_bytes // PAGE_BYTES * PAGE_BYTES, rows, lent_rows, divided=tuple(divided))
 
     @property
     def extents_offset(self) -> int:
@@ -257,19 +268,31 @@ class Superblock:
     generations_file: FileId = NO_FILE
     data_files: tuple[FileId, ...] = (NO_FILE,)
     """Of each part of the data."""
+    tenants: bytes = NO_DIGEST
+    """Says which tenants the parts belong to, if there are several."""
+
+    @property
+    def version(self) -> int:
+        """Return the format's version."""
+        return FORMAT_VERSION if self.layout.divided else COMPATIBLE_SINCE
 
     def pack(self) -> bytes:
-        """Return the SUPERBLOCK_BYTES to write at offset 0.
+        """Return the bytes to write at offset 0.
 
         The run follows the checksum, in an aligned word of its own. So a write of a later run over an earlier
         one can be cut short anywhere, and the superblock stays valid.
         """
         layout = self.layout
-        identity = _IDENTITY.pack(
-            MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE,
-            self.arena_id, layout.size_bytes, layout.rows, layout.lent_rows, self.boot,
-            *self.generations_file, *self.data_files[0],
+        fields = (
+            MAGIC, self.version, self.version, self.arena_id, layout.size_bytes, layout.rows, layout.lent_rows,
+            self.boot, *self.generations_file,
         )  # fmt: skip
+        if layout.divided:
+            parts = zip(layout.divided, self.data_files, strict=True)
+            identity = _DIVIDED.pack(*fields, self.tenants, len(layout.divided))
+            identity += b"".join(_PART.pack(size_bytes, *file) for size_bytes, file in parts)
+        else:
+            identity = _IDENTITY.pack(*fields, *self.data_files[0])
         return identity + _SUM_AND_RUN.pack(xxhash.xxh3_64_intdigest(identity), self.run)
 
     @staticmethod
@@ -277,8 +300,7 @@ class Superblock:
         """Return the superblock in a page. Raise ArenaFormatError, which names the first field that is wrong."""
         if len(page) < SUPERBLOCK_BYTES:
             raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
-        identity = bytes(page[: _IDENTITY.size])
-        magic, version, compatible, arena_id, size, rows, lent_rows, boot, *files = _IDENTITY.unpack(identity)
+        magic, version, compatible = struct.unpack_from("<8sII", page)
         if magic != MAGIC:
             raise ArenaFormatError("superblock: magic is not KVDARENA")
         # Before the sum: a later format may have another one.
@@ -288,11 +310,23 @@ class Superblock:
             )
         if version < COMPATIBLE_SINCE:
             raise ArenaFormatError(f"superblock: format {version} is too old, this is {FORMAT_VERSION}")
-        total, run = _SUM_AND_RUN.unpack(bytes(page[_IDENTITY.size : SUPERBLOCK_BYTES]))
+        divided = compatible > COMPATIBLE_SINCE
+        size_bytes = _divided_bytes(page) if divided else _IDENTITY.size
+        identity, rest = bytes(page[:size_bytes]), bytes(page[size_bytes : size_bytes + _SUM_AND_RUN.size])
+        if len(rest) < _SUM_AND_RUN.size:
+            raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
+        total, run = _SUM_AND_RUN.unpack(rest)
         if total != xxhash.xxh3_64_intdigest(identity):
             raise ArenaFormatError("superblock: checksum does not match")
-        layout = ArenaLayout(size, rows, lent_rows)
-        return Superblock(arena_id, layout, run, boot, (files[0], files[1]), ((files[2], files[3]),))
+        struct_ = _DIVIDED if divided else _IDENTITY
+        _, _, _, arena_id, size, rows, lent_rows, boot, device, inode, *more = struct_.unpack_from(identity)
+        if not divided:
+            layout = ArenaLayout(size, rows, lent_rows)
+            return Superblock(arena_id, layout, run, boot, (device, inode), ((more[0], more[1]),))
+        parts = list(_PART.iter_unpack(identity[_DIVIDED.size :]))
+        layout = ArenaLayout(size, rows, lent_rows, divided=tuple(part_bytes for part_bytes, _, _ in parts))
+        files = tuple((part[1], part[2]) for part in parts)
+        return Superblock(arena_id, layout, run, boot, (device, inode), files, more[0])
 
     @staticmethod
     def unpack_former(page: bytes) -> Superblock | None:
@@ -313,6 +347,16 @@ class Superblock:
         return None
 
 
+def _divided_bytes(page: bytes | memoryview) -> int:
+    """Return the size of the identity of tables whose data has several parts."""
+    if len(page) < _DIVIDED.size:
+        raise ArenaFormatError(f"superblock: {len(page)} bytes are too short")
+    parts: int = _DIVIDED.unpack_from(page)[-1]
+    if not 2 <= parts <= PARTS_MAX:
+        raise ArenaFormatError(f"superblock: the data has {parts} parts, not 2 to {PARTS_MAX}")
+    return _DIVIDED.size + parts * _PART.size
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationsHeader:
     """The first page of the generations' file: all that engines read of an arena besides generations."""
@@ -322,7 +366,7 @@ class GenerationsHeader:
 
     def pack(self) -> bytes:
         return _GENERATIONS_HEADER.pack(
-            GENERATIONS_MAGIC, FORMAT_VERSION, COMPATIBLE_SINCE, self.arena_id, self.rows
+            GENERATIONS_MAGIC, GENERATIONS_VERSION, GENERATIONS_VERSION, self.arena_id, self.rows
         )  # fmt: skip
 
     @staticmethod
@@ -333,9 +377,9 @@ class GenerationsHeader:
         magic, version, compatible, arena_id, rows = _GENERATIONS_HEADER.unpack_from(page)
         if magic != GENERATIONS_MAGIC:
             raise ArenaFormatError("generations: magic is not KVDGENER")
-        if compatible > FORMAT_VERSION or version < COMPATIBLE_SINCE:
+        if compatible > GENERATIONS_VERSION or version < GENERATIONS_VERSION:
             raise ArenaFormatError(
-                f"generations: format {version} is readable since {compatible}, this is {FORMAT_VERSION}"
+                f"generations: format {version} is readable since {compatible}, this is {GENERATIONS_VERSION}"
             )
         if not 1 <= rows <= ROWS_MAX:
             raise ArenaFormatError(f"generations: rows is {rows}, not 1 to {ROWS_MAX}")

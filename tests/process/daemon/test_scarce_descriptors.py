@@ -28,6 +28,10 @@ from tests.fakes.scarce_descriptors import no_descriptor_left
 from tests.rigs.engine_rig import Rig
 
 
+def _descriptors(_: int) -> tuple[int, int]:
+    return os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)
+
+
 @contextlib.contextmanager
 def _none_given_back() -> Iterator[None]:
     """What earlier tests left behind gives its descriptors back before, not in the middle."""
@@ -65,7 +69,9 @@ def test_without_descriptors_the_listener_waits_instead_of_spinning(
 
     async def run() -> bytes:
         loop = asyncio.get_running_loop()
-        offer = ArenaOffer(1, 4096, "1", lambda: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)))
+        offer = ArenaOffer(
+            1, (4096,), lambda _: 0, "1", lambda _: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY))
+        )
         log = logging.getLogger("scarce")
         listener = AttachListener(
             depot=Rig().depot,
@@ -94,12 +100,12 @@ def test_an_attachment_without_a_descriptor_for_it_ends() -> None:
     path = Path(tempfile.mkdtemp(prefix="kvd", dir="/tmp"), "a")
     rig = Rig()
 
-    def none_left() -> tuple[int, int]:
+    def none_left(_: int) -> tuple[int, int]:
         raise OSError("no descriptor left")
 
     async def run() -> bytes:
         loop = asyncio.get_running_loop()
-        offer = ArenaOffer(1, 4096, "1", none_left)
+        offer = ArenaOffer(1, (4096,), lambda _: 0, "1", none_left)
         log = logging.getLogger("scarce")
         listener = AttachListener(
             depot=rig.depot,
@@ -138,7 +144,9 @@ def test_a_process_that_could_be_watched_is_not_attached_unwatched(
 
     async def run() -> bytes:
         loop = asyncio.get_running_loop()
-        offer = ArenaOffer(1, 4096, "1", lambda: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)))
+        offer = ArenaOffer(
+            1, (4096,), lambda _: 0, "1", lambda _: (os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY))
+        )
         listener = AttachListener(
             depot=rig.depot, calls=_NO_CALLS, offer=offer, streams=_NO_STREAMS, loop=loop,
             log=logging.getLogger("scarce"), boot_id=read_boot_id(),

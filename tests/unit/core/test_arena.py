@@ -245,13 +245,66 @@ def test_a_run_written_half_leaves_a_sound_superblock(written: int) -> None:
     assert replace(block, run=old.run) == old
 
 
+DIVIDED = ArenaLayout.plan(64 * MIB, rows=1024, lent_rows=512)
+DIVIDED = replace(DIVIDED, divided=(2 * MIB, DIVIDED.data_bytes - 6 * MIB, 4 * MIB))
+
+
+def divided() -> Superblock:
+    files = ((25, 4711), (25, 4712), (25, 4713))
+    return Superblock(0x1122334455667788, DIVIDED, 3, BOOT, (25, 4710), files, tenants=bytes(range(16)))
+
+
+@pytest.mark.requirement("S2")
+def test_golden_superblock_of_several_parts() -> None:
+    page = divided().pack()
+    assert page.hex() == (
+        "4b56444152454e410400000004000000887766554433221100000004000000000004000000020000"
+        "000102030405060708090a0b0c0d0e0f19000000000000006612000000000000"
+        "000102030405060708090a0b0c0d0e0f0300000000000000"
+        "000020000000000019000000000000006712000000000000"
+        "000060030000000019000000000000006812000000000000"
+        "000040000000000019000000000000006912000000000000"
+        "301100bc6d6c375d0300000000000000"
+    )  # fmt: skip
+    assert Superblock.unpack(page.ljust(arena.PAGE_BYTES, b"\0")) == divided()
+    assert DIVIDED.part_starts == (0, 2 * MIB, DIVIDED.data_bytes - 4 * MIB)
+
+
+@pytest.mark.requirement("I1c", "S2")
+def test_every_flipped_bit_of_several_parts_is_refused() -> None:
+    page = divided().pack()
+    for bit in range(8 * (len(page) - 8)):
+        flipped = bytearray(page)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ArenaFormatError):
+            Superblock.unpack(bytes(flipped))
+    for size_bytes in (0, 60, 100, len(page) - 1):
+        with pytest.raises(ArenaFormatError):
+            Superblock.unpack(page[:size_bytes])
+
+
+@pytest.mark.parametrize("parts", [(2 * MIB,), (0, 4 * MIB), (MIB, 3 * MIB), (2 * MIB, 2 * MIB, 2 * MIB)])
+def test_parts_that_are_not_all_of_the_data_in_huge_pages_are_refused(parts: tuple[int, ...]) -> None:
+    layout = ArenaLayout.plan(64 * MIB, rows=1024)
+    with pytest.raises(ArenaFormatError, match="are no parts of"):
+        ArenaLayout.plan(layout.overhead_bytes + 4 * MIB, rows=1024, divided=parts)
+
+
+@pytest.mark.parametrize("count", [0, 1, arena.PARTS_MAX + 1])
+def test_a_number_of_parts_that_cannot_be_is_refused(count: int) -> None:
+    page = bytearray(divided().pack())
+    page[88:96] = struct.pack("<Q", count)
+    with pytest.raises(ArenaFormatError, match=f"the data has {count} parts"):
+        Superblock.unpack(bytes(page))
+
+
 @pytest.mark.requirement("I8")
 def test_a_later_format_is_refused_unless_it_says_that_this_one_can_read_it() -> None:
     identity = bytearray(superblock(ArenaLayout.plan(64 * MIB)).pack()[:IDENTITY_BYTES])
     identity[8:16] = struct.pack("<II", 7, 3)
     assert Superblock.unpack(summed(bytes(identity))).run == 1
-    identity[8:16] = struct.pack("<II", 7, 4)
-    with pytest.raises(ArenaFormatError, match="format 7 is readable since 4, this is 3"):
+    identity[8:16] = struct.pack("<II", 7, 5)
+    with pytest.raises(ArenaFormatError, match="format 7 is readable since 5, this is 4"):
         Superblock.unpack(bytes(identity) + bytes(16))
 
 
@@ -267,7 +320,7 @@ def test_an_arena_of_a_former_format_is_refused_and_its_tables_are_found(version
 
     found = page(64 * MIB, layout.rows, layout.lent_rows)
     whole = found.ljust(arena.PAGE_BYTES, b"\0")
-    with pytest.raises(ArenaFormatError, match=f"format {version} is too old, this is 3"):
+    with pytest.raises(ArenaFormatError, match=f"format {version} is too old, this is 4"):
         Superblock.unpack(whole)
     data_file = (25, 4711) if version == 2 else arena.NO_FILE
     assert Superblock.unpack_former(whole) == Superblock(7, layout, 1, BOOT, data_files=(data_file,))

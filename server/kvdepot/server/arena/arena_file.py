@@ -14,16 +14,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from kvdepot.core.arena import (
     FORMAT_VERSION,
+    NO_DIGEST,
     NO_FILE,
     ArenaFormatError,
     ArenaLayout,
@@ -75,6 +77,18 @@ class ArenaRequest:
     capacity_bytes: int
     config_file: str
     sealed: bool = True
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of data of each tenant, in the order of their names; empty: all data is one file."""
+
+    @property
+    def layout(self) -> ArenaLayout:
+        return ArenaLayout.plan(self.size_bytes, divided=tuple(self.parts.values()))
+
+    @property
+    def tenants(self) -> bytes:
+        """Return what the superblock says of the tenants."""
+        names = "\0".join(self.parts).encode()  # no name has a control character
+        return hashlib.blake2b(names, digest_size=len(NO_DIGEST)).digest() if self.parts else NO_DIGEST
 
     @property
     def paths(self) -> tuple[Path, Path, Path]:
@@ -228,7 +242,7 @@ def open_arena(
 
 
 def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING_KEPT) -> str:
-    """Return why `open_arena` would replace an arena of another size; empty if there is none.
+    """Return why `open_arena` would replace an arena of another size or other tenants; empty if there is none.
 
     Raise ConfigError where `open_arena` would, except for loans. Changes nothing. `kept` is taken over.
     """
@@ -237,8 +251,7 @@ def check_arena(request: ArenaRequest, boot_id: bytes, kept: KeptFiles = NOTHING
     try:
         if old.reason or not old.known:
             _check_room(request, held_bytes=_held_bytes(old))
-        is_resized = old.superblock is not None and old.superblock.layout.size_bytes != request.size_bytes
-        return old.reason if is_resized else ""
+        return old.reason if old.superblock is not None and _is_resized(old.superblock, request) else ""
     finally:
         old.close()
 
@@ -323,6 +336,12 @@ def _judge(tables: int | None, files: list[int], request: ArenaRequest, boot_id:
     return old
 
 
+def _is_resized(superblock: Superblock, request: ArenaRequest) -> bool:
+    """Return whether the arena has another size, or other parts, than is asked for."""
+    asked = (request.size_bytes, tuple(request.parts.values()), request.tenants)
+    return (superblock.layout.size_bytes, superblock.layout.divided, superblock.tenants) != asked
+
+
 def _why_not(superblock: Superblock, old: _Old, request: ArenaRequest, boot_id: bytes) -> str:
     """Return why a valid arena cannot be adopted; empty if it can."""
     layout = superblock.layout
@@ -332,6 +351,8 @@ def _why_not(superblock: Superblock, old: _Old, request: ArenaRequest, boot_id: 
         return "it is from before the last boot"
     if layout.size_bytes != request.size_bytes:
         return f"its size changes from {layout.size_bytes} to {request.size_bytes} bytes"
+    if _is_resized(superblock, request):
+        return "its tenants, or the sizes of their parts, change"
     if old.generations is None or not old.data:
         data_is_here = set(superblock.data_files) <= set(map(file_of, (*old.known, *old.others)))
         name = "generations are missing, or belong" if data_is_here else "data is missing, or belongs"
@@ -362,7 +383,7 @@ def _create(
     request: ArenaRequest, boot_id: bytes, random_bytes: Callable[[int], bytes], origin: Origin, note: str
 ) -> ArenaFile:
     """Create an arena. The superblock is written last: files without one are no arena, and are created again."""
-    layout = ArenaLayout.plan(request.size_bytes)
+    layout = request.layout
     make = new_memory if request.sealed else new_file
     tables, generations, data = request.paths
     files = (
@@ -384,7 +405,9 @@ def _create(
         ) from error
     arena_id = int.from_bytes(random_bytes(8), "little") | 1
     write_page(files[1], GenerationsHeader(arena_id, layout.rows).pack())
-    superblock = Superblock(arena_id, layout, 1, boot_id, file_of(files[1]), tuple(map(file_of, files[2:])))
+    superblock = Superblock(
+        arena_id, layout, 1, boot_id, file_of(files[1]), tuple(map(file_of, files[2:])), request.tenants
+    )
     write_page(files[0], superblock.pack())
     return ArenaFile(request.path, files, superblock, origin, note)
 
@@ -416,5 +439,5 @@ def describe(arena: ArenaFile) -> str:
     files = arena.files[:1] if is_sealed(arena.generations_fd) else arena.files
     nameless = "" if all(os.fstat(fd).st_nlink for fd in files) else "its name was removed"
     why = f" ({arena.note or nameless})" if arena.note or nameless else ""
-    size = f"{arena.layout.size_bytes // MIB} MiB, format {FORMAT_VERSION}, run {arena.superblock.run}"
+    size = f"{arena.layout.size_bytes // MIB} MiB, format {arena.superblock.version}, run {arena.superblock.run}"
     return f"{arena.path} {arena.origin.value}{why}, {size}"

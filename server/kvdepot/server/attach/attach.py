@@ -50,12 +50,16 @@ WATCH_AGAIN_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ArenaOffer:
-    """What an accepted process gets: `open_descriptors` makes new ones of the data, and of the generations to read."""
+    """What an accepted process gets: `open_descriptors` makes new ones of a part of the data, and of the generations.
+
+    `parts` is the size of each, `part_of` says which one a process of this tenant gets. It gets nothing of the others.
+    """
 
     arena_id: int
-    arena_bytes: int
+    parts: tuple[int, ...]
+    part_of: Callable[[str | None], int]
     daemon_version: str
-    open_descriptors: Callable[[], tuple[int, int]]
+    open_descriptors: Callable[[int], tuple[int, int]]
 
 
 class AttachListener:
@@ -219,7 +223,7 @@ class AttachListener:
             self._watch(attached.attachment, pidfd)
         theirs = self._open_calls(connection) if call.calls else None
         try:
-            self._answer(connection, attached.session, protocol, theirs)
+            self._answer(connection, attached.session, protocol, self._offer.part_of(owner.tenant), theirs)
         finally:
             if theirs is not None:
                 theirs.close()
@@ -281,18 +285,20 @@ class AttachListener:
             _close(pidfd)
             raise NotReady(f"cannot read when process {pid} started: {error.strerror}") from error
 
-    def _answer(self, connection: _Connection, session: bytes, protocol: int, calls: socket.socket | None) -> None:
+    def _answer(
+        self, connection: _Connection, session: bytes, protocol: int, part: int, calls: socket.socket | None
+    ) -> None:  # fmt: skip
         reply = AttachReply(
             protocol=protocol,
             session=session,
             arena_id=self._offer.arena_id,
-            arena_bytes=self._offer.arena_bytes,
+            arena_bytes=self._offer.parts[part],
             daemon_version=self._offer.daemon_version,
             stream=connection.proxy.name if connection.proxy is not None else "",
             calls=calls is not None,
         )
         try:
-            descriptors = self._descriptors(connection, session)
+            descriptors = self._descriptors(connection, session, part)
             try:
                 sent = descriptors if calls is None else (*descriptors, calls.fileno())
                 rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", sent))
@@ -308,11 +314,11 @@ class AttachListener:
         if self._refusals.due(f"{what}: {error.errno}"):
             self._log.warning("attach: %s: %s", what, error)
 
-    def _descriptors(self, connection: _Connection, session: bytes) -> tuple[int, ...]:
-        """Return the descriptors that go with the answer: data and generations, or the lifeline of the proxy."""
+    def _descriptors(self, connection: _Connection, session: bytes, part: int) -> tuple[int, ...]:
+        """Return the descriptors that go with the answer: this part and generations, or the proxy's lifeline."""
         proxy = connection.proxy
         if proxy is None:
-            return self._offer.open_descriptors()
+            return self._offer.open_descriptors(part)
         assert connection.attachment is not None
         proxy.begin(connection.attachment, session)
         return (proxy.lifeline.detach(),)  # closed once it is sent, so that only the client has it

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +29,9 @@ STARTS_PER_SECOND: Final = 1.0
 class StreamProxies:
     """All proxies of this daemon, at most `count_max` of one uid. Everything runs on the loop's thread.
 
+    `arena_fds` are of the tables and the generations, `parts` of the data. A proxy gets the part of its client's tenant
+    (`part_of`).
+
     `tenants`: how many are configured. Each has an equal part of all proxies. `count` counts an event by its name.
 
     Their sockets lie next to the daemon's, of which the caller holds the lock.
@@ -37,7 +40,9 @@ class StreamProxies:
     def __init__(
         self,
         *,
-        arena_fds: tuple[int, int, int],
+        arena_fds: tuple[int, int],
+        parts: Sequence[int],
+        part_of: Callable[[str | None], int],
         count_max: int,
         mode: int,
         group_id: int,
@@ -50,7 +55,9 @@ class StreamProxies:
         self._tenants = tenants
         self._count = count
         self._starts = TokenBuckets(per_second=starts_per_second, burst=count_max, clock=loop.time)
-        self._arena_fds = arena_fds  # of the tables, the generations and the data
+        self._arena_fds = arena_fds
+        self._parts = parts
+        self._part_of = part_of
         self._mode = mode
         self._group_id = group_id
         self._loop = loop
@@ -97,11 +104,13 @@ class StreamProxies:
                 f"processes of {owner} start streams too often: {self.count_max} at once may, and then one a second",
                 advice="find out why they attach again and again, or let them map the arena (transport = shm)",
             )
+        part = self._part_of(owner.tenant)
+        files = (*self._arena_fds, self._parts[part])
         try:
             process, lifeline, pidfd = spawn(
                 _MODULE,
-                lambda socket_fd: (*self._arena_fds, socket_fd, os.getpid(), self._mode, self._group_id, path),
-                self._arena_fds,
+                lambda socket_fd: (*files, part, socket_fd, os.getpid(), self._mode, self._group_id, path),
+                files,
             )
         except OSError as error:
             raise NotReady(f"no proxy can be started: {error}") from error

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kvdepot.core import runtime
-from kvdepot.core.arena import SESSIONS_MAX, SIZE_BYTES_MAX, ArenaLayout
+from kvdepot.core.arena import SIZE_BYTES_MAX, ArenaLayout
 from kvdepot.core.errors import ConfigError, together
 from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.ram_size import arena_bytes_of
@@ -37,7 +37,7 @@ from kvdepot.server.config.memory_room import (
 from kvdepot.server.config.operators import Operators, Role, resolve
 from kvdepot.server.config.places import check_places
 from kvdepot.server.config.schema import AUTO, DISK_KIND, SHARED_KIND, Tables
-from kvdepot.server.config.tenants import Tenants, resolve_tenants
+from kvdepot.server.config.tenants import Tenants, check_tenants, parts_of, resolve_tenants
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
 from kvdepot.server.config.tls import check_tls
 from kvdepot.server.depot.types import EVERY
@@ -83,6 +83,11 @@ class Config:
     @property
     def arena_bytes(self) -> int:
         return arena_bytes_of(self.capacity_bytes, tiers_reserve_bytes(self.tables, self.capacity_bytes))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of data of each tenant, in the order of their names; empty: all data is one file."""
+        return parts_of(self.tables.tenant, _layout(self.arena_bytes).data_bytes)
 
     @property
     def arena_file_bytes(self) -> int:
@@ -325,36 +330,12 @@ def _check_sizes(file: str, tables: Tables, capacity_bytes: int) -> None:
         )  # fmt: skip
     credit_bytes = tables.sessions.credit
     arena_bytes = arena_bytes_of(capacity_bytes, reserve_bytes)
-    _check_tenants(file, tables, arena_bytes)
+    check_tenants(file, tables, _layout(arena_bytes).data_bytes)
     if "credit" in tables.sessions.model_fields_set and credit_bytes > arena_bytes:
         raise ConfigError(
             file, "sessions.credit",
             f"expected at most the whole arena of {arena_bytes // MIB} MiB, got {credit_bytes // MIB} MiB",
             of_host=of_host,
-        )  # fmt: skip
-
-
-def _check_tenants(file: str, tables: Tables, arena_bytes: int) -> None:
-    """Refuse credits that together promise more than there is, and two entries about the RAM of a tenant."""
-    limited = {(tenant.name, None, "ram") for tenant in tables.tenant if tenant.ram is not None}
-    for number, quota in enumerate(tables.quota):
-        if (quota.tenant, quota.namespace, quota.tier) in limited:
-            raise ConfigError(file, f"quota[{number}]", f"is about the same as `ram` of tenant {quota.tenant!r}")
-    credit_bytes = sum(tenant.credit or 0 for tenant in tables.tenant)
-    some_without = any(tenant.credit is None for tenant in tables.tenant)
-    data_bytes = _layout(arena_bytes).data_bytes  # which is what the credits divide
-    if credit_bytes > data_bytes or (some_without and credit_bytes >= data_bytes):
-        raise ConfigError(
-            file, "tenant.credit",
-            f"expected at most the arena's data of {data_bytes // MIB} MiB for all tenants, got"
-            f" {-(-credit_bytes // MIB)} MiB",
-            advice="tenants without credit share what the others leave", of_host=tables.ram.capacity == AUTO,
-        )  # fmt: skip
-    left = SESSIONS_MAX - sum(tenant.sessions for tenant in tables.tenant)
-    if left < sum(not tenant.sessions for tenant in tables.tenant):
-        raise ConfigError(
-            file, "tenant.sessions", f"expected at most {SESSIONS_MAX} for all tenants, and one for each of them",
-            advice="tenants without sessions share what the others leave",
         )  # fmt: skip
 
 

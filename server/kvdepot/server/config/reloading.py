@@ -74,8 +74,8 @@ def replaces_arena(before: Config, after: Config) -> bool:
     return _arena_of(before) != _arena_of(after)
 
 
-def _arena_of(config: Config) -> tuple[Path, int, bool]:
-    return config.arena_path, config.arena_bytes, config.tables.ram.sealed
+def _arena_of(config: Config) -> tuple[Path, int, bool, dict[str, int]]:
+    return config.arena_path, config.arena_bytes, config.tables.ram.sealed, config.parts
 
 
 def _flat(tables: Tables, keys: Mapping[str, KeyRing]) -> Iterator[tuple[str, str, bool]]:
@@ -88,7 +88,7 @@ def _flat(tables: Tables, keys: Mapping[str, KeyRing]) -> Iterator[tuple[str, st
         elif table == "tenant":
             yield "tenant", ", ".join(tenant.name for tenant in model) or "none", False
             for tenant in model:
-                yield from _flat_tenant(tenant)
+                yield from _flat_tenant(tenant, several=len(model) > 1)
         elif table == "quota":
             for quota in model:
                 about = f"tenant={quota.tenant},namespace={quota.namespace or '(total)'},tier={quota.tier}"
@@ -106,9 +106,10 @@ def _flat_tier(tier: TierTable, keys: KeyRing) -> Iterator[tuple[str, str, bool]
         yield f"tier.{tier.name}.{name}", text, name in live
 
 
-def _flat_tenant(tenant: TenantTable) -> Iterator[tuple[str, str, bool]]:
+def _flat_tenant(tenant: TenantTable, *, several: bool) -> Iterator[tuple[str, str, bool]]:
+    live = _LIVE_OF_TENANTS - {"ram"} if several else _LIVE_OF_TENANTS  # the size of a part of the arena
     for name, value in tenant:
-        yield f"tenant.{tenant.name}.{name}", _text(value), name in _LIVE_OF_TENANTS
+        yield f"tenant.{tenant.name}.{name}", _text(value), name in live
 
 
 def _text(value: Any) -> str:

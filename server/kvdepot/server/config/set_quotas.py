@@ -62,9 +62,9 @@ class SetQuotas:
 
 
 def _of_tenants(tables: Tables) -> Iterator[QuotaTable]:
-    """Yield the quota that `ram` of a tenant is."""
+    """Yield the quota that `ram` of a tenant is, if there is one tenant: of several it is the size of their parts."""
     for tenant in tables.tenant:
-        if tenant.ram is not None:
+        if tenant.ram is not None and len(tables.tenant) == 1:
             yield QuotaTable.model_construct(tenant=tenant.name, namespace=None, tier="ram", capacity=tenant.ram)
 
 

@@ -1,6 +1,7 @@
-"""Which tenant a process belongs to: the users and groups of [[tenant]], resolved when the configuration is read.
+"""Tenants: which one a process belongs to, by the users and groups of [[tenant]], and which part of the data is whose.
 
-The kernel says who connects. What an engine says of its tenant is compared with this, and gives no right.
+Users and groups are resolved when the configuration is read. The kernel says who connects. What an engine says of its
+tenant is compared with this, and gives no right.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvdepot.core.arena import FILE_ALIGN_BYTES, SESSIONS_MAX
 from kvdepot.core.errors import ConfigError, PermissionDenied
+from kvdepot.server.config.memory_room import MIB
 from kvdepot.server.config.operators import group_id, user_id
-from kvdepot.server.config.schema import TenantTable
+from kvdepot.server.config.schema import AUTO, Tables, TenantTable
 
 _ADVICE: Final = "name the user in `users` of one [[tenant]] in the daemon's configuration, and restart the daemon"
 
@@ -77,3 +80,62 @@ def _enter(
                 *place, f"{member!r} is in tenant {ids[found]!r} already", advice="name it in one of them", of_host=True
             )
     return unknown
+
+
+def parts_of(tenants: Sequence[TenantTable], data_bytes: int) -> dict[str, int]:
+    """Return the bytes of data of each tenant, in the order of their names; empty if all data is one file.
+
+    Several tenants divide the data. A tenant with `ram` has so much, and the others have what is left, equally. If all
+    have `ram`, what is left is divided equally too. Parts are rounded to huge pages.
+    """
+    if len(tenants) < 2:
+        return {}
+    pages = data_bytes // FILE_ALIGN_BYTES
+    parts = {one.name: (one.ram or 0) // FILE_ALIGN_BYTES for one in sorted(tenants, key=lambda one: one.name)}
+    sharing = [one.name for one in tenants if one.ram is None] or list(parts)
+    each, rest = divmod(pages - sum(parts.values()), len(sharing))
+    for number, name in enumerate(sorted(sharing)):
+        parts[name] += each + (number < rest)
+    return {name: pages * FILE_ALIGN_BYTES for name, pages in parts.items()}
+
+
+def check_tenants(file: str, tables: Tables, data_bytes: int) -> None:
+    """Refuse parts and credits that promise more than there is, and two entries about the RAM of a tenant."""
+    of_host = tables.ram.capacity == AUTO
+    parts = parts_of(tables.tenant, data_bytes)
+    if parts and not tables.ram.sealed:
+        raise ConfigError(
+            file, "ram.sealed", "several tenants need sealed memory",
+            advice="a tenant could cut its data short, which would end the daemon: set sealed = true",
+        )  # fmt: skip
+    limited = {(tenant.name, None, "ram") for tenant in tables.tenant if tenant.ram is not None and not parts}
+    for number, quota in enumerate(tables.quota):
+        if (quota.tenant, quota.namespace, quota.tier) in limited:
+            raise ConfigError(file, f"quota[{number}]", f"is about the same as `ram` of tenant {quota.tenant!r}")
+    if parts and min(parts.values()) < FILE_ALIGN_BYTES:
+        raise ConfigError(
+            file, "tenant.ram",
+            f"expected at most the arena's data of {data_bytes // MIB} MiB for all tenants, and"
+            f" {FILE_ALIGN_BYTES // MIB} MiB at least for each of them",
+            advice="tenants without ram share what the others leave", of_host=of_host,
+        )  # fmt: skip
+    _check_credits(file, tables, data_bytes, parts)
+    left = SESSIONS_MAX - sum(tenant.sessions for tenant in tables.tenant)
+    if left < sum(not tenant.sessions for tenant in tables.tenant):
+        raise ConfigError(
+            file, "tenant.sessions", f"expected at most {SESSIONS_MAX} for all tenants, and one for each of them",
+            advice="tenants without sessions share what the others leave",
+        )  # fmt: skip
+
+
+def _check_credits(file: str, tables: Tables, data_bytes: int, parts: Mapping[str, int]) -> None:
+    """Refuse a credit that is more than the data of its tenant."""
+    for tenant in tables.tenant:
+        most = parts.get(tenant.name, data_bytes)
+        if tenant.credit is not None and tenant.credit > most:
+            raise ConfigError(
+                file, "tenant.credit",
+                f"expected at most the data of tenant {tenant.name!r}, {most // MIB} MiB, got"
+                f" {-(-tenant.credit // MIB)} MiB",
+                advice="without credit it may hold all of it", of_host=tables.ram.capacity == AUTO,
+            )  # fmt: skip

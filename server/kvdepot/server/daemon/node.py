@@ -137,12 +137,16 @@ class Node:
             identify=self._identify,
             request_over=None if self._tracing is None else partial(self._trace, self._tracing),
         )
-        offer = ArenaOffer(
-            superblock.arena_id, arena.layout.data_bytes, self._version, partial(arena.open_for_engine, 0)
-        )
+        numbers = {name: number for number, name in enumerate(self._config.parts)}
+
+        def part_of(tenant: str | None) -> int:
+            """Return the part of the data of a tenant. Nobody of another tenant is given it."""
+            return numbers[tenant or ""] if numbers else 0
+
+        offer = ArenaOffer(superblock.arena_id, arena.layout.parts, part_of, self._version, arena.open_for_engine)
         tables = self._config.tables
         streams = StreamProxies(
-            arena_fds=(arena.tables_fd, arena.generations_fd, arena.parts[0][0]),
+            arena_fds=(arena.tables_fd, arena.generations_fd), parts=[fd for fd, _ in arena.parts], part_of=part_of,
             count_max=tables.sessions.streams, mode=tables.daemon.mode_bits,
             group_id=tables.daemon.group_id, loop=self._loop, log=self._log, count=counters.add,
             tenants=len(tables.tenant),

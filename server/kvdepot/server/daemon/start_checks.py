@@ -82,7 +82,7 @@ def _checks(config: Config) -> Iterator[Callable[[], object]]:
 
 def arena_request(config: Config) -> ArenaRequest:
     sealed = config.tables.ram.sealed
-    return ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file, sealed)
+    return ArenaRequest(config.arena_path, config.arena_bytes, config.capacity_bytes, config.file, sealed, config.parts)
 
 
 def arena_loss(config: Config, boot_id: bytes) -> str:

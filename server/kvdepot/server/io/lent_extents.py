@@ -24,10 +24,14 @@ _HEAD_STATES = {
 
 
 class LentExtents:
-    """The arena as one session may see it. `session` is its slot."""
+    """The arena as one session may see it. `session` is its slot.
 
-    def __init__(self, data: memoryview, tables: ArenaTables, session: int) -> None:
+    `data` is the part of the session's tenant. It begins at `start`, counted over all data.
+    """
+
+    def __init__(self, data: memoryview, tables: ArenaTables, session: int, start: int = 0) -> None:
         self._data = data
+        self._start = start
         self._tables = tables
         self._session = session
 
@@ -50,7 +54,7 @@ class LentExtents:
             raise InvalidArgument(f"extents: one is empty or outside the arena of {size_bytes} bytes")
         if len(table) and rows.max() >= columns.rows:
             raise InvalidArgument(f"extents: row {rows.max()} of {columns.rows}")
-        starts, ends = columns["offset"][rows].astype(np.int64), offsets + lengths
+        starts, ends = columns["offset"][rows].astype(np.int64) - self._start, offsets + lengths
         within = (starts <= offsets) & (ends <= starts + columns["length"][rows].astype(np.int64))
         within &= ends <= size_bytes
         wrong = ~(within & np.isin(rows, self._lent_rows(rows, mode)))

@@ -1,8 +1,9 @@
 """The proxy of one process that cannot map the arena: it moves that process's payload by gRPC (service Data).
 
-Started by the daemon as `python -m kvdepot.server.io.stream_proxy TABLES_FD GENERATIONS_FD DATA_FD SOCKET_FD PARENT_PID
-MODE GROUP PATH`, one for each such process. To the daemon it is the process that may touch what the rank is lent: it
-stands in the attachment table, and its proven death is what frees the rank's place.
+Started by the daemon as `python -m kvdepot.server.io.stream_proxy TABLES_FD GENERATIONS_FD DATA_FD PART SOCKET_FD
+PARENT_PID MODE GROUP PATH`, one for each such process. DATA_FD is that part of the data, and the only one that it maps.
+To the daemon it is the process that may touch what the rank is lent: it stands in the attachment table, and its proven
+death is what frees the rank's place.
 
 SOCKET_FD is its lifeline. The daemon writes the attachment and the session's token, then passes the other end on to
 the client: the proxy says READY when it serves, and ends when that end is closed. Nobody else has this end, so its end
@@ -53,8 +54,8 @@ Context = Any
 
 
 def main(arguments: list[str]) -> int:
-    tables_fd, generations_fd, data_fd, socket_fd, parent, mode, group = map(int, arguments[:7])
-    path = arguments[7]
+    tables_fd, generations_fd, data_fd, part, socket_fd, parent, mode, group = map(int, arguments[:8])
+    path = arguments[8]
     die_with(parent)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which ends this process itself
         signal.signal(ending, signal.SIG_IGN)
@@ -69,8 +70,9 @@ def main(arguments: list[str]) -> int:
         for fd, size_bytes in ((tables_fd, layout.tables_bytes), (generations_fd, layout.generations_bytes))
     )
     tables = ArenaTables(mapped, layout, generations)
-    data = memoryview(map_data(data_fd, layout.data_bytes))
-    extents = LentExtents(data, tables, int(tables.attachments["session"][opening.attachment]))
+    data = memoryview(map_data(data_fd, layout.parts[part]))
+    session = int(tables.attachments["session"][opening.attachment])
+    extents = LentExtents(data, tables, session, layout.part_starts[part])
     server = grpc.server(ThreadPoolExecutor(_CALLS_MAX), options=_OPTIONS, maximum_concurrent_rpcs=_CALLS_MAX)
     server.add_generic_rpc_handlers((data_service(extents, opening.session),))
     server.add_insecure_port(address(Path(path)))

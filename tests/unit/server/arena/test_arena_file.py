@@ -273,7 +273,7 @@ def test_an_arena_of_a_former_format_is_made_anew_unless_it_is_lent_to_the_livin
         _open(folder / "a", sealed=sealed, alive=Liveness.ALIVE)
     second = _open(folder / "a", sealed=sealed)
     assert second.origin is Origin.RECREATED
-    assert "it is of a former format, this is 3" in second.note
+    assert "it is of a former format, this is 4" in second.note
     assert [os.fstat(fd).st_blocks for fd in files] == [0] * len(files)
 
 

@@ -33,7 +33,7 @@ _NO_STREAMS: Any = SimpleNamespace(tidy=lambda _: None, close=lambda: None)
 _NO_CALLS: Any = None
 
 
-def _descriptors() -> tuple[int, int]:
+def _descriptors(_: int) -> tuple[int, int]:
     return os.open(os.devnull, os.O_RDWR), os.open(os.devnull, os.O_RDONLY)
 
 
@@ -46,7 +46,7 @@ def attached(rig: Rig, streams: Any = _NO_STREAMS, *, stream: bool = False) -> t
         loop = asyncio.get_running_loop()
         listener = AttachListener(
             depot=rig.depot, calls=_NO_CALLS,
-            offer=ArenaOffer(1, 4096, "1", _descriptors), streams=streams, loop=loop,
+            offer=ArenaOffer(1, (4096,), lambda _: 0, "1", _descriptors), streams=streams, loop=loop,
             log=logging.getLogger("attaching"), boot_id=read_boot_id(),
         )  # fmt: skip
         listener.listen(path, 0o600, -1)
@@ -190,7 +190,7 @@ def told(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[int, bytes]]) -> lis
         loop = asyncio.get_running_loop()
         listener = AttachListener(
             depot=Rig().depot, calls=_NO_CALLS,
-            offer=ArenaOffer(1, 4096, "1", _descriptors), streams=_NO_STREAMS, loop=loop,
+            offer=ArenaOffer(1, (4096,), lambda _: 0, "1", _descriptors), streams=_NO_STREAMS, loop=loop,
             log=logging.getLogger("attaching"), boot_id=read_boot_id(),
         )  # fmt: skip
         listener.listen(path, 0o600, -1)

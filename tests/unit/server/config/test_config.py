@@ -32,6 +32,7 @@ TIER = '\n[[tier]]\nname = "nvme"\nkind = "disk"\npath = "/d"\ncapacity = "1GiB"
 SHARED = TIER.replace('"nvme"', '"pool"').replace('"disk"', '"shared"').replace('"/d"', '"/s"')
 TLS = '[tls]\ncert = "/c"\nkey = "/k"\nclient_ca = "/a"\n'
 TENANT = '\n[[tenant]]\nname = "a"\nusers = ["1001"]\n'
+SECOND = '\n[[tenant]]\nname = "b"\nusers = ["1002"]\n'
 QUOTA = '[[quota]]\ntier = "nvme"\ncapacity = "1GiB"\n'
 GOOD = '[daemon]\nlisten = ["unix:///tmp/k.sock"]\n[ram]\ncapacity = "512MiB"\npath = "/tmp"\n'
 
@@ -155,7 +156,10 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
             "quota[0]",
             "about the same",
         ),
-        (TENANT + 'credit = "64GiB"', "tenant.credit", "MiB for all tenants, got 65536 MiB"),
+        (TENANT + 'credit = "64GiB"', "tenant.credit", "MiB, got 65536 MiB"),
+        (TENANT + SECOND + 'ram = "64GiB"', "tenant.ram", "MiB for all tenants, and 2 MiB at least for each of them"),
+        (TENANT + SECOND + 'ram = "1MiB"', "tenant.ram", "2 MiB at least for each of them"),
+        ("[ram]\nsealed = false\n" + TENANT + SECOND, "ram.sealed", "several tenants need sealed memory"),
         (TENANT + "credit = 5", "tenant[0].credit", "expected a string with a unit"),
         (TENANT + "sessions = 2000", "tenant[0].sessions", "less than or equal to 1024"),
         (
@@ -227,15 +231,29 @@ def test_the_reference_file_shows_every_key_of_a_list_of_tables_at_its_default(
 @pytest.mark.requirement("S4")
 def test_the_ram_of_a_tenant_is_a_quota_that_operators_can_override(tmp_path: Path) -> None:
     path = tmp_path / "k.toml"
-    path.write_text(
-        GOOD + TENANT + 'ram = "64MiB"\ncredit = "32MiB"\n' + TENANT.replace('"a"', '"b"').replace("1001", "2")
-    )
+    path.write_text(GOOD + TENANT + 'ram = "64MiB"\ncredit = "32MiB"\n')
     config, quotas = load(path), SetQuotas()
     (quota,) = depot_config(config, quotas).quotas
     assert (quota.tenant, quota.namespace, quota.tier, quota.capacity_bytes) == ("a", None, "ram", 64 << 20)
-    assert depot_config(config, quotas).tenants == {"a": TenantBudget(32 << 20), "b": TenantBudget()}
+    assert depot_config(config, quotas).tenants == {"a": TenantBudget(32 << 20)}
     quotas.set(config.tables, QuotaEntry(QuotaSubject("a", None, "ram"), 16 << 20))
     assert [one.capacity_bytes for one in depot_config(config, quotas).quotas] == [16 << 20]
+
+
+@pytest.mark.requirement("S2", "S4")
+def test_several_tenants_divide_the_data_whatever_their_order(tmp_path: Path) -> None:
+    third = TENANT.replace('"a"', '"c"').replace("1001", "3")
+    config = _load(tmp_path, GOOD + third + SECOND + 'ram = "65MiB"\n' + TENANT)
+    data_bytes = ArenaLayout.plan(config.arena_bytes).data_bytes
+    assert list(config.parts) == ["a", "b", "c"] and sum(config.parts.values()) == data_bytes
+    assert config.parts["b"] == 64 << 20, "in huge pages"
+    assert 0 <= config.parts["a"] - config.parts["c"] <= 2 << 20
+    assert _load(tmp_path, GOOD + TENANT + SECOND + 'ram = "65MiB"\n' + third).parts == config.parts
+    assert depot_config(config, SetQuotas()).quotas == (), "the part is the bound"
+    all_of_them = _load(tmp_path, GOOD + TENANT + 'ram = "64MiB"\n' + SECOND + 'ram = "32MiB"\n')
+    assert sum(all_of_them.parts.values()) == data_bytes
+    assert all_of_them.parts["a"] - all_of_them.parts["b"] == pytest.approx(32 << 20, abs=2 << 20)
+    assert _load(tmp_path, GOOD + TENANT).parts == {}
 
 
 @pytest.mark.requirement("T8")
@@ -426,13 +444,13 @@ def test_a_tier_has_watermarks_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("S4")
-@pytest.mark.parametrize(("others", "more"), [(False, 1), (True, 0)])
-def test_credits_of_tenants_divide_the_data_and_not_the_tables(tmp_path: Path, others: bool, more: int) -> None:
-    config = _load(tmp_path, GOOD)
-    data_bytes = ArenaLayout.plan(config.arena_bytes).data_bytes
-    assert data_bytes + 1 < config.arena_bytes
-    second = TENANT.replace('"a"', '"b"').replace("1001", "2") if others else ""
+@pytest.mark.parametrize("several", [False, True])
+def test_the_credit_of_a_tenant_is_at_most_its_data(tmp_path: Path, several: bool) -> None:
+    second = SECOND + 'ram = "64MiB"\n' if several else ""
+    config = _load(tmp_path, GOOD + TENANT + second)
+    most = config.parts["a"] if several else ArenaLayout.plan(config.arena_bytes).data_bytes
+    assert most < config.arena_bytes
     text = GOOD + TENANT + 'credit = "{}B"\n' + second
-    assert _load(tmp_path, text.format(data_bytes + more - 1)).tenants
-    with pytest.raises(ConfigError, match="expected at most the arena's data of"):
-        _load(tmp_path, text.format(data_bytes + more))
+    assert _load(tmp_path, text.format(most)).tenants
+    with pytest.raises(ConfigError, match="expected at most the data of tenant 'a'"):
+        _load(tmp_path, text.format(most + 1))

@@ -149,7 +149,8 @@ def test_who_attaches_is_answered_although_the_engine_raises(monkeypatch: pytest
     async def run() -> bytes:
         loop = asyncio.get_running_loop()
         listener = AttachListener(
-            depot=rig.depot, calls=calls, offer=ArenaOffer(1, 4096, "1", lambda: (-1, -1)), streams=streams,
+            depot=rig.depot, calls=calls, streams=streams,
+            offer=ArenaOffer(1, (4096,), lambda _: 0, "1", lambda _: (-1, -1)),
             loop=loop, log=LOG, boot_id=read_boot_id(),
         )  # fmt: skip
         listener.listen(folder, 0o600, -1)

@@ -9,8 +9,8 @@ from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.depot.types import Owner, TenantBudget
 
-from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, path
-from tests.rigs.tier_rig import COMMIT, read, reboot, store, verify
+from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, path, unpack
+from tests.rigs.tier_rig import COMMIT, read, reboot, store, verify, write
 
 OBJECT = 8192
 PART = 2 << 20
@@ -144,10 +144,10 @@ def test_after_a_restart_objects_lie_in_the_part_of_their_tenant() -> None:
     assert (rig.report.kept, dict(rig.report.dropped)) == (20, {}) and used(rig) == [10, 10]
     verify(rig)
     b = client_of(rig, "b")  # the other one first
-    assert read(rig, b.acquire(path("b", 10))[1]) == {2}
+    assert read(b, b.acquire(path("b", 10))[1]) == {2}
     b.store(path("more", OBJECTS - 10))
     a = client_of(rig, "a")
-    assert read(rig, a.acquire(path("a", 10))[1]) == {1}
+    assert read(a, a.acquire(path("a", 10))[1]) == {1}
     a.store(path("more", 10))
     assert used(rig) == [20, OBJECTS]
 
@@ -181,6 +181,36 @@ def test_objects_in_another_part_than_their_namespace_are_damage() -> None:
     rig.dead |= {10, 20}
     rig.crash()
     assert dict(rig.report.dropped) == {"torn_extent": 1} and used(rig) == [3, 4]
+
+
+@pytest.mark.requirement("S2", "I1")
+def test_a_load_of_an_object_in_another_part_is_refused_and_nothing_there_is_freed() -> None:
+    rig = rig_of()
+    a, b = client_of(rig, "a"), client_of(rig, "b")
+    a.store(path("a", 4))
+    b.store(path("b", 4))
+    rows = rig.depot._ram.rows
+    for key, offset in ((path("a", 4)[3], PART), (path("a", 4)[2], PART - 4096)):
+        rows.offsets[int(rows.keys.tolist().index(key))] = offset
+        assert a.acquire([key])[1].outcome is AcquireOutcome.REFUSED
+    rig.depot.tick()
+    assert not there(a, path("a", 4)) and there(a, path("a", 2)) and there(b, path("b", 4))
+    assert rig.counter("leaked_objects") == 2
+    b.store(path("more", OBJECTS - 4))
+    assert there(b, path("b", 4)), "its bytes were not given to another object"
+
+
+@pytest.mark.requirement("S2")
+def test_offsets_count_from_the_start_of_the_part() -> None:
+    rig = rig_of()
+    a, b = client_of(rig, "a"), client_of(rig, "b")
+    for client, fill in ((a, 1), (b, 2)):
+        lease, reply = client.reserve(path("p", 4))
+        assert max(offset + length for _, _, offset, length, _ in unpack(reply.extents)) <= PART
+        write(client, reply.extents, fill)
+        client.commit(lease, 0, 1, 2, 3)
+        assert read(client, client.acquire(path("p", 4))[1]) == {fill}
+    assert rig.buffer[:PART].tobytes().find(2) < 0 and rig.buffer[PART:].tobytes().find(1) < 0
 
 
 @pytest.mark.requirement("S2", "I1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from kvdepot.core.arena import NO_ROW, ArenaTables, LentMode, RowState
@@ -11,9 +12,11 @@ from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.elements import ElementRun, Elements
 from kvdepot.core.errors import InvalidArgument, NotLent
 from kvdepot.core.planner import GroupSpec
+from kvdepot.server.depot.types import Owner, TenantBudget
 from kvdepot.server.io.lent_extents import LentExtents
 
-from tests.rigs.engine_rig import HYBRID, Client, Rig, path, spec_of, unpack
+from tests.rigs.engine_rig import DENSE, HYBRID, Client, Rig, path, spec_of, unpack
+from tests.rigs.tier_rig import store
 
 OBJECT_BYTES = 8192
 
@@ -210,3 +213,24 @@ def test_an_entry_of_a_row_outside_the_table_ends_in_an_answer(world: World) -> 
     lent["row"][lent["mode"] == LentMode.READ] = NO_ROW
     with pytest.raises(NotLent):
         world.extents.to_read(packed(world.readable[0]))
+
+
+@pytest.mark.requirement("S2", "I1")
+def test_with_data_of_its_own_a_session_reads_there_and_nowhere_else() -> None:
+    part = 2 << 20
+    rig = Rig(parts=(part, part), rows=1024, tenants={name: TenantBudget() for name in "ab"})
+    tables = ArenaTables(rig.tables, rig.layout, rig.generations)
+    lent = {}
+    for uid, name in enumerate("ab", 1):
+        client = rig.attach(name, uid, spec=replace(DENSE, tenant=name), owner=Owner(uid, tenant=name))
+        store(client, path(name, 3), uid)
+        session = int(tables.attachments["session"][client.attachment])
+        view = LentExtents(client.data, tables, session, (uid - 1) * part)
+        lent[name] = view, unpack(client.acquire(path(name, 3))[1].extents)
+    for uid, (view, own) in enumerate(lent.values(), 1):
+        assert set(b"".join(view.to_read(packed(*own)).pieces())) == {uid}
+    (a, of_a), (b, of_b) = lent.values()
+    for view, others, shift in ((a, of_b, 0), (b, of_a, 0), (a, of_b, part), (b, of_a, -part)):
+        for index, row, offset, length, generation in others:
+            with pytest.raises((NotLent, InvalidArgument, struct.error)):
+                view.to_read(packed((index, row, offset + shift, length, generation)))

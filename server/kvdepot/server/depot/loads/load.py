@@ -103,7 +103,7 @@ class Loads:
     def _grant(
         self, session: Session, namespace: Namespace, call: AcquireCall, nodes: _Rows, rows: _Rows
     ) -> AcquireReply:
-        packed = self._pack(rows)
+        packed = self._pack(namespace, rows)
         if packed is None:
             return AcquireReply(AcquireOutcome.REFUSED)
         extents, granted_bytes = packed
@@ -119,7 +119,7 @@ class Loads:
         """Grant a lease whose objects are all in RAM and pinned. From now on its time runs as for any other lease."""
         session = lease.session
         lease.enter(LeaseEvent.GRANT)
-        packed = self._pack(asked.rows)
+        packed = self._pack(asked.namespace, asked.rows)
         if packed is None:
             self.release(lease)
             return AcquireReply(AcquireOutcome.REFUSED)
@@ -144,9 +144,15 @@ class Loads:
             rows[chosen] = self._index.rows[kind - 1][nodes[chosen]]
         return nodes, rows
 
-    def _pack(self, rows: _Rows) -> tuple[bytes, int] | None:
-        """Return the fragments of these objects, and their bytes. None: more than a reply holds, or damaged links."""
-        table = self._rows
+    def _pack(self, namespace: Namespace, rows: _Rows) -> tuple[bytes, int] | None:
+        """Return the fragments of these objects, and their bytes. None: more than a reply holds, or damage.
+
+        Offsets count from the start of the part. An engine is told of no extent in another one.
+        """
+        room = self._ram.rooms.of(namespace.slot)
+        if room is None:
+            return None
+        table, heads = self._rows, rows
         indices = np.arange(len(rows), dtype=np.int64)
         if (table.nexts[rows] != NO_ROW).any():
             try:
@@ -158,8 +164,11 @@ class Loads:
         packed = np.empty((len(rows), EXTENT_WORDS), "<u8")
         packed[:, 0] = indices
         packed[:, 1] = rows
-        packed[:, 2] = table.offsets[rows]
-        lengths = table.lengths[rows]
+        offsets, lengths = table.offsets[rows], table.lengths[rows]
+        if len(self._ram.rooms) > 1 and not (inside := room.contains(offsets, lengths)).all():
+            table.torn.update(heads[indices[~inside]].tolist())
+            return None
+        packed[:, 2] = offsets - np.uint64(room.start)
         packed[:, 3] = lengths
         packed[:, 4] = table.generations[rows]
         if len(packed) > limits.FRAGMENTS_PER_REPLY_MAX:

@@ -183,7 +183,8 @@ class Budgets:
         room = self._ram.rooms.of_tenant(tenant)
         if room is None:
             return part(self._ram.data_bytes, self._credits, tenant)
-        return min(self._credits.get(tenant) or room.size_bytes, room.size_bytes)
+        credit_bytes = self._credits.get(tenant)
+        return room.size_bytes if credit_bytes is None else min(credit_bytes, room.size_bytes)
 
     def _part(self, session: Session, holders: _Holders, bound_bytes: int, table: int) -> int:
         """Return what the party of a session may have of a table: of rows, or of loans."""

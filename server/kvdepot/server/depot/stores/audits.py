@@ -108,12 +108,13 @@ class Audits:
         if self._account.over(namespace.slot, rounded, share) is not None:
             return NO_ROW
         extents = room.allocate(size_bytes) or []
-        if not extents or room.rows_max - room.free_rows + len(extents) > share * room.rows_max:
+        if not extents or room.rows_used > share * room.rows_max:
             for offset, length in extents:
-                room.allocator.free(offset, length)
+                self._ram.rooms.free(offset, length)
             return NO_ROW
-        return self._ram.reserve(
-            room, extents, key=rows.key(stored), parent=rows.parent(stored), kind=rows.kind[stored],
+        self._account.add(namespace.slot, 1, rounded)
+        return rows.reserve(
+            extents, key=rows.key(stored), parent=rows.parent(stored), kind=rows.kind[stored],
             namespace=namespace.slot, boundary=rows.boundary[stored],
         )  # fmt: skip
 

@@ -270,10 +270,10 @@ class Stores:
         lease.entries[index] = lent.lend(lease.id, lease.session.slot, LentMode.WRITE, row, index)
 
     def _name(self, index: int, row: int, fragments: list[int]) -> None:
-        """Add the extents of an object to the fragments of the reply."""
-        rows = self._rows
+        """Add the extents of an object to the fragments of the reply. Their offsets count from the part's start."""
+        rows, start = self._rows, self._ram.rooms.at(self._rows.offset[row]).start
         for at in rows.chain(row):
-            fragments += (index, at, rows.offset[at], rows.length[at], rows.generation[at])
+            fragments += (index, at, rows.offset[at] - start, rows.length[at], rows.generation[at])
         self._counters.add("granted_write_bytes", self._ram.size_bytes(row))
 
     def _no_room(self, namespace: Namespace, size_bytes: int) -> ReserveOutcome:

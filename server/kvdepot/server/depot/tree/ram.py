@@ -122,35 +122,25 @@ class RamTier:
         tree, evictor = self._tree, self.evictor
         evictor.filling = node
         evictor.policy.on_not_candidate(node)
+        room, rounded = self.rooms.of(namespace.slot), self.rounded(size_bytes)
         try:
-            room = self.rooms.of(namespace.slot)
-            within = room is not None and tree.within_quota(self, namespace.slot, self.rounded(size_bytes))
+            within = room is not None and tree.within_quota(self, namespace.slot, rounded)
             extents = self._allocate(room, size_bytes) if room is not None and within else []
         finally:
             evictor.filling = NONE
         if not extents:
             tree.refresh_node(node)
             return NO_ROW
-        assert room is not None
-        row = self.reserve(
-            room, extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary
-        )  # fmt: skip
+        assert room is not None  # it has given the extents
+        row = self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace.slot, boundary=boundary)
         self._index.set_row(node, kind, row)
-        self._note_placed(room, namespace, self.rounded(size_bytes))
+        self.account.add(namespace.slot, 1, rounded)
+        self._note_placed(room, namespace, rounded)
         evictor.update_candidate(node)
         above = self._index.parent(node)
         if above != NONE:
             tree.update_candidates(above)
         return row
-
-    def reserve(
-        self, room: Room, extents: Sequence[Extent], *, key: bytes, parent: bytes, kind: int, namespace: int,
-        boundary: int,
-    ) -> int:  # fmt: skip
-        """Fill rows for an object whose extents were allocated in this room, and count it. See `Rows.reserve`."""
-        room.rows_used += len(extents)
-        self.account.add(namespace, 1, sum(self.rounded(length) for _, length in extents))
-        return self.rows.reserve(extents, key=key, parent=parent, kind=kind, namespace=namespace, boundary=boundary)
 
     def _allocate(self, room: Room, size_bytes: int) -> list[Extent]:
         """Return extents, for each of which there is a row; empty when nothing evictable is left in the room."""
@@ -265,8 +255,7 @@ class RamTier:
         return [slot for slot in self.evictor.orphan_slots() if (by_slot[slot].tenant or "") == tenant]
 
     def _note_placed(self, room: Room, namespace: Namespace, size_bytes: int) -> None:
-        shortage = self._shortages.get((room.number, namespace.tenant or ""))
-        if shortage is not None:
+        if self._shortages and (shortage := self._shortages.get((room.number, namespace.tenant or ""))) is not None:
             shortage.placed(size_bytes)
         self.account.placed(namespace.slot, size_bytes)
 
@@ -314,8 +303,16 @@ class RamTier:
 
     def _free(self, row: int) -> None:
         self._mend(row)  # damage since it was unindexed
+        if len(self.rooms) > 1 and not self._lies_in_its_room(row):
+            self._counters.add("leaked_objects")  # its bytes may be another tenant's
+            return
         self.account.add(self.rows.namespace[row], -1, -self.rounded_bytes(row))
         self.rows.free(row, self.rooms)
+
+    def _lies_in_its_room(self, row: int) -> bool:
+        room = self.rooms.of(self.rows.namespace[row]) or self.rooms.at(self.rows.offset[row])
+        rows = np.array(self.rows.chain(row))
+        return bool(room.contains(self.rows.offsets[rows], self.rows.lengths[rows]).all())
 
     # Loans
 

@@ -15,8 +15,6 @@ from kvdepot.core.allocator import Extent, ExtentAllocator
 from kvdepot.core.arena import ArenaLayout
 from kvdepot.server.depot.tree.rows import Rows
 
-Numbers = npt.NDArray[np.int64]
-
 
 class Room:
     """One part. `slots`: of the namespaces that lie there; None: all."""
@@ -48,20 +46,32 @@ class Room:
     @property
     def free_rows(self) -> int:
         """Return how many more extents may lie here."""
-        return min(self._rows.free_count, self.rows_max - self.rows_used)
+        left, free = self.rows_max - self.rows_used, self._rows.free_count
+        return left if left < free else free
 
     def allocate(self, size_bytes: int) -> list[Extent] | None:
-        """Return extents for which there are rows; None if bytes or rows are short."""
+        """Return extents, whose rows count from now on; None if bytes or rows are short. `Rooms.free` undoes it."""
         extents = self.allocator.allocate(size_bytes)
-        if extents is not None and len(extents) > self.free_rows:
+        if extents is None:
+            return None
+        if len(extents) > self.free_rows:
             for offset, length in extents:
                 self.allocator.free(offset, length)
             return None
+        self.rows_used += len(extents)
         return extents
 
     def has(self, offsets: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         """Return which of these offsets lie here."""
         inside: npt.NDArray[np.bool_] = (offsets >= np.uint64(self.start)) & (offsets < np.uint64(self.end))
+        return inside
+
+    def contains(
+        self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.bool_]:  # fmt: skip
+        """Return which of these extents lie here as a whole."""
+        inside = self.has(offsets)
+        inside[inside] = lengths[inside] <= np.uint64(self.end) - offsets[inside]
         return inside
 
 
