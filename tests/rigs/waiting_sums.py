@@ -1,6 +1,6 @@
 """A daemon whose checksum workers stop themselves before they begin, until a test continues them (SIGCONT).
 
-`python -m tests.rigs.waiting_sums MODULE ARGUMENTS` is the daemon; with a number first it is such a worker.
+`python -m tests.rigs.waiting_sums MODULE ARGUMENTS` is the daemon; with `pack_parts` first it is such a worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORKER = "kvdepot.server.io.checksum_worker"
 
 
 if __name__ == "__main__":
-    if sys.argv[1].isdigit():
+    if ":" in sys.argv[1]:
         os.kill(os.getpid(), signal.SIGSTOP)
         runpy.run_module(_WORKER, run_name="__main__", alter_sys=True)
     else:
