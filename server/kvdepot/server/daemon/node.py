@@ -45,6 +45,7 @@ from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import Liveness, ProcessIdentity
 from kvdepot.server.observe.health import HttpListener, Readiness, readiness
+from kvdepot.server.observe.live_figures import LiveFigures
 from kvdepot.server.observe.metrics import exposition
 from kvdepot.server.observe.summary import summary_line
 from kvdepot.server.observe.tracing import Tracing
@@ -175,13 +176,12 @@ class Node:
             loop=self._loop, log=self._log, boot_id=self._boot_id, spare=self._spare, tenants=self._config.tenants,
         )  # fmt: skip
         self._grpc = GrpcListener((depot_service(calls),), ENGINES, sockets=len(tables.daemon.sockets))
+        self._live = LiveFigures(counters, time.monotonic, self.status, self._depot.records.latest)
         self._http = HttpListener(
-            metrics=exposition(self.status, counters.histograms),
-            summary=lambda: summary_line(self.status()),
-            health=self.readiness,
-            log=self._log,
-            spare=self._spare,
-        )
+            metrics=exposition(self.status, counters.histograms), summary=lambda: summary_line(self.status()),
+            health=self.readiness, figures=self._live.figures if tables.daemon.page else None,
+            log=self._log, spare=self._spare,
+        )  # fmt: skip
 
     async def start(self) -> None:
         """Adopt, populate, listen. Raises ConfigError when an address cannot be had; then `stop` is still due."""
@@ -408,7 +408,7 @@ class Node:
             self._guard.call("tick", lambda: self._counters.observe("loop_lag_seconds", lag))
         self._guard.each(
             "tick", self._tick_engine, self._checksums.wake, self._spare.refill, lambda: drain(self._log),
-            self._renew_readiness, self._notify.alive, self._verdicts.note,
+            self._renew_readiness, self._notify.alive, self._verdicts.note, self._live.note,
         )  # fmt: skip
 
     def _tick_engine(self) -> None:

@@ -1,4 +1,4 @@
-"""Readiness, and the small HTTP server of /metrics, /metrics/summary and /healthz."""
+"""Readiness, and the small HTTP server of the live page, /metrics, /metrics/summary and /healthz."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPMethod, HTTPStatus
+from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from kvdepot.server.config.addresses import url_address
+from kvdepot.server.observe.live_page import FIGURES_PATH, HEADERS, page
 from kvdepot.server.platform.accepting import Acceptor, SpareDescriptors, silent_max
 from kvdepot.server.platform.listening import bind_all
 from kvdepot.server.platform.logs import LogThrottle
@@ -55,13 +57,20 @@ class HttpListener:
 
     def __init__(
         self, *, metrics: Callable[[], bytes], summary: Callable[[], str], health: Callable[[], Readiness],
-        log: logging.Logger, spare: SpareDescriptors | None = None,
+        log: logging.Logger, spare: SpareDescriptors | None = None, figures: Callable[[], dict[str, Any]] | None = None,
     ) -> None:  # fmt: skip
+        """`figures`: what the live page shows; None: there is no page."""
         self._answers: dict[bytes, Callable[[], _Answer]] = {
             b"/metrics": lambda: (HTTPStatus.OK, "text/plain; version=0.0.4; charset=utf-8", metrics()),
             b"/metrics/summary": lambda: (HTTPStatus.OK, "text/plain; charset=utf-8", summary().encode() + b"\n"),
             b"/healthz": lambda: _health(health()),
         }
+        self._headers: dict[bytes, str] = {}
+        if figures is not None:
+            html, policy = page()
+            self._answers[b"/"] = lambda: (HTTPStatus.OK, "text/html; charset=utf-8", html)
+            self._answers[FIGURES_PATH] = lambda: (HTTPStatus.OK, "application/json", json.dumps(figures()).encode())
+            self._headers = {b"/": HEADERS + policy, FIGURES_PATH: HEADERS}
         self._log = log
         self._spare = spare
         self._connections_max = silent_max(_CONNECTIONS_MAX)
@@ -136,7 +145,8 @@ class HttpListener:
             status = HTTPStatus.METHOD_NOT_ALLOWED if known else HTTPStatus.NOT_IMPLEMENTED
             return _response(status, text="GET and HEAD only", more="Allow: GET, HEAD\r\n")
         status, kind, body = make()
-        return _response(status, kind, body, head_only=method == b"HEAD")
+        headers = self._headers.get(_path(target), "")
+        return _response(status, kind, body, more=headers, head_only=method == b"HEAD")
 
 
 _Answer = tuple[HTTPStatus, str, bytes]

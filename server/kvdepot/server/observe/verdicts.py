@@ -7,7 +7,8 @@ count traffic are kept for 15 minutes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Final
 
 from kvdepot.core.health import DAY, EVENTS, FLOWS, LATE_SECONDS, MINUTES_15, health
@@ -24,18 +25,24 @@ Figures = Mapping[str, Mapping[str, float]]
 
 
 class History:
-    """The counters of some families, as they were in the last `seconds`. They are 0 at the start."""
+    """The counters of some families, as they were in the last `seconds`. They are 0 at the start.
 
-    def __init__(self, families: Iterable[str], seconds: float, clock: Callable[[], float]) -> None:
+    `every`: seconds between two samples, so at most `seconds / every + 2` are kept.
+    """
+
+    def __init__(
+        self, families: Iterable[str], seconds: float, clock: Callable[[], float], every: float = SAMPLE_SECONDS
+    ) -> None:
         self._families = tuple(families)
         self._seconds = seconds
         self._clock = clock
+        self._every = every
         self._samples: deque[tuple[float, Figures]] = deque([(clock(), {})])
 
     @property
     def due(self) -> bool:
         """Whether it is time for the next sample."""
-        return self._clock() - self._samples[-1][0] >= SAMPLE_SECONDS
+        return self._clock() - self._samples[-1][0] >= self._every
 
     def note(self, figures: Figures) -> None:
         """Take a sample, and drop those that are too old."""
@@ -44,6 +51,18 @@ class History:
         self._samples.append((now, last if sample == last else sample))
         while self._samples[1][0] <= now - self._seconds:
             self._samples.popleft()
+
+    def steps(self, figures: Figures) -> Iterator[tuple[float, dict[str, dict[str, float]]]]:
+        """Yield the growth between each two samples, up to `figures`: how many seconds ago it ended, and by family."""
+        now, (_, before) = self._clock(), self._samples[0]
+        for at, sample in (*islice(self._samples, 1, None), (now, figures)):
+            grown = {}
+            for family in self._families if sample is not before else ():
+                former = before.get(family, {})
+                labels = {label: value - former.get(label, 0.0) for label, value in sample.get(family, {}).items()}
+                grown[family] = {label: value for label, value in labels.items() if value > 0}
+            yield now - at, grown
+            before = sample
 
     def growth(self, figures: Figures, family: str, seconds: float) -> dict[str, float]:
         """Return by label how much the family's counters have grown since `seconds` ago, or a minute longer."""

@@ -121,12 +121,12 @@ def test_each_part_of_a_tick_runs_whatever_another_raises() -> None:
     node._checksums = SimpleNamespace(wake=raising)
     node._log = SimpleNamespace(handlers=[])
     node._spare = SimpleNamespace(refill=raising)
-    node._verdicts = SimpleNamespace(note=raising)
+    node._verdicts = node._live = SimpleNamespace(note=raising)
     node.readiness = raising
     node._notify = SimpleNamespace(alive=lambda: done.append("alive"))
     node._tick()
     assert done == ["again", "alive"]
-    assert counters.get("internal_errors.tick") == 5
+    assert counters.get("internal_errors.tick") == 6
 
 
 # --- sockets ---

@@ -101,7 +101,7 @@ def node_with(grpc: Any, done: list[str]) -> Any:
     node._checksums = SimpleNamespace(wake=lambda: None)
     node._log = logging.getLogger("kvdepotd")
     node._spare = SimpleNamespace(refill=lambda: None)
-    node._verdicts = SimpleNamespace(note=lambda: None)
+    node._verdicts = node._live = SimpleNamespace(note=lambda: None)
     node._notify = SimpleNamespace(alive=lambda: done.append("alive"))
     node._grpc, node._told_ready = grpc, False
     node._operators = SimpleNamespace(set_serving=_nothing)

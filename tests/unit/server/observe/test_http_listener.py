@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
+from typing import Any
 
 import pytest
 from kvdepot.server.config.addresses import host_and_port, url_address
@@ -24,11 +26,11 @@ def _late_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def listening(
-    metrics: Callable[[], bytes] = lambda: BODY, host: str = "127.0.0.1"
+    metrics: Callable[[], bytes] = lambda: BODY, figures: Callable[[], dict[str, Any]] | None = None
 ) -> AsyncIterator[tuple[str, int]]:
     listener = HttpListener(
         metrics=metrics, summary=lambda: "fine", health=lambda: Readiness(ready=True, reason=""),
-        log=logging.getLogger("http"),
+        log=logging.getLogger("http"), figures=figures,
     )  # fmt: skip
     try:
         yield host_and_port(await listener.listen("127.0.0.1", 0))
@@ -94,6 +96,30 @@ def test_a_head_request_is_told_the_length_of_the_body_it_does_not_get() -> None
     (got, body), (head, none) = asyncio.run(run())
     assert (body, none) == (b"fine\n", b"")
     assert got.split(b"Content-Type")[1] == head.split(b"Content-Type")[1]
+
+
+@pytest.mark.requirement("O5")
+def test_the_live_page_is_off_without_figures_and_allows_only_itself_with_them() -> None:
+    async def run(figures: Callable[[], dict[str, Any]] | None) -> list[tuple[bytes, bytes]]:
+        async with listening(figures=figures) as address:
+            lines = (b"GET / HTTP/1.1", b"GET /live.json?x HTTP/1.1", b"POST / HTTP/1.1", b"HEAD / HTTP/1.1")
+            return [await ask(address, line + b"\r\n\r\n") for line in lines]
+
+    assert [head.split()[1] for head, _ in asyncio.run(run(None))] == [b"404"] * 4
+    (page, html), (live, found), (post, _), (head, nothing) = asyncio.run(run(lambda: {"a": "</script>\r\n"}))
+    assert [one.split()[1] for one in (page, live, post, head)] == [b"200", b"200", b"405", b"200"]
+    assert json.loads(found) == {"a": "</script>\r\n"}
+    assert nothing == b""
+    (policy,) = (field for field in page.split(b"\r\n") if field.startswith(b"Content-Security-Policy: "))
+    assert policy.startswith(b"Content-Security-Policy: default-src 'none'; ")
+    assert b"unsafe" not in policy
+    assert b"frame-ancestors 'none'" in policy
+    for one in (page, live):
+        assert b"\r\nX-Content-Type-Options: nosniff\r\n" in one
+        assert b"\r\nCache-Control: no-store\r\n" in one
+        assert b"Access-Control" not in one
+    assert b"://" not in html, "the page has no address of another host"
+    assert b"innerHTML" not in html
 
 
 def test_peers_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ class Records:
             for record in islice(found, RECORDS_PER_ANSWER_MAX)
         )
 
-    def latest(self, count: int, *, misses: bool) -> tuple[RequestRecord, ...]:
+    def latest(self, count: int, *, misses: bool = False) -> tuple[RequestRecord, ...]:
         """Return the records of the latest requests, or of those that missed, the latest first."""
         found = (
             record for record in reversed(self._records.values()) if not misses or _outcome(record) is Outcome.MISS

@@ -1,0 +1,95 @@
+"""The live page in a real browser: what it shows of a daemon, at which widths, and what it asks for."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from urllib.request import urlopen
+
+import pytest
+
+from tests.rigs.browser import NEEDS_CHROMIUM, Browser
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.raw_client import RawEngine, keys_of
+
+SHOWN = "document.getElementById('verdict')?.textContent.startsWith('HEALTH_')"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with Browser() as running:
+        yield running
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.requirement("O5")
+def test_the_page_of_a_daemon_with_traffic_fits_and_makes_no_complaint(browser: Browser, daemon: DaemonProcess) -> None:
+    with RawEngine(daemon.socket, "<b>engine</b>") as engine:
+        engine.store(keys := keys_of("page", 2))
+        engine.locate(keys)
+        for width, dark in itertools.product((1280, 390), (False, True)):
+            browser.open(f"{daemon.metrics}/?{width}{dark}", width=width, dark=dark)
+            browser.wait_for(f"location.search === '?{width}{dark}' && {SHOWN}")
+            text = browser.value("document.body.innerText")
+            assert "1 attached, with " in text
+            assert "ram" in text
+            assert "highest: " in text
+            assert "<b>" not in text
+            assert browser.value(OVERFLOW) == 0
+            back = browser.value("getComputedStyle(document.body).backgroundColor")
+            assert back == ("rgb(17, 19, 24)" if dark else "rgb(255, 255, 255)")
+            assert browser.value("document.querySelectorAll('#stored div').length") == 60
+    assert browser.complaints == []
+    asked = {one.partition("?")[0] for one in browser.requests if not one.startswith(("data:", "about:"))}
+    assert asked == {f"{daemon.metrics}/", f"{daemon.metrics}/live.json"}
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.requirement("O5")
+def test_long_names_and_large_figures_fit_on_a_phone_and_are_text(browser: Browser, daemon: DaemonProcess) -> None:
+    with urlopen(f"{daemon.metrics}/live.json") as answer:
+        live = json.load(answer)
+    evil = "<img src=x onerror=console.error(1)>"
+    live["verdict"] = "HEALTH_WARN"
+    live["problems"] = [
+        {"code": "TIER_DEGRADED", "error": False, "message": evil + "x" * 300, "fix": evil, "anchor": "tier-degraded"}
+    ] * 64
+    live["tiers"] = [dict(live["tiers"][0], name=f"{number}" + "n" * 31, state=evil) for number in range(100)]
+    live["engines"] = {"attached": 100, "incomplete": 3, "ranks": 800, "ranks_attached": 797}
+    live["last_hour"]["misses"] = {f"reason-{evil}-{number}": 1e15 for number in range(40)}
+    request = {
+        "seconds_ago": 1e6, "outcome": "HIT", "prompt_tokens": 10**9, "local_tokens": 0, "loaded_tokens": 10**9,
+        "source": "n" * 32, "reason": evil,
+    }  # fmt: skip
+    live["requests"] = [request] * 10
+    browser.call("Page.addScriptToEvaluateOnNewDocument", source=(
+        f"window.fetch = async () => new Response(JSON.stringify({json.dumps(live)}));"
+    ))  # fmt: skip
+    browser.open(f"{daemon.metrics}/", width=390)
+    browser.wait_for(SHOWN)
+    assert browser.value(OVERFLOW) == 0
+    assert browser.value("document.images.length") == 0
+    assert browser.value("document.querySelectorAll('#tiers .row').length") == 100
+    assert "3 without all ranks" in browser.value("document.body.innerText")
+    assert browser.complaints == []
+
+
+@NEEDS_CHROMIUM
+@pytest.mark.requirement("O5")
+def test_a_daemon_that_has_gone_is_said_first(browser: Browser, new_daemon: DaemonProcess) -> None:
+    browser.open(f"{new_daemon.metrics}/", width=1280)
+    browser.wait_for(SHOWN)
+    new_daemon.stop()
+    browser.wait_for("!document.getElementById('silent').hidden")
+    assert browser.value("document.body.innerText").startswith("No answer from kvdepotd since ")
+
+
+@pytest.mark.requirement("O5")
+def test_a_setting_switches_the_page_off() -> None:
+    with DaemonProcess(config="[daemon]\npage = false\n") as daemon:
+        with urlopen(f"{daemon.metrics}/healthz") as answer:
+            assert answer.status == 200
+        with pytest.raises(OSError, match="404"):
+            urlopen(f"{daemon.metrics}/")

@@ -1,0 +1,125 @@
+"""The figures of the live page: the last hour by minute, bounded, and without names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from kvdepot.core.calls import RequestEnd
+from kvdepot.core.health import CHECKS, health
+from kvdepot.core.records import RequestRecord
+from kvdepot.core.report import DaemonStatus, SessionStatus, SwitchesStatus
+from kvdepot.server.depot.counters import Counters
+from kvdepot.server.observe.live_figures import LiveFigures
+
+from tests.fakes.daemon_status import STATUS
+
+SECRET = "secret"
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _live(counters: Counters, clock: Clock, status: DaemonStatus = STATUS, *records: RequestRecord) -> LiveFigures:
+    return LiveFigures(counters, clock, lambda: status, lambda count: records[:count])
+
+
+def _ended(end: RequestEnd | None) -> RequestRecord:
+    return RequestRecord(f"{SECRET}-engine", f"{SECRET}-request", b"\xab" * 32, 3.0, end=end, ended_seconds_ago=1.0)
+
+
+@pytest.mark.requirement("O5")
+def test_each_minute_of_the_last_hour_has_what_happened_in_it() -> None:
+    counters, clock = Counters(), Clock()
+    live = _live(counters, clock)
+    for second in range(2 * 3600):
+        clock.now += 1
+        if second >= 3600:
+            counters.add("prompt_tokens", 10)
+            counters.add("served_tokens.ram", 5 if second < 5400 else 10)
+            counters.add("granted_read_bytes", 7)
+            counters.add("misses.unknown", 2)
+            counters.add("misses.not_in_time", 3)
+        live.note()
+    hour = live.figures()["last_hour"]
+    assert hour["hit_rate"]["percent"] == pytest.approx(75, abs=1)
+    assert list(hour["hit_rate"]["percent_by_source"]) == ["ram"]
+    assert list(hour["misses"]) == ["not_in_time", "unknown"], "the most frequent first"
+    minutes = hour["minutes"]
+    assert len(minutes) == 60
+    assert [minutes[at]["percent"] for at in (1, 20, 40, 59)] == [50, 50, 100, 100]
+    assert sum(one["loaded_bytes"] for one in minutes) == pytest.approx(7 * 3600, rel=0.01)
+    clock.now += 30
+    counters.add("prompt_tokens", 1)
+    assert live.figures()["last_hour"]["minutes"][-1]["percent"] < 100, "also what no sample has yet"
+
+
+def test_an_hour_without_traffic_has_no_hit_rate() -> None:
+    hour = _live(Counters(), Clock()).figures()["last_hour"]
+    assert hour["hit_rate"]["percent"] is None
+    assert {one["percent"] for one in hour["minutes"]} == {None}
+
+
+def test_a_busy_day_keeps_no_more_than_an_hour_of_samples() -> None:
+    counters, clock = Counters(), Clock()
+    live = _live(counters, clock)
+    for _ in range(86_400 // 5):
+        clock.now += 5
+        counters.add("prompt_tokens", 1)
+        live.note()
+    assert len(live._history._samples) <= 362
+
+
+@pytest.mark.requirement("O5")
+def test_nothing_names_a_namespace_a_model_an_engine_or_a_request() -> None:
+    ids = (b"\xab" * 32, b"\xcd" * 32)
+    status = replace(
+        STATUS,
+        switches=SwitchesStatus(loads_off_namespaces=ids, stores_off_namespaces=ids[:1]),
+        sessions=tuple(SessionStatus(f"{SECRET}-{number}", 2, 2 - number % 2) for number in range(100)),
+    )
+    status = replace(status, health=health(status, lambda _family, _seconds: {}))
+    forged = RequestEnd(loaded_tokens=5, miss=f"{SECRET}-reason", prompt_tokens=9, source=f"{SECRET}-source")
+    honest = RequestEnd(miss="unknown", prompt_tokens=9)
+    records = (_ended(forged), _ended(honest), _ended(None))
+    found = _live(Counters(), Clock(), status, *records).figures()
+    text = json.dumps(found)
+    assert SECRET not in text
+    assert "abab" not in text
+    assert [(one["code"], one["message"]) for one in found["problems"]] == [
+        ("LOADS_OFF", "for 2 namespaces"), ("STORES_OFF", "for 1 namespace"),
+    ]  # fmt: skip
+    assert found["engines"] == {"attached": 100, "incomplete": 50, "ranks": 200, "ranks_attached": 150}
+    assert [(one["source"], one["reason"]) for one in found["requests"]] == [("", ""), ("", "unknown"), ("", "")]
+
+
+def test_no_text_of_any_problem_names_a_namespace_or_an_engine() -> None:
+    """A check that begins to print an id is found here."""
+    status = replace(
+        STATUS,
+        switches=SwitchesStatus(loads_off_namespaces=(b"\xab" * 32,), stores_off_namespaces=(b"\xab" * 32,)),
+        sessions=(SessionStatus(f"{SECRET}-engine"),),
+    )
+    labels = (
+        "",
+        "drifted",
+        "INTERNAL",
+        "late",
+        "later",
+        "not_in_time",
+        "nvme/abandoned",
+        "nvme/forged",
+        "nvme/unkeyed",
+    )
+    grown = dict.fromkeys((*labels, "nvme/queue_full"), 1000.0) | {"later": 1e6}
+    verdict = health(status, lambda _family, _seconds: grown)
+    shown = _live(Counters(), Clock(), replace(status, health=verdict)).figures()["problems"]
+    missing = set(CHECKS) - {problem["code"] for problem in shown}
+    assert missing <= {"LOOP_LATE", "NOT_READY", "TIER_DEGRADED", "TIER_DISABLED", "NO_JANITOR", "WRITES_DROPPED"}
+    assert SECRET not in json.dumps(shown)
+    assert "abab" not in json.dumps(shown)
