@@ -65,12 +65,14 @@ def check(module: str, verbs: list[list[str]], outputs: tuple[str, ...]) -> None
 EXPECTED = {"closed pipe": (EXIT_PIPE,), "full": (1, 2), "closed": (0,)}
 SPEC = dense_spec("m", 16 << 10)
 NAMESPACE = SPEC.namespace_id().hex()
+MODEL = Path(__file__).parents[2] / "golden/model_configs/Qwen--Qwen3-8B.json"
 OF_THE_DAEMON = {
     "status": [], "top": ["--count", "1", "--interval", "0.1"], "ls": [], "describe": [NAMESPACE],
     "health": ["--help"], "requests": [], "explain": ["a-request"],
     "loads": ["on"], "stores": ["on"], "drain": [], "resume": [], "pin": [NAMESPACE],
     "unpin": [NAMESPACE], "quota": ["list"], "config": ["show"], "verify": [], "prefetch": ["--help"],
     "export": ["--help"], "completion": ["bash"], "reload": ["--help"], "doctor": ["--help"], "bench": ["--help"],
+    "size": [str(MODEL)],
     "import": ["--help"], "evict": ["--help"], "epoch": ["--help"], "trace": ["--help"],
 }  # fmt: skip
 """Every verb of kvdepotctl: what it needs to print something."""
