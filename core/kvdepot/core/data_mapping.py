@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,7 +14,6 @@ DataParts = Sequence[tuple[int, int]]
 _ALIGN_BYTES: Final = 2 << 20
 """So each part can have huge pages. hugetlbfs demands it."""
 _MAP_FIXED: Final = 0x10
-_MAP_NORESERVE: Final = 0x4000
 
 
 def map_data(fd: int, size_bytes: int, *, writable: bool = True) -> mmap.mmap:
@@ -33,12 +33,18 @@ def map_parts(parts: DataParts, *, writable: bool = True) -> memoryview:
     """Return one shared mapping of all parts in a row. Raises OSError or ValueError, as `map_data` does.
 
     An address range is reserved, and each part is mapped over its place in it. All parts but the last have whole pages.
+    The range is reserved by a file without pages: private memory would count for RLIMIT_DATA and strict overcommit.
     """
     if len(parts) == 1:
         return memoryview(map_data(*parts[0], writable=writable))
     total = sum(size_bytes for _, size_bytes in parts)
-    flags, protection = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-    reserved = mmap.mmap(-1, total + _ALIGN_BYTES, flags=flags, prot=protection)
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    addresses = os.memfd_create("kvdepot-addresses")
+    try:
+        os.ftruncate(addresses, total + _ALIGN_BYTES)
+        reserved = mmap.mmap(addresses, total + _ALIGN_BYTES)
+    finally:
+        os.close(addresses)
     base = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
     start = at = -base % _ALIGN_BYTES
     for fd, size_bytes in parts:

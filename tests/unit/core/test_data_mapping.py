@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from ctypes import addressof, c_char
 
@@ -65,3 +66,17 @@ def test_a_file_that_is_too_short_or_no_file_is_not_mapped(parts: DataParts) -> 
 def test_parts_pass_to_a_child_process_as_one_argument(parts: DataParts) -> None:
     assert unpack_parts(pack_parts(parts)) == list(parts)
     assert unpack_parts(pack_parts([])) == []
+
+
+def test_the_addresses_are_no_private_memory(parts: DataParts) -> None:
+    """A host with strict overcommit, or a limit of private memory, would refuse a range as long as the data."""
+    former = resource.getrlimit(resource.RLIMIT_DATA)
+    for fd, _ in parts:
+        os.ftruncate(fd, 1 << 40)
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 38, former[1]))
+    try:
+        view = map_parts([(fd, 1 << 40) for fd, _ in parts])
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, former)
+    view[2 << 40] = 3
+    assert os.pread(parts[2][0], 1, 0) == b"\3"
