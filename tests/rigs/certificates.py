@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -45,9 +46,10 @@ class Authority:
     def issue(
         self, name: str, *alternatives: str, life: tuple[timedelta, timedelta] = (-DAY, 30 * DAY),
         client: bool = True, own: bool = False,
+        make_key: Callable[[], Any] | None = None,
     ) -> Files:  # fmt: skip
         """Write NAME.pem and NAME.key. `life`: first and last moment, from now. `own`: signed by its own key."""
-        key = ec.generate_private_key(ec.SECP256R1())
+        key = ec.generate_private_key(ec.SECP256R1()) if make_key is None else make_key()
         subject = _named(name)
         builder = _builder(subject, key, subject if own else self._name, life)
         if alternatives:
@@ -73,7 +75,7 @@ def _named(name: str) -> x509.Name:
 
 
 def _builder(
-    subject: x509.Name, key: ec.EllipticCurvePrivateKey, issuer: x509.Name, life: tuple[timedelta, timedelta]
+    subject: x509.Name, key: Any, issuer: x509.Name, life: tuple[timedelta, timedelta]
 ) -> x509.CertificateBuilder:
     now = datetime.now(UTC)
     first, last = life

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 from collections.abc import Sequence
 from typing import Final
 
@@ -39,12 +38,7 @@ def map_parts(parts: DataParts, *, writable: bool = True) -> memoryview:
         return memoryview(map_data(*parts[0], writable=writable))
     total = sum(size_bytes for _, size_bytes in parts)
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    addresses = os.memfd_create("kvdepot-addresses")
-    try:
-        os.ftruncate(addresses, total + _ALIGN_BYTES)
-        reserved = mmap.mmap(addresses, total + _ALIGN_BYTES)
-    finally:
-        os.close(addresses)
+    reserved = _reserved(total + _ALIGN_BYTES)
     base = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
     start = at = -base % _ALIGN_BYTES
     for fd, size_bytes in parts:
@@ -56,6 +50,18 @@ def map_parts(parts: DataParts, *, writable: bool = True) -> memoryview:
         at += size_bytes
     view = memoryview(reserved)[start:at]
     return view if writable else view.toreadonly()
+
+
+def _reserved(size_bytes: int) -> mmap.mmap:
+    """Return a mapping of a file that has this size and no pages."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.memfd_create(b"kvdepot-addresses", 0)
+    if fd < 0 or libc.ftruncate(fd, ctypes.c_long(size_bytes)):
+        raise OSError(ctypes.get_errno(), "the addresses of the data cannot be reserved")
+    try:
+        return mmap.mmap(fd, size_bytes)
+    finally:
+        libc.close(fd)
 
 
 def _map_over(address: int, fd: int, size_bytes: int, protection: int) -> None:

@@ -316,14 +316,14 @@ def test_kvdepotctl_exit_codes_say_what_is_wrong(daemon: DaemonProcess) -> None:
     missing = kvdepotctl(daemon, "status")
     assert missing.returncode == 3
     assert "no daemon at" in missing.stderr
-    for endpoint, text in (
+    for endpoint, expected in (
         ("http://host:1", "unix://"),
         ("tcp://host", "tcp://host:port"),
         ("tcp://host:1", "--tls-ca"),
     ):
         wrong = kvdepotctl(endpoint, "status")
         assert wrong.returncode == 2
-        assert text in wrong.stderr
+        assert expected in wrong.stderr
     assert kvdepotctl(daemon, "status", "--nothing").returncode == 2
 
 

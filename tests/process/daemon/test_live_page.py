@@ -36,7 +36,8 @@ def test_the_page_of_a_daemon_with_traffic_fits_and_makes_no_complaint(browser: 
             assert "1 attached, with " in text
             assert "ram" in text
             assert "highest: " in text
-            assert "<b>" not in text
+            assert browser.value("document.querySelectorAll('main b, header b').length") == 0
+            assert "engine</b>" not in text
             assert browser.value(OVERFLOW) == 0
             back = browser.value("getComputedStyle(document.body).backgroundColor")
             assert back == ("rgb(17, 19, 24)" if dark else "rgb(255, 255, 255)")

@@ -13,7 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from kvdepot.client.ctl.calls import Operator
-from kvdepot.client.ctl.remote import Address, Remote
+from kvdepot.client.ctl.remote import LOCAL_VERBS, Address, Remote
 from kvdepot.core.control import Switch, SwitchCall
 from kvdepot.core.errors import PermissionDenied
 from kvdepot.core.report import GetStatusCall
@@ -41,14 +41,20 @@ class Node:
 
     def config(self, admins: list[str], readers: list[str]) -> str:
         return (
-            '[daemon]\nlisten = ["unix:///overridden", "tcp://127.0.0.1:0"]\n'
+            '[daemon]\nlisten = ["unix:///overridden", "tcp://127.0.0.1:0", "tcp://localhost:0"]\n'
             f'[tls]\ncert = "{self.files.cert}"\nkey = "{self.files.key}"\nclient_ca = "{self.authority.pem}"\n'
             f"allow_admins = {json.dumps(admins)}\nallow_readers = {json.dumps(readers)}\n"
         )
 
     @property
     def port(self) -> int:
-        return int(re.findall(r"with a certificate connect to tcp://127\.0\.0\.1:(\d+)", self.daemon.log)[-1])
+        return self.ports[0]
+
+    @property
+    def ports(self) -> list[int]:
+        """Return the port of each address."""
+        line = re.findall(r"with a certificate connect to (.*)", self.daemon.log)[-1]
+        return [int(port) for port in re.findall(r"tcp://\S*?:(\d+)", line)]
 
     def remote(self, files: Files, ca: Path | None = None, server_name: str = "") -> Remote:
         address = Address("localhost", self.port)
@@ -111,6 +117,9 @@ ROGUES: dict[str, tuple[Callable[[Node, Authority], Files], int, str]] = {
     "a longer name": (
         lambda node, _: node.authority.issue("h", f"{ADMIN}/x", f"{READER}.evil"), 4, "is no operator",
     ),
+    "the name, and more after a NUL": (
+        lambda node, _: node.authority.issue("i", f"{ADMIN}\0.x", f"{READER}\0.x"), 4, "without a DNS or URI name",
+    ),
     "only a common name": (
         lambda node, _: node.authority.issue("grafana.example"), 4, "a certificate without a DNS or URI name",
     ),
@@ -152,10 +161,22 @@ def test_a_daemon_that_is_not_the_expected_one_gets_no_call(node: Node, tmp_path
     assert why == f"no daemon at tcp://127.0.0.1:{port} (Connection refused)"
 
 
-def test_verbs_of_the_daemon_s_own_host_say_so(node: Node) -> None:
-    for verb in (["doctor"], ["bench", "--seconds", "1"]):
-        code, said = node.ctl(node.admin, *verb)
-        assert code == 2 and "runs on the daemon's own host" in said
+@pytest.mark.requirement("S3")
+def test_a_certificate_without_a_role_does_not_fill_the_audit_log(node: Node) -> None:
+    with node.remote(node.authority.issue("j", "DNS:loud")).channel() as channel:
+        for _ in range(50):
+            with pytest.raises(PermissionDenied):
+                Operator(channel, patient(30)).status()
+    assert len([one for one in lines_of_log(node.daemon.log) if one["certificate"] == ["DNS:loud"]]) == 1
+
+
+@pytest.mark.parametrize("verb", sorted(LOCAL_VERBS))
+def test_verbs_of_the_daemon_s_own_host_say_so(node: Node, verb: str) -> None:
+    code, said = node.ctl(node.admin, verb)
+    assert code == 2 and "runs on the daemon's own host" in said
+
+
+def test_an_address_without_certificates_in_the_command_is_wrong_usage(node: Node) -> None:
     done = kvdepotctl(f"tcp://localhost:{node.port}", "status")
     assert done.returncode == 2 and "needs --tls-ca, --tls-cert, --tls-key" in done.stderr
 
@@ -193,6 +214,10 @@ def test_certificates_are_replaced_without_a_restart_and_without_a_failed_call(t
             shutil.copyfile(new.key, node.files.key)
             shutil.copyfile(other.pem, node.authority.pem)
             wait_until(lambda: operator.status() and "certificates replaced, for" in node.daemon.log)
+        assert len(node.ports) == 2
+        for port in node.ports:
+            with Remote(Address("localhost", port), other.pem, theirs.cert, theirs.key).channel() as channel:
+                assert Operator(channel, patient(30)).status().daemon_version, "each address has the new ones"
         code, said = node.ctl(theirs, "status")
         assert code == 0, said
         code, said = node.ctl(node.admin, "status")

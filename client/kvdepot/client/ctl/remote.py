@@ -124,7 +124,8 @@ class Remote:
                 continue
             except ssl.SSLCertVerificationError as error:
                 return f"{error.verify_message}, checked with {self.ca}"
-        return f"{self.ca} has issued it, so the daemon's [tls] client_ca may be another one"
+        other = "the daemon's [tls] client_ca may be another one, or all its connections are taken"
+        return f"{self.ca} has issued it, so {other}"
 
 
 def chosen(options: Mapping[str, Any]) -> Endpoint | Remote:

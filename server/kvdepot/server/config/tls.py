@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvdepot.core.errors import ConfigError
-from kvdepot.core.printable import control_character
 from kvdepot.server.config.table import Table
 from kvdepot.server.platform.tls_files import Pem, TlsFileError, TlsFiles
 from pydantic import Field, field_validator, model_validator
@@ -26,11 +25,16 @@ def _name(text: str) -> str:
     rest = text[len(DNS) :]
     if kind not in (DNS, URI) or not rest or len(text) > _NAME_CHARACTERS_MAX:
         raise ValueError(f"expected {DNS}host or {URI}uri, got {text[:_NAME_CHARACTERS_MAX]!r}")
-    if control_character(rest) or " " in rest:
-        raise ValueError(f"expected a name without spaces and control characters, got {text!r}")
+    if not all("!" <= character <= "~" for character in rest):
+        raise ValueError(f"expected a name of visible ASCII characters, got {text!r}")
     if kind == DNS and "*" in rest:
         raise ValueError(f"expected the name of one host, got the pattern {text!r}")
-    return text.lower().replace("dns:", DNS, 1) if kind == DNS else text
+    return canonical(text)
+
+
+def canonical(name: str) -> str:
+    """Return the name as it is compared: names of hosts have no case (RFC 4343)."""
+    return f"{DNS}{name[len(DNS) :].lower()}" if name.startswith(DNS) else name
 
 
 class TlsTable(Table):
@@ -71,7 +75,11 @@ class TlsTable(Table):
 
 
 def load_tls(file: str, files: TlsFiles) -> Pem:
-    """Return what the files have. Raise ConfigError."""
+    """Return what the files have. Raise ConfigError, also without the extra."""
+    try:
+        import cryptography  # noqa: F401 - what reads the names of certificates
+    except ImportError as error:
+        raise ConfigError(file, "tls", "needs cryptography", advice="pip install 'kvdepot[tls]'") from error
     try:
         return files.load()
     except TlsFileError as error:

@@ -33,10 +33,10 @@ def address(path: Path) -> str:
     return f"unix:{quote(os.fsencode(path))}"
 
 
-def guards(connections: int) -> tuple[tuple[str, int], ...]:
+def guards(connections: int, idle_seconds: float = IDLE_SECONDS) -> tuple[tuple[str, int], ...]:
     """Return the options of a server with at most so many connections per listener."""
     return (
         ("grpc.max_allowed_incoming_connections", connections),
         ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1000)),
-        ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
+        ("grpc.max_connection_idle_ms", int(idle_seconds * 1000)),
     )

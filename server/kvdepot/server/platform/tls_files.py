@@ -69,12 +69,25 @@ class TlsFiles:
         except (ssl.SSLError, OSError) as error:
             reason = f"{self._cert} and {self._key} are no pair of a certificate and its key without a password"
             raise TlsFileError("cert", reason) from error
+        if not _usable(self._cert.read_bytes()):
+            raise TlsFileError("cert", f"{self._cert} has a key that gRPC cannot use: make an RSA, P-256 or P-384 key")
 
     def _stamps(self) -> tuple[tuple[int, int, int, int], ...]:
         return tuple(
             _stamp(name, path)
             for name, path in (("cert", self._cert), ("key", self._key), ("client_ca", self._client_ca))
         )
+
+
+def _usable(pem: bytes) -> bool:
+    """Return whether gRPC's TLS accepts the kind of key. With another one the daemon would refuse every handshake."""
+    from cryptography import x509  # the extra `tls`
+    from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+    key = x509.load_pem_x509_certificate(pem).public_key()
+    return isinstance(key, rsa.RSAPublicKey) or (
+        isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1)
+    )
 
 
 def _stamp(name: str, path: Path) -> tuple[int, int, int, int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
-from kvdepot.server.config.tls import DNS, URI
+from kvdepot.server.config.tls import DNS, URI, canonical
 
-_KINDS: Final = (("peer_dns", DNS), ("peer_uri", URI))
-"""Fields of gRPC's authentication context with alternative names of the peer's certificate, by their kind."""
+_REMEMBERED_MAX: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +20,30 @@ class Certificate:
 
 
 def certificate_of(context: Any) -> Certificate | None:
-    """Return the caller of a call; None if its connection has no certificate that was checked.
-
-    Common names are no names (`config.tls`).
-    """
+    """Return the caller of a call; None if its connection has no certificate that was checked."""
     found = context.auth_context()
-    if found.get("transport_security_type") != [b"ssl"] or not found.get("x509_pem_cert"):
+    pem = found.get("x509_pem_cert", ())
+    if found.get("transport_security_type") != [b"ssl"] or len(pem) != 1:
         return None
+    return Certificate(names_of(pem[0]), context.peer())
+
+
+@lru_cache(_REMEMBERED_MAX)
+def names_of(pem: bytes) -> tuple[str, ...]:
+    """Return the DNS and URI names of a certificate. A name with other characters than visible ASCII is none.
+
+    gRPC for Python shows names too, and cuts each at a NUL character: a longer name would be another one's. Common
+    names are no names (`config.tls`).
+    """
+    from cryptography import x509  # the extra `tls`: nobody calls without it
+
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
+        return ()
     names = [
-        f"{kind}{name.decode('utf-8', 'backslashreplace')}" for field, kind in _KINDS for name in found.get(field, ())
+        *((DNS, name) for name in found.get_values_for_type(x509.DNSName)),
+        *((URI, name) for name in found.get_values_for_type(x509.UniformResourceIdentifier)),
     ]
-    lower = (name.lower().replace(DNS.lower(), DNS, 1) if name.startswith(DNS) else name for name in names)
-    return Certificate(tuple(lower), context.peer())
+    return tuple(canonical(f"{kind}{name}") for kind, name in names if all("!" <= each <= "~" for each in name))

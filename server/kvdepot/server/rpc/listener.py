@@ -20,7 +20,7 @@ from kvdepot.server.rpc.standard_services import standard_services
 
 _STREAMS_MAX = 256
 """Calls in flight a connection; further ones wait at the client."""
-OPTIONS: Final = (
+_OPTIONS = (
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
     ("grpc.max_concurrent_streams", _STREAMS_MAX),
@@ -62,7 +62,7 @@ class GrpcListener:
 
     def __init__(self, services: Sequence[Service], names: Sequence[str], *, sockets: int) -> None:
         """`names`: the full names of the services, for health and reflection."""
-        self._server = grpc.aio.server(options=(*OPTIONS, *guards(connections_max(sockets))))
+        self._server = grpc.aio.server(options=(*_OPTIONS, *guards(connections_max(sockets))))
         self._names = ("", *names)
         self._health = _Health(self._names)
         shown = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)

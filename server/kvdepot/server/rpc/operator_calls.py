@@ -22,6 +22,7 @@ from kvdepot.core.secrets import mask_secrets
 from kvdepot.proto.methods import OPERATOR, Method
 from kvdepot.server.config.operators import Operators, Role
 from kvdepot.server.platform.audit_log import AuditLog
+from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.platform.peers import Peer
 from kvdepot.server.rpc.callers import Certificate
 
@@ -49,7 +50,7 @@ class Call:
         """Return the call's value. Raise PermissionDenied, or what a malformed message raises."""
         if self._caller is None:
             raise PermissionDenied("the connection did not come over the admin socket", advice="connect to that one")
-        who = _named(self._caller)
+        who = self.who
         if self._role is None:
             raise PermissionDenied(f"{who} is no operator", advice=_advice(self._caller))
         admin = self._role >= Role.ADMIN
@@ -66,6 +67,15 @@ class Call:
         if not (admin or self._only_reads):
             raise denied
         return call
+
+    @property
+    def who(self) -> str:
+        return "" if self._caller is None else _named(self._caller)
+
+    @property
+    def of_stranger(self) -> bool:
+        """Return whether a host calls that has a certificate and no role: it must not fill the log."""
+        return self._role is None and isinstance(self._caller, Certificate)
 
     @property
     def level(self) -> int:
@@ -103,6 +113,7 @@ class OperatorCalls:
         self._caller_of = caller_of
         self.operators = operators
         self._audit = audit
+        self._strangers = LogThrottle(time.monotonic)
 
     @asynccontextmanager
     async def call(self, method: Method[Any, Any], context: Any) -> AsyncIterator[Call]:
@@ -115,6 +126,8 @@ class OperatorCalls:
             self._audit.put(call.line("cancelled"))  # the caller is gone: nobody waits
             raise
         except Exception as error:
+            if call.of_stranger and not self._strangers.due(call.who):
+                raise
             await self._audit.write(call.line(error.code if isinstance(error, KvDepotError) else KvDepotError.code))
             raise
         await self._audit.write(call.line("ok"), level=call.level)

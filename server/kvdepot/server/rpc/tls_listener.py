@@ -1,29 +1,41 @@
 """The operators' services over TCP with TLS: each caller has a certificate of a known CA, and names in it.
 
 The handshake refuses who has no such certificate. Which names may do what is checked for each call, so a reload takes
-rights away from open connections too. A certificate that is used in an open connection counts until the connection is
-replaced, which happens every few minutes.
+rights away from open connections too. A certificate that was accepted counts until the connection is replaced, which
+happens every few minutes, and for as long as TLS resumes its session: `TICKET_SECONDS`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import grpc
+from kvdepot.core import limits
 from kvdepot.server.config.addresses import TCP, url_address
 from kvdepot.server.platform.grpc_guards import guards
 from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.platform.own_thread import in_own_thread
-from kvdepot.server.platform.tls_files import Pem, TlsFileError, TlsFiles
-from kvdepot.server.rpc.listener import OPTIONS
+from kvdepot.server.platform.tls_files import Pem, TlsFiles
 from kvdepot.server.rpc.service import Service
 
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", 256 << 10),  # an operator's calls are short
+    ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
+    ("grpc.max_concurrent_streams", 16),
+    ("grpc.so_reuseport", 0),
+)
 CONNECTIONS_MAX: Final = 64
 CONNECTION_SECONDS_MAX: Final = 600.0
 """After this time a client is told to connect again, with the certificate and under the CA of that time."""
+IDLE_SECONDS: Final = 30.0
+"""Without a call: a certificate that is valid and not allowed could keep all connections otherwise."""
+TICKET_SECONDS: Final = 60.0
+"""How long a session can be resumed, for which TLS does not check the certificate again: whether it has expired."""
 _CALL_SECONDS_MAX: Final = 600.0
 """How long a call may continue after that."""
 LOOK_SECONDS: Final = 5.0
@@ -47,24 +59,26 @@ class TlsListener:
             ("grpc.max_connection_age_ms", int(CONNECTION_SECONDS_MAX * 1000)),
             ("grpc.max_connection_age_grace_ms", int(_CALL_SECONDS_MAX * 1000)),
         )
-        self._server = grpc.aio.server(options=(*OPTIONS, *guards(CONNECTIONS_MAX), *age))
+        self._server = grpc.aio.server(options=(*_OPTIONS, *guards(CONNECTIONS_MAX, IDLE_SECONDS), *age))
         self._server.add_generic_rpc_handlers(tuple(services))
         self._files = files
         self._loop = loop
         self._log = log
         self._throttle = LogThrottle(loop.time)
         self._pem = pem
-        self._new: Any = None  # certificates that gRPC does not have yet
+        self._new: list[deque[Any]] = []  # of each address: certificates that gRPC has not taken yet
         self._looking: asyncio.Task[None] | None = None
 
     async def listen(self, addresses: Sequence[tuple[str, int]]) -> tuple[str, ...]:
         """Bind and serve. Return the URLs, with the ports that were taken for port 0. Raise OSError."""
-        credentials = grpc.dynamic_ssl_server_credentials(
-            _certificates(self._pem), self._take_new, require_client_authentication=True
-        )
         urls = []
         for host, port in addresses:
             address = url_address(host, port)
+            new: deque[Any] = deque(maxlen=1)
+            credentials = grpc.dynamic_ssl_server_credentials(
+                _certificates(self._pem), partial(_taken, new), require_client_authentication=True
+            )
+            self._new.append(new)
             try:
                 taken = self._server.add_secure_port(address, credentials)
             except RuntimeError as error:
@@ -80,24 +94,32 @@ class TlsListener:
             self._looking.cancel()
         await self._server.stop(seconds)
 
-    def _take_new(self) -> Any:
-        """Return new certificates once, on a thread of gRPC before a handshake. None: nothing has changed."""
-        new, self._new = self._new, None
-        return new
-
     async def _look(self) -> None:
-        """Take new files for connections from now on, without a restart."""
+        """Take new files for connections from now on, without a restart. End the sessions that could be resumed."""
+        given_at = self._loop.time()
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            pem = None
             try:
                 pem = await in_own_thread(self._files.load_changed)
-            except TlsFileError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next look may work
                 if self._throttle.due(str(error)):
                     self._log.warning("new certificates not used, the former ones stay in use: %s", error)
-                continue
             if pem is not None:
-                self._new = _certificates(pem)
+                self._pem = pem
                 self._log.info("certificates replaced, for new connections")
+            if pem is not None or self._loop.time() - given_at >= TICKET_SECONDS:
+                given_at = self._loop.time()
+                for new in self._new:  # with the same ones too: gRPC then makes new keys for tickets
+                    new.append(_certificates(self._pem))
+
+
+def _taken(new: deque[Any]) -> Any:
+    """Return new certificates once, on a thread of gRPC before a handshake. None: nothing has changed."""
+    try:
+        return new.pop()
+    except IndexError:
+        return None
 
 
 def _certificates(pem: Pem) -> Any:

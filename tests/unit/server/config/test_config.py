@@ -125,7 +125,7 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         (f'{TLS}allow_admins = ["CN:ops"]', "tls.allow_admins", "expected DNS:host or URI:uri"),
         (f'{TLS}allow_admins = ["DNS:"]', "tls.allow_admins", "expected DNS:host or URI:uri"),
         (f'{TLS}allow_readers = ["DNS:*.a"]', "tls.allow_readers", "expected the name of one host, got the pattern"),
-        (f'{TLS}allow_readers = ["URI:a b"]', "tls.allow_readers", "without spaces and control characters"),
+        (f'{TLS}allow_readers = ["URI:a b"]', "tls.allow_readers", "expected a name of visible ASCII characters"),
         ('[[quota]]\ntenant = "*"', "quota[0].capacity", "Field required"),
         ("[[quota]]\ncapacity = 5", "quota[0].capacity", "expected a string with a unit"),
         ('[[quota]]\ncapacity = "0"', "quota[0].capacity", "greater than 0"),

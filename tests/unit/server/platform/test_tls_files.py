@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from kvdepot.server.platform.tls_files import TlsFileError, TlsFiles
 
 from tests.rigs.certificates import SERVER, Authority
@@ -75,6 +79,21 @@ def test_a_key_of_another_user_is_not_used(authority: Authority) -> None:
     os.chown(key, 61001, 61001)
     with pytest.raises(TlsFileError, match=r"tls\.key: .* it is of uid 61001"):
         files.load()
+
+
+@pytest.mark.parametrize(
+    ("make", "works"),
+    [(ed25519.Ed25519PrivateKey.generate, False), (partial(ec.generate_private_key, ec.SECP384R1()), True),
+     (partial(ec.generate_private_key, ec.SECP521R1()), False), (partial(rsa.generate_private_key, 65537, 2048), True)],
+)  # fmt: skip
+def test_a_key_that_grpc_cannot_use_is_refused(authority: Authority, make: Callable[[], Any], works: bool) -> None:
+    issued = authority.issue("server", *SERVER, make_key=make)
+    files = TlsFiles(issued.cert, issued.key, authority.pem)
+    if works:
+        assert files.load()
+    else:
+        with pytest.raises(TlsFileError, match=r"tls\.cert: .* has a key that gRPC cannot use"):
+            files.load()
 
 
 def test_files_that_are_none_are_named_and_nothing_of_them_is_repeated(authority: Authority, tmp_path: Path) -> None:
