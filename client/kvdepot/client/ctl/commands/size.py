@@ -40,6 +40,8 @@ class TokensType(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 
 _POSITIVE: Final = click.IntRange(min=1)
 _DTYPES: Final = (AUTO, *(name for name in ELEMENT_BYTES if not name.startswith("fp8")))
+_CACHE_DTYPES: Final = (AUTO, *(name for name in ELEMENT_BYTES if name != "float32"))
+"""vLLM's CacheDType: only a model's own type can be float32."""
 
 
 @click.command()
@@ -50,7 +52,7 @@ _DTYPES: Final = (AUTO, *(name for name in ELEMENT_BYTES if not name.startswith(
 @click.option("--turns", type=_POSITIVE, default=1, show_default=True, help="Prompts of a session.")
 @click.option("--dtype", type=click.Choice(_DTYPES), default=AUTO, show_default=True, help="Of the model.")
 @click.option(
-    "--kv-cache-dtype", type=click.Choice([AUTO, *ELEMENT_BYTES]), default=AUTO, show_default=True,
+    "--kv-cache-dtype", type=click.Choice(_CACHE_DTYPES), default=AUTO, show_default=True,
     help="Of keys and values.",
 )  # fmt: skip
 @click.option(

@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from kvdepot.client.ctl.doctor.findings import ENGINES, Check, Finding
+from kvdepot.client.ctl.doctor.findings import ENGINES, Check, Finding, Outcome
 from kvdepot.client.ctl.sizing.architectures import AUTO, describe_model
-from kvdepot.client.ctl.sizing.flags import CACHING, TRANSFER, Flag, engine_flags, transfer_flag
-from kvdepot.client.ctl.sizing.geometry import BLOCK_TOKENS, Engine
+from kvdepot.client.ctl.sizing.flags import (
+    BATCHED_TOKENS,
+    CACHING,
+    RETENTION,
+    TRANSFER,
+    Flag,
+    engine_flags,
+    transfer_flag,
+)
+from kvdepot.client.ctl.sizing.geometry import BLOCK_TOKENS, Engine, check_retention
 from kvdepot.client.ctl.sizing.model_files import read_model_config
 from kvdepot.client.vllm.base.engine_rules import (
     CONNECTOR,
@@ -27,14 +35,18 @@ if TYPE_CHECKING:
     from kvdepot.client.endpoint import Endpoint
 
 _SEVERAL: Final = ("WeightedMultiConnector", "MultiConnector")
+_NO_ENVIRONMENT: Final = "the engine's environment may not be read"
 _FIX: Final = f"start it with {transfer_flag()}"
 
 
 def check_flags(process: EngineProcess, endpoint: Endpoint) -> Iterator[Finding]:
     """Yield a finding for each rule. `endpoint`: that of the daemon that is examined."""
+    if file := process.flags.get("config"):
+        yield Check("flags of the engine", ENGINES).skipped(f"--config {file}: flags in a file are not read")
+        return
     yield from _check_connector(process, endpoint)
     yield _ruled(Check("ranks of the engine", ENGINES), "as served", lambda: check_parallel(_parallel(process)))
-    yield _ruled(Check("prefix hashes", ENGINES), "equal in all processes", lambda: _check_hashes(process))
+    yield _check_hashes(process)
     yield _check_caching(process)
     yield _check_speculation(process)
     yield _check_plugins(process)
@@ -85,13 +97,13 @@ def _check_settings(process: EngineProcess, transfer: dict[str, Any], endpoint: 
     named = "endpoint" in (transfer.get("kv_connector_extra_config") or {})
     if settings.endpoint.path == endpoint.path:
         yield daemon.ok(f"unix://{endpoint.path}")
-    elif named or process.environment:
+    elif named or process.environment_known:
         yield daemon.warn(
             f"the engine uses unix://{settings.endpoint.path}, and this is unix://{endpoint.path}",
             "name one socket for both: endpoint in kv_connector_extra_config, or KVDEPOT_ENDPOINT",
         )
     else:
-        yield daemon.skipped("the engine's environment may not be read")
+        yield daemon.skipped(_NO_ENVIRONMENT)
 
 
 def _ruled(check: Check, good: str, rule: Callable[[], None]) -> Finding:
@@ -113,9 +125,12 @@ def _parallel(process: EngineProcess) -> SimpleNamespace:
     )
 
 
-def _check_hashes(process: EngineProcess) -> None:
+def _check_hashes(process: EngineProcess) -> Finding:
+    check = Check("prefix hashes", ENGINES)
     algorithm = process.flags.get("prefix-caching-hash-algo", "sha256")
-    check_hash_algorithm(algorithm, process.environment.get("PYTHONHASHSEED", ""))
+    seed = process.environment.get("PYTHONHASHSEED", "")
+    found = _ruled(check, "equal in all processes", lambda: check_hash_algorithm(algorithm, seed))
+    return found if process.environment_known or found.outcome is Outcome.OK else check.skipped(_NO_ENVIRONMENT)
 
 
 def _check_caching(process: EngineProcess) -> Finding:
@@ -143,6 +158,8 @@ def _check_speculation(process: EngineProcess) -> Finding:
 
 def _check_plugins(process: EngineProcess) -> Finding:
     check = Check("plugin", ENGINES)
+    if not process.environment_known:
+        return check.skipped(_NO_ENVIRONMENT)
     named = process.environment.get("VLLM_PLUGINS")
     if named is not None and "kvdepot" not in named.split(","):
         return check.fail(f"VLLM_PLUGINS is {named!r}: vLLM does not find the connector", "add kvdepot to VLLM_PLUGINS")
@@ -161,7 +178,18 @@ def _check_model(process: EngineProcess) -> Iterator[Finding]:
     if not model.is_hybrid:
         yield check.ok(f"{model.architecture} needs none")
         return
-    for flag in engine_flags(model, _engine(process)):
+    engine = _engine(process)
+    try:
+        check_retention(model, engine)
+    except InvalidArgument as error:
+        yield Check(RETENTION, ENGINES).fail(error.message, error.advice)
+        return
+    try:
+        flags = engine_flags(model, engine)
+    except InvalidArgument as error:
+        yield check.skipped(str(error))
+        return
+    for flag in flags:
         if flag.why and flag.name not in (TRANSFER, CACHING):
             yield _compared(flag, process.flags.get(flag.name))
 
@@ -170,8 +198,9 @@ def _compared(flag: Flag, given: str | None) -> Finding:
     check = Check(flag.name, ENGINES)
     if given == flag.value:
         return check.ok(given)
-    if given is None:
-        return check.warn(f"--{flag.name} is not set: {flag.why}", f"set {flag}")
+    if given is None or flag.name == BATCHED_TOKENS:
+        said = "not set" if given is None else given
+        return check.warn(f"--{flag.name} is {said}: {flag.why}", f"set {flag}")
     return check.fail(f"--{flag.name} is {given}: {flag.why}", f"set {flag}")
 
 
@@ -184,5 +213,5 @@ def _engine(process: EngineProcess) -> Engine:
         flags.get("kv-cache-dtype", AUTO),
         flags.get("mamba-ssm-cache-dtype", AUTO),
         process.number("block-size", BLOCK_TOKENS),
-        retention_tokens=process.number("prefix-cache-retention-interval", 0),
+        retention_tokens=process.number(RETENTION, 0),
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -20,6 +22,10 @@ _SHORT: Final[Mapping[str, str]] = {
     "tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dcp": "decode-context-parallel-size",
     "pcp": "prefill-context-parallel-size", "n": "nnodes", "sc": "speculative-config",
 }  # fmt: skip
+_SWITCH: Final = re.compile(
+    r"(no|enable|disable)-|(trust-remote-code|enforce-eager|skip-tokenizer-init|async-scheduling|headless)$"
+)
+"""Flags that take no value: what follows one is something else, such as the model."""
 _SERVERS: Final = ("serve", "vllm.entrypoints.openai.api_server")
 
 
@@ -31,6 +37,7 @@ class EngineProcess:
     model: str
     flags: Mapping[str, str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    environment_known: bool = True  # False: it may not be read
 
     def number(self, name: str, default: int) -> int:
         """Return a flag's number. What is no number is vLLM's to refuse."""
@@ -51,6 +58,8 @@ class EngineProcess:
             *folders, last = key[len(name) + 1 :].replace("-", "_").split(".")
             for folder in folders:
                 place = place.setdefault(folder, {})
+                if not isinstance(place, dict):
+                    raise InvalidArgument(f"--{key}: {folder} is no JSON object")
             try:
                 place[last] = json.loads(text)
             except ValueError:
@@ -69,14 +78,27 @@ def _json(name: str, text: str) -> dict[str, Any]:
 
 
 def engine_process(host: Host, engine: str) -> EngineProcess:
-    """Return the server of a pid or a URL of this host. Raise NotFound, or InvalidArgument for another host's URL."""
-    pid = int(engine) if engine.isdecimal() else _listener(host, engine)
+    """Return the server of a pid or a URL of this host. Raise NotFound, or InvalidArgument for another host's URL.
+
+    Children of a server have its socket too, so all that have it are tried.
+    """
+    if engine.isdecimal():
+        return _process(host, int(engine))
+    first, *others = _listeners(host, engine)
+    for pid in (first, *others):
+        with suppress(InvalidArgument, NotFound):
+            return _process(host, pid)
+    return _process(host, first)
+
+
+def _process(host: Host, pid: int) -> EngineProcess:
     command = host.data(f"/proc/{pid}/cmdline")
     if not command:
         raise NotFound(f"no process {pid}, or its command line may not be read", advice="run as root or as its user")
     words = [word.decode(errors="replace") for word in command.rstrip(b"\0").split(b"\0")]
     model, flags = parse_command(words)
-    return EngineProcess(pid, model, flags, host.environment_of(pid) or {})
+    environment = host.environment_of(pid)
+    return EngineProcess(pid, model, flags, environment or {}, environment is not None)
 
 
 def parse_command(words: list[str]) -> tuple[str, dict[str, str]]:
@@ -84,7 +106,7 @@ def parse_command(words: list[str]) -> tuple[str, dict[str, str]]:
     start = next((number for number, word in enumerate(words) if word in _SERVERS), None)
     if start is None:
         raise InvalidArgument(
-            f"{' '.join(words)[:80]!r} is no vLLM server", advice="name the pid of `vllm serve`, or its URL"
+            f"{Path(words[0]).name[:40]!r} is no vLLM server", advice="name the pid of `vllm serve`, or its URL"
         )
     flags: dict[str, str] = {}
     model = ""
@@ -98,25 +120,28 @@ def parse_command(words: list[str]) -> tuple[str, dict[str, str]]:
         head, dot, tail = name.partition(".")
         head = head.replace("_", "-")
         name = _SHORT.get(head, head) + dot + tail
-        if equals or (rest and not re.match(r"--?[A-Za-z]", rest[-1])):
+        if equals or (rest and not re.match(r"--?[A-Za-z]", rest[-1]) and not _SWITCH.match(name)):
             flags[name] = value if equals else rest.pop()
         else:
             flags[name.removeprefix("no-")] = "false" if name.startswith("no-") else "true"
     return flags.get("model", model), flags
 
 
-def _listener(host: Host, url: str) -> int:
-    """Return the process that listens on a URL's port."""
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    if not parts.hostname:
+def _listeners(host: Host, url: str) -> list[int]:
+    """Return the processes that have the listening socket of a URL's port, at least one, the oldest pid first."""
+    try:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        hostname, port = parts.hostname, parts.port or 8000
+    except ValueError:
+        hostname, port = None, 0
+    if not hostname:
         raise InvalidArgument(f"{url!r} is neither a pid nor a URL", advice="for example http://localhost:8000")
-    if parts.hostname not in _LOCAL:
-        raise InvalidArgument(f"{parts.hostname} is not this host", advice="run kvdepotctl on the engine's host")
-    port = parts.port or 8000
+    if hostname not in _LOCAL:
+        raise InvalidArgument(f"{hostname} is not this host", advice="run kvdepotctl on the engine's host")
     inodes = set(_listening_inodes(host, port))
-    for name in host.names("/proc"):
-        if name.isdecimal() and inodes & set(_sockets(host, name)):
-            return int(name)
+    pids = sorted(int(name) for name in host.names("/proc") if name.isdecimal())
+    if found := [pid for pid in pids if inodes & set(_sockets(host, str(pid)))]:
+        return found
     raise NotFound(
         f"no process that listens on port {port} can be seen", advice="run as root or as its user, or name its pid"
     )

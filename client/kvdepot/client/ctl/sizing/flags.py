@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvdepot.client.ctl.sizing.architectures import AUTO
-from kvdepot.client.ctl.sizing.geometry import BLOCK_TOKENS, hybrid_block
+from kvdepot.client.ctl.sizing.geometry import BLOCK_TOKENS, check_retention, hybrid_block
 from kvdepot.client.vllm.base.engine_rules import STATE_MODE, transfer_config
 
 if TYPE_CHECKING:
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 TRANSFER: Final = "kv-transfer-config"
 CACHING: Final = "enable-prefix-caching"
+RETENTION: Final = "prefix-cache-retention-interval"
+BATCHED_TOKENS: Final = "max-num-batched-tokens"
+"""A recommendation: more checkpoints are usable with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class Flag:
 
 
 def engine_flags(model: Model, engine: Engine) -> list[Flag]:
-    """Return the flags, those that name what was asked for first."""
+    """Return the flags, those that name what was asked for first. Raise InvalidArgument."""
     found = [*_asked(engine)]
     if model.is_hybrid:
         found += _hybrid(model, engine)
@@ -64,9 +67,10 @@ def _asked(engine: Engine) -> Iterator[Flag]:
 
 def _hybrid(model: Model, engine: Engine) -> Iterator[Flag]:
     block = hybrid_block(model, engine)
+    check_retention(model, engine)
     yield Flag(CACHING, "", "without it no boundary has a state")
     yield Flag("mamba-cache-mode", STATE_MODE, "without it no boundary has a state")
     yield Flag("block-size", str(block), "scheduler and ranks may disagree without it, and then nothing hits")
     if engine.retention_tokens:
-        yield Flag("prefix-cache-retention-interval", str(engine.retention_tokens), "a checkpoint at each boundary")
-        yield Flag("max-num-batched-tokens", str(engine.retention_tokens), "steps of prompts end at boundaries")
+        yield Flag(RETENTION, str(engine.retention_tokens), "a checkpoint at each boundary")
+        yield Flag(BATCHED_TOKENS, str(engine.retention_tokens), "steps of prompts end at boundaries")

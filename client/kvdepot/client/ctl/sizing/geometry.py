@@ -86,6 +86,8 @@ def state_bytes(states: States, model: Model, engine: Engine) -> int:
     ranks = engine.ranks
     model_dtype = model.dtype if engine.dtype == AUTO else engine.dtype
     dtype = states.dtype if engine.state_dtype == AUTO else engine.state_dtype
+    if unknown := {model_dtype, dtype} - {AUTO} - ELEMENT_BYTES.keys():
+        raise InvalidArgument(f"the element type {min(unknown)!r} is not known here")
     temporal = divided(states.heads, ranks, "heads of a state") * states.head_elements
     groups = states.groups if states.groups % ranks == 0 else ranks
     channels = divided(states.conv_channels + groups * states.group_channels, ranks, "channels of a convolution")
@@ -102,9 +104,24 @@ def hybrid_block(model: Model, engine: Engine) -> int:
     return max(engine.block_tokens, -(-state // (step * token)) * step)
 
 
+def check_retention(model: Model, engine: Engine) -> None:
+    """Raise InvalidArgument for a retention interval that vLLM refuses: it has to be whole blocks."""
+    retention = engine.retention_tokens
+    if not (retention and model.is_hybrid):
+        return
+    block = hybrid_block(model, engine)
+    if retention % block:
+        near = max(round(retention / block), 1) * block
+        raise InvalidArgument(
+            f"a retention of {retention} tokens is no multiple of the model's blocks of {block}", advice=f"take {near}"
+        )
+
+
 def _element_bytes(model: Model, engine: Engine) -> int:
     """Return the bytes of an element of keys and values."""
     for name in (engine.kv_cache_dtype, model.kv_cache_dtype, engine.dtype, model.dtype):
         if name != AUTO:
+            if name not in ELEMENT_BYTES:
+                raise InvalidArgument(f"the element type {name!r} is not known here")
             return ELEMENT_BYTES[name]
     raise AssertionError("a model has a type")

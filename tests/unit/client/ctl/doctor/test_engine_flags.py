@@ -166,8 +166,70 @@ def test_a_real_server_is_found_by_its_port_and_its_pid() -> None:
     [
         ("8", InvalidArgument), ("9", NotFound), ("http://localhost:9", NotFound),
         ("http://other.example:8000", InvalidArgument), ("nonsense", InvalidArgument), ("", InvalidArgument),
+        ("http://localhost:99999", InvalidArgument), ("http://[::1", InvalidArgument),
     ],
 )  # fmt: skip
 def test_what_is_no_server_of_this_host_is_refused(host: Host, name: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         engine_process(host, name)
+
+
+def test_a_child_that_has_the_socket_too_is_not_taken_for_the_server(host: Host, tmp_path: Path) -> None:
+    """vLLM listens before it starts its engine, which has a higher pid of more digits."""
+    for pid, words in ((10, ["VLLM::EngineCore"]), (6, ["sh", "-c", "x"])):
+        (tmp_path / f"proc/{pid}/fd").mkdir(parents=True)
+        (tmp_path / f"proc/{pid}/cmdline").write_text("\0".join(words) + "\0")
+        (tmp_path / f"proc/{pid}/fd/9").symlink_to("socket:[700]")
+    assert engine_process(host, "http://localhost:8000").pid == 7
+
+
+def test_what_is_no_server_is_named_without_its_arguments() -> None:
+    with pytest.raises(InvalidArgument, match="'curl' is no vLLM server") as refused:
+        parse_command(["/usr/bin/curl", "-u", "admin:secret"])
+    assert "secret" not in str(refused.value)
+
+
+def test_a_switch_takes_no_value() -> None:
+    for switch in ("--enable-prefix-caching", "--no-enable-chunked-prefill", "--enforce-eager", "--trust-remote-code"):
+        model, flags = parse_command(["vllm", "serve", switch, "M", "--dtype", "half"])
+        assert (model, flags["dtype"]) == ("M", "half")
+        assert flags[switch.removeprefix("--").removeprefix("no-")] in ("true", "false")
+
+
+def test_flags_in_a_file_are_not_judged(tmp_path: Path) -> None:
+    findings = checked([model_folder(tmp_path, DENSE), "--config", "/etc/f.yaml"])
+    assert [(one.outcome, "/etc/f.yaml" in one.message) for one in findings.values()] == [(Outcome.SKIPPED, True)]
+
+
+@pytest.mark.parametrize(
+    "words", [["--kv-cache-dtype", "nvfp4"], ["--mamba-ssm-cache-dtype", "x"], ["--tensor-parallel-size", "3"]]
+)
+def test_a_value_that_is_not_known_here_is_skipped(tmp_path: Path, words: list[str]) -> None:
+    findings = checked([model_folder(tmp_path, HYBRID), "--kv-transfer-config", transfer(), *words])
+    assert wrong(findings) == {}
+    assert findings["flags of the model"].outcome is Outcome.SKIPPED
+
+
+def test_parts_of_a_setting_that_do_not_fit_are_an_error_of_the_flag(tmp_path: Path) -> None:
+    parts = ["--kv-transfer-config.a", "1", "--kv-transfer-config.a.b", "1"]
+    findings = checked([model_folder(tmp_path, DENSE), *parts])
+    assert findings["connector"].outcome is Outcome.FAIL and "a is no JSON object" in findings["connector"].message
+
+
+def test_an_environment_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    words = [model_folder(tmp_path, DENSE), "--kv-transfer-config", transfer(), "--prefix-caching-hash-algo", "xxhash"]
+    model, flags = parse_command(["vllm", "serve", *words])
+    process = EngineProcess(7, model, flags, environment_known=False)
+    findings = {one.check: one.outcome for one in check_flags(process, DAEMON)}
+    skipped = {name for name, outcome in findings.items() if outcome is Outcome.SKIPPED}
+    assert skipped == {"prefix hashes", "plugin", "daemon of the engine"}
+
+
+def test_a_retention_that_is_no_multiple_of_the_block_is_wrong_and_other_batches_are_a_hint(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path, HYBRID)
+    good = [folder, "--kv-transfer-config", transfer(), "--mamba-cache-mode", "align", "--block-size", "544"]
+    findings = checked([*good, "--prefix-cache-retention-interval", "512"])
+    assert wrong(findings) == {"prefix-cache-retention-interval": Outcome.FAIL}
+    assert findings["prefix-cache-retention-interval"].fix == "take 544"
+    findings = checked([*good, "--prefix-cache-retention-interval", "1088", "--max-num-batched-tokens", "8192"])
+    assert wrong(findings) == {"max-num-batched-tokens": Outcome.WARN}
