@@ -41,8 +41,8 @@ _FIX: Final = f"start it with {transfer_flag()}"
 
 def check_flags(process: EngineProcess, endpoint: Endpoint) -> Iterator[Finding]:
     """Yield a finding for each rule. `endpoint`: that of the daemon that is examined."""
-    if file := process.flags.get("config"):
-        yield Check("flags of the engine", ENGINES).skipped(f"--config {file}: flags in a file are not read")
+    if process.unread:
+        yield Check("flags of the engine", ENGINES).skipped(process.unread)
         return
     yield from _check_connector(process, endpoint)
     yield _ruled(Check("ranks of the engine", ENGINES), "as served", lambda: check_parallel(_parallel(process)))
@@ -175,14 +175,14 @@ def _check_model(process: EngineProcess) -> Iterator[Finding]:
     except KvDepotError as error:
         yield check.skipped(str(error))
         return
-    if not model.is_hybrid:
-        yield check.ok(f"{model.architecture} needs none")
-        return
     engine = _engine(process)
     try:
         check_retention(model, engine)
     except InvalidArgument as error:
         yield Check(RETENTION, ENGINES).fail(error.message, error.advice)
+        return
+    if not model.is_hybrid:
+        yield check.ok(f"{model.architecture} needs none")
         return
     try:
         flags = engine_flags(model, engine)

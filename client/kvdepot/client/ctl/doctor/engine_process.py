@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvdepot.client.ctl.doctor.host import Host
 
 _LISTENS: Final = "0A"
+_FILE_BYTES_MAX: Final = 1 << 20
 _LOCAL: Final = frozenset({"localhost", "127.0.0.1", "0.0.0.0", "::1", "::"})  # noqa: S104 - names to compare
 _SHORT: Final[Mapping[str, str]] = {
     "tp": "tensor-parallel-size", "pp": "pipeline-parallel-size", "dcp": "decode-context-parallel-size",
@@ -38,6 +39,7 @@ class EngineProcess:
     flags: Mapping[str, str]
     environment: Mapping[str, str] = field(default_factory=dict)
     environment_known: bool = True  # False: it may not be read
+    unread: str = ""  # why flags in a file (`--config`) are missing here
 
     def number(self, name: str, default: int) -> int:
         """Return a flag's number. What is no number is vLLM's to refuse."""
@@ -97,8 +99,47 @@ def _process(host: Host, pid: int) -> EngineProcess:
         raise NotFound(f"no process {pid}, or its command line may not be read", advice="run as root or as its user")
     words = [word.decode(errors="replace") for word in command.rstrip(b"\0").split(b"\0")]
     model, flags = parse_command(words)
+    unread = ""
+    if file := flags.get("config"):
+        try:
+            in_file = _file_flags(host, pid, file)
+        except InvalidArgument as error:
+            unread = str(error)
+        else:
+            model = model or in_file.get("model", "")
+            flags = in_file | flags
     environment = host.environment_of(pid)
-    return EngineProcess(pid, model, flags, environment or {}, environment is not None)
+    return EngineProcess(pid, model, flags, environment or {}, environment is not None, unread)
+
+
+def _file_flags(host: Host, pid: int, file: str) -> dict[str, str]:
+    """Return the flags of a `--config` file, as the process sees the file. Raise InvalidArgument."""
+    try:
+        from yaml import YAMLError, safe_load  # vLLM's environment has it
+    except ImportError as error:
+        raise InvalidArgument(f"--config {file}: this Python has no PyYAML to read it with") from error
+    seen = file if file.startswith("/") else f"{host.link(f'/proc/{pid}/cwd')}/{file}"
+    data = host.small_file(f"/proc/{pid}/root{seen}", _FILE_BYTES_MAX)
+    if data is None:
+        raise InvalidArgument(f"--config {file}: it cannot be read")
+    try:
+        found = safe_load(data)
+    except (YAMLError, ValueError) as error:
+        raise InvalidArgument(f"--config {file}: no YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, dict):
+        raise InvalidArgument(f"--config {file}: no keys and values")
+    return parse_flags(list(_words(found)))[1]
+
+
+def _words(flags: dict[Any, Any]) -> Iterator[str]:
+    """Yield what vLLM makes of a file's keys: words of a command line (FlexibleArgumentParser.load_config_file)."""
+    for name, value in flags.items():
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        elif isinstance(value, dict):
+            yield f"--{name}={json.dumps(value)}"
+        elif not isinstance(value, list):
+            yield f"--{name}={value}"
 
 
 def parse_command(words: list[str]) -> tuple[str, dict[str, str]]:
@@ -108,9 +149,14 @@ def parse_command(words: list[str]) -> tuple[str, dict[str, str]]:
         raise InvalidArgument(
             f"{Path(words[0]).name[:40]!r} is no vLLM server", advice="name the pid of `vllm serve`, or its URL"
         )
+    return parse_flags(words[start + 1 :])
+
+
+def parse_flags(words: list[str]) -> tuple[str, dict[str, str]]:
+    """Return model and flags of what follows the command."""
     flags: dict[str, str] = {}
     model = ""
-    rest = list(reversed(words[start + 1 :]))
+    rest = list(reversed(words))
     while rest:
         word = rest.pop()
         if not re.match(r"--?[A-Za-z]", word):

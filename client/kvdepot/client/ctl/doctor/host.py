@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISREG
 from string import hexdigits
 from typing import Final
 
@@ -37,6 +38,25 @@ class Host:
             return self.path(absolute).read_bytes()
         except OSError:
             return None
+
+    def small_file(self, absolute: str, size_bytes: int) -> bytes | None:
+        """Return a regular file's bytes; None where it cannot be read, is larger, or is another kind of file."""
+        try:
+            fd = os.open(self.path(absolute), os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            if not S_ISREG(os.fstat(fd).st_mode):
+                return None
+            data = file.read(size_bytes + 1)
+        return data if len(data) <= size_bytes else None
+
+    def link(self, absolute: str) -> str:
+        """Return where a symbolic link leads; empty where that cannot be read."""
+        try:
+            return os.fspath(self.path(absolute).readlink())
+        except OSError:
+            return ""
 
     def text(self, absolute: str) -> str | None:
         """Likewise."""

@@ -41,10 +41,11 @@ class Flag:
 def engine_flags(model: Model, engine: Engine) -> list[Flag]:
     """Return the flags, those that name what was asked for first. Raise InvalidArgument."""
     found = [*_asked(engine)]
+    check_retention(model, engine)
     if model.is_hybrid:
         found += _hybrid(model, engine)
-    elif engine.block_tokens != BLOCK_TOKENS:
-        found.append(Flag("block-size", str(engine.block_tokens), ""))
+    else:
+        found += _asked_of_blocks(engine)
     return [*found, transfer_flag(engine.chunk_tokens)]
 
 
@@ -65,9 +66,15 @@ def _asked(engine: Engine) -> Iterator[Flag]:
             yield Flag(name, str(value), "")
 
 
+def _asked_of_blocks(engine: Engine) -> Iterator[Flag]:
+    if engine.block_tokens != BLOCK_TOKENS:
+        yield Flag("block-size", str(engine.block_tokens), "")
+    if engine.retention_tokens:
+        yield Flag(RETENTION, str(engine.retention_tokens), "")
+
+
 def _hybrid(model: Model, engine: Engine) -> Iterator[Flag]:
     block = hybrid_block(model, engine)
-    check_retention(model, engine)
     yield Flag(CACHING, "", "without it no boundary has a state")
     yield Flag("mamba-cache-mode", STATE_MODE, "without it no boundary has a state")
     yield Flag("block-size", str(block), "scheduler and ranks may disagree without it, and then nothing hits")

@@ -105,11 +105,19 @@ def hybrid_block(model: Model, engine: Engine) -> int:
 
 
 def check_retention(model: Model, engine: Engine) -> None:
-    """Raise InvalidArgument for a retention interval that vLLM refuses: it has to be whole blocks."""
+    """Raise InvalidArgument for a retention interval that vLLM refuses.
+
+    It has to be whole blocks, of a model that has states or sliding windows.
+    """
     retention = engine.retention_tokens
-    if not (retention and model.is_hybrid):
+    if not retention:
         return
-    block = hybrid_block(model, engine)
+    if not (model.is_hybrid or any(one.window_tokens for one in model.attention)):
+        raise InvalidArgument(
+            f"{model.architecture} has no states and no sliding windows: vLLM refuses a retention interval",
+            advice="leave it out",
+        )
+    block = hybrid_block(model, engine) if model.is_hybrid else engine.block_tokens
     if retention % block:
         near = max(round(retention / block), 1) * block
         raise InvalidArgument(

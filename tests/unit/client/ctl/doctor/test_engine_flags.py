@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -196,9 +197,57 @@ def test_a_switch_takes_no_value() -> None:
         assert flags[switch.removeprefix("--").removeprefix("no-")] in ("true", "false")
 
 
-def test_flags_in_a_file_are_not_judged(tmp_path: Path) -> None:
-    findings = checked([model_folder(tmp_path, DENSE), "--config", "/etc/f.yaml"])
-    assert [(one.outcome, "/etc/f.yaml" in one.message) for one in findings.values()] == [(Outcome.SKIPPED, True)]
+def started(root: Path, words: list[str], file: str | None = None) -> EngineProcess:
+    """Return process 7 of a host, which works in /srv of a container and was started so; `file`: its /srv/f.yaml."""
+    (root / "proc/7").mkdir(parents=True, exist_ok=True)
+    (root / "proc/7/cmdline").write_text("\0".join(["vllm", "serve", *words]) + "\0")
+    (root / "proc/7/environ").write_text("".join(f"{name}={value}\0" for name, value in ENVIRONMENT.items()))
+    (root / "proc/7/cwd").unlink(missing_ok=True)
+    (root / "proc/7/cwd").symlink_to("/srv")
+    if file is not None:
+        (root / "proc/7/root/srv").mkdir(parents=True, exist_ok=True)
+        (root / "proc/7/root/srv/f.yaml").write_text(file)
+    return engine_process(Host(root, environment={}), "7")
+
+
+@pytest.mark.parametrize("path", ["f.yaml", "/srv/f.yaml"])
+def test_flags_in_a_file_count_and_those_of_the_command_win(tmp_path: Path, path: str) -> None:
+    folder = model_folder(tmp_path, HYBRID)
+    file = f"""
+model: {folder}
+mamba-cache-mode: align
+block_size: 128
+enable-prefix-caching: false
+served-model-name: [one, two]
+kv-transfer-config: {transfer()}
+"""
+    process = started(tmp_path, ["--config", path, "--block-size", "544"], file)
+    assert (process.model, process.number("block-size", 1)) == (folder, 544)
+    found = wrong({one.check: one for one in check_flags(process, DAEMON)})
+    assert found == {"prefix caching": Outcome.FAIL}
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [(None, "cannot be read"), ("a: [", "no YAML"), ("- a", "no keys and values"), ("#" * (1 << 20), "cannot be read")],
+)
+def test_a_file_that_cannot_be_read_is_said_and_nothing_is_judged(tmp_path: Path, file: str | None, why: str) -> None:
+    process = started(tmp_path, [model_folder(tmp_path, DENSE), "--config", "f.yaml"], file and file + "\n")
+    ((outcome, message),) = [(one.outcome, one.message) for one in check_flags(process, DAEMON)]
+    assert outcome is Outcome.SKIPPED and "--config f.yaml" in message and why in message
+
+
+def test_a_pipe_in_the_place_of_the_file_hangs_nobody(tmp_path: Path) -> None:
+    (tmp_path / "proc/7/root/srv").mkdir(parents=True)
+    os.mkfifo(tmp_path / "proc/7/root/srv/f.yaml")
+    assert "cannot be read" in started(tmp_path, ["M", "--config", "f.yaml"]).unread
+
+
+def test_a_retention_of_a_model_without_states_and_windows_is_wrong(tmp_path: Path) -> None:
+    findings = checked([model_folder(tmp_path, DENSE), "--kv-transfer-config", transfer(),
+                        "--prefix-cache-retention-interval", "512"])  # fmt: skip
+    assert wrong(findings) == {"prefix-cache-retention-interval": Outcome.FAIL}
+    assert findings["prefix-cache-retention-interval"].fix == "leave it out"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import pytest
 from kvdepot.client.ctl.sizing.architectures import Model, describe_model
+from kvdepot.client.ctl.sizing.flags import engine_flags
 from kvdepot.client.ctl.sizing.geometry import Engine, engine_groups, hybrid_block, state_bytes, token_bytes
 from kvdepot.client.ctl.sizing.sizes import Load, sizes
 from kvdepot.core.arena import ArenaLayout
@@ -104,6 +105,15 @@ def test_a_session_counts_checkpoints_by_prompts_or_by_the_retention_interval() 
     assert counted == [1, 4, 10, 10, 5]
     found = sizes(hybrid, Engine(), Load(5440))
     assert found.session_bytes == found.load_bytes == 10 * found.attention_bytes + found.state_bytes
+
+
+def test_the_retention_of_windows_is_printed_and_refused_where_vllm_refuses_it() -> None:
+    windows, dense = model("openai--gpt-oss-120b"), model("Qwen--Qwen3-8B")
+    assert "--prefix-cache-retention-interval 512" in map(str, engine_flags(windows, Engine(retention_tokens=512)))
+    with pytest.raises(InvalidArgument, match="no multiple of the model's blocks of 16"):
+        engine_flags(windows, Engine(retention_tokens=500))
+    with pytest.raises(InvalidArgument, match="no states and no sliding windows"):
+        engine_flags(dense, Engine(retention_tokens=512))
 
 
 def test_a_load_needs_less_of_the_windows_than_is_stored() -> None:
