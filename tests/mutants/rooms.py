@@ -49,7 +49,7 @@ ROOMS: Final[dict[str, Room]] = {  # a module belongs to the first one that name
     "streams": Room(
         (f"{_SERVER}/attach/streams.py",),
         (
-            f"{_UNIT}/attach/test_attaching.py", "tests/stateful/test_attach_model.py",
+            f"{_UNIT}/attach/test_*.py", "tests/stateful/test_attach_model.py",
             "tests/process/io/test_stream_proxy.py", "tests/process/client/test_streams.py",
             "tests/process/daemon/test_attach_socket.py", "tests/process/daemon/test_scarce_descriptors.py",
         ),
