@@ -12,6 +12,7 @@ import pytest
 from kvdepot.client.ctl.medium import TEMPORARY, measure
 from kvdepot.core.calls import Kind
 
+from tests.fakes.openai_server import FakeServer
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
@@ -115,3 +116,24 @@ def test_a_medium_that_cannot_be_written_has_a_reason(tmp_path: Path) -> None:
 def test_it_goes_on_after_an_epoch_bump(daemon: DaemonProcess) -> None:
     assert kvdepotctl(daemon, "epoch", "bump", "--yes").returncode == 0
     assert benched(daemon, *SMALL)["measured"][0]["rate"] > 0
+
+
+def test_first_tokens_of_a_server_are_measured_and_reported(daemon: DaemonProcess, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    with FakeServer() as server:
+        done = kvdepotctl(
+            daemon, "bench", "engine", "--url", server.url, "--prompts", "4", "--json", "--html", f"{report}"
+        )
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["worth"] else 1), done.stderr
+    assert [way["name"] for way in found["ways"]] == ["cold", "engine cache", "kvdepot"]
+    assert found["ways"][0]["saved"] == 0 and found["loaded"] == found["ways"][2]["saved"] > 0.5
+    assert len(found["prompts"]) == 4 and found["verdict"] in report.read_text()
+
+
+def test_a_server_that_keeps_its_cache_is_refused_with_what_to_do(daemon: DaemonProcess) -> None:
+    with FakeServer(offers_reset=False) as server:
+        done = kvdepotctl(daemon, "bench", "engine", "--url", server.url, "--prompts", "2")
+    assert done.returncode != 0 and "VLLM_SERVER_DEV_MODE=1" in done.stderr
+    assert "Traceback" not in done.stderr and "bug" not in done.stderr
+    assert server.prompts == []

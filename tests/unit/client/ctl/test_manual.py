@@ -20,7 +20,7 @@ def verbs(group: click.Group, path: str = TITLE) -> Iterator[tuple[str, click.Co
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
             yield from verbs(command, f"{path}{name} ")
-        else:
+        if not isinstance(command, click.Group) or command.invoke_without_command:
             yield f"{path}{name}", command
 
 

@@ -11,6 +11,7 @@ import click
 from kvdepot.client.bulk import BulkEngine
 from kvdepot.client.ctl.benching import Bench, Measured, bench_shape, bench_spec, size_bytes
 from kvdepot.client.ctl.calls import connect
+from kvdepot.client.ctl.commands.bench_engine import engine
 from kvdepot.client.ctl.commands.options import json_option
 from kvdepot.client.ctl.printer import new_table
 from kvdepot.client.ctl.texts import escape, say
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 EXIT_SLOW: Final = 1
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @click.option("--object-size", metavar="SIZE", help="Size of one chunk. [default: an engine's, or 16 MiB]")
 @click.option(
     "--chunk-tokens",
@@ -42,9 +43,9 @@ EXIT_SLOW: Final = 1
     help="Prefill rate of the engine. [default: as engines measured it]",
 )  # fmt: skip
 @json_option
-@click.pass_obj
+@click.pass_context
 def bench(
-    connection: tuple[Endpoint, float], object_size: str | None, chunk_tokens: int | None, wanted: str | None,
+    context: click.Context, object_size: str | None, chunk_tokens: int | None, wanted: str | None,
     prefill: float | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Measure the speed of RAM and tiers.
@@ -52,6 +53,9 @@ def bench(
     Stores and loads objects as an engine does, and compares the rates with memcpy, the device and computing. Exit code
     1: loading from a tier is slower than computing. Run it on the daemon's host, as its user or root.
     """
+    if context.invoked_subcommand is not None:
+        return 0
+    connection: tuple[Endpoint, float] = context.obj
     endpoint, timeout_seconds = connection
     console = Console(stderr=as_json)
     with connect(*connection) as operator:
@@ -63,8 +67,8 @@ def bench(
         total = size_bytes(tiers, parse_size_bytes(wanted) if wanted else 0, object_bytes)
         settings = operator.configuration().values
         try:
-            with BulkEngine(endpoint, spec, "kvdepotctl-bench", timeout_seconds=timeout_seconds) as engine:
-                found = list(Bench(engine, operator, settings, total).run(tiers))
+            with BulkEngine(endpoint, spec, "kvdepotctl-bench", timeout_seconds=timeout_seconds) as bulk:
+                found = list(Bench(bulk, operator, settings, total).run(tiers))
         finally:
             with suppress(NotFound):
                 operator.evict(spec.namespace_id(), b"")
@@ -86,6 +90,9 @@ def bench(
             console.print(_verdict(found, per_token, prefill), highlight=False, soft_wrap=True)
     slow = prefill and any(one.way == "load" and one.times(per_token, prefill) < 1 for one in found)
     return EXIT_SLOW if slow else 0
+
+
+bench.add_command(engine)
 
 
 def _record(found: list[Measured], total: int, per_token: float, prefill: float | None) -> dict[str, Any]:
