@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -98,11 +99,12 @@ def _silent(text: str) -> None:
 def _stored(operator: Operator) -> None:
     """Return when nothing is being stored any more, or after a minute."""
     until, quiet_since = time.monotonic() + _STORED_SECONDS_MAX, time.monotonic()
+    pause = threading.Event()  # never set: ^C ends the wait
     while time.monotonic() < until and time.monotonic() - quiet_since < _QUIET_SECONDS:
         status = operator.status()
         if any(one.credit_used_bytes or one.leases for one in status.sessions):
             quiet_since = time.monotonic()
-        time.sleep(_POLL_SECONDS)
+        pause.wait(_POLL_SECONDS)
 
 
 def _table(found: Found) -> Table:

@@ -197,20 +197,23 @@ def test_a_switch_takes_no_value() -> None:
         assert flags[switch.removeprefix("--").removeprefix("no-")] in ("true", "false")
 
 
+CONTAINER = "proc/7/root"
+
+
 def started(root: Path, words: list[str], file: str | None = None) -> EngineProcess:
-    """Return process 7 of a host, which works in /srv of a container and was started so; `file`: its /srv/f.yaml."""
+    """Return process 7 of a host, which works in /app of a container and was started so; `file`: its /app/f.yaml."""
     (root / "proc/7").mkdir(parents=True, exist_ok=True)
     (root / "proc/7/cmdline").write_text("\0".join(["vllm", "serve", *words]) + "\0")
     (root / "proc/7/environ").write_text("".join(f"{name}={value}\0" for name, value in ENVIRONMENT.items()))
     (root / "proc/7/cwd").unlink(missing_ok=True)
-    (root / "proc/7/cwd").symlink_to("/srv")
+    (root / "proc/7/cwd").symlink_to("/app")
     if file is not None:
-        (root / "proc/7/root/srv").mkdir(parents=True, exist_ok=True)
-        (root / "proc/7/root/srv/f.yaml").write_text(file)
+        (root / CONTAINER / "app").mkdir(parents=True, exist_ok=True)
+        (root / CONTAINER / "app/f.yaml").write_text(file)
     return engine_process(Host(root, environment={}), "7")
 
 
-@pytest.mark.parametrize("path", ["f.yaml", "/srv/f.yaml"])
+@pytest.mark.parametrize("path", ["f.yaml", "/app/f.yaml"])
 def test_flags_in_a_file_count_and_those_of_the_command_win(tmp_path: Path, path: str) -> None:
     folder = model_folder(tmp_path, HYBRID)
     file = f"""
@@ -238,8 +241,8 @@ def test_a_file_that_cannot_be_read_is_said_and_nothing_is_judged(tmp_path: Path
 
 
 def test_a_pipe_in_the_place_of_the_file_hangs_nobody(tmp_path: Path) -> None:
-    (tmp_path / "proc/7/root/srv").mkdir(parents=True)
-    os.mkfifo(tmp_path / "proc/7/root/srv/f.yaml")
+    (tmp_path / CONTAINER / "app").mkdir(parents=True)
+    os.mkfifo(tmp_path / CONTAINER / "app/f.yaml")
     assert "cannot be read" in started(tmp_path, ["M", "--config", "f.yaml"]).unread
 
 
