@@ -55,13 +55,16 @@ class EngineClient:
         self, endpoint: str, engine_id: str = "engine", name: str = "test", transport: Transport = Transport.SHM
     ) -> None:
         self.endpoint = Endpoint.parse(endpoint)
-        self.spec = spec(name)
-        self.namespace = self.spec.namespace_id()
+        self.choose(spec(name))
         self.session = DepotSession(self.endpoint, engine_id, confirm_timeout_seconds=0.5)
         process = EngineProcess(engine_id, scheduler=False, rank=0)
         self.worker = Attachment(self.endpoint, process, transport=transport)
         self.layers = [torch.zeros(BLOCKS, BLOCK_BYTES, dtype=torch.uint8) for _ in range(LAYERS)]
         self.copier = CpuCopier(self.layers)
+
+    def choose(self, chosen: NamespaceSpec) -> None:
+        """Use another namespace from now on."""
+        self.spec, self.namespace = chosen, chosen.namespace_id()
 
     def start(self, *, attached: bool = True) -> Self:
         self.session.start()

@@ -46,12 +46,17 @@ class ArenaMap:
         for descriptor, least_bytes in ((column, header.file_bytes), (data, size_bytes)):
             if os.fstat(descriptor).st_size < least_bytes:
                 raise ArenaFormatError(f"arena: {least_bytes} bytes, the file is shorter")
+        self._file = _file_of(data)
         mapped = mmap.mmap(column, header.file_bytes, access=mmap.ACCESS_READ)
         self._map: mmap.mmap | None = map_data(data, self.size_bytes)
         self._buffer: memoryview | None = memoryview(self._map)
         self.arena_id: int = header.arena_id
         self._generations: memoryview | None = generations(memoryview(mapped), header.rows)
         self._populated_bytes = 0
+
+    def is_of(self, data: int) -> bool:
+        """Return whether this is a mapping of the file of this descriptor. Raise OSError."""
+        return self._file == _file_of(data)
 
     @property
     def buffer(self) -> memoryview:
@@ -137,6 +142,11 @@ class ArenaMap:
         self._generations = None
         self._buffer = None
         self._map = None
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
 
 
 class Population:

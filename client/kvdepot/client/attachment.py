@@ -268,11 +268,19 @@ class Attachment:
             self._on_missed(reason, bool(refusal))
 
     def _adopt(self, accepted: Attached) -> Arena | None:
-        """Return the mapping to use: the present one if it is of the same arena. Take over the descriptors."""
+        """Return the mapping to use: the present one if it is of the same arena. Take over the descriptors.
+
+        Raise OSError for another part of the same arena: the user is in another tenant since the daemon's restart.
+        Offsets of earlier grants count in the present mapping, those of later ones in the other one.
+        """
         known, arena_id = self._state.arena, accepted.reply.arena_id
         same = known is not None and known.arena_id == arena_id and not isinstance(known, StreamArena)
         if not self._map_arena or same:
+            given = accepted.descriptors[:1]
+            moved = same and isinstance(known, ArenaMap) and not all(map(known.is_of, given))
             _close(accepted.descriptors)
+            if moved:
+                raise OSError("this user is in another tenant now, whose data is another file: restart this process")
             return known
         if not accepted.descriptors:
             raise OSError(

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 DataParts = Sequence[tuple[int, int]]
 """Files that the data consists of, one following the other: (descriptor, bytes) of each."""
 _ALIGN_BYTES: Final = 2 << 20
 """So each part can have huge pages. hugetlbfs demands it."""
 _MAP_FIXED: Final = 0x10
+_NAME: Final = b"kvdepot-addresses"
+_MFD_CLOEXEC: Final = 0x01
+_MFD_NOEXEC_SEAL: Final = 0x08
+"""Linux 6.3; demanded where vm.memfd_noexec is 2."""
 
 
 def map_data(fd: int, size_bytes: int, *, writable: bool = True) -> mmap.mmap:
@@ -55,13 +60,21 @@ def map_parts(parts: DataParts, *, writable: bool = True) -> memoryview:
 def _reserved(size_bytes: int) -> mmap.mmap:
     """Return a mapping of a file that has this size and no pages."""
     libc = ctypes.CDLL(None, use_errno=True)
-    fd = libc.memfd_create(b"kvdepot-addresses", 0)
-    if fd < 0 or libc.ftruncate(fd, ctypes.c_long(size_bytes)):
-        raise OSError(ctypes.get_errno(), "the addresses of the data cannot be reserved")
+    fd = memory_file(libc)
     try:
+        if fd < 0 or libc.ftruncate(fd, ctypes.c_long(size_bytes)):
+            raise OSError(ctypes.get_errno(), "the addresses of the data cannot be reserved")
         return mmap.mmap(fd, size_bytes)
     finally:
         libc.close(fd)
+
+
+def memory_file(libc: Any) -> int:
+    """Return a memfd that no child inherits and nobody can execute, as far as the kernel knows that; -1 for none."""
+    fd: int = libc.memfd_create(_NAME, _MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    if fd < 0 and ctypes.get_errno() == errno.EINVAL:
+        fd = libc.memfd_create(_NAME, _MFD_CLOEXEC)
+    return fd
 
 
 def _map_over(address: int, fd: int, size_bytes: int, protection: int) -> None:

@@ -8,6 +8,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +341,32 @@ def test_reserve_outcomes_of_a_present_object_open_no_lease(daemon: DaemonProces
         assert missing.outcome is AcquireOutcome.MISSING
         wait_until(lambda: client.session.open_leases == 0)
         client.wait_nothing_owed()
+
+
+@pytest.mark.requirement("I1", "S2")
+def test_a_process_whose_user_moves_to_another_tenant_never_copies_in_the_former_ones_data() -> None:
+    """The arena is the same. Offsets of new grants count in another part of it than the one that is mapped."""
+    tenants = '[[tenant]]\nname = "a"\nusers = ["{}"]\n[[tenant]]\nname = "b"\nusers = ["{}"]\n'
+    me, nobody = os.geteuid(), 4242
+    with DaemonProcess(config=tenants.format(me, nobody)) as daemon:
+        client = EngineClient(daemon.endpoint, transport=Transport.AUTO)
+        client.choose(replace(client.spec, tenant="a"))
+        with client:
+            client.fill(0, COUNT, seed=1)
+            store(client, "p")
+            former = client.worker.arena
+            assert isinstance(former, ArenaMap)
+            looked_at = former.buffer[: 8 << 20]
+            before = bytes(looked_at)
+            assert any(before)
+            daemon.stop()
+            daemon.config = tenants.format(nobody, me)
+            daemon.start()
+            assert " adopted" in daemon.log
+            client.choose(replace(client.spec, tenant="b"))
+            client.session.register(client.spec)
+            client.wait_attached()
+            client.fill(0, COUNT, seed=2)
+            assert load_equals(client, store(client, "q"))
+            assert bytes(looked_at) == before, "it wrote into the data of its former tenant"
+            assert not isinstance(client.worker.arena, ArenaMap), "streams, until it is restarted"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
-from ctypes import addressof, c_char
+from ctypes import addressof, c_char, set_errno
+from pathlib import Path
 
 import pytest
-from kvdepot.core.data_mapping import DataParts, map_parts, pack_parts, unpack_parts
+from kvdepot.core.data_mapping import DataParts, map_parts, memory_file, pack_parts, unpack_parts
 
 SIZES = (2 << 20, 4 << 20, 2 << 20)
 
@@ -66,6 +68,27 @@ def test_a_file_that_is_too_short_or_no_file_is_not_mapped(parts: DataParts) -> 
 def test_parts_pass_to_a_child_process_as_one_argument(parts: DataParts) -> None:
     assert unpack_parts(pack_parts(parts)) == list(parts)
     assert unpack_parts(pack_parts([])) == []
+
+
+@pytest.mark.parametrize("demands", [True, False], ids=["6.3 with vm.memfd_noexec = 2", "before 6.3"])
+def test_addresses_are_reserved_whatever_a_kernel_says_of_execution(demands: bool) -> None:
+    """The one refuses all files without the flag, the other one those with it."""
+
+    class Kernel:
+        def memfd_create(self, name: bytes, flags: int) -> int:
+            if bool(flags & 0x08) is not demands:  # MFD_NOEXEC_SEAL
+                set_errno(errno.EINVAL)
+                return -1
+            return os.memfd_create(name.decode(), flags & ~0x08)
+
+    os.close(memory_file(Kernel()))
+
+
+def test_what_cannot_be_reserved_leaves_no_descriptor(parts: DataParts) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match=r"File too large|Invalid argument|allocate memory"):
+        map_parts([(fd, 1 << 61) for fd, _ in parts])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_the_addresses_are_no_private_memory(parts: DataParts) -> None:

@@ -112,7 +112,8 @@ def check_tenants(file: str, tables: Tables, data_bytes: int) -> None:
     for number, quota in enumerate(tables.quota):
         if (quota.tenant, quota.namespace, quota.tier) in limited:
             raise ConfigError(file, f"quota[{number}]", f"is about the same as `ram` of tenant {quota.tenant!r}")
-    if parts and min(parts.values()) < FILE_ALIGN_BYTES:
+    promised_bytes = sum((tenant.ram or 0) // FILE_ALIGN_BYTES * FILE_ALIGN_BYTES for tenant in tables.tenant)
+    if parts and (promised_bytes > data_bytes or min(parts.values()) < FILE_ALIGN_BYTES):
         raise ConfigError(
             file, "tenant.ram",
             f"expected at most the arena's data of {data_bytes // MIB} MiB for all tenants, and"

@@ -49,6 +49,8 @@ REASONS = (
     "torn_links",
 )
 _CODE = {name: code for code, name in enumerate(REASONS)}
+_NAMESPACE_NUMBERS = 1 << 16
+"""That a row can name: damaged ones are beyond the table."""
 
 
 class Adoption:
@@ -218,7 +220,10 @@ class Adoption:
         return numbers
 
     def _judge_rooms(self) -> None:
-        """Assign a room to each namespace: that of its objects. Blame those in other rooms than most of them."""
+        """Assign a room to each namespace: that of its objects. Blame those in other rooms than most of them.
+
+        What is going already tells nothing. Where a namespace has nothing else, each keeps its own reason.
+        """
         if len(self._rooms) == 1:
             return
         all_rows, owners = self._extents()
@@ -226,12 +231,13 @@ class Adoption:
         all_rows, owners = all_rows[sound], owners[sound]
         slots, numbers = self._rows.namespaces[self._heads[owners]], self._room_numbers(all_rows)
         counted = self._reasons[owners] == 0
-        for slot in np.unique(slots).tolist():
-            mine = slots == slot
-            counts = np.bincount(numbers[mine & counted], minlength=len(self._rooms))
-            self._blame_owners(owners, mine & (numbers != counts.argmax()), "torn_extent")
-            if slot in self._namespaces.by_slot and counts.any():
-                self._rooms.enter(slot, self._rooms[int(counts.argmax())])
+        counts = np.zeros((_NAMESPACE_NUMBERS, len(self._rooms)), np.int64)
+        np.add.at(counts, (slots[counted], numbers[counted]), 1)
+        most, known = counts.argmax(1), counts.sum(1) > 0
+        self._blame_owners(owners, known[slots] & (numbers != most[slots]), "torn_extent")
+        for slot in np.flatnonzero(known).tolist():
+            if slot in self._namespaces.by_slot:
+                self._rooms.enter(slot, self._rooms[int(most[slot])])
 
     def _judge_overlaps(self) -> None:
         """Blame both of two objects that claim the same bytes: neither can be right."""

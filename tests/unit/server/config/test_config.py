@@ -158,6 +158,7 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ),
         (TENANT + 'credit = "64GiB"', "tenant.credit", "MiB, got 65536 MiB"),
         (TENANT + SECOND + 'ram = "64GiB"', "tenant.ram", "MiB for all tenants, and 2 MiB at least for each of them"),
+        (TENANT + 'ram = "64GiB"' + SECOND + 'ram = "64GiB"', "tenant.ram", "MiB for all tenants, and 2 MiB"),
         (TENANT + SECOND + 'ram = "1MiB"', "tenant.ram", "2 MiB at least for each of them"),
         ("[ram]\nsealed = false\n" + TENANT + SECOND, "ram.sealed", "several tenants need sealed memory"),
         (TENANT + "credit = 5", "tenant[0].credit", "expected a string with a unit"),

@@ -168,6 +168,25 @@ def test_loans_of_both_tenants_outlive_the_daemon() -> None:
     assert used(rig) == [OBJECTS, 4]
 
 
+@pytest.mark.requirement("I8", "S2")
+@pytest.mark.parametrize("tenant", TENANTS)
+def test_what_was_going_at_the_end_of_the_daemon_is_free_once_its_loan_ends(tenant: str) -> None:
+    """Its namespace has nothing else, so nothing says in which part it lies."""
+    rig = rig_of()
+    client = client_of(rig, tenant)
+    client.store(path("p", 4))
+    rig.sum_all()
+    lease, _ = client.acquire(path("p", 4))
+    tree = rig.depot._tree
+    tree.drop_subtree(tree.index.find(tree.namespaces.by_id[client.namespace].slot, path("p", 4)[0]))
+    rig.crash()
+    assert (dict(rig.report.dropped), rig.report.pinned) == ({"dying": 4}, 4)
+    client = client_of(rig, tenant)
+    assert sum(used(rig)) == 4
+    client.release(lease)
+    assert used(rig) == [0, 0] and rig.counter("leaked_objects") == 0
+
+
 @pytest.mark.requirement("S2", "I1")
 def test_objects_in_another_part_than_their_namespace_are_damage() -> None:
     rig = rig_of()
