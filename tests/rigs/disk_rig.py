@@ -16,6 +16,7 @@ from typing import TypeVarTuple
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import ObjectName, payload_sum
 from kvdepot.server.io.breaker import Breaker
+from kvdepot.server.io.bucket import Bucket
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.jobs import JOBS, Answer, Job, Priority
 from kvdepot.server.io.perform import perform
@@ -61,6 +62,7 @@ class InlineWorkers:
         self._numbers = count(1)
         self.root = root
         self.arena = arena
+        self.bucket: Bucket | None = None
         self.breaker = Breaker(failures_max=5, probe_every_seconds=5, clock=clock)
         self.tasks: deque[Task] = deque()
         self.late: list[Task] = []
@@ -108,7 +110,7 @@ class InlineWorkers:
             return True
         answer = self.fault(task.job)
         if answer is None:
-            context = Context(str(self.root), self.arena)
+            context = Context(str(self.root), self.arena, bucket=self.bucket)
             answer = perform(task.job, context)
             context.close()
         self.done.append((task.job, answer))

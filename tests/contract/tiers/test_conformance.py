@@ -11,12 +11,14 @@ from random import Random
 
 import pytest
 from kvdepot.core.objectfile import object_bytes
+from kvdepot.server.io.bucket import Bucket, BucketSettings
 from kvdepot.server.io.jobs import Part
 from kvdepot.server.storage.base import Tier
 from kvdepot.server.tiers.conformance import TierConformance
 from kvdepot.server.tiers.conformance_harness import ARENA_BYTES_MIN, RecordingListener, RecordingRegistry, TierHarness
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.tier import DiskTier
+from obstore.store import MemoryStore
 
 from tests.fakes.memory_tier import Medium, MemoryTier
 from tests.fakes.shared_memory_tier import File, SharedMedium, SharedMemoryTier, file_of
@@ -185,6 +187,30 @@ class SharedHarness:
         self._take()
 
 
+class BucketHarness(SharedHarness):
+    """The object tier over a bucket in memory; its workers are calls in this process, and nothing probes."""
+
+    def __init__(self, root: Path) -> None:
+        self._store = MemoryStore()
+        super().__init__(root)
+
+    def _take(self) -> None:
+        super()._take()
+        self._rig.workers.bucket = Bucket(BucketSettings("memory://"), self._store)
+
+    def peek(self, handle: int) -> bytes:
+        return bytes(self._store.get(self._key(handle)).bytes())
+
+    def poke(self, handle: int, data: bytes) -> None:
+        self._store.put(self._key(handle), data)
+
+    def take_away(self, handle: int) -> None:
+        self._store.delete(self._key(handle))
+
+    def _key(self, handle: int) -> str:
+        return str(self._rig.path(handle).relative_to(self._rig.root))
+
+
 def _range(path: Path, offset: int, length: int) -> bytes:
     with path.open("rb") as file:
         file.seek(offset)
@@ -213,3 +239,9 @@ class TestSharedTier(TierConformance):
     @pytest.fixture
     def harness(self, tmp_path: Path) -> TierHarness:
         return SharedHarness(tmp_path / "shared")
+
+
+class TestObjectTier(TierConformance):
+    @pytest.fixture
+    def harness(self, tmp_path: Path) -> TierHarness:
+        return BucketHarness(tmp_path / "nothing")

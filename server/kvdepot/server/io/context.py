@@ -8,6 +8,7 @@ from typing import Final
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import PAGE_BYTES
+from kvdepot.server.io.bucket import Bucket
 from kvdepot.server.io.direct_io import DirectFiles
 
 SCRATCH_BYTES_MAX: Final = 64 << 20
@@ -38,13 +39,17 @@ class Context:
         directory: str,
         arena: memoryview | None = None,
         present: Callable[[int, int], None] = lambda offset, length: None,  # noqa: ARG005
+        bucket: Bucket | None = None,
     ) -> None:
         """Prepare, without open files. `arena`: all of it, writable; None if no job has extents.
+
+        `bucket`: what the files of jobs are objects of, instead of the directory.
 
         Extents are offsets in the arena. `present` is called with each extent before it is read or written: see
         `arena_pages`.
         """
         self.files = DirectFiles(directory)
+        self.bucket = bucket
         self.header = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self.tail = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self.coded_bytes_max = coded_limit(len(arena or b""))

@@ -56,7 +56,7 @@ def stat_files(job: StatFiles, context: Context) -> Answer:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         return found.st_size if S_ISREG(found.st_mode) else ABSENT
 
-    return _each(job.files, length)
+    return ask_each(job.files, length)
 
 
 def touch(job: TouchFiles, context: Context) -> Answer:
@@ -70,10 +70,10 @@ def touch(job: TouchFiles, context: Context) -> Answer:
             os.utime(name, dir_fd=folder, follow_symlinks=False)  # without a time: the server's
         return 0
 
-    return _each(job.files, now, lacked=LACKED)
+    return ask_each(job.files, now, lacked=LACKED)
 
 
-def _each(files: Iterable[str], ask: Callable[[str], int], lacked: frozenset[int] = frozenset()) -> Answer:
+def ask_each(files: Iterable[str], ask: Callable[[str], int], lacked: frozenset[int] = frozenset()) -> Answer:
     """Ask for each file, by several threads. Raise OSError if every request failed and one of the errors counts.
 
     `lacked`: errors of a call that the file system does not have. They say nothing against the file system.
@@ -97,7 +97,7 @@ def _each(files: Iterable[str], ask: Callable[[str], int], lacked: frozenset[int
 def read_file(job: ReadFile, context: Context) -> Answer:
     try:
         with context.files.held(job.file) as fd:
-            room = _room_bytes(job.name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
+            room = room_bytes(job.name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
             try:
                 read = ReadObject((Part(job.file, 0, room),), job.name, 0, job.extents)
                 answer = read_object(read, context, job.keys)
@@ -155,7 +155,7 @@ def _unlink(file: str, context: Context) -> None:
         os.unlink(name, dir_fd=folder)
 
 
-def _room_bytes(raw_bytes: int, file_bytes: int, coded_bytes_max: int) -> int:
+def room_bytes(raw_bytes: int, file_bytes: int, coded_bytes_max: int) -> int:
     """Return how much to read at most: what the name allows.
 
     It is less if a codec made the object short, so that scratch memory holds it.
@@ -183,7 +183,7 @@ def _already_there(job: PublishFile, context: Context) -> Answer | None:
             except ObjectDamageError as damage:
                 answer = _judged(job, fd, damage, context)
                 stays = answer.outcome in (IoOutcome.FOREIGN, IoOutcome.UNKNOWN_KEY)
-                useless = answer.outcome is IoOutcome.UNKEYED or (stays and _retired(job.keys, context))
+                useless = answer.outcome is IoOutcome.UNKEYED or (stays and retired(job.keys, context))
                 return None if useless else answer
             with contextlib.suppress(OSError):  # not ours to write to: it is there all the same
                 os.utime(fd)
@@ -257,7 +257,7 @@ def _describe(folder: str, namespace: bytes, context: Context) -> None:
 
 def _judged(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError, context: Context) -> Answer:
     """Return the answer to a read that failed so. A file that is proved damaged is quarantined."""
-    if _foreign(job, damage, context):
+    if foreign(job, damage, context):
         try:
             if job.keys:
                 _check_writer(job, fd, context)
@@ -270,7 +270,7 @@ def _judged(job: ReadFile | PublishFile, fd: int, damage: ObjectDamageError, con
     return Answer(outcome, str(damage))
 
 
-def _foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Context) -> bool:
+def foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Context) -> bool:
     """Return whether only a client's word speaks against the file (ADR 0022).
 
     Parent and boundary are what a client said, in the job and in the file. Namespace, key and kind make the file's
@@ -285,11 +285,11 @@ def _foreign(job: ReadFile | PublishFile, damage: ObjectDamageError, context: Co
 def _check_writer(job: ReadFile | PublishFile, fd: int, context: Context) -> None:
     """Verify all of an object by the name in its header: somebody with a key wrote it. Raise ObjectDamageError."""
     name = ObjectHeader.unpack(context.header).name
-    room = _room_bytes(name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
+    room = room_bytes(name.raw_bytes, os.fstat(fd).st_size, context.coded_bytes_max)
     read_object(ReadObject((Part(job.file, 0, room),), name, 0, None), context, job.keys)
 
 
-def _retired(keys: KeyRing, context: Context) -> bool:
+def retired(keys: KeyRing, context: Context) -> bool:
     """Return whether the header that was read is of a key that nobody has any more."""
     return ObjectHeader.unpack(context.header).key_id in keys.retired
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.core.objectfile import (
@@ -28,14 +28,25 @@ PIECE_BYTES: Final = 4 << 20
 """What is verified or copied without a place in the arena is read piece by piece."""
 
 
-def read_object(job: ReadObject, context: Context, keys: KeyRing = NO_KEYS) -> Answer:
-    """Read an object. Raise ObjectDamageError if it is not the one that the job names, or not one of these keys."""
+class Source(Protocol):
+    """Where the bytes of objects come from. An object is read from its start on, and nothing of it twice."""
+
+    def read(self, parts: Sequence[Part], buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers from the parts, and return how many bytes that are. Raise OSError."""
+
+
+def read_object(job: ReadObject, context: Context, keys: KeyRing = NO_KEYS, source: Source | None = None) -> Answer:
+    """Read an object, from the directory's files if no source is given.
+
+    Raise ObjectDamageError if it is not the one that the job names, or not one of these keys.
+    """
+    source = source or context.files
     room = room_of(job.parts)
     if job.extents is None:
-        return _verify(job, context, room, keys)
+        return _verify(job, context, room, keys, source)
     raw = context.views(job.extents, job.name.raw_bytes)
     if room >= padded(job.name.raw_bytes):  # so that is most likely what is stored
-        header, mac = _header(job, context, context.files.read(job.parts, [context.header, *raw]), keys)
+        header, mac = _header(job, context, source.read(job.parts, [context.header, *raw]), keys)
         stored = _exactly(raw, header.stored_bytes)
         if header.codec is Codec.NONE:
             return _plain(header, stored, mac)
@@ -43,20 +54,20 @@ def read_object(job: ReadObject, context: Context, keys: KeyRing = NO_KEYS) -> A
         _copy(stored, coded)
     else:
         coded = context.scratch(0, room)
-        header, mac = _header(job, context, context.files.read(job.parts, [context.header, coded]), keys)
+        header, mac = _header(job, context, source.read(job.parts, [context.header, coded]), keys)
         coded = coded[: header.stored_bytes]
     return _decoded(header, coded, _exactly(raw, job.name.raw_bytes), mac)
 
 
-def _verify(job: ReadObject, context: Context, room: int, keys: KeyRing) -> Answer:
+def _verify(job: ReadObject, context: Context, room: int, keys: KeyRing, source: Source) -> Answer:
     """Read all of it, keep nothing."""
-    read = context.files.read(job.parts, [context.header])
+    read = source.read(job.parts, [context.header])
     header, mac = _header(job, context, read + room if read == HEADER_BYTES else read, keys)
     payload = within(job.parts, HEADER_BYTES, padded(header.stored_bytes))
     if header.codec is Codec.NONE:
-        return _plain(header, first_bytes(_pieces(payload, context), header.stored_bytes), mac)
+        return _plain(header, first_bytes(_pieces(payload, context, source), header.stored_bytes), mac)
     coded = context.scratch(0, padded(header.stored_bytes))
-    header.check_room(context.files.read(payload, [coded]))
+    header.check_room(source.read(payload, [coded]))
     return _decoded(header, coded[: header.stored_bytes], [context.scratch(1, header.name.raw_bytes)], mac)
 
 
@@ -102,25 +113,32 @@ def _stored_sum(stored: Iterable[memoryview], mac: Mac | None) -> int:
 
 
 def write_object(job: WriteObject, context: Context, keys: KeyRing = NO_KEYS) -> Answer:
-    """Write an object: header and payload.
-
-    The checksum is computed first because it goes in front. Its cost is hidden by the other thread's request.
-    """
-    pages = context.views(job.extents, job.name.raw_bytes)
-    raw = _exactly(pages, job.name.raw_bytes)
+    """Write an object: header and payload."""
     if room_of(job.parts) < padded(job.name.raw_bytes):
         raise ValueError(f"{room_of(job.parts)} bytes of room for a payload of {job.name.raw_bytes}")
+    answer, pages = packed_object(job, context, keys)
+    if answer.outcome is IoOutcome.OK:
+        context.files.write(within(job.parts, 0, object_bytes(answer.stored_bytes)), pages)
+        if job.sync:
+            context.files.sync(job.parts)
+    return answer
+
+
+def packed_object(job: WriteObject, context: Context, keys: KeyRing) -> tuple[Answer, list[memoryview]]:
+    """Return the answer to a write that works, and what is written: header and payload, in whole pages.
+
+    CORRUPT, and nothing is to be written, if the payload has another checksum than the job says. The checksum is
+    computed first because it goes in front. Its cost is hidden by the other thread's request.
+    """
+    raw = _exactly(context.views(job.extents, job.name.raw_bytes), job.name.raw_bytes)
     raw_sum = payload_sum(raw)
     if job.raw_sum is not None and job.raw_sum != raw_sum:
-        return Answer(IoOutcome.CORRUPT, "the copy in RAM is not what was committed", 0, 0, raw_sum)
+        return Answer(IoOutcome.CORRUPT, "the copy in RAM is not what was committed", 0, 0, raw_sum), []
     codec, payload, stored_bytes, stored_sum = _encoded(job, context, raw, raw_sum)
     header = ObjectHeader(job.name, codec, stored_bytes, raw_sum, stored_sum, job.sequence, job.created_at)
     context.header[:] = with_mac(header, payload, keys).pack()
-    pages = [context.header, *_whole_pages(payload, context.tail)]
-    context.files.write(within(job.parts, 0, object_bytes(stored_bytes)), pages)
-    if job.sync:
-        context.files.sync(job.parts)
-    return Answer(IoOutcome.OK, "", stored_bytes, stored_sum, raw_sum)
+    answer = Answer(IoOutcome.OK, "", stored_bytes, stored_sum, raw_sum)
+    return answer, [context.header, *_whole_pages(payload, context.tail)]
 
 
 def _encoded(
@@ -151,7 +169,7 @@ def _whole_pages(payload: list[memoryview], tail: memoryview) -> list[memoryview
     return [view for view in (*views, last[:whole], tail if rest else tail[:0]) if view]
 
 
-def _pieces(parts: Sequence[Part], context: Context) -> Iterator[memoryview]:
+def _pieces(parts: Sequence[Part], context: Context, source: Source) -> Iterator[memoryview]:
     """Yield the bytes of the parts. Each piece is valid until the next one.
 
     Raise ObjectDamageError if a file ends too early.
@@ -160,7 +178,7 @@ def _pieces(parts: Sequence[Part], context: Context) -> Iterator[memoryview]:
     for start in range(0, total, PIECE_BYTES):
         length = min(PIECE_BYTES, total - start)
         piece = context.scratch(0, length)
-        read = context.files.read(within(parts, start, length), [piece])
+        read = source.read(within(parts, start, length), [piece])
         if read < length:
             raise ObjectDamageError(Damage.TOO_SHORT, f"payload: {start + read} of {total} bytes")
         yield piece

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvdepot.core.objectfile import HEADER_BYTES, ObjectDamageError
+from kvdepot.server.io.bucket_objects import IN_BUCKET
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import outcome_of, past_the_cache
 from kvdepot.server.io.file_objects import publish, read_file, stat_files, touch
@@ -44,7 +45,7 @@ def perform(job: Job, context: Context) -> Answer:
     """
     started = time.monotonic()
     try:
-        answer = _PERFORM[type(job)](job, context)
+        answer = (_IN_DIRECTORY if context.bucket is None else IN_BUCKET)[type(job)](job, context)
     except ObjectDamageError as damage:
         answer = Answer(IoOutcome(damage.damage.value), str(damage))
     except OSError as error:
@@ -150,7 +151,7 @@ def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
         left, offset = left[done:], offset + done
 
 
-_PERFORM: Final[dict[type[Any], Callable[[Any, Context], Answer]]] = {
+_IN_DIRECTORY: Final[dict[type[Any], Callable[[Any, Context], Answer]]] = {
     ReadObject: read_object,
     WriteObject: write_object,
     Append: _append,

@@ -1,8 +1,9 @@
 """The I/O worker: a process that reads and writes objects between a directory and the arena.
 
-Started by the daemon as `python -m kvdepot.server.io.worker DATA SOCKET_FD PARENT_PID DIRECTORY GUARD`. DATA: of
-`pack_parts`, empty if its jobs have no extents. GUARD: the token of `directory_guard`, may be empty. It does what it is
-told, and ends with its parent, with its socket, or killed: it has nothing to tidy up.
+Started by the daemon as `python -m kvdepot.server.io.worker DATA SOCKET_FD PARENT_PID DIRECTORY GUARD
+[BUCKET]`. DATA: of `pack_parts`, empty if its jobs have no extents. GUARD: the token of `directory_guard`, may be
+empty. BUCKET: packed `BucketSettings`, where files are the objects of a bucket. It does what it is told, and ends with
+its parent, with its socket, or killed: it has nothing to tidy up.
 
 Its first thread reads the socket, so that the end of the stream ends the process whatever else hangs. Two more do the
 jobs, each all of one: while one waits for the medium, the other verifies (both happen without the GIL).
@@ -24,6 +25,7 @@ from typing import Final
 from kvdepot.core.data_mapping import unpack_parts
 from kvdepot.server.io import directory_guard
 from kvdepot.server.io.arena_pages import ArenaPages
+from kvdepot.server.io.bucket import Bucket, BucketSettings
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.direct_io import outcome_of
 from kvdepot.server.io.jobs import ANSWERS, JOBS, JOBS_PER_WORKER, STARTED, Answer, Job
@@ -40,6 +42,7 @@ def main(arguments: list[str]) -> int:
     socket_fd, parent = map(int, arguments[1:3])
     directory = arguments[3]
     entrance = Entrance(directory, arguments[4])
+    bucket = Bucket(BucketSettings.unpack(arguments[5])) if arguments[5:] else None
     die_with(parent)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which drains first, and then ends this process
         signal.signal(ending, signal.SIG_IGN)
@@ -52,7 +55,9 @@ def main(arguments: list[str]) -> int:
     if arena is not None:
         threading.Thread(target=arena.populate, args=(path_works,), daemon=True).start()
     for _ in range(JOBS_PER_WORKER):
-        context = Context(directory) if arena is None else Context(directory, arena.view, arena.present)
+        context = Context(directory, bucket=bucket)
+        if arena is not None:
+            context = Context(directory, arena.view, arena.present, bucket)
         serving = (jobs, context, entrance, daemon, sending, path_works)
         threading.Thread(target=_serve, args=serving, daemon=True).start()
     with sending, contextlib.suppress(ConnectionError):

@@ -25,11 +25,13 @@ class WorkerSettings:
     """What a worker inherits. Descriptors stay the caller's. `data`: of the arena; none where its jobs have no extents.
 
     `guard`: the token with which it enters the directory (`directory_guard`); empty where nobody guards it.
+    `bucket`: packed `BucketSettings`, without secrets; empty where the files are the directory's.
     """
 
     directory: Path
     data: DataParts = ()
     guard: str = ""
+    bucket: str = ""
 
 
 class WorkerListener(Protocol):
@@ -63,6 +65,7 @@ class WorkerProcess:
             _MODULE,
             lambda socket_fd: (
                 pack_parts(settings.data), socket_fd, os.getpid(), settings.directory, settings.guard,
+                *((settings.bucket,) if settings.bucket else ()),
             ),
             tuple(fd for fd, _ in settings.data),
             niceness=_NICENESS,

@@ -27,9 +27,11 @@ class TierContext:
     log: logging.Logger
     count: Callable[[str, float], None]
 
-    def data_pool(self, config: LowerTierConfig, *, probe: Probe, failing: frozenset[IoOutcome] = FAILING) -> IoPool:
-        """Return a pool of workers that have the arena."""
-        settings = WorkerSettings(config.path, self.data)
+    def data_pool(
+        self, config: LowerTierConfig, *, probe: Probe, failing: frozenset[IoOutcome] = FAILING, bucket: str = "",
+    ) -> IoPool:  # fmt: skip
+        """Return a pool of workers that have the arena. `bucket`: packed `BucketSettings`, instead of a directory."""
+        settings = WorkerSettings(config.path, self.data, bucket=bucket)
         return self._pool(config, settings, config.io_workers, self.registry, probe, failing)
 
     def journal_pool(self, config: LowerTierConfig, *, probe: Probe) -> IoPool:

@@ -1,0 +1,233 @@
+"""A bucket, or a prefix of one, as I/O workers have it: requests by obstore, and every failure an OSError (ADR 75).
+
+Only workers import this module's library: a request that hangs is ended with its worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Final, Self
+
+from kvdepot.server.io.jobs import Part
+
+_CREDENTIALS_BYTES_MAX: Final = 64 << 10
+_CHUNK_BYTES: Final = 1 << 20
+_BACKOFF: Final = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSettings:
+    """Where a bucket is, and how it is asked. Nothing here is secret: it is an argument of the worker."""
+
+    url: str  # s3://bucket/prefix, gs://, az://, memory://, file://
+    endpoint: str = ""  # of a server that speaks S3
+    region: str = ""
+    allow_http: bool = False
+    credentials_file: str = ""  # empty: the provider's own chain
+    unconditional: bool = False  # whether a server may ignore If-None-Match
+    timeout_seconds: float = 10.0  # of one request, its retries included
+    retries: int = 2
+
+    def pack(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+class Incoming:
+    """The answer to a get: the bytes of an object, which can be read once, from its start on."""
+
+    def __init__(self, key: str, size: int, arriving: int, e_tag: str, chunks: Iterator[bytes]) -> None:
+        """Take an answer. `size`: of the whole object; `arriving`: of the answer, which is at most that."""
+        self.size = size
+        self.e_tag = e_tag
+        self._arriving = arriving
+        self._key = key
+        self._chunks = chunks
+        self._at = 0
+        self._left = memoryview(b"")
+
+    def read(self, parts: Sequence[Part], buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers with what comes next, and return how many bytes that are. Raise OSError.
+
+        Fewer than the buffers hold: the object ends there. The parts have to begin where the last ones ended.
+        """
+        if not parts:
+            return 0
+        if parts[0].offset != self._at:
+            raise ValueError(f"{self._key} is read at {parts[0].offset}, and its bytes are at {self._at}")
+        start, room = self._at, sum(part.length for part in parts)
+        for buffer in buffers:
+            filled, wanted = 0, min(len(buffer), room - (self._at - start))
+            while filled < wanted and self._more():
+                count = min(wanted - filled, len(self._left))
+                buffer[filled : filled + count] = self._left[:count]
+                self._left = self._left[count:]
+                filled += count
+                self._at += count
+            if filled < wanted:
+                break
+        return self._at - start
+
+    def _more(self) -> bool:
+        """Have bytes at hand. Return False at the object's end. Raise OSError if the answer ends before it."""
+        while not self._left:
+            with _as_os_errors("get", self._key):
+                chunk = next(self._chunks, None)
+            if chunk is None:
+                if self._at < self._arriving:
+                    why = f"get: the answer ended after {self._at} of {self._arriving} bytes"
+                    raise OSError(errno.EIO, why, self._key)
+                return False
+            self._left = memoryview(chunk)
+        return True
+
+
+class Bucket:
+    """Requests to one bucket, by any thread. Keys are below the prefix. Everything raises OSError.
+
+    FileNotFoundError: no such key. FileExistsError: the condition of a put does not hold.
+    """
+
+    def __init__(self, settings: BucketSettings, store: Any = None) -> None:
+        """Make no connection yet. `store`: use this one, a test's."""
+        self.settings = settings
+        self._store = store
+        self._fixed = store is not None
+        self._version: object = None  # of the credentials that the store was opened with
+        self._opening = threading.Lock()
+
+    def head(self, key: str) -> int:
+        """Return the length of an object in bytes."""
+        import obstore
+
+        with _as_os_errors("head", key):
+            return int(obstore.head(self._opened(), key)["size"])
+
+    def get(self, key: str, length: int | None = None) -> Incoming:
+        """Return an object that begins to arrive. `length`: no more than its first bytes."""
+        import obstore
+
+        with _as_os_errors("get", key):
+            options: Any = {} if length is None else {"options": {"range": (0, length)}}
+            result = obstore.get(self._opened(), key, **options)
+            size = int(result.meta["size"])
+            incoming = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
+        arriving = size if length is None else min(size, length)
+        return Incoming(key, size, arriving, result.meta["e_tag"] or "", incoming)
+
+    def create(self, key: str, views: Sequence[memoryview | bytes]) -> None:
+        """Put an object where there is none. Raise FileExistsError if there is one."""
+        self._put(key, views, "create")
+
+    def replace(self, key: str, views: Sequence[memoryview | bytes], e_tag: str) -> None:
+        """Put an object in the place of the one with this tag. Raise FileExistsError if another one is there by now."""
+        self._put(key, views, {"e_tag": e_tag})
+
+    def move(self, key: str, to: str) -> None:
+        import obstore
+
+        with _as_os_errors("copy", key):
+            obstore.copy(self._opened(), key, to)
+            obstore.delete(self._opened(), key)
+
+    def delete(self, key: str) -> None:
+        import obstore
+
+        with _as_os_errors("delete", key):
+            obstore.delete(self._opened(), key)
+
+    def _put(self, key: str, views: Sequence[memoryview | bytes], mode: Any) -> None:
+        import obstore
+
+        with _as_os_errors("put", key):
+            obstore.put(self._opened(), key, iter(views), mode=mode, use_multipart=False)
+
+    def _opened(self) -> Any:
+        """Return the store, opened again if the credentials are other ones by now."""
+        if self._fixed:
+            return self._store
+        path = self.settings.credentials_file
+        with self._opening:
+            version = _version(path) if path else "chain"
+            if self._store is None or version != self._version:
+                self._store = _open(self.settings, _credentials(path) if path else {})
+                self._version = version
+            return self._store
+
+
+def _open(settings: BucketSettings, credentials: dict[str, str]) -> Any:
+    from obstore.store import from_url
+
+    config: dict[str, Any] = dict(credentials)
+    if settings.url.startswith("s3://"):
+        if settings.endpoint:
+            config |= {"endpoint": settings.endpoint, "virtual_hosted_style_request": False}
+        if settings.region:
+            config["region"] = settings.region
+    seconds = timedelta(seconds=settings.timeout_seconds)
+    network: dict[str, Any] = {}
+    if settings.url.partition(":")[0] not in ("memory", "file"):
+        network = {
+            "client_options": {
+                "timeout": seconds, "connect_timeout": seconds / 2, "allow_http": settings.allow_http,
+            },
+            "retry_config": {"max_retries": settings.retries, "retry_timeout": seconds, "backoff": _BACKOFF},
+        }  # fmt: skip
+        if config:
+            network["config"] = config
+    return from_url(settings.url, **network)
+
+
+def _version(path: str) -> object:
+    found = os.stat(path)  # noqa: PTH116
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _credentials(path: str) -> dict[str, str]:
+    """Return `name = value` of each line. Raise OSError, which repeats nothing of the file."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(errno.EACCES, "expected a regular file that only the daemon's user can read", path)
+        text = os.read(fd, _CREDENTIALS_BYTES_MAX).decode("utf-8", "replace")
+    finally:
+        os.close(fd)
+    lines = [line.strip() for line in text.splitlines()]
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    if any(not mark or not name.strip() for name, mark, _ in pairs):
+        raise OSError(errno.EINVAL, "expected a line `name = value` for each credential", path)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+@contextlib.contextmanager
+def _as_os_errors(request: str, key: str) -> Iterator[None]:
+    """Raise what a request raises as OSError, with the first line of its text."""
+    from obstore import exceptions
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, _line(request, error), key) from error
+    except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:
+        raise FileExistsError(errno.EEXIST, _line(request, error), key) from error
+    except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise PermissionError(errno.EACCES, _line(request, error), key) from error
+    except (OSError, NotImplementedError, ValueError, exceptions.BaseError) as error:
+        raise OSError(errno.EIO, _line(request, error), key) from error
+
+
+def _line(request: str, error: Exception) -> str:
+    """Return what happened. The text of an error may have the URL of the request, and never its headers."""
+    return f"{request}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
