@@ -93,7 +93,10 @@ class PoolRig:
         failures, probe_seconds = options.pop("failures", 3), options.pop("probe_seconds", 0.2)
         self.breaker = Breaker(failures_max=failures, probe_every_seconds=probe_seconds, clock=loop.time)
         settings = WorkerSettings(
-            directory, [(options.pop("arena_fd", rig.arena_fd), ARENA_BYTES)], options.pop("guard", "")
+            directory,
+            [(options.pop("arena_fd", rig.arena_fd), ARENA_BYTES)],
+            options.pop("guard", ""),
+            options.pop("bucket", ""),
         )
         options.setdefault("quick_seconds", 0.0)  # so that it does not depend on the machine what a worker is handed
         self.pool = IoPool(

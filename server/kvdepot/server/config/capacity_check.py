@@ -22,7 +22,7 @@ _SECONDS_MAX: Final = 2.0
 
 def capacity_warnings(config: Config) -> Iterator[str]:
     """Yield a sentence for each tier that is larger than its file system."""
-    for tier in config.tables.tier:
+    for tier in (tier for tier in config.tables.tier if tier.path):
         total_bytes = _file_system_bytes(Path(tier.path))
         if 0 < total_bytes < tier.capacity:
             yield (

@@ -24,6 +24,7 @@ from kvdepot.core.object_keys import KeyRing
 from kvdepot.core.ram_size import arena_bytes_of
 from kvdepot.server.config import arena_directory, environment
 from kvdepot.server.config.addresses import TCP
+from kvdepot.server.config.bucket_keys import NO_LIBRARY, has_library
 from kvdepot.server.config.embedded_disk import NoDiskError, default_directory, tier_table
 from kvdepot.server.config.environment import Variable
 from kvdepot.server.config.memory_room import (
@@ -36,7 +37,7 @@ from kvdepot.server.config.memory_room import (
 )
 from kvdepot.server.config.operators import Operators, Role, resolve
 from kvdepot.server.config.places import check_places
-from kvdepot.server.config.schema import AUTO, DISK_KIND, SHARED_KIND, Tables
+from kvdepot.server.config.schema import AUTO, DISK_KIND, OBJECT_KIND, SHARED_KIND, Tables
 from kvdepot.server.config.tenants import Tenants, check_tenants, parts_of, resolve_tenants
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
 from kvdepot.server.config.tls import check_tls
@@ -243,6 +244,7 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
         partial(_check_sizes, file, tables, capacity_bytes),
         partial(check_tls, file, tables.tls, listening=bool(tables.daemon.tcp_addresses)),
         partial(check_places, file, tables, arena_path, config.state_path),
+        partial(_check_library, file, tables),
     ):
         try:
             check()
@@ -351,10 +353,15 @@ def _check_tiers(file: str, tables: Tables) -> None:
             raise ConfigError(file, f"tier.{tier.name}.capacity", error.reason) from error
 
 
+def _check_library(file: str, tables: Tables) -> None:
+    if any(tier.kind == OBJECT_KIND for tier in tables.tier) and not has_library():
+        raise ConfigError(file, "tier.kind", NO_LIBRARY, advice="pip install 'kvdepot[object]'", of_host=True)
+
+
 def check_quotas(file: str, tables: Tables) -> None:
     """Raise ConfigError for quotas that contradict each other or the tiers."""
-    tiers = [EVERY, "ram", *(tier.name for tier in tables.tier if tier.kind != SHARED_KIND)]
-    shared = [tier.name for tier in tables.tier if tier.kind == SHARED_KIND]
+    tiers = [EVERY, "ram", *(tier.name for tier in tables.tier if tier.kind == DISK_KIND)]
+    shared = [tier.name for tier in tables.tier if tier.kind != DISK_KIND]
     seen: dict[tuple[str, str | None, str], int] = {}
     for number, quota in enumerate(tables.quota):
         if quota.tier in shared:
@@ -401,7 +408,7 @@ def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
         kind = tier.get("kind") if isinstance(tier, Mapping) else None
         if kind in _TIER_KINDS_NOT_AVAILABLE:
             raise ConfigError(file, "tier.kind", f"tiers of kind {kind!r} are not available in this version",
-                              advice=f'use "{DISK_KIND}" or "{SHARED_KIND}"')  # fmt: skip
+                              advice=f'use "{DISK_KIND}", "{SHARED_KIND}" or "{OBJECT_KIND}"')  # fmt: skip
 
 
 def _config_error(file: str, error: ErrorDetails) -> ConfigError:

@@ -46,7 +46,7 @@ def facts(config: Config, refused: KvDepotError | None = None) -> dict[str, Any]
             {
                 "name": tier.name,
                 "kind": tier.kind,
-                "path": tier.path,
+                "path": tier.place,
                 "capacity_bytes": tier.capacity,
                 "on_root_filesystem": tier.on_root_filesystem,
                 "keyed": bool(tier.key_file),

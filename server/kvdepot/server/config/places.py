@@ -61,7 +61,7 @@ def check_places(file: str, tables: Tables, arena_path: Path, state_path: Path) 
     """Raise ConfigError for places that overlap or collide."""
     mounts = read_mounts()
     tiers: list[_Place] = []
-    for tier in tables.tier:
+    for tier in (tier for tier in tables.tier if tier.path):
         key = f"tier.{tier.name}.path"
         place = _place(key, f"tier {tier.name!r}", tier.path, mounts)
         for other in tiers:

@@ -19,6 +19,7 @@ from kvdepot.core.objectfile import Codec
 from kvdepot.core.printable import control_character
 from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
 from kvdepot.server.config.addresses import TCP, check_listen_url, check_url, host_and_port
+from kvdepot.server.config.bucket_keys import BucketKeys
 from kvdepot.server.config.operators import GROUP_MARK
 from kvdepot.server.config.table import Table
 from kvdepot.server.config.tls import TlsTable
@@ -41,6 +42,7 @@ AUTO: Literal["auto"] = "auto"
 NONE = "none"
 DISK_KIND: Final = "disk"
 SHARED_KIND: Final = "shared"
+OBJECT_KIND: Final = "object"
 TENANTS_MAX: Final = 64
 _CODECS = {"none": Codec.NONE, "lz4": Codec.LZ4, "bitshuffle-lz4": Codec.BITSHUFFLE_LZ4}
 
@@ -263,12 +265,12 @@ class PolicyTable(Table):
     audit_sample: float = Field(default=0.0, ge=0, le=1)
 
 
-class TierTable(_WatermarkTable):
-    """One `[[tier]]`. The first four keys are required."""
+class TierTable(BucketKeys, _WatermarkTable):
+    """One `[[tier]]`. Required are name, kind, capacity, and path or url."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
-    kind: Literal["disk", "shared"]
-    path: str
+    kind: Literal["disk", "shared", "object"]
+    path: str = ""
     capacity: Size
     write: Literal["commit", "evict", "second_use"] = "second_use"
     write_budget: SizeOrNone = None
@@ -283,7 +285,7 @@ class TierTable(_WatermarkTable):
     @field_validator("path")
     @classmethod
     def _check_path(cls, path: str) -> str:
-        if not Path(path).is_absolute():
+        if path and not Path(path).is_absolute():
             raise ValueError(f"expected the absolute path of a directory, got {path!r}")
         return path
 
@@ -307,9 +309,23 @@ class TierTable(_WatermarkTable):
     def _check_kind(self) -> Self:
         if self.on_root_filesystem and self.kind != SHARED_KIND:
             raise ValueError(f'on_root_filesystem needs kind = "{SHARED_KIND}"')
-        if self.key_file and self.kind != SHARED_KIND:
+        if self.key_file and self.kind == DISK_KIND:
             raise ValueError(f'key_file needs kind = "{SHARED_KIND}": a disk tier is its daemon\'s alone')
+        if self.kind != OBJECT_KIND:
+            if self.given:
+                raise ValueError(f'{self.given[0]} needs kind = "{OBJECT_KIND}"')
+            if not self.path:
+                raise ValueError("path is required: the absolute path of a directory")
+            return self
+        if self.path or not self.url:
+            raise ValueError(f'kind = "{OBJECT_KIND}" needs url instead of path')
+        self.check_bucket()
         return self
+
+    @property
+    def place(self) -> str:
+        """Return where the objects lie, for people: the path, or the URL with its prefix."""
+        return "/".join(part for part in (self.url, self.prefix) if part) or self.path
 
     @property
     def codec_number(self) -> Codec:

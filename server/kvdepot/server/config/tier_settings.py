@@ -15,12 +15,14 @@ from kvdepot.server.config.memory_room import (
     HANDLE_RESERVE_BYTES,
     OPENER_RESERVE_BYTES,
 )
-from kvdepot.server.config.schema import SHARED_KIND, Tables, TierTable
+from kvdepot.server.config.schema import DISK_KIND, OBJECT_KIND, Tables, TierTable
 from kvdepot.server.depot.types import TierConfig, WritePolicy
+from kvdepot.server.io.bucket import BucketSettings
 from kvdepot.server.io.pool import worker_reserve_bytes
 from kvdepot.server.tiers.config import CAPACITY_BYTES_MIN
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.layout import DiskLayout
+from kvdepot.server.tiers.object.config import ObjectConfig
 from kvdepot.server.tiers.shared.config import SharedConfig
 
 
@@ -41,11 +43,23 @@ def shared_config(tables: Tables, tier: TierTable, keys: KeyRing = NO_KEYS) -> S
     )
 
 
+def object_config(tables: Tables, tier: TierTable, keys: KeyRing = NO_KEYS) -> ObjectConfig:
+    """Return the settings of one object tier."""
+    bucket = BucketSettings(
+        tier.place, tier.endpoint, tier.region, tier.allow_http, tier.credentials_file, tier.unconditional,
+        # The daemon's deadline comes first: it ends the worker, and with it whatever reads the arena.
+        timeout_seconds=2 * tier.deadline,
+    )  # fmt: skip
+    return ObjectConfig(
+        **_common(tables, tier), negative_ttl_seconds=tables.policy.negative_ttl, keys=keys, bucket=bucket
+    )
+
+
 def _common(tables: Tables, tier: TierTable) -> dict[str, Any]:
     """Return the fields of a `LowerTierConfig`, from three tables."""
     return {
         "name": tier.name,
-        "path": Path(tier.path),
+        "path": Path(tier.place),
         "capacity_bytes": tier.capacity,
         "codec": tier.codec_number,
         "io_workers": tier.io_workers,
@@ -69,7 +83,7 @@ def depot_tier_config(tier: TierTable) -> TierConfig:
 
 def check_capacity(tables: Tables, tier: TierTable) -> None:
     """Raise ConfigError if no tier of this kind fits into the capacity."""
-    if tier.kind == SHARED_KIND:
+    if tier.kind != DISK_KIND:
         if tier.capacity < CAPACITY_BYTES_MIN:
             raise ConfigError("", "", f"expected at least {format_size(CAPACITY_BYTES_MIN)}, got {tier.capacity} bytes")
     else:
@@ -83,9 +97,10 @@ def tiers_reserve_bytes(tables: Tables, capacity_bytes: int) -> int:
 
 def _reserve_bytes(tables: Tables, tier: TierTable, arena_bytes_max: int) -> int:
     workers_bytes = tier.io_workers * worker_reserve_bytes(arena_bytes_max, codec=tier.codec_number is not Codec.NONE)
-    if tier.kind == SHARED_KIND:
+    if tier.kind != DISK_KIND:
         handles = shared_config(tables, tier).handles_max
-        return workers_bytes + COORDINATOR_RESERVE_BYTES + handles * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
+        coordinator_bytes = 0 if tier.kind == OBJECT_KIND else COORDINATOR_RESERVE_BYTES
+        return workers_bytes + coordinator_bytes + handles * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
     journal_bytes = worker_reserve_bytes(0, codec=False)
     handles = _disk_layout(tables, tier).handles
     return workers_bytes + journal_bytes + OPENER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES

@@ -39,6 +39,7 @@ from kvdepot.core.report import PinStatus
 from kvdepot.server.config.config import Config
 from kvdepot.server.config.memory_room import file_system
 from kvdepot.server.config.reloading import changes, refuse_what_needs_a_restart, replaces_arena, values
+from kvdepot.server.config.schema import DISK_KIND
 from kvdepot.server.config.set_quotas import SetQuotas, spelled
 from kvdepot.server.daemon.state_file import KeptPin, OperatorState, StateFile
 from kvdepot.server.depot.depot import Depot
@@ -214,7 +215,7 @@ class Control:
             "epoch bumped: %s, %d namespaces and %d chunks invalidated, %d leases in progress",
             whom, done.namespaces, done.chunks, done.leases,
         )  # fmt: skip
-        shared = tuple(tier.name for tier in self._config.tables.tier if tier.kind == "shared")
+        shared = tuple(tier.name for tier in self._config.tables.tier if tier.kind != DISK_KIND)
         return BumpReply(
             epochs, changed, done.namespaces, done.chunks, done.leases, shared, not_persisted or self._volatile()
         )

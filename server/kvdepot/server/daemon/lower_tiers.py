@@ -11,14 +11,15 @@ from kvdepot.core.object_keys import NO_KEYS
 from kvdepot.core.report import TierStatus
 from kvdepot.server.arena.arena_file import ArenaFile
 from kvdepot.server.config.config import Config
-from kvdepot.server.config.schema import SHARED_KIND, TierTable
-from kvdepot.server.config.tier_settings import depot_tier_config, disk_config, shared_config
+from kvdepot.server.config.schema import OBJECT_KIND, SHARED_KIND, TierTable
+from kvdepot.server.config.tier_settings import depot_tier_config, disk_config, object_config, shared_config
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.types import TierConfig
 from kvdepot.server.io.breaker import BreakerState
 from kvdepot.server.storage.base import Tier, WorkerRegistry
 from kvdepot.server.tiers.disk.factory import make_disk_tier
 from kvdepot.server.tiers.health import State
+from kvdepot.server.tiers.object.factory import make_object_tier
 from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.factory import make_shared_tier
 from kvdepot.server.tiers.shared.tier import SharedTier
@@ -72,8 +73,10 @@ class LowerTiers:
             log=self._log,
             count=self._count(table.name),
         )
+        keys = self._config.keys.get(table.name, NO_KEYS)
+        if table.kind == OBJECT_KIND:
+            return make_object_tier(object_config(tables, table, keys), context)
         if table.kind == SHARED_KIND:
-            keys = self._config.keys.get(table.name, NO_KEYS)
             return make_shared_tier(shared_config(tables, table, keys), context)
         return make_disk_tier(disk_config(tables, table), context)
 

@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Final, Self
@@ -21,6 +21,10 @@ from kvdepot.server.io.jobs import Part
 _CREDENTIALS_BYTES_MAX: Final = 64 << 10
 _CHUNK_BYTES: Final = 1 << 20
 _BACKOFF: Final = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2}
+
+
+Version = Mapping[str, str | None]
+"""What a provider tells one object of a key from the next by: an `e_tag` (S3, Azure) or a `version` (GCS)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +51,10 @@ class BucketSettings:
 class Incoming:
     """The answer to a get: the bytes of an object, which can be read once, from its start on."""
 
-    def __init__(self, key: str, size: int, arriving: int, e_tag: str, chunks: Iterator[bytes]) -> None:
+    def __init__(self, key: str, size: int, arriving: int, version: Version, chunks: Iterator[bytes]) -> None:
         """Take an answer. `size`: of the whole object; `arriving`: of the answer, which is at most that."""
         self.size = size
-        self.e_tag = e_tag
+        self.version = version
         self._arriving = arriving
         self._key = key
         self._chunks = chunks
@@ -124,15 +128,15 @@ class Bucket:
             size = int(result.meta["size"])
             incoming = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
         arriving = size if length is None else min(size, length)
-        return Incoming(key, size, arriving, result.meta["e_tag"] or "", incoming)
+        return Incoming(key, size, arriving, _version_of(result.meta), incoming)
 
     def create(self, key: str, views: Sequence[memoryview | bytes]) -> None:
         """Put an object where there is none. Raise FileExistsError if there is one."""
         self._put(key, views, "create")
 
-    def replace(self, key: str, views: Sequence[memoryview | bytes], e_tag: str) -> None:
-        """Put an object in the place of the one with this tag. Raise FileExistsError if another one is there by now."""
-        self._put(key, views, {"e_tag": e_tag})
+    def replace(self, key: str, views: Sequence[memoryview | bytes], version: Version) -> None:
+        """Put an object in the place of this version. Raise FileExistsError if another one is there by now."""
+        self._put(key, views, dict(version))
 
     def move(self, key: str, to: str) -> None:
         import obstore
@@ -159,7 +163,7 @@ class Bucket:
             return self._store
         path = self.settings.credentials_file
         with self._opening:
-            version = _version(path) if path else "chain"
+            version = _file_version(path) if path else "chain"
             if self._store is None or version != self._version:
                 self._store = _open(self.settings, _credentials(path) if path else {})
                 self._version = version
@@ -189,7 +193,11 @@ def _open(settings: BucketSettings, credentials: dict[str, str]) -> Any:
     return from_url(settings.url, **network)
 
 
-def _version(path: str) -> object:
+def _version_of(meta: Any) -> Version:
+    return {"e_tag": meta["e_tag"], "version": meta["version"]}
+
+
+def _file_version(path: str) -> object:
     found = os.stat(path)  # noqa: PTH116
     return found.st_mtime_ns, found.st_ino, found.st_size
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvdepot.core.objectfile import HEADER_BYTES, Damage, ObjectDamageError, ObjectHeader, object_bytes
-from kvdepot.server.io.bucket import Bucket, Incoming
+from kvdepot.server.io.bucket import Bucket, Incoming, Version
 from kvdepot.server.io.context import Context
 from kvdepot.server.io.file_objects import ask_each, foreign, retired, room_bytes
 from kvdepot.server.io.jobs import (
@@ -92,20 +92,20 @@ def _publish(job: PublishFile, context: Context) -> Answer:
         else:
             return answer
         with contextlib.suppress(FileNotFoundError):  # it is no longer there
-            there, e_tag = _there(job, context)
+            there, version = _there(job, context)
             if there.outcome is IoOutcome.OK:
                 return replace(there, raw_sum=answer.raw_sum)
             if _stays(job, there, context):
                 return there
             with contextlib.suppress(FileExistsError):  # it is no longer the same
-                bucket.replace(job.file, pages, e_tag)
+                bucket.replace(job.file, pages, version)
                 damaged = there.outcome if there.outcome in DAMAGED - OTHER_KEYS else IoOutcome.OK
                 return replace(answer, replaced=damaged, detail=there.detail if damaged in DAMAGED else "")
     return Answer(IoOutcome.IO_ERROR, f"{job.file}: what has its place changes with every request")
 
 
-def _there(job: PublishFile, context: Context) -> tuple[Answer, str]:
-    """Return what a read of the object in the place would say, by its header alone where there are no keys; its tag.
+def _there(job: PublishFile, context: Context) -> tuple[Answer, Version]:
+    """Return what a read of the object in the place would say, and its version. Without keys its header decides.
 
     Raise FileNotFoundError if there is none.
     """
@@ -119,8 +119,8 @@ def _there(job: PublishFile, context: Context) -> tuple[Answer, str]:
             _read_all(job, header.name, context, None)
     except ObjectDamageError as damage:
         outcome = _outcome(job, damage, context)
-        return Answer(outcome, str(damage)), found.e_tag
-    return Answer(IoOutcome.OK, "", header.stored_bytes, header.stored_sum, already_there=True), found.e_tag
+        return Answer(outcome, str(damage)), found.version
+    return Answer(IoOutcome.OK, "", header.stored_bytes, header.stored_sum, already_there=True), found.version
 
 
 def _header(found: Incoming, job: PublishFile, context: Context) -> ObjectHeader:

@@ -21,7 +21,7 @@ from kvdepot.server.depot.loads.lookups import LookedUp
 from kvdepot.server.depot.stores.audits import OUTCOMES as AUDIT_OUTCOMES
 from kvdepot.server.observe.metric_family import (
     LOWER,
-    SHARED,
+    OF_SEVERAL,
     Family,
     counter,
     gauge,
@@ -183,10 +183,10 @@ _LOOKUPS = (
         "Probes of a shared tier for an object. `outcome`: sent (`asked`), and the answers.",
         "outcome",
         ("asked", "found", "absent", "unanswered"),
-        kinds=(SHARED,),
+        kinds=OF_SEVERAL,
     ),
     tier_counter(
-        "tier_probe_seconds", "Seconds until the answers to probes of a shared tier, in total.", kinds=(SHARED,)
+        "tier_probe_seconds", "Seconds until the answers to probes of a shared tier, in total.", kinds=OF_SEVERAL
     ),
 )
 

@@ -11,8 +11,9 @@ from kvdepot.core.report import DaemonStatus, QuotaStatus, TierStatus
 from kvdepot.server.depot.counters import Histogram
 
 PREFIX: Final = "kvdepot_"
-DISK, SHARED = "disk", "shared"
-LOWER = (DISK, SHARED)
+DISK, SHARED, OBJECT = "disk", "shared", "object"
+OF_SEVERAL = (SHARED, OBJECT)
+LOWER = (DISK, *OF_SEVERAL)
 RAM_ONLY = ("ram",)
 
 

@@ -8,6 +8,7 @@ from kvdepot.core.health import DEGRADED_STATES, DISABLED
 from kvdepot.server.observe.metric_family import (
     DISK,
     LOWER,
+    OF_SEVERAL,
     RAM_ONLY,
     SHARED,
     quota,
@@ -110,21 +111,21 @@ TIERS: Final = (
         "Files that this node published in a shared tier. `outcome`: written, or already there.",
         "outcome",
         ("written", "already_there"),
-        kinds=(SHARED,),
+        kinds=OF_SEVERAL,
     ),
     tier_counter(
         "shared_probes",
         "Probes of files in a shared tier. `outcome`: sent (`asked`), the answers, or remembered as absent.",
         "outcome",
         ("asked", "found", "absent", "failed", "remembered"),
-        kinds=(SHARED,),
+        kinds=OF_SEVERAL,
     ),
     tier_counter(
         "shared_touches",
         "Updates of a file's modification time after a use. `outcome`: of the update.",
         "outcome",
         ("ok", "failed"),
-        kinds=(SHARED,),
+        kinds=OF_SEVERAL,
     ),
 )
 

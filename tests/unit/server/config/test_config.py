@@ -85,7 +85,8 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ('[sessions]\ncredit = "0"', "sessions.credit", "greater than 0"),
         ('[ram]\ncapacity = "512MiB"\n[sessions]\ncredit = "1GiB"', "sessions.credit", "at most the whole arena"),
         ('[log]\nlevel = "loud"', "log.level", "'info'"),
-        ('[[tier]]\nname = "nvme"\nkind = "disk"', "tier[0].path", "Field required"),
+        ('[[tier]]\nname = "nvme"\nkind = "disk"', "tier[0].capacity", "Field required"),
+        ('[[tier]]\nname = "nvme"\nkind = "disk"\ncapacity = "1GiB"', "tier[0]", "path is required"),
         (SHARED.replace("1GiB", "4MiB"), "tier.pool.capacity", "expected at least 16MiB, got 4194304 bytes"),
         (TIER + SHARED.replace('"/s"', '"/d"'), "tier.pool.path", "/d and /d of tier 'nvme' overlap"),
         (SHARED + QUOTA.replace("nvme", "pool"), "quota[0].tier", "'pool' is a shared tier"),
@@ -225,7 +226,7 @@ def test_the_reference_file_shows_every_key_of_a_list_of_tables_at_its_default(
     if table == "quota":
         assert fields.pop("namespace").default is None  # absent is a value of its own: the total
     assert set(shown) == set(fields)
-    required = {name: shown[name] for name, field in fields.items() if field.is_required() or name == "users"}
+    required = {name: shown[name] for name, field in fields.items() if field.is_required() or name in ("users", "path")}
     assert model.model_validate(shown) == model.model_validate(required)
 
 

@@ -48,12 +48,17 @@ def examine(
     yield from daemon_checks.check_tiers(daemon)
     if settings is not None:
         yield arenas.check_unused_arenas(settings)
-        yield from _check_places(host, settings.places, daemon, timeout_seconds, writing=writing)
+        yield from _check_places(host, _directories(settings), daemon, timeout_seconds, writing=writing)
     status = daemon.status
     sessions = status.sessions if status and daemon.in_sight else ()
     yield engines.check_hashes(host, sessions, status.namespaces if status else ())
     yield users.check_engine_users(host, sessions)
     yield engines.check_vllm(engines.vllm_version())
+
+
+def _directories(settings: Settings) -> list[Place]:
+    """Return the places that are directories of this host. A bucket is none: its daemon's probe says how it is."""
+    return [place for place in settings.places if place.kind != "object"]
 
 
 def _check_places(

@@ -15,4 +15,5 @@ class ObjectConfig(SharedConfig):
     Nothing is counted or evicted in the bucket: its lifecycle rules delete.
     """
 
+    kind: str = "object"
     bucket: BucketSettings = field(default_factory=lambda: BucketSettings(""))

@@ -216,7 +216,7 @@ class SharedTier:
         """Return the status. Bytes are the directory's, as its janitor counted them, with what was published since."""
         report = self._report
         return TierStatus(
-            self.name, "shared", self._config.capacity_bytes,
+            self.name, self._config.kind, self._config.capacity_bytes,
             ready_bytes=self._config.capacity_bytes,
             used_bytes=report.used_bytes if report else 0,
             state=shown(self._health, self._data),
