@@ -138,10 +138,11 @@ class HeldDepot(Depot):
 
 
 class DiskDepot:
-    """A `Depot` over a daemon with a disk tier."""
+    """A `Depot` over a daemon with a tier below RAM."""
 
-    def __init__(self, depot: HeldDepot, status: Status) -> None:
+    def __init__(self, depot: HeldDepot, status: Status, tier: str = TIER) -> None:
         self.depot = depot
+        self._tier = tier
         self.status = status
         self._speeds: list[float] = []  # of puts
 
@@ -178,12 +179,11 @@ class DiskDepot:
         seconds = self.depot.load(chains, BATCH)
         read = self.status().counters.get("promoted_bytes", 0.0) - before
         if read < 0.95 * objects * OBJECT_BYTES:
-            raise SystemExit(f"only {read} of {objects * OBJECT_BYTES} bytes came from the disk")
+            raise SystemExit(f"only {read} of {objects * OBJECT_BYTES} bytes came from the tier")
         return objects * OBJECT_BYTES / seconds
 
-    @staticmethod
-    def _written(status: DaemonStatus) -> float:
-        return status.counters.get(f"tier_written_bytes.{TIER}/", 0.0)
+    def _written(self, status: DaemonStatus) -> float:
+        return status.counters.get(f"tier_written_bytes.{self._tier}/", 0.0)
 
 
 def measure_speed(depot: DiskDepot, fio: Fio, rounds: int, objects: int, report: Report) -> None:

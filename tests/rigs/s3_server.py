@@ -73,7 +73,9 @@ class S3Server:
     def _made(self) -> bool:
         assert self._process.poll() is None, "the server has ended"
         try:
-            with urllib.request.urlopen(urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT"), timeout=patient(5)):
+            with urllib.request.urlopen(
+                urllib.request.Request(f"{self.url}/{BUCKET}", method="PUT"), timeout=patient(5)
+            ):
                 return True
         except OSError:
             return False

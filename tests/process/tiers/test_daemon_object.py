@@ -125,6 +125,21 @@ def test_a_server_that_ignores_conditions_serves_who_says_so(fleet: Fleet) -> No
     fleet.start(more="unconditional = true")
 
 
+@pytest.mark.requirement("N3")
+def test_a_spent_budget_ends_requests_and_says_so_while_ram_serves(fleet: Fleet) -> None:
+    keys, later = keys_of("before", 4), keys_of("later", 4)
+    daemon = fleet.start(more="request_budget = 12")
+    with RawEngine(daemon.socket) as engine:
+        fleet.store(daemon, keys)  # a probe of 4, and 4 puts
+        engine.store(later)
+        wait_until(lambda: "request budget of this day is spent" in tier_of(daemon).reason, "it is said", WAIT_SECONDS)
+        assert engine.locate(keys_of("nobody", 6)) == 0
+        assert engine.load(keys) == [payload_of(key) for key in keys]
+        assert engine.load(later) == [payload_of(key) for key in later]
+        assert engine.counter("bucket_requests.bucket/") <= 12
+        assert tier_of(daemon).state == "ready"
+
+
 def _flipped(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 

@@ -67,7 +67,7 @@ def test_every_pin_is_the_one_that_is_tested() -> None:
 
 
 def test_what_the_daemon_and_the_tool_need_is_pinned_and_nothing_else() -> None:
-    assert set(_pins("image.txt")) == _closure("kvdepot[server,ctl,tls]") - {"kvdepot"}
+    assert set(_pins("image.txt")) == _closure("kvdepot[server,ctl,tls,object]") - {"kvdepot"}
     assert set(_pins("build.txt")) == _closure("hatchling")
 
 

@@ -56,11 +56,6 @@ class BucketKeys(BaseModel):
         if self.endpoint.startswith("http:") and not self.allow_http:
             raise ValueError("endpoint is http://, so that anybody on the way reads and changes all: set allow_http")
 
-    @property
-    def given(self) -> list[str]:
-        """Return the names of these keys that are set."""
-        return [name for name in BucketKeys.model_fields if getattr(self, name)]
-
 
 def has_library() -> bool:
     """Return whether the library is installed. It is not imported: only I/O workers do that."""

@@ -58,6 +58,14 @@ def _text(parse: Callable[[str], object], example: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _none_or_count(value: object) -> object:
+    if value == NONE:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f'expected a whole number or "{NONE}", got {value!r}')
+    return value
+
+
 def _none_or_size(text: str) -> int | None:
     return None if text == NONE else parse_size_bytes(text)
 
@@ -67,6 +75,7 @@ def _auto_or_size(text: str) -> int | Literal["auto"]:
 
 
 Size = Annotated[int, _text(parse_size_bytes, "64GiB"), Field(gt=0)]
+CountOrNone = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_none_or_count)]
 SizeOrNone = Annotated[Annotated[int, Field(gt=0)] | None, _text(_none_or_size, "64GiB")]
 Rate = Annotated[int, _text(parse_rate_bytes_per_second, "50MiB/s"), Field(ge=0)]
 AutoSize = Annotated[int | Literal["auto"], _text(_auto_or_size, "64GiB")]
@@ -265,6 +274,9 @@ class PolicyTable(Table):
     audit_sample: float = Field(default=0.0, ge=0, le=1)
 
 
+_OF_BUCKETS: Final = (*BucketKeys.model_fields, "read_budget", "request_budget")
+
+
 class TierTable(BucketKeys, _WatermarkTable):
     """One `[[tier]]`. Required are name, kind, capacity, and path or url."""
 
@@ -274,6 +286,8 @@ class TierTable(BucketKeys, _WatermarkTable):
     capacity: Size
     write: Literal["commit", "evict", "second_use"] = "second_use"
     write_budget: SizeOrNone = None
+    read_budget: SizeOrNone = None
+    request_budget: CountOrNone = None
     codec: Literal["none", "lz4", "bitshuffle-lz4"] = "none"
     io_workers: int = Field(default=2, ge=1, le=16)
     deadline: Annotated[Seconds, Field(gt=0)] = 10.0
@@ -312,8 +326,8 @@ class TierTable(BucketKeys, _WatermarkTable):
         if self.key_file and self.kind == DISK_KIND:
             raise ValueError(f'key_file needs kind = "{SHARED_KIND}": a disk tier is its daemon\'s alone')
         if self.kind != OBJECT_KIND:
-            if self.given:
-                raise ValueError(f'{self.given[0]} needs kind = "{OBJECT_KIND}"')
+            if given := [name for name in _OF_BUCKETS if getattr(self, name)]:
+                raise ValueError(f'{given[0]} needs kind = "{OBJECT_KIND}"')
             if not self.path:
                 raise ValueError("path is required: the absolute path of a directory")
             return self

@@ -51,7 +51,12 @@ def object_config(tables: Tables, tier: TierTable, keys: KeyRing = NO_KEYS) -> O
         timeout_seconds=2 * tier.deadline,
     )  # fmt: skip
     return ObjectConfig(
-        **_common(tables, tier), negative_ttl_seconds=tables.policy.negative_ttl, keys=keys, bucket=bucket
+        **_common(tables, tier),
+        negative_ttl_seconds=tables.policy.negative_ttl,
+        keys=keys,
+        bucket=bucket,
+        request_budget=tier.request_budget,
+        read_budget_bytes=tier.read_budget,
     )
 
 

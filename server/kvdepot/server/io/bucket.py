@@ -11,7 +11,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Final, Self
@@ -51,13 +51,20 @@ class BucketSettings:
 class Incoming:
     """The answer to a get: the bytes of an object, which can be read once, from its start on."""
 
-    def __init__(self, key: str, size: int, arriving: int, version: Version, chunks: Iterator[bytes]) -> None:
-        """Take an answer. `size`: of the whole object; `arriving`: of the answer, which is at most that."""
+    def __init__(
+        self, key: str, size: int, arriving: int, version: Version, chunks: Iterator[bytes],
+        count: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Take an answer. `size`: of the whole object; `arriving`: of the answer, which is at most that.
+
+        `count` gets the length of each chunk.
+        """
         self.size = size
         self.version = version
         self._arriving = arriving
         self._key = key
         self._chunks = chunks
+        self._count = count
         self._at = 0
         self._left = memoryview(b"")
 
@@ -93,6 +100,7 @@ class Incoming:
                     why = f"get: the answer ended after {self._at} of {self._arriving} bytes"
                     raise OSError(errno.EIO, why, self._key)
                 return False
+            self._count(len(chunk))
             self._left = memoryview(chunk)
         return True
 
@@ -109,7 +117,9 @@ class Bucket:
         self._store = store
         self._fixed = store is not None
         self._version: object = None  # of the credentials that the store was opened with
-        self._opening = threading.Lock()
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._received_bytes = 0
 
     def head(self, key: str) -> int:
         """Return the length of an object in bytes."""
@@ -128,7 +138,7 @@ class Bucket:
             size = int(result.meta["size"])
             incoming = iter(result.stream(min_chunk_size=_CHUNK_BYTES))
         arriving = size if length is None else min(size, length)
-        return Incoming(key, size, arriving, _version_of(result.meta), incoming)
+        return Incoming(key, size, arriving, _version_of(result.meta), incoming, self._received)
 
     def create(self, key: str, views: Sequence[memoryview | bytes]) -> None:
         """Put an object where there is none. Raise FileExistsError if there is one."""
@@ -157,12 +167,24 @@ class Bucket:
         with _as_os_errors("put", key):
             obstore.put(self._opened(), key, iter(views), mode=mode, use_multipart=False)
 
+    def take_counts(self) -> tuple[int, int]:
+        """Return the requests, and the bytes of objects received, since this was last called. Retries do not count."""
+        with self._lock:
+            counts = self._requests, self._received_bytes
+            self._requests = self._received_bytes = 0
+            return counts
+
+    def _received(self, size_bytes: int) -> None:
+        with self._lock:
+            self._received_bytes += size_bytes
+
     def _opened(self) -> Any:
-        """Return the store, opened again if the credentials are other ones by now."""
-        if self._fixed:
-            return self._store
+        """Return the store for one request, opened again if the credentials are other ones by now."""
         path = self.settings.credentials_file
-        with self._opening:
+        with self._lock:
+            self._requests += 1
+            if self._fixed:
+                return self._store
             version = _file_version(path) if path else "chain"
             if self._store is None or version != self._version:
                 self._store = _open(self.settings, _credentials(path) if path else {})

@@ -345,6 +345,8 @@ class Answer:
     already_there: bool = False  # a publication found the object, and wrote nothing
     lengths: Annotated[tuple[FileLength, ...], Count(FILES_PER_STAT)] = ()  # of each file of the job
     replaced: IoOutcome = IoOutcome.OK  # what was wrong with a file that a publication found there and replaced
+    requests: FileLength = UNKNOWN  # to a bucket, of this worker since its last answer; UNKNOWN without a bucket
+    received_bytes: int = 0  # of a bucket's objects, of this worker since its last answer
 
     def cut(self) -> Answer:
         """Return it with as much of the detail as fits in a frame: it is for the log."""

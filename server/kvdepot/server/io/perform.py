@@ -53,6 +53,9 @@ def perform(job: Job, context: Context) -> Answer:
     except ValueError as error:
         answer = Answer(IoOutcome.IO_ERROR, f"refused: {error}")
     context.trim()
+    if context.bucket is not None:
+        requests, received_bytes = context.bucket.take_counts()
+        answer = replace(answer, requests=requests, received_bytes=received_bytes)
     return replace(answer, seconds=time.monotonic() - started, direct=context.files.direct)
 
 

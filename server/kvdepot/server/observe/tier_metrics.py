@@ -8,6 +8,7 @@ from kvdepot.core.health import DEGRADED_STATES, DISABLED
 from kvdepot.server.observe.metric_family import (
     DISK,
     LOWER,
+    OBJECT,
     OF_SEVERAL,
     RAM_ONLY,
     SHARED,
@@ -120,6 +121,8 @@ TIERS: Final = (
         ("asked", "found", "absent", "failed", "remembered"),
         kinds=OF_SEVERAL,
     ),
+    tier_counter("bucket_requests", "Requests to the bucket, without the library's retries.", kinds=(OBJECT,)),
+    tier_counter("bucket_received_bytes", "Bytes of objects that were read from the bucket.", kinds=(OBJECT,)),
     tier_counter(
         "shared_touches",
         "Updates of a file's modification time after a use. `outcome`: of the update.",

@@ -1,4 +1,4 @@
-"""How many bytes may be written a day (UTC): what a device's endurance allows."""
+"""How much may be used a day (UTC): bytes that a device's endurance allows, requests and bytes that cost money."""
 
 from __future__ import annotations
 
@@ -9,41 +9,50 @@ from kvdepot.server.tiers.wall_time import unix_seconds
 _DAY_SECONDS = 86_400
 
 
-class WriteBudget:
-    """Counts every write of this day; what the journal knows of it survives a restart."""
+class DailyBudget:
+    """Counts what is used this day, within a limit or without one.
 
-    def __init__(self, limit_bytes: int | None, wall_clock: Callable[[], float]) -> None:
-        self._limit_bytes = limit_bytes
+    `name`: of what is counted, for people, such as "write budget".
+    """
+
+    def __init__(self, name: str, limit: int | None, wall_clock: Callable[[], float]) -> None:
+        self._name = name
+        self._limit = limit
         self._wall_clock = wall_clock
         self._day = 0
-        self._bytes = 0
+        self._used = 0
 
     @property
-    def written_bytes(self) -> int:
-        """Return the bytes written today."""
+    def used(self) -> int:
+        """Return what was used today."""
         self._turn()
-        return self._bytes
+        return self._used
 
     @property
     def spent(self) -> bool:
-        return self._limit_bytes is not None and self.written_bytes >= self._limit_bytes
+        return not self.allows(1)
 
     @property
     def reason(self) -> str:
-        """Return why nothing is written; empty unless the budget is spent."""
-        return "the write budget of this day is spent" if self.spent else ""
+        """Return why nothing more is done; empty unless the budget is spent."""
+        return f"the {self._name} of this day is spent" if self.spent else ""
 
-    def spend(self, size_bytes: int) -> None:
+    def allows(self, amount: int) -> bool:
+        """Return whether the limit allows that much more."""
+        return self._limit is None or self.used + amount <= self._limit
+
+    def spend(self, amount: int) -> None:
+        """Count a use. What is taken back has a negative amount, and may be of the day before."""
         self._turn()
-        self._bytes += size_bytes
+        self._used = max(self._used + amount, 0)
 
-    def recover(self, day: int, size_bytes: int) -> None:
-        """Take over the index's count for a day. If this process has itself counted more today, its count stays."""
+    def recover(self, day: int, used: int) -> None:
+        """Take over a count of a day that was kept. If this process has itself counted more today, its count stays."""
         self._turn()
         if day == self._day:
-            self._bytes = max(self._bytes, size_bytes)
+            self._used = max(self._used, used)
 
     def _turn(self) -> None:
         day = unix_seconds(self._wall_clock) // _DAY_SECONDS
         if day != self._day:
-            self._day, self._bytes = day, 0
+            self._day, self._used = day, 0

@@ -12,7 +12,7 @@ from kvdepot.server.io.jobs import Part
 from kvdepot.server.platform.guard import Guard
 from kvdepot.server.platform.logs import EVENTS
 from kvdepot.server.storage.base import IoOutcome
-from kvdepot.server.tiers.budget import WriteBudget
+from kvdepot.server.tiers.budget import DailyBudget
 from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.journal import Journal
@@ -34,7 +34,7 @@ class Medium:
     journal: Journal
     data: Workers
     quarantine: QuarantineRoom
-    budget: WriteBudget
+    budget: DailyBudget
     wall_clock: Callable[[], float]
     freed: Callable[[], None]  # there may be room for a write that waits
     unindexed: Callable[[int, int], None]  # told (handle, sequence) of what is served no more

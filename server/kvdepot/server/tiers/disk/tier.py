@@ -22,7 +22,7 @@ from kvdepot.server.io.jobs import Answer, Priority, Probe
 from kvdepot.server.platform.guard import Once, tier_guard
 from kvdepot.server.storage.base import IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.storage.found import FoundObjects
-from kvdepot.server.tiers.budget import WriteBudget
+from kvdepot.server.tiers.budget import DailyBudget
 from kvdepot.server.tiers.disk.catalog import Catalog
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.growth import Growth
@@ -88,7 +88,7 @@ class DiskTier:
                 data, capacity_bytes=layout.quarantine_bytes, keep_seconds=config.quarantine_keep_seconds,
                 wall_clock=wall_clock,
             ),
-            WriteBudget(config.write_budget_bytes, wall_clock), wall_clock,
+            DailyBudget("write budget", config.write_budget_bytes, wall_clock), wall_clock,
             guard.safe("telling of free bytes", self._freed),
             guard.safe("telling what is served no more", self._unindexed), guard,
         )  # fmt: skip
@@ -224,7 +224,7 @@ class DiskTier:
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
             queued_bytes=self._writing.waiting_bytes,
-            written_today_bytes=self._medium.budget.written_bytes,
+            written_today_bytes=self._medium.budget.used,
             quarantined_bytes=self._medium.quarantine.used_bytes,
         )  # fmt: skip
 

@@ -17,3 +17,5 @@ class ObjectConfig(SharedConfig):
 
     kind: str = "object"
     bucket: BucketSettings = field(default_factory=lambda: BucketSettings(""))
+    request_budget: int | None = None  # a day (UTC), of this daemon; None: none
+    read_budget_bytes: int | None = None  # a day (UTC), of this daemon; None: none

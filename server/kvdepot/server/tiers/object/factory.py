@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 from kvdepot.server.io.jobs import Probe
@@ -9,6 +10,7 @@ from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.object.config import ObjectConfig
 from kvdepot.server.tiers.object.guardian import BucketGuardian
+from kvdepot.server.tiers.object.meter import Meter, MeteredWorkers
 from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.tier import SharedTier
 
@@ -18,8 +20,12 @@ _FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.UN
 
 def make_object_tier(config: ObjectConfig, context: TierContext) -> SharedTier:
     """Make an object tier. No process is made before `start`."""
-    data = context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, bucket=config.bucket.pack())
+    meter = Meter(
+        requests=config.request_budget, read_bytes=config.read_budget_bytes, wall_clock=time.time, count=context.count
+    )
+    pool = context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, bucket=config.bucket.pack())
+    data = MeteredWorkers(pool, meter, context.loop)
     guardian = BucketGuardian(
         data, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop, retry_seconds=config.probe_seconds
     )
-    return SharedTier(config, data=data, coordinator=guardian, log=context.log, count=context.count)
+    return SharedTier(config, data=data, coordinator=guardian, log=context.log, count=context.count, limits=meter)

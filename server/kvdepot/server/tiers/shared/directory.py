@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvdepot.core.object_keys import NO_KEYS, KeyRing
 from kvdepot.server.platform.guard import Guard
-from kvdepot.server.tiers.budget import WriteBudget
+from kvdepot.server.tiers.budget import DailyBudget
 from kvdepot.server.tiers.shared.absent import AbsentNames
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.holdings import Holdings
@@ -24,7 +24,7 @@ class Directory:
     holdings: Holdings
     absent: AbsentNames
     grant: QuotaGrant
-    budget: WriteBudget
+    budget: DailyBudget
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     count: Callable[[str, float], None]

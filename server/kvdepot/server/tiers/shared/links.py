@@ -55,6 +55,20 @@ class Published:
     settled: str
 
 
+class Limits(Protocol):
+    """What a tier may cost, where its requests cost something."""
+
+    @property
+    def stops_reading(self) -> bool: ...
+
+    @property
+    def stops_writing(self) -> bool: ...
+
+    @property
+    def reason(self) -> str:
+        """Return why nothing more is read or written; empty if no limit is reached."""
+
+
 Message = Report | Failed | Ended
 TO_COORDINATOR: Final[Framing[Published]] = Framing(Published, bytes_max=64 << 10)
 FROM_COORDINATOR: Final[Framing[Report | Failed]] = Framing(Report, Failed, bytes_max=64 << 10)

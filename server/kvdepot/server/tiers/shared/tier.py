@@ -23,13 +23,13 @@ from kvdepot.server.platform.logs import LogThrottle
 from kvdepot.server.storage.base import OTHER_KEYS, IoOutcome, Loan, Read, Stored, TierListener, TierTraits, Written
 from kvdepot.server.storage.found import FoundObjects
 from kvdepot.server.storage.shared_layout import PROBE
-from kvdepot.server.tiers.budget import WriteBudget
+from kvdepot.server.tiers.budget import DailyBudget
 from kvdepot.server.tiers.health import STOPS_WRITING, Health, State, shown, why_failed
 from kvdepot.server.tiers.shared.absent import AbsentNames
 from kvdepot.server.tiers.shared.config import SharedConfig
 from kvdepot.server.tiers.shared.directory import Directory
 from kvdepot.server.tiers.shared.holdings import Holdings
-from kvdepot.server.tiers.shared.links import CoordinatorLink, Ended, Failed, Message, Report
+from kvdepot.server.tiers.shared.links import CoordinatorLink, Ended, Failed, Limits, Message, Report
 from kvdepot.server.tiers.shared.look_ups import LookUps
 from kvdepot.server.tiers.shared.quota_grant import OBJECT_SHARE, QuotaGrant, file_cost_bytes
 from kvdepot.server.tiers.shared.reading import Reading
@@ -52,15 +52,19 @@ class SharedTier:
         self, config: SharedConfig, *, data: Workers, coordinator: CoordinatorLink, log: logging.Logger,
         count: Callable[[str, float], None] = lambda name, amount: None,  # noqa: ARG005
         clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time,
-        handles_max: int | None = None,
+        handles_max: int | None = None, limits: Limits | None = None,
     ) -> None:  # fmt: skip
-        """Build the tier. `data` does nothing before it is renewed. `handles_max`: other than the configuration's."""
+        """Build the tier. `data` does nothing before it is renewed. `handles_max`: other than the configuration's.
+
+        `limits`: further ones, of what its jobs cost.
+        """
         self.name = config.name
         self.traits = TierTraits(shared=True)
         self.handles_max = handles_max or config.handles_max
         self._config = config
         self._data = data
         self._coordinator = coordinator
+        self._limits = limits
         self._log = log
         self._clock = clock
         self._health = Health(
@@ -71,7 +75,8 @@ class SharedTier:
         count = guard.safe("a count", count)
         self._directory = directory = Directory(
             config, data, Holdings(self.handles_max), AbsentNames(config.negative_ttl_seconds, clock), QuotaGrant(),
-            WriteBudget(config.write_budget_bytes, wall_clock), clock, wall_clock, count, guard, keys=config.keys,
+            DailyBudget("write budget", config.write_budget_bytes, wall_clock),
+            clock, wall_clock, count, guard, keys=config.keys,
         )  # fmt: skip
         self._writing = Writing(directory, refused=self._refused, kept=self._kept, damaged=self._damaged)
         self._reading = Reading(directory, answered=self._read, damaged=self._damaged, lost=self._lose)
@@ -95,7 +100,8 @@ class SharedTier:
 
     @property
     def readable(self) -> bool:
-        return self._serves and self._data.usable and not self._closing
+        limited = self._limits is not None and self._limits.stops_reading
+        return self._serves and self._data.usable and not self._closing and not limited
 
     @property
     def writable(self) -> bool:
@@ -103,7 +109,7 @@ class SharedTier:
 
     @property
     def budget_spent(self) -> bool:
-        return self._directory.budget.spent
+        return self._directory.budget.spent or (self._limits is not None and self._limits.stops_writing)
 
     @property
     def write_slots(self) -> int:
@@ -223,7 +229,7 @@ class SharedTier:
             reason=self._reason(),
             breaker=self._data.breaker.state,
             queued_objects=self._writing.in_flight,
-            written_today_bytes=self._directory.budget.written_bytes,
+            written_today_bytes=self._directory.budget.used,
             quarantined_bytes=report.quarantined_bytes if report else 0,
             node=report.node if report else "",
             janitor=report.janitor if report else "",
@@ -246,7 +252,8 @@ class SharedTier:
     def _reason(self) -> str:
         noted = self._report.reason if self._report else ""
         doubt = self._health.doubt or self._data.breaker.doubt
-        reasons = (self._why_not_writable() or doubt, self._directory.budget.reason, self._trouble, noted)
+        limited = self._limits.reason if self._limits else ""
+        reasons = (self._why_not_writable() or doubt, self._directory.budget.reason, limited, self._trouble, noted)
         return "; ".join(dict.fromkeys(reason for reason in reasons if reason))
 
     # Messages of the coordinator
