@@ -8,15 +8,19 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from demo.bucket import BucketServer
 from demo.daemon import Daemon
 from demo.engine import ROOT
-from demo.scenarios import PROMPT_TOKENS, Demo, Row, ToyRun
+from demo.scenarios import PROMPT_TOKENS, Demo, Row, Say, Tokens, ToyRun
 from demo.toys import DENSE, HYBRID
 
 TABLE_COLUMNS = 120  # of a file or a pipe, which have no width of their own
@@ -56,14 +60,35 @@ def main() -> int:
     say("making two toy models and starting kvdepotd on its embedded default")
     with Daemon() as daemon:
         say(f"kvdepotd serves at {daemon.endpoint}, {daemon.status().tiers[0].capacity_bytes >> 20} MiB of RAM")
-        runs = [ToyRun.make(toy, build / "toys", daemon.endpoint) for toy in (DENSE, HYBRID)]
-        demo = Demo(daemon, runs, logs, say)
-        try:
+        with _on(daemon, build, "kvdepotd", say) as demo:
             demo.run()
-        finally:
-            demo.close()
-            (logs / "kvdepotd.log").write_bytes(daemon.log.read_bytes())
-    return _report(demo.rows, build / "demo.json")
+    rows = demo.rows + _bucket_rows(build, demo.reference, say)
+    return _report(rows, build / "demo.json")
+
+
+@contextmanager
+def _on(daemon: Daemon, build: Path, log: str, say: Say, reference: Tokens | None = None) -> Iterator[Demo]:
+    """Yield a demo on this daemon. Its log is kept."""
+    runs = [ToyRun.make(toy, build / "toys", daemon.endpoint) for toy in (DENSE, HYBRID)]
+    demo = Demo(daemon, runs, build / "demo-logs", say, reference)
+    try:
+        yield demo
+    finally:
+        demo.close()
+        (build / "demo-logs" / f"{log}.log").write_bytes(daemon.log.read_bytes())
+
+
+def _bucket_rows(build: Path, reference: Tokens, say: Say) -> list[Row]:
+    """Two nodes, one after the other: all that they share is a bucket."""
+    say("starting an S3 server, and kvdepotd on a node of its own")
+    with BucketServer() as server, tempfile.TemporaryDirectory() as folder:
+        configuration = server.configuration(Path(folder))
+        with Daemon(configuration) as first, _on(first, build, "kvdepotd-first-node", say) as demo:
+            demo.fill_bucket()
+        say("that node is gone; starting kvdepotd on a new one")
+        with Daemon(configuration) as second, _on(second, build, "kvdepotd-new-node", say, reference) as demo:
+            demo.load_from_bucket()
+            return demo.rows
 
 
 def _report(rows: list[Row], file: Path) -> int:

@@ -20,8 +20,11 @@ PROMPT_TOKENS = 3000
 OUTPUT_TOKENS = 16
 LOOKUP_TIMEOUT_SECONDS = 2.0  # a demo may run on a busy machine, whose delays would be misses
 TIER_TIMEOUT_SECONDS = 60.0
-DISK = 1  # of the daemon's tiers; 0 is RAM
+DISK = BUCKET = 1  # of the daemon's tiers; 0 is RAM
+PUBLISHED = "shared_publications.bucket/written"
 Say = Callable[[str], None]
+Tokens = dict[str, list[tuple[int, ...]]]
+"""Generated token ids, by model and prompt."""
 _WARM_UPS = itertools.count()  # prompts that nobody has seen
 
 
@@ -84,14 +87,18 @@ class ToyRun:
 class Demo:
     """Engines of all models side by side on one daemon; `rows` fills up as scenarios run."""
 
-    def __init__(self, daemon: Daemon, runs: Sequence[ToyRun], logs: Path, say: Say) -> None:
+    def __init__(
+        self, daemon: Daemon, runs: Sequence[ToyRun], logs: Path, say: Say,
+        reference: Tokens | None = None,
+    ) -> None:  # fmt: skip
+        """`reference`: tokens of a run that was measured on another node."""
         self.rows: list[Row] = []
+        self.reference = reference or {}
         self._daemon = daemon
         self._runs = runs
         self._logs = logs
         self._say = say
         self._engines: dict[tuple[str, str], Engine] = {}
-        self._reference: dict[str, list[tuple[int, ...]]] = {}
         self._objects = 0  # that the daemon holds beside those of the prompts
 
     def run(self) -> None:
@@ -133,6 +140,27 @@ class Demo:
         self._restart_without_arena()
         self._start("A")
         self._measure("A", "after a reboot", expect_hits=True)
+
+    def fill_bucket(self) -> None:
+        """Store the prompts in the daemon's bucket, and end the engine."""
+        self._start("C")
+        for run in self._runs:
+            self._say(f"{run.toy.name}: the prompts on a node with a bucket")
+            for ids in run.prompts:
+                self._engines[run.toy.name, "C"].ask(ids, OUTPUT_TOKENS)
+        objects = sum(run.objects for run in self._runs)
+        self._say(f"waiting until {objects} objects are in the bucket")
+        self._daemon.wait(
+            lambda status: status.counters.get(PUBLISHED, 0) >= objects and not status.tiers[BUCKET].queued_objects,
+            TIER_TIMEOUT_SECONDS,
+            f"done writing {objects} objects to the bucket",
+        )
+        self._stop("C")
+
+    def load_from_bucket(self) -> None:
+        """Ask a new engine of a node that has nothing but the bucket."""
+        self._start("D")
+        self._measure("D", "from a bucket, on a new node", expect_hits=True)
 
     def _restart_without_arena(self) -> None:
         self._daemon.arena.unlink()
@@ -184,7 +212,7 @@ class Demo:
             served = self._daemon.served().since(before)
             tokens = [answer.tokens for answer in answers]
             if is_reference:
-                self._reference[run.toy.name] = tokens
+                self.reference[run.toy.name] = tokens
             expected = run.boundary_tokens * PROMPTS if expect_hits else 0
             self.rows.append(self._row(run, scenario, answers, served.tokens, expected))
 
@@ -199,7 +227,7 @@ class Demo:
             served_tokens=served_tokens,
             expected_tokens=expected_tokens,
             first_token_seconds=statistics.median(answer.completion.first_token_seconds for answer in answers),
-            tokens_equal=[answer.tokens for answer in answers] == self._reference[run.toy.name],
+            tokens_equal=[answer.tokens for answer in answers] == self.reference[run.toy.name],
         )
 
     def close(self) -> None:

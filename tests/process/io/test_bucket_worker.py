@@ -18,10 +18,11 @@ from kvdepot.server.io.tasks import CRASHES_MAX
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.tiers.conformance_harness import name_of
 
+from demo.bucket import BUCKET, CREDENTIALS
 from tests.fakes.faulty_proxy import FaultyProxy
 from tests.rigs.io_pool_rig import PoolRig, pool_on, until
 from tests.rigs.io_rig import MIB, IoRig
-from tests.rigs.s3_server import BUCKET, CREDENTIALS, S3Server
+from tests.rigs.s3_server import S3Server
 
 PAGES = 4 * MIB // 4096
 HELD_AT = 3 * MIB
@@ -134,7 +135,7 @@ def test_a_put_that_was_killed_publishes_nothing_of_what_its_extents_hold_later(
             rig.arena[: name.raw_bytes] = bytes([GIVEN_BACK]) * name.raw_bytes
             proxy.clear()
             await asyncio.sleep(SECONDS)
-            assert all(bytes([GIVEN_BACK]) * 4096 not in server.get(key) for key in server.keys())  # noqa: SIM118
+            assert all(bytes([GIVEN_BACK]) * 4096 not in server.get(key) for key in server.names())
 
     asyncio.run(run())
 
@@ -150,7 +151,7 @@ def test_an_answer_that_is_cut_off_is_an_error_and_no_damage(
             assert (await under.ask(get(name, 0))).outcome is IoOutcome.IO_ERROR
             proxy.clear()
             assert (await under.ask(get(name, 0))).outcome is IoOutcome.OK
-        assert server.keys() == ["a/b.kvd"] and server.quarantined() == []
+        assert server.names() == ["a/b.kvd"] and server.quarantined() == []
 
     asyncio.run(run())
 

@@ -9,12 +9,13 @@ import pytest
 from kvdepot.core.objectfile import HEADER_BYTES
 from kvdepot.core.report import TierStatus
 
+from demo.bucket import BUCKET, CREDENTIALS
 from tests.fakes.faulty_proxy import FaultyProxy
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
 from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, payload_of, status_of
-from tests.rigs.s3_server import BUCKET, CREDENTIALS, S3Server
+from tests.rigs.s3_server import S3Server
 
 WAIT_SECONDS = 60.0
 CONFIG = """
@@ -59,10 +60,10 @@ class Fleet:
         return daemon
 
     def store(self, daemon: DaemonProcess, keys: list[bytes]) -> None:
-        before = len(self.server.keys())
+        before = len(self.server.names())
         with RawEngine(daemon.socket) as engine:
             engine.store(keys)
-            wait_until(lambda: len(self.server.keys()) == before + len(keys), "all are there", WAIT_SECONDS)
+            wait_until(lambda: len(self.server.names()) == before + len(keys), "all are there", WAIT_SECONDS)
 
     def filled(self, keys: list[bytes]) -> None:
         """A daemon has stored these, and is gone."""
@@ -106,7 +107,7 @@ def test_what_one_daemon_stored_another_one_with_empty_ram_loads(fleet: Fleet) -
         located(engine, keys)
         assert engine.load(keys) == [payload_of(key) for key in keys]
     assert tier_of(second).kind == "object"
-    assert {key.rpartition("/")[0].partition("/")[0] for key in fleet.server.keys()} == {"fleet"}  # noqa: SIM118
+    assert {key.rpartition("/")[0].partition("/")[0] for key in fleet.server.names()} == {"fleet"}
 
 
 @pytest.mark.requirement("N4")
@@ -157,7 +158,7 @@ DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
 def test_a_damaged_object_is_a_miss_and_goes_to_quarantine(fleet: Fleet, reason: str) -> None:
     keys = keys_of("damaged", 6)
     fleet.filled(keys)
-    names = fleet.server.keys()
+    names = fleet.server.names()
     (bad,) = [name for name in names if keys[3].hex() in name]
     data = DAMAGES[reason](fleet.server.get(bad), fleet.server.get(next(name for name in names if name != bad)))
     fleet.server.put(bad, data)
@@ -165,7 +166,7 @@ def test_a_damaged_object_is_a_miss_and_goes_to_quarantine(fleet: Fleet, reason:
     with RawEngine(daemon.socket) as engine:
         located(engine, keys)
         assert engine.load(keys) is None
-        wait_until(lambda: bad not in fleet.server.keys(), "it is quarantined", WAIT_SECONDS)  # noqa: SIM118
+        wait_until(lambda: bad not in fleet.server.names(), "it is quarantined", WAIT_SECONDS)
         (kept,) = fleet.server.quarantined()
         assert kept.endswith(f".{reason}.kvd") and fleet.server.get(kept) == data
         located(engine, keys[:3])
@@ -173,11 +174,30 @@ def test_a_damaged_object_is_a_miss_and_goes_to_quarantine(fleet: Fleet, reason:
         assert engine.counter(f"tier_damaged_objects.bucket/{reason}") == 1
 
 
+@pytest.mark.requirement("N3")
+def test_a_store_replaces_a_damaged_object_of_its_name(fleet: Fleet) -> None:
+    keys = keys_of("replaced", 4)
+    fleet.filled(keys)
+    (bad,) = [name for name in fleet.server.names() if keys[1].hex() in name]
+    data = fleet.server.get(bad)
+    fleet.server.put(bad, _flipped(data, 100))
+    daemon = fleet.start()
+    with RawEngine(daemon.socket) as engine:
+        engine.store(keys)
+        wait_until(lambda: _same_payload(fleet.server.get(bad), data), "it is replaced", WAIT_SECONDS)
+        wait_until(lambda: engine.counter("shared_publications.bucket/already_there") == 3, "others are", WAIT_SECONDS)
+        wait_until(lambda: engine.counter("tier_damaged_objects.bucket/header") == 1, "it is counted", WAIT_SECONDS)
+
+
+def _same_payload(one: bytes, other: bytes) -> bool:
+    return one[HEADER_BYTES:] == other[HEADER_BYTES:] and one[:100] == other[:100]
+
+
 @pytest.mark.requirement("S5")
 def test_an_object_of_somebody_without_the_key_is_a_miss_and_stays(fleet: Fleet, tmp_path: Path) -> None:
     keys = keys_of("unkeyed", 3)
     fleet.filled(keys)
-    names = fleet.server.keys()
+    names = fleet.server.names()
     key_file = tmp_path / "key"
     key_file.write_text("ab" * 32 + "\n")
     key_file.chmod(0o600)
@@ -186,7 +206,7 @@ def test_an_object_of_somebody_without_the_key_is_a_miss_and_stays(fleet: Fleet,
         located(engine, keys)
         assert engine.load(keys) is None
         assert engine.counter("tier_damaged_objects.bucket/unkeyed") == 1
-    assert fleet.server.keys() == names
+    assert fleet.server.names() == names
 
 
 @pytest.mark.requirement("N3")

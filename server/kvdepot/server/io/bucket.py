@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +20,13 @@ from typing import Any, Final, Self
 from kvdepot.server.io.jobs import Part
 
 _CREDENTIALS_BYTES_MAX: Final = 64 << 10
+_DETAIL_CHARACTERS: Final = 300
+_QUERY: Final = re.compile(r"(?<=\S)\?\S+")
 _CHUNK_BYTES: Final = 1 << 20
 _BACKOFF: Final = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2}
 
 
-Version = Mapping[str, str | None]
+Version = Mapping[str, str]
 """What a provider tells one object of a key from the next by: an `e_tag` (S3, Azure) or a `version` (GCS)."""
 
 
@@ -216,7 +219,7 @@ def _open(settings: BucketSettings, credentials: dict[str, str]) -> Any:
 
 
 def _version_of(meta: Any) -> Version:
-    return {"e_tag": meta["e_tag"], "version": meta["version"]}
+    return {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
 
 
 def _file_version(path: str) -> object:
@@ -259,5 +262,9 @@ def _as_os_errors(request: str, key: str) -> Iterator[None]:
 
 
 def _line(request: str, error: Exception) -> str:
-    """Return what happened. The text of an error may have the URL of the request, and never its headers."""
-    return f"{request}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+    """Return what happened. The text of an error may have the URL of the request, and never its headers.
+
+    The query of a URL is left out: it can be a signature (Azure's SAS tokens).
+    """
+    first = _QUERY.sub("?...", str(error).partition("\n")[0])
+    return f"{request}: {type(error).__name__}: {first[:_DETAIL_CHARACTERS]}"

@@ -284,6 +284,7 @@ def test_a_job_over_a_limit_is_refused_before_it_is_sent(job: Job) -> None:
         ("seconds", struct.pack("<d", -1)), ("seconds", struct.pack("<d", float("inf"))),
         ("seconds", struct.pack("<d", float("nan"))), ("lengths", struct.pack("<Iq", 1, UNKNOWN - 1)),
         ("lengths", struct.pack("<I", FILES_PER_STAT + 1) + bytes(8 * FILES_PER_STAT + 8)),
+        ("requests", struct.pack("<q", UNKNOWN - 1)),
     ],
 )  # fmt: skip
 def test_a_worker_that_lies_is_refused(field: str, value: bytes) -> None:
@@ -291,7 +292,7 @@ def test_a_worker_that_lies_is_refused(field: str, value: bytes) -> None:
     fields = {
         "outcome": b"\0", "detail": bytes(4), "stored_bytes": bytes(8), "stored_sum": bytes(16), "raw_sum": bytes(16),
         "seconds": bytes(8), "direct": b"\1", "already_there": b"\0", "lengths": bytes(4),
-        "replaced": b"\0",
+        "replaced": b"\0", "requests": struct.pack("<q", UNKNOWN), "received_bytes": bytes(8),
     }  # fmt: skip
     assert ANSWERS.unpack(0, b"".join(fields.values())) == Answer(IoOutcome.OK)
     with pytest.raises(FrameError):

@@ -38,6 +38,7 @@ TIERS = (
     TierStatus("ram", "ram", 1 << 30, state="ready"),
     TierStatus("nvme", "disk", 1 << 40, state="ready", breaker="closed"),
     TierStatus("pool", "shared", 1 << 40, state="offline", breaker="open"),
+    TierStatus("far", "object", 1 << 40),
 )
 
 
@@ -224,7 +225,8 @@ def test_calls_are_counted_by_how_they_end(raised: BaseException | None, counted
 def test_the_summary_is_one_line_that_says_what_is_wrong() -> None:
     counters = Counters()
     assert summary_line(status(counters)) == (
-        "kvdepotd 1.2 ready, up 1 s; ram 0 B of 1.00 GiB, nvme 0 B of 1.00 TiB, pool 0 B of 1.00 TiB disabled;"
+        "kvdepotd 1.2 ready, up 1 s; ram 0 B of 1.00 GiB, nvme 0 B of 1.00 TiB, pool 0 B of 1.00 TiB disabled,"
+        " far 0 B of 1.00 TiB;"
         " 1 engine; hit rate unknown: no prompt has ended yet"
     )
     for name, amount in {"prompt_tokens": 51200, "served_tokens.engine": 5120, "served_tokens.ram": 38400}.items():

@@ -1,0 +1,85 @@
+"""Requests to a bucket: what they count, what their errors say, and which files of credentials are taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kvdepot.server.io.bucket import Bucket, BucketSettings
+from kvdepot.server.io.jobs import Part
+from obstore.exceptions import GenericError
+from obstore.store import MemoryStore
+
+SECRET = "hunter2"
+KEY = "a/b.kvd"
+
+
+def in_memory() -> Bucket:
+    return Bucket(BucketSettings("memory://"), MemoryStore())
+
+
+def test_each_request_and_each_byte_that_arrives_counts_once() -> None:
+    bucket = in_memory()
+    bucket.create(KEY, [b"1" * 5_000])
+    bucket.head(KEY)
+    found = bucket.get(KEY)
+    assert found.read([Part(KEY, 0, 5_000)], [memoryview(bytearray(5_000))]) == 5_000
+    assert bucket.take_counts() == (3, 5_000)
+    bucket.move(KEY, "elsewhere")
+    assert bucket.take_counts() == (2, 0)
+    assert bucket.take_counts() == (0, 0)
+
+
+def test_a_second_object_of_a_key_is_refused_and_replaced_only_by_its_version() -> None:
+    bucket = in_memory()
+    bucket.create(KEY, [b"first"])
+    with pytest.raises(FileExistsError):
+        bucket.create(KEY, [b"second"])
+    version = bucket.get(KEY).version
+    bucket.replace(KEY, [b"second"], version)
+    with pytest.raises(FileExistsError):
+        bucket.replace(KEY, [b"third"], version)
+    with pytest.raises(FileNotFoundError):
+        bucket.head("nothing")
+
+
+def test_no_error_repeats_the_query_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise GenericError(f"Error performing GET https://a.blob.example/kv/x?sv=1&sig={SECRET} in 3ms\nmore {SECRET}")
+
+    monkeypatch.setattr("obstore.head", fails)
+    with pytest.raises(OSError, match=r"https://a.blob.example/kv/x\?\.\.\. in 3ms") as raised:
+        in_memory().head(KEY)
+    assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        (f"secret_access_key = {SECRET}\n", 0o640, "only the daemon's user"),
+        (f"{SECRET}\n", 0o600, "expected a line"),
+        (f"= {SECRET}\n", 0o600, "expected a line"),
+    ],
+)
+def test_credentials_of_others_or_without_names_are_refused_and_not_repeated(
+    tmp_path: Path, text: str, mode: int, why: str
+) -> None:
+    file = tmp_path / "credentials"
+    file.write_text(text)
+    file.chmod(mode)
+    bucket = Bucket(BucketSettings("s3://kv", credentials_file=str(file)))
+    with pytest.raises(OSError, match=why) as raised:
+        bucket.head(KEY)
+    assert SECRET not in str(raised.value)
+
+
+def test_credentials_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
+    file = tmp_path / "credentials"
+    file.touch(mode=0o600)
+    file.write_text("# none yet\n")
+    bucket = Bucket(BucketSettings("memory://", credentials_file=str(file)))
+    bucket.create(KEY, [b"1"])
+    bucket.head(KEY)
+    file.write_text("# others\n")
+    with pytest.raises(FileNotFoundError):  # the store was opened again, and this one's objects go with it
+        bucket.head(KEY)
