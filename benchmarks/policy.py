@@ -56,7 +56,15 @@ from kvdepot.core.calls import (
     ReserveCall,
     ReserveOutcome,
 )
-from kvdepot.core.eviction import NO_NODE, USELESS, CandidateHeap, EvictionPolicy, policy_by_name, policy_names
+from kvdepot.core.eviction import (
+    DEFAULT_POLICY,
+    NO_NODE,
+    USELESS,
+    CandidateHeap,
+    EvictionPolicy,
+    policy_by_name,
+    policy_names,
+)
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.limits import RESERVED_PER_CALL_MAX
 from kvdepot.core.planner import GroupSpec
@@ -335,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.05, 0.1])
-    parser.add_argument("--policy", choices=policy_names(), default="gdsf")
+    parser.add_argument("--policy", choices=policy_names(), default=DEFAULT_POLICY)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures there")
     options = parser.parse_args(arguments)
     rows = rows_of(read_trace(options.trace), options.policy, options.fractions)

@@ -422,6 +422,9 @@ _POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
 }
 
 
+DEFAULT_POLICY: Final = "gdsf"
+
+
 def policy_names() -> tuple[str, ...]:
     """Return the names that `policy_by_name` knows (`[policy].eviction`)."""
     return tuple(sorted(_POLICIES))

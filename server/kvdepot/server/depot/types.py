@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Final
 
 from kvdepot.core.elements import ElementRun
+from kvdepot.core.eviction import DEFAULT_POLICY
 from kvdepot.core.report import NamespaceStatus, QuotaStatus, SessionStatus, TenantStatus, TierStatus
 from kvdepot.server.platform.identity import Liveness as Liveness
 from kvdepot.server.platform.identity import Owner as Owner
@@ -88,7 +89,7 @@ class DepotConfig:
     pin_share: float = 0.25  # of RAM: what operators may pin
     audit_sample: float = 0.0  # share of what engines compute although it is here that is compared with it
     evictions_at_once: int = 16  # in advance: 1 to 2 ms in which nobody is answered
-    eviction: str = "gdsf"  # a name of core.eviction.policy_names()
+    eviction: str = DEFAULT_POLICY  # a name of core.eviction.policy_names()
     quotas: tuple[Quota, ...] = ()
     tenants: Mapping[str, TenantBudget] = field(default_factory=dict)  # by name; empty: none are configured
 

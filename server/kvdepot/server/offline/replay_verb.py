@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvdepot.core.errors import InvalidArgument
-from kvdepot.core.eviction import policy_names
+from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
 from kvdepot.core.trace_file import Trace, read_trace
 from kvdepot.core.units import parse_size_bytes, size_text
 from kvdepot.server.offline.replay import Hits, Replay, capacities, recorded, unique_bytes
@@ -40,7 +40,10 @@ def add(verbs: Subparsers) -> None:
         help="may be repeated; default: 5, 10, 25, 50 and 100 %% of the bytes of all objects of the trace",
     )  # fmt: skip
     verb.add_argument(
-        "--eviction", choices=policy_names(), action="append", help="[policy] eviction; may be repeated; default: gdsf"
+        "--eviction",
+        choices=policy_names(),
+        action="append",
+        help=f"[policy] eviction; may be repeated; default: {DEFAULT_POLICY}",
     )
     verb.add_argument(
         "--checkpoints", choices=_CHECKPOINTS, default="last",
@@ -59,7 +62,11 @@ def run(options: argparse.Namespace) -> int:
         return _REFUSED
     show = _show_progress if sys.stderr.isatty() and not options.json else None
     record = replayed(
-        trace, options.ram or [], options.eviction or ["gdsf"], checkpoints=options.checkpoints == "all", show=show
+        trace,
+        options.ram or [],
+        options.eviction or [DEFAULT_POLICY],
+        checkpoints=options.checkpoints == "all",
+        show=show,
     )
     print(json.dumps(record, indent=2) if options.json else "\n".join(_lines(record)))  # noqa: T201
     return _OK

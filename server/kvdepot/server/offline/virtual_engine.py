@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from kvdepot.core.arena import ArenaLayout, tables_in_memory
+from kvdepot.core.eviction import DEFAULT_POLICY
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.server.depot.depot import Depot
 from kvdepot.server.depot.types import DepotConfig, Membership, ProcessIdentity
@@ -16,7 +17,7 @@ class VirtualEngine:
     """RAM of `capacity_bytes` for objects, with one attached process. Of the arena only the tables take memory."""
 
     def __init__(
-        self, capacity_bytes: int, rows: int, *, clock: Callable[[], float], eviction: str = "gdsf"
+        self, capacity_bytes: int, rows: int, *, clock: Callable[[], float], eviction: str = DEFAULT_POLICY
     ) -> None:  # fmt: skip
         """Create a depot with a virtual engine. `rows` is the maximum number of objects."""
         overhead_bytes = ArenaLayout.plan(1 << 40, rows).overhead_bytes
