@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from kvdepot.core.hit_rate import LOAD_SECONDS
 from kvdepot.server.observe.metric_families import FAMILIES
 from kvdepot.server.observe.metric_family import Family
 
@@ -54,7 +55,7 @@ def why_unknown(one: Series) -> str:
 
 
 def _why_unknown_to_vllm(one: Series) -> str:
-    from kvdepot.client.vllm.base.stats import COUNTERS, GAUGES, LOAD_SECONDS, PREFIX  # imports vLLM
+    from kvdepot.client.vllm.base.stats import COUNTERS, GAUGES, PREFIX  # imports vLLM
 
     families = {f"{PREFIX}{name}_total": {label} for name, (label, _) in COUNTERS.items()}
     families |= {f"{PREFIX}{name}": set() for name in GAUGES}

@@ -143,6 +143,15 @@ class PinStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class HistogramStatus:
+    """Durations since the daemon started, named like a counter."""
+
+    name: str
+    bounds_seconds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()  # how many took at most each bound, then how many there were
+
+
+@dataclass(frozen=True, slots=True)
 class GetStatusCall:
     """Asks for the daemon's status."""
 
@@ -184,3 +193,4 @@ class DaemonStatus:
     epochs: Epochs = field(default_factory=Epochs)
     tenants: tuple[TenantStatus, ...] = ()
     health: Health = field(default_factory=Health)
+    histograms: tuple[HistogramStatus, ...] = ()

@@ -10,13 +10,12 @@ import pytest
 from kvdepot.client.vllm.base.stats import (
     COUNTERS,
     GAUGES,
-    LOAD_SECONDS,
     SOURCES_MAX,
     KVDepotStats,
     Sources,
 )
 from kvdepot.core.calls import AcquireCall
-from kvdepot.core.hit_rate import OTHER_SOURCE
+from kvdepot.core.hit_rate import LOAD_SECONDS, OTHER_SOURCE
 from kvdepot.core.misses import MissReason
 from prometheus_client import REGISTRY, Gauge, Histogram
 from prometheus_client import Counter as CounterMetric

@@ -19,6 +19,7 @@ from kvdepot.core.planner import GroupSpec
 from kvdepot.core.registration import RegisterCall, RegisterReply
 from kvdepot.core.report import (
     DaemonStatus,
+    HistogramStatus,
     NamespaceStatus,
     PinStatus,
     QuotaOwnerStatus,
@@ -408,6 +409,7 @@ def test_a_status_comes_back_equal() -> None:
         switches=SwitchesStatus(True, (bytes(16),), False, (b"n" * 16,), draining=True),
         pins=(PinStatus(bytes(16), b"k" * 16, 1.5, 2, 3, 4), PinStatus(b"n" * 16)),
         epochs=Epochs(3, (bytes(16),)),
+        histograms=(HistogramStatus("load_seconds.ram", (0.5, 1.0), (3, 4, 5)),),
     )  # fmt: skip
     wire = OPERATOR["GetStatus"].reply
     assert wire.parse(wire.encode(value).SerializeToString()) == value

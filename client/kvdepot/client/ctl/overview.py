@@ -44,24 +44,29 @@ def print_overview(status: DaemonStatus, console: Console) -> None:
 
 def print_verdict(status: DaemonStatus, console: Console, lines_max: int | None = None) -> None:
     """Print the verdict, and its problems in at most `lines_max` lines."""
+    for line in verdict_lines(status, console.width, lines_max):
+        _print(console, line)
+
+
+def verdict_lines(status: DaemonStatus, width: int, lines_max: int | None = None) -> Iterator[str]:
+    """Yield the verdict, and its problems in at most `lines_max` lines: rich's markup, without a line break."""
     health = status.health
     count = len(health.problems)
     verdict = health.verdict.value or f"{'ready' if status.ready else 'not ready'}, no verdict from this version"
     problems = f"  {count} problem{'s' * (count != 1)}" if count else ""
     daemon = f"kvdepotd {escape(status.daemon_version)}, up {duration_text(status.uptime_seconds)}"
-    gap = " " * max(console.width - len(verdict + problems + daemon), 2)
-    _print(console, f"[{_STYLES[health.verdict]}]{verdict}[/]{problems}{gap}{daemon}")
+    gap = " " * max(width - len(verdict + problems + daemon), 2)
+    yield f"[{_STYLES[health.verdict]}]{verdict}[/]{problems}{gap}{daemon}"
     left = lines_max
     for number, problem in enumerate(health.problems):
-        lines = list(_problem_lines(problem, max(len(one.code) for one in health.problems), console.width))
+        lines = list(_problem_lines(problem, max(len(one.code) for one in health.problems), width))
         if left is not None and len(lines) > left:
-            _print(console, f"  and {count - number} more: kvdepotctl health")
+            yield f"  and {count - number} more: kvdepotctl health"
             return
         left = None if left is None else left - len(lines)
         code, style = escape(problem.code), "red" if problem.error else "yellow"
-        _print(console, f"  [{style}]{code}[/]{escape(lines[0][2 + len(problem.code) :])}")
-        for line in lines[1:]:
-            _print(console, escape(line))
+        yield f"  [{style}]{code}[/]{escape(lines[0][2 + len(problem.code) :])}"
+        yield from map(escape, lines[1:])
 
 
 def _problem_lines(problem: Problem, code_letters: int, width: int) -> Iterator[str]:
@@ -82,19 +87,28 @@ def _print_row(console: Console, label: str, text: str) -> None:
         _print(console, escape(line))
 
 
+def filled(tier: TierStatus) -> float:
+    """Return how full a tier is: 0 to 1."""
+    return min(tier.used_bytes / tier.capacity_bytes, 1.0) if tier.capacity_bytes else 0.0
+
+
+def state_of(tier: TierStatus) -> tuple[str, str]:
+    """Return the state of a tier in a word, and its style."""
+    state = "disabled" if tier.breaker in DISABLED else tier.state
+    return state, "default" if state in ("ready", "growing", "") else "yellow"
+
+
 def _print_tier(tier: TierStatus, console: Console) -> None:
     used = f"{size_text(tier.used_bytes)} of {size_text(tier.capacity_bytes)}"
     cells = _BAR_WIDE if console.width >= _WIDE_COLUMNS else _BAR_NARROW
-    full = min(tier.used_bytes / tier.capacity_bytes, 1.0) if tier.capacity_bytes else 0.0
-    bar = "#" * round(cells * full)
+    bar = "#" * round(cells * filled(tier))
     objects = str(tier.objects) if tier.objects < 100_000 else count_text(tier.objects)
-    state = "disabled" if tier.breaker in DISABLED else tier.state
+    state, style = state_of(tier)
     after = "" if state in ("ready", "") else f"   {state}"
     label, figures = f"{tier.name:<{_INDENT - 1}} ", f"{used:<22} {bar:.<{cells}}  {objects:>7} objects"
     if len(label + figures + after) > console.width:  # a name may have 32 letters
         _print(console, escape(label))
         label = " " * _INDENT
-    style = "yellow" if state not in ("ready", "growing", "") else "default"
     _print(console, f"{escape(label + figures)}[{style}]{escape(after)}[/]")
 
 
@@ -102,7 +116,7 @@ def _print_engines(sessions: Sequence[SessionStatus], console: Console) -> None:
     if not sessions:
         _print_row(console, "engines", "none is attached")
         return
-    letters = _short_letters([session.engine_id for session in sessions])
+    letters = short_letters([session.engine_id for session in sessions])
     texts = [f"{one.engine_id[:letters]} {one.ranks_attached}/{one.world_size} ranks" for one in sessions]
     shown = list(_fitting(texts, console.width - _INDENT))
     _print_row(console, "engines", ", ".join(shown))
@@ -119,7 +133,7 @@ def _fitting(texts: Iterable[str], room: int) -> Iterator[str]:
         yield text
 
 
-def _short_letters(ids: Sequence[str]) -> int:
+def short_letters(ids: Sequence[str]) -> int:
     """Return how many letters tell the ids apart, and at least as many as one remembers."""
     longest = max(map(len, ids))
     return next(

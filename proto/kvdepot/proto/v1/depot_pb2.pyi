@@ -1079,6 +1079,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     EPOCHS_FIELD_NUMBER: builtins.int
     TENANTS_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
+    HISTOGRAMS_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     pid: builtins.int
     uptime_seconds: builtins.float
@@ -1106,6 +1107,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantStatus]: ...
     @property
     def health(self) -> global___Health: ...
+    @property
+    def histograms(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Histogram]: ...
     def __init__(
         self,
         *,
@@ -1126,11 +1129,39 @@ class GetStatusResponse(google.protobuf.message.Message):
         epochs: global___Epochs | None = ...,
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
         health: global___Health | None = ...,
+        histograms: collections.abc.Iterable[global___Histogram] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["epochs", b"epochs", "health", b"health", "switches", b"switches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "health", b"health", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "health", b"health", "histograms", b"histograms", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
+
+@typing.final
+class Histogram(google.protobuf.message.Message):
+    """Durations since the start of the daemon."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    BOUNDS_SECONDS_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    @property
+    def bounds_seconds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """how many took at most each bound, then how many there were"""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        bounds_seconds: collections.abc.Iterable[builtins.float] | None = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bounds_seconds", b"bounds_seconds", "counts", b"counts", "name", b"name"]) -> None: ...
+
+global___Histogram = Histogram
 
 @typing.final
 class Health(google.protobuf.message.Message):

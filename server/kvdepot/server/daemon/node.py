@@ -322,6 +322,7 @@ class Node:
             switches=self._depot.switches.status(),
             pins=self._depot.pins.statuses(),
             epochs=self._depot.invalidation.epochs,
+            histograms=self._counters.histogram_statuses(),
         )
         return replace(status, health=self._verdicts.health(status))
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Final
 
+from kvdepot.core.report import HistogramStatus
+
 BUCKETS_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -60,3 +62,10 @@ class Counters:
 
     def histograms(self) -> Mapping[str, Histogram]:
         return self._histograms
+
+    def histogram_statuses(self) -> tuple[HistogramStatus, ...]:
+        """Return all histograms as operators see them."""
+        return tuple(
+            HistogramStatus(name, BUCKETS_SECONDS, tuple(histogram.cumulative()))
+            for name, histogram in self._histograms.items()
+        )

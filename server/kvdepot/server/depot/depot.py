@@ -262,7 +262,7 @@ class Depot(Assembly):
         self._requests.end(session.slot, call.request_id)
         self._prefetch.ended((session.slot, call.request_id))
         self.records.ended(session.engine_id, call.request_id, call.end, next(reversed(session.namespaces), None))
-        self._token_reports.count(session, call.tokens)
+        self._token_reports.count(session, call.tokens, call.end)
 
     def drop_undeclared(self, call: DeclareCall) -> Iterator[None]:
         """End the leases that the engine does not hold any more, one a step."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
 from kvdepot.core.health import CHECKS
-from kvdepot.core.hit_rate import ENGINE, OTHER_SOURCE, PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS
+from kvdepot.core.hit_rate import ENGINE, LOAD_SECONDS, OTHER_SOURCE, PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS
 from kvdepot.core.misses import LOOKUP_REASONS
 from kvdepot.proto.methods import DEPOT
 from kvdepot.proto.status import STATUS
@@ -203,6 +203,15 @@ _PROMPTS = (
     counter(
         SAVED_SECONDS,
         "Seconds in which engines would have computed the loaded tokens, by the prefill rate that each has measured.",
+    ),
+    Family(
+        LOAD_SECONDS,
+        "histogram",
+        "Time of a load that supplied tokens, from its blocks to the last copy, by its slowest tier. Engines report it "
+        "at the end of a request.",
+        ("source",),
+        (OTHER_SOURCE,),
+        or_tiers=True,
     ),
     counter("invalid_token_reports", "Reports of engines that name more tokens than their prompts have."),
 )

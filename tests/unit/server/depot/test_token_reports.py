@@ -9,8 +9,8 @@ from kvdepot.core.hit_rate import HitRate
 from tests.rigs.engine_rig import Rig
 
 
-def report(rig: Rig, session: bytes, tokens: TokenReport) -> HitRate:
-    rig.depot.end_request(EndRequestCall(session, "r", RequestEnd(), tokens))
+def report(rig: Rig, session: bytes, tokens: TokenReport, end: RequestEnd = RequestEnd()) -> HitRate:  # noqa: B008
+    rig.depot.end_request(EndRequestCall(session, "r", end, tokens))
     return HitRate.of(rig.depot.status().counters)
 
 
@@ -35,3 +35,22 @@ def test_engines_make_no_labels_and_no_more_hits_than_tokens() -> None:
     assert report(rig, client.session, TokenReport(3, 2**64 - 1)).prompt_tokens == 100
     assert report(rig, client.session, TokenReport(4, 100, 0, {"ram": 100}, 1.7e308)).saved_seconds == 0.0
     assert rig.depot.status().counters["invalid_token_reports"] == 3
+
+
+@pytest.mark.requirement("O2")
+def test_a_load_that_supplied_tokens_is_timed_once_under_its_source() -> None:
+    rig = Rig()
+    client = rig.attach("one")
+    end = RequestEnd(0, 50, "", 100, "ram", 0.02)
+    for _ in range(2):  # its answer was lost
+        report(rig, client.session, TokenReport(1, 100, 0, {"ram": 50}), end)
+    report(rig, client.session, TokenReport(2, 100, 0, {"x": 50}), RequestEnd(0, 50, "", 100, "an engine's word", 40.0))
+    report(rig, client.session, TokenReport(3, 100), RequestEnd(0, 0, "timed_out", 100))
+    found = {
+        one.name: dict(zip(one.bounds_seconds, one.counts, strict=False))
+        for one in rig.depot.counters.histogram_statuses()
+    }
+    assert {name: (counts[0.01], counts[0.025], counts[30.0]) for name, counts in found.items()} == {
+        "load_seconds.ram": (0, 1, 1),
+        "load_seconds.other": (0, 0, 0),
+    }

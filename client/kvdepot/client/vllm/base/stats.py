@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvdepot.client.vllm.base.compat import KVConnectorPromMetrics, KVConnectorStats, PromMetric
-from kvdepot.core.hit_rate import OTHER_SOURCE, PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS
+from kvdepot.core.hit_rate import LOAD_SECONDS, OTHER_SOURCE, PROMPT_TOKENS, SAVED_SECONDS, SERVED_TOKENS
 
 LOGGER = logging.getLogger("vllm.kvdepot")
 PREFIX: Final = "vllm:kvdepot_"
@@ -55,7 +55,6 @@ GAUGES: Final[Mapping[str, str]] = {
     "pending_loads": "Requests that wait for a load.",
     "pending_stores": "Requests with stores that are not over.",
 }
-LOAD_SECONDS: Final = "load_seconds"
 _LOAD_SECONDS_HELP: Final = "From the allocation of a load's blocks to the last rank's copy, of those that arrived."
 _LOAD_SECONDS_BUCKETS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
