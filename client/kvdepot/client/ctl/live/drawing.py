@@ -22,8 +22,9 @@ class Glyphs:
     cut: str
 
 
-BLOCKS: Final = Glyphs("▁▂▃▄▅▆▇█", "█", "░", "─", "…")
-ASCII: Final = Glyphs("_.-=+*%#", "#", ".", "-", "~")
+BLOCKS: Final = Glyphs("▁▂▃▄▅▆▇", "█", "░", "─", "…")
+"""Levels without the full block, so that sparklines in two lines do not touch."""
+ASCII: Final = Glyphs("_.-=+*#", "#", ".", "-", "~")
 
 
 def sparkline(values: Sequence[float | None], columns: int, highest: float, glyphs: Glyphs) -> str:

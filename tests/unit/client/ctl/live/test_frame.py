@@ -223,7 +223,8 @@ def test_color_says_how_bad_something_is_and_nothing_else() -> None:
 
 
 def test_the_manual_shows_a_screen_of_this_test() -> None:
-    assert f"```\n{golden('ill', 80).read_text()}```" in sections("kvdepotctl.md", 2)["kvdepotctl top"]
+    shown = f"```\n$ kvdepotctl top\n{golden('ill', 80).read_text()}```"
+    assert shown in sections("kvdepotctl.md", 2)["kvdepotctl top"]
 
 
 def test_a_figure_is_the_growth_between_looks_and_that_of_the_last_minutes() -> None:
