@@ -24,7 +24,8 @@ from tests.rigs.seeds import RUN_SEED
 CORRECTNESS = [step for step in STEPS if 1 <= step.number <= 5]
 
 
-@pytest.fixture(params=["stand-in", pytest.param("cuda", marks=pytest.mark.gpu)])
+# The rehearsal (tests/unit/project/test_day_one.py) runs the same steps on a stand-in in each run of the tests.
+@pytest.fixture(params=[pytest.param("stand-in", marks=pytest.mark.long), pytest.param("cuda", marks=pytest.mark.gpu)])
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")

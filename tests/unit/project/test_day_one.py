@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvdepot.client.copy.backend import Way
 
 from benchmarks.day_one import kit
+from benchmarks.day_one.golden import golden_cases
 from benchmarks.day_one.machine import Machine
 from benchmarks.day_one.stand_in import StandIn
 from benchmarks.day_one.steps import Context, NotRunError, Step, WrongByteError
 from tests.rigs.patience import patient
+from tests.rigs.seeds import RUN_SEED
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -104,6 +107,7 @@ def test_what_was_not_run_has_not_passed(tmp_path: Path, monkeypatch: pytest.Mon
     assert "there is no second one" in record["verdict"] and "there is no second one" in page
 
 
+@pytest.mark.requirement("I1")
 @pytest.mark.timeout(400)
 def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_path: Path) -> None:
     """`-S`: the environment's own list of paths, which names the sources, is not read."""
@@ -111,7 +115,7 @@ def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_pa
     (tmp_path / "vllm/__init__.py").write_text("raise ImportError('there is no vLLM on that machine')\n")
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     command = [sys.executable, "-S", "-m", "benchmarks.cuda", "--day-one", "--stand-in"]
-    command += ["--out", str(tmp_path / "out"), "--seconds", str(patient(1000))]
+    command += ["--out", str(tmp_path / "out"), "--seconds", str(patient(1000)), "--seed", str(RUN_SEED)]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{packages}"}
     ended = subprocess.run(
         command, cwd=ROOT, timeout=patient(380), capture_output=True, text=True, check=False, env=environment
@@ -120,4 +124,5 @@ def test_every_step_is_rehearsed_without_vllm_and_without_an_installation(tmp_pa
     record = json.loads((tmp_path / "out/report.json").read_text())
     assert [step["number"] for step in record["steps"]] == list(range(11))
     assert {step["status"] for step in record["steps"]} == {"passed"}, record["verdict"]
+    assert record["steps"][2]["figures"]["cases"] == len(Way) * len(golden_cases())
     assert record["verdict"].startswith("a rehearsal without a GPU")
