@@ -60,13 +60,17 @@ lint: venv proto-check ## ruff, mypy strict, import layers, English of documents
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.prose
 
+# Imported once for all workers of a part (tests/rigs/forked_workers.py).
+PRELOAD := --preload kvdepot.client.copy.native
+PRELOAD_VLLM := $(PRELOAD) --preload kvdepot.client.vllm.base.compat
+
 # Most of the time of these goes by in waiting: for processes, deadlines, media. Not all of them at once: checksum
 # workers run at the lowest priority, and five workers of pytest on two cores leave them nothing for minutes.
 FOUR_AT_ONCE := tests/unit tests/contract tests/process tests/security tests/stateful
 TWO_AT_ONCE := tests/crash tests/chaos
 # Real engines: most of the time of these is their starts, of which each takes one core. A module and its engines go
 # together; the longest ones go first (tests/e2e/conftest.py).
-ENGINES := -n 2 --dist loadfile --no-loadscope-reorder $(patsubst %,--ignore=%,$(FOUR_AT_ONCE) $(TWO_AT_ONCE))
+ENGINES := -n 2 --dist loadfile --no-loadscope-reorder $(PRELOAD_VLLM) $(patsubst %,--ignore=%,$(FOUR_AT_ONCE) $(TWO_AT_ONCE))
 
 # A test's own time limit grows with the machine's load, up to ten times (tests/conftest.py). What it cannot end (a
 # process stopped, or stuck in the kernel) ends with every thread's stack.
@@ -83,21 +87,21 @@ test: venv ## everything but the long tests
 	wait $$lint; code=$$?; cat build/lint.log; exit $$((tests ? tests : code))
 
 test-all: venv
-	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 4 --dist worksteal $(WATCHED) $(FOUR_AT_ONCE)
-	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 2 --dist worksteal $(WATCHED) $(TWO_AT_ONCE)
+	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 4 --dist worksteal $(PRELOAD_VLLM) $(WATCHED) $(FOUR_AT_ONCE)
+	$(AT_MOST) 60m $(PYTEST) -m "not long" -n 2 --dist worksteal $(PRELOAD) $(WATCHED) $(TWO_AT_ONCE)
 	$(AT_MOST) 60m $(PYTEST) -m "not long" $(ENGINES)
 
 test-fast: venv ## no real vLLM, no long tests
 	$(BIN)/python -m pytest -q -m "not long and not e2e"
 
 test-long: venv test-next ## what takes longer than `make test` may
-	$(AT_MOST) 120m $(PYTEST) -m long -n 3 --dist worksteal $(WATCHED_LONG) \
+	$(AT_MOST) 120m $(PYTEST) -m long -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) \
 	  $(FOUR_AT_ONCE) $(TWO_AT_ONCE)
 	$(AT_MOST) 180m $(PYTEST) -m long $(WATCHED_LONG) $(ENGINES)
 
 # Which ones, says the seed.
 test-sample: venv ## some of the long tests, drawn: make test-sample SEED=
-	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 360 -n 3 --dist worksteal $(WATCHED_LONG) \
+	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 360 -n 3 --dist worksteal $(PRELOAD_VLLM) $(WATCHED_LONG) \
 	  $(FOUR_AT_ONCE) $(TWO_AT_ONCE)
 	$(AT_MOST) 60m $(PYTEST) -m long --sample-seconds 240 $(WATCHED_LONG) $(ENGINES)
 

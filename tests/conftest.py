@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Generator, Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 import pytest_timeout
@@ -23,6 +24,7 @@ from kvdepot.server.platform.guard import Guard
 from kvdepot.server.storage.base import UnknownWorker
 
 from tests.fakes.fuse_directory import FuseDirectory
+from tests.rigs.forked_workers import command_of
 from tests.rigs.patience import Deadline
 from tests.rigs.seeds import RUN_SEED
 
@@ -42,6 +44,8 @@ LONG_SECONDS = 30.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("sample", "a sample of the tests")
     group.addoption("--sample-seconds", type=float, help="draw tests that take so long, one after the other")
+    group = parser.getgroup("workers", "the workers of pytest-xdist")
+    group.addoption("--preload", action="append", default=[], help="module that is imported once for all workers")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,6 +62,14 @@ def pytest_report_header() -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     if exitstatus:
         terminalreporter.write_line(pytest_report_header())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    if config.option.preload:
+        python = command_of(config.option.preload)
+        for spec in specs:
+            spec.python = python
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -22,6 +22,11 @@ FORK_TIMEOUT_SECONDS = 120.0
 """The first copy waits for the server's own imports."""
 
 
+def log_of(address: str) -> Path:
+    """The log of the server that listens there."""
+    return Path(address).with_name("fork.log")
+
+
 class ForkingProcess:
     """A process that has imported something in one environment. It ends with this process, and every copy with it.
 
@@ -35,7 +40,7 @@ class ForkingProcess:
     ) -> None:
         place = Path(tempfile.mkdtemp(prefix="kvd-"))
         self.client = Client(str(place / "fork.sock"), environment)
-        self._log = place / "fork.log"
+        self._log = log_of(self.client.address)
         program = f"import sys; from {serve} import serve; serve(*map(int, sys.argv[1:3]), *sys.argv[3:])()"
         alive, self._alive = os.pipe()
         with socket.socket(socket.AF_UNIX) as listener, self._log.open("w") as log:

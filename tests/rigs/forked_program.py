@@ -27,8 +27,8 @@ _LATE: Final = (
     "STATE_DIRECTORY", "TMPDIR", "XDG_",
 )  # fmt: skip
 """Beginnings of the names of variables that no module reads when it is imported."""
-_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
-"""For the server only: NumPy's library starts its threads when it is imported."""
+ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""For servers only: NumPy's library starts its threads when it is imported."""
 
 
 # --- the server
@@ -69,7 +69,7 @@ def _server(program: str, number: int) -> tuple[ForkingProcess, dict[str, str]]:
     place = (os.getpid(), program, number)  # a fork of this process has servers of its own
     if place not in _servers or not _servers[place][0].serves:
         environment = dict(os.environ)
-        server = ForkingProcess("tests.rigs.forked_program", environment | _ONE_THREAD, [program], Path.cwd())
+        server = ForkingProcess("tests.rigs.forked_program", environment | ONE_THREAD, [program], Path.cwd())
         atexit.register(server.close)
         _servers[place] = server, _at_import(environment)
     return _servers[place]
