@@ -19,7 +19,7 @@ from demo.engine import EngineOptions, depot_connector
 from demo.toys import DENSE, make_toy
 from tests.rigs.ctl_process import kvdepotctl
 from tests.rigs.daemon_process import DaemonProcess
-from tests.rigs.patience import wait_until
+from tests.rigs.patience import patient, wait_until
 
 START_SECONDS = 300.0
 PROMPTS = 4
@@ -60,7 +60,7 @@ def url(daemon: DaemonProcess, tmp_path: Path) -> Iterator[str]:
 
 def _serves(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
     assert process.poll() is None, log.read_text(errors="replace")[-5000:]
-    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=patient(5)):
         return True
     return False
 
