@@ -133,6 +133,16 @@ class Bucket:
 
     def get(self, key: str, length: int | None = None) -> Incoming:
         """Return an object that begins to arrive. `length`: no more than its first bytes."""
+        try:
+            return self._get(key, length)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if length is None or self.head(key):
+                raise
+            return self._get(key, None)  # servers have no range of an empty object
+
+    def _get(self, key: str, length: int | None) -> Incoming:
         import obstore
 
         with _as_os_errors("get", key):
@@ -145,7 +155,10 @@ class Bucket:
 
     def create(self, key: str, views: Sequence[memoryview | bytes]) -> None:
         """Put an object where there is none. Raise FileExistsError if there is one."""
-        self._put(key, views, "create")
+        try:
+            self._put(key, views, "create")
+        except FileNotFoundError as error:  # what is missing is the bucket
+            raise OSError(errno.EIO, error.strerror, key) from error
 
     def replace(self, key: str, views: Sequence[memoryview | bytes], version: Version) -> None:
         """Put an object in the place of this version. Raise FileExistsError if another one is there by now."""
@@ -188,10 +201,13 @@ class Bucket:
             self._requests += 1
             if self._fixed:
                 return self._store
-            version = _file_version(path) if path else "chain"
-            if self._store is None or version != self._version:
-                self._store = _open(self.settings, _credentials(path) if path else {})
-                self._version = version
+            try:
+                version = _file_version(path) if path else "chain"
+                if self._store is None or version != self._version:
+                    self._store = _open(self.settings, _credentials(path) if path else {})
+                    self._version = version
+            except FileNotFoundError as error:  # which says nothing of the key
+                raise PermissionError(errno.EACCES, "the file of credentials is not there", path) from error
             return self._store
 
 
@@ -215,7 +231,14 @@ def _open(settings: BucketSettings, credentials: dict[str, str]) -> Any:
         }  # fmt: skip
         if config:
             network["config"] = config
-    return from_url(settings.url, **network)
+    try:
+        return from_url(settings.url, **network)
+    except BaseException as error:
+        if not credentials:
+            raise
+        # The library repeats a name that it does not know, and that may be a secret which has a `=` in it.
+        why = f"{type(error).__name__}: not the names and values of credentials for {settings.url.partition(':')[0]}://"
+        raise PermissionError(errno.EACCES, why, settings.credentials_file) from None
 
 
 def _version_of(meta: Any) -> Version:
@@ -257,11 +280,13 @@ def _as_os_errors(request: str, key: str) -> Iterator[None]:
         raise FileExistsError(errno.EEXIST, _line(request, error), key) from error
     except (PermissionError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise PermissionError(errno.EACCES, _line(request, error), key) from error
-    except (OSError, NotImplementedError, ValueError, exceptions.BaseError) as error:
+    except (GeneratorExit, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of the library is no Exception
         raise OSError(errno.EIO, _line(request, error), key) from error
 
 
-def _line(request: str, error: Exception) -> str:
+def _line(request: str, error: BaseException) -> str:
     """Return what happened. The text of an error may have the URL of the request, and never its headers.
 
     The query of a URL is left out: it can be a signature (Azure's SAS tokens).

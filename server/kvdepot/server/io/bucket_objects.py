@@ -80,11 +80,10 @@ def _publish(job: PublishFile, context: Context) -> Answer:
     """
     bucket, part = _bucket(context), Part(job.file, 0, object_bytes(job.name.raw_bytes))
     write = WriteObject((part,), job.name, 0, job.codec, job.created_at, job.extents, job.raw_sum, sync=False)
-    answer, pages = packed_object(write, context, job.keys)
-    if answer.outcome is not IoOutcome.OK:
-        return answer
-    pages[0] = memoryview(bytes(pages[0]))  # the header of what is there is read to the same place
     for _ in range(_PUTS_MAX):
+        answer, pages = packed_object(write, context, job.keys)
+        if answer.outcome is not IoOutcome.OK:
+            return answer
         try:
             bucket.create(job.file, pages)
         except FileExistsError:
@@ -97,6 +96,9 @@ def _publish(job: PublishFile, context: Context) -> Answer:
                 return replace(there, raw_sum=answer.raw_sum)
             if _stays(job, there, context):
                 return there
+            answer, pages = packed_object(write, context, job.keys)  # what is there was read to the same memory
+            if answer.outcome is not IoOutcome.OK:
+                return answer
             with contextlib.suppress(FileExistsError):  # it is no longer the same
                 bucket.replace(job.file, pages, version)
                 damaged = there.outcome if there.outcome in DAMAGED - OTHER_KEYS else IoOutcome.OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,58 @@ def test_credentials_of_others_or_without_names_are_refused_and_not_repeated(
     with pytest.raises(OSError, match=why) as raised:
         bucket.head(KEY)
     assert SECRET not in str(raised.value)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+@pytest.mark.parametrize(
+    "text", [f"{SECRET}==\n", f"account_key = {SECRET}\nx = 1\n", f"allow_http = {SECRET}\nx_a = y\n"]
+)
+def test_credentials_that_the_library_refuses_are_an_error_that_repeats_nothing(
+    tmp_path: Path, scheme: str, text: str
+) -> None:
+    file = tmp_path / "credentials"
+    file.write_text(text)
+    file.chmod(0o600)
+    bucket = Bucket(BucketSettings(f"{scheme}://kv", credentials_file=str(file)))
+    with pytest.raises(PermissionError, match=f"credentials for {scheme}://") as raised:
+        bucket.head(KEY)
+    assert SECRET not in str(raised.value)
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_request(tmp_path: Path) -> None:
+    file = tmp_path / "credentials"
+    file.write_text("secret_access_key = a\nallow_http = true\n")
+    file.chmod(0o600)
+    with pytest.raises(PermissionError, match="PanicException"):
+        Bucket(BucketSettings("s3://kv", credentials_file=str(file))).head(KEY)
+
+
+@pytest.mark.parametrize("raised", [TypeError("odd"), KeyError("size"), RuntimeError("closed")])
+def test_whatever_the_library_raises_is_an_error_of_the_request(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception
+) -> None:
+    def fails(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("obstore.head", fails)
+    with pytest.raises(OSError, match=f"head: {type(raised).__name__}"):
+        in_memory().head(KEY)
+
+
+def test_credentials_that_are_gone_are_an_error_and_no_absent_object(tmp_path: Path) -> None:
+    bucket = Bucket(BucketSettings("memory://", credentials_file=str(tmp_path / "credentials")))
+    with pytest.raises(PermissionError, match="not there"):
+        bucket.head(KEY)
+
+
+def test_a_put_into_a_bucket_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise FileNotFoundError("NoSuchBucket")
+
+    monkeypatch.setattr("obstore.put", fails)
+    with pytest.raises(OSError, match="NoSuchBucket") as raised:
+        in_memory().create(KEY, [b"1"])
+    assert raised.value.errno == errno.EIO
 
 
 def test_credentials_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
