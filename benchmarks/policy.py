@@ -1,6 +1,6 @@
 """Token hit rates of the eviction policies on a request trace, beside LRU and an offline optimum.
 
-    python -m benchmarks.policy TRACE [--fractions 0.05 0.1] [--policy gdsf] [--json PATH]
+    python -m benchmarks.policy TRACE [--fractions 0.05 0.1] [--policy adaptive] [--json PATH]
 
 A trace is JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids` (one a
 512-token block of the prompt; the last may be partial), as published with Mooncake. Every request is
@@ -56,11 +56,11 @@ from kvdepot.core.calls import (
     ReserveCall,
     ReserveOutcome,
 )
+from kvdepot.core.candidate_heap import CandidateHeap
 from kvdepot.core.eviction import (
     DEFAULT_POLICY,
     NO_NODE,
     USELESS,
-    CandidateHeap,
     EvictionPolicy,
     policy_by_name,
     policy_names,

@@ -128,7 +128,7 @@ class Settings:
     capacity: str = "64MiB"
     write: str = "commit"
     codec: str = "none"
-    eviction: str = "gdsf"
+    eviction: str = "adaptive"
     io_workers: int = 2
     fsync: bool = False
     quota: str = ""

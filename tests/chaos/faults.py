@@ -135,7 +135,7 @@ def other_settings(world: World, rng: random.Random) -> Ending:
     else:
         depot.kill()
     settings.write = rng.choice(["commit", "second_use", "evict"])
-    settings.eviction = rng.choice(["gdsf", "lru"])
+    settings.eviction = rng.choice(["adaptive", "gdsf", "lru"])
     settings.quota = rng.choice(QUOTAS)
     settings.fsync = rng.random() < 0.3
     return depot.start

@@ -5,11 +5,7 @@ each is worth, and tells the policy in the calls of `EvictionPolicy` what happen
 unit is named by one node: an integer, dense from 0 and reused after `on_removed`. A
 policy keeps its knowledge in arrays indexed by it, never an object a node.
 
-The candidates of every policy lie in a `CandidateHeap`, binary heaps with the position
-of each (the indexed heap of Sedgewick and Wayne, Algorithms, 4th ed., 2.4), not in a
-lazy heap of (score, node) pairs: see ADR 0006 for what those cost. Each group of nodes has
-a heap of its own, so that the least useful of some groups is found without a search: see
-ADR 0016.
+The candidates of every policy lie in a `CandidateHeap`.
 """
 
 from __future__ import annotations
@@ -19,13 +15,13 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol
 
+from kvdepot.core.candidate_heap import CandidateHeap, missing_entries
 from kvdepot.core.errors import InvalidArgument
 
 NO_NODE: Final = 0xFFFF_FFFF
 USELESS: Final = 0.0
 """Worth of a unit that no request can use: it goes before all others."""
 
-_NOT_A_CANDIDATE: Final = -1
 _FIRST: Final = float("-inf")
 
 
@@ -69,111 +65,6 @@ class EvictionPolicy(Protocol):
         """
 
 
-class CandidateHeap:
-    """Nodes by score, the least first. O(log n) a change; 14 bytes a node and 4 bytes a candidate."""
-
-    def __init__(self) -> None:
-        self._score = array("d")  # by node
-        self._place = array("i")  # by node: its index in its group's heap
-        self._group = array("H")  # by node
-        # By group, none of them empty: no node has a lower score than the one at (index - 1) // 2.
-        self._heaps: dict[int, array[int]] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._heaps.values()))
-
-    def __contains__(self, node: int) -> bool:
-        return node < len(self._place) and self._place[node] != _NOT_A_CANDIDATE
-
-    @property
-    def size_bytes(self) -> int:
-        columns = (self._score, self._place, self._group)
-        return sum(column.itemsize * len(column) for column in columns) + 4 * len(self)
-
-    def first(self, groups: Iterable[int] | None = None) -> int | None:
-        """Return the least entry of these groups, or of all. O(groups)."""
-        heaps = self._heaps
-        held = heaps.values() if groups is None else [heaps[group] for group in groups if group in heaps]
-        return min((heap[0] for heap in held), key=self._score.__getitem__, default=None)
-
-    def score(self, node: int) -> float:
-        return self._score[node]
-
-    def put(self, node: int, score: float, group: int = 0) -> None:
-        """Add it to the group, or change its score there. O(1) where the score belongs at the end."""
-        self._know(node)
-        if self._place[node] != _NOT_A_CANDIDATE:
-            self.change(node, score)
-            return
-        self._score[node] = score
-        self._group[node] = group
-        heap = self._heaps.get(group)
-        if heap is None:
-            heap = self._heaps[group] = array("I")
-        heap.append(node)
-        self._rise(heap, len(heap) - 1, node)
-
-    def change(self, node: int, score: float) -> None:
-        """Change a candidate's score."""
-        before = self._score[node]
-        if score != before:
-            self._score[node] = score
-            (self._rise if score < before else self._sink)(self._heaps[self._group[node]], self._place[node], node)
-
-    def discard(self, node: int) -> None:
-        if node not in self:
-            return
-        place, group = self._place[node], self._group[node]
-        self._place[node] = _NOT_A_CANDIDATE
-        heap = self._heaps[group]
-        last = heap.pop()
-        if last != node:
-            # The last one fills the gap, and may belong above or below it.
-            self._rise(heap, place, last)
-            self._sink(heap, self._place[last], last)
-        elif not heap:
-            del self._heaps[group]
-
-    def _know(self, node: int) -> None:
-        """Make the arrays long enough for `node`."""
-        missing = _missing(node, self._place)
-        if missing:
-            self._place.extend(array("i", (_NOT_A_CANDIDATE,)) * missing)
-            self._score.extend(array("d", (0.0,)) * missing)
-            self._group.extend(array("H", (0,)) * missing)
-
-    def _rise(self, heap: array[int], place: int, node: int) -> None:
-        places, scores = self._place, self._score
-        score = scores[node]
-        while place:
-            above = (place - 1) >> 1
-            other = heap[above]
-            if scores[other] <= score:
-                break
-            heap[place] = other
-            places[other] = place
-            place = above
-        heap[place] = node
-        places[node] = place
-
-    def _sink(self, heap: array[int], place: int, node: int) -> None:
-        places, scores = self._place, self._score
-        score = scores[node]
-        end = len(heap)
-        while (below := 2 * place + 1) < end:
-            other = heap[below]
-            if below + 1 < end and scores[heap[below + 1]] < scores[other]:
-                below += 1
-                other = heap[below]
-            if scores[other] >= score:
-                break
-            heap[place] = other
-            places[other] = place
-            place = below
-        heap[place] = node
-        places[node] = place
-
-
 class LeastRecentlyUsed:
     """The candidate whose last commit or hit is the longest ago. 22 bytes a node."""
 
@@ -185,7 +76,7 @@ class LeastRecentlyUsed:
         self.on_hit(node, now)
 
     def on_hit(self, node: int, now: float) -> None:
-        missing = _missing(node, self._used_at)
+        missing = missing_entries(node, self._used_at)
         if missing:
             self._used_at.extend(array("d", (_FIRST,)) * missing)
         # A time before the last one is no reason to evict a node earlier.
@@ -222,7 +113,7 @@ Fewer are one conversation, edited or regenerated. The trace's hit rate differs 
 """
 _USES_MAX: Final = 7
 """Further uses raise a score no more, so that what was hot becomes evictable again."""
-_WEIGHT: Final = tuple(math.sqrt(uses + 1) for uses in range(_USES_MAX + 1))
+_WEIGHT: Final = [math.sqrt(uses + 1) for uses in range(_USES_MAX + 1)]
 GHOSTS_DEFAULT: Final = 1 << 16
 _CONTINUED: Final = 1  # something was committed below the node
 _STOP: Final = 2  # a request ended or resumed there, or paths part there
@@ -274,6 +165,7 @@ class GreedyDualSizeFrequency:
 
     def __init__(self, ghosts: int = GHOSTS_DEFAULT) -> None:
         self._candidates = CandidateHeap()
+        self._weight = _WEIGHT
         self._clock = 0.0
         self._touched = array("d")  # by node: the clock at its last use; _FIRST: not committed
         self._worth = array("f")
@@ -396,10 +288,10 @@ class GreedyDualSizeFrequency:
             return _FIRST
         if self._roles[node] == _CONTINUED:
             worth *= min(self._inside.value / self._stops.value, 1.0)
-        return self._touched[node] + _WEIGHT[self._uses[node]] * worth
+        return self._touched[node] + self._weight[self._uses[node]] * worth
 
     def _know(self, node: int) -> None:
-        missing = _missing(node, self._touched)
+        missing = missing_entries(node, self._touched)
         if not missing:
             return
         self._touched.extend(array("d", (_FIRST,)) * missing)
@@ -410,19 +302,119 @@ class GreedyDualSizeFrequency:
         self._roles.extend(bytes(missing))
 
 
-def _missing(node: int, column: array[float] | array[int]) -> int:
-    """Return by how much to lengthen a column so that it has `node`, in steps that make the cost per node small."""
-    missing = node + 1 - len(column)
-    return max(missing, len(column) // 8, 1024) if missing > 0 else 0
+_EXPONENT: Final = 0.5
+"""Of the uses in a score, without evidence: the root of `GreedyDualSizeFrequency`."""
+_EXPONENT_MAX: Final = 1.5
+_SIGNIFICANT: Final = 2.5
+"""Standard errors between the two rates of return before the exponent moves. At two more it has its limit."""
+_BATCH: Final = 8
+"""Evictions that count between two looks at the rates, which take 5 us."""
+_OUTCOMES: Final = 300.0
+"""Evictions that the rates of return cover: each counts less by a factor of 1 - 1 / 300 with the next."""
+_KEPT: Final = (1 - 1 / _OUTCOMES) ** _BATCH
+_PRIOR: Final = 8.0
+"""Evictions, with a rate of return of 0.15, that each class starts with."""
+_STEP: Final = 1 - (1 - 0.02) ** _BATCH
+"""How much of its way the exponent goes at one look: 2 % an eviction."""
+_VISIT: Final = 2
+"""Evictions that count after a request was at a node. The last block of a prompt is often partial: it never returns."""
+
+
+class AdaptiveGreedyDual(GreedyDualSizeFrequency):
+    """`GreedyDualSizeFrequency` with (uses + 1) to a power that follows what comes back after its eviction.
+
+    Whether uses say anything about further ones depends on the workload: for shared prompts and documents they do, and
+    for conversations they do not (ADR 77). Evictions are counted in two classes, of nodes with more uses than the
+    mean of those evicted and of others, and so are those of them that come back while their ghosts last. At the best
+    exponent both classes come back equally often: if the used ones do more often, they went too early, and it
+    rises; if they do less often, it falls to 0, where age alone decides. Without a significant difference it returns
+    to the root, so that chance moves nothing. 1 byte more a node, and 1 a ghost.
+    """
+
+    def __init__(self, ghosts: int = GHOSTS_DEFAULT) -> None:
+        super().__init__(ghosts)
+        self.exponent = _EXPONENT
+        self._pending = bytearray()  # by node: how many evictions from here upwards still count
+        self._ghost_class = bytearray(ghosts)  # by slot: 1 + class of a counted eviction, or 0
+        self._evicted = [0.0, 0.0]  # by class: few uses, many
+        self._returned = [0.0, 0.0]
+        self._mean_uses = 1.0
+        self._unseen = 0  # evictions that count, since `_adapt`
+
+    def on_hit(self, node: int, now: float) -> None:
+        self._know(node)
+        if self._touched[node] != _FIRST:
+            self._pending[node] = _VISIT
+        super().on_hit(node, now)
+
+    def on_end(self, node: int) -> None:
+        self._know(node)
+        self._pending[node] = _VISIT
+        super().on_end(node)
+
+    def on_evicted(self, node: int, heir: int) -> None:
+        super().on_evicted(node, heir)
+        pending, self._pending[node] = self._pending[node], 0
+        mark = self._marks[node]
+        slot = mark % len(self._ghost_marks)
+        remembered = mark != 0 and self._ghost_marks[slot] == mark
+        if remembered:
+            self._ghost_class[slot] = 0
+        if not pending:
+            return
+        uses = self._uses[node]
+        self._mean_uses += (uses - self._mean_uses) / 20
+        used = int(uses > self._mean_uses)
+        if remembered:
+            self._ghost_class[slot] = 1 + used
+        self._evicted[used] += 1
+        self._unseen += 1
+        if self._unseen == _BATCH:
+            self._unseen = 0
+            self._adapt()
+        if heir != NO_NODE and self._touched[heir] != _FIRST and self._children[heir] < 2:
+            self._pending[heir] = max(self._pending[heir], pending - 1)
+
+    def on_removed(self, node: int) -> None:
+        super().on_removed(node)
+        if node < len(self._pending):
+            self._pending[node] = 0
+
+    def _enter(self, node: int, parent: int, mark: int) -> None:
+        slot = mark % len(self._ghost_marks)
+        if mark and self._ghost_marks[slot] == mark and self._ghost_class[slot]:
+            self._returned[self._ghost_class[slot] - 1] += 1
+        super()._enter(node, parent, mark)
+
+    def _adapt(self) -> None:
+        """Move the exponent towards what the rates of return ask for."""
+        rates, variance = [], 0.0
+        for used in (0, 1):
+            self._evicted[used] *= _KEPT
+            self._returned[used] *= _KEPT
+            seen = self._evicted[used] + _PRIOR
+            rate = min((self._returned[used] + 0.15 * _PRIOR) / seen, 0.95)
+            rates.append(rate)
+            variance += rate * (1 - rate) / seen
+        errors = (rates[1] - rates[0]) / math.sqrt(variance)
+        evidence = math.copysign(min(max(abs(errors) - _SIGNIFICANT, 0.0) / 2, 1.0), errors)
+        self.exponent += _STEP * (_EXPONENT + evidence - self.exponent)
+        self.exponent = min(max(self.exponent, 0.0), _EXPONENT_MAX)
+        self._weight = [(uses + 1) ** self.exponent for uses in range(_USES_MAX + 1)]
+
+    def _know(self, node: int) -> None:
+        super()._know(node)
+        self._pending.extend(bytes(max(len(self._touched) - len(self._pending), 0)))
 
 
 _POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {
+    "adaptive": AdaptiveGreedyDual,
     "gdsf": GreedyDualSizeFrequency,
     "lru": lambda _: LeastRecentlyUsed(),
 }
 
 
-DEFAULT_POLICY: Final = "gdsf"
+DEFAULT_POLICY: Final = "adaptive"
 
 
 def policy_names() -> tuple[str, ...]:

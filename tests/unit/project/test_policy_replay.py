@@ -9,9 +9,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
 
 from benchmarks import policy
 from benchmarks.policy import GEOMETRIES, Geometry, Request, hit_rate
+from benchmarks.workload_policies import requests_of
 
 ATTENTION, HYBRID, DENSE = GEOMETRIES
 
@@ -96,14 +98,21 @@ def test_the_engine_under_lru_is_a_least_recently_used_block_cache() -> None:
 
 @pytest.mark.parametrize("workload", [conversations, shared_prompts, scans])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda geometry: geometry.name)
-def test_gdsf_is_never_much_worse_than_lru_and_nothing_beats_the_future(
+def test_no_policy_is_much_worse_than_lru_and_nothing_beats_the_future(
     workload: Callable[[Random, int], list[Request]], geometry: Geometry
 ) -> None:
     requests = workload(Random(2), 250)
-    lru, gdsf = (hit_rate(requests, geometry, name, 0.2) for name in ("lru", "gdsf"))
-    assert gdsf >= 0.9 * lru
+    rates = {name: hit_rate(requests, geometry, name, 0.2) for name in policy_names()}
+    assert min(rates.values()) >= 0.9 * rates["lru"]
     if geometry is ATTENTION:
-        assert max(lru, gdsf) <= hit_rate(requests, geometry, "belady", 0.2) + 0.01
+        assert max(rates.values()) <= hit_rate(requests, geometry, "belady", 0.2) + 0.01
+
+
+def test_with_one_state_a_prompt_the_default_keeps_what_tenants_share_and_gdsf_does_not() -> None:
+    requests = requests_of("tenants", 1, 600)
+    rates = {name: hit_rate(requests, HYBRID, name, 0.1) for name in policy_names()}
+    assert rates["gdsf"] < 0.9 * rates["lru"]
+    assert rates[DEFAULT_POLICY] > rates["lru"]
 
 
 def test_the_benchmark_writes_its_rows(tmp_path: Path) -> None:
@@ -111,6 +120,6 @@ def test_the_benchmark_writes_its_rows(tmp_path: Path) -> None:
     policy.main([str(trace), "--fractions", "0.2", "0.5", "--json", str(tmp_path / "out" / "policy.json")])
     rows = json.loads((tmp_path / "out" / "policy.json").read_text())["rows"]
     assert [(row["geometry"], row["policy"], row["fraction"]) for row in rows] == [
-        (geometry.name, "gdsf", fraction) for geometry in GEOMETRIES for fraction in (0.2, 0.5)
+        (geometry.name, DEFAULT_POLICY, fraction) for geometry in GEOMETRIES for fraction in (0.2, 0.5)
     ]
     assert all(0 <= row[name] <= 1 for row in rows for name in ("hit_rate", "lru", "lru_objects", "belady"))

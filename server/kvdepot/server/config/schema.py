@@ -265,7 +265,7 @@ class SessionsTable(Table):
 class PolicyTable(Table):
     """The table `[policy]`."""
 
-    eviction: Literal["gdsf", "lru"] = "gdsf"
+    eviction: Literal["adaptive", "gdsf", "lru"] = "adaptive"
     prefetch_share: float = Field(default=0.25, ge=0, le=1)
     pin_share: float = Field(default=0.25, ge=0, le=0.9)
     loads_in_flight: int = Field(default=64, ge=1, le=4096)

@@ -81,7 +81,7 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         ('[daemon]\nmetrics = "9421"', "daemon.metrics", 'expected "host:port"'),
         ('[daemon]\nmode = "rw-rw----"', "daemon.mode", "match pattern"),
         ("[policy]\nloads_in_flight = 0", "policy.loads_in_flight", "greater than or equal to 1"),
-        ('[policy]\neviction = "random"', "policy.eviction", "'gdsf' or 'lru'"),
+        ('[policy]\neviction = "random"', "policy.eviction", "'adaptive', 'gdsf' or 'lru'"),
         ('[sessions]\ncredit = "0"', "sessions.credit", "greater than 0"),
         ('[ram]\ncapacity = "512MiB"\n[sessions]\ncredit = "1GiB"', "sessions.credit", "at most the whole arena"),
         ('[log]\nlevel = "loud"', "log.level", "'info'"),
