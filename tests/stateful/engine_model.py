@@ -31,8 +31,11 @@ class EngineModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(tier=self.tier, quotas=self.quotas)
+        self.world = self.new_world()
         self.operator = Operator()
+
+    def new_world(self) -> World:
+        return World(tier=self.tier, quotas=self.quotas)
 
     def writing(self) -> list[tuple[str, int]]:
         return [(name, lease) for name, engine in self.world.engines.items() for lease in engine.writes]

@@ -7,9 +7,9 @@ at a line of its code: what it had stored in the tables by then is all that is l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
+from typing import Any
 
 import xxhash
 from kvdepot.core.calls import (
@@ -27,19 +27,18 @@ from kvdepot.core.errors import NotFound
 from kvdepot.core.keys import NamespaceSpec
 from kvdepot.core.planner import GroupSpec
 from kvdepot.server.depot.tree.index import NONE
-from kvdepot.server.depot.types import Quota, TierConfig
+from kvdepot.server.depot.types import OWN, Owner, Quota, TierConfig
 from kvdepot.server.storage.base import IoOutcome
 
 from tests.fakes.memory_tier import Job, MemoryTier
 from tests.fakes.shared_memory_tier import File
-from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_of, unpack
+from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, key, spec_of
 from tests.rigs.quota_audit import check_within_quotas
 from tests.stateful.auditing import compare, elements_of, flip
+from tests.stateful.held_extents import Held, Name, held_by, parts_of
 from tests.stateful.killing import Killed, killed_after
 from tests.stateful.outliving import check_restart, outliving
 
-Name = tuple[bytes, bytes, int]
-"""(namespace, key, kind) of an object."""
 DEPTH = 4
 ODD = spec_of(
     GroupSpec(Kind.ATTENTION, 16, rank_block_bytes=(6144,)),  # three pages, beside the two of DENSE: room gets cut up
@@ -52,15 +51,6 @@ WINDOWED = spec_of(
     name="windowed",
 )
 SPECS = {"a": DENSE, "b": DENSE, "c": ODD, "d": WINDOWED}
-
-
-@dataclass
-class Held:
-    """What a rank may touch of one object: its fragments (row, offset, length, generation)."""
-
-    name: Name
-    fragments: list[tuple[int, int, int, int]]
-    scratch: bool = False  # of an audit: nobody is ever served it
 
 
 @dataclass
@@ -122,22 +112,24 @@ class World:
         quotas: tuple[Quota, ...] = (),
         shared: TierConfig | None = None,
         neighbour: World | None = None,
+        specs: Mapping[str, NamespaceSpec] = SPECS,
+        **others: Any,
     ) -> None:
-        """`neighbour`: another node, over the same shared medium."""
+        """`neighbour`: another node, over the same shared medium. `others`: what the rig has otherwise."""
         medium = neighbour.rig.shared_medium if neighbour else None
-        self.rig = Rig(
-            data_pages, 40, 48, tier=tier, tier_bytes=14 * 12288, drop_nodes_max=1,
-            shared=shared, shared_handles=20, shared_medium=medium,
-            credit_bytes=14 * 4096, lease_deadline_seconds=10.0, grace_seconds=30.0,
-            provisional_seconds=20.0, high_watermark=0.9, low_watermark=0.7, loads_in_flight=3, evictions_at_once=2,
-            quotas=quotas, audit_sample=0.5, audit_share=0.25,
-        )  # fmt: skip
+        self.rig = Rig(**{
+            "data_pages": data_pages, "rows": 40, "lent_rows": 48, "tier": tier, "tier_bytes": 14 * 12288,
+            "drop_nodes_max": 1, "shared": shared, "shared_handles": 20, "shared_medium": medium,
+            "credit_bytes": 14 * 4096, "lease_deadline_seconds": 10.0, "grace_seconds": 30.0,
+            "provisional_seconds": 20.0, "high_watermark": 0.9, "low_watermark": 0.7, "loads_in_flight": 3,
+            "evictions_at_once": 2, "quotas": quotas, "audit_sample": 0.5, "audit_share": 0.25, **others,
+        })  # fmt: skip
         # Leases whose bytes an object may have.
         self.writers: dict[Name, set[int]] = neighbour.writers if neighbour else {}
         if neighbour is not None:
             self.rig.leases = neighbour.rig.leases << 1
         self.pids = 10
-        self.engines = {name: self._born(spec) for name, spec in SPECS.items()}
+        self.engines = {name: self._born(spec) for name, spec in specs.items()}
         self.split_objects = 0
         self.ghosts: list[Ghost] = []
         self.promoted = 0  # acquires that waited for a lower tier and were granted
@@ -162,12 +154,19 @@ class World:
         self.pids += 1
         return Depot(spec, self.pids)
 
+    def owner(self, who: str) -> Owner:
+        """Return the owner of an engine's processes."""
+        tenant = self.engines[who].spec.tenant
+        return Owner(1 + sorted(self.engines).index(who), tenant=tenant) if tenant else OWN
+
     # What engines do
 
     def attach(self, who: str) -> Client:
         engine = self.engines[who]
         if engine.client is None:
-            engine.client = self.rig.attach(who, engine.pid, engine.spec, elements_of(engine.spec))
+            engine.client = self.rig.attach(
+                who, engine.pid, engine.spec, elements_of(engine.spec), owner=self.owner(who)
+            )
             held = (*engine.writes, *engine.reads, *engine.waiting)
             lost = self.rig.depot.declare(DeclareCall(engine.client.session, held)).lost
             assert engine.waiting.keys() >= set(lost), "a lease that ranks still hold was freed"
@@ -186,7 +185,7 @@ class World:
         parent = keys_of(path, depth)[first - 1] if first else bytes(16)
         lease, reply = client.reserve(keys, kinds, start=first, parent=parent, request=f"r{path}")
         names = [(client.namespace, key, int(kind)) for key in keys for kind in kinds]
-        held = _held(names, reply.extents)
+        held = held_by(names, reply.extents, self.rig.part_of(engine.spec))
         if self.rig.depot.switches.refusal(Switch.STORES, client.namespace):
             assert set(reply.outcomes) == {ReserveOutcome.REFUSED}, "reserved while stores are off"
         granted = [i for i, outcome in enumerate(reply.outcomes) if outcome == ReserveOutcome.GRANTED]
@@ -201,7 +200,7 @@ class World:
     def scribble(self, who: str, lease: int) -> None:
         """Its ranks write, whatever the daemon thinks of the lease."""
         for held in self.engines[who].writes[lease].values():
-            for part, (_, offset, length, _) in zip(_parts(held, lease), held.fragments, strict=True):
+            for part, (_, offset, length, _) in zip(parts_of(held, lease), held.fragments, strict=True):
                 self.rig.buffer[offset : offset + length] = part
 
     def commit(self, who: str, lease: int, indices: list[int]) -> None:
@@ -238,7 +237,7 @@ class World:
         self.rig.depot.switch(switch, namespace_id, on=on)
         self.hear()
         if switch is Switch.LOADS and not on:
-            off = [spec for name, spec in SPECS.items() if not who or spec == SPECS[who]]
+            off = [one.spec for one in self.engines.values() if not who or one.spec == self.engines[who].spec]
             assert not any(one.waiting for one in self.engines.values() if one.spec in off), "waits yet"
             assert not any(wish.namespace.spec in off for wish in self.rig.depot._prefetch._requests.values())
 
@@ -330,7 +329,7 @@ class World:
                 if reply.outcome is AcquireOutcome.GRANTED:
                     self.promoted += waiting.late
                     self.received += any(not self._is_ours(name) for name in waiting.names)
-                    engine.reads[lease] = _held(waiting.names, reply.extents)
+                    engine.reads[lease] = held_by(waiting.names, reply.extents, self.rig.part_of(engine.spec))
                     assert self.check_bytes(engine.reads[lease]) == len(set(waiting.names))
 
     def _is_ours(self, name: Name) -> bool:
@@ -356,7 +355,7 @@ class World:
         for held in lease.values():
             if all(generation[row] == granted for row, _, _, granted in held.fragments):
                 seen = [bytes(self.rig.buffer[o : o + n]) for _, o, n, _ in held.fragments]
-                assert any(_parts(held, writer) == seen for writer in self.writers.get(held.name, ())), "wrong bytes"
+                assert any(parts_of(held, writer) == seen for writer in self.writers.get(held.name, ())), "wrong bytes"
                 checked += 1
         return checked
 
@@ -556,7 +555,7 @@ class World:
             for lease, objects in engine.writes.items():
                 for held in objects.values():
                     seen = [bytes(self.rig.buffer[o : o + n]) for _, o, n, _ in held.fragments]
-                    assert _parts(held, lease) == seen, "a writer's extents were given to somebody else"
+                    assert parts_of(held, lease) == seen, "a writer's extents were given to somebody else"
 
     def finish(self) -> None:
         """When every engine has died nothing is lent, reserved or owed."""
@@ -577,22 +576,3 @@ class World:
         assert not any(pins.prefetch.pinned) and not any(pins.user.pinned), "kept for nobody"
         assert not any(room.attention_bytes for room in self.rig.depot._ram.rooms)
         audit(self.rig.depot)
-
-
-def _held(names: list[Name], extents: bytes) -> dict[int, Held]:
-    held: dict[int, Held] = {}
-    for index, row, offset, length, generation in unpack(extents):
-        held.setdefault(index, Held(names[index], [])).fragments.append((row, offset, length, generation))
-    return held
-
-
-def _parts(held: Held, lease: int) -> list[bytes]:
-    """The writer's bytes, cut as the fragments are."""
-    token = blake2b(repr((held.name, lease)).encode()).digest()
-    total = sum(length for _, _, length, _ in held.fragments)
-    payload = (token * (total // len(token) + 1))[:total]
-    at, parts = 0, []
-    for _, _, length, _ in held.fragments:
-        parts.append(payload[at : at + length])
-        at += length
-    return parts
