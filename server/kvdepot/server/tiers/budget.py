@@ -21,6 +21,7 @@ class DailyBudget:
         self._wall_clock = wall_clock
         self._day = 0
         self._used = 0
+        self._refused = False
 
     @property
     def used(self) -> int:
@@ -30,7 +31,7 @@ class DailyBudget:
 
     @property
     def spent(self) -> bool:
-        return not self.allows(1)
+        return not self.allows(1) or self._refused
 
     @property
     def reason(self) -> str:
@@ -41,9 +42,15 @@ class DailyBudget:
         """Return whether the limit allows that much more."""
         return self._limit is None or self.used + amount <= self._limit
 
+    def refuse(self) -> None:
+        """Count as spent although less would be allowed, until the day ends or something is taken back."""
+        self._turn()
+        self._refused = True
+
     def spend(self, amount: int) -> None:
         """Count a use. What is taken back has a negative amount, and may be of the day before."""
         self._turn()
+        self._refused = self._refused and amount >= 0
         self._used = max(self._used + amount, 0)
 
     def recover(self, day: int, used: int) -> None:
@@ -55,4 +62,4 @@ class DailyBudget:
     def _turn(self) -> None:
         day = unix_seconds(self._wall_clock) // _DAY_SECONDS
         if day != self._day:
-            self._day, self._used = day, 0
+            self._day, self._used, self._refused = day, 0, False

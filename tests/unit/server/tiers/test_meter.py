@@ -98,6 +98,21 @@ def test_bytes_that_were_read_stop_reading_alone() -> None:
     assert metered.ask(PUT, Answer(OK, requests=1)).outcome is OK
 
 
+def test_a_read_that_was_refused_stops_reading_until_bytes_come_back_or_the_day_ends() -> None:
+    metered = Metered(read_bytes=NAME.raw_bytes + 1)
+    metered.ask(READ, Answer(OK, requests=1, received_bytes=NAME.raw_bytes))
+    assert metered.stops() == (False, False), "nobody knows yet that the next one is too long"
+    assert metered.ask(READ, Answer(OK)).outcome is IoOutcome.CANCELLED
+    assert metered.stops() == (True, False)
+    assert metered.meter.reason == "the read budget of this day is spent"
+    metered.meter.settle(READ, Answer(OK, requests=1, received_bytes=0))
+    assert metered.stops() == (False, False)
+    metered.meter.settle(READ, Answer(OK, requests=1, received_bytes=2 * NAME.raw_bytes))
+    assert metered.ask(READ, Answer(OK)).outcome is IoOutcome.CANCELLED
+    metered.now += DAY_SECONDS
+    assert metered.stops() == (False, False)
+
+
 def test_two_jobs_of_one_worker_add_up_whichever_answer_has_the_requests() -> None:
     metered = Metered(requests=100)
     metered.ask(PUT, Answer(OK, requests=7))  # of which four are the next job's

@@ -18,6 +18,8 @@ AGREE: Final = 0.8
 """Of the prompts have to say the same, else the machine is too noisy."""
 HIT_MIN: Final = 0.2
 """Of the tokens of prompts: with fewer loaded tokens there is nothing to judge."""
+OWN_MAX: Final = 0.05
+"""Of the tokens of prompts: with more that the engine still had itself, its own cache makes the times."""
 _FILLER_TOKENS: Final = 8_000
 _FILLED: Final = 1.2
 """As many tokens as the engine's cache holds, and a fifth more."""
@@ -75,6 +77,13 @@ class Found:
                 None,
                 f"NOTHING TO JUDGE: {percent(self.loaded)} of the tokens came from kvdepot; see kvdepotctl requests",
             )
+        own = self.ways[2].saved - self.loaded
+        if own > OWN_MAX:
+            return Verdict(
+                None,
+                f"NOTHING TO JUDGE: the engine's own cache still had {percent(own)} of the tokens;"
+                " use VLLM_SERVER_DEV_MODE=1, and no other load",
+            )
         faster = sum(one.ratio < 1 for one in self.asked) / len(self.asked)
         cold, depot = self.ways[0].p50_seconds, self.ways[2].p50_seconds
         gain = 1 - depot / cold
@@ -88,14 +97,16 @@ class Found:
 
     @property
     def break_even_tokens(self) -> float | None:
-        """Return from how many tokens on kvdepot is faster, by a line through either way; None: it never is."""
+        """Return from how many tokens on kvdepot is faster, by a line through either way; None: not by any line."""
         if len({one.tokens for one in self.asked}) < 2:
             return 0.0 if self.asked[0].ratio < 1 else None
         tokens = [one.tokens for one in self.asked]
         cold, depot = (statistics.linear_regression(tokens, [one.seconds[way] for one in self.asked])
                        for way in (COLD, DEPOT))  # fmt: skip
-        if cold.slope <= depot.slope:
-            return None
+        if cold.slope <= depot.slope:  # what kvdepot gains shrinks with the length
+            longest = max(tokens)
+            faster = depot.intercept + depot.slope * longest < cold.intercept + cold.slope * longest
+            return 0.0 if faster else None
         return max((depot.intercept - cold.intercept) / (cold.slope - depot.slope), 0.0)
 
     def _break_even(self) -> str:

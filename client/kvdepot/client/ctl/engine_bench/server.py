@@ -18,10 +18,17 @@ _COUNTER: Final = re.compile(r"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", re
 _BLOCKS: Final = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
 
 
+_FAILED: Final = re.compile(rb'"success"\s*:\s*false')
+
+
 class EngineBenchError(NotFound):
     """The server does not answer, or refuses what a measurement needs."""
 
     default_advice = "see the log of the vLLM server"
+
+
+class _NotOfferedError(EngineBenchError):
+    """The server has no such path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +59,15 @@ class EngineServer:
         self._path = parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_seconds = timeout_seconds
-        self.url = f"{parts.scheme}://{parts.netloc}{self._path}"
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{self._path}"  # without a password
 
     def model(self) -> tuple[str, int]:
         """Return the model's name and the most tokens of a request."""
-        found = json.loads(self._asked("GET", "/v1/models"))["data"]
-        if not found:
-            raise EngineBenchError(f"{self.url} serves no model")
-        return str(found[0]["id"]), int(found[0].get("max_model_len") or 0)
+        try:
+            found = json.loads(self._asked("GET", "/v1/models"))["data"]
+            return str(found[0]["id"]), int(found[0].get("max_model_len") or 0)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise EngineBenchError(f"{self.url} names no model", advice="name the URL of a vLLM") from error
 
     def ask(self, model: str, tokens: list[int]) -> float:
         """Return the seconds until the first token of an answer to this prompt."""
@@ -71,12 +79,10 @@ class EngineServer:
     def reset_own_cache(self) -> bool:
         """Have the engine forget its own prefix cache. Return False if the server does not offer that."""
         try:
-            answer = json.loads(self._asked("POST", "/reset_prefix_cache") or b"{}")
-        except EngineBenchError as error:
-            if "404" in str(error):
-                return False
-            raise
-        if answer.get("success") is False:
+            answer = self._asked("POST", "/reset_prefix_cache")
+        except _NotOfferedError:
+            return False
+        if _FAILED.search(answer):
             raise EngineBenchError("the engine could not reset its prefix cache: it serves others", advice="try later")
         return True
 
@@ -111,7 +117,8 @@ class EngineServer:
             connection.close()
         if not 200 <= answer.status < 300:
             said = content[:300].decode(errors="replace")
-            raise EngineBenchError(f"{self.url}{path} answers {answer.status}: {said}")
+            kind = _NotOfferedError if answer.status == http.client.NOT_FOUND else EngineBenchError
+            raise kind(f"{self.url}{path} answers {answer.status}: {said}")
         return content
 
     def _connection(self) -> http.client.HTTPConnection:

@@ -46,7 +46,10 @@ class Meter:
     def charge(self, job: Job) -> bool:
         """Count what a job costs. Return False, and count nothing, if a limit does not allow it."""
         requests, read_bytes = _cost(job)
-        if not (self._requests.allows(requests) and self._read.allows(read_bytes)):
+        if not self._read.allows(read_bytes):
+            self._read.refuse()  # what is offered is not loaded any more, so nothing more may be offered
+            return False
+        if not self._requests.allows(requests):
             return False
         self._requests.spend(requests)
         self._read.spend(read_bytes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvdepot.client.ctl.engine_bench.measuring import COLD, DEPOT, OWN, Asked, Found, Measuring, Way, fillers
@@ -65,6 +67,22 @@ def test_other_prompts_push_the_own_cache_out_where_it_cannot_be_reset() -> None
     assert found.loaded == found.ways[2].saved > 0.5
 
 
+def test_what_the_own_cache_still_had_is_no_gain_of_kvdepot() -> None:
+    found = prompts()
+    with FakeServer(offers_reset=False) as fake:
+        fake.cache_blocks = 100_000
+        half = EngineServer(fake.url)
+        measuring = Measuring(half, "toy", lambda: _forget_half(fake), lambda text: None, [[60] * BLOCK_TOKENS])
+        result = measuring.run(found)
+    assert result.loaded > 0.2 and result.ways[2].saved - result.loaded > 0.2
+    assert result.verdict.worth is None and "own cache still had" in result.verdict.text
+
+
+def _forget_half(fake: FakeServer) -> None:
+    longest = max(map(len, fake.own))
+    fake.own = {one: None for one in fake.own if len(one) < longest // 4}
+
+
 def test_an_engine_that_serves_others_is_not_measured() -> None:
     with FakeServer() as fake:
         fake.idle = False
@@ -91,6 +109,29 @@ def test_a_server_that_is_not_there_or_refuses_is_one_error() -> None:
         EngineServer(url).model()
 
 
+class _Answering(EngineServer):
+    """A server that gives one answer."""
+
+    def __init__(self, status: int, content: bytes, port: int = 8000) -> None:
+        super().__init__(f"http://user:hunter2@localhost:{port}")
+        self._answer = status, content
+
+    def _connection(self) -> Any:
+        answer = SimpleNamespace(status=self._answer[0], read=lambda _: self._answer[1])
+        return SimpleNamespace(request=lambda *_: None, getresponse=lambda: answer, close=lambda: None)
+
+
+def test_an_answer_of_something_else_is_an_error_without_the_password_of_the_url() -> None:
+    for content in (b"<html>", b"[]", b"{}", b'{"data": []}', b'{"data": [1]}'):
+        with pytest.raises(EngineBenchError, match="names no model") as raised:
+            _Answering(200, content).model()
+        assert "hunter2" not in str(raised.value)
+    with pytest.raises(EngineBenchError, match="answers 500"):
+        _Answering(500, b"", port=8404).reset_own_cache()
+    assert not _Answering(404, b"").reset_own_cache()
+    assert _Answering(200, b"").reset_own_cache()
+
+
 def timed(pairs: list[tuple[int, float, float]], loaded: float = 0.9) -> Found:
     """Return prompts by (tokens, seconds cold, seconds with kvdepot)."""
     asked = [Asked(tokens, {COLD: cold, OWN: 0.1, DEPOT: depot}) for tokens, cold, depot in pairs]
@@ -108,6 +149,8 @@ def test_the_verdict_needs_a_gain_on_which_prompts_agree() -> None:
     assert "break-even at 1000 tokens" in later.verdict.text
     bad = timed([(tokens, 0.001 * tokens, 0.002 * tokens) for tokens in range(1000, 9000, 1000)])
     assert bad.verdict.worth is False and "no length of a prompt gains" in bad.verdict.text
+    flat = timed([(tokens, 1 + 0.0001 * tokens, 0.1 + 0.00011 * tokens) for tokens in range(1000, 9000, 1000)])
+    assert flat.verdict.worth is True and "every length gains" in flat.verdict.text
     noisy = timed([(tokens, 1.0, 0.5 if tokens % 2000 else 1.5) for tokens in range(1000, 9000, 1000)])
     assert noisy.verdict.worth is None and "too noisy" in noisy.verdict.text
 
