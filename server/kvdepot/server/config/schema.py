@@ -75,7 +75,8 @@ def _auto_or_size(text: str) -> int | Literal["auto"]:
 
 
 Size = Annotated[int, _text(parse_size_bytes, "64GiB"), Field(gt=0)]
-CountOrNone = Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_none_or_count)]
+CountOrNone = Annotated[Annotated[int, Field(gt=4)] | None, BeforeValidator(_none_or_count)]
+"""A start takes four requests to a bucket."""
 SizeOrNone = Annotated[Annotated[int, Field(gt=0)] | None, _text(_none_or_size, "64GiB")]
 Rate = Annotated[int, _text(parse_rate_bytes_per_second, "50MiB/s"), Field(ge=0)]
 AutoSize = Annotated[int | Literal["auto"], _text(_auto_or_size, "64GiB")]

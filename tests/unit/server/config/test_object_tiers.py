@@ -40,6 +40,7 @@ def test_an_object_tier_has_the_bucket_and_the_prefix_as_its_place(tmp_path: Pat
         ('url = "s3://kv"\nendpoint = "http://host:1"', "set allow_http"),
         (f'url = "s3://kv"\nendpoint = "https://user:{SECRET}@host"', "without user"),
         ('url = "gs://kv"\nendpoint = "https://host"', "begins with s3://"),
+        ('url = "s3://kv"\nrequest_budget = 4', "greater than 4"),
         (f'url = "s3://kv"\ncredentials_file = "{SECRET}"', "absolute path"),
     ],
 )

@@ -115,7 +115,7 @@ def _process(host: Host, pid: int) -> EngineProcess:
 def _file_flags(host: Host, pid: int, file: str) -> dict[str, str]:
     """Return the flags of a `--config` file, as the process sees the file. Raise InvalidArgument."""
     try:
-        from yaml import YAMLError, safe_load  # vLLM's environment has it
+        from yaml import AliasEvent, YAMLError, parse, safe_load  # vLLM's environment has it
     except ImportError as error:
         raise InvalidArgument(f"--config {file}: this Python has no PyYAML to read it with") from error
     seen = file if file.startswith("/") else f"{host.link(f'/proc/{pid}/cwd')}/{file}"
@@ -123,12 +123,17 @@ def _file_flags(host: Host, pid: int, file: str) -> dict[str, str]:
     if data is None:
         raise InvalidArgument(f"--config {file}: it cannot be read")
     try:
+        if any(isinstance(event, AliasEvent) for event in parse(data)):  # a small file could become any size
+            raise InvalidArgument(f"--config {file}: aliases are not read")
         found = safe_load(data)
-    except (YAMLError, ValueError) as error:
-        raise InvalidArgument(f"--config {file}: no YAML: {str(error).splitlines()[0]}") from error
-    if not isinstance(found, dict):
-        raise InvalidArgument(f"--config {file}: no keys and values")
-    return parse_flags(list(_words(found)))[1]
+        if not isinstance(found, dict):
+            raise InvalidArgument(f"--config {file}: no keys and values")
+        words = list(_words(found))
+    except InvalidArgument:
+        raise
+    except (YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise InvalidArgument(f"--config {file}: no YAML of flags: {str(error).partition(chr(10))[0]}") from error
+    return parse_flags(words)[1]
 
 
 def _words(flags: dict[Any, Any]) -> Iterator[str]:

@@ -232,7 +232,16 @@ kv-transfer-config: {transfer()}
 
 @pytest.mark.parametrize(
     ("file", "why"),
-    [(None, "cannot be read"), ("a: [", "no YAML"), ("- a", "no keys and values"), ("#" * (1 << 20), "cannot be read")],
+    [
+        (None, "cannot be read"),
+        ("a: [", "no YAML"),
+        ("- a", "no keys and values"),
+        ("#" * (1 << 20), "cannot be read"),
+        ("a: {b: 2020-01-01}", "no YAML of flags"),
+        ("a: {2020-01-01: b}", "no YAML of flags"),
+        ("a: " + "[" * 5000 + "]" * 5000, "no YAML of flags"),
+        ("a: &a {b: c}\nd: {e: *a, f: *a}", "aliases are not read"),
+    ],
 )
 def test_a_file_that_cannot_be_read_is_said_and_nothing_is_judged(tmp_path: Path, file: str | None, why: str) -> None:
     process = started(tmp_path, [model_folder(tmp_path, DENSE), "--config", "f.yaml"], file and file + "\n")
