@@ -49,6 +49,21 @@ def test_each_way_computes_what_it_has_to_and_no_more() -> None:
     assert own.saved == depot.saved == found.loaded == pytest.approx(share)
 
 
+def test_what_the_first_request_of_a_server_takes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, asked = EngineServer.ask, []
+
+    def slow_at_first(server: EngineServer, model: str, tokens: list[int]) -> float:
+        asked.append(tokens)
+        return ask(server, model, tokens) + (1000.0 if len(asked) == 1 else 0.0)
+
+    monkeypatch.setattr(EngineServer, "ask", slow_at_first)
+    with FakeServer() as fake:
+        found = measured(fake)
+    assert max(seconds for one in found.asked for seconds in one.seconds.values()) < 1000
+    assert len(asked) == 1 + 3 * len(found.asked) and len(asked[0]) == max(one.tokens for one in found.asked)
+    assert found.ways[0].saved == 0
+
+
 def test_a_connector_that_stores_nothing_is_no_verdict() -> None:
     with FakeServer(outside=False) as fake:
         found = measured(fake)
