@@ -159,9 +159,9 @@ class SharedHarness:
 
     tier: Tier
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, touches: bool = True) -> None:
         self.arena = memoryview(mmap.mmap(-1, ARENA_BYTES_MIN))
-        self._rig = SharedRig(root, arena=self.arena, handles_max=512)
+        self._rig = SharedRig(root, arena=self.arena, handles_max=512, touches=touches)
         self._take()
 
     def _take(self) -> None:
@@ -192,7 +192,7 @@ class BucketHarness(SharedHarness):
 
     def __init__(self, root: Path) -> None:
         self._store = MemoryStore()
-        super().__init__(root)
+        super().__init__(root, touches=False)
 
     def _take(self) -> None:
         super()._take()

@@ -24,7 +24,6 @@ from kvdepot.server.io.jobs import (
     ReadFile,
     ReadObject,
     StatFiles,
-    TouchFiles,
     WriteObject,
 )
 from kvdepot.server.io.macs import mac_of
@@ -46,11 +45,6 @@ def _bucket(context: Context) -> Bucket:
 def _stat(job: StatFiles, context: Context) -> Answer:
     """Return the length of each object, or ABSENT. One request each, and many at once."""
     return ask_each(job.files, _bucket(context).head)
-
-
-def _touch(job: TouchFiles, context: Context) -> Answer:  # noqa: ARG001
-    """Do nothing: objects have no time that a request could set without writing them again."""
-    return Answer(IoOutcome.OK, lengths=(0,) * len(job.files))
 
 
 def _read(job: ReadFile, context: Context) -> Answer:
@@ -186,7 +180,6 @@ IN_BUCKET: Final[dict[type[Any], Callable[[Any, Context], Answer]]] = {
     StatFiles: _stat,
     ReadFile: _read,
     PublishFile: _publish,
-    TouchFiles: _touch,
     Probe: _probe,
 }
 """What is done to a bucket. A worker of a bucket gets no other jobs."""

@@ -15,6 +15,7 @@ class ObjectConfig(SharedConfig):
     Nothing is counted or evicted in the bucket: its lifecycle rules delete.
     """
 
+    touches: bool = False
     kind: str = "object"
     bucket: BucketSettings = field(default_factory=lambda: BucketSettings(""))
     request_budget: int | None = None  # a day (UTC), of this daemon; None: none

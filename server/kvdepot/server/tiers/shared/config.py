@@ -25,6 +25,7 @@ class SharedConfig(LowerTierConfig):
     keys: KeyRing = NO_KEYS  # at the start; a reload may bring others
     high_watermark: float = 0.95
     low_watermark: float = 0.90
+    touches: bool = True  # whether the files have a time that a use sets
     kind: str = "shared"
 
     @property

@@ -31,6 +31,8 @@ class Recency:
 
     def used(self, handles: Sequence[int]) -> None:
         """Note a use of these objects, parents first."""
+        if not self._directory.config.touches:
+            return
         holdings, now = self._directory.holdings, int(self._directory.clock())
         for handle in handles:
             touched_at = holdings.touched_at(handle)

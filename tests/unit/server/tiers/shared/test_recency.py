@@ -47,6 +47,15 @@ def test_what_this_node_has_published_needs_no_touch_for_an_hour(rig: SharedRig)
     assert not rig.jobs(TouchFiles)
 
 
+def test_where_nothing_has_a_time_no_job_is_made_for_it(tmp_path: Path) -> None:
+    rig = SharedRig(tmp_path / "shared", touches=False)
+    handle = rig.stored(NAME)
+    rig.tick(TOUCH_SECONDS + 1)
+    rig.tier.used([handle])
+    rig.settle()
+    assert not rig.jobs(TouchFiles), "its answer would say that requests work"
+
+
 @pytest.mark.requirement("P6")
 def test_a_touch_finds_out_what_is_gone(rig: SharedRig) -> None:
     handles = [rig.stored(name_of(1)), rig.stored(name_of(2))]
