@@ -23,6 +23,7 @@ _CREDENTIALS_BYTES_MAX: Final = 64 << 10
 _DETAIL_CHARACTERS: Final = 300
 _QUERY: Final = re.compile(r"(?<=\S)\?\S+")
 _CHUNK_BYTES: Final = 1 << 20
+_PAUSE_SECONDS: Final = 0.002
 _BACKOFF: Final = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2}
 
 
@@ -180,8 +181,12 @@ class Bucket:
     def _put(self, key: str, views: Sequence[memoryview | bytes], mode: Any) -> None:
         import obstore
 
-        with _as_os_errors("put", key):
-            obstore.put(self._opened(), key, iter(views), mode=mode, use_multipart=False)
+        lent = [memoryview(view) if isinstance(view, memoryview) else view for view in views]
+        try:
+            with _as_os_errors("put", key):
+                obstore.put(self._opened(), key, iter(lent), mode=mode, use_multipart=False)
+        finally:
+            _take_back(lent)
 
     def take_counts(self) -> tuple[int, int]:
         """Return the requests, and the bytes of objects received, since this was last called. Retries do not count."""
@@ -209,6 +214,22 @@ class Bucket:
             except FileNotFoundError as error:  # which says nothing of the key
                 raise PermissionError(errno.EACCES, "the file of credentials is not there", path) from error
             return self._store
+
+
+def _take_back(lent: Sequence[memoryview | bytes]) -> None:
+    """Wait until the library has let go of views that may change afterwards, for as long as the worker lives.
+
+    A server may answer before it has read all of a request. The library returns then, and continues to send.
+    """
+    views = [view for view in lent if isinstance(view, memoryview)]
+    pause = threading.Event()  # never set
+    while views:
+        try:
+            views[-1].release()
+        except BufferError:
+            pause.wait(_PAUSE_SECONDS)
+        else:
+            views.pop()
 
 
 def _open(settings: BucketSettings, credentials: dict[str, str]) -> Any:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import mmap
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,13 @@ from kvdepot.server.io.jobs import Part
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
+from tests.rigs.patience import patient
+
 SECRET = "hunter2"
 KEY = "a/b.kvd"
+LARGE_BYTES = 32 << 20
+"""More than the sockets hold."""
+UNREAD_SECONDS = 0.5
 
 
 def in_memory() -> Bucket:
@@ -124,6 +132,48 @@ def test_a_put_into_a_bucket_that_is_gone_is_an_error(monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="NoSuchBucket") as raised:
         in_memory().create(KEY, [b"1"])
     assert raised.value.errno == errno.EIO
+
+
+class EarlyServer:
+    """Answers a put 412 after its first bytes, and reads the rest later: when told to, or after a while."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.returned = threading.Event()
+        self.body = b""
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def _serve(self) -> None:
+        with self._socket, self._socket.accept()[0] as client:
+            while b"\r\n\r\n" not in self.body:
+                self.body += client.recv(1 << 16)
+            client.sendall(b"HTTP/1.1 412 Precondition Failed\r\nContent-Length: 0\r\n\r\n")
+            self.returned.wait(patient(UNREAD_SECONDS))
+            self.body = self.body.partition(b"\r\n\r\n")[2]
+            while len(self.body) < LARGE_BYTES and (more := client.recv(1 << 20)):
+                self.body += more
+
+
+@pytest.mark.requirement("I6")
+def test_a_put_returns_when_nothing_of_its_views_is_sent_any_more(tmp_path: Path) -> None:
+    server = EarlyServer()
+    file = tmp_path / "credentials"
+    file.write_text("access_key_id = a\nsecret_access_key = b\n")
+    file.chmod(0o600)
+    bucket = Bucket(BucketSettings("s3://kv", server.url, "r", allow_http=True, credentials_file=str(file), retries=0))
+    arena = memoryview(mmap.mmap(-1, LARGE_BYTES))
+    arena[:] = b"1" * LARGE_BYTES
+    with pytest.raises(FileExistsError):
+        bucket.create(KEY, [arena])
+    arena[:] = b"2" * LARGE_BYTES  # given back, and another object's
+    server.returned.set()
+    server.thread.join()
+    assert (len(server.body), server.body.count(b"2")) == (LARGE_BYTES, 0)
 
 
 def test_credentials_are_read_again_when_their_file_changes(tmp_path: Path) -> None:
