@@ -131,6 +131,17 @@ def test_first_tokens_of_a_server_are_measured_and_reported(daemon: DaemonProces
     assert len(found["prompts"]) == 4 and found["verdict"] in report.read_text()
 
 
+def test_what_cannot_end_well_costs_the_server_nothing(daemon: DaemonProcess, tmp_path: Path) -> None:
+    with FakeServer() as server:
+        server.own[(1,)] = None
+        command = ("bench", "engine", "--url", server.url, "--prompts", "2")
+        nobody = kvdepotctl(f"unix://{tmp_path}/none", *command)
+        nowhere = kvdepotctl(daemon, *command, "--html", f"{tmp_path}/none/report.html")
+    assert nobody.returncode == 3 and "Traceback" not in nobody.stderr
+    assert nowhere.returncode == 2 and "no such directory" in nowhere.stderr
+    assert server.prompts == [] and server.own
+
+
 def test_a_server_that_keeps_its_cache_is_refused_with_what_to_do(daemon: DaemonProcess) -> None:
     with FakeServer(offers_reset=False) as server:
         done = kvdepotctl(daemon, "bench", "engine", "--url", server.url, "--prompts", "2")

@@ -20,6 +20,7 @@ from kvdepot.client.ctl.engine_bench.server import EngineBenchError, EngineServe
 from kvdepot.client.ctl.engine_bench.workloads import WORKLOADS, items
 from kvdepot.client.ctl.printer import new_table
 from kvdepot.client.ctl.texts import escape, say
+from kvdepot.core.errors import InvalidArgument
 from rich.console import Console
 
 if TYPE_CHECKING:
@@ -64,13 +65,16 @@ def engine(
             tokens_max=(tokens_max or known.known_max + known.new + _ANSWER_TOKENS) - _ANSWER_TOKENS,
         )
     )  # fmt: skip
+    if html_file is not None and not html_file.parent.is_dir():
+        raise InvalidArgument(f"--html {html_file}: no such directory")
     fill_prompts = fillers(server, prompts[0].tokens, seed + 1) if fill else []
-    if not fill and not server.reset_own_cache():
-        raise EngineBenchError(
-            f"{server.url} has no /reset_prefix_cache",
-            advice="start it with VLLM_SERVER_DEV_MODE=1, or use --fill",
-        )
     with connect(*connection) as operator, console.status("measuring") as shown:
+        operator.status()  # a daemon that does not answer costs the engine nothing
+        if not fill and not server.reset_own_cache():
+            raise EngineBenchError(
+                f"{server.url} has no /reset_prefix_cache",
+                advice="start it with VLLM_SERVER_DEV_MODE=1, or use --fill",
+            )
         tell = shown.update if console.is_terminal else _silent
         found = Measuring(server, model, lambda: _stored(operator), tell, fill_prompts).run(prompts)
     facts = {
