@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from kvdepot.core.report import DaemonStatus
+from kvdepot.core.units import duration_text
 from kvdepot.core.verdict import PROBLEMS_MAX, Health, Problem, Verdict
 
 MINUTES_15: Final = 900.0
@@ -21,6 +22,8 @@ LATE_SECONDS: Final = 0.25
 DEGRADED_STATES: Final = frozenset({"degraded", "read-only", "offline"})
 DISABLED: Final = frozenset({"open", "probing"})
 """States of the breaker of a tier that is not used."""
+CERTIFICATE_SECONDS: Final = 7 * DAY
+"""Before its end a certificate has to be renewed."""
 _IDS_SHOWN: Final = 3
 _ELECTION_SECONDS: Final = 60.0
 """After so long a node knows the janitor of a shared directory."""
@@ -70,6 +73,13 @@ def _switched_off(what: str, *, all_off: bool, namespaces: tuple[bytes, ...]) ->
     elif ids:
         more = f" and {len(ids) - _IDS_SHOWN} more" if len(ids) > _IDS_SHOWN else ""
         yield f"for {', '.join(ids[:_IDS_SHOWN])}{more}", f"kvdepotctl {what} on {ids[0]}"
+
+
+def _certificate_expires(status: DaemonStatus, _: Growth) -> Texts:
+    left = status.certificate_seconds_left
+    if left is not None and left < CERTIFICATE_SECONDS:
+        when = f"expires in {duration_text(left)}" if left > 0 else f"expired {duration_text(-left)} ago"
+        yield f"the certificate of [tls] {when}", "renew the file; the daemon reads it again"
 
 
 def _tier_degraded(status: DaemonStatus, _: Growth) -> Texts:
@@ -199,6 +209,7 @@ CHECKS: Final[Mapping[str, Callable[[DaemonStatus, Growth], Texts]]] = {
     "WORKERS_HANG": _workers_hang,
     "NO_JANITOR": _no_janitor,
     "OTHER_KEYS": _other_keys,
+    "TLS_EXPIRES": _certificate_expires,
     "LOOP_LATE": _loop_late,
     "DEFECT": _defect,
     "LEASES_EXPIRE": _leases_expire,

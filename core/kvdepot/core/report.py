@@ -194,3 +194,4 @@ class DaemonStatus:
     tenants: tuple[TenantStatus, ...] = ()
     health: Health = field(default_factory=Health)
     histograms: tuple[HistogramStatus, ...] = ()
+    certificate_seconds_left: float | None = None  # negative: it has expired; None: no address needs one

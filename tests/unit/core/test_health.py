@@ -66,6 +66,10 @@ CAUSES: Mapping[str, tuple[DaemonStatus, Grown, str, str]] = {
         WELL, {("audits", DAY): {"drifted": 1.0, "equal": 900.0}},
         "1 stored object differed from recomputed ones in the last day", "",
     ),
+    "TLS_EXPIRES": (
+        replace(WELL, certificate_seconds_left=2.0 * DAY), {},
+        "the certificate of [tls] expires in 2 d", "renew the file; the daemon reads it again",
+    ),
     "LOOP_LATE": (
         WELL, {("loop_ticks", MINUTES_15): {"late": 5.0, "in_time": 95.0}},
         "5 % of the ticks were late by more than 0.25 s in the last 15 min", "",
@@ -100,6 +104,15 @@ CAUSES: Mapping[str, tuple[DaemonStatus, Grown, str, str]] = {
         "nvme: 70 % of the writes of the last 15 min were dropped", "",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [(7.0 * DAY, ""), (7.0 * DAY - 1, "expires in 6 d 23 h"), (-3600.0, "expired 1 h ago"), (None, "")],
+)
+def test_a_certificate_is_a_problem_in_its_last_week_and_after_it(left: float | None, message: str) -> None:
+    found = health(replace(WELL, certificate_seconds_left=left), lambda *_: {})
+    assert [one.message for one in found.problems] == ([f"the certificate of [tls] {message}"] if message else [])
 
 
 @pytest.mark.requirement("O1")

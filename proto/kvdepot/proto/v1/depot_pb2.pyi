@@ -1080,6 +1080,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     TENANTS_FIELD_NUMBER: builtins.int
     HEALTH_FIELD_NUMBER: builtins.int
     HISTOGRAMS_FIELD_NUMBER: builtins.int
+    CERTIFICATE_SECONDS_LEFT_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
     pid: builtins.int
     uptime_seconds: builtins.float
@@ -1087,6 +1088,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     reason: builtins.str
     arena_id: builtins.int
     run: builtins.int
+    certificate_seconds_left: builtins.float
+    """Until the certificate of the daemon's TLS addresses expires; negative after it. Absent: there are none."""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TierStatus]: ...
     @property
@@ -1130,9 +1133,11 @@ class GetStatusResponse(google.protobuf.message.Message):
         tenants: collections.abc.Iterable[global___TenantStatus] | None = ...,
         health: global___Health | None = ...,
         histograms: collections.abc.Iterable[global___Histogram] | None = ...,
+        certificate_seconds_left: builtins.float | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["epochs", b"epochs", "health", b"health", "switches", b"switches"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["arena_id", b"arena_id", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "health", b"health", "histograms", b"histograms", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_certificate_seconds_left", b"_certificate_seconds_left", "certificate_seconds_left", b"certificate_seconds_left", "epochs", b"epochs", "health", b"health", "switches", b"switches"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_certificate_seconds_left", b"_certificate_seconds_left", "arena_id", b"arena_id", "certificate_seconds_left", b"certificate_seconds_left", "counters", b"counters", "daemon_version", b"daemon_version", "epochs", b"epochs", "health", b"health", "histograms", b"histograms", "namespaces", b"namespaces", "pid", b"pid", "pins", b"pins", "quotas", b"quotas", "ready", b"ready", "reason", b"reason", "run", b"run", "sessions", b"sessions", "switches", b"switches", "tenants", b"tenants", "tiers", b"tiers", "uptime_seconds", b"uptime_seconds"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_certificate_seconds_left", b"_certificate_seconds_left"]) -> typing.Literal["certificate_seconds_left"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse
 

@@ -323,6 +323,7 @@ class Node:
             pins=self._depot.pins.statuses(),
             epochs=self._depot.invalidation.epochs,
             histograms=self._counters.histogram_statuses(),
+            certificate_seconds_left=self._operators.certificate_seconds_left,
         )
         return replace(status, health=self._verdicts.health(status))
 

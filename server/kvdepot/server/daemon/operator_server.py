@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -50,6 +51,11 @@ class OperatorServer:
         if config.tables.tls.on:
             files = config.tables.tls.files
             self._tls = TlsListener(remote, files, load_tls(config.file, files), loop=loop, log=log)
+
+    @property
+    def certificate_seconds_left(self) -> float | None:
+        """Return the time until the daemon's certificate expires, negative after it; None without TLS."""
+        return None if self._tls is None else self._tls.expires_at - time.time()
 
     async def listen(self, daemon: DaemonTable) -> None:
         """Raise OSError if a socket cannot be had."""

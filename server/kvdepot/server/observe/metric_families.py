@@ -23,6 +23,8 @@ from kvdepot.server.observe.metric_family import (
     LOWER,
     OF_SEVERAL,
     Family,
+    Samples,
+    Scrape,
     counter,
     gauge,
     tier_counter,
@@ -33,6 +35,11 @@ from kvdepot.server.platform.guard import PLACES
 
 def _names(outcomes: Iterable[AcquireOutcome] | Iterable[ReserveOutcome] | Iterable[CommitOutcome]) -> list[str]:
     return [outcome.name.lower() for outcome in outcomes]
+
+
+def _certificate_seconds(scrape: Scrape) -> Samples:
+    left = scrape.status.certificate_seconds_left
+    return [] if left is None else [((), left)]
 
 
 _WASTED = (
@@ -74,6 +81,12 @@ _DAEMON = (
     ),
     gauge("uptime_seconds", "Seconds since the start of the daemon.", lambda status: status.uptime_seconds),
     gauge("arena_runs", "Daemon runs on this arena. More than 1: the arena was adopted.", lambda status: status.run),
+    Family(
+        "certificate_remaining_seconds",
+        "gauge",
+        "Seconds until the certificate of `[tls]` expires. Negative after it. Absent without TLS addresses.",
+        samples=_certificate_seconds,
+    ),
     gauge("namespaces", "Known namespaces. `kvdepotctl ls` lists them.", lambda status: len(status.namespaces)),
     Family(
         "loop_lag_seconds",

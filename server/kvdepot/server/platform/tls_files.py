@@ -28,11 +28,12 @@ class TlsFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """What a TLS server needs, each as PEM."""
+    """What a TLS server needs, each as PEM. `expires_at`: the end of the certificate, in unix seconds."""
 
     cert: bytes
     key: bytes
     client_ca: bytes
+    expires_at: float
 
 
 class TlsFiles:
@@ -47,8 +48,10 @@ class TlsFiles:
     def load(self) -> Pem:
         """Return what the files have. Raise TlsFileError."""
         before = self._stamps()
-        pem = Pem(_public("cert", self._cert), _secret("key", self._key), _public("client_ca", self._client_ca))
+        cert, key = _public("cert", self._cert), _secret("key", self._key)
+        client_ca = _public("client_ca", self._client_ca)
         self._check()
+        pem = Pem(cert, key, client_ca, _checked(cert, self._cert))
         if self._stamps() != before:
             raise TlsFileError("cert", "the files change while they are read")
         self._seen = before
@@ -69,8 +72,6 @@ class TlsFiles:
         except (ssl.SSLError, OSError) as error:
             reason = f"{self._cert} and {self._key} are no pair of a certificate and its key without a password"
             raise TlsFileError("cert", reason) from error
-        if not _usable(self._cert.read_bytes()):
-            raise TlsFileError("cert", f"{self._cert} has a key that gRPC cannot use: make an RSA, P-256 or P-384 key")
 
     def _stamps(self) -> tuple[tuple[int, int, int, int], ...]:
         return tuple(
@@ -79,15 +80,23 @@ class TlsFiles:
         )
 
 
-def _usable(pem: bytes) -> bool:
-    """Return whether gRPC's TLS accepts the kind of key. With another one the daemon would refuse every handshake."""
+def _checked(pem: bytes, path: Path) -> float:
+    """Return the end of a certificate in unix seconds. Raise TlsFileError for a kind of key that gRPC refuses.
+
+    With such a key the daemon would refuse every handshake.
+    """
     from cryptography import x509  # the extra `tls`
     from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-    key = x509.load_pem_x509_certificate(pem).public_key()
-    return isinstance(key, rsa.RSAPublicKey) or (
-        isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1 | ec.SECP384R1)
-    )
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+    except ValueError as error:
+        raise TlsFileError("cert", f"{path} has no certificate that can be read") from error
+    key = certificate.public_key()
+    curve = key.curve if isinstance(key, ec.EllipticCurvePublicKey) else None
+    if not isinstance(key, rsa.RSAPublicKey) and not isinstance(curve, ec.SECP256R1 | ec.SECP384R1):
+        raise TlsFileError("cert", f"{path} has a key that gRPC cannot use: make an RSA, P-256 or P-384 key")
+    return certificate.not_valid_after_utc.timestamp()
 
 
 def _stamp(name: str, path: Path) -> tuple[int, int, int, int]:

@@ -69,6 +69,11 @@ class TlsListener:
         self._new: list[deque[Any]] = []  # of each address: certificates that gRPC has not taken yet
         self._looking: asyncio.Task[None] | None = None
 
+    @property
+    def expires_at(self) -> float:
+        """Return the end of the certificate in use, in unix seconds."""
+        return self._pem.expires_at
+
     async def listen(self, addresses: Sequence[tuple[str, int]]) -> tuple[str, ...]:
         """Bind and serve. Return the URLs, with the ports that were taken for port 0. Raise OSError."""
         urls = []

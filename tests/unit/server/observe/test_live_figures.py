@@ -104,6 +104,7 @@ def test_no_text_of_any_problem_names_a_namespace_or_an_engine() -> None:
         STATUS,
         switches=SwitchesStatus(loads_off_namespaces=(b"\xab" * 32,), stores_off_namespaces=(b"\xab" * 32,)),
         sessions=(SessionStatus(f"{SECRET}-engine"),),
+        certificate_seconds_left=0.0,
     )
     labels = (
         "",
