@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from kvdepot.client.ctl.app import cli
 from kvdepot.core.calls import AcquireOutcome, CommitOutcome, ReserveOutcome
 from kvdepot.core.errors import InvalidArgument, NotFound
+from kvdepot.core.eviction import DEFAULT_POLICY
 from kvdepot.proto.v1 import control_pb2, control_pb2_grpc
 
 from tests.rigs.ctl_process import answered, kvdepotctl, record, text
@@ -155,7 +156,7 @@ def test_sighup_reloads_and_what_takes_a_restart_is_refused_with_all_the_rest(da
     assert "log.level" not in refused.stderr
     assert answered(daemon, "config", "diff").splitlines() == [
         "log.level: debug -> error",
-        "policy.eviction: gdsf -> lru (needs a restart)",
+        f"policy.eviction: {DEFAULT_POLICY} -> lru (needs a restart)",
     ]
     assert "log.level = debug" in answered(daemon, "config", "show")
     start = len(daemon.log)
