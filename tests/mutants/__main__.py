@@ -66,6 +66,11 @@ class Copy:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
+    @property
+    def pid(self) -> int:
+        """Of the process that forks."""
+        return self._process.pid
+
     def end(self) -> None:
         """And what is being run."""
         assert self._process.stdin is not None

@@ -23,6 +23,7 @@ import pytest
 
 from tests.mutants.watching import Noted, Noting, Trying, test_due
 
+_PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _REAP_MS: Final = 50
 
@@ -54,9 +55,10 @@ def _import(names: list[str]) -> None:
 def _run(task: dict[str, Any]) -> int | None:
     due = Path(task["due"])
     due.unlink(missing_ok=True)
+    server = os.getpid()
     process = os.fork()
     if process == 0:
-        _test(task)
+        _test(task, server)
     poll = select.poll()
     poll.register(0, select.POLLHUP)  # nobody waits for an answer any more
     over = math.inf if task["seconds"] is None else time.monotonic() + task["seconds"]
@@ -86,10 +88,14 @@ def _end() -> None:
             os.waitpid(pid, 0)
 
 
-def _test(task: dict[str, Any]) -> None:
+def _test(task: dict[str, Any], server: int) -> None:
     """Ends this process."""
     code = 3
     try:
+        # A change that hangs would use a core for ever if the server were killed.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != server:
+            return
         os.setsid()
         output = os.open(task["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import select
 import shutil
+import signal
+import threading
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,7 @@ from tests.mutants.mutations import Mutation, mutations
 from tests.mutants.rooms import ROOMS, files_of, modules, room_of
 from tests.mutants.selection import chosen
 from tests.mutants.watching import Noted
+from tests.rigs.patience import patient, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE = '''"""A module."""
@@ -216,3 +222,22 @@ def test_a_change_is_tried_with_the_tests_that_execute_it(small: Copy) -> None:
     assert tried("return True  ->  return False") == ("caught", wait)
     broken = Mutation(Path(MODULE), 3, 0, 0, "", "import nothing_there\n", frozenset({3}), "")
     assert small.try_one(broken, dict.fromkeys(noted.tests, 60), 60) == ("caught", "no test can be run")
+
+
+def test_a_change_that_hangs_ends_with_the_process_that_forked_it(small: Copy) -> None:
+    noted = small.note([TESTS])
+    (change,) = (one for one in mutations(Path(MODULE), SMALL) if one.change == "seconds -= 1  ->  pass")
+
+    def try_it() -> None:
+        with suppress(ValueError):  # there is no answer
+            small.try_one(change, dict.fromkeys(chosen(change, noted), 600), 600)
+
+    trying = threading.Thread(target=try_it)
+    trying.start()
+    children = Path(f"/proc/{small.pid}/task/{small.pid}/children")
+    wait_until(lambda: children.read_text().split() != [], "it is tried")
+    pidfd = os.pidfd_open(int(children.read_text().split()[0]))
+    os.kill(small.pid, signal.SIGKILL)
+    wait_until(lambda: select.select([pidfd], [], [], 0)[0] != [], "it has ended")
+    os.close(pidfd)
+    trying.join(patient(60))
