@@ -40,7 +40,7 @@ from obstore.store import S3Store
 from benchmarks.acquire_probe import Probe
 from benchmarks.background import in_background
 from benchmarks.depot import Daemon, Status, daemon, engine
-from benchmarks.disk import KV_BYTES, MIB, POLL_SECONDS, WINDOW_SECONDS, DiskDepot, HeldDepot, wait_ready
+from benchmarks.disk import KV_BYTES, MIB, POLL_SECONDS, WINDOW_SECONDS, DiskDepot, HeldDepot, measure_speed, wait_ready
 from benchmarks.ram import OBJECT_BYTES, Copies, spec
 from benchmarks.report import Report, arguments, median
 
@@ -116,23 +116,6 @@ def served() -> Iterator[tuple[str, int]]:
         process.wait()
 
 
-def measure_speed(depot: DiskDepot, plain: Obstore, rounds: int, objects: int, report: Report) -> None:
-    speeds: dict[str, list[float]] = {"put": [], "get": [], "obstore_put": [], "obstore_get": []}
-    ratios: dict[str, list[float]] = {"put": [], "get": []}
-    for _ in range(rounds):
-        for name, run, alone in (("put", depot.put, plain.put), ("get", depot.get, plain.get)):
-            before = alone(objects)
-            speed = run(objects)
-            ceiling = (before + alone(objects)) / 2
-            speeds[name].append(speed)
-            speeds[f"obstore_{name}"].append(ceiling)
-            ratios[name].append(speed / ceiling)
-    for name in ("put", "get"):
-        report.figure(f"{name}_ratio", median(ratios[name]), "", at_least=0.8)
-    for name, values in speeds.items():
-        report.figure(f"{name}_gb_s", median(values) / 1e9, "GB/s")
-
-
 def measure_hung(depot: DiskDepot, started: Daemon, server_pid: int, rounds: int, report: Report) -> None:
     idle, hung, ratios = [], [], []
     with Probe.of(started.endpoint) as probe:
@@ -194,7 +177,9 @@ def measure(
             while filled < started.arena_bytes:  # so that RAM has lost what is got
                 depot.put(64)
                 filled += 64 * OBJECT_BYTES
-            measure_speed(depot, Obstore(endpoint), options.rounds, options.round_mib * MIB // OBJECT_BYTES, report)
+            plain = Obstore(endpoint)
+            ways = {"put": (depot.put, plain.put), "get": (depot.get, plain.get)}
+            measure_speed(ways, "obstore", options.rounds, options.round_mib * MIB // OBJECT_BYTES, 0.8, report)
             if server_pid is not None:
                 measure_hung(depot, started, server_pid, options.rounds, report)
             report.note("counters", {k: v for k, v in status().counters.items() if ".bucket/" in k})

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvdepot.core.eviction import DEFAULT_POLICY, policy_names
 
 from benchmarks.policy import BELADY, GEOMETRIES, Request, hit_rate
-from benchmarks.report import machine
+from benchmarks.report import machine, now
 from benchmarks.workloads.families import family_names, prompts_of
 from benchmarks.workloads.trace import BLOCK_TOKENS, Blocks
 
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         record = {"benchmark": "workload_policies", "rows": rows, "machine": machine(),
-                  "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+                  "date": now()}  # fmt: skip
         options.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

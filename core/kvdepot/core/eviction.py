@@ -404,7 +404,8 @@ class AdaptiveGreedyDual(GreedyDualSizeFrequency):
 
     def _know(self, node: int) -> None:
         super()._know(node)
-        self._pending.extend(bytes(max(len(self._touched) - len(self._pending), 0)))
+        if missing := len(self._touched) - len(self._pending):
+            self._pending.extend(bytes(missing))
 
 
 _POLICIES: Final[dict[str, Callable[[int], EvictionPolicy]]] = {

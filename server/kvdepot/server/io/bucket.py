@@ -10,14 +10,15 @@ import errno
 import json
 import os
 import re
-import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, Self
 
 from kvdepot.server.io.jobs import Part
+from kvdepot.server.platform.secret_files import read_secret
 
 _CREDENTIALS_BYTES_MAX: Final = 64 << 10
 _DETAIL_CHARACTERS: Final = 300
@@ -273,15 +274,16 @@ def _file_version(path: str) -> object:
 
 def _credentials(path: str) -> dict[str, str]:
     """Return `name = value` of each line. Raise OSError, which repeats nothing of the file."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    advice = "only the daemon's user may read it: chmod 0600"
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(errno.EACCES, "expected a regular file that only the daemon's user can read", path)
-        text = os.read(fd, _CREDENTIALS_BYTES_MAX).decode("utf-8", "replace")
-    finally:
-        os.close(fd)
-    lines = [line.strip() for line in text.splitlines()]
+        data = read_secret(
+            Path(path), _CREDENTIALS_BYTES_MAX, owners={os.geteuid()}, forbidden=0o077, advice=advice
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise PermissionError(errno.EACCES, getattr(error, "strerror", None) or str(error), path) from None
+    lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
     pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
     if any(not mark or not name.strip() for name, mark, _ in pairs):
         raise OSError(errno.EINVAL, "expected a line `name = value` for each credential", path)

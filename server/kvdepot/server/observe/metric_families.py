@@ -220,8 +220,7 @@ _PROMPTS = (
     Family(
         LOAD_SECONDS,
         "histogram",
-        "Time of a load that supplied tokens, from its blocks to the last copy, by its slowest tier. Engines report it "
-        "at the end of a request.",
+        "Time of a load that supplied tokens, by its slowest tier. Engines report it at the end of a request.",
         ("source",),
         (OTHER_SOURCE,),
         or_tiers=True,

@@ -51,7 +51,7 @@ class TlsFiles:
         cert, key = _public("cert", self._cert), _secret("key", self._key)
         client_ca = _public("client_ca", self._client_ca)
         self._check()
-        pem = Pem(cert, key, client_ca, _checked(cert, self._cert))
+        pem = Pem(cert, key, client_ca, _end_of(cert, self._cert))
         if self._stamps() != before:
             raise TlsFileError("cert", "the files change while they are read")
         self._seen = before
@@ -80,7 +80,7 @@ class TlsFiles:
         )
 
 
-def _checked(pem: bytes, path: Path) -> float:
+def _end_of(pem: bytes, path: Path) -> float:
     """Return the end of a certificate in unix seconds. Raise TlsFileError for a kind of key that gRPC refuses.
 
     With such a key the daemon would refuse every handshake.

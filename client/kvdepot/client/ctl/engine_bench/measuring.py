@@ -135,7 +135,7 @@ class Measuring:
 
     def run(self, prompts: Sequence[Item]) -> Found:
         seconds: list[dict[str, float]] = [{} for _ in prompts]
-        counted = {way: Counters(0, 0, 0) for way in WAYS}
+        counted = dict.fromkeys(WAYS, Counters())
         longest = max(prompts, key=lambda item: item.tokens)
         self._say(f"a prompt that does not count: {longest.tokens} tokens")
         self._server.ask(self._model, longest.prompt(0)[::-1])  # the first one of a server pays for what it compiles
@@ -155,8 +155,7 @@ class Measuring:
     def _ask(self, prompt: list[int], way: str, counted: dict[str, Counters]) -> float:
         before = self._server.counters()
         seconds = self._server.ask(self._model, prompt)
-        grown, sofar = self._server.counters().since(before), counted[way]
-        counted[way] = Counters(sofar.prompt + grown.prompt, sofar.own + grown.own, sofar.external + grown.external)
+        counted[way] += self._server.counters() - before
         return seconds
 
     def _forget(self) -> None:

@@ -33,14 +33,16 @@ class _NotOfferedError(EngineBenchError):
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Tokens that the server has counted since its start: of prompts, and of those that it did not compute."""
+    """Tokens of prompts that the server did not compute: its own cache had them, or the connector."""
 
-    prompt: float
-    own: float
-    external: float
+    own: float = 0.0
+    external: float = 0.0
 
-    def since(self, earlier: Counters) -> Counters:
-        return Counters(self.prompt - earlier.prompt, self.own - earlier.own, self.external - earlier.external)
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(self.own + other.own, self.external + other.external)
+
+    def __sub__(self, other: Counters) -> Counters:
+        return Counters(self.own - other.own, self.external - other.external)
 
 
 class EngineServer:
@@ -91,7 +93,6 @@ class EngineServer:
         for name, value in _COUNTER.findall(self._asked("GET", "/metrics").decode(errors="replace")):
             found[name] = found.get(name, 0.0) + float(value)
         return Counters(
-            found.get("prefix_cache_queries", 0.0),
             found.get("prefix_cache_hits", 0.0),
             found.get("external_prefix_cache_hits", 0.0),
         )
