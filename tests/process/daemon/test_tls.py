@@ -199,11 +199,11 @@ def test_a_reload_takes_a_right_away_from_an_open_connection(tmp_path: Path) -> 
 
 def test_a_certificate_in_its_last_week_is_a_problem_until_it_is_renewed(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    node.authority.issue("server", *SERVER, life=(-DAY, 3 * DAY))
+    node.authority.issue("server", *SERVER, life=(-DAY, 3.52 * DAY))
     with node.daemon:
         code, said = node.ctl(node.reader, "health")
-        assert "TLS_EXPIRES" in said and "expires in 2 d 23 h" in said, (code, said)
-        assert status_of(node.daemon.socket).certificate_seconds_left == pytest.approx(3 * 86_400, abs=patient(60))
+        assert "TLS_EXPIRES" in said and "expires in 3 d 12 h" in said, (code, said)
+        assert status_of(node.daemon.socket).certificate_seconds_left == pytest.approx(3.52 * 86_400, abs=patient(60))
         node.authority.issue("server", *SERVER)
         wait_until(lambda: "HEALTH_OK" in node.ctl(node.reader, "health")[1], "the new one is in use")
 
