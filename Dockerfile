@@ -17,7 +17,8 @@ COPY proto proto
 COPY server server
 COPY client client
 RUN /build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . \
- && /build/bin/pip --python /opt/kvdepot/bin/python install --no-deps --no-index /wheels/*.whl
+ && /build/bin/pip --python /opt/kvdepot/bin/python install --no-deps --no-index /wheels/*.whl \
+ && /opt/kvdepot/bin/kvdepotctl assets write config --to /etc/kvdepot
 
 FROM ${BASE}
 # A fixed number: host directories are given to it (configs/kubernetes/daemonset.yaml).
@@ -26,7 +27,7 @@ RUN groupadd --gid 10001 kvdepot \
  && install -d -o kvdepot -g kvdepot -m 0755 /run/kvdepot \
  && install -d -o kvdepot -g kvdepot -m 0700 /var/lib/kvdepot /var/lib/kvdepotd
 COPY --from=build /opt/kvdepot /opt/kvdepot
-COPY --from=build /opt/kvdepot/share/kvdepot/kvdepot.toml /etc/kvdepot/kvdepot.toml
+COPY --from=build /etc/kvdepot/kvdepot.toml /etc/kvdepot/kvdepot.toml
 ENV PATH=/opt/kvdepot/bin:$PATH KVDEPOT_ENDPOINT=unix:///run/kvdepot/kvdepot.sock
 USER 10001:10001
 STOPSIGNAL SIGTERM

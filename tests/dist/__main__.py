@@ -25,7 +25,7 @@ def main(folder: Path) -> int:
             return 1
         installed = Installed(scratch / "venv", wheel)
         printed = [installed.printed(program, "--version") for program in ("kvdepotd", "kvdepotctl")]
-        installed.printed("kvdepotd", "check-config", "--any-host", str(installed.shared / "kvdepot.toml"))
+        installed.printed("kvdepotd", "check-config", "--any-host", str(installed.assets / "kvdepot.toml"))
         status = check_service(installed)
     if status["daemon_version"] != version or not all(line.endswith(f" {version}") for line in printed):
         print(f"the version is {version}, not {printed}, {status['daemon_version']}", file=sys.stderr)

@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from tests.dist.packing import ROOT, SHARED
+from tests.dist.packing import ASSETS, ROOT
 from tests.rigs.patience import patient, wait_until
 from tests.rigs.raw_client import RawEngine, dense_spec, keys_of, payload_of
 
@@ -53,7 +53,7 @@ class Installed:
             if not line.startswith("#"):
                 self._link(metadata.distribution(line.partition("==")[0]))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "--python", str(folder / "bin/python")]
-        for arguments in (["install", "--no-index", f"{wheel}[server,ctl]"], ["check"]):
+        for arguments in (["install", "--no-index", f"{wheel}[node]"], ["check"]):
             subprocess.run([*pip, *arguments], check=True, capture_output=True, text=True)
 
     def _link(self, distribution: metadata.Distribution) -> None:
@@ -63,9 +63,9 @@ class Installed:
                 link.symlink_to(Path(str(distribution.locate_file(file.parts[0]))).resolve())
 
     @property
-    def shared(self) -> Path:
+    def assets(self) -> Path:
         """The files of `configs`."""
-        return self.folder / SHARED
+        return self.packages / ASSETS
 
     def command(self, program: str, *arguments: str) -> list[str]:
         return [str(self.folder / "bin" / program), *arguments]

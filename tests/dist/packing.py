@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LAYERS: Final = ("core", "proto", "server", "client")
-SHARED: Final = "share/kvdepot/"
-"""Where files of `configs` are, below the environment that a wheel is installed in."""
-NOT_SHARED: Final = frozenset({"mkdocs.yml"})
+ASSETS: Final = "kvdepot/assets/"
+"""Where files of `configs` are in a wheel."""
+NOT_ASSETS: Final = frozenset({"mkdocs.yml"})
 """For the documents of the source tree."""
 
 
@@ -51,13 +51,13 @@ def files_of(folder: Path) -> set[str]:
 def problems(wheel: Path, root: Path = ROOT) -> list[str]:
     """Return what is missing in a wheel, and what should not be there."""
     name, version = project(root)["name"], project(root)["version"]
-    metadata, data = f"{name}-{version}.dist-info/", f"{name}-{version}.data/data/{SHARED}"
+    metadata = f"{name}-{version}.dist-info/"
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if not name.endswith("/")}
         entry_points = ConfigParser()
         entry_points.read_string(archive.read(f"{metadata}entry_points.txt").decode())
     expected = {path for layer in LAYERS for path in files_of(root / layer) if path.startswith("kvdepot/")}
-    expected |= {f"{data}{path}" for path in files_of(root / "configs") - NOT_SHARED}
+    expected |= {f"{ASSETS}{path}" for path in files_of(root / "configs") - NOT_ASSETS}
     expected |= {f"{metadata}{file}" for file in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     found = [f"{path} is missing" for path in sorted(expected - inside)]
     found += [f"{path} should not be there" for path in sorted(inside - expected)]

@@ -73,7 +73,7 @@ OF_THE_DAEMON = {
     "unpin": [NAMESPACE], "quota": ["list"], "config": ["show"], "verify": [], "prefetch": ["--help"],
     "export": ["--help"], "completion": ["bash"], "reload": ["--help"], "doctor": ["--help"], "bench": ["--help"],
     "size": [str(MODEL)],
-    "import": ["--help"], "evict": ["--help"], "epoch": ["--help"], "trace": ["--help"],
+    "assets": ["list"], "import": ["--help"], "evict": ["--help"], "epoch": ["--help"], "trace": ["--help"],
 }  # fmt: skip
 """Every verb of kvdepotctl: what it needs to print something."""
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.dist.installed import Installed, check_service
 from tests.dist.packing import LAYERS, ROOT, files_of, make, problems, project, unpack
+from tests.rigs.systemd import NEEDS_SYSTEMD
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +61,26 @@ def test_modules_come_from_the_wheel_and_not_from_the_source_tree(installed: Ins
 
 def test_the_packaged_configuration_is_checked_by_the_packaged_daemon(installed: Installed) -> None:
     for name in ("kvdepot.toml", "gpu-node.toml"):
-        installed.printed("kvdepotd", "check-config", "--any-host", str(installed.shared / name))
-    assert (installed.shared / "systemd/kvdepotd.service").is_file()
+        installed.printed("kvdepotd", "check-config", "--any-host", str(installed.assets / name))
+    assert (installed.assets / "systemd/kvdepotd.service").is_file()
 
 
 def test_a_daemon_of_the_wheel_stores_and_loads_and_says_its_version(installed: Installed) -> None:
     status = check_service(installed)
     assert status["daemon_version"] == project()["version"]
     assert [tier["name"] for tier in status["tiers"]] == ["ram", "nvme"]
+
+
+def test_the_packaged_tool_has_the_files_of_configs(installed: Installed, tmp_path: Path) -> None:
+    for name, path in (("unit", "systemd/kvdepotd.service"), ("dashboard", "grafana/kvdepot.json")):
+        assert installed.printed("kvdepotctl", "assets", "show", name) == (ROOT / "configs" / path).read_text().strip()
+
+
+@NEEDS_SYSTEMD
+def test_the_packaged_daemon_installs_itself(installed: Installed, tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    said = installed.printed("kvdepotd", "install", "--systemd", "--root", str(tmp_path)).splitlines()
+    assert "wrote: /etc/systemd/system/kvdepotd.service" in said
+    unit = (tmp_path / "etc/systemd/system/kvdepotd.service").read_text()
+    assert f"ExecStart={installed.folder}/bin/kvdepotd serve /etc/kvdepot/kvdepot.toml\n" in unit
+    assert (tmp_path / "usr/local/bin/kvdepotd").readlink().is_file()

@@ -211,6 +211,7 @@ def test_the_page_of_the_architecture_says_what_each_package_is_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     del groups["dev"]
+    assert groups.pop("node") == ["kvdepot[server,ctl]"]
     required = {(package.partition(">=")[0], extra) for extra, packages in groups.items() for package in packages}
     section = (ROOT / "docs/architecture.md").read_text().partition("## Packages\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.*?`) \| (?:`(\w+)` )?\|", section, re.MULTILINE)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 import grpc
+from kvdepot.client.ctl.commands.assets import assets
 from kvdepot.client.ctl.commands.bench import bench
 from kvdepot.client.ctl.commands.completion import completion
 from kvdepot.client.ctl.commands.configuration import config, reload
@@ -113,7 +114,7 @@ def cli(context: click.Context, /, timeout: float, **_: object) -> None:
     context.obj = (daemon, timeout)
 
 
-cli.add_section("Inspect", status, health, top, ls, describe, config, completion)
+cli.add_section("Inspect", status, health, top, ls, describe, config, completion, assets)
 cli.add_section("Control", loads, stores, pin, unpin, evict, epoch, quota, drain, resume, reload)
 cli.add_section("Move", prefetch, export, import_)
 cli.add_section("Diagnose", doctor, explain, requests, verify, bench, size, trace)

@@ -1,4 +1,4 @@
-"""The command line of the offline verbs: `kvdepotd fsck`, `inspect`, `replay` and `arena`.
+"""The command line of the verbs without a daemon: `kvdepotd fsck`, `inspect`, `replay`, `arena` and `install`.
 
 Those of tiers only read. All refuse what a running daemon uses.
 """
@@ -17,7 +17,7 @@ from kvdepot.core.object_keys import NO_KEYS
 from kvdepot.core.printable import printable
 from kvdepot.core.units import size_text
 from kvdepot.server.config.key_files import read_key_file
-from kvdepot.server.offline import arena_verb, replay_verb
+from kvdepot.server.offline import arena_verb, install_verb, replay_verb
 from kvdepot.server.offline.fsck import Finding, Verdict, check_store
 from kvdepot.server.offline.inspection import Record, inspect, kind_text, objects_record, time_text
 from kvdepot.server.offline.store_files import OfflineRefusalError
@@ -26,7 +26,7 @@ from kvdepot.server.storage.base import IoOutcome
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
 
-VERBS: Final = frozenset({"fsck", "inspect", replay_verb.NAME, arena_verb.NAME})
+VERBS: Final = frozenset({"fsck", "inspect", replay_verb.NAME, arena_verb.NAME, install_verb.NAME})
 _SOUND, _DAMAGED, _REFUSED = 0, 1, 2
 _EXIT_CODES = "Exit codes: 0 no damage; 1 damage; 2 cannot tell (a daemon runs, or the directory has no store)."
 _LIST_INDENT = "  "
@@ -50,6 +50,7 @@ def add_verbs(verbs: Subparsers) -> None:
     show.add_argument("--json", action="store_true", help="print one JSON object")
     replay_verb.add(verbs)
     arena_verb.add(verbs)
+    install_verb.add(verbs)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,6 +59,8 @@ def run(options: argparse.Namespace) -> int:
         return replay_verb.run(options)
     if options.verb == arena_verb.NAME:
         return arena_verb.run(options)
+    if options.verb == install_verb.NAME:
+        return install_verb.run(options)
     try:
         if options.verb == "fsck":
             return _fsck(options.directory, as_json=options.json)

@@ -16,6 +16,7 @@ IMPERATIVES = frozenset(
         "Check", "Compare", "Compute", "Delete", "Describe", "Explain", "Export", "Grant", "Hold",
         "Import", "Invalidate", "List", "Measure", "Print", "Protect", "Read", "Record", "Reload",
         "Remove", "Replay", "Run", "Set", "Show", "Stop", "Switch", "Verify",
+        "Write",
     }
 )  # fmt: skip
 
