@@ -61,8 +61,11 @@ class Browser:
                 return result
             self._note(message)
 
-    def open(self, url: str, *, width: int, height: int = 900, dark: bool = False) -> None:
+    def resize(self, width: int, height: int = 900) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
+    def open(self, url: str, *, width: int, height: int = 900, dark: bool = False) -> None:
+        self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=url)

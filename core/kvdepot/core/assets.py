@@ -48,6 +48,11 @@ ASSETS: Final = (
     Asset("k8s-daemonset", "kubernetes/daemonset.yaml", "Kubernetes: the daemon on each node"),
     Asset("k8s-hold", "kubernetes/hold.yaml", "Kubernetes: keeps RAM over upgrades"),
     Asset("k8s-engine", "kubernetes/engine.yaml", "Kubernetes: what an engine's pod needs"),
+    Asset("compose", "examples/compose.yaml", "example: Docker Compose, with a vLLM"),
+    Asset("vllm-unit", "examples/vllm.service", "example: systemd unit of a vLLM"),
+    Asset("router", "examples/router.py", "example: router for prefill and decode engines"),
+    Asset("several-connectors", "examples/several-connectors.json", "example: a vLLM with several connectors"),
+    Asset("chart", "helm/kvdepot", "Kubernetes: Helm chart, a folder"),
 )  # fmt: skip
 BY_NAME: Final = {asset.name: asset for asset in ASSETS}
 

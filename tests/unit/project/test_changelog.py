@@ -67,6 +67,7 @@ def test_pages_images_and_manifests_name_the_version_of_the_package() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     files = ["Dockerfile", "README.md", "docs/index.md", "docs/install.md"]
     files += [f"configs/kubernetes/{name}.yaml" for name in ("daemonset", "engine", "hold")]
+    files += ["configs/examples/compose.yaml"]
     named = {name: set(NAMED.findall((ROOT / name).read_text())) for name in files}
     assert named == {name: {version} for name in files}
     assert _notes(version).read_text().startswith(f"# Release notes {version}\n")

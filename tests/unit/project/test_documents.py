@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -31,7 +28,6 @@ MADE = {
     "docs/model-sizes.md": model_sizes.markdown,
     "docs/requirements-tests.md": page.markdown,
 }
-SITE = ROOT / "configs/mkdocs.yml"
 DECISIONS = "docs/adr/"
 """Never rewritten: they name what was there on their day."""
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -164,20 +160,6 @@ def test_names_that_the_glossary_has_of_the_code_are_in_the_code() -> None:
     assert [name for name in names if not re.search(rf"\b{name}", code, re.IGNORECASE)] == []
 
 
-def build_site(configuration: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    """Without `-q`, with which mkdocs counts no warning: `strict` would refuse nothing."""
-    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(configuration), "-d", str(site)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_site_is_built_without_a_link_that_leads_nowhere_and_has_every_page(tmp_path: Path) -> None:
-    done = build_site(SITE, tmp_path / "site")
-    assert done.returncode == 0, done.stdout + done.stderr
-    pages = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
-    made = {path.relative_to(tmp_path / "site") for path in (tmp_path / "site").rglob("*.html")}
-    assert {Path(str(page).replace("README", "index")) for page in pages} <= made
-
-
 def test_links_of_the_readme_lead_to_sections_that_are_there() -> None:
     """No page of the site, so mkdocs does not check it."""
     linked = re.findall(r"\]\((docs/[\w./-]+\.md|CHANGELOG\.md)(?:#([\w-]+))?\)", (ROOT / "README.md").read_text())
@@ -185,17 +167,6 @@ def test_links_of_the_readme_lead_to_sections_that_are_there() -> None:
     for name, section in linked:
         titles = HEADING.findall((ROOT / name).read_text())
         assert not section or section in {anchor(title) for title in titles}, f"{name}#{section}"
-
-
-def test_a_link_to_a_section_that_is_not_there_ends_the_build(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    (tmp_path / "configs").mkdir()
-    shutil.copy(SITE, tmp_path / "configs")
-    with (tmp_path / "docs/index.md").open("a") as index:
-        index.write("\n[nowhere](operations.md#no-such-section)\n")
-    done = build_site(tmp_path / "configs" / SITE.name, tmp_path / "site")
-    assert done.returncode != 0
-    assert "operations.md#no-such-section" in done.stdout + done.stderr
 
 
 def test_the_page_on_vllm_names_each_method_of_speculative_decoding() -> None:

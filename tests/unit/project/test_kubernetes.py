@@ -7,23 +7,20 @@ import os
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from jsonschema import Draft202012Validator
 from kvdepot.client.endpoint import Endpoint
 from kvdepot.client.vllm.base.settings import parse_settings
 from kvdepot.core.units import parse_size_bytes
 from kvdepot.server.config import config
-from referencing import Registry, Resource
+
+from tests.rigs.kubernetes import VERSIONS, complaints
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "configs" / "kubernetes"
-VERSIONS = ("1.29.0", "1.37.0")
-"""The oldest and the newest that the examples are for."""
 
 
 def _documents() -> Iterator[dict[str, Any]]:
@@ -62,19 +59,7 @@ def _configuration() -> dict[str, Any]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_api_s_schemas_accept_every_document(version: str) -> None:
-    spec = find_spec("kubernetes_validate")  # only its schemas: its own code needs more
-    if spec is None and "CI" not in os.environ:
-        pytest.skip("there are no schemas (pip: kubernetes-validate)")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    schemas = Path(spec.submodule_search_locations[0], "kubernetes-json-schema", f"v{version}-local-strict")
-    definitions = Resource.from_contents(json.loads((schemas / "_definitions.json").read_text()))
-    registry = definitions @ Registry()
-    for document in _documents():
-        group, _, release = document["apiVersion"].rpartition("/")
-        name = "-".join(part for part in (document["kind"].lower(), group.split(".")[0], release) if part)
-        schema = json.loads((schemas / f"{name}.json").read_text())
-        assert [error.message for error in Draft202012Validator(schema, registry=registry).iter_errors(document)] == []
+    assert [fault for document in _documents() for fault in complaints(document, version)] == []
 
 
 def test_the_daemon_accepts_its_configuration(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ _HEAD = """\
 of gRPC.
 
 A refused call ends with the gRPC status below, and the message with its numbers as details. The trailing metadata has
-`kvdepot-code`, `kvdepot-retry` and `kvdepot-advice-bin` (docs/formats/protocol.md). `kvdepotctl` prints message and
-advice on stderr, also with `--json` ([exit codes](kvdepotctl.md#exit-codes)). An engine counts each error as a miss.
+`kvdepot-code`, `kvdepot-retry` and `kvdepot-advice-bin` ([protocol](formats/protocol.md)). `kvdepotctl` prints message
+and advice on stderr, also with `--json` ([exit codes](kvdepotctl.md#exit-codes)). An engine counts each error as a
+miss.
 
 | code | gRPC | meaning | fix by | retryable | advice |
 |---|---|---|---|---|---|"""

@@ -48,5 +48,15 @@ def test_a_changed_file_is_kept_unless_forced(tmp_path: Path) -> None:
     assert changed.read_text() == (ROOT / "configs/kvdepot.toml").read_text()
 
 
+def test_a_folder_is_written_whole_and_not_printed(tmp_path: Path) -> None:
+    assert "kvdepotctl assets write chart" in str(run("show", "chart").exception)
+    assert run("write", "chart", "--to", str(tmp_path)).return_value == 0
+    chart = ROOT / "configs/helm/kvdepot"
+    written = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == {
+        str(path.relative_to(chart.parent)): path.read_text() for path in chart.rglob("*") if path.is_file()
+    }
+
+
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
     assert "dashboard" in str(run("show", "grafana").exception)
