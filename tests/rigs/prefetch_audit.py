@@ -35,9 +35,13 @@ def audit_prefetch(engine: Depot) -> None:
     unused = sum(not holds._used[row] for row in held)
     wasted = sum(n for name, n in engine.counters.snapshot().items() if name.startswith("prefetch_wasted_objects."))
     assert engine.counters.get("prefetched_objects") == engine.counters.get("prefetch_used_objects") + wasted + unused
-    assert prefetch._keys == sum(request.chunks for request in prefetch._requests.values())
+    for room in ram.rooms:
+        requests = [request for request in prefetch._requests.values() if request.room == room.number]
+        assert all(ram.rooms.of(request.namespace.slot) is room for request in requests)
+        assert prefetch._requests_in[room.number] == len(requests)
+        assert prefetch._keys_in[room.number] == sum(request.chunks for request in requests)
     for number, queue in prefetch._queues.items():
-        queued = [request for _, request in queue]
+        queued = [request for waiting in queue._waiting for _, request in waiting]
         assert len(queued) == len(set(map(id, queued)))
         assert all(number in request.queues for request in queued)
         assert all((number in request.queues) == (request in queued) for request in prefetch._requests.values())

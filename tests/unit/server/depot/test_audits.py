@@ -13,7 +13,7 @@ from kvdepot.core.limits import ELEMENT_PARTS_MAX, ELEMENT_RUNS_MAX
 from kvdepot.core.misses import MissReason
 from kvdepot.server.depot.stores import store as store_module
 from kvdepot.server.depot.stores.audits import AUDITS_MAX, OUTCOMES
-from kvdepot.server.depot.types import Quota, TierConfig, WritePolicy
+from kvdepot.server.depot.types import Owner, Quota, TenantBudget, TierConfig, WritePolicy
 
 from tests.rigs.engine_rig import CHUNK, DENSE, HYBRID, Client, Rig, audit, path, unpack
 
@@ -210,6 +210,18 @@ def test_no_more_than_its_share_of_ram_and_so_many_at_once() -> None:
     outcomes = client.reserve(keys)[1].outcomes
     assert outcomes == bytes([GRANTED] * AUDITS_MAX + [PRESENT] * 2)
     assert figures(large) == {"no_room": 2}
+
+
+@pytest.mark.requirement("S4")
+def test_audits_in_one_part_leave_their_number_to_another_one() -> None:
+    budgets = {name: TenantBudget(None, None) for name in ("a", "b")}
+    rig = rig_of(parts=(4 << 20, 4 << 20), rows=1024, lent_rows=1024, tenants=budgets)
+    keys, half = path("many", AUDITS_MAX), AUDITS_MAX // 2
+    for uid, tenant in enumerate(budgets, 1):
+        client = rig.attach(tenant, uid, replace(DENSE, tenant=tenant), ELEMENTS, owner=Owner(uid, tenant=tenant))
+        client.store(keys)
+        assert client.reserve(keys)[1].outcomes == bytes([GRANTED] * half + [PRESENT] * half)
+    audit(rig.depot)
 
 
 @pytest.mark.parametrize("tight", ["bytes", "rows", "quota"])

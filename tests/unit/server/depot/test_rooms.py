@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from kvdepot.core.calls import AcquireOutcome, Kind, ReserveOutcome
 from kvdepot.core.keys import NamespaceSpec
+from kvdepot.server.depot.tiering import prefetch as prefetch_module
 from kvdepot.server.depot.types import Owner, TenantBudget
 
 from tests.rigs.engine_rig import CHUNK, DENSE, Client, Rig, audit, path, unpack
@@ -281,6 +282,35 @@ def test_prefetch_for_a_full_part_does_not_hold_up_that_for_another_one() -> Non
     while rig.tier.run():
         pass
     assert used(rig) == [OBJECTS, 8] and b.locate(prompts["b"], request="rb").tier == "ram"
+
+
+@pytest.mark.requirement("S4")
+@pytest.mark.parametrize(("limit", "most"), [("REQUESTS_MAX", 6), ("KEYS_MAX", 24)])
+def test_prefetch_requests_of_one_part_take_no_place_of_another_one(
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(prefetch_module, limit, most)
+    rig = rig_of(tier=COMMIT, tier_handles=1024, tier_bytes=16 << 20)
+    prompts = {name: [path((name, number), 4) for number in range(5)] for name in TENANTS}
+    for name in TENANTS:
+        for prompt in prompts[name]:
+            store(client_of(rig, name), prompt)
+            while rig.tier.run():
+                pass
+    reboot(rig)
+    a, b = client_of(rig, "a"), client_of(rig, "b")
+    for number, prompt in enumerate(prompts["a"]):
+        a.locate(prompt, request=f"r{number}")
+    assert (len(rig.depot._prefetch), rig.counter("prefetch_refused_requests")) == (3, 2)
+    for number, prompt in enumerate(prompts["b"]):
+        b.locate(prompt, request=f"r{number}")
+    assert (len(rig.depot._prefetch), rig.counter("prefetch_refused_requests")) == (6, 4)
+    a.end_request("r0")
+    b.locate(prompts["b"][4], request="r4")
+    assert len(rig.depot._prefetch) == 5, "the place that is free is the other part's"
+    a.locate(prompts["a"][4], request="r4")
+    assert len(rig.depot._prefetch) == 6
+    audit(rig.depot)
 
 
 def test_a_namespace_that_has_left_leaves_its_room() -> None:

@@ -27,7 +27,7 @@ from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.depot.types import DepotConfig, Drift, ToCompare
 
 AUDITS_MAX: Final = 16
-"""Under way at once, from the grant to the answer."""
+"""Under way at once, from the grant to the answer. Parts of the data share them equally, each has one at least."""
 RAM_SHARE_MAX: Final = 1 / 32
 """What their scratches may take of the arena."""
 OUTCOMES: Final = ("same", "drifted", "gone", "unwritten", "unknown_type", "no_room", "unanswered")
@@ -82,10 +82,11 @@ class Audits:
             return self._counted("unknown_type")
         size_bytes = self._ram.rounded(namespace.object_bytes[kind])
         part = self._ram.part_of(stored)
-        room, under_way = self._ram.rooms[part], [*self._writing, *self._pairs]
-        beside = [row for row in under_way if self._ram.part_of(row) == part]
+        room = self._ram.rooms[part]
+        beside = [row for row in (*self._writing, *self._pairs) if self._ram.part_of(row) == part]
         taken_bytes = sum(map(self._ram.rounded_bytes, beside)) + size_bytes
-        if len(under_way) >= AUDITS_MAX or taken_bytes > self.ram_share_max * room.allocator.ready_bytes:
+        most = max(AUDITS_MAX // len(self._ram.rooms), 1)
+        if len(beside) >= most or taken_bytes > self.ram_share_max * room.allocator.ready_bytes:
             return self._counted("no_room")
         row = self._place(namespace, stored, room)
         if row == NO_ROW:

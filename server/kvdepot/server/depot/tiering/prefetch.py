@@ -2,9 +2,9 @@
 
 A *prefetch request* is what the last Locate of a queued request (its *owner*) found worth having. Each owner has at
 most one. They are served in the order of their arrival over all sessions, one queue a tier, and only while no load
-reads from the tier. What was read is pinned in RAM until the owner acquires, begins to store, ends, or its time is
-over. Room for it is made as for any other object, within a share of RAM. A store or load that finds no room takes what
-the last request has pinned.
+reads from the tier. Rooms share the number of requests equally, and nobody waits because another room is full. What
+was read is pinned in RAM until the owner acquires, begins to store, ends, or its time is over. Room for it is made as
+for any other object, within a share of RAM. A store or load that finds no room takes what the last request has pinned.
 
 The reader of the lowest priority (`LowestPriority`) follows the same rules after all requests, and gives way to them.
 Rejected loads come last (`RejectedLoads`).
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
 from typing import Final, Protocol
@@ -24,6 +23,7 @@ from typing import Final, Protocol
 import numpy as np
 from kvdepot.core.arena import NO_ROW
 from kvdepot.core.calls import KEY_BYTES
+from kvdepot.server.depot.tiering.prefetch_queue import PrefetchQueue
 from kvdepot.server.depot.tiering.prefetch_requests import Owner, PrefetchRequest, needed
 from kvdepot.server.depot.tiering.promotions import Promotion, Promotions
 from kvdepot.server.depot.tiering.rejected_loads import RejectedLoads
@@ -37,16 +37,15 @@ from kvdepot.server.depot.tree.tree import Tree
 from kvdepot.server.platform.guard import engine_guard
 
 REQUESTS_MAX: Final = 4096
+"""Of all rooms."""
 KEYS_MAX: Final = 1 << 20
-"""Chunk keys of all requests: 16 MiB."""
+"""Chunk keys of the requests of all rooms: 16 MiB."""
 ENDED_MAX: Final = 4096
 """Requests remembered because a Locate of theirs may still be under way."""
 _READS_MAX: Final = 4
 """Prefetch reads begun in one tier: its workers are busy with them. A new load waits for no more than these."""
 _BYTES_MAX: Final = 64 << 20
 """Bytes of prefetch reads begun in one tier, once there is one."""
-_OVER_MAX: Final = 64
-"""Requests that are over and still in a queue, in addition to as many as there are of others."""
 _LET_GO_MAX: Final = 256
 """Objects a tick, and for somebody who finds no room: some 3 ms."""
 
@@ -82,11 +81,12 @@ class Prefetch:
         self._pins = ram.pins.prefetch
         self._requests: OrderedDict[Owner, PrefetchRequest] = OrderedDict()
         self._ended: OrderedDict[Owner, None] = OrderedDict()
-        self._queues: dict[int, list[tuple[int, PrefetchRequest]]] = {tier.number: [] for tier in self._tiers}
+        self._queues = {tier.number: PrefetchQueue(len(ram.rooms)) for tier in self._tiers}
         self._reading: dict[int, tuple[Promotion, int]] = {}  # by row: what was begun in advance, and its tier
         self._begun = dict.fromkeys(self._queues, 0)  # of them, by tier
         self._numbers = count()
-        self._keys = 0  # of all requests
+        self._requests_in = [0] * len(ram.rooms)
+        self._keys_in = [0] * len(ram.rooms)  # of their requests
         self._pumping = False
         self._lowest: LowestPriority | None = None
         self.rejected = RejectedLoads(self, tree.index, tree.namespaces, ram.rounded, tree.clock)
@@ -128,7 +128,7 @@ class Prefetch:
             return
         if request is None and not tiers and not self._pins.objects:
             return
-        if request is not None and (request.namespace is not namespace or not self._has_room(request, keys)):
+        if request is not None and (request.namespace is not namespace or not self._has_place(request, keys)):
             self._end(request, "renewed")
             request = None
         tokens = self._pins.join(self._in_ram(namespace, nodes)).tolist()
@@ -141,7 +141,7 @@ class Prefetch:
         for number in tiers:
             if number not in request.queues:
                 request.queues.add(number)
-                heappush(self._queues[number], (request.number, request))
+                self._queues[number].push(request)
         if not tokens and not request.queues:
             self._end(request, "renewed")
         self.pump()
@@ -194,19 +194,27 @@ class Prefetch:
 
     # Requests
 
-    def _has_room(self, request: PrefetchRequest | None, keys: bytes) -> bool:
-        return self._keys - (request.chunks if request else 0) + len(keys) // KEY_BYTES <= KEYS_MAX
+    def _has_place(self, request: PrefetchRequest, keys: bytes) -> bool:
+        """Return whether a request may have these keys in place of those it has."""
+        others = self._keys_in[request.room] - request.chunks
+        return others + len(keys) // KEY_BYTES <= KEYS_MAX // len(self._keys_in)
 
     def _new(self, owner: Owner, namespace: Namespace, keys: bytes) -> PrefetchRequest | None:
-        if len(self._requests) >= REQUESTS_MAX or not self._has_room(None, keys):
+        room = self._ram.rooms.of(namespace.slot)
+        if room is None:
+            return None  # there is nothing that it could hold
+        request = PrefetchRequest(next(self._numbers), owner, namespace, room.number)
+        most = REQUESTS_MAX // len(self._requests_in)
+        if self._requests_in[room.number] >= most or not self._has_place(request, keys):
             self._counters.add("prefetch_refused_requests")
             return None
-        request = self._requests[owner] = PrefetchRequest(next(self._numbers), owner, namespace, b"")
+        self._requests[owner] = request
+        self._requests_in[room.number] += 1
         return request
 
     def _renew(self, request: PrefetchRequest, keys: bytes, tokens: list[int]) -> None:
         """Renew a request with new keys. It keeps its place, and its pins as far as they are still needed."""
-        self._keys += len(keys) // KEY_BYTES - request.chunks
+        self._keys_in[request.room] += len(keys) // KEY_BYTES - request.chunks
         request.keys = keys
         request.todo = {}
         former, request.tokens, request.deadline = request.tokens, [], inf
@@ -222,7 +230,8 @@ class Prefetch:
         request.over = True
         request.todo = {}
         del self._requests[request.owner]
-        self._keys -= request.chunks
+        self._requests_in[request.room] -= 1
+        self._keys_in[request.room] -= request.chunks
         request.keys = b""
 
     def release(self, tokens: list[int], reason: str) -> None:
@@ -271,7 +280,7 @@ class Prefetch:
         try:
             for tier in self._tiers:
                 queue = self._queues[tier.number]
-                self._tidy(queue)
+                queue.tidy(len(self._requests))
                 self._begin_queued(queue, tier)
                 while not queue and self._may_begin(tier) and self._guard.value(
                     "prefetch", False, self._begin_last, tier
@@ -280,32 +289,17 @@ class Prefetch:
         finally:
             self._pumping = False
 
-    def _begin_queued(self, queue: list[tuple[int, PrefetchRequest]], tier: LowerTier) -> None:
+    def _begin_queued(self, queue: PrefetchQueue, tier: LowerTier) -> None:
         """Begin reads for requests. Where one has to wait, later ones wait too, if they need the same room."""
         full: set[int] = set()
-        waiting: list[tuple[int, PrefetchRequest]] = []
-        while queue and self._may_begin(tier):
-            room = self._ram.rooms.of(queue[0][1].namespace.slot)
-            number = NONE if room is None else room.number
-            if number in full and not queue[0][1].over:
-                waiting.append(heappop(queue))
-            elif not self._step_or_end(queue, tier):
-                if len(self._ram.rooms) == 1:
-                    break
-                full.add(number)
-        for entry in waiting:
-            heappush(queue, entry)
+        while (request := queue.first(full)) is not None and self._may_begin(tier):
+            if not self._step_or_end(queue, request, tier):
+                full.add(request.room)
 
     def _begin_last(self, tier: LowerTier) -> bool:
         if self._lowest is not None and self._lowest.begin_next(tier):
             return True
         return self.on and self.rejected.begin_next(tier)
-
-    def _tidy(self, queue: list[tuple[int, PrefetchRequest]]) -> None:
-        """Remove requests that are over before their turn: a tier may be busy with loads for long."""
-        if len(queue) > 2 * len(self._requests) + _OVER_MAX:
-            queue[:] = [entry for entry in queue if not entry[1].over]
-            heapify(queue)
 
     def _may_begin(self, tier: LowerTier) -> bool:
         """Return whether a prefetch read may begin. Loads go first: not while a load reads."""
@@ -314,26 +308,23 @@ class Prefetch:
             return False
         return tier.tier.readable and reads.answers(self._clock())
 
-    def _step_or_end(self, queue: list[tuple[int, PrefetchRequest]], tier: LowerTier) -> bool:
+    def _step_or_end(self, queue: PrefetchQueue, request: PrefetchRequest, tier: LowerTier) -> bool:
         """Begin the next object. A request for which something raises is over: it must not block all others."""
-        request = queue[0][1]
-        stepped = self._guard.value("prefetch", None, self._step, queue, tier)
+        stepped = self._guard.value("prefetch", None, self._step, queue, request, tier)
         if stepped is None:
-            if queue and queue[0][1] is request:  # else it raised after it had left the queue
-                heappop(queue)
+            queue.leave(request)
             request.queues.discard(tier.number)
             if not request.over:
                 self._end(request, "failed")
         return stepped is None or stepped
 
-    def _step(self, queue: list[tuple[int, PrefetchRequest]], tier: LowerTier) -> bool:
-        """Begin the next object of the first request. Return False when it has to wait."""
-        request = queue[0][1]
+    def _step(self, queue: PrefetchQueue, request: PrefetchRequest, tier: LowerTier) -> bool:
+        """Begin the next object of the first request of a room. Return False when it has to wait."""
         todo = request.todo.get(tier.number)
         if todo is None and not request.over:
             todo = request.todo[tier.number] = self.missing(request.namespace, request.keys, tier)
         if not todo:
-            heappop(queue)
+            queue.leave(request)
             request.queues.discard(tier.number)
             if not (request.over or request.queues or request.tokens):  # there was nothing that it could hold
                 self._end(request, "renewed")

@@ -22,7 +22,8 @@ class PrefetchRequest:
     number: int  # of arrival
     owner: Owner
     namespace: Namespace
-    keys: bytes  # of the chunks up to the boundary
+    room: int  # where its objects lie
+    keys: bytes = b""  # of the chunks up to the boundary
     over: bool = False
     todo: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     queues: set[int] = field(default_factory=set)  # numbers of tiers in whose queue it is
