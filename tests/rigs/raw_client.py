@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -62,6 +63,11 @@ def dense_spec(label: str = "dense", object_bytes: int = OBJECT_BYTES) -> Namesp
         object_bytes={Kind.ATTENTION: object_bytes},
         label=label,
     )
+
+
+def spec_of(tenant: str, label: str = "dense") -> NamespaceSpec:
+    """`dense_spec` of a tenant."""
+    return replace(dense_spec(label), tenant=tenant)
 
 
 def keys_of(prompt: str, chunks: int) -> list[bytes]:

@@ -7,21 +7,19 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import pytest
 from kvdepot.core.arena import PAGE_BYTES
 from kvdepot.core.calls import AttachCall
-from kvdepot.core.keys import NamespaceSpec
 from kvdepot.proto import codec
 from kvdepot.server.arena.holding import Connection
 
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.other_uids import HONEST, HOSTILE, Attached, Comparing, OtherUser, needs_root, open_to_group
 from tests.rigs.patience import wait_until
-from tests.rigs.raw_client import OBJECT_BYTES, attach_socket, dense_spec, exchange, keys_of, payload_of, status_of
+from tests.rigs.raw_client import OBJECT_BYTES, attach_socket, exchange, keys_of, payload_of, spec_of, status_of
 
 pytestmark = needs_root
 PART_BYTES: Final = 8 << 20
@@ -44,14 +42,10 @@ _prompts = itertools.count()
 # --- what the processes of the users do
 
 
-def spec(tenant: str) -> NamespaceSpec:
-    return replace(dense_spec(), tenant=tenant)
-
-
 def begin(socket: str) -> int:
     """Attach to the daemon that runs now, as an engine of the user's tenant. Return the size of the data."""
     tenant = NAMES[os.getuid()]
-    _engines.append(Comparing(Path(socket), tenant, spec=spec(tenant)))
+    _engines.append(Comparing(Path(socket), tenant, spec=spec_of(tenant)))
     return _engines[-1].reply.arena_bytes
 
 

@@ -15,8 +15,8 @@ pytestmark = needs_root
 
 
 @pytest.fixture
-def siege() -> Iterator[Siege]:
-    siege = Siege(RUN_SEED)
+def siege(tenants: bool) -> Iterator[Siege]:
+    siege = Siege(RUN_SEED, tenants=tenants)
     try:
         yield siege
     finally:
@@ -33,16 +33,18 @@ def _holds(siege: Siege, seconds: float, calls_min: int) -> None:
 
 
 @pytest.mark.requirement("S1", "S4", "I2", "I3")
+@pytest.mark.parametrize("tenants", [False, pytest.param(True, marks=pytest.mark.long(seconds=30))], ids=["one", "two"])
 @pytest.mark.timeout(300)
 def test_hostile_users_find_no_internal_error_and_no_wrong_byte_in_seconds(siege: Siege) -> None:
     _holds(siege, 18, 500)
 
 
 @pytest.mark.requirement("S1", "S4", "I2", "I3")
-@pytest.mark.long(seconds=310)
+@pytest.mark.parametrize("tenants", [False, True], ids=["one", "two"])
+@pytest.mark.long(seconds=160)
 @pytest.mark.timeout(1200)
 def test_hostile_users_find_no_internal_error_and_no_wrong_byte_in_minutes(siege: Siege) -> None:
-    _holds(siege, 300, 10_000)
+    _holds(siege, 150, 5_000)
 
 
 def test_what_grows_is_found() -> None:

@@ -42,7 +42,7 @@ from kvdepot.proto.methods import BY_CALL, DEPOT, encode
 from kvdepot.proto.status import CODE_KEY
 
 from tests.rigs.patience import patient
-from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, dense_spec, keys_of
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, keys_of, spec_of
 from tests.siege.messages import Messages
 
 CALL_SECONDS: Final = 30.0
@@ -59,14 +59,16 @@ Report = tuple[dict[str, int], list[str]]
 
 
 class Attacker:
-    """One hostile process. `methods`: those it calls by gRPC, on the socket at `calls_path`."""
+    """One hostile process of a tenant. `methods`: those it calls by gRPC, on the socket at `calls_path`."""
 
     def __init__(
-        self, socket_path: str, calls_path: str, metrics: str, seed: int, methods: Sequence[MethodDescriptor]
-    ) -> None:
+        self, socket_path: str, calls_path: str, metrics: str, tenant: str, seed: int,
+        methods: Sequence[MethodDescriptor],
+    ) -> None:  # fmt: skip
         self._path = Path(socket_path)
         self._calls_path = calls_path
         self._http = metrics.removeprefix("http://").rpartition(":")
+        self._tenant = tenant
         self._random = Random(seed)
         self._methods = list(methods)
         self._silent: list[socket.socket] = []
@@ -81,7 +83,7 @@ class Attacker:
                 known, honest = [*keys_of("none", 2), *keys_of("own", 4)], {}
                 if engine is not None:
                     known += [engine.session, engine.namespace]
-                    honest = _honest(engine, self._random)
+                    honest = _honest(engine, self._tenant, self._random)
                 self._messages = Messages(self._random, known, honest)
                 with grpc.insecure_channel(
                     f"unix:{self._calls_path}", [("grpc.use_local_subchannel_pool", 1)]
@@ -100,7 +102,7 @@ class Attacker:
         """Yield a session of its own, with objects in it; or None, if the daemon gives it none."""
         name = f"hostile-{self._random.randrange(4)}"
         try:
-            engine = RawEngine(self._path, name, spec=dense_spec(f"own-{self._random.randrange(3)}"))
+            engine = RawEngine(self._path, name, spec=spec_of(self._tenant, f"own-{self._random.randrange(3)}"))
         except (AssertionError, OSError, grpc.RpcError) as error:
             self.outcomes[f"session: {type(error).__name__}"] += 1
             yield None
@@ -237,7 +239,7 @@ class Attacker:
             self._silent.pop(0).close()
 
 
-def _honest(engine: RawEngine, random: Random) -> dict[str, Any]:
+def _honest(engine: RawEngine, tenant: str, random: Random) -> dict[str, Any]:
     """Return a message of each method of an engine that it might send."""
     session, namespace, keys = engine.session, engine.namespace, keys_of("own", 4)
     joined, kinds, lease = b"".join(keys), bytes([Kind.ATTENTION]) * len(keys), random.randrange(3, 9)
@@ -255,18 +257,18 @@ def _honest(engine: RawEngine, random: Random) -> dict[str, Any]:
         CommitCall(session, (item,)),
         AbandonCall(session, (item,)),
         EndRequestCall(session, "r"),
-        RegisterCall(session, dense_spec("hostile"), (), follows_bumps=False),
+        RegisterCall(session, spec_of(tenant, "hostile"), (), follows_bumps=False),
     )  # fmt: skip
     return {BY_CALL[type(call)].name: encode(call) for call in calls}
 
 
-def attack(socket_path: str, metrics: str, seed: int, seconds: float) -> Report:
+def attack(socket_path: str, metrics: str, tenant: str, seed: int, seconds: float) -> Report:
     """As an engine: every method, also those of operators, on the socket of engines."""
     methods = [method.descriptor for method in BY_CALL.values()]
-    return Attacker(socket_path, socket_path, metrics, seed, methods).run(seconds)
+    return Attacker(socket_path, socket_path, metrics, tenant, seed, methods).run(seconds)
 
 
-def operate(socket_path: str, metrics: str, seed: int, seconds: float) -> Report:
+def operate(socket_path: str, metrics: str, tenant: str, seed: int, seconds: float) -> Report:
     """As an operator who sends anything: every method, on the socket of operators."""
     methods = [method.descriptor for method in BY_CALL.values()]
-    return Attacker(socket_path, f"{socket_path}.admin", metrics, seed, methods).run(seconds)
+    return Attacker(socket_path, f"{socket_path}.admin", metrics, tenant, seed, methods).run(seconds)

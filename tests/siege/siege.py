@@ -19,9 +19,11 @@ from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.flatness import count, grown, private_mib
 from tests.rigs.other_uids import HONEST, HOSTILE, Comparing, OtherUser, open_to_group
-from tests.rigs.raw_client import status_of
+from tests.rigs.raw_client import spec_of, status_of
 from tests.siege.attacker import Report
 
+_OPERATOR: Final = 0
+"""The uid: root may open the socket of operators."""
 _CONFIG: Final = """
 [sessions]
 grace = "2s"
@@ -35,10 +37,16 @@ capacity = "128MiB"
 write = "commit"
 io_workers = 1
 """
+_TENANTS: Final = f"""
+[[tenant]]
+name = "honest"
+users = ["{HONEST}"]
+[[tenant]]
+name = "hostile"
+users = ["{HOSTILE}", "{_OPERATOR}"]
+"""
 _PAUSE_SECONDS: Final = 0.02
 """Between two prompts of the honest engine."""
-_OPERATOR: Final = 0
-"""The uid: root may open the socket of operators."""
 _SAMPLES: Final = 16
 _COUNTS: Final = {"descriptors": 64, "threads": 8, "children": 4}
 _MEMORY: Final = {"private_mib": 16.0}
@@ -66,10 +74,10 @@ def percentile(times: Sequence[float], share: int) -> float:
 # --- in the process of the honest user
 
 
-def compare(socket: str, seconds: float, strict: bool) -> Served:
+def compare(socket: str, tenant: str, seconds: float, strict: bool) -> Served:
     """Store and load prompts. `strict`: each has to be served; else an operator may have deleted it."""
     if not _HONEST:
-        _HONEST.append(Comparing(Path(socket), "honest"))
+        _HONEST.append(Comparing(Path(socket), "honest", spec=spec_of(tenant)))
     served, until = Served(), time.monotonic() + seconds
     while time.monotonic() < until:
         began = time.perf_counter()
@@ -120,10 +128,14 @@ class Outcome:
 
 
 class Siege:
-    """Three parts of equal length: nobody attacks; a hostile engine does; an operator sends anything as well."""
+    """Three parts of equal length: nobody attacks; a hostile engine does; an operator sends anything as well.
 
-    def __init__(self, seed: int, say: Callable[[str], None] = print) -> None:
+    `tenants`: the honest user and the others are tenants, each with data of its own.
+    """
+
+    def __init__(self, seed: int, say: Callable[[str], None] = print, *, tenants: bool = False) -> None:
         self._seed = seed
+        self._tenants = tenants
         self._say = say
         self.daemon = DaemonProcess(ram="512MiB")
         self.outcome = Outcome()
@@ -131,7 +143,7 @@ class Siege:
     def run(self, seconds: float) -> Outcome:
         disk = self.daemon.directory / "disk"
         disk.mkdir(mode=0o700)
-        self.daemon.config = _CONFIG.format(disk=disk)
+        self.daemon.config = _CONFIG.format(disk=disk) + (_TENANTS if self._tenants else "")
         self.daemon.start()
         open_to_group(self.daemon)
         with (
@@ -152,6 +164,9 @@ class Siege:
     def close(self) -> None:
         self.daemon.close()
 
+    def _tenant(self, name: str) -> str:
+        return name if self._tenants else ""
+
     def _part(
         self, name: str, honest: OtherUser, attackers: Sequence[tuple[OtherUser, str]], seconds: float, number: int,
         *, strict: bool,
@@ -166,7 +181,7 @@ class Siege:
         for thread in threads:
             thread.start()
         try:
-            served: Served = honest.run("compare", socket, seconds, strict)
+            served: Served = honest.run("compare", socket, self._tenant("honest"), seconds, strict)
         finally:
             for thread in threads[:-1]:
                 thread.join()
@@ -179,7 +194,9 @@ class Siege:
     def _attack(self, name: str, user: OtherUser, verb: str, seed: int, seconds: float) -> None:
         """On a thread."""
         try:
-            report: Report = user.run(verb, str(self.daemon.socket), self.daemon.metrics, seed, seconds)
+            report: Report = user.run(
+                verb, str(self.daemon.socket), self.daemon.metrics, self._tenant("hostile"), seed, seconds
+            )
         except Exception as error:  # noqa: BLE001 - an attacker that ends attacks no more
             self.outcome.findings.append(f"{name}, its attacker ended: {error}")
             return
