@@ -72,6 +72,32 @@ def test_what_a_dead_engine_was_lent_returns_in_slices_and_its_session_goes_with
     audit(rig.depot)
 
 
+@pytest.mark.requirement("I4")
+def test_engines_that_end_at_once_share_a_slice() -> None:
+    """Else a host that kills all engines holds the loop for as many slices as there are of them."""
+    rig = Rig(data_pages=512)
+    clients = [rig.attach(f"e{number}", 10 + number) for number in range(4)]
+    for number, client in enumerate(clients):
+        for lease in range(2):
+            client.reserve(path((number, lease), OBJECTS))
+    for client in clients:
+        rig.depot.process_dead(client.attachment)
+    assert lent(rig) == 6 * OBJECTS * OBJECT_BYTES
+    assert slices(rig) >= 2
+    assert lent(rig) == 0 and rig.depot.attachments() == ()
+
+
+@pytest.mark.requirement("I4")
+def test_leases_over_their_deadline_end_in_slices_between_two_ticks() -> None:
+    rig = Rig(data_pages=512, lease_deadline_seconds=10.0)
+    client = rig.attach()
+    for number in range(6):
+        client.reserve(path(number, OBJECTS))
+    rig.now += 11.0
+    assert rig.depot.tick() and rig.counter("expired_leases.write") == 2
+    assert slices(rig) == 1 and rig.counter("expired_leases.write") == 6, "two in the tick, two in each slice"
+
+
 def test_its_death_reported_twice_changes_nothing() -> None:
     rig = Rig(data_pages=256)
     client, _ = busy(rig)

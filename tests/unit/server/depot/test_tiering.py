@@ -6,6 +6,7 @@ import pytest
 from kvdepot.core.arena import LentMode
 from kvdepot.core.calls import ROOT_KEY, AcquireOutcome, DeclareCall, EndRequestCall, Kind, ReserveOutcome
 from kvdepot.core.errors import InvalidArgument
+from kvdepot.server.depot.tiering import write_queue
 from kvdepot.server.depot.types import Membership, TierConfig, WritePolicy
 from kvdepot.server.storage.base import IoOutcome
 
@@ -86,6 +87,27 @@ def test_what_waits_is_weak() -> None:
     settle(rig)
     assert set(rig.tier.medium.stored) == {0, 1}
     assert client.locate(path("p", 2)).boundary_tokens == 0
+
+
+@pytest.mark.requirement("I4")
+def test_what_need_not_be_written_any_more_leaves_the_queue_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_queue, "_AT_ONCE", 3)
+    rig = Rig(data_pages=32, tier=COMMIT)
+    client, keys = rig.attach(), path("p", 8)
+    rig.tier.writable = False
+    store(client, keys)
+    found = rig.depot.deletion(client.namespace, b"")
+    while found.run_once():
+        pass
+    store(client, path("q", 1))
+    rig.tier.writable = True
+    left: list[int] = []
+    while (queued := rig.depot.status().lower_tiers[0].queued_objects) and len(left) < 9:
+        left.append(queued)
+        rig.depot.tick()
+    assert left == [8, 2], "two goes a tick; one row has been used again"
+    settle(rig)
+    assert in_tier(rig) == 1
 
 
 @pytest.mark.requirement("I4")
