@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,11 +120,13 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    nodes = Nodes(tmp_path)
-    yield nodes
-    for daemon in nodes.daemons:
-        daemon.close()
+def nodes() -> Iterator[Nodes]:
+    """Not in pytest's own folder: each start of pytest closes that to other users."""
+    with tempfile.TemporaryDirectory(prefix="kvdfiles") as folder:
+        nodes = Nodes(Path(folder))
+        yield nodes
+        for daemon in nodes.daemons:
+            daemon.close()
 
 
 def located(engine: RawEngine, keys: list[bytes]) -> None:

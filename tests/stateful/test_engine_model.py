@@ -177,6 +177,7 @@ SCENES = (_reserve, _commit, _abandon, _abandon_expired, _evict, _die, _crash, _
 
 
 @pytest.mark.requirement("I1a", "T1")
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_kill_at_each_line_in_turn(scene: Callable[[], tuple[World, Callable[[], None]]]) -> None:
     """Every line of each change to an object of several extents, also of adoption itself."""

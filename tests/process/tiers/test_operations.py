@@ -18,7 +18,7 @@ from kvdepot.server.tiers.conformance_harness import name_of
 from kvdepot.server.tiers.health import State
 
 from tests.fakes.fuse_directory import FuseDirectory, why_no_fuse
-from tests.rigs.patience import Deadline
+from tests.rigs.patience import Deadline, patient
 from tests.rigs.tier_live import PATIENCE_SECONDS, TierLive, tier_on
 
 needs_fuse = pytest.mark.skipif(bool(why_no_fuse()), reason=why_no_fuse())
@@ -188,7 +188,11 @@ def test_a_fault_of_the_files_of_jobs_alone_is_seen_all_the_while(fuse: FuseDire
             assert await objects.put()
             fuse.fault(**{fault: errno.EPERM})
             os.kill(next(iter(live.registry.pids.values())), 9)  # what has the file open could still write
-            await objects.suffer(2.0)
+            seen = Deadline(PATIENCE_SECONDS)
+            while live.tier.status().state == State.READY:
+                assert not seen.is_over(), live.tier.status()
+                await objects.suffer(0.1)
+            await objects.suffer(patient(2.0))
             for _ in range(30):
                 await objects.put()
                 status = live.tier.status()
