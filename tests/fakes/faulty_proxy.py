@@ -36,6 +36,11 @@ class FaultyProxy:
             self.held = 0
             self._changed.notify_all()
 
+    def wake(self) -> None:
+        """Have connections that wait look at faults that were changed."""
+        with self._changed:
+            self._changed.notify_all()
+
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
         return self

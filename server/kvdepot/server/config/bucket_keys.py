@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvdepot.server.config.addresses import TCP, host_and_port
 from pydantic import BaseModel, Field, field_validator
 
 NO_LIBRARY: Final = "tiers of kind 'object' need the package obstore, which is not installed"
@@ -28,6 +29,9 @@ class BucketKeys(BaseModel):
     @field_validator("url")
     @classmethod
     def _check_bucket(cls, url: str) -> str:
+        if url.startswith(TCP):
+            host_and_port(url.removeprefix(TCP))
+            return url
         parts = urlsplit(url)
         whole = f"{parts.scheme}://{parts.netloc}"
         if url and (parts.scheme not in _SCHEMES or not parts.hostname or "@" in parts.netloc or url != whole):
@@ -50,7 +54,9 @@ class BucketKeys(BaseModel):
         return path
 
     def check_bucket(self) -> None:
-        """Raise ValueError if the keys contradict each other."""
+        """Raise ValueError if the keys contradict each other, or the URL is a peer's."""
+        if self.url.startswith(TCP):
+            raise ValueError(f"expected the url of a bucket, got an address: {self.url}")
         if self.endpoint and not self.url.startswith("s3:"):
             raise ValueError("endpoint needs a url that begins with s3://")
         if self.endpoint.startswith("http:") and not self.allow_http:

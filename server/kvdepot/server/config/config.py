@@ -36,8 +36,9 @@ from kvdepot.server.config.memory_room import (
     in_memory_alone,
 )
 from kvdepot.server.config.operators import Operators, Role, resolve
+from kvdepot.server.config.peers import NO_PEERS, Peers, check_peers, peers_key, resolve_peers
 from kvdepot.server.config.places import check_places
-from kvdepot.server.config.schema import AUTO, DISK_KIND, OBJECT_KIND, SHARED_KIND, Tables
+from kvdepot.server.config.schema import AUTO, DISK_KIND, OBJECT_KIND, PEER_KIND, SHARED_KIND, Tables
 from kvdepot.server.config.tenants import Tenants, check_tenants, parts_of, resolve_tenants
 from kvdepot.server.config.tier_settings import check_capacity, tiers_reserve_bytes
 from kvdepot.server.config.tls import check_tls
@@ -65,6 +66,7 @@ class Config:
     """By key ("ram.capacity", "tier.nvme.write") that has no default, or another value: as it was given, and where."""
     operators: Operators = field(default_factory=lambda: resolve((), ()))
     tenants: Tenants = field(default_factory=Tenants)
+    peers: Peers = NO_PEERS
     keys: Mapping[str, KeyRing] = field(default_factory=dict)
     """By tier, of those with a `key_file`; empty before `key_files.with_keys` has read them."""
 
@@ -242,7 +244,8 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
         partial(_check_tiers, file, tables),
         partial(check_quotas, file, tables),
         partial(_check_sizes, file, tables, capacity_bytes),
-        partial(check_tls, file, tables.tls, listening=bool(tables.daemon.tcp_addresses)),
+        partial(check_tls, file, tables.tls, listening=bool(tables.daemon.tcp_addresses), peers=peers_key(tables)),
+        partial(check_peers, file, tables),
         partial(check_places, file, tables, arena_path, config.state_path),
         partial(_check_library, file, tables),
     ):
@@ -251,12 +254,12 @@ def _checked(file: str, document: Mapping[str, Any]) -> Config:
         except ConfigError as error:
             errors.append(error)
     try:
-        tenants = resolve_tenants(file, tables.tenant)
+        tenants, peers = resolve_tenants(file, tables.tenant), resolve_peers(file, tables)
     except ConfigError as error:
         errors.append(error)
     if errors:
         raise together(errors)
-    return replace(config, tenants=tenants)
+    return replace(config, tenants=tenants, peers=peers)
 
 
 def _disk_given(file: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -324,7 +327,7 @@ def _check_sizes(file: str, tables: Tables, capacity_bytes: int) -> None:
     of_host = tables.ram.capacity == AUTO
     reserve_bytes = tiers_reserve_bytes(tables, capacity_bytes)
     if capacity_bytes < CAPACITY_BYTES_MIN + reserve_bytes:
-        beside = f", and {reserve_bytes // MIB} MiB for the {len(tables.tier)} lower tiers" if tables.tier else ""
+        beside = f", and {reserve_bytes // MIB} MiB for lower tiers and peers" if reserve_bytes else ""
         raise ConfigError(
             file, "ram.capacity",
             f"expected at least {(CAPACITY_BYTES_MIN + reserve_bytes) // MIB} MiB, got {capacity_bytes // MIB} MiB: the"
@@ -408,7 +411,7 @@ def _refuse_unavailable(file: str, document: Mapping[str, Any]) -> None:
         kind = tier.get("kind") if isinstance(tier, Mapping) else None
         if kind in _TIER_KINDS_NOT_AVAILABLE:
             raise ConfigError(file, "tier.kind", f"tiers of kind {kind!r} are not available in this version",
-                              advice=f'use "{DISK_KIND}", "{SHARED_KIND}" or "{OBJECT_KIND}"')  # fmt: skip
+                              advice=f'use "{DISK_KIND}", "{SHARED_KIND}", "{OBJECT_KIND}", "{PEER_KIND}"')  # fmt: skip
 
 
 def _config_error(file: str, error: ErrorDetails) -> ConfigError:

@@ -17,6 +17,10 @@ OPENER_RESERVE_BYTES = 32 * MIB
 """Private memory of a tier's opening process while it is idle, as it is between openings."""
 COORDINATOR_RESERVE_BYTES = 32 * MIB
 """Private memory of a shared tier's coordinator without what it notes of files."""
+PEER_RESERVE_BYTES = 16 * MIB
+"""What TLS and the names of certificates take of a worker of a peer tier."""
+PEER_SERVER_RESERVE_BYTES = 32 * MIB
+"""What the process that sends to peers has for its connections, in addition to what a worker has."""
 FILE_RESERVE_BYTES = 96
 """What a janitor notes of a file, while it puts them in order (ADR 0018)."""
 HANDLE_RESERVE_BYTES = 200

@@ -17,13 +17,13 @@ ABSENT: Final = "(absent)"
 _LIVE: Final = frozenset(
     {
         "operators.admins", "operators.readers", "log.level", "log.format",
-        "tls.allow_admins", "tls.allow_readers",
+        "tls.allow_admins", "tls.allow_readers", "tls.allow_peers",
         "ram.high_watermark", "ram.low_watermark", "sessions.credit", "sessions.grace",
         "sessions.streams", "policy.prefetch_share", "policy.pin_share", "policy.loads_in_flight",
         "policy.lease_deadline", "policy.audit_sample",
     }
 )  # fmt: skip
-_LIVE_OF_TENANTS: Final = frozenset({"ram", "credit", "sessions"})
+_LIVE_OF_TENANTS: Final = frozenset({"ram", "credit", "sessions", "peers"})
 _LIVE_OF_TIERS: Final = frozenset({"write", "load_weight"})
 _LIVE_OF_DISKS: Final = frozenset({"high_watermark", "low_watermark"})
 """Those of a shared tier are its janitor's, who may be another node."""

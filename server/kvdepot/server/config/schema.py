@@ -5,7 +5,6 @@ Each refusal says what is wrong, what was expected, and the value. It never corr
 
 from __future__ import annotations
 
-import grp
 from collections.abc import Callable
 from pathlib import Path
 from string import hexdigits
@@ -18,18 +17,17 @@ from kvdepot.core.limits import LABEL_BYTES_MAX, TENANT_BYTES_MAX
 from kvdepot.core.objectfile import Codec
 from kvdepot.core.printable import control_character
 from kvdepot.core.units import parse_duration_seconds, parse_rate_bytes_per_second, parse_size_bytes
-from kvdepot.server.config.addresses import TCP, check_listen_url, check_url, host_and_port
 from kvdepot.server.config.bucket_keys import BucketKeys
+from kvdepot.server.config.daemon_table import DEFAULT_SOCKET as DEFAULT_SOCKET  # part of this page
+from kvdepot.server.config.daemon_table import DaemonTable as DaemonTable
 from kvdepot.server.config.operators import GROUP_MARK
+from kvdepot.server.config.peer_keys import PEER_KIND as PEER_KIND
+from kvdepot.server.config.peer_keys import PeerKeys
 from kvdepot.server.config.table import Table
-from kvdepot.server.config.tls import TlsTable
+from kvdepot.server.config.tls import TlsTable, check_name
 from kvdepot.server.depot.types import EVERY, ID_DIGITS
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-DEFAULT_SOCKET = "unix:///run/kvdepot/kvdepot.sock"
-ADMIN_SUFFIX = ".admin"
-RPC_SUFFIX = ".rpc"
-"""Suffix of the socket on which gRPC gets operators' connections, behind the admin sockets."""
 STREAM_SUFFIX = ".stream-"
 """Suffix of the socket of a stream's proxy; a number follows."""
 DATA_SUFFIX = ".data"
@@ -84,90 +82,6 @@ Seconds = Annotated[float, _text(parse_duration_seconds, "120s"), Field(ge=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class DaemonTable(Table):
-    """The table `[daemon]`."""
-
-    listen: list[str] = Field(default=[DEFAULT_SOCKET], min_length=1, max_length=8)
-    metrics: str = "127.0.0.1:9421"  # empty: off
-    page: bool = True
-    mode: str = Field(default="0660", pattern=r"^0?[0-7]{3}$")
-    group: str = ""
-    admin: str = ""
-    admin_mode: str = Field(default="0600", pattern=r"^0?[0-7]{3}$")
-    admin_group: str = ""
-    state: str = ""
-
-    @field_validator("admin")
-    @classmethod
-    def _check_admin(cls, url: str) -> str:
-        if url:
-            check_url(url)
-        return url
-
-    @field_validator("state")
-    @classmethod
-    def _check_state(cls, path: str) -> str:
-        if path and (not Path(path).is_absolute() or path.endswith("/")):
-            raise ValueError(f"expected the absolute path of a file, got {path!r}")
-        return path
-
-    @field_validator("listen")
-    @classmethod
-    def _check_listen(cls, urls: list[str]) -> list[str]:
-        for url in urls:
-            check_listen_url(url)
-        if len(set(urls)) != len(urls):
-            raise ValueError(f"expected different addresses, got one twice: {urls}")
-        if all(url.startswith(TCP) for url in urls):
-            raise ValueError("expected a unix:// address too: engines of this host need it")
-        return urls
-
-    @field_validator("metrics")
-    @classmethod
-    def _check_metrics(cls, address: str) -> str:
-        if address:
-            host_and_port(address)
-        return address
-
-    @property
-    def sockets(self) -> tuple[Path, ...]:
-        return tuple(Path(url.removeprefix("unix://")) for url in self.listen if not url.startswith(TCP))
-
-    @property
-    def tcp_addresses(self) -> tuple[tuple[str, int], ...]:
-        """Return host and port of each `tcp://` address."""
-        return tuple(host_and_port(url.removeprefix(TCP)) for url in self.listen if url.startswith(TCP))
-
-    @property
-    def admin_sockets(self) -> tuple[Path, ...]:
-        """Return the operators' sockets: the configured one, or one next to each socket of engines."""
-        if self.admin:
-            return (Path(self.admin.removeprefix("unix://")),)
-        return tuple(path.with_name(f"{path.name}{ADMIN_SUFFIX}") for path in self.sockets)
-
-    @property
-    def rpc_socket(self) -> Path:
-        """Return the socket behind the operators' sockets."""
-        first = self.sockets[0]
-        return first.with_name(f"{first.name}{RPC_SUFFIX}")
-
-    @property
-    def mode_bits(self) -> int:
-        return int(self.mode, 8)
-
-    @property
-    def admin_mode_bits(self) -> int:
-        return int(self.admin_mode, 8)
-
-    @property
-    def group_id(self) -> int:
-        return _group_id(self.group)
-
-    @property
-    def admin_group_id(self) -> int:
-        return _group_id(self.admin_group)
-
-
 class OperatorsTable(Table):
     """The table `[operators]`."""
 
@@ -189,6 +103,7 @@ class TenantTable(Table):
     name: str = Field(min_length=1)
     users: list[str] = Field(default=[], max_length=4096)
     groups: list[str] = Field(default=[], max_length=256)
+    peers: list[str] = Field(default=[], max_length=256)
     ram: SizeOrNone = None
     credit: SizeOrNone = None
     sessions: int = Field(default=0, ge=0, le=SESSIONS_MAX)  # 0: an equal part
@@ -206,6 +121,11 @@ class TenantTable(Table):
         if "" in names:
             raise ValueError("expected names or ids, got an empty text")
         return names
+
+    @field_validator("peers")
+    @classmethod
+    def _check_peers(cls, names: list[str]) -> list[str]:
+        return [check_name(name) for name in names]
 
     @model_validator(mode="after")
     def _check_somebody(self) -> Self:
@@ -278,11 +198,11 @@ class PolicyTable(Table):
 _OF_BUCKETS: Final = (*BucketKeys.model_fields, "read_budget", "request_budget")
 
 
-class TierTable(BucketKeys, _WatermarkTable):
+class TierTable(BucketKeys, PeerKeys, _WatermarkTable):
     """One `[[tier]]`. Required are name, kind, capacity, and path or url."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
-    kind: Literal["disk", "shared", "object"]
+    kind: Literal["disk", "shared", "object", "peer"]
     path: str = ""
     capacity: Size
     write: Literal["commit", "evict", "second_use"] = "second_use"
@@ -326,6 +246,9 @@ class TierTable(BucketKeys, _WatermarkTable):
             raise ValueError(f'on_root_filesystem needs kind = "{SHARED_KIND}"')
         if self.key_file and self.kind == DISK_KIND:
             raise ValueError(f'key_file needs kind = "{SHARED_KIND}": a disk tier is its daemon\'s alone')
+        self.check_peer()
+        if self.kind == PEER_KIND:
+            return self
         if self.kind != OBJECT_KIND:
             if given := [name for name in _OF_BUCKETS if getattr(self, name)]:
                 raise ValueError(f'{given[0]} needs kind = "{OBJECT_KIND}"')
@@ -428,14 +351,6 @@ class Tables(Table):
     log: LogTable = LogTable()
     trace: TraceTable = TraceTable()
     tls: TlsTable = TlsTable()
-
-
-def _group_id(name: str) -> int:
-    """Return the id of a group; -1 without a name, or for a group that this host does not know."""
-    try:
-        return grp.getgrnam(name).gr_gid if name else -1
-    except KeyError:
-        return -1
 
 
 def _short(text: str, bytes_max: int) -> str:

@@ -14,15 +14,20 @@ from kvdepot.server.config.memory_room import (
     FILE_RESERVE_BYTES,
     HANDLE_RESERVE_BYTES,
     OPENER_RESERVE_BYTES,
+    PEER_RESERVE_BYTES,
+    PEER_SERVER_RESERVE_BYTES,
 )
-from kvdepot.server.config.schema import DISK_KIND, OBJECT_KIND, Tables, TierTable
+from kvdepot.server.config.peers import Peers
+from kvdepot.server.config.schema import DISK_KIND, PEER_KIND, SHARED_KIND, Tables, TierTable
 from kvdepot.server.depot.types import TierConfig, WritePolicy
 from kvdepot.server.io.bucket import BucketSettings
+from kvdepot.server.io.peer_wire import PeerSettings
 from kvdepot.server.io.pool import worker_reserve_bytes
 from kvdepot.server.tiers.config import CAPACITY_BYTES_MIN
 from kvdepot.server.tiers.disk.config import DiskConfig
 from kvdepot.server.tiers.disk.layout import DiskLayout
 from kvdepot.server.tiers.object.config import ObjectConfig
+from kvdepot.server.tiers.peer.config import PeerConfig
 from kvdepot.server.tiers.shared.config import SharedConfig
 
 
@@ -60,6 +65,17 @@ def object_config(tables: Tables, tier: TierTable, keys: KeyRing = NO_KEYS) -> O
     )
 
 
+def peer_config(tables: Tables, tier: TierTable, peers: Peers) -> PeerConfig:
+    """Return the settings of one peer tier."""
+    host, port = tier.peer_address
+    settings = PeerSettings(
+        host, port, tables.tls.cert, tables.tls.key, tables.tls.client_ca, peers.names_of(tier.tenant or None),
+        # The daemon's deadline comes first: it ends the worker, and with it whatever writes to the arena.
+        timeout_seconds=2 * tier.deadline,
+    )  # fmt: skip
+    return PeerConfig(**_common(tables, tier), negative_ttl_seconds=tables.policy.negative_ttl, peer=settings)
+
+
 def _common(tables: Tables, tier: TierTable) -> dict[str, Any]:
     """Return the fields of a `LowerTierConfig`, from three tables."""
     return {
@@ -82,7 +98,7 @@ def depot_tier_config(tier: TierTable) -> TierConfig:
     """Return what the depot does with the tier."""
     return TierConfig(
         write=WritePolicy(tier.write), load_weight=tier.load_weight,
-        high_watermark=tier.high_watermark, low_watermark=tier.low_watermark,
+        high_watermark=tier.high_watermark, low_watermark=tier.low_watermark, tenant=tier.tenant or None,
     )  # fmt: skip
 
 
@@ -97,15 +113,18 @@ def check_capacity(tables: Tables, tier: TierTable) -> None:
 
 def tiers_reserve_bytes(tables: Tables, capacity_bytes: int) -> int:
     """Return the memory of tiers below RAM: their processes, and their entries in the index."""
-    return sum(_reserve_bytes(tables, tier, capacity_bytes) for tier in tables.tier)
+    source_bytes = PEER_SERVER_RESERVE_BYTES + worker_reserve_bytes(capacity_bytes, codec=False)
+    return sum(_reserve_bytes(tables, tier, capacity_bytes) for tier in tables.tier) + (
+        source_bytes if tables.daemon.listen_peers else 0
+    )
 
 
 def _reserve_bytes(tables: Tables, tier: TierTable, arena_bytes_max: int) -> int:
     workers_bytes = tier.io_workers * worker_reserve_bytes(arena_bytes_max, codec=tier.codec_number is not Codec.NONE)
     if tier.kind != DISK_KIND:
         handles = shared_config(tables, tier).handles_max
-        coordinator_bytes = 0 if tier.kind == OBJECT_KIND else COORDINATOR_RESERVE_BYTES
-        return workers_bytes + coordinator_bytes + handles * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
+        beside_bytes = {SHARED_KIND: COORDINATOR_RESERVE_BYTES, PEER_KIND: tier.io_workers * PEER_RESERVE_BYTES}
+        return workers_bytes + beside_bytes.get(tier.kind, 0) + handles * (HANDLE_RESERVE_BYTES + FILE_RESERVE_BYTES)
     journal_bytes = worker_reserve_bytes(0, codec=False)
     handles = _disk_layout(tables, tier).handles
     return workers_bytes + journal_bytes + OPENER_RESERVE_BYTES + handles * HANDLE_RESERVE_BYTES

@@ -11,16 +11,17 @@ from typing import Final, Self
 
 from kvdepot.core.errors import ConfigError
 from kvdepot.server.config.table import Table
+from kvdepot.server.platform.certificates import DNS, URI, canonical
 from kvdepot.server.platform.tls_files import Pem, TlsFileError, TlsFiles
 from pydantic import Field, field_validator, model_validator
 
-DNS: Final = "DNS:"
-URI: Final = "URI:"
+_PEER_KIND: Final = "peer"
 _NAMES_MAX: Final = 1024
 _NAME_CHARACTERS_MAX: Final = 512
 
 
-def _name(text: str) -> str:
+def check_name(text: str) -> str:
+    """Return a name of a certificate as it is compared. Raise ValueError for what is none."""
     kind = text[: len(DNS)]
     rest = text[len(DNS) :]
     if kind not in (DNS, URI) or not rest or len(text) > _NAME_CHARACTERS_MAX:
@@ -32,11 +33,6 @@ def _name(text: str) -> str:
     return canonical(text)
 
 
-def canonical(name: str) -> str:
-    """Return the name as it is compared: names of hosts have no case (RFC 4343)."""
-    return f"{DNS}{name[len(DNS) :].lower()}" if name.startswith(DNS) else name
-
-
 class TlsTable(Table):
     """The table `[tls]`."""
 
@@ -45,6 +41,7 @@ class TlsTable(Table):
     client_ca: str = ""
     allow_admins: list[str] = Field(default=[], max_length=_NAMES_MAX)
     allow_readers: list[str] = Field(default=[], max_length=_NAMES_MAX)
+    allow_peers: list[str] = Field(default=[], max_length=_NAMES_MAX)
 
     @field_validator("cert", "key", "client_ca")
     @classmethod
@@ -53,15 +50,15 @@ class TlsTable(Table):
             raise ValueError("expected the absolute path of a file")  # without the value: it may be a key
         return path
 
-    @field_validator("allow_admins", "allow_readers")
+    @field_validator("allow_admins", "allow_readers", "allow_peers")
     @classmethod
     def _check_names(cls, names: list[str]) -> list[str]:
-        return [_name(name) for name in names]
+        return [check_name(name) for name in names]
 
     @model_validator(mode="after")
     def _check_whole(self) -> Self:
         missing = [name for name in ("cert", "key", "client_ca") if not getattr(self, name)]
-        if missing and (len(missing) < 3 or self.allow_admins or self.allow_readers):
+        if missing and (len(missing) < 3 or self.allow_admins or self.allow_readers or self.allow_peers):
             raise ValueError(f"needs {', '.join(missing)} too")
         return self
 
@@ -86,11 +83,23 @@ def load_tls(file: str, files: TlsFiles) -> Pem:
         raise ConfigError(file, f"tls.{error.key}", error.reason, of_host=True) from error
 
 
-def check_tls(file: str, table: TlsTable, *, listening: bool) -> None:
-    """Raise ConfigError for certificates without an address, or an address without them."""
+def check_tls(file: str, table: TlsTable, *, listening: bool, peers: str = "") -> None:
+    """Raise ConfigError for certificates that nothing uses, or for what needs them and has none.
+
+    `peers`: the key that says that peers call, or are called; empty if there are none.
+    """
     if listening and not table.on:
         raise ConfigError(file, "daemon.listen", "a tcp:// address needs [tls] cert, key and client_ca")
-    if table.on and not listening:
+    if peers and not table.on:
+        raise ConfigError(file, peers, "peers need [tls] cert, key and client_ca")
+    if table.on and not listening and not peers:
         raise ConfigError(file, "tls", "has certificates, and daemon.listen has no tcp:// address")
     if listening and not (table.allow_admins or table.allow_readers):
         raise ConfigError(file, "tls", "allows nobody to call", advice="list names in allow_admins or allow_readers")
+    if peers and not table.allow_peers:
+        raise ConfigError(file, "tls.allow_peers", "allows no peer", advice="list the names of the peers' certificates")
+    if table.allow_peers and not peers:
+        raise ConfigError(
+            file, "tls.allow_peers", "nobody could call",
+            advice=f'set daemon.listen_peers, or add a tier of kind "{_PEER_KIND}"',
+        )  # fmt: skip

@@ -11,8 +11,14 @@ from kvdepot.core.object_keys import NO_KEYS
 from kvdepot.core.report import TierStatus
 from kvdepot.server.arena.arena_file import ArenaFile
 from kvdepot.server.config.config import Config
-from kvdepot.server.config.schema import OBJECT_KIND, SHARED_KIND, TierTable
-from kvdepot.server.config.tier_settings import depot_tier_config, disk_config, object_config, shared_config
+from kvdepot.server.config.schema import OBJECT_KIND, PEER_KIND, SHARED_KIND, TierTable
+from kvdepot.server.config.tier_settings import (
+    depot_tier_config,
+    disk_config,
+    object_config,
+    peer_config,
+    shared_config,
+)
 from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.types import TierConfig
 from kvdepot.server.io.breaker import BreakerState
@@ -20,6 +26,7 @@ from kvdepot.server.storage.base import Tier, WorkerRegistry
 from kvdepot.server.tiers.disk.factory import make_disk_tier
 from kvdepot.server.tiers.health import State
 from kvdepot.server.tiers.object.factory import make_object_tier
+from kvdepot.server.tiers.peer.tier import PeerTier
 from kvdepot.server.tiers.pools import TierContext
 from kvdepot.server.tiers.shared.factory import make_shared_tier
 from kvdepot.server.tiers.shared.tier import SharedTier
@@ -52,9 +59,12 @@ class LowerTiers:
         return list(zip(self._made, map(depot_tier_config, tables), strict=True))
 
     def configure(self, config: Config) -> None:
-        """Use the keys of another configuration."""
+        """Use the keys and the names of peers of another configuration."""
+        tenants = {table.name: table.tenant or None for table in config.tables.tier}
         for tier in self._made:
-            if isinstance(tier, SharedTier):
+            if isinstance(tier, PeerTier):
+                tier.use_names(config.peers.names_of(tenants[tier.name]))
+            elif isinstance(tier, SharedTier):
                 tier.use_keys(config.keys.get(tier.name, NO_KEYS))
 
     @property
@@ -74,6 +84,8 @@ class LowerTiers:
             count=self._count(table.name),
         )
         keys = self._config.keys.get(table.name, NO_KEYS)
+        if table.kind == PEER_KIND:
+            return PeerTier(peer_config(tables, table, self._config.peers), context)
         if table.kind == OBJECT_KIND:
             return make_object_tier(object_config(tables, table, keys), context)
         if table.kind == SHARED_KIND:

@@ -39,6 +39,7 @@ from kvdepot.server.daemon.checksums import ChecksumService
 from kvdepot.server.daemon.control import Control, Reread
 from kvdepot.server.daemon.lower_tiers import LowerTiers
 from kvdepot.server.daemon.operator_server import OperatorServer
+from kvdepot.server.daemon.peer_source import PeerSource
 from kvdepot.server.daemon.start_checks import arena_request, cannot_listen, check_host, lock_file, locked_files
 from kvdepot.server.daemon.state_file import StateFile
 from kvdepot.server.depot.counters import Counters
@@ -163,6 +164,9 @@ class Node:
             loop=self._loop, log=self._log, spare=self._spare, count=counters.add,
         )  # fmt: skip
         self._control.restore()
+        self._peers = PeerSource(
+            self._config, arena.parts, self._depot.peer_leases, loop=self._loop, log=self._log, counters=counters
+        )
         self._checksums = ChecksumService(
             arena=arena, depot=self._depot, loop=self._loop, log=self._log, quarantine=self._control.quarantine
         )
@@ -204,6 +208,7 @@ class Node:
             self._attach.watch_adopted()
             self._start_tiers()
             await self._operators.listen(tables)
+            await self._peers.listen()
             await self._grpc.listen(tables.sockets, tables.mode_bits, tables.group_id)
         except OSError as error:
             raise ConfigError(self._config.file, "daemon.listen", f"cannot listen: {error}") from error
@@ -228,6 +233,7 @@ class Node:
             self._grpc.stop(GRACE_SECONDS),
             self._operators.stop(GRACE_SECONDS),
             self._attach.finish_calls(GRACE_SECONDS),
+            self._peers.close(),
         )
         await self._control.close(GRACE_SECONDS)
         drained, closed, _ = await asyncio.gather(self._drain(), self._close_tiers(), self._close_tracing())
@@ -280,6 +286,7 @@ class Node:
         self._tiers.configure(config)
         self._streams.count_max = tables.sessions.streams
         self._operators.configure(config.operators)
+        self._peers.configure(config.peers)
         make_log(tables.log.level, tables.log.format)
 
     def readiness(self) -> Readiness:

@@ -61,7 +61,8 @@ class OperatorServer:
         """Raise OSError if a socket cannot be had."""
         if self._tls is not None:
             urls = await self._tls.listen(daemon.tcp_addresses)
-            self._log.info("operators with a certificate connect to %s", ", ".join(urls))
+            if urls:
+                self._log.info("operators with a certificate connect to %s", ", ".join(urls))
         await self._grpc.listen((daemon.rpc_socket,), _OWN_MODE, -1)
         for path in daemon.admin_sockets:
             self._admin.listen(path, daemon.admin_mode_bits, daemon.admin_group_id)

@@ -17,6 +17,7 @@ from kvdepot.server.depot.counters import Counters
 from kvdepot.server.depot.departures import Departures
 from kvdepot.server.depot.loads.load import Loads
 from kvdepot.server.depot.loads.locates import Locates
+from kvdepot.server.depot.loads.peer_leases import PeerLeases
 from kvdepot.server.depot.loads.records import Records
 from kvdepot.server.depot.loads.token_reports import TokenReports
 from kvdepot.server.depot.operators.invalidation import Invalidation
@@ -96,9 +97,11 @@ class Assembly:
         self._ram = ram = tree.ram
         self._requests = Requests(tree, ram, config.provisional_seconds)
         self._attaching = Attaching(tree)
-        self._tiering = Tiering(tree, ram, WorkerLoans(ram, workers), self._read_ended)
+        loans = WorkerLoans(ram, workers)
+        self._tiering = Tiering(tree, ram, loans, self._read_ended)
         self._checksums = Checksums(tree, ram, self._sessions.hold_extents, self._tiering.verified)
         self.switches = Switches()
+        self.peer_leases = PeerLeases(tree, ram, loans, workers, self.switches)
         self._audits = Audits(tree, ram, config, random_bytes)
         self._budgets = Budgets(self._sessions, ram, config, self.counters)
         self._stores = Stores(

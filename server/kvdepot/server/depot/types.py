@@ -111,6 +111,7 @@ class TierConfig:
     load_weight: float = 1.0  # the heaviest that has an object is read; its seconds count divided by it
     high_watermark: float = 0.95
     low_watermark: float = 0.90
+    tenant: str | None = None  # only objects of this one are looked for there; None: of all
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvdepot.core.allocator import Extent
 from kvdepot.core.objectfile import PAGE_BYTES
 from kvdepot.server.io.bucket import Bucket
 from kvdepot.server.io.direct_io import DirectFiles
+
+if TYPE_CHECKING:
+    from kvdepot.server.io.peer_wire import Leased, Locate, Located, Pull, Refused
 
 SCRATCH_BYTES_MAX: Final = 64 << 20
 """Of one buffer; it holds the longest coded object of any arena (`coded_limit`)."""
@@ -31,6 +34,16 @@ def coded_limit(arena_bytes: int) -> int:
     return min(max(arena_bytes // 256, SCRATCH_KEPT_BYTES), SCRATCH_BYTES_MAX)
 
 
+class PeerLink(Protocol):
+    """A connection to a peer (`peer_client.Peer`)."""
+
+    def ask(self, question: Locate | Pull) -> Located | Leased | Refused: ...
+
+    def receive(self, buffer: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Context:
     """What one thread of a worker works with: its directory, the arena it maps, its open files, its scratch memory."""
 
@@ -40,16 +53,18 @@ class Context:
         arena: memoryview | None = None,
         present: Callable[[int, int], None] = lambda offset, length: None,  # noqa: ARG005
         bucket: Bucket | None = None,
+        peer: PeerLink | None = None,
     ) -> None:
         """Prepare, without open files. `arena`: all of it, writable; None if no job has extents.
 
-        `bucket`: what the files of jobs are objects of, instead of the directory.
+        `bucket`: what the files of jobs are objects of, instead of the directory. `peer`: as `bucket`.
 
         Extents are offsets in the arena. `present` is called with each extent before it is read or written: see
         `arena_pages`.
         """
         self.files = DirectFiles(directory)
         self.bucket = bucket
+        self.peer = peer
         self.header = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self.tail = memoryview(mmap.mmap(-1, PAGE_BYTES))
         self.coded_bytes_max = coded_limit(len(arena or b""))
@@ -89,5 +104,7 @@ class Context:
         self._scratch = [kept if len(kept) <= SCRATCH_KEPT_BYTES else memoryview(b"") for kept in self._scratch]
 
     def close(self) -> None:
-        """Close the files; whatever comes next opens them again."""
+        """Close the files, and the connection; whatever comes next opens them again."""
         self.files.close()
+        if self.peer is not None:
+            self.peer.close()

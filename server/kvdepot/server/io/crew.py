@@ -72,9 +72,9 @@ class Crew:
         self._respawn: asyncio.TimerHandle | None = None
         self._closed = False
 
-    def renew(self, guard: str) -> None:
-        """Let workers that are made from now on enter the directory with this token."""
-        self._settings = replace(self._settings, guard=guard)
+    def renew(self, guard: str, peer: str = "") -> None:
+        """Let workers that are made from now on enter the directory with this token, or have this peer."""
+        self._settings = replace(self._settings, guard=guard, peer=peer or self._settings.peer)
 
     def spawn(self) -> Worker | None:
         """Return None where there is no room for another process now. Another is tried later."""

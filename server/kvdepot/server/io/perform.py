@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -32,6 +32,7 @@ from kvdepot.server.io.jobs import (
     WriteObject,
 )
 from kvdepot.server.io.objects import PIECE_BYTES, read_object, room_of, within, write_object
+from kvdepot.server.io.peer_objects import IN_PEER
 from kvdepot.server.io.probing import probe
 from kvdepot.server.platform.durable_files import naming, sync_file
 from kvdepot.server.platform.file_room import allocate, explained
@@ -45,7 +46,7 @@ def perform(job: Job, context: Context) -> Answer:
     """
     started = time.monotonic()
     try:
-        answer = (_IN_DIRECTORY if context.bucket is None else IN_BUCKET)[type(job)](job, context)
+        answer = _actions(context)[type(job)](job, context)
     except ObjectDamageError as damage:
         answer = Answer(IoOutcome(damage.damage.value), str(damage))
     except OSError as error:
@@ -57,6 +58,12 @@ def perform(job: Job, context: Context) -> Answer:
         requests, received_bytes = context.bucket.take_counts()
         answer = replace(answer, requests=requests, received_bytes=received_bytes)
     return replace(answer, seconds=time.monotonic() - started, direct=context.files.direct)
+
+
+def _actions(context: Context) -> Mapping[type[Any], Callable[[Any, Context], Answer]]:
+    if context.peer is not None:
+        return IN_PEER
+    return _IN_DIRECTORY if context.bucket is None else IN_BUCKET
 
 
 def _append(job: Append, context: Context) -> Answer:

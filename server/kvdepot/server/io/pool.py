@@ -145,12 +145,12 @@ class IoPool:
         """Make the workers; where the host has no room for one now, try again later."""
         self._fill()
 
-    def renew(self, guard: str) -> None:
+    def renew(self, guard: str, peer: str = "") -> None:
         """Make new workers, also the first ones. They enter the directory with this token, and open their own files.
 
-        The workers of before finish their jobs in flight.
+        `peer`: packed `PeerSettings` for them. The workers of before finish their jobs in flight.
         """
-        self._crew.renew(guard)
+        self._crew.renew(guard, peer)
         self._crew.retire()
         self._fill()
 

@@ -1,9 +1,10 @@
 """The I/O worker: a process that reads and writes objects between a directory and the arena.
 
 Started by the daemon as `python -m kvdepot.server.io.worker DATA SOCKET_FD PARENT_PID DIRECTORY GUARD
-[BUCKET]`. DATA: of `pack_parts`, empty if its jobs have no extents. GUARD: the token of `directory_guard`, may be
-empty. BUCKET: packed `BucketSettings`, where files are the objects of a bucket. It does what it is told, and ends with
-its parent, with its socket, or killed: it has nothing to tidy up.
+[BUCKET [PEER]]`. DATA: of `pack_parts`, empty if its jobs have no extents. GUARD: the token of `directory_guard`, may
+be empty. BUCKET: packed `BucketSettings`, where files are the objects of a bucket. PEER: packed `PeerSettings`, where
+they are the objects of another daemon. It does what it is told, and ends with its parent, with its socket, or killed:
+it has nothing to tidy up.
 
 Its first thread reads the socket, so that the end of the stream ends the process whatever else hangs. Two more do the
 jobs, each all of one: while one waits for the medium, the other verifies (both happen without the GIL).
@@ -26,7 +27,7 @@ from kvdepot.core.data_mapping import unpack_parts
 from kvdepot.server.io import directory_guard
 from kvdepot.server.io.arena_pages import ArenaPages
 from kvdepot.server.io.bucket import Bucket, BucketSettings
-from kvdepot.server.io.context import Context
+from kvdepot.server.io.context import Context, PeerLink
 from kvdepot.server.io.direct_io import outcome_of
 from kvdepot.server.io.jobs import ANSWERS, JOBS, JOBS_PER_WORKER, STARTED, Answer, Job
 from kvdepot.server.io.lifeline import die_with, exit_code
@@ -42,7 +43,8 @@ def main(arguments: list[str]) -> int:
     socket_fd, parent = map(int, arguments[1:3])
     directory = arguments[3]
     entrance = Entrance(directory, arguments[4])
-    bucket = Bucket(BucketSettings.unpack(arguments[5])) if arguments[5:] else None
+    packed_bucket, packed_peer = [*arguments[5:], "", ""][:2]
+    bucket = Bucket(BucketSettings.unpack(packed_bucket)) if packed_bucket else None
     die_with(parent)
     for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which drains first, and then ends this process
         signal.signal(ending, signal.SIG_IGN)
@@ -52,11 +54,13 @@ def main(arguments: list[str]) -> int:
     jobs: queue.SimpleQueue[tuple[int, Job]] = queue.SimpleQueue()
     sending = threading.Lock()
     path_works = threading.Event()
-    if arena is not None:
+    if arena is not None and not packed_peer:  # its death is awaited, and takes as long as it has pages (ADR 78)
         threading.Thread(target=arena.populate, args=(path_works,), daemon=True).start()
     for _ in range(JOBS_PER_WORKER):
         context = Context(directory, bucket=bucket)
-        if arena is not None:
+        if packed_peer:
+            context = Context(directory, arena.view if arena else None, peer=_peer(packed_peer))
+        elif arena is not None:
             context = Context(directory, arena.view, arena.present, bucket)
         serving = (jobs, context, entrance, daemon, sending, path_works)
         threading.Thread(target=_serve, args=serving, daemon=True).start()
@@ -66,6 +70,13 @@ def main(arguments: list[str]) -> int:
     while (frame := JOBS.read(stream)) is not None:
         jobs.put(frame)
     return 0
+
+
+def _peer(packed: str) -> PeerLink:
+    from kvdepot.server.io.peer_client import Peer  # TLS, which other workers never need
+    from kvdepot.server.io.peer_wire import PeerSettings
+
+    return Peer(PeerSettings.unpack(packed))
 
 
 class Entrance:

@@ -19,6 +19,7 @@ from kvdepot.proto.status import STATUS
 from kvdepot.server.depot.adoption import REASONS as ADOPTION_REASONS
 from kvdepot.server.depot.loads.lookups import LookedUp
 from kvdepot.server.depot.stores.audits import OUTCOMES as AUDIT_OUTCOMES
+from kvdepot.server.io.peer_wire import Refusal, Sent
 from kvdepot.server.observe.metric_family import (
     LOWER,
     OF_SEVERAL,
@@ -342,6 +343,34 @@ _RAM = (
     counter("leaked_objects", "Objects whose memory is not reused, because a process may still write to it."),
 )
 
+_PEERS = (
+    counter(
+        "peer_located_objects",
+        "Objects that peers asked for, by outcome: whether RAM could lend them.",
+        "outcome",
+        ("found", "absent"),
+    ),
+    counter(
+        "peer_pulls",
+        "Objects that peers asked to be sent. `outcome`: how the lease ended, or why there was none.",
+        "outcome",
+        (*Sent, *Refusal),
+    ),
+    counter("peer_sent_bytes", "Bytes of objects that were sent to peers."),
+    counter(
+        "peer_refused_connections",
+        "Refusals of peers. `reason`: no valid certificate, no allowed name in it, or too many connections.",
+        "reason",
+        ("handshake", "limit", "not_allowed"),
+    ),
+    counter(
+        "peer_servers",
+        "Processes that send to peers. `event`: started, crashed, or killed because a lease did not end in time.",
+        "event",
+        ("started", "crashed", "killed"),
+    ),
+)
+
 SUBJECTS: Final[tuple[tuple[str, tuple[Family, ...]], ...]] = (
     ("Daemon", _DAEMON),
     ("Engines", _ENGINES),
@@ -350,6 +379,7 @@ SUBJECTS: Final[tuple[tuple[str, tuple[Family, ...]], ...]] = (
     ("Loads", _LOADS),
     ("Stores", _STORES),
     ("RAM", _RAM),
+    ("Peers", _PEERS),
     ("Tiers", TIERS),
     ("Quotas", QUOTAS),
 )

@@ -11,8 +11,8 @@ from kvdepot.core.report import DaemonStatus, QuotaStatus, TierStatus
 from kvdepot.server.depot.counters import Histogram
 
 PREFIX: Final = "kvdepot_"
-DISK, SHARED, OBJECT = "disk", "shared", "object"
-OF_SEVERAL = (SHARED, OBJECT)
+DISK, SHARED, OBJECT, PEER = "disk", "shared", "object", "peer"
+OF_SEVERAL = (SHARED, OBJECT, PEER)
 LOWER = (DISK, *OF_SEVERAL)
 RAM_ONLY = ("ram",)
 

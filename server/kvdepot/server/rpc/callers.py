@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
-from kvdepot.server.config.tls import DNS, URI, canonical
-
-_REMEMBERED_MAX: Final = 256
+from kvdepot.server.platform.certificates import names_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +23,3 @@ def certificate_of(context: Any) -> Certificate | None:
     if found.get("transport_security_type") != [b"ssl"] or len(pem) != 1:
         return None
     return Certificate(names_of(pem[0]), context.peer())
-
-
-@lru_cache(_REMEMBERED_MAX)
-def names_of(pem: bytes) -> tuple[str, ...]:
-    """Return the DNS and URI names of a certificate. A name with other characters than visible ASCII is none.
-
-    gRPC for Python shows names too, and cuts each at a NUL character: a longer name would be another one's. Common
-    names are no names (`config.tls`).
-    """
-    from cryptography import x509  # the extra `tls`: nobody calls without it
-
-    try:
-        certificate = x509.load_pem_x509_certificate(pem)
-        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
-        return ()
-    names = [
-        *((DNS, name) for name in found.get_values_for_type(x509.DNSName)),
-        *((URI, name) for name in found.get_values_for_type(x509.UniformResourceIdentifier)),
-    ]
-    return tuple(canonical(f"{kind}{name}") for kind, name in names if all("!" <= each <= "~" for each in name))

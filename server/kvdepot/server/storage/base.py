@@ -136,6 +136,8 @@ class TierTraits:
 
     It is a `SharedTier`. `drop` only forgets; the device's capacity is its janitor's care, and no quota counts there.
     """
+    read_only: bool = False
+    """Nothing is ever written there, so nothing is to wait for that."""
 
 
 class TierListener(Protocol):

@@ -29,9 +29,13 @@ class TierContext:
 
     def data_pool(
         self, config: LowerTierConfig, *, probe: Probe, failing: frozenset[IoOutcome] = FAILING, bucket: str = "",
+        peer: str = "",
     ) -> IoPool:  # fmt: skip
-        """Return a pool of workers that have the arena. `bucket`: packed `BucketSettings`, instead of a directory."""
-        settings = WorkerSettings(config.path, self.data, bucket=bucket)
+        """Return a pool of workers that have the arena.
+
+        `bucket`, `peer`: packed `BucketSettings` or `PeerSettings`, instead of a directory.
+        """
+        settings = WorkerSettings(config.path, self.data, bucket=bucket, peer=peer)
         return self._pool(config, settings, config.io_workers, self.registry, probe, failing)
 
     def journal_pool(self, config: LowerTierConfig, *, probe: Probe) -> IoPool:

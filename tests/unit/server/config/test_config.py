@@ -109,7 +109,7 @@ def test_a_larger_arena_gets_the_credit_of_the_reference(tmp_path: Path) -> None
         (TIER + TIER.replace('"/d"', '"/e"'), "tier.name", "two tiers have the name 'nvme'"),
         (TIER + TIER.replace("nvme", "b"), "tier.b.path", "overlap"),
         (TIER + TIER.replace("nvme", "b").replace('"/d"', '"/x/../d/e"'), "tier.b.path", "/d/e and /d of tier 'nvme'"),
-        ('[ram]\ncapacity = "384MiB"' + TIER, "ram.capacity", "for the 1 lower tiers"),
+        ('[ram]\ncapacity = "384MiB"' + TIER, "ram.capacity", "for lower tiers and peers"),
         (
             '[ram]\ncapacity = "1GiB"\npath = "/tmp"' + TIER.replace('"/d"', '"/tmp/."'),
             "tier.nvme.path",

@@ -57,8 +57,8 @@ def examine(
 
 
 def _directories(settings: Settings) -> list[Place]:
-    """Return the places that are directories of this host. A bucket is none: its daemon's probe says how it is."""
-    return [place for place in settings.places if place.kind != "object"]
+    """Return the places that are directories of this host. Probes of the daemon look at the others."""
+    return [place for place in settings.places if place.kind not in ("object", "peer")]
 
 
 def _check_places(

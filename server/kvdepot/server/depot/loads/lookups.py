@@ -239,7 +239,7 @@ class LookUps:
         unknown = [~self._known(nodes, kind) for kind in kinds]
         wanted = []
         for tier, shared in self._tiers:
-            if not shared.readable:
+            if not shared.readable or tier.config.tenant not in (None, walk.namespace.tenant):
                 continue
             held = [held_by(self._index, [tier], nodes, kind) for kind in kinds]
             asked = np.argwhere(np.column_stack(unknown) & ~np.column_stack(held))

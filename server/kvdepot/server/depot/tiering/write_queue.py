@@ -63,6 +63,8 @@ class WriteQueue:
 
     def offer(self, node: int, kind: int) -> bool:
         """Queue an object of RAM after what is missing of its path. Return False when it cannot be, or need not."""
+        if self._tier.tier.traits.read_only:
+            return False
         path_kind = self._tree.path_kind(node)
         own = self._index.row(node, kind)
         if own != NO_ROW and not self.has(own) and not self._has_room(self._ram.size_bytes(own)):

@@ -9,9 +9,9 @@ from kvdepot.server.io.jobs import Probe
 from kvdepot.server.storage.base import IoOutcome
 from kvdepot.server.storage.shared_layout import PROBE
 from kvdepot.server.tiers.object.config import ObjectConfig
-from kvdepot.server.tiers.object.guardian import BucketGuardian
 from kvdepot.server.tiers.object.meter import Meter, MeteredWorkers
 from kvdepot.server.tiers.pools import TierContext
+from kvdepot.server.tiers.shared.prober import Prober
 from kvdepot.server.tiers.shared.tier import SharedTier
 
 _FAILING: Final = frozenset({IoOutcome.IO_ERROR, IoOutcome.TIMEOUT, IoOutcome.UNREADABLE})
@@ -25,7 +25,7 @@ def make_object_tier(config: ObjectConfig, context: TierContext) -> SharedTier:
     )
     pool = context.data_pool(config, probe=Probe(PROBE), failing=_FAILING, bucket=config.bucket.pack())
     data = MeteredWorkers(pool, meter, context.loop)
-    guardian = BucketGuardian(
+    prober = Prober(
         data, node=f"{context.arena_id:016x}-{config.name}", loop=context.loop, retry_seconds=config.probe_seconds
     )
-    return SharedTier(config, data=data, coordinator=guardian, log=context.log, count=context.count, limits=meter)
+    return SharedTier(config, data=data, coordinator=prober, log=context.log, count=context.count, limits=meter)

@@ -1,7 +1,7 @@
-"""What stands in the coordinator's place where the files are a bucket's objects: it proves the conditions of puts.
+"""What stands in the coordinator's place where there is no directory: it proves by a probe that the place serves.
 
-A bucket has no marker, no nodes and no janitor. Before anything is served, a worker proves by a probe that the server
-holds to If-None-Match. What fails is tried again.
+A bucket or a peer has no marker, no nodes and no janitor. Before anything is served, a worker does a probe. For a
+bucket it proves that the server holds to If-None-Match. What fails is tried again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _RETRY_SECONDS_MAX: Final = 60.0
 _NO_LIMIT_BYTES: Final = 1 << 62
 
 
-class BucketGuardian:
-    """A `CoordinatorLink`. It makes the workers, which the tier replaces once the bucket is proven."""
+class Prober:
+    """A `CoordinatorLink`. It makes the workers, which the tier replaces once the place is proven."""
 
     def __init__(self, data: Workers, *, node: str, loop: asyncio.AbstractEventLoop, retry_seconds: float) -> None:
         self._data = data
@@ -37,7 +37,7 @@ class BucketGuardian:
         self._probe()
 
     def publish(self, total_bytes: int, wanted_bytes: int = 0, settled: str = "") -> None:
-        """Do nothing: nobody counts what lies in a bucket."""
+        """Do nothing: nobody counts what lies there."""
 
     def end(self) -> None:
         self._on_message = None

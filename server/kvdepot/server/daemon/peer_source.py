@@ -1,0 +1,254 @@
+"""The source's side of the peer tier: the process that sends, readers' questions, and the ends of leases (ADR 78).
+
+The daemon decides who gets what, and touches no payload. The process that sends is written down as a worker, and is
+killed if it does not confirm the end of a lease in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import Final
+
+from kvdepot.core.data_mapping import DataParts, pack_parts
+from kvdepot.core.errors import KvDepotError, NoRoom
+from kvdepot.server.config.addresses import TCP, url_address
+from kvdepot.server.config.config import Config
+from kvdepot.server.config.peers import Peers
+from kvdepot.server.depot.counters import Counters
+from kvdepot.server.depot.loads.peer_leases import PeerLease, PeerLeases
+from kvdepot.server.io.peer_wire import (
+    FROM_DAEMON,
+    TO_DAEMON,
+    AskLocate,
+    AskPull,
+    Ended,
+    Granted,
+    Located,
+    Refusal,
+    Refused,
+    Unconnected,
+)
+from kvdepot.server.io.proven_child import ProvenChild
+from kvdepot.server.platform.guard import engine_guard
+
+_MODULE: Final = "kvdepot.server.io.peer_server"
+_NICENESS: Final = 5
+"""As I/O workers: a load of another node waits for it."""
+LEASE_SECONDS: Final = 30.0
+CONFIRM_SECONDS: Final = 5.0
+"""What the end of a lease may come late. Then the process that sends is killed."""
+_BACKLOG: Final = 64
+_BACKOFF_SECONDS_MIN: Final = 0.1
+_BACKOFF_SECONDS_MAX: Final = 30.0
+_STABLE_SECONDS: Final = 10.0
+_DEATH_SECONDS: Final = 1.0
+_Up = AskLocate | AskPull | Ended | Unconnected
+
+
+class PeerSource:
+    """Everything runs on the loop's thread.
+
+    Counts `peer_located_objects.found` and `.absent`, `peer_pulls.` and how each ended or why it was refused,
+    `peer_sent_bytes`, `peer_refused_connections.` and why, `peer_servers.started`, `.crashed` and `.killed`.
+    """
+
+    def __init__(
+        self, config: Config, data: DataParts, leases: PeerLeases, *, loop: asyncio.AbstractEventLoop,
+        log: logging.Logger, counters: Counters, lease_seconds: float = LEASE_SECONDS,
+    ) -> None:  # fmt: skip
+        """Build it without a process. `data`: of the arena."""
+        self._data = data
+        tls = config.tables.tls
+        self._files = tls.cert, tls.key, tls.client_ca
+        self._address = config.tables.daemon.peers_address
+        self._peers = config.peers
+        self._leases = leases
+        self._loop = loop
+        self._log = log
+        self._count = counters.add
+        self._guard = engine_guard(counters.add)
+        self._lease_seconds = lease_seconds
+        self._listening: list[socket.socket] = []
+        self._child: ProvenChild | None = None
+        self._worker = -1
+        self._killed = False
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # by lease
+        self._started_at = 0.0
+        self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self._respawn: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._died = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.pid
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Return host and port of each socket that listens."""
+        return [one.getsockname()[:2] for one in self._listening]
+
+    async def listen(self) -> None:
+        """Listen at every address of the configured host, and start the process that sends. Raise OSError."""
+        if self._address is None:
+            return
+        host, port = self._address
+        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, address in dict.fromkeys((one[0], one[4]) for one in found):
+            place = (address[0], port, *address[2:])
+            listening = socket.create_server(place, family=family, backlog=_BACKLOG)
+            self._listening.append(listening)
+            port = listening.getsockname()[1]
+        self._log.info("peers connect to %s", ", ".join(f"{TCP}{url_address(*one)}" for one in self.addresses))
+        self._start()
+
+    def configure(self, peers: Peers) -> None:
+        """Let others ask from now on."""
+        self._peers = peers
+
+    async def close(self) -> None:
+        """End the process that sends. What it was lent is free when its death is proven, within a second."""
+        self._closed = True
+        for listening in self._listening:
+            listening.close()
+        if self._respawn is not None:
+            self._respawn.cancel()
+        if self._child is not None:
+            self._died.clear()
+            self._kill()
+            try:
+                await asyncio.wait_for(self._died.wait(), _DEATH_SECONDS)
+            except TimeoutError:
+                self._child.forget()
+        self._end_timers()
+
+    # The process
+
+    def _start(self) -> None:
+        self._respawn = None
+        try:
+            fds = [one.fileno() for one in self._listening]
+            self._child = child = ProvenChild(
+                _MODULE,
+                lambda socket_fd: (pack_parts(self._data), socket_fd, os.getpid(), *self._files, *fds),
+                (*(fd for fd, _ in self._data), *fds),
+                niceness=_NICENESS, loop=self._loop, listener=self,
+            )  # fmt: skip
+        except OSError as error:
+            self._start_later(f"cannot be started: {error}")
+            return
+        self._killed = False
+        self._started_at = self._loop.time()
+        self._count("peer_servers.started", 1)
+        try:
+            self._worker = self._leases.workers.started(child.pid)
+        except NoRoom as error:
+            self._log.warning("peers: their server cannot be written down: %s", error.message)
+            self._worker = -1
+            self._kill()
+
+    def _start_later(self, why: str) -> None:
+        if self._closed:
+            return
+        self._log.warning("peers: their server %s; the next one starts in %.1f s", why, self._backoff_seconds)
+        self._respawn = self._loop.call_later(self._backoff_seconds, self._start)
+        self._backoff_seconds = min(2 * self._backoff_seconds, _BACKOFF_SECONDS_MAX)
+
+    def _kill(self) -> None:
+        if self._child is not None and not self._killed:
+            self._killed = True
+            self._child.kill()
+
+    def _overdue(self, lease: int) -> None:
+        self._log.warning("peers: their server %s did not end lease %d in time; it is killed", self.pid, lease)
+        self._count("peer_servers.killed", 1)
+        self._kill()
+
+    def _end_timers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    # What it says (`ChildListener`)
+
+    def take(self, received: bytearray) -> list[tuple[int, _Up]]:
+        return list(TO_DAEMON.take(received))
+
+    def handle(self, number: int, message: _Up) -> None:
+        self._guard.call("peers", self._handle, number, message)
+
+    def broken(self, why: str) -> None:
+        self._log.error("peers: their server %s: %s", self.pid, why)
+        self._kill()
+
+    def died(self, status: int) -> None:
+        self._end_timers()
+        self._guard.call("peers", self._leases.end_all)
+        if self._worker >= 0:
+            self._guard.call("peers", self._leases.workers.dead, self._worker)
+        self._child, self._worker = None, -1
+        self._died.set()
+        if not self._killed:
+            self._count("peer_servers.crashed", 1)
+        if self._loop.time() - self._started_at > _STABLE_SECONDS:
+            self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self._start_later(f"ended with {status}")
+
+    def _handle(self, number: int, message: _Up) -> None:
+        match message:
+            case AskLocate():
+                self._answer(number, self._locate(message))
+            case AskPull():
+                self._answer(number, self._lease(message))
+            case Ended():
+                self._end(message)
+            case Unconnected(reason):
+                self._count(f"peer_refused_connections.{reason if reason == 'limit' else 'handshake'}", 1)
+
+    def _answer(self, number: int, answer: Located | Granted | Refused) -> None:
+        if self._child is not None:
+            self._child.send(FROM_DAEMON.pack(answer, number))
+
+    def _locate(self, question: AskLocate) -> Located | Refused:
+        allowed, tenant = self._peers.tenant_of(question.names)
+        if not allowed:
+            self._count("peer_refused_connections.not_allowed", 1)
+            return Refused(Refusal.NOT_ALLOWED)
+        lengths = self._leases.locate(tenant, ((one.namespace, one.key, one.kind) for one in question.wanted))
+        found = sum(length >= 0 for length in lengths)
+        self._count("peer_located_objects.found", found)
+        self._count("peer_located_objects.absent", len(lengths) - found)
+        return Located(lengths)
+
+    def _lease(self, question: AskPull) -> Granted | Refused:
+        lease = self._leased(question)
+        if isinstance(lease, Refusal):
+            self._count(f"peer_pulls.{lease}", 1)
+            return Refused(lease)
+        late = self._lease_seconds + CONFIRM_SECONDS
+        self._timers[lease.number] = self._loop.call_later(late, self._overdue, lease.number)
+        return Granted(lease.number, lease.raw_sum, lease.generation, self._lease_seconds, lease.extents)
+
+    def _leased(self, question: AskPull) -> PeerLease | Refusal:
+        allowed, tenant = self._peers.tenant_of(question.names)
+        if not allowed:
+            return Refusal.NOT_ALLOWED
+        if self._killed or self._worker < 0:
+            return Refusal.BUSY
+        try:
+            return self._leases.lease(tenant, question.name, self._worker)
+        except (KvDepotError, LookupError) as error:  # nothing can be lent to this process
+            self._log.warning("peers: nothing can be lent to their server %s: %s", self.pid, error)
+            self._kill()
+            return Refusal.BUSY
+
+    def _end(self, ended: Ended) -> None:
+        timer = self._timers.pop(ended.lease, None)
+        if timer is not None:
+            timer.cancel()
+        if self._leases.end(ended.lease):
+            self._count(f"peer_pulls.{ended.sent}", 1)
+            self._count("peer_sent_bytes", ended.sent_bytes)

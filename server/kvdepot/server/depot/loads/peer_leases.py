@@ -1,0 +1,129 @@
+"""What other daemons may read of this one's RAM (ADR 78): a look at it, and leases that are few, small and short.
+
+A lease lends an object's extents to the process that sends them, as a write to a lower tier does. It ends when that
+process says so, or is reaped. Only then can the extents be reused (I6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from kvdepot.core.allocator import Extent
+from kvdepot.core.arena import NO_ROW, LentMode
+from kvdepot.core.control import Switch
+from kvdepot.core.kinds import Kind
+from kvdepot.server.depot.sessions.workers import ObjectLoan, WorkerLoans, Workers
+from kvdepot.server.depot.tree.index import NONE
+from kvdepot.server.depot.tree.namespaces import Namespace
+from kvdepot.server.depot.tree.ram import RamTier
+from kvdepot.server.depot.tree.switches import Switches
+from kvdepot.server.depot.tree.tree import Tree
+from kvdepot.server.io.jobs import ABSENT
+from kvdepot.server.io.peer_wire import Refusal
+from kvdepot.server.storage.base import ObjectName
+
+LEASES_MAX: Final = 64
+_RAM_SHARE: Final = 8
+"""All leases together lend at most this part of RAM, or one object."""
+_KINDS: Final = frozenset(map(int, Kind))
+Wanted: TypeAlias = tuple[bytes, bytes, int]
+"""(namespace, key, kind) of an object."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLease:
+    """The right to read these extents. `raw_sum` is the XXH3-128 of their bytes."""
+
+    number: int
+    extents: tuple[Extent, ...]
+    raw_sum: int
+    generation: int
+
+
+class PeerLeases:
+    """The leases of one run. `worker` is a number from `started`. `tenant` None: there are no tenants here."""
+
+    def __init__(self, tree: Tree, ram: RamTier, loans: WorkerLoans, workers: Workers, switches: Switches) -> None:
+        self._tree = tree
+        self._index = tree.index
+        self._namespaces = tree.namespaces
+        self._ram = ram
+        self._rows = ram.rows
+        self._loans = loans
+        self._switches = switches
+        self.workers = workers
+        """Where the process that sends is written down, before it is lent anything."""
+        self._leases: dict[int, tuple[ObjectLoan, int]] = {}
+        self._numbers = 0
+        self.lent_bytes = 0
+        self.bytes_max = ram.data_bytes // _RAM_SHARE
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def locate(self, tenant: str | None, wanted: Iterable[Wanted]) -> tuple[int, ...]:
+        """Return the length of each object in bytes, or ABSENT. Nothing is pinned, and nothing counts as used."""
+        return tuple(
+            ABSENT if row == NO_ROW else self._ram.size_bytes(row)
+            for row in (self._row(tenant, *one) for one in wanted)
+        )
+
+    def lease(self, tenant: str | None, name: ObjectName, worker: int) -> PeerLease | Refusal:
+        """Lend an object to the worker, or say why not. Raise UnknownWorker."""
+        row = self._row(tenant, name.namespace, name.key, name.kind)
+        if row == NO_ROW:
+            return Refusal.GONE
+        if self._ram.name(row) != name:
+            return Refusal.FOREIGN
+        full = self._leases and self.lent_bytes + name.raw_bytes > self.bytes_max
+        loan = self._loans.loan(row, LentMode.READ)
+        if len(self._leases) >= LEASES_MAX or full or not loan.begin(worker):
+            return Refusal.BUSY
+        self._numbers += 1
+        self._leases[self._numbers] = loan, name.raw_bytes
+        self.lent_bytes += name.raw_bytes
+        raw_sum = self._rows.raw_sum(row)
+        assert raw_sum is not None, "`_row` returns none without"
+        return PeerLease(self._numbers, self._rows.extents(row), raw_sum, self._rows.generation[row])
+
+    def end(self, number: int) -> bool:
+        """End a lease: the worker does not touch the extents any more. Return whether there was one."""
+        loan, raw_bytes = self._leases.pop(number, (None, 0))
+        self.lent_bytes -= raw_bytes
+        if loan is not None:
+            loan.end()
+        return loan is not None
+
+    def end_all(self) -> None:
+        """End all leases: the worker is proven dead."""
+        for number in tuple(self._leases):
+            self.end(number)
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        return tuple(self._leases)
+
+    def _row(self, tenant: str | None, namespace_id: bytes, key: bytes, kind: int) -> int:
+        """Return the row of an object that may be served to a peer now, or NO_ROW.
+
+        It is committed, written or verified in this run, and has a checksum.
+        """
+        namespace = self._namespaces.by_id.get(namespace_id)
+        if namespace is None or kind not in _KINDS or not self._serves(tenant, namespace):
+            return NO_ROW
+        node = self._index.find(namespace.slot, key)
+        row = NO_ROW if node == NONE else self._index.row(node, kind)
+        if row == NO_ROW or not self._rows.visible(row) or not self._rows.summed(row):
+            return NO_ROW
+        return row
+
+    def _serves(self, tenant: str | None, namespace: Namespace) -> bool:
+        """Return whether loads of the namespace are on, and it belongs to this tenant if there are tenants.
+
+        Whose it is has to be known: no engine may have registered it in this run.
+        """
+        if namespace.invalid or self._switches.refusal(Switch.LOADS, namespace.id) is not None:
+            return False
+        return tenant is None or (namespace.spec is not None and namespace.tenant == tenant)

@@ -1,0 +1,120 @@
+"""A peer as one thread of a reader's worker has it: one connection, and every failure an OSError (ADR 78).
+
+Only workers import this module. A connection that hangs is ended with its worker.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from typing import Any, Final, cast
+
+from kvdepot.server.io.framing import FrameError
+from kvdepot.server.io.peer_wire import (
+    ALPN,
+    FROM_READER,
+    TO_READER,
+    Exact,
+    Leased,
+    Locate,
+    Located,
+    PeerSettings,
+    Pull,
+    Refused,
+    receive_into,
+)
+from kvdepot.server.platform.certificates import names_of
+
+_AGAIN: Final = 2
+"""Times that a question is asked: a source may close an idle connection at the moment of a question."""
+
+
+class Peer:
+    """A connection to the source, made when it is needed. Raises OSError with EIO, or EACCES where it is refused."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        self._settings = settings
+        self._connection: ssl.SSLSocket | None = None
+
+    def connect(self) -> None:
+        """Connect, and check who answers."""
+        if self._connection is None:
+            self._connection = self._connected()
+
+    def ask(self, question: Locate | Pull) -> Located | Leased | Refused:
+        """Return the answer. If it is `Leased`, `receive` has to take all of the object next."""
+        frame = FROM_READER.pack(question)
+        for left in reversed(range(_AGAIN)):
+            used = self._connection is not None
+            self.connect()
+            assert self._connection is not None
+            try:
+                self._connection.sendall(frame)
+                found = TO_READER.read(cast("Any", Exact(self._connection)))
+            except (OSError, FrameError) as error:
+                self.close()
+                if not (left and used and isinstance(error, ConnectionError | ssl.SSLEOFError)):
+                    raise self._failed(error) from error
+                continue
+            if found is not None:
+                return found[1]
+            self.close()
+            if not (left and used):
+                break
+        raise self._failed("it has closed the connection")
+
+    def receive(self, buffer: memoryview) -> None:
+        """Fill the buffer with the next bytes of the object. Raise OSError if the source does not send all of them."""
+        assert self._connection is not None
+        try:
+            filled = receive_into(self._connection, buffer)
+        except OSError as error:
+            self.close()
+            raise self._failed(error) from error
+        if filled < len(buffer):
+            self.close()
+            raise self._failed("it has closed the connection within an object")
+
+    def close(self) -> None:
+        """Close the connection. The next question opens another one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _connected(self) -> ssl.SSLSocket:
+        settings = self._settings
+        raw: socket.socket | None = None
+        try:
+            raw = socket.create_connection((settings.host, settings.port), settings.timeout_seconds)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = self._context().wrap_socket(raw, server_hostname=settings.host)
+        except (OSError, ValueError) as error:
+            if raw is not None:
+                raw.close()
+            raise self._failed(error) from error
+        names = names_of(ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"").encode())
+        if connection.selected_alpn_protocol() == ALPN and set(names) & set(settings.names):
+            return connection
+        connection.close()
+        if set(names) & set(settings.names):
+            raise self._failed(f"it does not speak {ALPN}")
+        raise OSError(errno.EACCES, f"{self._place}: no name of its certificate is that of a peer: {', '.join(names)}")
+
+    def _context(self) -> ssl.SSLContext:
+        """Read the files: they may have been renewed."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # who it is decide the names of peers: an address is none of them
+        context.load_verify_locations(self._settings.ca)
+        context.load_cert_chain(self._settings.cert, self._settings.key, password=str)
+        context.set_alpn_protocols([ALPN])
+        return context
+
+    @property
+    def _place(self) -> str:
+        return f"{self._settings.host}:{self._settings.port}"
+
+    def _failed(self, why: object) -> OSError:
+        """Return an error that says nothing of an object, whatever the number of its cause is."""
+        return OSError(errno.EIO, f"{self._place}: {why or type(why).__name__}")

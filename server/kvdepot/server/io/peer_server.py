@@ -1,0 +1,268 @@
+"""The source's server of the peer tier: it sends what its daemon has leased, from the arena, over TLS (ADR 78).
+
+Started by the daemon as `python -m kvdepot.server.io.peer_server DATA SOCKET_FD PARENT_PID CERT KEY CA LISTENING...`.
+DATA: of `pack_parts`, mapped for reading alone. LISTENING: descriptors of sockets that listen. It decides nothing: for
+each question of a reader it asks the daemon, which gives it names of the certificate, and gets a lease or a refusal.
+
+A lease is in one thread, from the daemon's answer to `Ended`. That thread sends until all is sent, until the connection
+fails, or until the lease is over. TLS encrypts into memory of its own, so nothing touches the extents after a send has
+returned. The daemon kills this process if an `Ended` is late, and ends its leases when it is reaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final, cast
+
+from kvdepot.core.data_mapping import map_parts, unpack_parts
+from kvdepot.server.io.framing import FrameError
+from kvdepot.server.io.lifeline import die_with, exit_code
+from kvdepot.server.io.peer_wire import (
+    ALPN,
+    FROM_DAEMON,
+    FROM_READER,
+    NAME_CHARACTERS_MAX,
+    NAMES_MAX,
+    TO_DAEMON,
+    TO_READER,
+    AskLocate,
+    AskPull,
+    Ended,
+    Exact,
+    Granted,
+    Leased,
+    Locate,
+    Located,
+    Pull,
+    Refusal,
+    Refused,
+    Sent,
+    Unconnected,
+)
+from kvdepot.server.platform.certificates import names_of
+from kvdepot.server.platform.tls_files import TlsFileError, TlsFiles
+
+CONNECTIONS_MAX: Final = 64
+HANDSHAKE_SECONDS: Final = 5.0
+"""Until then nothing is known of who has connected."""
+IDLE_SECONDS: Final = 60.0
+CONNECTION_SECONDS_MAX: Final = 600.0
+"""After it a reader has to connect again, with the certificate and under the CA of that time."""
+LOOK_SECONDS: Final = 5.0
+"""How often the files of TLS are looked at, by a thread of its own: their mount may hang."""
+ANSWER_SECONDS: Final = 10.0
+"""What an answer of the daemon is waited for. A lease that is granted later ends at once."""
+_SEND_BYTES: Final = 1 << 20
+_PAUSE_SECONDS: Final = 0.1
+"""After a connection that could not be accepted."""
+Answer = Located | Granted | Refused
+
+
+def main(arguments: list[str]) -> int:
+    data, socket_fd, parent = arguments[0], int(arguments[1]), int(arguments[2])
+    files = tuple(map(Path, arguments[3:6]))
+    die_with(parent)
+    for ending in (signal.SIGINT, signal.SIGTERM):  # for the daemon, which ends this process itself
+        signal.signal(ending, signal.SIG_IGN)
+    arena = map_parts(unpack_parts(data), writable=False)
+    daemon = Daemon(socket.socket(fileno=socket_fd))
+    certificates = Certificates(*files)
+    server = Server(arena, daemon, certificates)
+    for fd in arguments[6:]:
+        threading.Thread(target=server.accept, args=(socket.socket(fileno=int(fd)),), daemon=True).start()
+    daemon.listen()
+    return 0
+
+
+class Daemon:
+    """The daemon's end: questions of all threads, and their answers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, queue.SimpleQueue[Answer]] = {}
+
+    def listen(self) -> None:
+        """Hand out answers until the daemon closes the socket. The caller ends the process then."""
+        stream = self._connection.makefile("rb")
+        while (frame := FROM_DAEMON.read(stream)) is not None:
+            number, answer = frame
+            waiting = self._waiting.pop(number, None)
+            if waiting is not None:
+                waiting.put(answer)
+            elif isinstance(answer, Granted):  # nobody waits for it any more
+                self.tell(Ended(answer.lease, Sent.LATE, 0))
+
+    def tell(self, message: AskLocate | AskPull | Ended | Unconnected, number: int = 0) -> None:
+        with self._sending:
+            self._connection.sendall(TO_DAEMON.pack(message, number))
+
+    def ask(self, question: AskLocate | AskPull) -> Answer | None:
+        """Return the answer; None if there is none in time."""
+        number, answers = next(self._numbers), queue.SimpleQueue[Answer]()
+        self._waiting[number] = answers
+        self.tell(question, number)
+        try:
+            return answers.get(timeout=ANSWER_SECONDS)
+        except queue.Empty:
+            # The thread that removes the entry decides. If it is not this one, the answer is put there at this moment.
+            return None if self._waiting.pop(number, None) is not None else answers.get()
+
+
+class Certificates:
+    """The server's side of TLS, by the files as they were when they last fitted together."""
+
+    def __init__(self, cert: Path, key: Path, client_ca: Path) -> None:
+        """Read the files. Raise TlsFileError or OSError."""
+        self._paths = cert, key, client_ca
+        self._files = TlsFiles(cert, key, client_ca)
+        self._files.load()
+        self.context = self._made()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        pause = threading.Event()
+        while True:
+            pause.wait(LOOK_SECONDS)
+            with contextlib.suppress(TlsFileError, OSError):  # a renewal writes one after the other
+                if self._files.load_changed() is not None:
+                    self.context = self._made()
+
+    def _made(self) -> ssl.SSLContext:
+        cert, key, client_ca = self._paths
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.num_tickets = 0  # a resumed session is not checked again, and its certificate may have expired
+        context.load_verify_locations(client_ca)
+        context.load_cert_chain(cert, key, password=str)
+        context.set_alpn_protocols([ALPN])
+        return context
+
+
+class Server:
+    """Serves connections, each in a thread of its own."""
+
+    def __init__(self, arena: memoryview, daemon: Daemon, certificates: Certificates) -> None:
+        self._arena = arena
+        self._daemon = daemon
+        self._certificates = certificates
+        self._free = threading.Semaphore(CONNECTIONS_MAX)
+        self._pause = threading.Event()
+
+    def accept(self, listening: socket.socket) -> None:
+        """Accept connections until the process ends."""
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:  # too few descriptors, or the reader has gone
+                self._pause.wait(_PAUSE_SECONDS)
+                continue
+            if not self._free.acquire(blocking=False):
+                connection.close()
+                self._daemon.tell(Unconnected("limit"))
+                continue
+            threading.Thread(target=self._connected, args=(connection,), daemon=True).start()
+
+    def _connected(self, raw: socket.socket) -> None:
+        try:
+            with contextlib.suppress(OSError, FrameError), raw:
+                self._serve(raw)
+        finally:
+            self._free.release()
+
+    def _serve(self, raw: socket.socket) -> None:
+        raw.settimeout(HANDSHAKE_SECONDS)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connection = self._certificates.context.wrap_socket(raw, server_side=True)
+        except (OSError, ValueError):
+            self._daemon.tell(Unconnected("handshake"))
+            return
+        with connection:
+            certificate = connection.getpeercert(binary_form=True)
+            if connection.selected_alpn_protocol() != ALPN or not certificate:
+                self._daemon.tell(Unconnected("handshake"))
+                return
+            found = names_of(ssl.DER_cert_to_PEM_cert(certificate).encode())
+            names = tuple(name for name in found if len(name) <= NAME_CHARACTERS_MAX)[:NAMES_MAX]
+            reader = _Reader(connection, names, self._daemon, self._arena)
+            until = time.monotonic() + CONNECTION_SECONDS_MAX
+            while time.monotonic() < until and reader.answer_next():
+                pass
+
+
+class _Reader:
+    """One connection of a reader."""
+
+    def __init__(self, connection: ssl.SSLSocket, names: tuple[str, ...], daemon: Daemon, arena: memoryview) -> None:
+        self._connection = connection
+        self._names = names
+        self._daemon = daemon
+        self._arena = arena
+        self._questions = cast("Any", Exact(connection))
+
+    def answer_next(self) -> bool:
+        """Answer one question. Return False if no other one is to be answered. Raise OSError or FrameError."""
+        self._connection.settimeout(IDLE_SECONDS)
+        frame = FROM_READER.read(self._questions)
+        if frame is None:
+            return False
+        question: Locate | Pull = frame[1]
+        if isinstance(question, Pull):
+            answer = self._daemon.ask(AskPull(self._names, question.name))
+        else:
+            answer = self._daemon.ask(AskLocate(self._names, question.wanted))
+        if answer is None:
+            return False
+        if isinstance(answer, Granted):
+            return self._send(answer, time.monotonic() + answer.seconds)
+        self._connection.sendall(TO_READER.pack(answer))
+        return not (isinstance(answer, Refused) and answer.reason is Refusal.NOT_ALLOWED)
+
+    def _send(self, lease: Granted, until: float) -> bool:
+        """Send a leased object. Return whether the reader has all of it. The lease ends in any case."""
+        raw_bytes = sum(length for _, length in lease.extents)
+        head = memoryview(TO_READER.pack(Leased(raw_bytes, lease.raw_sum, lease.generation)))
+        sent, sent_bytes = Sent.CUT, -len(head)
+        try:
+            views = [self._arena[offset : offset + length] for offset, length in lease.extents]
+            for view in (head, *views):
+                for start in range(0, len(view), _SEND_BYTES):
+                    sent_bytes += self._send_all(view[start : start + _SEND_BYTES], until)
+            sent = Sent.WHOLE
+        except TimeoutError:
+            sent = Sent.LATE
+        except OSError:
+            pass
+        finally:
+            self._daemon.tell(Ended(lease.lease, sent, max(sent_bytes, 0)))
+        return sent is Sent.WHOLE
+
+    def _send_all(self, piece: memoryview, until: float) -> int:
+        """Send all of it, and return its length. Raise TimeoutError when the lease is over."""
+        left = piece
+        while left:
+            seconds = until - time.monotonic()
+            if seconds <= 0:
+                raise TimeoutError
+            self._connection.settimeout(seconds)
+            left = left[self._connection.send(left) :]
+        return len(piece)
+
+
+if __name__ == "__main__":
+    code = exit_code(main)
+    sys.stderr.flush()
+    os._exit(code)  # not waiting for threads that serve

@@ -1,0 +1,193 @@
+"""What a reader and a source of the peer tier say to each other, and the source's server to its daemon (ADR 78).
+
+Reader and source talk over TLS, by frames as child processes use them (`framing`). The version is the protocol of ALPN.
+The reader asks, the source answers, one after the other. After `Leased` come the bytes of the object, and nothing
+else: who cannot send all of them closes the connection.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Final, Self
+
+from kvdepot.core.bounds import AtMost, Between, ChunkKey, Count, Duration, NamespaceId
+from kvdepot.core.limits import OBJECT_BYTES_MAX
+from kvdepot.server.io.framing import Digest, Framing
+from kvdepot.server.io.jobs import FILES_PER_STAT, Extents, FileLength
+from kvdepot.server.storage.base import ObjectName
+
+ALPN: Final = "kvdepot-peer/1"
+NAMES_MAX: Final = 64
+"""Of a certificate. What it has beyond them does not count."""
+NAME_CHARACTERS_MAX: Final = 512
+_MESSAGE_BYTES_MAX: Final = 64 << 10
+
+
+class Refusal(StrEnum):
+    """Why a source sends nothing. The values are labels of counters."""
+
+    GONE = "gone"  # it has no such object, or not yet a checksum of it
+    FOREIGN = "foreign"  # it has one of this name, with another parent, boundary or length
+    BUSY = "busy"  # it has lent as much as it may
+    NOT_ALLOWED = "not_allowed"  # no name of the certificate is that of a peer
+
+
+class Sent(StrEnum):
+    """How a lease ended. The values are labels of counters."""
+
+    WHOLE = "whole"
+    CUT = "cut"  # the connection ended before all bytes were sent
+    LATE = "late"  # the lease was over
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An object that a reader asks for."""
+
+    namespace: NamespaceId
+    key: ChunkKey
+    kind: Annotated[int, AtMost(0xFF)]
+
+
+ManyWanted = Annotated[tuple[Wanted, ...], Count(FILES_PER_STAT)]
+Names = Annotated[tuple[str, ...], Count(NAMES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Which of these can be had now?"""
+
+    wanted: ManyWanted
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The length of each object in bytes, or `jobs.ABSENT`."""
+
+    lengths: Annotated[tuple[FileLength, ...], Count(FILES_PER_STAT)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Lease this object, and send it."""
+
+    name: ObjectName
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """So many bytes follow. `raw_sum` is their XXH3-128; `generation` is the object's in the source's arena."""
+
+    raw_bytes: Annotated[int, Between(1, OBJECT_BYTES_MAX)]
+    raw_sum: Digest
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The answer to a question that the source does not answer otherwise."""
+
+    reason: Refusal
+
+
+FROM_READER: Final[Framing[Locate | Pull]] = Framing(Locate, Pull, bytes_max=_MESSAGE_BYTES_MAX)
+TO_READER: Final[Framing[Located | Leased | Refused]] = Framing(Located, Leased, Refused, bytes_max=_MESSAGE_BYTES_MAX)
+
+
+# Between the source's server and its daemon. The number of a frame is that of the question.
+
+
+@dataclass(frozen=True, slots=True)
+class AskLocate:
+    """A `Locate` of a reader whose certificate has these names."""
+
+    names: Names
+    wanted: ManyWanted
+
+
+@dataclass(frozen=True, slots=True)
+class AskPull:
+    """A `Pull` of a reader whose certificate has these names."""
+
+    names: Names
+    name: ObjectName
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The right to read these extents until its end, or until the server says that it has ended."""
+
+    lease: int
+    raw_sum: Digest
+    generation: int
+    seconds: Annotated[float, Duration()]
+    extents: Extents
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nothing in the server touches the extents of this lease any more."""
+
+    lease: int
+    sent: Sent
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unconnected:
+    """A connection that was refused, by reason: `handshake` or `limit`."""
+
+    reason: Annotated[str, Count(32)]
+
+
+TO_DAEMON: Final[Framing[AskLocate | AskPull | Ended | Unconnected]] = Framing(
+    AskLocate, AskPull, Ended, Unconnected, bytes_max=256 << 10
+)
+FROM_DAEMON: Final[Framing[Located | Granted | Refused]] = Framing(Located, Granted, Refused, bytes_max=2 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSettings:
+    """Where a peer is, and who it has to be. Nothing here is secret: it is an argument of the worker."""
+
+    host: str
+    port: int
+    cert: str  # files of PEM
+    key: str
+    ca: str
+    names: tuple[str, ...]  # of the certificates that count as this peer's
+    timeout_seconds: float  # of one step
+
+    def pack(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def unpack(cls, text: str) -> Self:
+        values: dict[str, Any] = json.loads(text)
+        return cls(**{**values, "names": tuple(values["names"])})
+
+
+class Exact:
+    """A socket as the stream of `Framing.read`: it takes no byte more than it is asked for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def read(self, size: int) -> bytes:
+        """Return so many bytes, or fewer at the end. Raise OSError."""
+        data = bytearray(size)
+        return bytes(data[: receive_into(self._connection, memoryview(data))])
+
+
+def receive_into(connection: socket.socket, buffer: memoryview) -> int:
+    """Fill the buffer. Return how many bytes came; fewer than it has at the end. Raise OSError."""
+    filled = 0
+    while filled < len(buffer):
+        count = connection.recv_into(buffer[filled:])
+        if not count:
+            break
+        filled += count
+    return filled

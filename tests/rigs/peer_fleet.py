@@ -1,0 +1,83 @@
+"""Daemons that are peers of each other on this host, with certificates of one authority."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Final
+
+from kvdepot.core.report import TierStatus
+
+from tests.rigs.certificates import Authority, Files
+from tests.rigs.daemon_process import DaemonProcess
+from tests.rigs.patience import wait_until
+from tests.rigs.raw_client import CHUNK_TOKENS, RawEngine, status_of
+
+PEER: Final = "URI:spiffe://fleet/kvdepot"
+RAM: Final = "512MiB"
+
+
+class Fleet:
+    """`close` ends all daemons that were made."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority = Authority(folder)
+        self.files = self.authority.issue("peer", PEER)
+        self.daemons: list[DaemonProcess] = []
+
+    def tls(self, files: Files | None = None, names: tuple[str, ...] = (PEER,)) -> str:
+        files = files or self.files
+        return (
+            f'[tls]\ncert = "{files.cert}"\nkey = "{files.key}"\nclient_ca = "{self.authority.pem}"\n'
+            f"allow_peers = {json.dumps(names)}\n"
+        )
+
+    def source(self, *, port: int = 0, more: str = "", tls: str = "") -> DaemonProcess:
+        """Start a daemon that listens for peers."""
+        config = f'[daemon]\nlisten_peers = "tcp://127.0.0.1:{port}"\n{tls or self.tls()}{more}'
+        return self._start(config)
+
+    def reader(
+        self, *ports: int, deadline: str = "10s", tls: str = "", ready: bool = True, more: str = "", of_tier: str = ""
+    ) -> DaemonProcess:
+        """Start a daemon with a peer tier for each port."""
+        tiers = "".join(
+            f'[[tier]]\nname = "peer-{number}"\nkind = "peer"\nurl = "tcp://127.0.0.1:{port}"\ncapacity = "64MiB"\n'
+            f'deadline = "{deadline}"\n{of_tier}\n'
+            for number, port in enumerate(ports)
+        )
+        daemon = self._start(f'{tls or self.tls()}{tiers}[breaker]\nfailures = 3\nprobe_every = "1s"\n{more}')
+        for number in range(len(ports) if ready else 0):
+            wait_until(lambda: tier_of(daemon, number).state == "ready", lambda: f"ready: {tier_of(daemon, number)}")  # noqa: B023
+        return daemon
+
+    def _start(self, config: str) -> DaemonProcess:
+        daemon = DaemonProcess(ram=RAM, config=config)
+        self.daemons.append(daemon)
+        return daemon.start()
+
+    def close(self) -> None:
+        for daemon in self.daemons:
+            daemon.close()
+
+
+def port_of(source: DaemonProcess) -> int:
+    """Return where the latest run of a daemon listens for peers."""
+    return int(re.findall(r"peers connect to tcp://\S*?:(\d+)", source.log)[-1])
+
+
+def tier_of(daemon: DaemonProcess, number: int = 0) -> TierStatus:
+    return status_of(daemon.socket).tiers[1 + number]
+
+
+def located(engine: RawEngine, keys: list[bytes]) -> None:
+    """Wait until all are found: a lookup that takes longer than a Locate waits is for the next one."""
+    wait_until(lambda: engine.locate(keys) == len(keys) * CHUNK_TOKENS, "all of them are found")
+
+
+def stored(daemon: DaemonProcess, keys: list[bytes]) -> None:
+    """Store these, and wait until each has a checksum."""
+    with RawEngine(daemon.socket) as engine:
+        engine.store(keys)
+        wait_until(lambda: status_of(daemon.socket).tiers[0].pending_checksums == 0, "all have checksums")

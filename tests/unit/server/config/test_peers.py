@@ -1,0 +1,86 @@
+"""Peers in the configuration: nothing without certificates, nobody without a name, no key of tiers that are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kvdepot.core.errors import ConfigError
+from kvdepot.server.config.config import Config, check
+from kvdepot.server.config.peers import Peers
+
+TLS = {"cert": "/c", "key": "/k", "client_ca": "/ca", "allow_peers": ["DNS:Node-B", "URI:x"]}
+TIER = {"name": "b", "kind": "peer", "url": "tcp://node-b:7448", "capacity": "64MiB"}
+TENANTS = [{"name": "a", "users": ["1"], "peers": ["DNS:node-b"]}, {"name": "c", "users": ["2"], "peers": ["URI:x"]}]
+
+
+def checked(**tables: Any) -> Config:
+    document = {"daemon": {"listen": ["unix:///run/k.sock"]}, "ram": {"capacity": "1GiB"}, "tls": TLS} | tables
+    return check("f", document)
+
+
+def refusal(**tables: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        checked(**tables)
+    return str(caught.value)
+
+
+LISTENING = {"listen": ["unix:///run/k.sock"], "listen_peers": "tcp://0.0.0.0:7448"}
+
+
+@pytest.mark.requirement("T3")
+def test_a_source_and_a_reader_are_told_by_address_and_names() -> None:
+    source, reader = checked(daemon=LISTENING), checked(tier=[TIER])
+    assert source.tables.daemon.peers_address == ("0.0.0.0", 7448)
+    assert reader.tables.tier[0].peer_address == ("node-b", 7448)
+    assert reader.peers.names_of(None) == ("DNS:node-b", "URI:x")
+    assert source.peers.tenant_of(["DNS:node-b", "DNS:other"]) == (True, None)
+    assert source.peers.tenant_of(["DNS:other"]) == (False, None)
+    assert source.arena_bytes < checked(tls={}).arena_bytes and reader.arena_bytes < checked(tls={}).arena_bytes
+
+
+@pytest.mark.requirement("S3")
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"daemon": LISTENING, "tls": {}}, "daemon.listen_peers: peers need [tls] cert, key and client_ca"),
+        ({"tier": [TIER], "tls": {}}, "tier.b.kind: peers need [tls] cert, key and client_ca"),
+        ({"tier": [TIER], "tls": TLS | {"allow_peers": []}}, "tls.allow_peers: allows no peer"),
+        ({}, "has certificates, and daemon.listen has no tcp:// address"),
+        (
+            {"daemon": {"listen": [*LISTENING["listen"], "tcp://[::]:1"]}, "tls": TLS | {"allow_admins": ["DNS:o"]}},
+            "nobody could call",
+        ),
+        ({"tier": [TIER], "tls": TLS | {"allow_peers": ["node-b"]}}, "expected DNS:host or URI:uri"),
+        ({"tier": [TIER], "tls": TLS | {"allow_peers": ["DNS:*.fleet"]}}, "got the pattern"),
+        ({"daemon": LISTENING | {"listen_peers": "unix:///x"}}, "expected tcp://host:port"),
+        ({"tier": [TIER | {"url": "s3://bucket"}]}, 'kind = "peer" needs url = "tcp://host:port"'),
+        ({"tier": [TIER | {"kind": "object"}]}, "expected the url of a bucket"),
+        ({"tier": [TIER | {"path": "/x"}]}, 'path is no key of kind = "peer"'),
+        ({"tier": [TIER | {"write": "commit"}]}, 'write is no key of kind = "peer": nothing is written there'),
+        ({"tier": [TIER | {"key_file": "/x"}]}, 'key_file is no key of kind = "peer"'),
+        ({"tier": [TIER | {"tenant": "a"}]}, "tier.b.tenant: there is no tenant 'a'"),
+        ({"tier": [TIER], "tenant": TENANTS}, "a peer tier needs the name of a tenant"),
+        (
+            {"daemon": LISTENING, "tenant": [TENANTS[0] | {"peers": ["DNS:stranger"]}]},
+            "'DNS:stranger' is not in [tls] allow_peers",
+        ),
+        (
+            {"daemon": LISTENING, "tenant": [TENANTS[0], TENANTS[1] | {"peers": ["URI:x", "DNS:node-b"]}]},
+            "'DNS:node-b' is in tenant 'a' already",
+        ),
+        ({"daemon": LISTENING, "tenant": TENANTS[:1]}, "'URI:x' is in no tenant"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tables: dict[str, Any], said: str) -> None:
+    assert said in refusal(**tables)
+
+
+@pytest.mark.requirement("S4")
+def test_a_peer_belongs_to_the_tenant_that_names_it_and_to_one_alone() -> None:
+    config = checked(tier=[TIER | {"tenant": "a"}], tenant=TENANTS)
+    assert config.peers.names_of("a") == ("DNS:node-b",)
+    assert config.peers.tenant_of(["DNS:node-b"]) == (True, "a")
+    assert config.peers.tenant_of(["URI:x", "DNS:stranger"]) == (True, "c")
+    assert config.peers.tenant_of(["DNS:node-b", "URI:x"]) == (False, None)
+    assert Peers().tenant_of(["DNS:node-b"]) == (False, None)
