@@ -18,7 +18,9 @@ pytestmark = NEEDS_THEME
 DOCS = ROOT / "docs"
 WIDTHS = (1280, 390)
 MOST_READ = ("index.md", "install.md", "kvdepotctl.md", "operations.md", "vllm.md", "metrics.md")
-"""Opened by every run; the rest by a long test."""
+"""Opened by every run; the rest by long tests."""
+PARTS = 8
+"""A page takes one to two seconds, and all of them longer than the time limit of a test."""
 LINK = re.compile(r"\[[^\]]*\](?:\([^)]*\)|\[[^\]]*\])|^\[[^\]]+\]: .*$|`[^`\n]*`", re.MULTILINE)
 BARE = re.compile(r"\bdocs/[\w./-]+|\bADR \d+")
 MEASURED = """(() => {
@@ -122,10 +124,11 @@ def test_the_most_read_pages_fit_a_desk_and_a_phone_and_fetch_nothing_from_elsew
 
 
 @NEEDS_CHROMIUM
-@pytest.mark.long(seconds=60)
-def test_every_page_fits_a_desk_and_a_phone(site: Path, browser: Browser) -> None:
+@pytest.mark.long(seconds=30)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_page_fits_a_desk_and_a_phone(site: Path, browser: Browser, part: int) -> None:
     with served(site) as base:
-        assert faults(browser, base, [page_of(document) for document in documents()]) == []
+        assert faults(browser, base, [page_of(document) for document in documents()[part::PARTS]]) == []
 
 
 @NEEDS_CHROMIUM
