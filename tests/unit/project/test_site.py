@@ -152,5 +152,5 @@ def test_a_reference_to_a_page_is_a_link() -> None:
 
 
 def test_a_bare_reference_is_found() -> None:
-    text = "[ADR 1](adr/1.md), [ADR 2][], `docs/a.md` and ADR 3 (docs/vllm.md)\n\n[ADR 2]: adr/2.md\n"
+    text = "[ADR 1](adr/1.md), [ADR 2][], `docs/faq.md` and ADR 3 (docs/vllm.md)\n\n[ADR 2]: adr/2.md\n"
     assert bare_references(text) == ["ADR 3", "docs/vllm.md"]
