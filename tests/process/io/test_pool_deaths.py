@@ -15,6 +15,7 @@ import pytest
 from kvdepot.server.io import crew
 from kvdepot.server.io.framing import FrameError
 from kvdepot.server.io.jobs import ANSWERS, Append
+from kvdepot.server.platform import backoff
 from kvdepot.server.storage.base import IoOutcome
 
 from tests.rigs.io_pool_rig import Lent, pool_on, stop, until
@@ -64,7 +65,7 @@ def test_an_append_is_not_tried_again(rig: IoRig) -> None:
 
 
 def test_a_job_that_kills_two_workers_is_given_up(rig: IoRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "_BACKOFF_SECONDS_MIN", 0.01)
+    monkeypatch.setattr(backoff, "SECONDS_MIN", 0.01)
 
     async def run() -> None:
         async with pool_on(rig) as under:
@@ -220,7 +221,7 @@ def test_workers_that_never_start_in_time_get_more_of_it_until_one_does(
 ) -> None:
     """On a host with too much to do: else nothing would ever be written."""
     monkeypatch.setattr(crew, "START_SECONDS", 0.01)
-    monkeypatch.setattr(crew, "_BACKOFF_SECONDS_MAX", 0.1)
+    monkeypatch.setattr(backoff, "SECONDS_MAX", 0.1)
 
     async def run() -> None:
         async with pool_on(rig, started=False) as under:

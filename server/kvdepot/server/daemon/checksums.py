@@ -18,6 +18,7 @@ from kvdepot.server.depot.types import Drift
 from kvdepot.server.io.checksum_wire import ANSWERS, JOBS, Compare, Compared, Sum, Summed
 from kvdepot.server.io.child import spawn
 from kvdepot.server.io.framing import FrameError
+from kvdepot.server.platform.backoff import Backoff
 from kvdepot.server.platform.guard import engine_guard
 
 _JOBS_MAX = 64
@@ -26,9 +27,6 @@ _JOB_BYTES_MAX = 256 << 20
 ANSWER_SECONDS_MAX = 60.0
 """Between two answers of a worker that has something to do: some milliseconds, more where it gets little of the CPU.
 A worker that is stopped, or hangs, would keep for ever what it is lent; dead, it keeps nothing."""
-_BACKOFF_SECONDS_MIN = 0.1
-_BACKOFF_SECONDS_MAX = 30.0
-_STABLE_SECONDS = 10.0
 _MODULE = "kvdepot.server.io.checksum_worker"
 _NICENESS = 19
 _DRIFT_LOG_SECONDS = 60.0
@@ -59,7 +57,7 @@ class ChecksumService:
         self._jobs: dict[int, int] = {}  # row -> bytes
         self._unsent = bytearray()
         self._received = bytearray()
-        self._backoff = _BACKOFF_SECONDS_MIN
+        self._backoff = Backoff()
         self._started_at = 0.0
         self._respawn: asyncio.TimerHandle | None = None
         self._overdue: asyncio.TimerHandle | None = None  # while it has something to do
@@ -216,14 +214,13 @@ class ChecksumService:
         status = self._process.wait()
         self._process = None
         self._guard.call("checksums", self._depot.sum_worker_died)
-        if self._loop.time() - self._started_at > _STABLE_SECONDS:
-            self._backoff = _BACKOFF_SECONDS_MIN
+        self._backoff.ran(self._loop.time() - self._started_at)
         self._start_later(f"status {status}")
 
     def _start_later(self, why: str) -> None:
-        self._log.warning("checksum worker ended: %s, restart in %.1f s", why, self._backoff)
-        self._respawn = self._loop.call_later(self._backoff, self.start)
-        self._backoff = min(self._backoff * 2, _BACKOFF_SECONDS_MAX)
+        seconds = self._backoff.next_seconds()
+        self._log.warning("checksum worker ended: %s, restart in %.1f s", why, seconds)
+        self._respawn = self._loop.call_later(seconds, self.start)
 
     def _detach(self) -> None:
         if self._socket is not None:

@@ -32,6 +32,7 @@ from kvdepot.server.io.peer_wire import (
     Unconnected,
 )
 from kvdepot.server.io.proven_child import ProvenChild
+from kvdepot.server.platform.backoff import Backoff
 from kvdepot.server.platform.guard import engine_guard
 
 _MODULE: Final = "kvdepot.server.io.peer_server"
@@ -41,9 +42,6 @@ LEASE_SECONDS: Final = 30.0
 CONFIRM_SECONDS: Final = 5.0
 """What the end of a lease may come late. Then the process that sends is killed."""
 _BACKLOG: Final = 64
-_BACKOFF_SECONDS_MIN: Final = 0.1
-_BACKOFF_SECONDS_MAX: Final = 30.0
-_STABLE_SECONDS: Final = 10.0
 _DEATH_SECONDS: Final = 1.0
 _Up = AskLocate | AskPull | Ended | Unconnected
 
@@ -77,7 +75,7 @@ class PeerSource:
         self._killed = False
         self._timers: dict[int, asyncio.TimerHandle] = {}  # by lease
         self._started_at = 0.0
-        self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self._backoff = Backoff()
         self._respawn: asyncio.TimerHandle | None = None
         self._closed = False
         self._died = asyncio.Event()
@@ -153,9 +151,9 @@ class PeerSource:
     def _start_later(self, why: str) -> None:
         if self._closed:
             return
-        self._log.warning("peers: their server %s; the next one starts in %.1f s", why, self._backoff_seconds)
-        self._respawn = self._loop.call_later(self._backoff_seconds, self._start)
-        self._backoff_seconds = min(2 * self._backoff_seconds, _BACKOFF_SECONDS_MAX)
+        seconds = self._backoff.next_seconds()
+        self._log.warning("peers: their server %s; the next one starts in %.1f s", why, seconds)
+        self._respawn = self._loop.call_later(seconds, self._start)
 
     def _kill(self) -> None:
         if self._child is not None and not self._killed:
@@ -193,8 +191,7 @@ class PeerSource:
         self._died.set()
         if not self._killed:
             self._count("peer_servers.crashed", 1)
-        if self._loop.time() - self._started_at > _STABLE_SECONDS:
-            self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self._backoff.ran(self._loop.time() - self._started_at)
         self._start_later(f"ended with {status}")
 
     def _handle(self, number: int, message: _Up) -> None:

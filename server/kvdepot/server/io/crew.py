@@ -16,6 +16,7 @@ from typing import Final, Protocol
 from kvdepot.core.errors import NoRoom
 from kvdepot.server.io.worker_jobs import NO_NUMBER, Worker
 from kvdepot.server.io.worker_process import WorkerListener, WorkerProcess, WorkerSettings
+from kvdepot.server.platform.backoff import Backoff
 from kvdepot.server.platform.guard import Guard
 from kvdepot.server.storage.base import WorkerRegistry
 
@@ -31,9 +32,6 @@ _LATE_STARTS_MIN: Final = 2
 """Jobs wait for the worker after a late one. They do not wait after two in a row."""
 _PATIENCE_SECONDS: Final = 1.0
 """Jobs wait so long for a worker that has to be started again."""
-_BACKOFF_SECONDS_MIN: Final = 0.1
-_BACKOFF_SECONDS_MAX: Final = 30.0
-_STABLE_SECONDS: Final = 10.0
 
 
 class CrewListener(WorkerListener, Protocol):
@@ -66,7 +64,7 @@ class Crew:
         self._log = log
         self._count = count
         self._guard = guard
-        self._backoff_seconds = _BACKOFF_SECONDS_MIN
+        self._backoff = Backoff()
         self._late_starts = 0  # in a row
         self._failure = ""  # of the last worker; empty once one has started, or if jobs can wait for the next one
         self._respawn: asyncio.TimerHandle | None = None
@@ -159,14 +157,13 @@ class Crew:
         """Have the listener start workers after a while, which grows unless the one that crashed was stable."""
         if self._closed or self._respawn is not None:
             return
-        if crashed is not None and self._loop.time() - crashed.started_at > _STABLE_SECONDS:
-            self._backoff_seconds = _BACKOFF_SECONDS_MIN
-        seconds = self._backoff_seconds
+        if crashed is not None:
+            self._backoff.ran(self._loop.time() - crashed.started_at)
+        seconds = self._backoff.next_seconds()
         if seconds > _PATIENCE_SECONDS:
             self._failure = why
         self._log.warning("%s: %s; the next one starts in %.1f s", self._settings.directory, why, seconds)
         self._respawn = self._loop.call_later(seconds, self._start)
-        self._backoff_seconds = min(seconds * 2, _BACKOFF_SECONDS_MAX)
 
     def close(self) -> None:
         """Make no further workers."""
