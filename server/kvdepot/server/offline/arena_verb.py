@@ -18,7 +18,7 @@ from kvdepot.server.platform.identity import Liveness, ProcessIdentity
 from kvdepot.server.platform.processes import liveness, read_boot_id
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
+    from kvdepot.server.offline.subparsers import Subparsers
 
 NAME: Final = "arena"
 _DONE, _REFUSED, _USAGE = 0, 1, 2

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvdepot.core.assets import BY_NAME, Asset, located
 from kvdepot.core.printable import printable
+from kvdepot.server.platform.durable_files import publish
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
+    from kvdepot.server.offline.subparsers import Subparsers
 
 NAME: Final = "install"
 SERVICE_FILES: Final = ("unit", "hold-unit", "sysusers", "tmpfiles")
@@ -34,6 +35,7 @@ _HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S1
 _WOULD: Final = {"wrote": "would write", "replaced": "would replace", "linked": "would link"}
 _BOOTED: Final = "/run/systemd/system"
 _USER: Final = "kvdepot"
+_FILE_MODE: Final = 0o644
 _UMASK: Final = 0o022
 """The daemon is another user, who has to read what is written."""
 _DONE, _REFUSED, _USAGE = 0, 1, 2
@@ -169,14 +171,11 @@ class Installation:
         return f"ran: {line}"
 
     def _write(self, path: Path, content: bytes) -> None:
-        """Write a file that others may read, all of it or nothing."""
+        """Write a file that others may read."""
         if self._dry_run:
             return
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_bytes(content)
-        part.chmod(0o644)
-        part.replace(path)
+        publish(path, [content], _FILE_MODE)
 
     def _said(self, done: str, what: str) -> str:
         return f"{_WOULD[done] if self._dry_run else done}: {what}"

@@ -17,7 +17,7 @@ from kvdepot.core.units import parse_size_bytes, size_text
 from kvdepot.server.offline.replay import Hits, Replay, capacities, recorded, unique_bytes
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
+    from kvdepot.server.offline.subparsers import Subparsers
 
 NAME: Final = "replay"
 _OK, _REFUSED = 0, 2

@@ -24,9 +24,10 @@ from kvdepot.server.offline.store_files import OfflineRefusalError
 from kvdepot.server.storage.base import IoOutcome
 
 if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse has no public name for it
+    from kvdepot.server.offline.subparsers import Subparsers
 
-VERBS: Final = frozenset({"fsck", "inspect", replay_verb.NAME, arena_verb.NAME, install_verb.NAME})
+_MODULES: Final = {module.NAME: module for module in (replay_verb, arena_verb, install_verb)}
+VERBS: Final = frozenset({"fsck", "inspect", *_MODULES})
 _SOUND, _DAMAGED, _REFUSED = 0, 1, 2
 _EXIT_CODES = "Exit codes: 0 no damage; 1 damage; 2 cannot tell (a daemon runs, or the directory has no store)."
 _LIST_INDENT = "  "
@@ -48,19 +49,15 @@ def add_verbs(verbs: Subparsers) -> None:
     show.add_argument("path", type=Path, metavar="DIR|FILE")
     show.add_argument("--key-file", type=Path, metavar="KEYS", help="[[tier]].key_file, to check the MAC of an object")
     show.add_argument("--json", action="store_true", help="print one JSON object")
-    replay_verb.add(verbs)
-    arena_verb.add(verbs)
-    install_verb.add(verbs)
+    for module in _MODULES.values():
+        module.add(verbs)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run an offline verb and return the exit code."""
-    if options.verb == replay_verb.NAME:
-        return replay_verb.run(options)
-    if options.verb == arena_verb.NAME:
-        return arena_verb.run(options)
-    if options.verb == install_verb.NAME:
-        return install_verb.run(options)
+    if options.verb in _MODULES:
+        code: int = _MODULES[options.verb].run(options)
+        return code
     try:
         if options.verb == "fsck":
             return _fsck(options.directory, as_json=options.json)

@@ -49,13 +49,13 @@ def opened(path: str | Path, flags: int) -> Iterator[int]:
             os.close(fd)
 
 
-def publish(path: Path, pieces: Iterable[bytes]) -> None:
-    """Replace or make the file, for this user alone. Raises OSError."""
+def publish(path: Path, pieces: Iterable[bytes], mode: int = 0o600) -> None:
+    """Replace or make the file, by default for this user alone; the umask counts. Raises OSError."""
     temporary = path.with_name(path.name + TEMPORARY)
     with naming("unlink", temporary):
         temporary.unlink(missing_ok=True)  # of a run that died; or what somebody else has put there
     with naming("open", temporary):
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with naming("write", temporary), open(fd, "wb", buffering=_WRITE_BYTES) as file:  # noqa: PTH123 - a descriptor
             for piece in pieces:
