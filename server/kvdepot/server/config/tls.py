@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvdepot.core.errors import ConfigError
+from kvdepot.server.config.peer_keys import PEER_KIND
 from kvdepot.server.config.table import Table
 from kvdepot.server.platform.certificates import DNS, URI, canonical
 from kvdepot.server.platform.tls_files import Pem, TlsFileError, TlsFiles
 from pydantic import Field, field_validator, model_validator
 
-_PEER_KIND: Final = "peer"
 _NAMES_MAX: Final = 1024
 _NAME_CHARACTERS_MAX: Final = 512
 
@@ -101,5 +101,5 @@ def check_tls(file: str, table: TlsTable, *, listening: bool, peers: str = "") -
     if table.allow_peers and not peers:
         raise ConfigError(
             file, "tls.allow_peers", "nobody could call",
-            advice=f'set daemon.listen_peers, or add a tier of kind "{_PEER_KIND}"',
+            advice=f'set daemon.listen_peers, or add a tier of kind "{PEER_KIND}"',
         )  # fmt: skip

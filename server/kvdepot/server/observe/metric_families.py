@@ -352,20 +352,20 @@ _PEERS = (
     ),
     counter(
         "peer_pulls",
-        "Objects that peers asked to be sent. `outcome`: how the lease ended, or why there was none.",
+        "Objects that peers asked to be sent, by outcome.",
         "outcome",
         (*Sent, *Refusal),
     ),
     counter("peer_sent_bytes", "Bytes of objects that were sent to peers."),
     counter(
         "peer_refused_connections",
-        "Refusals of peers. `reason`: no valid certificate, no allowed name in it, or too many connections.",
+        "Refusals of peers, by reason.",
         "reason",
         ("handshake", "limit", "not_allowed"),
     ),
     counter(
         "peer_servers",
-        "Processes that send to peers. `event`: started, crashed, or killed because a lease did not end in time.",
+        "Processes that send to peers, by what happened to them.",
         "event",
         ("started", "crashed", "killed"),
     ),

@@ -6,7 +6,7 @@ process says so, or is reaped. Only then can the extents be reused (I6).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -100,10 +100,6 @@ class PeerLeases:
         """End all leases: the worker is proven dead."""
         for number in tuple(self._leases):
             self.end(number)
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        return tuple(self._leases)
 
     def _row(self, tenant: str | None, namespace_id: bytes, key: bytes, kind: int) -> int:
         """Return the row of an object that may be served to a peer now, or NO_ROW.
