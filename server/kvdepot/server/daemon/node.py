@@ -163,10 +163,10 @@ class Node:
             self._config, depot=self._depot, control=self._control, status=self.status,
             loop=self._loop, log=self._log, spare=self._spare, count=counters.add,
         )  # fmt: skip
-        self._control.restore()
         self._peers = PeerSource(
             self._config, arena.parts, self._depot.peer_leases, loop=self._loop, log=self._log, counters=counters
         )
+        self._control.restore()
         self._checksums = ChecksumService(
             arena=arena, depot=self._depot, loop=self._loop, log=self._log, quarantine=self._control.quarantine
         )
