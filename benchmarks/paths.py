@@ -15,8 +15,16 @@ def add_sources() -> None:
     """Make kvdepot importable from the sources, unless it is installed."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    if find_spec("kvdepot") is None:
+    if not _installed():
         sys.path[1:1] = [str(ROOT / package) for package in _PACKAGES]
+
+
+def _installed() -> bool:
+    """Return whether the code can be imported. An editable installation has a folder `kvdepot` of files alone."""
+    try:
+        return find_spec("kvdepot.core") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def environment() -> dict[str, str]:
