@@ -76,6 +76,19 @@ def located(engine: RawEngine, keys: list[bytes]) -> None:
     wait_until(lambda: engine.locate(keys) == len(keys) * CHUNK_TOKENS, "all of them are found")
 
 
+def served_again(engine: RawEngine, keys: list[bytes]) -> list[bytes]:
+    """Ask until a load is served, and return it: of a source that has come back, the first answers may be too early."""
+    loaded: list[bytes] = []
+
+    def served() -> bool:
+        if engine.locate(keys) == len(keys) * CHUNK_TOKENS:
+            loaded[:] = engine.load(keys) or []
+        return bool(loaded)
+
+    wait_until(served, "it is served again")
+    return loaded
+
+
 def stored(daemon: DaemonProcess, keys: list[bytes]) -> None:
     """Store these, and wait until each has a checksum."""
     with RawEngine(daemon.socket) as engine:

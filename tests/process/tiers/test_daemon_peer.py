@@ -19,7 +19,7 @@ from tests.rigs.certificates import DAY, Authority, Files
 from tests.rigs.child_processes import children
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.patience import wait_until
-from tests.rigs.peer_fleet import PEER, Fleet, located, port_of, stored, tier_of
+from tests.rigs.peer_fleet import PEER, Fleet, located, port_of, served_again, stored, tier_of
 from tests.rigs.raw_client import OBJECT_BYTES, RawEngine, dense_spec, keys_of, payload_of, status_of
 
 SERVER = b"kvdepot.server.io.peer_server"
@@ -104,8 +104,7 @@ def test_a_killed_source_costs_its_own_requests_and_comes_back_by_probes(fleet: 
         assert engine.load(own) == payloads(own)
         _again(source, port)  # its RAM was adopted: the bytes are verified, and are the same
         wait_until(lambda: tier_of(reader).breaker == "closed", "the breaker is closed")
-        located(engine, keys)
-        assert engine.load(keys) == payloads(keys)
+        assert served_again(engine, keys) == payloads(keys)
 
 
 def _disabled(engine: RawEngine, reader: DaemonProcess, keys: list[bytes]) -> bool:
@@ -167,8 +166,7 @@ def test_bytes_that_changed_at_the_source_are_refused_and_count_against_it(fleet
             assert engine.counter("tier_damaged_objects.peer-0/corrupt") >= 1
             wait_until(lambda: _asked_again(engine, keys), "three in a row disable the peer")
             wait_until(lambda: tier_of(reader).breaker == "closed", "the breaker is closed")
-            located(engine, good)
-            assert engine.load(good) == payloads(good)
+            assert served_again(engine, good) == payloads(good)
 
 
 def _asked_again(engine: RawEngine, keys: list[bytes]) -> bool:
@@ -314,8 +312,7 @@ def test_a_reload_takes_a_peer_s_right_away_and_gives_it_back(fleet: Fleet) -> N
         assert engine.load(more) is None
         _allow(source, "URI:spiffe://fleet/nobody", PEER)
         wait_until(lambda: tier_of(reader).breaker == "closed", "the breaker is closed")
-        located(engine, more)
-        assert engine.load(more) == payloads(more)
+        assert served_again(engine, more) == payloads(more)
 
 
 def _none(engine: RawEngine) -> bool:
