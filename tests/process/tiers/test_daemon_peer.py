@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from kvdepot.core.control import EvictCall
+from kvdepot.core.health import health
+from kvdepot.core.verdict import Health, Verdict
 from kvdepot.proto.methods import encode
 from kvdepot.proto.v1 import control_pb2_grpc
 
@@ -39,6 +41,12 @@ def counter(daemon: DaemonProcess, name: str) -> float:
     return status_of(daemon.socket).counters.get(name, 0.0)
 
 
+def no_problems(daemon: DaemonProcess) -> bool:
+    """Return whether a status like this one is well after an hour."""
+    later = replace(status_of(daemon.socket), uptime_seconds=3600.0)
+    return health(later, lambda _family, _seconds: {}) == Health(Verdict.OK)
+
+
 def payloads(keys: list[bytes]) -> list[bytes]:
     return [payload_of(key) for key in keys]
 
@@ -56,6 +64,7 @@ def test_what_one_daemon_stored_another_one_loads_from_its_ram(fleet: Fleet) -> 
         assert engine.tier_of(keys) == "ram"
         engine.store(keys_of("own", 4))
     assert tier_of(reader).kind == "peer" and tier_of(reader).queued_objects == 0
+    assert no_problems(reader), "a peer has no janitor that could be missing"
     assert counter(reader, "io_bytes.peer-0/read") == 12 * OBJECT_BYTES
     wait_until(lambda: counter(source, "peer_pulls.whole") == 12, "all leases have ended")
     assert counter(source, "peer_sent_bytes") == 12 * OBJECT_BYTES

@@ -231,7 +231,8 @@ class SharedTier:
             queued_objects=self._writing.in_flight,
             written_today_bytes=self._directory.budget.used,
             quarantined_bytes=report.quarantined_bytes if report else 0,
-            node=report.node if report else "",
+            # Without a directory, as in front of a bucket or a peer, no node is registered, and none is the janitor.
+            node=report.node if report and report.directory_id else "",
             janitor=report.janitor if report else "",
         )  # fmt: skip
 
