@@ -31,6 +31,7 @@ from kvdepot.core.calls import AcquireOutcome, CommitCall, CommitItem, ReleaseCa
 from kvdepot.proto.methods import encode
 
 from benchmarks.report import Report, arguments
+from benchmarks.timed_loop import Held
 from tests.rigs.daemon_process import DaemonProcess
 from tests.rigs.raw_client import CALL_SECONDS, RawEngine, dense_spec
 
@@ -209,15 +210,17 @@ def main() -> None:
             with Control() as control:
                 load.run()
             daemon.stop()
-        longest = json.loads(held.read_text())
-    rows = sorted(longest.items(), key=lambda row: -row[1][1])[:_ROWS]
-    print(f"{'callback':<90}{'calls':>8}{'CPU ms':>9}{'wall ms':>9}")
-    for name, (calls, cpu, wall, _) in rows:
-        print(f"{name:<90.90}{calls:>8}{cpu * 1000:>9.1f}{wall * 1000:>9.1f}")
-    report.figure("longest_hold_cpu_ms", rows[0][1][1] * 1000, "ms", at_most=HOLD_MS_MAX)
+        callbacks = {name: Held(**row) for name, row in json.loads(held.read_text()).items()}
+    rows = sorted(callbacks.items(), key=lambda row: -row[1].cpu)[:_ROWS]
+    print(f"{'callback':<80}{'calls':>8}{'CPU ms':>9}{'third':>9}{'wall ms':>9}")
+    for name, row in rows:
+        third = row.repeated[0]
+        print(f"{name:<80.80}{row.calls:>8}{row.cpu * 1000:>9.1f}{third * 1000:>9.1f}{row.wall * 1000:>9.1f}")
+    report.figure("longest_hold_cpu_ms", rows[0][1].cpu * 1000, "ms", at_most=HOLD_MS_MAX)
+    report.figure("third_longest_hold_cpu_ms", max(row.repeated[0] for row in callbacks.values()) * 1000, "ms")
     report.figure("control_median_cpu_ms", control.median * 1000, "ms")
     report.figure("control_longest_cpu_ms", control.longest * 1000, "ms")
-    report.figure("turns", sum(row[0] for row in longest.values()), "")
+    report.figure("turns", sum(row.calls for row in callbacks.values()), "")
     report.note("rounds", load.rounds)
     report.finish(options.json)
 

@@ -15,15 +15,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvdepot.proto.methods import Method
 from kvdepot.server.rpc.depot_calls import DepotCalls
 
 _methods: list[str] = []  # engines' calls that the callback at hand has made
 _called: set[str] = set()
-_longest: dict[str, tuple[int, float, float, float]] = {}  # by name: calls, longest CPU and wall, and all CPU seconds
+REPEATED: Final = 3
+
+
+@dataclass
+class Held:
+    """What the calls of one callback took, in seconds.
+
+    `repeated` has the longest CPU times, shortest first: one that does not repeat can be the machine's.
+    """
+
+    calls: int = 0
+    cpu: float = 0.0
+    wall: float = 0.0
+    repeated: list[float] = field(default_factory=list)
+
+
+_held: dict[str, Held] = {}
 
 
 def _name(handle: asyncio.Handle) -> str:
@@ -37,8 +54,10 @@ def _name(handle: asyncio.Handle) -> str:
 
 
 def _count(name: str, cpu: float, wall: float) -> None:
-    calls, longest, longest_wall, total = _longest.get(name, (0, 0.0, 0.0, 0.0))
-    _longest[name] = (calls + 1, max(longest, cpu), max(longest_wall, wall), total + cpu)
+    held = _held.setdefault(name, Held())
+    held.calls += 1
+    held.cpu, held.wall = max(held.cpu, cpu), max(held.wall, wall)
+    held.repeated = sorted([*held.repeated, cpu])[-REPEATED:]
 
 
 def _collecting() -> Callable[[str, dict[str, int]], None]:
@@ -88,7 +107,7 @@ def main() -> None:
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     finally:
-        report.write_text(json.dumps(_longest))
+        report.write_text(json.dumps({name: asdict(held) for name, held in _held.items()}))
 
 
 if __name__ == "__main__":

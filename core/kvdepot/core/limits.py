@@ -18,9 +18,9 @@ KEYS_PER_CALL_MAX: Final = 16_384
 """Chunk keys of one Locate: 4 million tokens at the default chunk of 256, 256 KiB on the wire."""
 OBJECTS_PER_LEASE_MAX: Final = 16_384
 """Objects of one Acquire or Reserve: what one Locate can find."""
-RESERVED_PER_CALL_MAX: Final = 128
+RESERVED_PER_CALL_MAX: Final = 40
 """Objects of one Reserve that are answered by what is there; those after them are LATER. Each may evict others, which
-takes 20 to 80 us: the daemon answers nobody meanwhile."""
+takes 130 to 430 us: the daemon answers nobody meanwhile."""
 FRAGMENTS_PER_REPLY_MAX: Final = 65_536
 """Extents of one reply, 40 bytes each: 2.5 MiB, within the message limit even when every object is in four pieces."""
 LEASES_PER_CALL_MAX: Final = 4_096

@@ -22,7 +22,7 @@ from kvdepot.server.depot.tiering.prefetch import Prefetch
 from kvdepot.server.depot.types import Owner, ProcessIdentity
 from kvdepot.server.platform.guard import Guard
 
-OBJECTS_AT_ONCE: Final = 128
+OBJECTS_AT_ONCE: Final = 64
 """Of leases that end in one slice, some 6 ms. A lease ends as a whole, and has at most as many."""
 
 

@@ -126,7 +126,7 @@ def test_credit_bounds_a_tenant_within_its_part() -> None:
     rig = rig_of((PART, 2 * PART), tenants={"a": TenantBudget(OBJECT * 8, None), "b": TenantBudget(None, None)})
     a, b = client_of(rig, "a"), client_of(rig, "b")
     assert a.reserve(path("a", 16))[1].outcomes.count(GRANTED) == 8
-    granted = sum(b.reserve(path(("b", one), 64))[1].outcomes.count(GRANTED) for one in range(8))
+    granted = sum(b.reserve(path(("b", one), 32))[1].outcomes.count(GRANTED) for one in range(16))
     assert granted == 2 * OBJECTS, "all of its part"
     status = {one.name: one for one in rig.depot.status().tenants}
     assert (status["a"].credit_bytes, status["b"].credit_bytes) == (OBJECT * 8, 2 * PART)

@@ -138,9 +138,10 @@ def test_room_is_not_looked_for_in_all_that_was_cut_off_at_once() -> None:
     client = rig.attach()
     tree = rig.depot._tree
     tree._slices_left = 3
-    lease, reply = client.reserve(path("other", 128))
-    assert set(reply.outcomes) == {ReserveOutcome.GRANTED}
-    client.commit(lease, *range(128))
+    for prompt in range(4):
+        lease, reply = client.reserve(path(("other", prompt), 32))
+        assert set(reply.outcomes) == {ReserveOutcome.GRANTED}
+        client.commit(lease, *range(32))
     node = tree.index.find(0, keys[0])
     tree.tiers[0].drop(node, 1)
     tree.lost(node, 1)

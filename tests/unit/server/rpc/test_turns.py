@@ -75,8 +75,9 @@ def answered(calls: DepotCalls, call: object, between: Callable[[], object] = in
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A turn is over after one step."""
+    """A turn is over after one step, and a lease takes several."""
     monkeypatch.setattr(turns, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(turns, "STEP_OBJECTS", 24)
 
 
 def reserve(client: Client, prompt: str, chunks: int) -> tuple[int, int]:
@@ -107,12 +108,12 @@ def test_of_a_large_reserve_the_first_objects_are_granted_and_the_others_come_la
 def test_a_large_commit_lets_others_be_answered_and_is_answered_whole() -> None:
     rig = Rig(data_pages=2048, rows=1024, lent_rows=1024)
     client, (calls, committed) = rig.attach(), calls_of(rig)
-    leases = [reserve(client, f"p{number}", 100) for number in range(4)]
+    leases = [reserve(client, f"p{number}", RESERVED_PER_CALL_MAX) for number in range(4)]
     items = tuple(CommitItem(lease, u32(*range(granted + 1))) for lease, granted in leases)
     reply, rounds = answered(calls, (CommitCall(client.session, items)))
     outcomes = reply.outcomes
-    assert outcomes == (bytes([CommitOutcome.COMMITTED] * 100 + [CommitOutcome.LOST]),) * 4
-    assert rounds >= 4 * 101 // STEP_OBJECTS - 1
+    assert outcomes == (bytes([CommitOutcome.COMMITTED] * RESERVED_PER_CALL_MAX + [CommitOutcome.LOST]),) * 4
+    assert rounds >= 4 * (RESERVED_PER_CALL_MAX // turns.STEP_OBJECTS) - 1
     assert len(committed) > 1, "what is committed is summed while the rest is on its way"
     audit(rig.depot)
 
@@ -121,8 +122,11 @@ def test_a_large_commit_lets_others_be_answered_and_is_answered_whole() -> None:
 def test_a_large_abandon_gives_everything_back() -> None:
     rig = Rig(data_pages=2048, rows=1024, lent_rows=1024)
     client, (calls, _) = rig.attach(), calls_of(rig)
-    leases = [reserve(client, f"p{number}", 120)[0] for number in range(4)]
-    items = tuple(CommitItem(lease, b"" if number % 2 else u32(*range(120))) for number, lease in enumerate(leases))
+    leases = [reserve(client, f"p{number}", RESERVED_PER_CALL_MAX)[0] for number in range(4)]
+    items = tuple(
+        CommitItem(lease, b"" if number % 2 else u32(*range(RESERVED_PER_CALL_MAX)))
+        for number, lease in enumerate(leases)
+    )
     _, rounds = answered(calls, (AbandonCall(client.session, items)))
     assert rounds >= 2
     assert rig.depot.status().tier.lent_bytes == rig.depot.status().sessions[0].credit_used_bytes == 0
@@ -176,8 +180,8 @@ def test_a_declaration_drops_nothing_that_was_granted_between_its_turns() -> Non
 def test_a_session_that_ends_between_two_turns_ends_the_call(method: str) -> None:
     rig = Rig(data_pages=2048, rows=1024, lent_rows=1024)
     client, (calls, _) = rig.attach(), calls_of(rig)
-    leases = tuple(reserve(client, f"p{number}", 100)[0] for number in range(4))
-    items = tuple(CommitItem(lease, u32(*range(100))) for lease in leases)
+    leases = tuple(reserve(client, f"p{number}", RESERVED_PER_CALL_MAX)[0] for number in range(4))
+    items = tuple(CommitItem(lease, u32(*range(RESERVED_PER_CALL_MAX))) for lease in leases)
     messages: dict[str, object] = {
         "Commit": (CommitCall(client.session, items)),
         "Abandon": (AbandonCall(client.session, items)),

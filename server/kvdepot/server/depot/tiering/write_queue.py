@@ -28,7 +28,7 @@ _WRITE: Final = "write"
 _LEAVE: Final = "leave"  # there is nothing to write any more
 _WAIT: Final = "wait"
 _FAILED: Final = "failed"  # something raised: a reason to drop it, as others are
-_AT_ONCE: Final = 128
+_AT_ONCE: Final = 64
 """Objects that leave the queue in one go. Thousands of them may be nothing to write any more, at 20 us each."""
 
 

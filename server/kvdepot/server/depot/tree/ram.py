@@ -139,7 +139,7 @@ class RamTier:
         evictor.update_candidate(node)
         above = self._index.parent(node)
         if above != NONE:
-            tree.update_candidates(above)
+            evictor.update_candidate(above)  # in RAM it has one more below it; for other tiers nothing has changed
         return row
 
     def _allocate(self, room: Room, size_bytes: int) -> list[Extent]:
