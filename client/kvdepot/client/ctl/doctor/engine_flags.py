@@ -18,7 +18,7 @@ from kvdepot.client.ctl.sizing.flags import (
     transfer_flag,
 )
 from kvdepot.client.ctl.sizing.geometry import BLOCK_TOKENS, Engine, check_retention
-from kvdepot.client.ctl.sizing.model_files import read_model_config
+from kvdepot.client.ctl.sizing.model_files import View, read_model_config
 from kvdepot.client.vllm.base.engine_rules import (
     CONNECTOR,
     FAILURE_POLICY,
@@ -170,7 +170,7 @@ def _check_model(process: EngineProcess) -> Iterator[Finding]:
     """Yield one finding for each flag that the model needs."""
     check = Check("flags of the model", ENGINES)
     try:
-        config, _ = read_model_config(process.model, process.environment)
+        config, _ = read_model_config(process.model, View(process.environment, process.root, process.directory))
         model = describe_model(config)
     except KvDepotError as error:
         yield check.skipped(str(error))

@@ -40,6 +40,10 @@ class EngineProcess:
     environment: Mapping[str, str] = field(default_factory=dict)
     environment_known: bool = True  # False: it may not be read
     unread: str = ""  # why flags in a file (`--config`) are missing here
+    root: Path = Path("/")
+    """Its root directory as this process sees it. A container has its own."""
+    directory: str = ""
+    """Its working directory, as it sees it itself."""
 
     def number(self, name: str, default: int) -> int:
         """Return a flag's number. What is no number is vLLM's to refuse."""
@@ -108,8 +112,14 @@ def _process(host: Host, pid: int) -> EngineProcess:
         else:
             model = model or in_file.get("model", "")
             flags = in_file | flags
-    environment = host.environment_of(pid)
-    return EngineProcess(pid, model, flags, environment or {}, environment is not None, unread)
+    environment, root = host.environment_of(pid), host.path(f"/proc/{pid}/root")
+    return EngineProcess(
+        pid, model, flags, environment or {}, environment is not None, unread, root, _directory(host, pid)
+    )
+
+
+def _directory(host: Host, pid: int) -> str:
+    return host.link(f"/proc/{pid}/cwd")
 
 
 def _file_flags(host: Host, pid: int, file: str) -> dict[str, str]:
@@ -118,7 +128,7 @@ def _file_flags(host: Host, pid: int, file: str) -> dict[str, str]:
         from yaml import AliasEvent, YAMLError, parse, safe_load  # vLLM's environment has it
     except ImportError as error:
         raise InvalidArgument(f"--config {file}: this Python has no PyYAML to read it with") from error
-    seen = file if file.startswith("/") else f"{host.link(f'/proc/{pid}/cwd')}/{file}"
+    seen = file if file.startswith("/") else f"{_directory(host, pid)}/{file}"
     data = host.small_file(f"/proc/{pid}/root{seen}", _FILE_BYTES_MAX)
     if data is None:
         raise InvalidArgument(f"--config {file}: it cannot be read")

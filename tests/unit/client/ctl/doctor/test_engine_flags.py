@@ -215,9 +215,10 @@ def started(root: Path, words: list[str], file: str | None = None) -> EngineProc
 
 @pytest.mark.parametrize("path", ["f.yaml", "/app/f.yaml"])
 def test_flags_in_a_file_count_and_those_of_the_command_win(tmp_path: Path, path: str) -> None:
-    folder = model_folder(tmp_path, HYBRID)
+    (tmp_path / CONTAINER / "models").mkdir(parents=True)
+    model_folder(tmp_path / CONTAINER / "models", HYBRID)
     file = f"""
-model: {folder}
+model: /models
 mamba-cache-mode: align
 block_size: 128
 enable-prefix-caching: false
@@ -225,7 +226,7 @@ served-model-name: [one, two]
 kv-transfer-config: {transfer()}
 """
     process = started(tmp_path, ["--config", path, "--block-size", "544"], file)
-    assert (process.model, process.number("block-size", 1)) == (folder, 544)
+    assert (process.model, process.number("block-size", 1)) == ("/models", 544)
     found = wrong({one.check: one for one in check_flags(process, DAEMON)})
     assert found == {"prefix caching": Outcome.FAIL}
 
