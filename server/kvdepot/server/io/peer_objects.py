@@ -34,9 +34,7 @@ def _peer(context: Context) -> PeerLink:
 
 def _stat(job: StatFiles, context: Context) -> Answer:
     """Return the length of each object as a file would have it, or ABSENT. One round trip."""
-    found = _ask(context, Locate(tuple(map(_wanted, job.files))))
-    if not isinstance(found, Located) or len(found.lengths) != len(job.files):
-        raise OSError(errno.EIO, f"{found} is no answer to {len(job.files)} names")
+    found = _locate(context, Locate(tuple(map(_wanted, job.files))))
     lengths = (length + HEADER_BYTES if length >= 0 else ABSENT for length in found.lengths)
     return Answer(IoOutcome.OK, lengths=tuple(lengths))
 
@@ -55,6 +53,14 @@ def _ask(context: Context, question: Locate | Pull) -> Located | Leased | Refuse
     return found
 
 
+def _locate(context: Context, question: Locate) -> Located:
+    found = _ask(context, question)
+    if not isinstance(found, Located) or len(found.lengths) != len(question.wanted):
+        _peer(context).close()  # bytes of an object may be on the way
+        raise OSError(errno.EIO, f"{type(found).__name__} is no answer to {len(question.wanted)} names")
+    return found
+
+
 def _read(job: ReadFile, context: Context) -> Answer:
     """Pull an object into the extents, or through memory of this process if there are none."""
     peer, name = _peer(context), job.name
@@ -64,7 +70,7 @@ def _read(job: ReadFile, context: Context) -> Answer:
         return Answer(_OUTCOMES[found.reason], f"the peer says: {found.reason}")
     if not isinstance(found, Leased):
         peer.close()
-        raise OSError(errno.EIO, f"{found} is no answer to a pull")
+        raise OSError(errno.EIO, f"{type(found).__name__} is no answer to a pull")
     if found.raw_bytes != name.raw_bytes:
         peer.close()  # its bytes are on the way
         raise ObjectDamageError(Damage.LENGTH, f"payload: the peer has {found.raw_bytes} bytes, not {name.raw_bytes}")
@@ -90,9 +96,7 @@ def _received(peer: PeerLink, left: int, views: list[memoryview] | None, context
 
 def _probe(job: Probe, context: Context) -> Answer:  # noqa: ARG001
     """Ask for nothing: the peer answers, and allows this daemon."""
-    found = _ask(context, Locate(()))
-    if not isinstance(found, Located):
-        raise OSError(errno.EIO, f"{found} is no answer to a probe")
+    _locate(context, Locate(()))
     return Answer(IoOutcome.OK)
 
 

@@ -21,6 +21,7 @@ import ssl
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -38,7 +39,6 @@ from kvdepot.server.io.peer_wire import (
     AskLocate,
     AskPull,
     Ended,
-    Exact,
     Granted,
     Leased,
     Locate,
@@ -53,9 +53,15 @@ from kvdepot.server.platform.certificates import names_of
 from kvdepot.server.platform.tls_files import TlsFileError, TlsFiles
 
 CONNECTIONS_MAX: Final = 64
+CONNECTIONS_PER_HOST_MAX: Final = 32
+"""What the workers of one reader have at most. So one host leaves others some."""
 HANDSHAKE_SECONDS: Final = 5.0
 """Until then nothing is known of who has connected."""
+FIRST_SECONDS: Final = 5.0
+"""For the first question, which a reader asks at once. Its answer ends the connection of who is no peer."""
 IDLE_SECONDS: Final = 60.0
+QUESTION_SECONDS: Final = 5.0
+"""From the first byte of a question to its last, and for an answer without an object."""
 CONNECTION_SECONDS_MAX: Final = 600.0
 """After it a reader has to connect again, with the certificate and under the CA of that time."""
 LOOK_SECONDS: Final = 5.0
@@ -65,6 +71,8 @@ ANSWER_SECONDS: Final = 10.0
 _SEND_BYTES: Final = 1 << 20
 _PAUSE_SECONDS: Final = 0.1
 """After a connection that could not be accepted."""
+_TELL_SECONDS: Final = 0.5
+"""Between two messages about refused connections: everybody can be refused, as often as the network allows."""
 Answer = Located | Granted | Refused
 
 
@@ -78,10 +86,18 @@ def main(arguments: list[str]) -> int:
     daemon = Daemon(socket.socket(fileno=socket_fd))
     certificates = Certificates(*files)
     server = Server(arena, daemon, certificates)
+    threading.excepthook = _end
+    threading.Thread(target=server.tell_refused, daemon=True).start()
     for fd in arguments[6:]:
         threading.Thread(target=server.accept, args=(socket.socket(fileno=int(fd)),), daemon=True).start()
     daemon.listen()
     return 0
+
+
+def _end(failure: threading.ExceptHookArgs) -> None:
+    """End the process with a thread that all connections need. The daemon starts another one."""
+    sys.excepthook(failure.exc_type, failure.exc_value or failure.exc_type(), failure.exc_traceback)
+    os._exit(1)
 
 
 class Daemon:
@@ -133,11 +149,14 @@ class Certificates:
 
     def _look(self) -> None:
         pause = threading.Event()
+        changed = False
         while True:
             pause.wait(LOOK_SECONDS)
             with contextlib.suppress(TlsFileError, OSError):  # a renewal writes one after the other
-                if self._files.load_changed() is not None:
+                changed = self._files.load_changed() is not None or changed
+                if changed:
                     self.context = self._made()
+                    changed = False
 
     def _made(self) -> ssl.SSLContext:
         cert, key, client_ca = self._paths
@@ -158,29 +177,70 @@ class Server:
         self._arena = arena
         self._daemon = daemon
         self._certificates = certificates
-        self._free = threading.Semaphore(CONNECTIONS_MAX)
+        self._changing = threading.Lock()
+        self._open: Counter[str] = Counter()  # connections, by host
+        self._refused: Counter[str] = Counter()  # connections that the daemon was not told of, by reason
+        self._has_refused = threading.Event()
         self._pause = threading.Event()
 
     def accept(self, listening: socket.socket) -> None:
         """Accept connections until the process ends."""
         while True:
             try:
-                connection, _ = listening.accept()
+                connection, address = listening.accept()
             except OSError:  # too few descriptors, or the reader has gone
                 self._pause.wait(_PAUSE_SECONDS)
                 continue
-            if not self._free.acquire(blocking=False):
+            host = str(address[0])
+            if not self._take_place(host):
                 connection.close()
-                self._daemon.tell(Unconnected("limit"))
+                self._refuse("limit")
                 continue
-            threading.Thread(target=self._connected, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._connected, args=(connection, host), daemon=True).start()
+            except RuntimeError:  # the host has no room for a thread
+                self._free_place(host)
+                connection.close()
+                self._refuse("limit")
+                self._pause.wait(_PAUSE_SECONDS)
 
-    def _connected(self, raw: socket.socket) -> None:
+    def tell_refused(self) -> None:
+        """Tell the daemon of refused connections, all of some time at once, until the process ends."""
+        while True:
+            self._has_refused.wait()
+            self._has_refused.clear()
+            with self._changing:
+                refused, self._refused = self._refused, Counter()
+            for reason, times in refused.items():
+                self._daemon.tell(Unconnected(reason, times))
+            self._pause.wait(_TELL_SECONDS)
+
+    def _refuse(self, reason: str) -> None:
+        with self._changing:
+            self._refused[reason] += 1
+        self._has_refused.set()
+
+    def _take_place(self, host: str) -> bool:
+        with self._changing:
+            if self._open.total() >= CONNECTIONS_MAX or self._open[host] >= CONNECTIONS_PER_HOST_MAX:
+                return False
+            self._open[host] += 1
+            return True
+
+    def _free_place(self, host: str) -> None:
+        with self._changing:
+            self._open[host] -= 1
+            if not self._open[host]:
+                del self._open[host]
+
+    def _connected(self, raw: socket.socket, host: str) -> None:
         try:
             with contextlib.suppress(OSError, FrameError), raw:
                 self._serve(raw)
+        except Exception:  # noqa: BLE001 - whatever it is, it ends this connection alone
+            sys.excepthook(*sys.exc_info())
         finally:
-            self._free.release()
+            self._free_place(host)
 
     def _serve(self, raw: socket.socket) -> None:
         raw.settimeout(HANDSHAKE_SECONDS)
@@ -188,19 +248,55 @@ class Server:
         try:
             connection = self._certificates.context.wrap_socket(raw, server_side=True)
         except (OSError, ValueError):
-            self._daemon.tell(Unconnected("handshake"))
+            self._refuse("handshake")
             return
         with connection:
             certificate = connection.getpeercert(binary_form=True)
             if connection.selected_alpn_protocol() != ALPN or not certificate:
-                self._daemon.tell(Unconnected("handshake"))
+                self._refuse("handshake")
                 return
             found = names_of(ssl.DER_cert_to_PEM_cert(certificate).encode())
             names = tuple(name for name in found if len(name) <= NAME_CHARACTERS_MAX)[:NAMES_MAX]
             reader = _Reader(connection, names, self._daemon, self._arena)
             until = time.monotonic() + CONNECTION_SECONDS_MAX
-            while time.monotonic() < until and reader.answer_next():
-                pass
+            seconds = FIRST_SECONDS
+            while time.monotonic() < until and reader.answer_next(seconds):
+                seconds = IDLE_SECONDS
+
+
+class _Questions:
+    """What a reader asks, as a stream of `Framing.read`: a question may be awaited long, but has to come quickly."""
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        self._connection = connection
+        self._until = 0.0
+        self._begun = False
+
+    def await_next(self, seconds: float) -> None:
+        """Wait for so long until the next question begins."""
+        self._until, self._begun = time.monotonic() + seconds, False
+
+    def read(self, size: int) -> bytes:
+        """Return so many bytes, or fewer at the end. Raise OSError."""
+        data = bytearray(size)
+        filled = 0
+        while filled < size:
+            self._connection.settimeout(_left(self._until))
+            count = self._connection.recv_into(memoryview(data)[filled:])
+            if not count:
+                break
+            filled += count
+            if not self._begun:
+                self._until, self._begun = time.monotonic() + QUESTION_SECONDS, True
+        return bytes(data[:filled])
+
+
+def _left(until: float) -> float:
+    """Return the seconds until then. Raise TimeoutError if there are none."""
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
 
 
 class _Reader:
@@ -211,12 +307,15 @@ class _Reader:
         self._names = names
         self._daemon = daemon
         self._arena = arena
-        self._questions = cast("Any", Exact(connection))
+        self._questions = _Questions(connection)
 
-    def answer_next(self) -> bool:
-        """Answer one question. Return False if no other one is to be answered. Raise OSError or FrameError."""
-        self._connection.settimeout(IDLE_SECONDS)
-        frame = FROM_READER.read(self._questions)
+    def answer_next(self, seconds: float) -> bool:
+        """Answer one question, which may begin so late. Return False if no other one is to be answered.
+
+        Raise OSError or FrameError.
+        """
+        self._questions.await_next(seconds)
+        frame = FROM_READER.read(cast("Any", self._questions))
         if frame is None:
             return False
         question: Locate | Pull = frame[1]
@@ -228,15 +327,16 @@ class _Reader:
             return False
         if isinstance(answer, Granted):
             return self._send(answer, time.monotonic() + answer.seconds)
-        self._connection.sendall(TO_READER.pack(answer))
+        self._send_all(memoryview(TO_READER.pack(answer)), time.monotonic() + QUESTION_SECONDS)
         return not (isinstance(answer, Refused) and answer.reason is Refusal.NOT_ALLOWED)
 
     def _send(self, lease: Granted, until: float) -> bool:
         """Send a leased object. Return whether the reader has all of it. The lease ends in any case."""
-        raw_bytes = sum(length for _, length in lease.extents)
-        head = memoryview(TO_READER.pack(Leased(raw_bytes, lease.raw_sum, lease.generation)))
-        sent, sent_bytes = Sent.CUT, -len(head)
+        sent, sent_bytes = Sent.CUT, 0
         try:
+            raw_bytes = sum(length for _, length in lease.extents)
+            head = memoryview(TO_READER.pack(Leased(raw_bytes, lease.raw_sum, lease.generation)))
+            sent_bytes = -len(head)
             views = [self._arena[offset : offset + length] for offset, length in lease.extents]
             for view in (head, *views):
                 for start in range(0, len(view), _SEND_BYTES):
@@ -254,10 +354,7 @@ class _Reader:
         """Send all of it, and return its length. Raise TimeoutError when the lease is over."""
         left = piece
         while left:
-            seconds = until - time.monotonic()
-            if seconds <= 0:
-                raise TimeoutError
-            self._connection.settimeout(seconds)
+            self._connection.settimeout(_left(until))
             left = left[self._connection.send(left) :]
         return len(piece)
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Final, Self
 
 from kvdepot.core.bounds import AtMost, Between, ChunkKey, Count, Duration, NamespaceId
 from kvdepot.core.limits import OBJECT_BYTES_MAX
-from kvdepot.server.io.framing import Digest, Framing
-from kvdepot.server.io.jobs import FILES_PER_STAT, Extents, FileLength
+from kvdepot.server.io.framing import Digest, Framing, Signed
+from kvdepot.server.io.jobs import ABSENT, FILES_PER_STAT, Extents
 from kvdepot.server.storage.base import ObjectName
 
 ALPN: Final = "kvdepot-peer/1"
@@ -24,6 +24,7 @@ NAMES_MAX: Final = 64
 """Of a certificate. What it has beyond them does not count."""
 NAME_CHARACTERS_MAX: Final = 512
 _MESSAGE_BYTES_MAX: Final = 64 << 10
+_Length = Annotated[Signed, Between(ABSENT, OBJECT_BYTES_MAX)]
 
 
 class Refusal(StrEnum):
@@ -67,7 +68,7 @@ class Locate:
 class Located:
     """The length of each object in bytes, or `jobs.ABSENT`."""
 
-    lengths: Annotated[tuple[FileLength, ...], Count(FILES_PER_STAT)]
+    lengths: Annotated[tuple[_Length, ...], Count(FILES_PER_STAT)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +139,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Unconnected:
-    """A connection that was refused, by reason: `handshake` or `limit`."""
+    """Connections that were refused since the last message, of one reason: `handshake` or `limit`."""
 
     reason: Annotated[str, Count(32)]
+    times: int
 
 
 TO_DAEMON: Final[Framing[AskLocate | AskPull | Ended | Unconnected]] = Framing(

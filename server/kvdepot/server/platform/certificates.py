@@ -31,7 +31,10 @@ def names_of(pem: bytes) -> tuple[str, ...]:
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType):
+    except (
+        ValueError, x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension,
+        x509.UnsupportedGeneralNameType,
+    ):  # fmt: skip
         return ()
     names = [
         *((DNS, name) for name in found.get_values_for_type(x509.DNSName)),

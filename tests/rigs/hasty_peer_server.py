@@ -1,0 +1,36 @@
+"""The process that sends to peers, with little patience and few places. Started instead of the real one."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from kvdepot.server.io import peer_server
+from kvdepot.server.io.lifeline import exit_code
+
+SECONDS = 2.0
+PLACES = 3
+THREADLESS = "THREADLESS_CONNECTIONS"
+"""For how many connections there is no thread, as an environment variable."""
+
+
+def _main(arguments: list[str]) -> int:
+    peer_server.FIRST_SECONDS = peer_server.QUESTION_SECONDS = SECONDS  # type: ignore[misc]
+    peer_server.CONNECTIONS_PER_HOST_MAX = PLACES  # type: ignore[misc]
+    left = int(os.environ.get(THREADLESS, "0"))
+    start = threading.Thread.start
+
+    def start_or_refuse(self: Any) -> None:
+        nonlocal left
+        if left and self.name.endswith("(_connected)"):
+            left -= 1
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    threading.Thread.start = start_or_refuse  # type: ignore[method-assign]
+    return peer_server.main(arguments)
+
+
+if __name__ == "__main__":
+    os._exit(exit_code(_main))
